@@ -1,0 +1,40 @@
+# Everything sets itself up: a fresh machine needs only python3 and make.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+
+.PHONY: train test slow check format clean
+
+train: $(VENV)/.base
+	$(BIN)/bessemer train
+
+test: $(VENV)/.test
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile
+
+slow: $(VENV)/.test
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "slow and not gpu"
+
+check: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/.base: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/.test: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	touch $@ $(VENV)/.base
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,59 @@
+"""Bessemer: train language models, from raw text to a preference-tuned chat model, on JAX.
+
+import bessemer as bm
+run = bm.train("quickstart")
+
+Names are loaded when they are first used, so that importing the package costs nothing and starts nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "train": "bessemer.training.api",
+    "resume": "bessemer.training.api",
+    "Run": "bessemer.training.api",
+    "BaseTrainer": "bessemer.training.trainer",
+    "BaseTrainerConfig": "bessemer.training.settings",
+    "TrainState": "bessemer.training.state",
+    "Callback": "bessemer.training.callback",
+    "ExecutionSpec": "bessemer.job",
+    "BasicJob": "bessemer.job",
+    "CheckpointedJob": "bessemer.job",
+    "RestoreableJob": "bessemer.job",
+    "Sampling": "bessemer.data.mixture",
+    "DatasetStyle": "bessemer.data.mixture",
+    "Tokenizer": "bessemer.data.tokenizer",
+    "field": "bessemer.config",
+    "configure": "bessemer.config",
+    "configuration": "bessemer.config",
+}
+
+__all__ = [*_HOME, "__version__"]
+
+if TYPE_CHECKING:
+    from bessemer.config import configuration, configure, field
+    from bessemer.data.mixture import DatasetStyle, Sampling
+    from bessemer.data.tokenizer import Tokenizer
+    from bessemer.job import BasicJob, CheckpointedJob, ExecutionSpec, RestoreableJob
+    from bessemer.training.api import Run, resume, train
+    from bessemer.training.callback import Callback
+    from bessemer.training.settings import BaseTrainerConfig
+    from bessemer.training.state import TrainState
+    from bessemer.training.trainer import BaseTrainer
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'bessemer' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

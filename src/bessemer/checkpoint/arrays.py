@@ -1,0 +1,113 @@
+"""Orbax behind three functions: start a save, wait for it, restore. Nothing else imports it."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from bessemer.checkpoint.tree import Leaves, signature
+from bessemer.errors import StorageError
+from bessemer.job.files import storage_error
+
+# What Orbax and TensorStore raise when the disk, not the program, is at fault.
+STORAGE_FAILURES = (OSError, ValueError, TypeError, KeyError, RuntimeError)
+
+
+class ArrayWriter:
+    """One asynchronous Orbax checkpointer, made on first use and thrown away after a failure."""
+
+    def __init__(self, timeout: int):
+        self._timeout = timeout
+        self._orbax: Any = None
+
+    def start(self, path: Path, leaves: Leaves) -> None:
+        """Copy the arrays off the devices and begin to write them; they may be donated afterwards."""
+        import orbax.checkpoint as ocp
+
+        # A failed computation surfaces here as itself, and is not mistaken for a failed disk.
+        jax.block_until_ready([leaf for leaf in leaves.values() if isinstance(leaf, jax.Array)])
+        if self._orbax is None:
+            self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), timeout_secs=self._timeout)
+        # Orbax refuses arrays without elements; the manifest alone records those.
+        full = {name: leaf for name, leaf in leaves.items() if leaf.size}
+        try:
+            self._orbax.save(path, args=ocp.args.PyTreeSave(full or {"empty": np.zeros(1, np.int8)}))
+        except STORAGE_FAILURES:
+            self._orbax = None
+            raise
+
+    def finish(self) -> None:
+        """Wait until every process has written its part."""
+        try:
+            self._orbax.wait_until_finished()
+        except STORAGE_FAILURES:
+            self._orbax = None
+            raise
+
+    def close(self) -> None:
+        if self._orbax is not None:
+            self._orbax.close()
+            self._orbax = None
+
+
+def read_arrays(path: Path, wanted: Leaves, names: dict[str, str]) -> Leaves:
+    """Read `wanted` (name -> abstract array) from `path`; `names` gives each one's name in the checkpoint.
+
+    An abstract array with a sharding comes back as a jax.Array placed so, on whatever mesh; without one as
+    numpy.
+    """
+    import orbax.checkpoint as ocp
+
+    item, args, found = {}, {}, {}
+    for name, leaf in wanted.items():
+        sharding = getattr(leaf, "sharding", None)
+        dtype, shape = np.dtype(leaf.dtype), tuple(leaf.shape)
+        if 0 in shape:
+            empty = np.zeros(shape, dtype)
+            found[name] = empty if sharding is None else jax.device_put(empty, sharding)
+            continue
+        item[names[name]] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        args[names[name]] = (
+            ocp.RestoreArgs(restore_type=np.ndarray, dtype=dtype)
+            if sharding is None
+            else ocp.ArrayRestoreArgs(sharding=sharding, global_shape=shape, dtype=dtype, strict=True)
+        )
+    if item:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            request = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
+            read = reader.restore(path, args=request)
+        found |= {name: read[names[name]] for name in wanted if name not in found}
+    wrong = [name for name, entry in signature(found).items() if entry != signature(wanted)[name]]
+    if wrong:
+        raise StorageError(f"{path}: restored '{wrong[0]}' with a shape or dtype other than saved.")
+    return found
+
+
+def explain(what: str, error: BaseException) -> StorageError:
+    """The StorageError for a failure in Orbax or the file system: brief, with a remedy."""
+    if isinstance(error, StorageError):
+        return error
+    if isinstance(error, OSError) and error.errno:
+        return storage_error(what, error)
+    text = str(error)
+    for sign, number in (
+        ("No space left", errno.ENOSPC),
+        ("RESOURCE_EXHAUSTED", errno.ENOSPC),
+        ("Read-only file system", errno.EROFS),
+        ("PERMISSION_DENIED", errno.EACCES),
+        ("NOT_FOUND", errno.ENOENT),
+        ("No such file", errno.ENOENT),
+    ):
+        if sign in text:
+            return storage_error(what, OSError(number, _brief(text)))
+    return StorageError(
+        f"{what}: {_brief(text) or type(error).__name__}. Check the disk, then `bessemer resume`."
+    )
+
+
+def _brief(text: str) -> str:
+    return " ".join(text.split())[:300]

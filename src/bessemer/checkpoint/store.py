@@ -1,0 +1,308 @@
+"""`Checkpoints`: the one place that saves, finds, verifies, restores and retires checkpoints of a run.
+
+    step_00000512.tmp/state      Orbax, asynchronously, every process its shards
+    step_00000512.tmp/…          loop.json, meta.json, config.yaml, tokenizer.json, then COMMIT; all synced
+    step_00000512                one rename, then the parent is synced
+
+Whatever is killed, whenever: a directory with a final name is complete, and nothing else is looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from bessemer.checkpoint import retention
+from bessemer.checkpoint.arrays import STORAGE_FAILURES, ArrayWriter, explain, read_arrays
+from bessemer.checkpoint.manifest import (
+    COMMIT,
+    content_problems,
+    read_manifest,
+    step_name,
+    structure_problems,
+    write_manifest,
+)
+from bessemer.checkpoint.quiet import SILENCE, quiet
+from bessemer.checkpoint.tree import Leaves, Signature, check_same, flatten, rebuild, select, signature
+from bessemer.errors import InputError, StorageError
+from bessemer.job import sync_directory
+from bessemer.job.files import storage
+from bessemer.topology import barrier, share
+
+STATE = "state"
+META = "meta.json"
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    With many processes each calls `save`, `wait`, `restore`, `newest_valid`, `clean` and `set_aside_after`
+    in the same order; process 0 writes and commits.
+
+    `keep_last` 0 keeps all. `protect(step)` exempts the best one; it is not persisted, the loop state knows
+    it.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        keep_last: int = 3,
+        keep_every: int = 0,
+        process_zero: bool = True,
+        timeout: int = 1800,
+    ):
+        self.root = Path(path).absolute()
+        self.keep_last = keep_last
+        self.keep_every = keep_every
+        self.process_zero = process_zero
+        self.timeout = timeout
+        self._seen = self.root.is_dir()
+        self._writer = ArrayWriter(timeout)
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bessemer-commit")
+        self._pending: Future[None] | None = None
+        self._protected: dict[str, int] = {}
+        self._damaged: set[int] = set()
+
+    def at(self, path: str | Path) -> Checkpoints:
+        """The same kind of store over another directory."""
+        return Checkpoints(path, process_zero=self.process_zero, timeout=self.timeout)
+
+    def path(self, step: int) -> Path:
+        return self.root / step_name(step)
+
+    # Saving
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        files: Mapping[str, str | bytes] | None = None,
+        meta: Mapping[str, Any] | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Save `state` as `step`; returns once the arrays are off the devices, so they may be donated.
+
+        A step that is committed and sound is left as it is. An error of the previous save is raised here.
+        """
+        self.wait()
+        beside = _siblings(step, files or {}, meta or {})
+        leaves = flatten(state)
+        temporary = self.root / f"{step_name(step)}.tmp"
+        # Process 0 decides for all: one that skipped or failed here alone would leave the others waiting.
+        if share(f"prepare {self.root}", lambda: self._prepare(step, temporary, leaves)) == "committed":
+            return
+        SILENCE.enter()
+        try:
+            self._writer.start(temporary / STATE, leaves)
+        except STORAGE_FAILURES as error:
+            SILENCE.leave()
+            self._abandon(temporary)
+            raise explain(f"cannot save checkpoint {step}", error) from error
+        self._pending = self._background.submit(self._finish, step, temporary, beside, signature(leaves))
+        if wait:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the save in progress is committed on every process; raises its StorageError if it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait, then end the background threads; the object cannot save again."""
+        try:
+            self.wait()
+        finally:
+            self._background.shutdown()
+            self._writer.close()
+
+    def protect(self, step: int | None, label: str = "best") -> None:
+        """Exempt `step` from retention in place of the label's former one; None exempts nothing."""
+        if step is None:
+            self._protected.pop(label, None)
+        else:
+            self._protected[label] = step
+
+    # Finding
+
+    def committed(self) -> list[int]:
+        """Steps of complete checkpoints, ascending. Sizes are checked; contents only by `verify`."""
+        return [step for step in retention.final_steps(self.root) if not self._problems(step)]
+
+    def latest(self) -> int | None:
+        """The highest committed step: never a time stamp."""
+        return max(self.committed(), default=None)
+
+    def verify(self, step: int) -> list[str]:
+        """Re-hash every file; each problem names its file. Empty: every byte is as it was saved."""
+        return content_problems(self.path(step))
+
+    def newest_valid(self) -> tuple[int | None, list[str]]:
+        """The highest step whose every byte verifies, and a message for each newer one that was passed over.
+
+        (None, []) when nothing was ever saved. Checkpoints that are all damaged are a StorageError, since
+        starting afresh would silently lose the run. Process 0 reads; the others take its word.
+        """
+        found = json.loads(share(f"verify {self.root}", self._search, self.timeout))
+        self._damaged.update(found["damaged"])
+        if found["step"] is None and found["damaged"]:
+            raise StorageError(
+                f"no checkpoint in {self.root} can be used: {' '.join(found['messages'])} "
+                "Restore the directory from a copy, or start a new run."
+            )
+        return found["step"], found["messages"]
+
+    # Reading
+
+    def restore(self, step: int, abstract: Any, *, only: str | None = None) -> Any:
+        """The state of `step` in the structure, shapes, dtypes and shardings of `abstract`.
+
+        Any mesh will do, but every name, shape and dtype must be the same: nothing is cast or filled in.
+        Leaves without a sharding come back as numpy. `only="params"` reads that part alone; `abstract` is
+        then the part.
+        """
+        manifest = read_manifest(self.path(step))
+        wanted = flatten(abstract)
+        check_same(select(manifest.tree, only), signature(wanted), str(self.path(step)))
+        names = {name: name if only is None else f"{only}/{name}" for name in wanted}
+        try:
+            with quiet():
+                values = read_arrays(self.path(step) / STATE, wanted, names)
+        except STORAGE_FAILURES as error:
+            raise explain(f"cannot restore checkpoint {self.path(step)}", error) from error
+        return rebuild(abstract, values)
+
+    def leaves(self, step: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name -> (dtype, shape) of every saved array, without reading any."""
+        return read_manifest(self.path(step)).tree
+
+    def read(self, step: int, name: str) -> str:
+        """The text of a file beside the state, e.g. "loop.json"."""
+        path = self.path(step) / name
+        try:
+            return path.read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise StorageError(f"checkpoint {self.path(step)} has no file '{name}'.") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise StorageError(f"{path} cannot be read ({error}).") from error
+
+    # Keeping order
+
+    def clean(self) -> list[str]:
+        """Delete what killed saves and deletions left; returns the names. For the lock's holder alone."""
+        self.wait()
+        return retention.remove_leftovers(self.root) if self.process_zero else []
+
+    def set_aside_after(self, step: int) -> list[int]:
+        """Take all checkpoints beyond `step` out of the list, because the run goes on from `step`.
+
+        They belong to another future of it and stay as step_N.aside until the run has saved as far again.
+        """
+        later = [other for other in retention.final_steps(self.root) if other > step]
+        barrier(f"set aside {self.root}", self.timeout)
+        if self.process_zero:
+            with storage("cannot set newer checkpoints aside"):
+                for other in later:
+                    retention.set_aside(self.root, other)
+        self._damaged.difference_update(later)
+        barrier(f"set aside {self.root}", self.timeout)
+        return later
+
+    # Inside
+
+    def _problems(self, step: int) -> list[str]:
+        return structure_problems(self.path(step))
+
+    def _search(self) -> str:
+        damaged: list[int] = []
+        messages: list[str] = []
+        for step in reversed(retention.final_steps(self.root)):
+            problems = self.verify(step)
+            if not problems:
+                return json.dumps({"step": step, "damaged": damaged, "messages": messages})
+            damaged.append(step)
+            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+            messages.append(
+                f"checkpoint {step_name(step)} is damaged and not used: {'; '.join(problems[:3])}{more}."
+            )
+        return json.dumps({"step": None, "damaged": damaged, "messages": messages})
+
+    def _prepare(self, step: int, temporary: Path, leaves: Leaves) -> str:
+        """Make an empty `.tmp` on a disk with room, since Orbax's own failure on a full one is late and long.
+
+        "committed" when there is nothing to do, else "save".
+        """
+        if step not in self._damaged and not self._problems(step):
+            return "committed"
+        with storage("cannot save a checkpoint"):
+            if not self._seen:
+                self.root.mkdir(exist_ok=True)
+                self._seen = True
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            free = shutil.disk_usage(self.root).free
+        needed = sum(int(leaf.size) * leaf.dtype.itemsize for leaf in leaves.values())
+        if free < needed:
+            self._abandon(temporary)
+            raise StorageError(
+                f"cannot save a checkpoint in {self.root}: it needs up to {needed / 2**30:.3f} GiB and "
+                f"{free / 2**30:.3f} GiB are free. Free space, then continue with `bessemer resume`."
+            )
+        return "save"
+
+    def _finish(self, step: int, temporary: Path, beside: dict[str, bytes], tree: Signature) -> None:
+        """In the background: wait for Orbax on all processes, commit, tell the others, retire old ones."""
+        try:
+            self._writer.finish()
+            share(f"commit {self.root}", lambda: self._commit(step, temporary, beside, tree), self.timeout)
+        except (*STORAGE_FAILURES, StorageError) as error:
+            self._abandon(temporary)
+            raise explain(f"cannot save checkpoint {step} in {self.root}", error) from error
+        finally:
+            SILENCE.leave()
+        self._damaged.discard(step)
+
+    def _commit(self, step: int, temporary: Path, beside: dict[str, bytes], tree: Signature) -> str:
+        for name, data in beside.items():
+            (temporary / name).write_bytes(data)
+        write_manifest(temporary, step, tree)
+        if self.path(step).exists():  # damaged, or never committed: `save` has looked
+            retention.delete(self.root, step)
+        os.rename(temporary, self.path(step))
+        sync_directory(self.root)
+        self._retire(step)
+        return "committed"
+
+    def _retire(self, newest: int) -> None:
+        known = [step for step in self.committed() if step not in self._damaged or step == newest]
+        doomed = retention.superfluous(
+            known,
+            newest=newest,
+            keep_last=self.keep_last,
+            keep_every=self.keep_every,
+            protected=list(self._protected.values()),
+        )
+        for step in doomed:
+            retention.delete(self.root, step)
+        retention.drop_superseded(self.root, newest)
+
+    def _abandon(self, temporary: Path) -> None:
+        """Give back the space of a failed save; the last committed checkpoint is untouched."""
+        if self.process_zero:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _siblings(step: int, files: Mapping[str, str | bytes], meta: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files beside the state, as bytes; meta.json always says which step it is."""
+    for name in files:
+        if name in (STATE, META, COMMIT) or Path(name).name != name or name.startswith("."):
+            raise InputError(f"a checkpoint cannot hold a file named '{name}'.")
+    texts = {**files, META: json.dumps({"step": step, **meta}, indent=1) + "\n"}
+    return {name: text.encode() if isinstance(text, str) else text for name, text in texts.items()}

@@ -1,0 +1,96 @@
+"""The command line: one file a command, loaded when it is called, so that `bessemer --help` is instant."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from typing import Any
+
+import click
+
+from bessemer import __version__
+from bessemer.errors import BessemerError
+
+COMMANDS = {
+    "train": "Train a model; with no arguments, the quickstart.",
+    "resume": "Continue a stopped or killed run, exactly.",
+    "runs": "List runs with their state.",
+    "recipes": "List the shipped recipes.",
+    "config": "Show the resolved settings of a recipe, each with its origin.",
+    "tokenizer": "Train a tokenizer.",
+    "data": "Prepare text for training, and look at what was prepared.",
+}
+
+
+class LazyGroup(click.Group):
+    """Commands are modules `bessemer.cli.NAME` with a click command called `command`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        return importlib.import_module(f"bessemer.cli.{name}").command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="bessemer")
+def cli() -> None:
+    """Train language models: from raw text to a model you can talk to, on a CPU, a GPU or many hosts.
+
+    \b
+    Start here (no GPU, no download, about two minutes):
+      bessemer train
+    Then:
+      bessemer train pretrain training.dataset=my.txt model.depth=4
+      bessemer resume runs/NAME
+    """
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Entry point: errors become one plain paragraph on stderr and the exit code of their kind."""
+    try:
+        code = cli.main(arguments, prog_name="bessemer", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except BessemerError as error:
+        print(f"error: {error}" if error.exit_code != 75 else str(error), file=sys.stderr)
+        _leave(error.exit_code)
+    except BrokenPipeError:
+        # the reader of our output has gone (`bessemer runs | head`): nothing is wrong with us
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except Exception as error:  # noqa: BLE001 -- the last line of defence: a bug, said in one paragraph
+        _report_bug(error)
+        _leave(1)
+
+
+def _report_bug(error: Exception) -> None:
+    """The traceback goes to the run's log where there is one, else to the screen."""
+    log = getattr(error, "logged_in", None)
+    if log is None:
+        traceback.print_exception(error)
+    where = f" The traceback is in {log}." if log else ""
+    print(f"error: a bug in bessemer: {type(error).__name__}: {error}.{where} Please report it.", file=sys.stderr)
+
+
+def _leave(code: int) -> None:
+    """Exit; in a multi-process run at once, as jax's exit barrier waits for a dead peer for minutes."""
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+

@@ -1,0 +1,35 @@
+"""`bessemer resume`."""
+
+from __future__ import annotations
+
+import click
+
+from bessemer.cli.foreign import refuse_foreign
+from bessemer.cli.train import FORWARD
+
+
+@click.command("resume", context_settings=FORWARD)
+@click.argument("run")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[key=value ...]")
+@click.option("--step", type=int, help="Continue from this checkpoint; later ones are discarded.")
+@click.option("--trust", is_flag=True, help="Import code the run's config names, though it was not started here.")
+@click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
+def command(run: str, words: tuple[str, ...], step: int | None, trust: bool, root: str) -> None:
+    """Continue a stopped or killed run: the result is bit for bit that of an undisturbed one.
+
+    Only settings that cannot change the run are accepted: logging.*, topology.*, eval.*,
+    training.per_device_batch_size, training.time_limit.
+
+    \b
+    Examples:
+      bessemer resume runs/mine
+      bessemer resume mine training.time_limit=2h
+      bessemer resume mine --step 512
+    """
+    from bessemer.training.launch import is_finished, reopen
+
+    refuse_foreign(words)
+    if step is None and is_finished(run, root):
+        click.echo(f"{run} is finished; nothing to do. To train on, start a new run with init={run}.")
+        return
+    reopen(run, list(words), root=root, step=step, trust=trust, distributed=True).run()

@@ -1,0 +1,38 @@
+"""`bessemer tokenizer train`: a byte-level BPE from text files."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.group("tokenizer")
+def command() -> None:
+    """Train a tokenizer.
+
+    \b
+    Examples:
+      bessemer tokenizer train texts/ -o tokenizer --vocab-size 8192
+      bessemer tokenizer train python-stdlib -o tokenizer --vocab-size 4096
+    """
+
+
+@command.command("train")
+@click.argument("files", nargs=-1, required=True)
+@click.option("-o", "--out", required=True, metavar="DIR", help="Directory for tokenizer.json.")
+@click.option("--vocab-size", required=True, type=int, metavar="N", help="Tokens, special ones included.")
+@click.option("--text-key", metavar="COLUMN", help="Column with the text; default 'text'.")
+def train(files: tuple[str, ...], out: str, vocab_size: int, text_key: str | None) -> None:
+    """Train a byte-level BPE on FILES: .parquet, .jsonl[.gz|.zst], .txt, directories, globs, dataset names.
+
+    A corpus larger than 32 MiB is sampled evenly.
+    """
+    from bessemer.data.catalog import find_source, sample_texts
+    from bessemer.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.train(sample_texts([find_source(name) for name in files], text_key), vocab_size)
+    path = tokenizer.save(out)
+    click.echo(f"{path}: {tokenizer.vocab_size} tokens, hash {tokenizer.hash[:12]}")
+    if tokenizer.vocab_size < vocab_size:
+        click.echo(
+            f"the text has no more pairs to merge, so it is smaller than the {vocab_size} asked for", err=True
+        )

@@ -1,0 +1,42 @@
+"""`bessemer train`."""
+
+from __future__ import annotations
+
+import click
+
+from bessemer.cli.foreign import refuse_foreign
+from bessemer.errors import InputError
+
+FORWARD = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+
+@click.command("train", context_settings=FORWARD)
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [key=value ...]")
+@click.option("--name", help="Name of the run; default: recipe and time.")
+@click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
+def command(words: tuple[str, ...], name: str | None, root: str) -> None:
+    """Train a model. With no arguments: the quickstart, about two minutes on a CPU.
+
+    RECIPE is a shipped name (see `bessemer recipes`) or a YAML file; settings are dotted
+    (`bessemer config RECIPE` lists them all).
+
+    \b
+    Examples:
+      bessemer train
+      bessemer train quickstart training.steps=100 --name short
+      bessemer train pretrain training.dataset=my.txt model.depth=4
+    """
+    from bessemer.training.launch import build_trainer
+
+    recipe, overrides = split_words(words)
+    trainer = build_trainer(recipe, overrides, name=name, root=root, distributed=True)
+    trainer.run()
+
+
+def split_words(words: tuple[str, ...], default: str = "quickstart") -> tuple[str, list[str]]:
+    """[RECIPE] key=value … ; a flag of another system is answered with our setting's name."""
+    refuse_foreign(words)
+    recipes = [word for word in words if "=" not in word]
+    if len(recipes) > 1:
+        raise InputError(f"two recipes given ({', '.join(recipes)}); settings are written key=value.")
+    return (recipes[0] if recipes else default), [word for word in words if "=" in word]

@@ -1,0 +1,181 @@
+"""From recipe and overrides to a checked configuration: defaults < recipe < command line, origins kept."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bessemer.config.annotations import takes_mapping
+from bessemer.config.declare import Schema, Setting, dotted, slashed
+from bessemer.config.layers import Layer, escape, flatten, merge, nest, override_layer, read_yaml
+from bessemer.config.recipes import raw_values, read_recipe
+from bessemer.config.values import plain
+from bessemer.errors import InputError
+
+SchemaOf = Callable[[Mapping[str, Any]], Schema]
+Overrides = Sequence[str] | Mapping[str, Any]
+
+
+@dataclasses.dataclass
+class Config:
+    """Typed values of every setting of a schema, by flat key; `a.b` and `a/b` name the same one."""
+
+    schema: Schema
+    values: dict[str, Any]
+    provenance: dict[str, str]
+
+    def __getitem__(self, key: str) -> Any:
+        return self.values[self.schema[key].key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.schema
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.values.get(slashed(key), default)
+
+    def set(self, key: str, value: Any, why: str) -> None:
+        """Record what the program chose by itself, with its reason; checked like any other value."""
+        setting = self.schema[key]
+        self.values[setting.key] = setting.check(value, f"chosen: {why}")
+        self.provenance[setting.key] = f"chosen: {why}"
+
+    def is_set(self, key: str) -> bool:
+        """True when a recipe, the caller or the program gave the value; False for a default."""
+        return self.provenance[self.schema[key].key] != "default"
+
+    def given(self) -> dict[str, Any]:
+        """The values that are not defaults, by flat key."""
+        return {key: value for key, value in self.values.items() if self.is_set(key)}
+
+    def tree(self) -> dict[str, Any]:
+        """Nested plain values, ready for YAML or JSON."""
+        return _nested((key, plain(value)) for key, value in self.values.items())
+
+    def to_yaml(self) -> str:
+        """Every setting, and under `provenance` the origin of those that are not defaults."""
+        from omegaconf import OmegaConf
+
+        given = {dotted(key): origin for key, origin in self.provenance.items() if origin != "default"}
+        return OmegaConf.to_yaml(OmegaConf.create(escape({**self.tree(), "provenance": given})))
+
+
+def resolve(
+    schema_of: SchemaOf,
+    recipe: str | Path | Mapping[str, Any] | None = None,
+    overrides: Overrides = (),
+    *,
+    source: str = "command line",
+) -> Config:
+    """The configuration of a run.
+
+    `schema_of` sees the raw values given (flat, "model/family" and the like) and answers with the schema
+    that these select. `recipe` is a shipped name, a path or a mapping; `source` is the origin of `overrides`.
+    """
+    layers = [] if recipe is None else read_recipe(recipe).layers
+    return _build(schema_of, [*layers, override_layer(overrides, source)])
+
+
+def load_saved(
+    path: str | Path, schema_of: SchemaOf, overrides: Overrides = (), *, source: str = "command line"
+) -> Config:
+    """A run's config.yaml as the same Config, origins included; `overrides` are applied over it."""
+    origin = f"saved configuration {path}"
+    tree = nest(read_yaml(Path(path), "saved configuration"), origin)
+    origins = tree.pop("provenance", {})
+    if not isinstance(origins, Mapping):
+        raise InputError(f"{origin}: 'provenance' must be a mapping from settings to their origin.")
+    origins = merge([Layer(origin, dict(origins))], resolve=True, is_section=lambda key: False)
+    layer = Layer(origin, tree, origins={slashed(key): str(word) for key, word in origins.items()})
+    return _build(schema_of, [layer, override_layer(overrides, source)])
+
+
+def _build(schema_of: SchemaOf, layers: list[Layer]) -> Config:
+    schema = schema_of(raw_values(layers))
+    givers = _givers(schema, layers)
+    given = _resolve_values(schema, layers, [schema[key] for key in schema.settings if key not in givers])
+    config = Config(schema, {}, {})
+    for key, setting in schema.settings.items():
+        if key not in givers:
+            if setting.required:
+                raise InputError(f"'{dotted(key)}' has no default: give {dotted(key)}=… ({setting.help}).")
+            config.values[key], config.provenance[key] = setting.fresh_default(), "default"
+            continue
+        value = _checked(setting, _dig(given, key), givers[key])
+        origin = givers[key].origin_of(key)
+        changed = origin == "default" and value != setting.default  # saved by a version with another default
+        config.values[key], config.provenance[key] = value, givers[key].origin if changed else origin
+    return config
+
+
+def _givers(schema: Schema, layers: list[Layer]) -> dict[str, Layer]:
+    """Key → the last layer that gives it; all keys that are no settings, in one error."""
+    found: dict[str, Layer] = {}
+    unknown: list[str] = []
+    for layer in layers:
+        for path, value in flatten(layer.tree, layer.origin):
+            key = _setting_of(schema, path)
+            whole = "/".join(path)
+            if key is not None:
+                found[key] = layer
+            elif value not in (None, {}) or not schema.is_section(whole):
+                place = f" (in {layer.origin})" if layer is not layers[-1] else ""
+                unknown.append(schema.unknown(whole) + place)
+    if unknown:
+        raise InputError("; ".join(dict.fromkeys(unknown)))
+    return found
+
+
+def _setting_of(schema: Schema, path: tuple[str, ...]) -> str | None:
+    """The setting at `path` or above it: a mapping below a setting is part of its value."""
+    prefixes = ("/".join(path[:depth]) for depth in range(1, len(path) + 1))
+    return next((key for key in prefixes if key in schema.settings), None)
+
+
+def _resolve_values(schema: Schema, layers: list[Layer], defaults: Iterable[Setting]) -> dict[str, Any]:
+    """All layers over the defaults of what they leave out, so that `${...}` may refer to any setting."""
+    usable = [setting for setting in defaults if not setting.required]
+    known = _nested((setting.key, escape(plain(setting.default))) for setting in usable)
+
+    def is_mapping(key: str) -> bool:
+        setting = _setting_of(schema, tuple(key.split("/")))
+        return setting is None or takes_mapping(schema[setting].type)
+
+    layers = [Layer("default", known), *layers]
+    return merge(layers, resolve=True, is_section=schema.is_section, is_mapping=is_mapping)
+
+
+def _checked(setting: Setting, value: Any, layer: Layer) -> Any:
+    """The value as the setting's type. Words typed for a text setting stay as typed: name=2024, name=on."""
+    if value == "???" and layer.origins is None:
+        raise InputError(
+            f"{layer.origin} leaves '{dotted(setting.key)}' open: give {dotted(setting.key)}=… ."
+        )
+    try:
+        return setting.check(value, layer.origin)
+    except InputError:
+        text = layer.texts.get(setting.key, "${").strip()
+        if not text.startswith(("[", "{", '"', "'")) and "${" not in text:
+            with contextlib.suppress(InputError):
+                return setting.check(text, layer.origin)
+        raise
+
+
+def _nested(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in items:
+        *sections, name = key.split("/")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return tree
+
+
+def _dig(tree: Mapping[str, Any], key: str) -> Any:
+    value: Any = tree
+    for name in key.split("/"):
+        value = value[name]
+    return value

@@ -1,0 +1,270 @@
+"""Strict conversion between plain values (YAML, command line) and the types that settings are annotated with.
+
+`convert` accepts exactly what an annotation means and refuses the rest; `plain` is its inverse, so that
+`convert(plain(value), type) == value` and a saved configuration reads back as the same one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import numbers
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bessemer.config.annotations import UNIONS, describe, name_of, type_hints
+from bessemer.errors import InputError, nearest
+
+
+class Mismatch(ValueError):
+    """A value does not fit its annotation; `where` is the place inside the value, as in `[1].rate`."""
+
+    def __init__(self, problem: str, where: str = ""):
+        super().__init__(problem)
+        self.problem = problem
+        self.where = where
+
+
+def convert(value: Any, annotation: Any) -> Any:
+    """`value` as `annotation`, or Mismatch. The result shares no container with the input."""
+    origin = typing.get_origin(annotation)
+    if annotation is Any:
+        return plain(value)
+    if origin is typing.Annotated:
+        return convert(value, typing.get_args(annotation)[0])
+    if origin in UNIONS:
+        return _union(value, annotation)
+    if origin is typing.Literal:
+        return _literal(value, annotation)
+    if (origin or annotation) in (list, tuple):
+        return _sequence(value, annotation)
+    if (origin or annotation) is dict:
+        return _mapping(value, annotation)
+    if annotation in _SCALARS:
+        return _SCALARS[annotation](value, annotation)
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return _enum(value, annotation)
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        return _dataclass(value, annotation)
+    raise Mismatch(f"{name_of(annotation)} cannot be the type of a setting")
+
+
+def _refuse(value: Any, annotation: Any) -> Mismatch:
+    expected = describe(annotation)
+    if value is None:
+        return Mismatch(f"expected {expected}, got nothing (null)")
+    hint = ""
+    if isinstance(value, bool | int | float) and ("text" in expected or "one of" in expected):
+        hint = "; quote it if it is meant as text"
+    return Mismatch(f"expected {expected}, got {value!r} ({name_of(type(value))}){hint}")
+
+
+def _none(value: Any, annotation: Any) -> None:
+    if value is not None:
+        raise _refuse(value, None)
+
+
+def _bool(value: Any, annotation: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(value, bool)
+    return value
+
+
+def _int(value: Any, annotation: Any) -> int:
+    """Integers, and floats without a fraction: 1e9 is how people write a billion."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value).is_integer():
+        return int(float(value))
+    raise _refuse(value, int)
+
+
+def _float(value: Any, annotation: Any) -> float:
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.nan
+        if not math.isnan(number):
+            return number
+    raise _refuse(value, float)
+
+
+def _str(value: Any, annotation: Any) -> str:
+    if not isinstance(value, str) or isinstance(value, enum.Enum):
+        raise _refuse(value, str)
+    return str(value)
+
+
+def _path(value: Any, annotation: Any) -> Path:
+    if not isinstance(value, str | Path):
+        raise _refuse(value, Path)
+    return Path(value)
+
+
+_SCALARS: dict[Any, Callable[[Any, Any], Any]] = {
+    None: _none,
+    type(None): _none,
+    bool: _bool,
+    int: _int,
+    float: _float,
+    str: _str,
+    Path: _path,
+}
+
+
+def _union(value: Any, annotation: Any) -> Any:
+    """The member of the value's own type first (so `int | float` keeps 1.0), then each in the order written.
+
+    The word `none` means None where None is allowed, because that is how the documentation prints it.
+    """
+    members = typing.get_args(annotation)
+    if type(None) in members and isinstance(value, str) and value.lower() == "none":
+        literals = [word for member in members for word in typing.get_args(member) if isinstance(word, str)]
+        if value not in literals:
+            return None
+    refusals = []
+    for member in sorted(members, key=lambda m: (typing.get_origin(m) or m) is not type(value)):
+        try:
+            return convert(value, member)
+        except Mismatch as mismatch:
+            refusals.append(mismatch)
+    inside = [refusal for refusal in refusals if refusal.where]
+    raise inside[0] if inside else _refuse(value, annotation)
+
+
+def _literal(value: Any, annotation: Any) -> Any:
+    for word in typing.get_args(annotation):
+        if type(word) is type(value) and word == value:
+            return word
+    raise _refuse(value, annotation)
+
+
+def _enum(value: Any, annotation: type[enum.Enum]) -> enum.Enum:
+    if isinstance(value, annotation):
+        return value
+    if isinstance(value, str):
+        if value in annotation.__members__:
+            return annotation[value]
+        for name, member in annotation.__members__.items():
+            if name.lower() == value.lower():
+                return member
+    raise _refuse(value, annotation)
+
+
+def _is_sequence(annotation: Any) -> bool:
+    return (typing.get_origin(annotation) or annotation) in (list, tuple)
+
+
+def _sequence(value: Any, annotation: Any) -> Any:
+    """A list or tuple. A flat value is wrapped, x → [x]; for lists of lists, x → [[x]], [x, y] → [[x, y]]."""
+    kind = typing.get_origin(annotation) or annotation
+    args = typing.get_args(annotation) or (Any,)
+    if value is None:
+        raise _refuse(value, annotation)
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    if kind is tuple and not (len(args) == 2 and args[1] is Ellipsis) and args != (Any,):
+        if len(items) != len(args):
+            raise Mismatch(f"expected {describe(annotation)}, got {len(items)} values")
+        return tuple(_at(f"[{i}]", convert, *pair) for i, pair in enumerate(zip(items, args, strict=True)))
+    item_type = args[0]
+    if _is_sequence(item_type) and items and not isinstance(value, str | Mapping):
+        nested = [isinstance(item, list | tuple) for item in items]
+        if not any(nested):
+            items = [items]
+        elif not all(nested):
+            raise Mismatch(
+                f"expected {describe(annotation)}, got a mix of lists and single values; wrap each in [ ]"
+            )
+    return kind(_at(f"[{i}]", convert, item, item_type) for i, item in enumerate(items))
+
+
+def _mapping(value: Any, annotation: Any) -> dict[str, Any]:
+    key_type, item_type = typing.get_args(annotation) or (str, Any)
+    if key_type is not str:
+        raise Mismatch(f"{name_of(annotation)} cannot be the type of a setting: its keys are not text")
+    if not isinstance(value, Mapping):
+        raise _refuse(value, annotation)
+    for key in value:
+        if not isinstance(key, str):
+            raise Mismatch(f"the key {key!r} is not text; quote it")
+    return {key: _at(f".{key}", convert, item, item_type) for key, item in value.items()}
+
+
+def _dataclass(value: Any, annotation: type) -> Any:
+    """From a mapping of its fields, from its own kind, or from text when the class has `from_string`."""
+    if isinstance(value, str) and hasattr(annotation, "from_string"):
+        try:
+            return annotation.from_string(value)
+        except (ValueError, InputError) as error:
+            raise Mismatch(str(error)) from error
+    known = {f.name: f for f in dataclasses.fields(annotation) if f.init}
+    if type(value) is annotation:
+        value = {name: getattr(value, name) for name in known}
+    if not isinstance(value, Mapping):
+        raise _refuse(value, annotation)
+    for name in value:
+        if name not in known:
+            close = nearest(str(name), list(known))
+            hint = f"; did you mean '{close}'?" if close else f" (it has {', '.join(known)})"
+            raise Mismatch(f"{annotation.__name__} has no field '{name}'{hint}")
+    missing = [name for name, f in known.items() if name not in value and _required(f)]
+    if missing:
+        raise Mismatch(f"{annotation.__name__} needs {', '.join(missing)}")
+    hints = type_hints(annotation, tuple(known))
+    arguments = {name: _at(f".{name}", convert, item, hints[name]) for name, item in value.items()}
+    try:
+        return annotation(**arguments)
+    except (ValueError, InputError) as error:
+        raise Mismatch(str(error)) from error
+
+
+def _required(f: dataclasses.Field[Any]) -> bool:
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def _at(place: str, function: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return function(*args)
+    except Mismatch as mismatch:
+        raise Mismatch(mismatch.problem, place + mismatch.where) from None
+
+
+_CASTS: tuple[tuple[type, Any], ...] = (
+    (str, str),
+    (Path, str),
+    (numbers.Integral, int),
+    (numbers.Real, float),
+)
+
+
+def plain(value: Any) -> Any:
+    """The YAML form: dataclasses become mappings, enums their names, tuples lists, paths text."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, bool):
+        return value
+    for kind, cast in _CASTS:
+        if isinstance(value, kind):
+            return cast(value)
+    raise Mismatch(f"{value!r} ({name_of(type(value))}) is not a value that a setting can hold")
+
+
+def leaves(value: Any) -> Iterable[Any]:
+    """The scalars inside lists and mappings: ranges and choices hold for each of them."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves(item)
+    else:
+        yield value

@@ -1,0 +1,247 @@
+"""From the name in a `Sampling` to its rows or its tokenizer: registered dataset, store directory, file or
+glob.
+
+What is not a store yet is prepared once under the data root and found again by a key of its sources (paths,
+sizes, times), the tokenizer and the settings. A changed file is a new key, so a stale store is never used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bessemer.data.lock import exclusive
+from bessemer.data.making import make_rows
+from bessemer.data.mixture import DatasetStyle, Sampling
+from bessemer.data.permutation import permute
+from bessemer.data.prepare import Options, as_source, content_key, documents_of, prepare, source_key
+from bessemer.data.progress import Callback
+from bessemer.data.readers import Document, read_piece
+from bessemer.data.rows import Rows
+from bessemer.data.settings import DataSettings, data_root
+from bessemer.data.sources import Files, Source, Stream, find_files, plan_shards
+from bessemer.data.store import TokenStore, is_store
+from bessemer.data.tokenizer import FILE, Tokenizer
+from bessemer.errors import InputError, StorageError
+from bessemer.registry import datasets
+
+SAMPLE_BYTES = 32 << 20  # text a tokenizer is trained on
+SAMPLE_SHARD = 1 << 20  # a larger corpus is sampled in pieces of this size
+
+
+def open_dataset(
+    sampling: Sampling,
+    tokenizer: Tokenizer,
+    root: str | Path | None = None,
+    split: str = "train",
+    block_size: int = 512,
+    *,
+    settings: DataSettings | None = None,
+    progress: Callback | None = None,
+) -> Rows:
+    """Rows of one split of the dataset a sampling names; prepared first where needed."""
+    chosen = settings or DataSettings()
+    path = open_store(sampling, tokenizer, root, settings=chosen, progress=progress)
+    store = TokenStore(path, split)
+    if store.info["tokenizer"] != tokenizer.hash:
+        raise InputError(
+            f"store '{path}' was made with tokenizer {store.info['tokenizer'][:12]}, but the run uses "
+            f"{tokenizer.hash[:12]} ({tokenizer.origin}): set data.tokenizer={path}, or prepare the store "
+            f"again."
+        )
+    return make_rows(
+        store,
+        sampling.style,
+        block_size,
+        truncation=chosen.truncation,
+        on_empty=chosen.on_empty,
+        allow_short=split != "train",
+    )
+
+
+def open_store(
+    sampling: Sampling,
+    tokenizer: Tokenizer,
+    root: str | Path | None = None,
+    *,
+    settings: DataSettings | None = None,
+    progress: Callback | None = None,
+) -> Path:
+    """The store directory of a sampling, prepared when it is not there yet."""
+    chosen = settings or DataSettings()
+    existing = store_directory(sampling)
+    if existing is not None:
+        return existing
+    source = find_source(sampling.name)
+    options = Options(chosen.val_fraction, chosen.on_error, chosen.text_key, chosen.dedup)
+    key = content_key({"train": source}, tokenizer, options)
+    label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(sampling.name).name + sampling.suffix).strip("-") or "data"
+    out = data_root(root or chosen.root) / "stores" / f"{label[:60]}-{key[:16]}"
+    if not is_store(out):
+        prepare(
+            source,
+            out,
+            tokenizer,
+            val_fraction=chosen.val_fraction,
+            on_error=chosen.on_error,
+            workers=chosen.workers,
+            text_key=chosen.text_key,
+            dedup=chosen.dedup,
+            progress=progress,
+            wait=True,
+        )
+    return out
+
+
+def rows_of(
+    data: Any,
+    tokenizer: Tokenizer,
+    style: DatasetStyle,
+    block_size: int,
+    root: str | Path | None = None,
+    *,
+    settings: DataSettings | None = None,
+    allow_short: bool = False,
+) -> Rows:
+    """Rows of documents given from Python: directly when they have `len` and `[i]`, else by way of a store
+    under the data root, since only random access can be resumed exactly."""
+    chosen = settings or DataSettings()
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) and not hasattr(data, "offsets"):
+        data = TokenStore(_written(data, tokenizer, data_root(root or chosen.root) / "stores", chosen))
+    return make_rows(
+        data,
+        style,
+        block_size,
+        tokenizer=tokenizer,
+        truncation=chosen.truncation,
+        on_empty=chosen.on_empty,
+        allow_short=allow_short,
+        text_key=chosen.text_key,
+    )
+
+
+def _written(data: Any, tokenizer: Tokenizer, stores: Path, settings: DataSettings) -> Path:
+    """A store of a stream, named by what came out of it."""
+    temporary = stores / f".stream-{os.getpid()}-{id(data)}"
+    info = prepare(data, temporary, tokenizer, on_error=settings.on_error, text_key=settings.text_key)
+    final = stores / f"stream-{info.splits['train']['sha256'][:16]}"
+    if is_store(final):
+        shutil.rmtree(temporary)
+    else:
+        os.rename(temporary, final)
+    return final
+
+
+def store_directory(sampling: Sampling) -> Path | None:
+    """The directory, when the name (with its suffix) is a store on disk."""
+    path = Path(sampling.name + sampling.suffix).expanduser()
+    return path if is_store(path) else None
+
+
+def find_source(name: str) -> Source:
+    """A registered dataset by its name, else files. A name that is neither says what both would be."""
+    if name in datasets or (":" in name and not Path(name).exists()):
+        source = as_source(datasets.get(name)())
+        return Stream(source.items, f"registered {name}", name) if isinstance(source, Stream) else source
+    try:
+        return find_files(name)
+    except InputError as error:
+        if re.fullmatch(r"[\w-]+", name):
+            raise InputError(f"{error} Registered datasets: {', '.join(datasets.names())}.") from error
+        raise
+
+
+def tokenizer_for(
+    settings: DataSettings | str,
+    sources: Sequence[Sampling | str],
+    root: str | Path | None = None,
+    *,
+    progress: Callback | None = None,
+) -> Tokenizer:
+    """The tokenizer of the setting data/tokenizer: a path; `train:N`, trained once on (a bounded sample of)
+    the sources and kept; or `auto`, the one the stores among the sources were made with."""
+    chosen = DataSettings(tokenizer=settings) if isinstance(settings, str) else settings
+    samplings = [Sampling.from_string(s) if isinstance(s, str) else s for s in sources]
+    wanted = chosen.tokenizer
+    if wanted == "auto":
+        return _store_tokenizer(samplings)
+    if not wanted.startswith("train:"):
+        return Tokenizer.load(Path(wanted).expanduser())
+    try:
+        vocab_size = int(float(wanted.removeprefix("train:").replace("_", "")))
+    except ValueError:
+        raise InputError(
+            f"data.tokenizer={wanted}: expected train:N with a number of tokens, as train:8192."
+        ) from None
+    found = [find_source(s.name) for s in samplings if store_directory(s) is None]
+    if not found:
+        raise InputError(
+            f"data.tokenizer={wanted} cannot train on prepared stores, which hold tokens, not text: use "
+            f"data.tokenizer=auto."
+        )
+    return _trained(found, vocab_size, data_root(root or chosen.root), chosen.text_key)
+
+
+def _store_tokenizer(samplings: Sequence[Sampling]) -> Tokenizer:
+    stores = [path for s in samplings if (path := store_directory(s)) is not None]
+    if not stores:
+        raise InputError(
+            "data.tokenizer is not set and no dataset is a prepared store with one: set data.tokenizer=DIR, "
+            "or data.tokenizer=train:8192 to train one on the data."
+        )
+    return Tokenizer.load(stores[0])
+
+
+def _trained(sources: Sequence[Source], vocab_size: int, root: Path, text_key: str | None) -> Tokenizer:
+    texts = sample_texts(sources, text_key)
+    facts = json.dumps(
+        ["bpe", 1, [source_key(source) for source in sources], vocab_size, SAMPLE_BYTES, text_key]
+    )
+    folder = root / "tokenizers" / f"bpe-{vocab_size}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    if (folder / FILE).exists():
+        return Tokenizer.load(folder)
+    with exclusive(folder, "training the tokenizer", wait=True):
+        if not (folder / FILE).exists():
+            made = Tokenizer.train(texts, vocab_size)
+            temporary = folder / f"{os.getpid()}.tmp"
+            try:
+                made.save(temporary)
+                os.replace(temporary / FILE, folder / FILE)
+            except OSError as error:
+                raise StorageError(f"cannot write the tokenizer to '{folder}': {error.strerror}.") from error
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+    return Tokenizer.load(folder)
+
+
+def sample_texts(
+    sources: Sequence[Source], text_key: str | None = None, limit: int = SAMPLE_BYTES
+) -> Iterator[str]:
+    """Texts of the sources, about `limit` bytes in all; of larger ones a sample of pieces spread over
+    them."""
+    share = limit // max(1, len(sources))
+    for source in sources:
+        used = 0
+        for text in _texts(source, text_key):
+            yield text
+            used += len(text)
+            if used >= share:
+                break
+
+
+def _texts(source: Source, text_key: str | None) -> Iterator[str]:
+    if isinstance(source, Files):
+        shards = plan_shards(source, SAMPLE_SHARD)
+        order = permute(range(len(shards)), len(shards), 0).tolist()
+        reads = (read for i in order for piece in shards[i] for read in read_piece(piece, text_key))
+    else:
+        reads = documents_of(source.items, text_key)
+    for read in reads:
+        if isinstance(read, Document) and read.text:
+            yield read.text

@@ -1,0 +1,65 @@
+"""What is sampled and how: `Sampling`, the row styles, and checks on a mixture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from bessemer.errors import InputError, nearest
+
+
+class DatasetStyle(Enum):
+    """How documents become rows; docs/data.md compares them."""
+
+    PMD = "pmd"  # contiguous windows of the whole stream
+    PACKED = "packed"  # whole documents by best fit, nothing dropped
+    CROPPED = "cropped"  # best fit, rows always full, the overhang cropped and counted
+    PADDED = "padded"  # one example a row
+    CONTRASTIVE = "contrastive"  # chosen and rejected rows of one prompt
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """One source of a mixture. `name`: a registered dataset, a store directory, or a file or glob; `suffix`
+    names a variant of the store (appended to a store directory's name)."""
+
+    name: str
+    rate: float = 1.0
+    style: DatasetStyle = DatasetStyle.PMD
+    suffix: str = ""
+
+    @classmethod
+    def from_string(cls, text: str) -> Sampling:
+        """`name` or `name:STYLE`."""
+        name, colon, style = text.rpartition(":")
+        if colon and style.upper() in DatasetStyle.__members__:
+            return cls(name, style=DatasetStyle[style.upper()])
+        close = nearest(style.upper(), list(DatasetStyle.__members__), 0.7) if colon else None
+        if close and style.isupper():
+            raise InputError(f"dataset '{text}': unknown style '{style}'. Did you mean '{close}'?")
+        return cls(text)
+
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        """What makes two samplings the same stream of rows, whatever their rates."""
+        return (self.name, self.style.name, self.suffix)
+
+
+def check_mixture(mixture: Sequence[Sampling]) -> None:
+    """Rates are positive and sum to 1; no source twice."""
+    if not mixture:
+        raise InputError("training.dataset is empty: name at least one dataset.")
+    for sampling in mixture:
+        if not (math.isfinite(sampling.rate) and sampling.rate > 0):
+            raise InputError(f"dataset '{sampling.name}' has rate {sampling.rate}; rates are above 0.")
+    total = math.fsum(sampling.rate for sampling in mixture)
+    if abs(total - 1) > 1e-6:
+        parts = " + ".join(f"{s.rate:g} ({s.name})" for s in mixture)
+        raise InputError(f"the rates of a mixture must sum to 1; these sum to {total:g}: {parts}.")
+    seen: set[tuple[str, str, str]] = set()
+    for sampling in mixture:
+        if sampling.identity in seen:
+            raise InputError(f"dataset '{sampling.name}' appears twice in one mixture; add its rates up.")
+        seen.add(sampling.identity)

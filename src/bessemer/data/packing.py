@@ -1,0 +1,126 @@
+"""Which pieces of documents share a row: best fit for PACKED, nanochat's best fit with cropping for CROPPED.
+
+A plan is three arrays: where each piece begins in the token stream, its length, and the first piece of each
+row.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from dataclasses import dataclass
+
+import numpy as np
+
+BUFFER = 1000  # documents CROPPED chooses among
+
+
+@dataclass(frozen=True)
+class Plan:
+    """pieces of row i: first[i] … first[i + 1] − 1."""
+
+    starts: np.ndarray  # (pieces,) int64
+    lengths: np.ndarray  # (pieces,) int32
+    first: np.ndarray  # (rows + 1,) int64
+
+    def __len__(self) -> int:
+        return len(self.first) - 1
+
+
+def pack(offsets: np.ndarray, block_size: int) -> Plan:
+    """Best fit: each row takes the longest piece that fits, then the longest that fits what is left, and so
+    on.
+
+    A document of L tokens is L − 1 (input, target) pairs. More than a row of them is split: full rows, and a
+    rest. Rows filled alike are dealt together: a filling is computed once and repeated while all its lengths
+    last, so the work grows with the number of different lengths, not of documents.
+    """
+    pairs = np.maximum(np.diff(offsets) - 1, 0)
+    full, rest = np.divmod(pairs, block_size)
+    owner = np.repeat(np.arange(len(pairs)), full)
+    number = np.arange(len(owner)) - np.repeat(np.cumsum(full) - full, full)
+    whole_starts = offsets[owner] + number * block_size
+    documents = np.flatnonzero(rest)
+    rest_starts = (offsets[:-1] + full * block_size)[documents]
+    order, widths = _best_fit(rest[documents], block_size)
+    starts = np.concatenate([whole_starts, rest_starts[order]]).astype(np.int64)
+    lengths = np.concatenate([np.full(len(owner), block_size), rest[documents][order]]).astype(np.int32)
+    first = np.cumsum(np.concatenate([[0], np.ones(len(owner), np.int64), widths]), dtype=np.int64)
+    return Plan(starts, lengths, first)
+
+
+def _best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pieces in the order of their rows, and how many pieces each row has. All sizes are in [1, capacity)."""
+    by_size = np.argsort(sizes, kind="stable")
+    counts = np.bincount(sizes, minlength=capacity + 1).tolist()
+    cursor = (np.cumsum(counts) - counts).tolist()  # next unused piece of each size, in by_size
+    available = [size for size in range(1, capacity + 1) if counts[size]]
+    orders: list[np.ndarray] = [np.empty(0, np.int64)]
+    widths: list[np.ndarray] = [np.empty(0, np.int64)]
+    while available:
+        filling = _filling(available, counts, capacity)
+        repeats = min(counts[size] // times for size, times in filling)
+        columns = []
+        for size, times in filling:
+            taken = by_size[cursor[size] : cursor[size] + repeats * times]
+            columns.append(taken.reshape(repeats, times))
+            cursor[size] += repeats * times
+            counts[size] -= repeats * times
+            if not counts[size]:
+                available.remove(size)
+        block = np.concatenate(columns, axis=1)
+        orders.append(block.ravel())
+        widths.append(np.full(repeats, block.shape[1]))
+    return np.concatenate(orders), np.concatenate(widths)
+
+
+def _filling(available: list[int], counts: list[int], capacity: int) -> list[tuple[int, int]]:
+    """(size, times) of one row: always the largest size that still fits."""
+    filling = []
+    left, limit = capacity, capacity
+    while limit > 0:
+        place = bisect_right(available, min(left, limit)) - 1
+        if place < 0:
+            break
+        size = available[place]
+        times = min(counts[size], left // size)
+        filling.append((size, times))
+        left -= times * size
+        limit = size - 1
+    return filling
+
+
+def crop(offsets: np.ndarray, block_size: int, buffer: int = BUFFER) -> Plan:
+    """nanochat's rule: rows of block_size + 1 tokens from a buffer of documents; the longest that fits, and
+    when none does, the shortest, cropped to fill the row exactly. Every row is full; the rest of a cropped
+    document is dropped.
+
+    A document longer than a row is cropped when it is the shortest of the buffer, so the buffer cannot clog.
+    """
+    capacity = block_size + 1
+    lengths = np.diff(offsets).tolist()
+    held: list[
+        tuple[int, int]
+    ] = []  # (length, −document), sorted: of equals, the oldest counts as the longest
+    upcoming = 0
+    chosen: list[int] = []
+    taken: list[int] = []
+    first = [0]
+    left = capacity
+    while True:
+        while len(held) < buffer and upcoming < len(lengths):
+            if lengths[upcoming]:
+                insort(held, (lengths[upcoming], -upcoming))
+            upcoming += 1
+        if not held:
+            break
+        place = bisect_right(held, (left, 1)) - 1
+        length, document = held.pop(max(place, 0))
+        chosen.append(-document)
+        taken.append(min(length, left))
+        left -= taken[-1]
+        if not left:
+            first.append(len(chosen))
+            left = capacity
+    used = first[-1]  # a last row that could not be filled is dropped with the other overhangs
+    starts = np.asarray(offsets)[np.array(chosen[:used], np.int64)]
+    return Plan(starts.astype(np.int64), np.array(taken[:used], np.int32), np.array(first, np.int64))

@@ -1,0 +1,219 @@
+"""Reading one piece of a source as documents, with the file, line and reason of everything that is wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bessemer.data.sources import Piece
+from bessemer.errors import InputError
+
+LATER = ("messages", "prompt", "chosen", "instruction")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document: text, or ids that are already tokens (with an optional loss mask of the same length)."""
+
+    text: str | None = None
+    ids: list[int] | None = None
+    mask: list[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """Something that is no document: where it is and why."""
+
+    where: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"
+
+
+def read_piece(piece: Piece, text_key: str | None = None) -> Iterator[Document | Bad]:
+    """Every document of the piece, in order."""
+    if piece.kind == "parquet":
+        return _parquet(piece, text_key)
+    if piece.kind == "txt":
+        return _text(piece)
+    if piece.kind == "jsonl":
+        return _lines(piece, text_key)
+    return _compressed(piece, text_key)
+
+
+def document_of(value: Any, where: str, text_key: str | None = None) -> Document | Bad:
+    """A document from a text or a mapping; the column is `text_key`, else `input_ids`, else `text`."""
+    if isinstance(value, str):
+        return _checked(value, where)
+    if not isinstance(value, Mapping):
+        return Bad(where, f"expected a text or a mapping, not {type(value).__name__}")
+    if text_key is None and "input_ids" in value:
+        return _tokens(value, where)
+    key = text_key or "text"
+    if key not in value:
+        return Bad(where, _missing(key, list(value)))
+    if not isinstance(value[key], str):
+        return Bad(where, f"'{key}' is {type(value[key]).__name__}, not text")
+    return _checked(value[key], where)
+
+
+def _missing(key: str, columns: list[str]) -> str:
+    chat = [c for c in LATER if c in columns]
+    if chat and key == "text":
+        return f"'{chat[0]}' rows are chat or preference data, which cannot be prepared yet"
+    return f"no '{key}' (it has {', '.join(map(str, columns)) or 'nothing'}); name the column with --text-key"
+
+
+def _checked(text: str, where: str) -> Document | Bad:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return Bad(where, "the text holds half of a surrogate pair, which is no valid Unicode")
+    return Document(text)
+
+
+def _tokens(value: Mapping[str, Any], where: str) -> Document | Bad:
+    ids = [int(i) for i in value["input_ids"]]
+    mask = value.get("loss_mask")
+    if mask is None:
+        return Document(ids=ids)
+    mask = [int(bool(m)) for m in mask]
+    if len(mask) != len(ids):
+        return Bad(where, f"{len(ids)} input_ids but {len(mask)} loss_mask values")
+    return Document(ids=ids, mask=mask)
+
+
+def _line(line: bytes, where: str, text_key: str | None) -> Document | Bad | None:
+    if not line.strip():
+        return None
+    try:
+        value = json.loads(line)
+    except UnicodeDecodeError as error:
+        return Bad(where, f"not UTF-8 ({error.reason} at byte {error.start})")
+    except json.JSONDecodeError as error:
+        return Bad(where, f"not valid JSON ({error.msg} at column {error.colno})")
+    if isinstance(value, str):
+        return Bad(where, "expected a JSON object, not a string")
+    return document_of(value, where, text_key)
+
+
+def _lines(piece: Piece, text_key: str | None) -> Iterator[Document | Bad]:
+    """Lines that begin inside [start, stop). The line before `start` belongs to the piece before."""
+    with open(piece.path, "rb") as file:
+        if piece.start:
+            file.seek(piece.start - 1)
+            file.readline()
+        position, number = file.tell(), 0
+        base: int | None = 0 if piece.start == 0 else None
+        while position < piece.stop:
+            line = file.readline()
+            number += 1
+            read = _line(line, "", text_key)
+            if isinstance(read, Bad):
+                if base is None:  # counting the lines before this piece is only worth it for a message
+                    base = _count_lines(piece.path, piece.start)
+                read = Bad(f"{piece.path} line {base + number}", read.reason)
+            position += len(line)
+            if read is not None:
+                yield read
+
+
+def _count_lines(path: str, start: int) -> int:
+    """Lines that begin before byte `start`."""
+    count, left = 1, start - 1
+    with open(path, "rb") as file:
+        while left > 0 and (block := file.read(min(left, 1 << 20))):
+            count += block.count(b"\n")
+            left -= len(block)
+    return count
+
+
+def _compressed(piece: Piece, text_key: str | None) -> Iterator[Document | Bad]:
+    import pyarrow as pa
+
+    number = 0
+    try:
+        with pa.input_stream(piece.path, compression=piece.kind.partition("+")[2]) as stream:
+            for line in io.BufferedReader(stream, 1 << 20):
+                number += 1
+                read = _line(line, f"{piece.path} line {number}", text_key)
+                if read is not None:
+                    yield read
+    except (OSError, pa.ArrowException) as error:
+        yield Bad(
+            f"{piece.path} after line {number}", f"the compressed stream is damaged or cut short ({error})"
+        )
+
+
+def _text(piece: Piece) -> Iterator[Document | Bad]:
+    with open(piece.path, "rb") as file:
+        size = file.seek(0, io.SEEK_END)
+        begin = _boundary(file, piece.start, piece.text_bytes, size)
+        for mark in range(piece.start, piece.stop, piece.text_bytes):
+            end = _boundary(file, mark + piece.text_bytes, piece.text_bytes, size)
+            file.seek(begin)
+            block = file.read(end - begin)
+            if block:
+                yield _decoded(block, piece.path, begin)
+            begin = end
+
+
+def _decoded(block: bytes, path: str, begin: int) -> Document | Bad:
+    try:
+        return Document(block.decode("utf-8-sig" if begin == 0 else "utf-8"))
+    except UnicodeDecodeError as error:
+        return Bad(
+            f"{path} byte {begin + error.start}", f"not UTF-8 ({error.reason}); convert the file to UTF-8"
+        )
+
+
+def _boundary(file: io.BufferedReader, mark: int, window: int, size: int) -> int:
+    """Where the document that holds byte `mark` of a long text begins: after the first line end at or past
+    the mark.
+
+    Without a line end in the next `window` bytes it is the next character. Only bytes near the mark decide,
+    so a text of any length is cut in bounded memory and by any number of workers alike.
+    """
+    if mark == 0 or mark >= size:
+        return min(mark, size)
+    file.seek(mark)
+    ahead = file.read(window)
+    line_end = ahead.find(b"\n")
+    if line_end >= 0:
+        return mark + line_end + 1
+    skip = 0
+    while skip < min(3, len(ahead)) and ahead[skip] & 0xC0 == 0x80:
+        skip += 1
+    return mark + skip if mark + window < size else size
+
+
+def _parquet(piece: Piece, text_key: str | None) -> Iterator[Document | Bad]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(piece.path) as file:
+            names = file.schema_arrow.names
+            columns = _columns(names, text_key)
+            if not columns:
+                raise InputError(f"{piece.path}: {_missing(text_key or 'text', names)}.")
+            row = sum(file.metadata.row_group(g).num_rows for g in range(piece.start))
+            for batch in file.iter_batches(1024, row_groups=range(piece.start, piece.stop), columns=columns):
+                for value in batch.to_pylist():
+                    row += 1
+                    yield document_of(value, f"{piece.path} row {row}", text_key)
+    except (pa.ArrowException, OSError) as error:
+        yield Bad(f"{piece.path} row group {piece.start}", f"damaged parquet ({error}); copy the file again")
+
+
+def _columns(names: list[str], text_key: str | None) -> list[str]:
+    if text_key is not None:
+        return [text_key] if text_key in names else []
+    if "input_ids" in names:
+        return [n for n in ("input_ids", "loss_mask") if n in names]
+    return ["text"] if "text" in names else []

@@ -1,0 +1,209 @@
+"""Where text comes from: names, globs and directories become a list of files, and files become shards of
+pieces.
+
+A piece is a part of a file that can be read on its own: a range of bytes of a .jsonl or .txt, a row group of
+a parquet file, or a whole compressed file (gzip and zstd cannot be entered in the middle). The list of shards
+depends on the files alone, never on the number of workers, so any number of workers writes the same store.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bessemer.errors import InputError, nearest
+
+SHARD_BYTES = 8 << 20
+TEXT_BYTES = 64 << 10  # a longer .txt is cut at line ends into documents of about this size
+KINDS = {
+    ".parquet": "parquet",
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl+gzip",
+    ".jsonl.zst": "jsonl+zstd",
+    ".txt": "txt",
+}
+
+
+@dataclass(frozen=True)
+class File:
+    """One source file. `kind` is how it is read, whatever it is called."""
+
+    path: str
+    kind: str
+    size: int
+    modified: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one read covers: bytes [start, stop) of a text file, or row groups [start, stop) of a parquet
+    file."""
+
+    path: str
+    kind: str
+    start: int
+    stop: int
+    size: int  # bytes of the file this stands for: for progress, and to fill shards
+    text_bytes: int = TEXT_BYTES
+
+
+@dataclass(frozen=True)
+class Files:
+    """A source made of files: what a registered dataset may return."""
+
+    files: tuple[File, ...]
+    label: str = ""
+
+    @property
+    def key(self) -> str:
+        """Changes whenever a file is added, removed, resized or touched."""
+        facts = [[f.path, f.kind, f.size, f.modified] for f in self.files]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents in memory: a sequence (`len` and `[i]`) of texts, {"text": …} or {"input_ids": …}."""
+
+    items: Sequence[Any] = field(repr=False)
+    label: str = "python"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Documents that can be read only once, in order. `key` names the content, since it cannot be looked
+    at."""
+
+    items: Iterator[Any] = field(repr=False)
+    key: str
+    label: str = "an iterable"
+
+
+Source = Files | Documents | Stream
+
+
+def find_files(names: str | Path | Iterable[str | Path]) -> Files:
+    """Every file the names stand for: a file, a glob (sorted), or a directory (all readable files below it,
+    sorted)."""
+    listed = [names] if isinstance(names, (str, Path)) else list(names)
+    if not listed:
+        raise InputError("no data files were given: name at least one file, glob or directory.")
+    paths: dict[str, Path] = {}
+    for name in listed:
+        for path in _expand(str(name)):
+            paths.setdefault(str(path.resolve()), path)
+    return Files(tuple(file_of(path) for path in paths.values()), label=", ".join(map(str, listed)))
+
+
+def file_of(path: Path, kind: str | None = None) -> File:
+    try:
+        facts = path.stat()
+    except OSError as error:
+        raise InputError(f"cannot read '{path}': {error.strerror}.") from error
+    return File(str(path), kind or _kind(path), facts.st_size, facts.st_mtime_ns)
+
+
+def _expand(name: str) -> list[Path]:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if (path / "store.json").exists():
+            raise InputError(f"'{name}' is a prepared store, not text: use it as training.dataset={name}.")
+        found = sorted(p for p in path.rglob("*") if p.is_file() and _suffix(p) and not _hidden(p, path))
+        if not found:
+            raise InputError(f"directory '{name}' holds no {_known()} files.")
+        return found
+    if path.is_file():
+        return [path]
+    if glob.has_magic(name):
+        found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
+        if not found:
+            raise InputError(f"no file matches '{name}': check the pattern and the directory it starts from.")
+        return found
+    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = nearest(path.name, siblings)
+    hint = f" Did you mean '{path.parent / close}'?" if close else ""
+    raise InputError(f"'{name}' does not exist.{hint}")
+
+
+def _hidden(path: Path, below: Path) -> bool:
+    return any(part.startswith(".") for part in path.relative_to(below).parts)
+
+
+def _suffix(path: Path) -> str | None:
+    return next((s for s in KINDS if path.name.lower().endswith(s)), None)
+
+
+def _known() -> str:
+    return ", ".join(KINDS)
+
+
+def _kind(path: Path) -> str:
+    suffix = _suffix(path)
+    if suffix is None:
+        raise InputError(
+            f"'{path}' is of no known kind: {_known()} can be read. Rename a plain text file to end in .txt."
+        )
+    return KINDS[suffix]
+
+
+def plan_shards(files: Files, shard_bytes: int = SHARD_BYTES) -> list[list[Piece]]:
+    """Cut the files into pieces and gather neighbours into shards of about `shard_bytes`; order is kept."""
+    alone = len(files.files) == 1
+    shards: list[list[Piece]] = []
+    current: list[Piece] = []
+    filled = 0
+    for file in files.files:
+        for piece in _pieces(file, shard_bytes, alone):
+            if current and filled + piece.size > shard_bytes:
+                shards.append(current)
+                current, filled = [], 0
+            current.append(piece)
+            filled += piece.size
+    if current:
+        shards.append(current)
+    return shards
+
+
+def _pieces(file: File, shard_bytes: int, alone: bool) -> list[Piece]:
+    if file.size == 0:
+        return []
+    if file.kind == "parquet":
+        return _parquet_pieces(file)
+    if file.kind == "jsonl":
+        cut, step = TEXT_BYTES, shard_bytes
+    elif file.kind == "txt":
+        cut = text_cut(file.size, alone)
+        step = max(1, shard_bytes // cut) * cut  # a multiple, so that shards do not move the cuts
+    else:
+        return [Piece(file.path, file.kind, 0, file.size, file.size)]
+    starts = range(0, file.size, step)
+    ends = [min(s + step, file.size) for s in starts]
+    return [Piece(file.path, file.kind, s, e, e - s, cut) for s, e in zip(starts, ends, strict=True)]
+
+
+def text_cut(size: int, alone: bool) -> int:
+    """Bytes of one document of a .txt. A small file that is the only source is cut in about sixteen, at least
+    1 KiB each, so that a validation split by document exists."""
+    if alone and size < 16 * TEXT_BYTES:
+        return max(1024, -(-size // 16))
+    return TEXT_BYTES
+
+
+def _parquet_pieces(file: File) -> list[Piece]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        footer = pq.read_metadata(file.path)
+    except (pa.ArrowException, OSError) as error:
+        raise InputError(
+            f"'{file.path}' is not a readable parquet file ({error}): it may be cut short; copy it again."
+        ) from error
+    groups = footer.num_row_groups
+    share = -(-file.size // max(groups, 1))
+    return [Piece(file.path, file.kind, g, g + 1, share) for g in range(groups)]

@@ -1,0 +1,152 @@
+"""The token store: documents as one long array of ids, memory-mapped, with the offset of each document.
+
+DIR/store.json            what it was made from; written last, so its presence is the commit
+DIR/tokenizer.json        the tokenizer, so that a store can be used on its own
+DIR/train/tokens.bin      ids, uint16 when the vocabulary fits, else uint32; each document begins with bos
+DIR/train/docs.idx        int64 offsets, documents + 1 of them
+DIR/train/mask.bin        uint8 per token, only for supervised data: 1 = this token is trained on
+DIR/train/store.json      counts, kind, sha256 of the files above
+DIR/val/…                 the same, when there is a validation split
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from bessemer.errors import InputError, StorageError
+
+FORMAT = 1
+SPLITS = ("train", "val")
+
+
+class Store(Protocol):
+    """What rows are made of; on disk (TokenStore) or in memory (ArrayStore)."""
+
+    tokens: np.ndarray  # (N,) ids
+    offsets: np.ndarray  # (documents + 1,) int64
+    mask: np.ndarray | None  # (N,) uint8
+    info: dict[str, Any]
+    path: Path | None
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+class ArrayStore:
+    """A store held in memory, of documents given from Python."""
+
+    def __init__(
+        self, tokens: np.ndarray, offsets: np.ndarray, mask: np.ndarray | None, info: dict[str, Any]
+    ):
+        self.tokens, self.offsets, self.mask, self.info = tokens, offsets, mask, info
+        self.path: Path | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        return self.info["sha256"]
+
+    @classmethod
+    def of(
+        cls, documents: Iterable[np.ndarray], masks: list[np.ndarray] | None, info: dict[str, Any]
+    ) -> ArrayStore:
+        listed = list(documents)
+        lengths = np.array([len(d) for d in listed], np.int64)
+        dtype = token_dtype(info["vocab_size"])
+        tokens = np.concatenate([np.empty(0, dtype), *listed]).astype(dtype)
+        mask = None if masks is None else np.concatenate([np.empty(0, np.uint8), *masks]).astype(np.uint8)
+        offsets = offsets_of(lengths)
+        digest = hashlib.sha256(
+            tokens.tobytes() + offsets.tobytes() + (b"" if mask is None else mask.tobytes())
+        )
+        facts = {"documents": len(listed), "tokens": len(tokens), "sha256": digest.hexdigest(), **info}
+        return cls(tokens, offsets, mask, facts)
+
+
+class TokenStore:
+    """A store on disk. A directory with splits opens as its `train`; `split` gives the others."""
+
+    def __init__(self, path: str | Path, split: str = "train") -> None:
+        given = Path(path)
+        self.root = given.parent if (given / "tokens.bin").exists() and given.name in SPLITS else given
+        leaf = given if (given / "tokens.bin").exists() else given / split
+        self.path: Path | None = leaf
+        self.about = _read_json(self.root / "store.json", given)
+        if not leaf.is_dir():
+            raise InputError(
+                f"store '{self.root}' has no '{split}' part; it has {', '.join(self.splits)}. Prepare it "
+                f"with --val-fraction or --val."
+            )
+        self.info = _read_json(leaf / "store.json", given)
+        dtype = np.dtype(self.info["dtype"])
+        self.tokens = _map(leaf / "tokens.bin", dtype, self.info["tokens"])
+        self.offsets = _map(leaf / "docs.idx", np.dtype(np.int64), self.info["documents"] + 1)
+        self.mask = (
+            _map(leaf / "mask.bin", np.dtype(np.uint8), len(self.tokens)) if self.info["mask"] else None
+        )
+
+    @property
+    def splits(self) -> list[str]:
+        return [name for name in SPLITS if (self.root / name / "store.json").exists()]
+
+    def split(self, name: str) -> TokenStore:
+        return TokenStore(self.root, name)
+
+    @property
+    def fingerprint(self) -> str:
+        return self.info["sha256"]
+
+
+def is_store(path: str | Path) -> bool:
+    return (Path(path) / "store.json").is_file()
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """(n,) lengths to (n + 1,) offsets."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _read_json(path: Path, given: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(
+            f"'{given}' is not a finished store: '{path.name}' is missing. Make it with `bessemer data "
+            f"prepare`; an interrupted preparation continues when it is run again."
+        ) from None
+    except json.JSONDecodeError as error:
+        raise StorageError(f"'{path}' is damaged ({error}); prepare the store again.") from error
+    if value.get("format") != FORMAT:
+        raise InputError(
+            f"'{path}' has store format {value.get('format')}; this version reads format {FORMAT}."
+        )
+    return value
+
+
+def _map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise StorageError(f"cannot open '{path}': {error.strerror}; prepare the store again.") from error
+    if size != length * dtype.itemsize:
+        raise StorageError(
+            f"'{path}' has {size} bytes where store.json says {length * dtype.itemsize}: the copy is "
+            f"incomplete; copy or prepare the store again."
+        )
+    if length == 0:
+        return np.empty(0, dtype)
+    # A plain array over the map: the memmap class pays Python for every slice.
+    return np.asarray(np.memmap(path, dtype, mode="r"))

@@ -1,0 +1,197 @@
+"""Text to token ids and back: byte-level BPE, trained here or loaded from any Hugging Face `tokenizer.json`.
+
+The split before BPE is GPT-4's with one change: digits come in groups of one or two, because with a small
+vocabulary every three-digit number as a token of its own wastes a thousand rows of the embedding. There is no
+normaliser, and every byte has a token, so `decode(encode(text)) == text` for any text. Ordinary text never
+becomes a special token: a document that contains the characters `<|bos|>` is encoded as those seven
+characters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from bessemer.errors import InputError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+SPECIAL_TOKENS = (
+    "<|bos|>",
+    "<|user_start|>",
+    "<|user_end|>",
+    "<|assistant_start|>",
+    "<|assistant_end|>",
+    "<|system_start|>",
+    "<|system_end|>",
+    "<|python_start|>",
+    "<|python_end|>",
+    "<|output_start|>",
+    "<|output_end|>",
+    "<|pad|>",
+)
+SPLIT = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+SMALLEST = 256 + len(SPECIAL_TOKENS)
+# What other families call the token a document begins with, and padding; the first one present is used.
+BOS_NAMES = (
+    "<|bos|>",
+    "<|begin_of_text|>",
+    "<bos>",
+    "<s>",
+    "<｜begin▁of▁sentence｜>",
+    "<|startoftext|>",
+    "<|endoftext|>",
+    "</s>",
+    "[CLS]",
+)
+PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<｜▁pad▁｜>", "<|endoftext|>")
+FILE = "tokenizer.json"
+
+
+class Tokenizer:
+    """A tokenizer and its table of bytes per token. Build one with `train`, `load` or from its JSON text."""
+
+    def __init__(self, text: str, origin: str = FILE) -> None:
+        self._text = text
+        self.origin = origin
+        self._plain = _backend(text, origin)
+        self._plain.encode_special_tokens = True  # "<|bos|>" in a document is text, not a control token
+        described = json.loads(text)
+        self._decoder_kinds = set(re.findall(r'"type": ?"(\w+)"', json.dumps(described.get("decoder"))))
+        added = described.get("added_tokens") or []
+        self.specials: dict[str, int] = {t["content"]: t["id"] for t in added if t.get("special")}
+        self._added: dict[int, str] = {t["id"]: t["content"] for t in added}
+        self._vocabulary: dict[str, int] = self._plain.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(self._vocabulary.values(), default=-1) + 1
+        self.bos_id: int = self._required(BOS_NAMES)
+        self.pad_id: int = next(
+            (self._vocabulary[n] for n in PAD_NAMES if n in self._vocabulary), self.bos_id
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """From a `tokenizer.json`, or from a directory that holds one."""
+        file = Path(path)
+        file = file / FILE if file.is_dir() else file
+        try:
+            return cls(file.read_text(encoding="utf-8"), str(file))
+        except FileNotFoundError:
+            raise InputError(
+                f"no tokenizer at '{path}': expected a {FILE} or a directory with one. Train one with "
+                f"`bessemer tokenizer train FILES -o DIR --vocab-size N`."
+            ) from None
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"'{file}' is not a tokenizer: it is not UTF-8 text ({error.reason})."
+            ) from error
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """Byte-level BPE of at most `vocab_size` tokens, specials included (fewer when the text has fewer
+        pairs)."""
+        from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+        from tokenizers import Tokenizer as Backend
+
+        if vocab_size < SMALLEST:
+            raise InputError(
+                f"vocab size {vocab_size} is too small: 256 bytes and {len(SPECIAL_TOKENS)} special tokens "
+                f"need at least {SMALLEST}."
+            )
+        backend = Backend(models.BPE(byte_fallback=False, fuse_unk=False))
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            show_progress=False,
+            min_frequency=0,
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            special_tokens=list(SPECIAL_TOKENS),
+        )
+        backend.train_from_iterator(texts, trainer)
+        return cls(backend.to_str(), f"trained, {vocab_size} tokens")
+
+    def save(self, directory: str | Path) -> Path:
+        """Write `tokenizer.json` into the directory (made when missing); returns the file."""
+        file = Path(directory) / FILE
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(self._text, encoding="utf-8")
+        return file
+
+    def to_json(self) -> str:
+        return self._text
+
+    @cached_property
+    def hash(self) -> str:
+        """sha256 of tokenizer.json; part of every store."""
+        return hashlib.sha256(self._text.encode()).hexdigest()
+
+    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+        """Ids of the text, without bos. `allow_special`: names like `<|bos|>` in it become their special
+        ids."""
+        backend = self._special if allow_special else self._plain
+        return backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        encoded = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [one.ids for one in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; special tokens appear by their names."""
+        return self._plain.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    @cached_property
+    def token_bytes(self) -> np.ndarray:
+        """(vocab_size,) int32: UTF-8 bytes each token stands for; 0 for special tokens and unused ids."""
+        table = np.zeros(self.vocab_size, np.int32)
+        byte_level = "ByteLevel" in self._decoder_kinds
+        special = set(self.specials.values())
+        for token, index in self._vocabulary.items():
+            if index in special:
+                continue
+            if index in self._added:
+                table[index] = len(token.encode())
+            elif byte_level:
+                table[index] = len(token)  # one character of the byte alphabet each
+            elif re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
+                table[index] = 1
+            else:
+                table[index] = len(token.replace("▁", " ").removeprefix("##").encode())
+        return table
+
+    @cached_property
+    def _special(self) -> Backend:
+        return _backend(self._text, self.origin)
+
+    def _required(self, names: tuple[str, ...]) -> int:
+        for name in names:
+            if name in self._vocabulary:
+                return self._vocabulary[name]
+        raise InputError(
+            f"{self.origin} has no token to begin a document with; looked for {', '.join(names)}. Add one of "
+            f"them to its added_tokens as a special token."
+        )
+
+
+def _backend(text: str, origin: str) -> Backend:
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        return Backend.from_str(text)
+    except Exception as error:  # the library raises bare Exception, nothing narrower
+        raise InputError(f"'{origin}' is not a readable tokenizer.json: {error}.") from error

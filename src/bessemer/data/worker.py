@@ -1,0 +1,50 @@
+"""A preparation worker: a process of its own that encodes the shards it is handed, one JSON line each.
+
+Started as `python -m bessemer.data.worker` and spoken to over its standard input and output. A plain child
+process, rather than `multiprocessing`, never re-imports the user's script (which may train at module level)
+and never inherits JAX's threads; it imports numpy and the tokenizer, nothing of JAX.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from bessemer.data.readers import read_piece
+from bessemer.data.shards import ShardWriter
+from bessemer.data.sources import Piece
+from bessemer.data.tokenizer import Tokenizer
+from bessemer.errors import InputError
+
+
+def serve(requests: TextIO, replies: TextIO) -> None:
+    """First line: the settings. Then one line a shard, answered with `done` or `error`; end of input ends
+    it."""
+
+    def reply(**message: Any) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    settings = json.loads(requests.readline())
+    tokenizer = Tokenizer.load(settings["tokenizer"])
+    for line in requests:
+        shard = json.loads(line)
+        pieces = [Piece(*values) for values in shard["pieces"]]
+        documents = (read for piece in pieces for read in read_piece(piece, settings["text_key"]))
+        writer = ShardWriter(
+            Path(shard["out"]), tokenizer, settings["on_error"], lambda d, t: reply(documents=d, tokens=t)
+        )
+        try:
+            writer.write(documents)
+        except InputError as error:
+            reply(error=str(error), kind="input")
+        except OSError as error:
+            reply(error=str(error), kind="storage")
+        else:
+            reply(done=True)
+
+
+if __name__ == "__main__":
+    serve(sys.stdin, sys.stdout)

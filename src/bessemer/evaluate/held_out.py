@@ -1,0 +1,77 @@
+"""The held-out sequences of a run, from its saved configuration.
+
+The same fixed set that training validates on, so evaluating the last checkpoint repeats the last val_bpb.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bessemer.config import declared
+from bessemer.config.values import Mismatch, convert
+from bessemer.data import DataSettings, Sampling, Tokenizer, Validation, open_dataset
+from bessemer.errors import InputError
+from bessemer.generate import LoadedModel
+from bessemer.registry import datasets
+
+
+def held_out(loaded: LoadedModel, limit: int | None = None) -> Validation:
+    """`limit` validation sequences of the run's (last stage's) data; default: as many as in training."""
+    training = section(loaded.config, "training")
+    mixture = last_mixture(training.get("dataset"), where(loaded))
+    count = limit if limit is not None else int(training.get("validation_steps") or 2048)
+    if count < 1:
+        raise InputError(f"the limit is {count} sequences; give at least 1.")
+    if loaded.tokenizer is None:
+        raise InputError(f"{where(loaded)} has no tokenizer, so its data cannot be opened again.")
+    settings = data_settings(section(loaded.config, "data"), where(loaded))
+    sources = [
+        (sampling, _open(sampling, loaded.tokenizer, settings, loaded.model.block_size))
+        for sampling in mixture
+    ]
+    return Validation(sources, count)
+
+
+def _open(sampling: Sampling, tokenizer: Tokenizer, settings: DataSettings, block_size: int) -> Any:
+    if ":" in sampling.name and sampling.name not in datasets and not Path(sampling.name).exists():
+        raise InputError(
+            f"the dataset '{sampling.name}' is code named by the run, which an evaluation never imports. "
+            "Register it first, from Python, under a plain name."
+        )
+    return open_dataset(sampling, tokenizer, split="val", block_size=block_size, settings=settings)
+
+
+def last_mixture(saved: Any, where: str) -> list[Sampling]:
+    """The samplings of the last stage, from the saved value of training/dataset."""
+    try:
+        stages = convert(saved or [], list[list[Sampling]])
+    except Mismatch as error:
+        raise InputError(f"{where}: training.dataset cannot be read ({error.problem}).") from error
+    if not stages or not stages[-1]:
+        raise InputError(
+            f"{where} does not say what data it was trained on (training.dataset is empty: the data was given "
+            "from Python), so there are no held-out sequences to evaluate on."
+        )
+    return list(stages[-1])
+
+
+def data_settings(saved: Mapping[str, Any], where: str) -> DataSettings:
+    """DataSettings from the section `data` of a saved configuration."""
+    values = {f"data/{name}": value for name, value in saved.items()}
+    given = {
+        name: setting.check(values[setting.key], where)
+        for name, setting in declared(DataSettings).items()
+        if setting.key in values
+    }
+    return DataSettings(**given)
+
+
+def section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = config.get(name)
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def where(loaded: LoadedModel) -> str:
+    return str(loaded.run.path) if loaded.run is not None else "this model"

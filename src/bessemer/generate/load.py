@@ -1,0 +1,191 @@
+"""A run's model for inference: its shape from the saved configuration, its parameters from a checkpoint.
+
+Only the sections `model` and `architecture` are read, and only names of the registry are followed: code that
+a configuration names (plugins, a trainer or callback of the user's) is never imported here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from bessemer.checkpoint import Checkpoints
+from bessemer.config import declared, dotted
+from bessemer.data.tokenizer import Tokenizer
+from bessemer.errors import InputError, StorageError
+from bessemer.generate.decoder import Decoder
+from bessemer.job import RunDirectory
+from bessemer.registry import models
+from bessemer.topology import Topology, shardings, unbox
+
+SECTIONS = ("model", "architecture")
+FAMILY = "model/family"
+
+
+@dataclasses.dataclass
+class LoadedModel:
+    """A module, its parameters and its tokenizer. `config` is the saved tree; `notes` are lines to show."""
+
+    model: Any
+    params: Any
+    tokenizer: Tokenizer | None
+    step: int
+    config: dict[str, Any]
+    run: RunDirectory | None = None
+    topology: Topology | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """Ends rows at the document token."""
+        if self.tokenizer is None:
+            return Decoder(self.model)
+        return Decoder(self.model, pad_id=self.tokenizer.pad_id, end_ids=(self.tokenizer.bos_id,))
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Mesh and axis rules of the parameters; needed around every call of the model."""
+        with self.topology.scope() if self.topology is not None else contextlib.nullcontext():
+            yield
+
+
+def load_model(
+    run: RunDirectory, step: int | None = None, *, topology: Topology | None = None
+) -> LoadedModel:
+    """The model of checkpoint `step`, or of the newest valid one, or of RUN/model when there is none.
+
+    Parameters go to the first device, or where `topology` rests them.
+    """
+    checkpoints = Checkpoints(run.checkpoints)
+    try:
+        chosen, notes = _choose(checkpoints, run, step)
+        if chosen is None:
+            return _from_files(run, topology)
+        config = parse_config(checkpoints.read(chosen, "config.yaml"), str(checkpoints.path(chosen)))
+        model, unknown = build_model(config, str(checkpoints.path(chosen)))
+        params = checkpoints.restore(chosen, abstract_params(model, topology), only="params")
+        text = checkpoints.path(chosen) / "tokenizer.json"
+        tokenizer = Tokenizer.load(text) if text.is_file() else None
+    finally:
+        checkpoints.close()
+    return LoadedModel(model, params, tokenizer, chosen, config, run, topology, [*notes, *unknown])
+
+
+def _choose(checkpoints: Checkpoints, run: RunDirectory, step: int | None) -> tuple[int | None, list[str]]:
+    if step is None:
+        return checkpoints.newest_valid()
+    known = checkpoints.committed()
+    if step not in known:
+        held = f"it holds {', '.join(map(str, known))}" if known else "it holds none"
+        raise InputError(f"{run.path} has no checkpoint at step {step}; {held}.")
+    problems = checkpoints.verify(step)
+    if problems:
+        raise StorageError(
+            f"checkpoint {checkpoints.path(step)} is damaged: {'; '.join(problems[:3])}. Use another --step."
+        )
+    return step, []
+
+
+def _from_files(run: RunDirectory, topology: Topology | None) -> LoadedModel:
+    """RUN/model: model.safetensors, config.json, tokenizer.json."""
+    weights = run.model / "model.safetensors"
+    if not weights.is_file():
+        raise InputError(
+            f"{run.path} has no checkpoint and no {weights.relative_to(run.path)} yet, so there is no model "
+            "to load. Train longer, or set logging.checkpoint_interval lower."
+        )
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        config = json.loads((run.model / "config.json").read_text(encoding="utf-8"))
+        with safe_open(weights, framework="np") as file:
+            step = int((file.metadata() or {}).get("step", 0))
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- not a mapping
+    except (OSError, ValueError, SafetensorError) as error:
+        raise StorageError(f"{run.model} cannot be read ({error}).") from error
+    model, unknown = build_model(config, str(run.model))
+    params = place(arrays, abstract_params(model, topology), weights)
+    text = run.model / "tokenizer.json"
+    tokenizer = Tokenizer.load(text) if text.is_file() else None
+    return LoadedModel(model, params, tokenizer, step, config, run, topology, unknown)
+
+
+def place(arrays: Mapping[str, Any], abstract: Any, where: Path) -> Any:
+    """Named arrays in the structure of `abstract`, on its devices; any other name or shape is an error."""
+    from bessemer.checkpoint.tree import check_same, flatten, rebuild, signature
+
+    wanted = flatten(abstract)
+    check_same(signature(dict(arrays)), signature(wanted), str(where))
+    return rebuild(
+        abstract, {name: jax.device_put(arrays[name], leaf.sharding) for name, leaf in wanted.items()}
+    )
+
+
+def parse_config(text: str, where: str) -> dict[str, Any]:
+    """A saved config.yaml as a plain tree."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+    except (YAMLError, ValueError, OmegaConfBaseException) as error:
+        raise StorageError(f"the config.yaml of {where} cannot be read ({error}).") from error
+    return {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as section/name → value."""
+    values: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            values |= flat(value, f"{prefix}{name}/")
+        else:
+            values[f"{prefix}{name}"] = value
+    return values
+
+
+def build_model(config: Mapping[str, Any], where: str) -> tuple[Any, list[str]]:
+    """The module a saved configuration describes, and a note if it holds settings the family lacks."""
+    saved = flat(
+        {section: config[section] for section in SECTIONS if isinstance(config.get(section), Mapping)}
+    )
+    family = str(saved.pop(FAMILY, ""))
+    if family not in models:
+        named = ", ".join(map(str, config.get("plugins") or [])) or "a plugin"
+        raise InputError(
+            f"{where} is of the model family '{family}', which is not registered here (known: "
+            f"{', '.join(models.names())}). Code named by a run ({named}) is never imported to load its "
+            "model: import it yourself first, from Python; `bessemer resume` has --trust for that."
+        )
+    cls = models.get(family)
+    settings = declared(cls)
+    given = {name: s.check(saved[s.key], where) for name, s in settings.items() if s.key in saved}
+    model = cls(**given)
+    if hasattr(model, "check"):
+        model.check()
+    unknown = sorted(dotted(key) for key in set(saved) - {setting.key for setting in settings.values()})
+    notes = [f"{where}: not settings of {family}, so not used: {', '.join(unknown)}."] if unknown else []
+    return model, notes
+
+
+def abstract_params(model: Any, topology: Topology | None = None) -> Any:
+    """Shapes, dtypes and places of the parameters; no array is made."""
+    ids = jax.ShapeDtypeStruct((1, min(8, model.block_size)), jax.numpy.int32)
+    with topology.scope() if topology is not None else contextlib.nullcontext():
+        boxed = jax.eval_shape(model.init, jax.random.key(0), ids)["params"]
+    if topology is None:
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        places = jax.tree.map(lambda _: device, unbox(boxed))
+    else:
+        places = shardings(boxed, topology.mesh, topology.rest_rules)
+    return jax.tree.map(
+        lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), unbox(boxed), places
+    )

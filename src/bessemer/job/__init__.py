@@ -1,0 +1,23 @@
+"""What a run is: its directory, its status, its lock, and the jobs that work in it."""
+
+from bessemer.job.directory import RunDirectory, check_run_name, default_run_name, find_run
+from bessemer.job.files import atomic_write, sync_directory
+from bessemer.job.jobs import BasicJob, CheckpointedJob, CheckpointManager, RestoreableJob, Snapshot
+from bessemer.job.lock import RunLock
+from bessemer.job.spec import ExecutionSpec
+
+__all__ = [
+    "BasicJob",
+    "CheckpointManager",
+    "CheckpointedJob",
+    "ExecutionSpec",
+    "RestoreableJob",
+    "RunDirectory",
+    "RunLock",
+    "Snapshot",
+    "atomic_write",
+    "check_run_name",
+    "default_run_name",
+    "find_run",
+    "sync_directory",
+]

@@ -1,0 +1,216 @@
+"""Jobs: things that run once, save themselves, and come back from a checkpoint.
+
+Trainers, evaluators and data preparation are all jobs. This room stands above `checkpoint`, so it only
+states what a checkpoint manager must do; the subclass brings one.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+
+from bessemer.errors import InputError
+from bessemer.job.directory import RunDirectory
+from bessemer.job.spec import ExecutionSpec
+from bessemer.registry import jobs
+
+C = TypeVar("C")
+
+
+class CheckpointManager(Protocol):
+    """What a job needs of `bessemer.checkpoint.Checkpoints`."""
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        files: Mapping[str, str | bytes] = ...,
+        meta: Mapping[str, Any] = ...,
+        wait: bool = False,
+    ) -> None: ...
+
+    def restore(self, step: int, abstract: Any) -> Any: ...
+
+    def committed(self) -> list[int]: ...
+
+    def latest(self) -> int | None: ...
+
+    def newest_valid(self) -> tuple[int | None, list[str]]: ...
+
+    def read(self, step: int, name: str) -> str: ...
+
+    def wait(self) -> None: ...
+
+    def at(self, path: Path) -> CheckpointManager:
+        """The same kind of manager over another directory."""
+        ...
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one checkpoint holds: a tree of arrays, text files beside it, and metadata."""
+
+    step: int
+    tree: Any
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+class BasicJob(ABC):
+    """A thing to do under a spec; calling it does it unless it is done."""
+
+    def __init__(self, spec: ExecutionSpec):
+        self.spec = spec
+
+    @property
+    @abstractmethod
+    def done(self) -> bool: ...
+
+    @abstractmethod
+    def run(self) -> Any: ...
+
+    def __call__(self) -> Any:
+        return None if self.done else self.run()
+
+
+class CheckpointedJob(BasicJob):
+    """Knows its run directory and the checkpoints in it."""
+
+    @property
+    def run_directory(self) -> RunDirectory:
+        return self.spec.run_directory
+
+    @property
+    @abstractmethod
+    def checkpoint_manager(self) -> CheckpointManager: ...
+
+    def save_tree(self, snapshot: Snapshot, *, wait: bool = False) -> None:
+        """Save a tree with its metadata; returns once the arrays are copied unless `wait`."""
+        manager = self.checkpoint_manager
+        manager.save(snapshot.step, snapshot.tree, files=snapshot.files, meta=snapshot.meta, wait=wait)
+
+    def load_tree(self, step: int, abstract: Any) -> Any:
+        """The tree of a committed step, placed as `abstract` says."""
+        return self.checkpoint_manager.restore(step, abstract)
+
+
+class RestoreableJob(CheckpointedJob, Generic[C]):
+    """A job whose whole state goes through checkpoints. `C` is the type of its configuration.
+
+    A subclass says what its state is (`snapshot`), what it looks like (`abstract_state`) and how to take it
+    back (`accept`); saving, finding, falling back and rebuilding from a path are here.
+    """
+
+    job_key: ClassVar[str] = "job"
+
+    @abstractmethod
+    def snapshot(self) -> Snapshot: ...
+
+    @abstractmethod
+    def abstract_state(self) -> Any:
+        """Shapes, dtypes and shardings of `snapshot().tree`."""
+
+    @abstractmethod
+    def accept(self, tree: Any, step: int, files: CheckpointManager) -> None:
+        """Continue from `tree`; `files.read(step, name)` gives what was saved beside it."""
+
+    def admit(self, step: int) -> None:
+        """Refuse a checkpoint that is not of this job, before its arrays are read; a subclass knows how."""
+
+    def note(self, message: str) -> None:
+        """Told about every checkpoint that had to be passed over; a subclass logs it."""
+        import warnings
+
+        warnings.warn(message, stacklevel=3)
+
+    def save(self, suffix: str | int | None = None) -> None:
+        """Save the present state. `suffix`, when given, must be its step."""
+        snapshot = self.snapshot()
+        if suffix is not None and step_of(suffix) != snapshot.step:
+            raise InputError(f"cannot save step {snapshot.step} under the name '{suffix}'.")
+        self.save_tree(snapshot)
+
+    def load(self, suffix: str | int | None = None, *, manager: CheckpointManager | None = None) -> bool:
+        """Take back the state of step `suffix`, or of the newest valid checkpoint; False when there is none.
+
+        `manager` reads another run's checkpoints; by default the job's own.
+        """
+        manager = manager or self.checkpoint_manager
+        if suffix is None:
+            step, messages = manager.newest_valid()
+            for message in messages:
+                self.note(message)
+            if step is None:
+                return False
+        else:
+            step = step_of(suffix)
+            if step not in manager.committed():
+                return False
+        self.admit(step)
+        self.accept(manager.restore(step, self.abstract_state()), step, manager)
+        return True
+
+    def checkpoints(self) -> list[int]:
+        """Committed steps, oldest first."""
+        return self.checkpoint_manager.committed()
+
+    def latest(self) -> int | None:
+        return self.checkpoint_manager.latest()
+
+    @classmethod
+    def from_config(cls, saved: Mapping[str, Any], spec: ExecutionSpec) -> Self:
+        """Build the job from its saved configuration tree; a subclass with settings overrides this."""
+        return cls(spec)
+
+    @staticmethod
+    def from_checkpoint(path: str | Path, spec: ExecutionSpec | None = None) -> RestoreableJob[Any]:
+        """The job saved at `path` (a run, or one of its checkpoints), with its state, ready to go on.
+
+        Its class is the one the saved configuration names under `job`. `spec` defaults to the run it lies in.
+        """
+        place = Path(path).absolute()
+        is_step = _STEP.fullmatch(place.name) is not None
+        run = RunDirectory(place.parent.parent if is_step else place)
+        saved = _saved_config(place / "config.yaml" if is_step else run.config)
+        name = saved.get(RestoreableJob.job_key)
+        if not isinstance(name, str):
+            raise InputError(f"{place}: its config.yaml has no 'job', so the class to rebuild is unknown.")
+        found = jobs.get(name)
+        if not (isinstance(found, type) and issubclass(found, RestoreableJob)):
+            raise InputError(f"{place}: the job '{name}' cannot be restored from a checkpoint.")
+        job = found.from_config(saved, spec or ExecutionSpec.local(run.path.parent, run.name))
+        manager = job.checkpoint_manager.at(run.checkpoints)
+        if not job.load(place.name if is_step else None, manager=manager):
+            raise InputError(f"{place} has no committed checkpoint to restore from.")
+        return job
+
+
+_STEP = re.compile(r"step_(\d+)")
+
+
+def step_of(suffix: str | int) -> int:
+    """512, "512" and "step_00000512" all mean step 512."""
+    if isinstance(suffix, int):
+        return suffix
+    match = re.fullmatch(r"(?:step_)?(\d+)", suffix)
+    if match is None:
+        raise InputError(f"'{suffix}' is not a checkpoint: write a step number or step_NNNNNNNN.")
+    return int(match.group(1))
+
+
+def _saved_config(path: Path) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path))
+    except FileNotFoundError as error:
+        raise InputError(f"{path} does not exist: this is not a run or a checkpoint of one.") from error
+    except (OSError, ValueError, OmegaConfBaseException) as error:
+        raise InputError(f"{path} cannot be read as a configuration ({error}).") from error
+    return {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}

@@ -1,0 +1,189 @@
+"""One writer a run directory.
+
+On one host the kernel's lock on the file is the truth: it goes with the process, even with kill -9. Between
+hosts a file system may not carry locks, so the file also holds the owner and a heartbeat, which a rival on
+another host believes.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from bessemer.errors import InputError, StorageError
+from bessemer.job.directory import RunDirectory
+from bessemer.job.files import storage
+
+BEAT_SECONDS = 5.0
+STALE_SECONDS = 60.0
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
+
+
+class RunLock:
+    """Context manager that owns a run directory; `message` says so when a stale lock was taken over.
+
+    Held by someone alive: InputError. The heartbeat (lock and status.json) runs in a daemon thread.
+    """
+
+    def __init__(self, run: RunDirectory | str | Path):
+        self.run = run if isinstance(run, RunDirectory) else RunDirectory(Path(run))
+        self.message: str | None = None
+        self._handle: int | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> RunLock:
+        return self.acquire()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def acquire(self) -> RunLock:
+        with storage("cannot lock the run directory"):
+            handle = os.open(self.run.lock, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            locked = _flock(handle)
+            owner = _read(handle)
+            if locked is False or _alive_elsewhere(owner) or (locked is None and _alive_here(owner)):
+                raise InputError(self._held(owner))
+            if owner:
+                self.message = (
+                    f"took over the lock of pid {owner.get('pid')} on {owner.get('host')}, which ended "
+                    f"without releasing it (last sign of life {_ago(owner)})."
+                )
+            self._handle = handle
+            self._write()
+        except (InputError, OSError, StorageError):
+            self._handle = None
+            os.close(handle)
+            raise
+        self._stop.clear()
+        self._thread = threading.Thread(target=self._beat, name="bessemer-heartbeat", daemon=True)
+        self._thread.start()
+        return self
+
+    def release(self) -> None:
+        """Stop the heartbeat and free the lock. The file stays: unlinking it would race with a newcomer."""
+        if self._handle is None:
+            return
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        handle, self._handle = self._handle, None
+        try:
+            os.ftruncate(handle, 0)
+        finally:
+            os.close(handle)
+
+    @staticmethod
+    def owner(run: RunDirectory | str | Path) -> dict[str, Any] | None:
+        """Who works in the run now, or None: how `bessemer runs` tells a running run from a killed one."""
+        path = run.lock if isinstance(run, RunDirectory) else Path(run) / "lock"
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            free = _flock(handle, shared=True)
+            owner = _read(handle)
+        finally:
+            os.close(handle)
+        if free is False:
+            return owner or {"pid": None, "host": None}
+        alive = _alive_elsewhere(owner) or (free is None and _alive_here(owner))
+        return owner if alive else None
+
+    def _held(self, owner: dict[str, Any]) -> str:
+        pid, host = owner.get("pid", "?"), owner.get("host", "?")
+        return (
+            f"the run '{self.run.name}' is in use by pid {pid} on host {host} (last sign of life "
+            f"{_ago(owner)}; {self.run.lock}). Two processes cannot write one run: wait for it or stop it, "
+            "or start another run with --name."
+        )
+
+    def _write(self) -> None:
+        assert self._handle is not None
+        owner = {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "process_start": _process_start(os.getpid()),
+            "heartbeat": time.time(),
+        }
+        with storage("cannot write the run's lock"):
+            # In place, never by rename: the kernel's lock is on this very file.
+            os.pwrite(self._handle, json.dumps(owner).ljust(256).encode(), 0)
+
+    def _beat(self) -> None:
+        while not self._stop.wait(BEAT_SECONDS):
+            try:
+                self._write()
+                if self.run.status.is_file():
+                    self.run.heartbeat()
+            except (StorageError, InputError):
+                # A full disk, or an edited status.json. The loop's next write reports it; the lock itself
+                # is in the kernel.
+                continue
+
+
+def _flock(handle: int, shared: bool = False) -> bool | None:
+    """True: ours. False: someone holds it. None: this file system has no locks. Waits out a passing look."""
+    for attempt in range(3):
+        try:
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return None
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            if shared:
+                return False
+            time.sleep(0.1 * (attempt + 1))
+    return False
+
+
+def _read(handle: int) -> dict[str, Any]:
+    try:
+        owner = json.loads(os.pread(handle, 4096, 0) or b"{}")
+    except ValueError:
+        return {}  # caught in the middle of a heartbeat, or damaged: the kernel's lock still decides
+    return owner if isinstance(owner, dict) else {}
+
+
+def _alive_elsewhere(owner: dict[str, Any]) -> bool:
+    """An owner on another host counts as alive while its heartbeat is fresh."""
+    if not owner or owner.get("host") == socket.gethostname():
+        return False
+    return time.time() - float(owner.get("heartbeat", 0)) < STALE_SECONDS
+
+
+def _alive_here(owner: dict[str, Any]) -> bool:
+    """The same process (pid and start time) still runs here: asked only where there are no kernel locks."""
+    if not owner or owner.get("host") != socket.gethostname():
+        return False
+    started = _process_start(int(owner.get("pid", 0)))
+    return started is not None and started == owner.get("process_start")
+
+
+def _process_start(pid: int) -> int | None:
+    """Start time in clock ticks since boot; tells a process from a later one with the same pid."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def _ago(owner: dict[str, Any]) -> str:
+    beat = owner.get("heartbeat")
+    return f"{max(0.0, time.time() - float(beat)):.0f} s ago" if beat else "unknown"

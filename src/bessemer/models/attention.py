@@ -1,0 +1,106 @@
+"""One attention function for every device: causal, windowed, grouped queries, documents, cached decoding.
+
+Window convention: a query attends to exactly `window` keys, **itself included** (keys t−window+1 … t). JAX's
+`local_window_size=(w, 0)` attends to w + 1, so it is given window − 1.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+Implementation = Literal["auto", "xla", "cudnn"]
+MAX_BLOCKS = 8  # query blocks of the XLA path: more would skip more masked keys, and compile longer
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    window: int | None = None,
+    segment_ids: Array | None = None,
+    q_positions: Array | None = None,
+    implementation: Implementation = "auto",
+) -> Array:
+    """softmax(q kᵀ / √d) v over the allowed keys. q: (B, T, N, H); k, v: (B, S, K, H), K divides N → (B, T, N, H).
+
+    Without `q_positions` this is self-attention (T = S): query t sees keys ≤ t, and with `segment_ids` (B, T) only
+    those of its own segment. With `q_positions` (B, T) the keys are a cache: query t of row b sees the keys
+    0 … q_positions[b, t]. A query with no allowed key gives zeros.
+    """
+    if q_positions is not None:
+        return _cached(q, k, v, window, q_positions)
+    if window is not None and window >= q.shape[1]:
+        window = None
+    if implementation == "cudnn" or (implementation == "auto" and _cudnn_can(q, segment_ids)):
+        local = None if window is None else (window - 1, 0)
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, local_window_size=local, implementation="cudnn"
+        )
+    return _blocked(q, k, v, window, segment_ids)
+
+
+def _cudnn_can(q: Array, segment_ids: Array | None) -> bool:
+    """cuDNN takes half precision, head dimensions up to 128 in steps of 8, and no segment ids."""
+    return (
+        jax.default_backend() == "gpu"
+        and segment_ids is None
+        and q.dtype in (jnp.bfloat16, jnp.float16)
+        and q.shape[-1] % 8 == 0
+        and q.shape[-1] <= 128
+    )
+
+
+def _blocked(q: Array, k: Array, v: Array, window: int | None, segment_ids: Array | None) -> Array:
+    """Query blocks, each against only the keys that its window can reach: cost follows the window, not T²."""
+    length = q.shape[1]
+    size = block_length(length)
+    outputs = []
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        first = 0 if window is None else max(0, start - window + 1)
+        queries, keys = jnp.arange(start, stop)[:, None], jnp.arange(first, stop)[None, :]
+        allowed = keys <= queries
+        if window is not None:
+            allowed &= keys > queries - window
+        allowed = allowed[None]  # (1 or B, t, s)
+        if segment_ids is not None:
+            allowed = allowed & (segment_ids[:, start:stop, None] == segment_ids[:, None, first:stop])
+        outputs.append(_attend(q[:, start:stop], k[:, first:stop], v[:, first:stop], allowed))
+    return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
+
+
+def block_length(length: int) -> int:
+    """Query block: 64, or more so that there are at most MAX_BLOCKS of them."""
+    size = 64
+    while size * MAX_BLOCKS < length:
+        size *= 2
+    return size
+
+
+def _cached(q: Array, k: Array, v: Array, window: int | None, q_positions: Array) -> Array:
+    keys, queries = jnp.arange(k.shape[1]), q_positions[..., None]
+    allowed = keys <= queries  # (B, T, S)
+    if window is not None:
+        allowed &= keys > queries - window
+    return _attend(q, k, v, allowed)
+
+
+def _attend(q: Array, k: Array, v: Array, allowed: Array) -> Array:
+    """Masked softmax attention, scores and softmax in float32. allowed: (1 or B, T, S) bool."""
+    batch, length, heads, head_dim = q.shape
+    groups = k.shape[2]
+    q = q.reshape(batch, length, groups, heads // groups, head_dim)
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * head_dim**-0.5
+    allowed = allowed[:, None, None]
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
+    weights = jnp.exp(scores - jax.lax.stop_gradient(top))
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = (weights / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)).astype(v.dtype)
+    out = jnp.einsum("bkgts,bskh->btkgh", weights, v, preferred_element_type=jnp.float32)
+    return out.astype(v.dtype).reshape(batch, length, heads, head_dim)

@@ -1,0 +1,37 @@
+"""Logical axes in use: constraints and shard counts under the ambient mesh and rule table.
+
+Model code names axes ("batch", "vocab", …); which mesh axis they live on is the rule table's matter. Without a
+mesh everything here does nothing, so the same code runs on one device.
+"""
+
+from __future__ import annotations
+
+import math
+
+import flax.linen as nn
+import jax
+
+
+def shards(name: str | None) -> int:
+    """Over how many devices the ambient rules split the logical axis `name` (1 without a mesh)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    rules = nn.get_logical_axis_rules()
+    if name is None or mesh.empty or not rules:
+        return 1
+    axes = dict(reversed([(rule[0], rule[1]) for rule in rules])).get(name)  # the first rule of a name wins
+    if axes is None:
+        return 1
+    names = (axes,) if isinstance(axes, str) else axes
+    return math.prod(mesh.shape.get(axis, 1) for axis in names)
+
+
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
+    """Ask for `x` to be laid out by its logical axes.
+
+    A dimension that its mesh axes do not divide (a batch of one prompt, say) is left free: jax 0.10 would
+    replicate it silently and 0.11 may fail.
+    """
+    divisible = tuple(
+        name if size % shards(name) == 0 else None for name, size in zip(names, x.shape, strict=True)
+    )
+    return nn.with_logical_constraint(x, divisible)

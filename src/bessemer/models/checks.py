@@ -1,0 +1,83 @@
+"""Contradictions among a GPT's settings, found before anything is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from bessemer.errors import InputError
+from bessemer.models.layers import TENSOR_NAMES
+
+if TYPE_CHECKING:
+    from bessemer.models.gpt import GPT
+
+
+def remat_names(remat: Sequence[str]) -> tuple[str, ...] | None:
+    """None: nothing is recomputed; (): the whole block; else the tensors to recompute."""
+    names = tuple(remat)
+    if names in ((), ("none",)):
+        return None
+    return () if names == ("block",) else names
+
+
+def check_gpt(model: GPT) -> None:
+    """Raise InputError for the first setting that cannot be built, naming it and the remedy."""
+    _check_shape(model)
+    _check_switches(model)
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise InputError(message)
+
+
+def _check_shape(model: GPT) -> None:
+    _require(model.depth >= 1, f"model.depth is {model.depth}; a model has at least one layer.")
+    _require(
+        model.head_dim >= 2 and model.head_dim % 2 == 0,
+        f"model.head_dim is {model.head_dim}; rotary positions turn pairs, so it must be even.",
+    )
+    _require(
+        model.vocab_size > 0,
+        f"model.vocab_size is {model.vocab_size}; give it, or a tokenizer to take it from (data.tokenizer).",
+    )
+    _require(model.block_size >= 1, f"architecture.block_size is {model.block_size}; it must be at least 1.")
+    s = model.shape
+    _require(
+        s.heads * s.head_dim == s.width,
+        f"model.width {s.width} is not model.heads {s.heads} × model.head_dim {s.head_dim}; change one of them, "
+        "or leave width and heads at -1 to derive them.",
+    )
+    _require(
+        0 < s.kv_heads <= s.heads and s.heads % s.kv_heads == 0,
+        f"model.kv_heads {s.kv_heads} does not divide model.heads {s.heads}; use a divisor of it.",
+    )
+    _require(
+        bool(model.window) and set(model.window) <= set("SL"),
+        f"model.window is '{model.window}'; it is a pattern of S (short) and L (long), such as SSSL.",
+    )
+    _require(
+        0 < model.window_short <= 1,
+        f"model.window_short is {model.window_short}; it is a share of the block, above 0 and at most 1.",
+    )
+
+
+def _check_switches(model: GPT) -> None:
+    _require(
+        model.precision in ("auto", "float32", "bf16"),
+        f"architecture.precision is '{model.precision}'; known: auto, float32, bf16.",
+    )
+    unknown = [name for name in remat_names(model.remat) or () if name not in TENSOR_NAMES]
+    _require(
+        not unknown,
+        f"architecture.remat names {', '.join(unknown)}; it is none, block, or a list of "
+        f"{', '.join(TENSOR_NAMES)}.",
+    )
+    _require(0 <= model.dropout < 1, f"architecture.dropout is {model.dropout}; it must be in [0, 1).")
+    _require(model.softcap >= 0, f"architecture.softcap is {model.softcap}; 0 turns it off.")
+    _require(model.rotary_base > 1, f"architecture.rotary_base is {model.rotary_base}; it must be above 1.")
+    chunks = model.loss_chunks
+    _require(
+        chunks == "auto" or (isinstance(chunks, int) and chunks >= 1),
+        f"architecture.loss_chunks is {chunks!r}; it is auto or a number of at least 1.",
+    )

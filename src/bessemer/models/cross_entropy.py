@@ -1,0 +1,239 @@
+"""Next-token cross-entropy that never holds the full logits, with its gradient made in the same pass.
+
+For logits l = h W, softcap z = c·tanh(l / c), per token with weight w and target t:
+
+    nll  = logsumexp(z) − z_t
+    loss = (1 − ε)·nll + ε·(logsumexp(z) − mean_v z_v) + ζ·logsumexp(z)²      (ε label smoothing, ζ z-loss)
+
+The loss is a sum of scalars, so its gradient is known up to one scalar when the forward pass holds a tile of
+logits: dhidden and dW are made there and only scaled in the backward pass. No tile is ever computed twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from bessemer.models.axes import constrain, shards
+
+TILE = 2**20  # logits held at once on a device: 128 MiB in float32
+IGNORED = -1  # a target below 0 has no loss
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Static part of the loss. `vocab_size` ≤ columns of the head: the rest is padding, never predicted."""
+
+    vocab_size: int
+    chunks: int
+    softcap: float = 0.0
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+def cross_entropy(
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    weights: Array,
+    *,
+    vocab_size: int,
+    softcap: float = 0.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunks: int | str = "auto",
+) -> tuple[Array, Array]:
+    """(Σ w·loss, Σ w·nll) in float32. hidden: (B, T, D) or (N, D); head: (D, V) float32; targets, weights: (B, T).
+
+    Targets below 0 are ignored. Only the first result is differentiable, and in `hidden` and `head`; the matmuls
+    run in the dtype of `hidden`. `chunks` cuts the sequence axis, so a batch split over devices stays where it is.
+    """
+    if hidden.ndim == 2:
+        hidden, targets, weights = hidden[None], targets[None], weights[None]
+    count = choose_chunks(chunks, *targets.shape, head.shape[1])
+    options = LossOptions(vocab_size, count, softcap, label_smoothing, z_loss)
+    weights = jnp.where(targets < 0, 0.0, weights.astype(jnp.float32))
+    loss, nll = _cross_entropy(options, hidden, head, jnp.maximum(targets, 0), weights)
+    return loss, jax.lax.stop_gradient(nll)
+
+
+def token_logprobs(
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    *,
+    vocab_size: int,
+    softcap: float = 0.0,
+    chunks: int | str = "auto",
+) -> Array:
+    """log p(target) per token, (B, T) float32, 0 where the target is below 0. Differentiable per token.
+
+    Every token has its own cotangent, so the backward pass recomputes its tile of logits.
+    """
+    count = choose_chunks(chunks, *targets.shape, head.shape[1])
+    options = LossOptions(vocab_size, count, softcap)
+    table = constrain(head.astype(hidden.dtype), "embed", "vocab")
+
+    @jax.checkpoint
+    def tile(_: None, inputs: tuple[Array, Array]) -> tuple[None, Array]:
+        h, t = inputs
+        z, lse = _statistics(options, _logits(h, table))
+        return None, jnp.where(t < 0, 0.0, _pick(z, jnp.maximum(t, 0)) - lse)
+
+    pieces = (_split(hidden, count), _split(targets, count, IGNORED))
+    _, logprobs = jax.lax.scan(tile, None, pieces)
+    return _join(logprobs)[:, : targets.shape[1]]
+
+
+def choose_chunks(chunks: int | str, batch: int, length: int, vocab: int) -> int:
+    """How many pieces to cut the sequence into: an explicit number, or tiles of about 2^25 logits a device.
+
+    A number that divides the sequence is preferred to a slightly smaller one that would need padding.
+    """
+    if chunks != "auto":
+        return max(1, min(int(chunks), length))
+    share = shards("batch") * shards("sequence") * shards("vocab")
+    needed = max(1, min(-(-batch * length * vocab // (share * TILE)), length))
+    return next((c for c in range(needed, min(2 * needed, length) + 1) if length % c == 0), needed)
+
+
+def _split(x: Array, chunks: int, fill: float = 0) -> Array:
+    """(B, T, …) → (chunks, B, T/chunks, …), padded with `fill`.
+
+    A chunk takes every chunks-th position: a sequence axis split over devices stays split within each chunk.
+    """
+    length = -(-x.shape[1] // chunks) * chunks
+    x = jnp.pad(x, ((0, 0), (0, length - x.shape[1])) + ((0, 0),) * (x.ndim - 2), constant_values=fill)
+    return jnp.moveaxis(x.reshape(x.shape[0], length // chunks, chunks, *x.shape[2:]), 2, 0)
+
+
+def _join(x: Array) -> Array:
+    """The inverse of `_split`, padding kept: (chunks, B, t, …) → (B, t·chunks, …)."""
+    x = jnp.moveaxis(x, 0, 2)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _logits(hidden: Array, table: Array) -> Array:
+    logits = jnp.einsum("btd,dv->btv", hidden, table, preferred_element_type=jnp.float32)
+    return constrain(logits, "batch", "sequence", "vocab")
+
+
+def _statistics(options: LossOptions, logits: Array) -> tuple[Array, Array]:
+    """Capped logits with padding at −∞ (B, t, V), and their logsumexp (B, t)."""
+    z = soft_cap(logits, options.softcap)
+    if options.vocab_size < z.shape[-1]:
+        z = jnp.where(jnp.arange(z.shape[-1]) < options.vocab_size, z, -jnp.inf)
+    if options.softcap:  # |z| ≤ c: exp cannot overflow, so no pass for the maximum
+        return z, jnp.log(jnp.sum(jnp.exp(z - options.softcap), axis=-1)) + options.softcap
+    return z, jax.nn.logsumexp(z, axis=-1)
+
+
+def soft_cap(logits: Array, cap: float) -> Array:
+    """c·tanh(l / c): keeps logits within ±c; 0 = off."""
+    return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+def _pick(z: Array, targets: Array) -> Array:
+    """z[target] as a masked sum: unlike a gather it stays local when the vocabulary is split over devices."""
+    return jnp.sum(jnp.where(jnp.arange(z.shape[-1]) == targets[..., None], z, 0.0), axis=-1)
+
+
+def _token_loss(options: LossOptions, z: Array, lse: Array, targets: Array) -> tuple[Array, Array]:
+    """(loss, nll) per token."""
+    nll = lse - _pick(z, targets)
+    loss = nll
+    if options.label_smoothing:
+        mean = jnp.sum(jnp.where(jnp.isfinite(z), z, 0.0), axis=-1) / options.vocab_size
+        loss = (1 - options.label_smoothing) * nll + options.label_smoothing * (lse - mean)
+    if options.z_loss:
+        loss = loss + options.z_loss * lse**2
+    return loss, nll
+
+
+def _logit_gradient(options: LossOptions, z: Array, lse: Array, targets: Array, weights: Array) -> Array:
+    """∂(Σ w·loss)/∂logits: w · ((1 + 2ζ·lse)·p − (1−ε)·onehot − ε/V) · (1 − (z/c)²). (B, t, V) float32."""
+    column = jnp.arange(z.shape[-1])
+    scale = weights * (1 + 2 * options.z_loss * lse) if options.z_loss else weights
+    gradient = jnp.exp(z - lse[..., None]) * scale[..., None]
+    hit = column == targets[..., None]
+    gradient -= jnp.where(hit, ((1 - options.label_smoothing) * weights)[..., None], 0.0)
+    if options.label_smoothing:
+        gradient -= (options.label_smoothing / options.vocab_size) * weights[..., None]
+    if options.softcap:
+        gradient *= 1 - jnp.square(z / options.softcap)
+    return jnp.where(column < options.vocab_size, gradient, 0.0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _cross_entropy(
+    options: LossOptions, hidden: Array, head: Array, targets: Array, weights: Array
+) -> tuple[Array, Array]:
+    """Value only: what evaluation runs."""
+    table = constrain(head.astype(hidden.dtype), "embed", "vocab")
+
+    def tile(sums: Array, inputs: tuple[Array, Array, Array]) -> tuple[Array, None]:
+        h, t, w = inputs
+        z, lse = _statistics(options, _logits(h, table))
+        loss, nll = _token_loss(options, z, lse, t)
+        return sums + jnp.stack([jnp.sum(w * loss), jnp.sum(w * nll)]), None
+
+    pieces = tuple(_split(x, options.chunks) for x in (hidden, targets, weights))
+    sums, _ = _scan(tile, jnp.zeros(2, jnp.float32), pieces, options.chunks)
+    return sums[0], sums[1]
+
+
+def _forward(
+    options: LossOptions, hidden: Array, head: Array, targets: Array, weights: Array
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Value and gradient, tile by tile. dW is kept apart per batch shard and summed over devices once, at the end."""
+    table = constrain(head.astype(hidden.dtype), "embed", "vocab")
+    groups = shards("batch") if hidden.shape[0] % shards("batch") == 0 else 1
+
+    def tile(
+        carry: tuple[Array, Array], inputs: tuple[Array, Array, Array]
+    ) -> tuple[tuple[Array, Array], Array]:
+        sums, dhead = carry
+        h, t, w = inputs
+        z, lse = _statistics(options, _logits(h, table))
+        loss, nll = _token_loss(options, z, lse, t)
+        dlogits = _logit_gradient(options, z, lse, t, w).astype(h.dtype)
+        dh = jnp.einsum("btv,dv->btd", dlogits, table, preferred_element_type=jnp.float32)
+        rows, drows = _rows(h, groups), _rows(dlogits, groups)
+        dhead += jnp.einsum("gnd,gnv->gdv", rows, drows, preferred_element_type=jnp.float32)
+        sums += jnp.stack([jnp.sum(w * loss), jnp.sum(w * nll)])
+        return (sums, constrain(dhead, "batch", None, "vocab")), dh.astype(h.dtype)
+
+    pieces = tuple(_split(x, options.chunks) for x in (hidden, targets, weights))
+    zeros = jnp.zeros((groups, *head.shape), jnp.float32)
+    start = (jnp.zeros(2, jnp.float32), constrain(zeros, "batch", None, "vocab"))
+    (sums, dhead), dhidden = _scan(tile, start, pieces, options.chunks)
+    dhidden = _join(dhidden)[:, : hidden.shape[1]]
+    return (sums[0], sums[1]), (dhidden, jnp.sum(dhead, axis=0).astype(head.dtype))
+
+
+def _rows(x: Array, groups: int) -> Array:
+    """(B, t, X) → (groups, B/groups · t, X)."""
+    return x.reshape(groups, -1, x.shape[-1])
+
+
+def _backward(
+    options: LossOptions, residuals: tuple[Array, Array], cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, None, None]:
+    dhidden, dhead = residuals
+    g = cotangents[0]
+    return (dhidden * g).astype(dhidden.dtype), dhead * g.astype(dhead.dtype), None, None
+
+
+_cross_entropy.defvjp(_forward, _backward)
+
+
+def _scan(tile, start, pieces, chunks: int):  # type: ignore[no-untyped-def]
+    """lax.scan, without the loop when there is one chunk."""
+    if chunks > 1:
+        return jax.lax.scan(tile, start, pieces)
+    carry, out = tile(start, tuple(x[0] for x in pieces))
+    return carry, None if out is None else out[None]

@@ -1,0 +1,151 @@
+"""One layer of a GPT: its parameters (a linen module) and its computation (a pure function of them).
+
+Kept apart so that layers can be unrolled, scanned or rematerialised with plain JAX transformations while the
+parameter tree stays the same: blocks_0/q, blocks_0/k, … Matrices are stored (fan_in, fan_out).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+
+from bessemer.models.axes import constrain
+from bessemer.models.blocks import Axes, dropout, linear, lookup, relu_squared, rms_norm, rotate
+from bessemer.models.shape import Shape
+
+QK_SCALE = 1.2  # queries and keys after their norm; sharper attention at the start
+# The rows of a value table lie on the axis of "embed": at rest split over fsdp, gathered in use, while its columns
+# follow the key-value heads. The lookup then needs no communication.
+VALUE_AXES = ("embed", "kv")
+# Tensors of a layer that can be listed in architecture/remat.
+TENSOR_NAMES = ("q", "k", "v", "attention", "residual", "mlp_hidden")
+
+AXES: dict[str, Axes] = {
+    "q": ("embed", "heads"),
+    "k": ("embed", "kv"),
+    "v": ("embed", "kv"),
+    "out": ("heads", "embed"),
+    "up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+}
+
+Attend = Callable[[Array, Array, Array], Array]
+
+
+def symmetric(bound: float) -> Callable[..., Array]:
+    """U(−bound, bound)."""
+
+    def init(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    return init
+
+
+class BlockParameters(nn.Module):
+    """Declares the parameters of one layer. q, k, v: U(±√3/√d); up: 0.4 × that; output projections 0."""
+
+    shape: Shape
+    value_embedding: bool
+
+    @nn.compact
+    def __call__(self) -> dict[str, Array]:
+        s = self.shape
+        bound = math.sqrt(3 / s.width)
+        zeros = nn.initializers.zeros
+        matrices = {
+            "q": (symmetric(bound), (s.width, s.query_width)),
+            "k": (symmetric(bound), (s.width, s.kv_width)),
+            "v": (symmetric(bound), (s.width, s.kv_width)),
+            "out": (zeros, (s.query_width, s.width)),
+            "up": (symmetric(0.4 * bound), (s.width, s.mlp_width)),
+            "down": (zeros, (s.mlp_width, s.width)),
+        }
+        params = {
+            name: self.param(name, nn.with_logical_partitioning(init, AXES[name]), size)
+            for name, (init, size) in matrices.items()
+        }
+        if self.value_embedding:
+            table = nn.with_logical_partitioning(symmetric(bound), VALUE_AXES)
+            gate = nn.with_logical_partitioning(nn.initializers.uniform(0.02), ("gate", None))
+            params["value_table"] = self.param("value_table", table, (s.padded_vocab, s.kv_width))
+            params["value_gate"] = self.param("value_gate", gate, (s.gate_channels, s.kv_heads))
+        return params
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """The static switches of a layer."""
+
+    head_dim: int
+    dtype: Any
+    qk_norm: bool
+    dropout: float
+
+
+def layer(
+    options: LayerOptions,
+    params: dict[str, Array],
+    x: Array,
+    x0: Array,
+    ids: Array,
+    rotary: tuple[Array, Array],
+    attend: Attend,
+    key: Array | None,
+) -> Array:
+    """x ← ρx + ξx0; x += attention(norm x); x += W_down relu(W_up norm x)². x, x0: (B, T, D); ids: (B, T)."""
+    keys = (None, None) if key is None else jax.random.split(key)
+    if "rho" in params:
+        x = (params["rho"] * x + params["xi"] * x0).astype(x.dtype)
+    mixed = _attention(options, params, rms_norm(x), ids, rotary, attend)
+    x = checkpoint_name(x + dropout(mixed, options.dropout, keys[0]), "residual")
+    x = x + dropout(_feed_forward(options, params, rms_norm(x)), options.dropout, keys[1])
+    return constrain(x, "batch", "sequence", "embed_act")
+
+
+def _attention(
+    options: LayerOptions,
+    params: dict[str, Array],
+    h: Array,
+    ids: Array,
+    rotary: tuple[Array, Array],
+    attend: Attend,
+) -> Array:
+    """h: (B, T, D) → (B, T, D)."""
+    q, k, v = (_project(options, params, name, h) for name in ("q", "k", "v"))
+    if "value_table" in params:
+        values = lookup(params["value_table"], ids, VALUE_AXES, options.dtype).reshape(v.shape)
+        channels = h[..., : params["value_gate"].shape[0]].astype(jnp.float32)
+        gate = 3 * jax.nn.sigmoid(channels @ params["value_gate"])  # (B, T, K)
+        v = (v + gate[..., None] * values).astype(v.dtype)
+    q, k = rotate(q, *rotary), rotate(k, *rotary)
+    if options.qk_norm:
+        q, k = QK_SCALE * rms_norm(q), QK_SCALE * rms_norm(k)
+    # Queries keep their part of a split sequence; keys and values are gathered for all of it.
+    q = constrain(q, "batch", "sequence", "heads", None)
+    k, v = constrain(k, "batch", None, "kv", None), constrain(v, "batch", None, "kv", None)
+    out = checkpoint_name(attend(q, k, v), "attention")
+    return _linear(options, params, "out", out.reshape(*out.shape[:2], -1))
+
+
+def _project(options: LayerOptions, params: dict[str, Array], name: str, h: Array) -> Array:
+    """(B, T, D) → (B, T, heads, head_dim)."""
+    y = checkpoint_name(_linear(options, params, name, h), name)
+    return y.reshape(*y.shape[:2], -1, options.head_dim)
+
+
+def _feed_forward(options: LayerOptions, params: dict[str, Array], h: Array) -> Array:
+    up = checkpoint_name(_linear(options, params, "up", h), "mlp_hidden")
+    up = constrain(up, "batch", "sequence", "mlp")
+    return _linear(options, params, "down", relu_squared(up))
+
+
+def _linear(options: LayerOptions, params: dict[str, Array], name: str, x: Array) -> Array:
+    return linear(x, params[name], AXES[name], options.dtype)

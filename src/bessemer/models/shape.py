@@ -1,0 +1,128 @@
+"""The shape of a GPT and what follows from it: windows, parameter counts, FLOPs. Plain numbers, no arrays."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+VOCAB_MULTIPLE = 64  # vocabulary rows are padded to this, so that they divide over tensor-parallel devices
+WINDOW_MULTIPLE = 128  # short windows are rounded up to this, a tile of the attention kernels
+SMEAR_CHANNELS = 24
+VALUE_GATE_CHANNELS = 12
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Shape:
+    """All derived sizes of one GPT. `windows[i]` is the number of keys layer i attends to, None = all."""
+
+    depth: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    windows: tuple[int | None, ...]
+    value_embeddings: bool = True
+    smear: bool = True
+    residual_mix: bool = True
+    backout: bool = True
+
+    @property
+    def padded_vocab(self) -> int:
+        return round_up(self.vocab_size, VOCAB_MULTIPLE)
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def mlp_width(self) -> int:
+        return 4 * self.width
+
+    @property
+    def smear_channels(self) -> int:
+        return min(SMEAR_CHANNELS, self.width)
+
+    @property
+    def gate_channels(self) -> int:
+        return min(VALUE_GATE_CHANNELS, self.width)
+
+    def has_value_embedding(self, layer: int) -> bool:
+        """Alternating layers, the last included."""
+        return self.value_embeddings and layer % 2 == (self.depth - 1) % 2
+
+    def count_parameters(self) -> dict[str, int]:
+        """Parameters by optimizer group, with `total` and `scaling` (matrices in blocks + head)."""
+        value_layers = sum(self.has_value_embedding(layer) for layer in range(self.depth))
+        per_block = 2 * self.width * (self.query_width + self.kv_width + self.mlp_width)
+        counts = {
+            "matrix": self.depth * per_block,
+            "gate": value_layers * self.gate_channels * self.kv_heads,
+            "embedding": self.padded_vocab * self.width,
+            "head": self.padded_vocab * self.width,
+            "value_embedding": value_layers * self.padded_vocab * self.kv_width,
+            "rho": self.depth * self.residual_mix,
+            "xi": self.depth * self.residual_mix,
+            "scalar": (self.smear_channels + 1) * self.smear + int(self.backout),
+        }
+        total = sum(counts.values())
+        return {**counts, "total": total, "scaling": counts["matrix"] + counts["head"]}
+
+    def flops_per_token(self, block_size: int, causal: bool = False) -> float:
+        """Training FLOPs per token: 6 × (parameters in matmuls) + Σ_layers 12 · width · min(window, T).
+
+        `width` is that of the queries. With `causal` a layer counts the keys its queries really attend to, on
+        average over the row: the causal half.
+        """
+        counts = self.count_parameters()
+        matmul = counts["matrix"] + counts["head"] + counts["gate"] + self.smear_channels * self.smear
+        keys = sum(attended_keys(window, block_size, causal) for window in self.windows)
+        return 6 * matmul + 12 * self.query_width * keys
+
+
+def attended_keys(window: int | None, block_size: int, causal: bool) -> float:
+    """Keys counted per query: min(window, T), or with `causal` the mean over positions of min(window, t + 1)."""
+    width = min(window or block_size, block_size)
+    if not causal:
+        return width
+    return (width * (width + 1) / 2 + (block_size - width) * width) / block_size
+
+
+def layer_windows(pattern: str, depth: int, block_size: int, short: float) -> tuple[int | None, ...]:
+    """Tile `pattern` ("S" short, "L" long) over the layers; the last layer is always long.
+
+    A short layer's query attends to exactly w keys, itself included: w = short · block_size rounded up to 128.
+    A window that covers the block is the same as a long one.
+    """
+    width = round_up(math.ceil(short * block_size), WINDOW_MULTIPLE)
+    letters = [pattern[layer % len(pattern)] for layer in range(depth - 1)] + ["L"]
+    return tuple(width if letter == "S" and width < block_size else None for letter in letters)
+
+
+def scan_segments(kinds: tuple[object, ...]) -> list[tuple[int, int, int]]:
+    """Split layers into segments (start, period, repeats) whose kinds repeat, for scanning over groups.
+
+    Greedy: at each layer take the repetition that saves most traced layers; a layer that repeats nothing is a
+    segment (start, 1, 1). SSSL × 3 with alternating value embeddings is one segment (0, 4, 3).
+    """
+    segments, start = [], 0
+    while start < len(kinds):
+        best = (1, 1)
+        for period in range(1, (len(kinds) - start) // 2 + 1):
+            group = kinds[start : start + period]
+            repeats = 1
+            while kinds[start + repeats * period : start + (repeats + 1) * period] == group:
+                repeats += 1
+            if period * (repeats - 1) > best[0] * (best[1] - 1):
+                best = (period, repeats)
+        segments.append((start, *best))
+        start += best[0] * best[1]
+    return segments

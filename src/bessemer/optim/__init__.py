@@ -1,0 +1,30 @@
+"""Optimizers and schedules: optax transformations and pure functions of the optimizer step, found by name."""
+
+from bessemer.optim.build import (
+    Optimizer,
+    build_optimizer,
+    build_schedule,
+    default_schedule,
+    settings_classes,
+)
+from bessemer.optim.groups import Group, GroupRow
+from bessemer.optim.schedule import Schedule, sample_schedule
+from bessemer.optim.sharding import Spread, mesh_spread, state_shardings
+from bessemer.optim.transform import freeze, wrap_optax
+
+__all__ = [
+    "Group",
+    "GroupRow",
+    "Optimizer",
+    "Schedule",
+    "Spread",
+    "build_optimizer",
+    "build_schedule",
+    "default_schedule",
+    "freeze",
+    "mesh_spread",
+    "sample_schedule",
+    "settings_classes",
+    "state_shardings",
+    "wrap_optax",
+]

@@ -1,0 +1,185 @@
+"""From a name in the configuration to a transformation, its rates for the log, and its table of groups."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from bessemer.errors import InputError
+from bessemer.optim.groups import Group, GroupOf, GroupRow, describe_groups
+from bessemer.optim.schedule import Schedule, StepFunction, check_steps
+from bessemer.optim.sharding import Spread
+from bessemer.optim.transform import wrap_optax
+from bessemer.registry import optimizers, schedules
+
+Configure = Callable[[type], Any]
+"""Turns a settings class into an instance: `bessemer.config.configure`; `lambda cls: cls()` for defaults."""
+
+AUTO = "auto"
+"""Schedule name that stands for the optimizer's own default."""
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """`tx.update(grads, state, params, step=step)` takes the 0-based number of the step being taken.
+
+    `rates(step)` is pure: call it inside the compiled step and return it with the metrics, so that nothing
+    waits.
+    """
+
+    tx: optax.GradientTransformationExtraArgs
+    rates: Callable[[jax.typing.ArrayLike], dict[str, jax.Array]]
+    describe: Callable[[Any], list[GroupRow]]
+    schedule: Schedule | None
+    groups: tuple[Group, ...]
+
+
+def default_schedule(optimizer: str) -> str:
+    """The schedule an optimizer runs with when none is named: trapezoid with muon, otherwise wsd."""
+    for settings in optimizers.entry(optimizer).settings:
+        if hasattr(settings, "default_schedule"):
+            return str(settings.default_schedule)
+    return "constant"
+
+
+def settings_classes(optimizer: str | None, schedule: str | None = AUTO) -> tuple[type, ...]:
+    """The dataclasses whose fields become settings once these are selected; for `config.gather`."""
+    chosen: tuple[type, ...] = () if optimizer is None else optimizers.entry(optimizer).settings
+    if schedule == AUTO:
+        schedule = None if optimizer is None else default_schedule(optimizer)
+    return chosen if schedule is None else (*chosen, *schedules.entry(schedule).settings)
+
+
+def _offer(function: Callable[..., Any], *args: Any, **extras: Any) -> Any:
+    """Call with those extras the function names in its signature."""
+    known = inspect.signature(function).parameters
+    return function(*args, **{name: value for name, value in extras.items() if name in known})
+
+
+def _settings(entry: Any, configure: Configure) -> Any:
+    """The one settings object an entry is called with; None when it has none."""
+    if len(entry.settings) > 1:
+        raise InputError(
+            f"'{entry.name}' registers {len(entry.settings)} settings classes; join them into one."
+        )
+    return configure(entry.settings[0]) if entry.settings else None
+
+
+def build_schedule(
+    name: str | Schedule | StepFunction | None,
+    configure: Configure,
+    steps: int,
+    *,
+    boundaries: Sequence[int] = (0,),
+    peak: float = 1.0,
+) -> Schedule:
+    """A schedule by name (None: constant), with the first step of each stage for those that ask.
+
+    A bare callable is an optax schedule: it gives the rate itself, so it is divided by `peak`.
+    """
+    steps = check_steps(steps)
+    if isinstance(name, Schedule):
+        return name
+    if callable(name):
+        if peak == 0.0:
+            raise InputError(
+                "an optax schedule gives the rate itself and needs a peak rate above 0; set optimization.lr."
+            )
+        given = name
+        return Schedule(lambda step: jnp.asarray(given(step), jnp.float32) / peak, steps, steps)
+    entry = schedules.entry(name or "constant")
+    made = _offer(entry.value, _settings(entry, configure), steps, boundaries=boundaries)
+    return made if isinstance(made, Schedule) else Schedule(made, steps, steps)
+
+
+def _rates(
+    schedule: Schedule, groups: tuple[Group, ...]
+) -> Callable[[jax.typing.ArrayLike], dict[str, jax.Array]]:
+    """lr of the first group, the multiplier, and one lr/GROUP each where the groups' rates differ."""
+    several = len({group.lr for group in groups}) > 1
+
+    def rates(step: jax.typing.ArrayLike) -> dict[str, jax.Array]:
+        multiplier = schedule(step)
+        logged = {"lr": groups[0].lr * multiplier, "lrm": multiplier}
+        if several:
+            logged |= {f"lr/{group.name}": group.lr * multiplier for group in groups}
+        return logged
+
+    return rates
+
+
+def _from_optax(tx: Any, schedule: Any, steps: int) -> Optimizer:
+    """A user's transformation: its own rate is inside it, so only a schedule that was given can be logged."""
+    rate = schedule if callable(schedule) else None
+
+    def rates(step: jax.typing.ArrayLike) -> dict[str, jax.Array]:
+        return {} if rate is None else {"lr": jnp.asarray(rate(step), jnp.float32)}
+
+    def describe(params: Any) -> list[GroupRow]:
+        return describe_groups((Group("optax", math.nan),), params, lambda path, leaf: "optax")
+
+    return Optimizer(wrap_optax(tx), rates, describe, None, ())
+
+
+def build_optimizer(
+    name: str | optax.GradientTransformation,
+    configure: Configure,
+    steps: int,
+    group_of: GroupOf | None = None,
+    *,
+    schedule: str | Schedule | StepFunction | None = AUTO,
+    boundaries: Sequence[int] = (0,),
+    width: int | None = None,
+    spread: Spread | None = None,
+    compute_dtype: jnp.dtype | None = None,
+) -> Optimizer:
+    """The optimizer of that registry name, or a wrapped optax transformation.
+
+    steps: the horizon, for the schedules. group_of: the model's word for a parameter's path. schedule: a
+    name, "auto" (the optimizer's own), None (constant), a Schedule, or an optax schedule (rate by step).
+    width, spread, compute_dtype: see `muon`; an optimizer that does not name them is not given them.
+    """
+    if not isinstance(name, str):
+        return _from_optax(name, None if schedule == AUTO else schedule, steps)
+    entry = optimizers.entry(name)
+    settings = _settings(entry, configure)
+    groups = (
+        settings.groups(width)
+        if hasattr(settings, "groups")
+        else (Group("all", getattr(settings, "lr", 1.0)),)
+    )
+    by_step = build_schedule(
+        default_schedule(name) if schedule == AUTO else schedule,
+        configure,
+        steps,
+        boundaries=boundaries,
+        peak=groups[0].lr,
+    )
+    tx = _offer(
+        entry.value,
+        settings,
+        by_step,
+        steps,
+        group_of,
+        width=width,
+        spread=spread,
+        compute_dtype=compute_dtype,
+    )
+
+    def label(path: tuple[str, ...], leaf: Any) -> str:
+        return settings.label(path, leaf, group_of) if hasattr(settings, "label") else groups[0].name
+
+    return Optimizer(
+        wrap_optax(tx),
+        _rates(by_step, groups),
+        lambda params: describe_groups(groups, params, label),
+        by_step,
+        groups,
+    )

@@ -1,0 +1,126 @@
+"""metrics.jsonl: one JSON row a report, flushed as it is written, never doubled by a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bessemer.errors import InputError, StorageError
+from bessemer.job.files import atomic_write, storage
+
+
+class MetricsFile:
+    """Rows of host values. `notes` collects, once each, what a report should mention about the file.
+
+    JSON has no NaN: a non-finite value becomes null, and the row names it under `non_finite`. A last line
+    torn by a kill is dropped with a note; a damaged line anywhere else is an error.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.notes: list[str] = []
+        self.non_finite = 0
+        self._whole = False
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Write one row; it is in the file (not only in a buffer) when this returns."""
+        line = json.dumps(self._plain(row), allow_nan=False) + "\n"
+        with storage(f"cannot write {self.path}"):
+            if not self._whole:
+                self._drop_torn_line()
+                self._whole = True
+            with open(self.path, "ab") as file:
+                file.write(line.encode())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All complete rows, oldest first; [] when there is no file yet."""
+        try:
+            lines = self.path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StorageError(f"cannot read {self.path} ({error.strerror}).") from error
+        rows = []
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            row = _parse(line)
+            if row is not None:
+                rows.append(row)
+            elif number == len(lines):
+                self._note(f"{self.path.name}: its last line was cut off by a kill and is dropped.")
+            else:
+                raise StorageError(
+                    f"{self.path}: line {number} is not a JSON object. Remove that line; the run's state "
+                    "does not depend on it."
+                )
+        return rows
+
+    def truncate_after(self, step: int) -> int:
+        """Remove the rows beyond `step`, atomically; returns how many. Called on resume."""
+        rows = self.rows()
+        kept = [row for row in rows if not isinstance(row.get("step"), int | float) or row["step"] <= step]
+        if self.path.exists():
+            text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept)
+            atomic_write(self.path, text, sync=True)
+        return len(rows) - len(kept)
+
+    def _drop_torn_line(self) -> None:
+        """Before the first append: end the file with a newline, or a row is glued to half of another."""
+        if not self.path.exists():
+            return
+        data = self.path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole == len(data):
+            return
+        if _parse(data[whole:]) is not None:
+            atomic_write(self.path, data + b"\n")
+            return
+        self._note(f"{self.path.name}: its last line was cut off by a kill and is dropped.")
+        atomic_write(self.path, data[:whole])
+
+    def _plain(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        plain: dict[str, Any] = {}
+        lost = []
+        for name, value in row.items():
+            plain[name] = _host_value(name, value)
+            if isinstance(plain[name], float) and not math.isfinite(plain[name]):
+                plain[name] = None
+                lost.append(name)
+        if lost:
+            self.non_finite += len(lost)
+            plain["non_finite"] = lost
+        return plain
+
+    def _note(self, note: str) -> None:
+        if note not in self.notes:
+            self.notes.append(note)
+
+
+def _host_value(name: str, value: Any) -> Any:
+    """Plain JSON values. Device arrays are refused: reading one here would be a hidden wait."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise InputError(
+        f"metric '{name}' is a {type(value).__name__}; write numbers, text, true, false or null."
+    )
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

@@ -1,0 +1,87 @@
+"""Plain text for terminals, files and pipes: numbers short enough to compare, and tables that fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+NOTHING = "-"
+
+
+def number(value: Any, digits: int = 4) -> str:
+    """1.23456 → 1.2346; what is not a number is a dash."""
+    return f"{value:.{digits}f}" if _is_number(value) else NOTHING
+
+
+def compact(value: Any) -> str:
+    """1234567 → 1.23M."""
+    if not _is_number(value):
+        return NOTHING
+    for size, letter in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: Any) -> str:
+    """The two largest units: 45s, 12m05s, 3h20m, 2d04h."""
+    if not _is_number(seconds):
+        return NOTHING
+    whole = max(0, int(seconds))
+    for unit, size, lesser, below in (("d", 86_400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // below:02d}{lesser}"
+    return f"{whole}s"
+
+
+def size(count: Any) -> str:
+    """Bytes in powers of 1024: 1.5G."""
+    if not _is_number(count):
+        return NOTHING
+    value = float(count)
+    for letter in "BKMGT":
+        if value < 1024 or letter == "T":
+            break
+        value /= 1024
+    return f"{value:.0f}{letter}" if letter == "B" or value >= 10 else f"{value:.1f}{letter}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """Columns aligned (numbers right), two spaces apart. With a `width`, the first column is cut to fit it."""
+    cells = [list(head), *(list(row) for row in rows)]
+    sizes = [max(len(row[place]) for row in cells) for place in range(len(head))]
+    if width is not None:
+        over = sum(sizes) + 2 * (len(sizes) - 1) - width
+        sizes[0] = max(8, sizes[0] - max(0, over))
+    right = [_numeric([row[place] for row in rows]) for place in range(len(head))]
+    lines = []
+    for row in cells:
+        words = [_fit(word, size) for word, size in zip(row, sizes, strict=True)]
+        aligned = [
+            word.rjust(size) if to_right else word.ljust(size)
+            for word, size, to_right in zip(words, sizes, right, strict=True)
+        ]
+        lines.append("  ".join(aligned).rstrip())
+    return "\n".join(lines)
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Lines of a table in markdown."""
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return [*lines, *(f"| {' | '.join(_escape(cell) for cell in row)} |" for row in rows)]
+
+
+def _escape(cell: Any) -> str:
+    return str(cell).replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
+
+
+def _fit(word: str, size: int) -> str:
+    return word if len(word) <= size else word[: size - 1] + "…"
+
+
+def _numeric(words: Sequence[str]) -> bool:
+    return bool(words) and all(word == NOTHING or word[:1].isdigit() for word in words)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,51 @@
+"""Where a run computes: chips and their peaks, the mesh, the rule tables, the processes.
+
+Model code knows nothing of devices: it names the axes of its arrays, and the tables here say on which mesh
+axis each named axis rests (parameters, optimizer state) and computes (weights in use, activations).
+"""
+
+from bessemer.topology.chips import CHIPS, Chip, chip_of
+from bessemer.topology.distributed import (
+    StopAgreement,
+    barrier,
+    process_count,
+    process_index,
+    share,
+)
+from bessemer.topology.mesh import Topology, init_sharded, make_topology
+from bessemer.topology.rules import (
+    COMPUTE_RULES,
+    REST_RULES,
+    Rules,
+    check_rules,
+    shardings,
+    unbox,
+    validate_divisible,
+)
+from bessemer.topology.settings import AXES, TopologySettings
+from bessemer.topology.start import keep_stdout_clean, start_distributed
+
+__all__ = [
+    "AXES",
+    "CHIPS",
+    "COMPUTE_RULES",
+    "REST_RULES",
+    "Chip",
+    "Rules",
+    "StopAgreement",
+    "Topology",
+    "TopologySettings",
+    "barrier",
+    "check_rules",
+    "chip_of",
+    "init_sharded",
+    "keep_stdout_clean",
+    "make_topology",
+    "process_count",
+    "process_index",
+    "shardings",
+    "share",
+    "start_distributed",
+    "unbox",
+    "validate_divisible",
+]

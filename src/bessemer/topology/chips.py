@@ -1,0 +1,89 @@
+"""Accelerators and their published peaks: the denominators of MFU and of plans for absent hardware."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Peaks of one JAX device, dense (no structured sparsity), as the vendor publishes them.
+
+    `link_bytes_s` is one direction, all links of the device together. `fp8_flops` is None where float8 has
+    no faster unit. Consumer cards are listed with float32 accumulation, the only mode training uses (half
+    of the headline).
+    """
+
+    name: str
+    memory_gib: float
+    bf16_flops: float
+    fp8_flops: float | None
+    hbm_bytes_s: float
+    link_bytes_s: float
+
+    def peak_flops(self, precision: str = "bf16") -> float:
+        """The denominator of MFU. fp8 runs are divided by the fp8 peak, or their MFU would flatter them."""
+        if precision == "fp8" and self.fp8_flops is not None:
+            return self.fp8_flops
+        return self.bf16_flops
+
+
+_T = 1e12
+_G = 1e9
+
+CHIPS: dict[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        Chip("H100", 80, 989.4 * _T, 1978.9 * _T, 3.35 * _T, 450 * _G),
+        Chip("H100 PCIe", 80, 756 * _T, 1513 * _T, 2.0 * _T, 300 * _G),
+        Chip("H100 NVL", 94, 835 * _T, 1671 * _T, 3.9 * _T, 300 * _G),
+        Chip("H200", 141, 989.4 * _T, 1978.9 * _T, 4.8 * _T, 450 * _G),
+        Chip("H200 NVL", 141, 835 * _T, 1671 * _T, 4.8 * _T, 450 * _G),
+        Chip("B200", 180, 2250 * _T, 4500 * _T, 8.0 * _T, 900 * _G),
+        Chip("A100 80GB", 80, 312 * _T, None, 2.039 * _T, 300 * _G),
+        Chip("A100 40GB", 40, 312 * _T, None, 1.555 * _T, 300 * _G),
+        Chip("L40S", 48, 362 * _T, 733 * _T, 0.864 * _T, 32 * _G),
+        Chip("RTX 4090", 24, 165.2 * _T, 330.3 * _T, 1.008 * _T, 32 * _G),
+        Chip("RTX 5090", 32, 209.5 * _T, 419 * _T, 1.792 * _T, 64 * _G),
+        Chip("TPU v4", 32, 275 * _T, None, 1.228 * _T, 300 * _G),
+        Chip("TPU v5e", 16, 197 * _T, None, 0.819 * _T, 200 * _G),
+        Chip("TPU v5p", 95, 459 * _T, None, 2.765 * _T, 600 * _G),
+        Chip("TPU v6e", 32, 918 * _T, None, 1.64 * _T, 448 * _G),
+        # JAX shows each of a v7x chip's two chiplets as a device: half of the published 2307/4614 TFLOP/s,
+        # 192 GiB.
+        Chip("TPU v7x", 96, 1153.5 * _T, 2307 * _T, 3.69 * _T, 300 * _G),
+    )
+}
+
+# First match wins, so the narrower name stands before the wider one. Matched against the lower-case device
+# kind.
+_KINDS: tuple[tuple[str, str], ...] = (
+    (r"\bh200\b.*\bnvl\b", "H200 NVL"),
+    (r"\bh200\b", "H200"),
+    (r"\bh100\b.*\bpcie\b", "H100 PCIe"),
+    (r"\bh100\b.*\bnvl\b", "H100 NVL"),
+    (r"\bh100\b", "H100"),
+    (r"\bb200\b", "B200"),
+    (r"\ba100\b.*\b80gb\b", "A100 80GB"),
+    (r"\ba100\b", "A100 40GB"),
+    (r"\bl40s\b", "L40S"),
+    (r"\brtx\s*4090\b(?!\s*(d\b|laptop))", "RTX 4090"),
+    (r"\brtx\s*5090\b(?!\s*(d\b|laptop))", "RTX 5090"),
+    (r"\btpu\s*v4\b(?!\s*lite)", "TPU v4"),
+    (r"\btpu\s*v5\s*(lite|e)\b", "TPU v5e"),
+    (r"\btpu\s*v5p?\b", "TPU v5p"),
+    (r"\btpu\s*v6\s*(lite|e)\b", "TPU v6e"),
+    (r"\btpu\s*v?7x?\b", "TPU v7x"),
+)
+
+
+def chip_of(device: Any) -> Chip | None:
+    """The chip of a device or device-kind string; None when unknown: MFU is then unknown, never a guess."""
+    kind = device if isinstance(device, str) else str(getattr(device, "device_kind", ""))
+    kind = kind.lower().replace("-", " ").replace("_", " ")
+    for pattern, name in _KINDS:
+        if re.search(pattern, kind):
+            return CHIPS[name]
+    return None

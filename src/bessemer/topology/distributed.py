@@ -1,0 +1,163 @@
+"""Many processes: how they wait for each other, share a value, and agree on a step at which to stop.
+
+Everything here rests on JAX's coordination service (a small key-value store with barriers on process 0), so
+none of it runs a device computation and all of it has a time limit. `_state` is the one place that touches
+a private JAX name.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from bessemer.errors import InputError, StorageError
+
+_uses: Counter[str] = Counter()
+
+
+def process_index() -> int:
+    """This process's number. Asks the coordination service, so it never starts a backend."""
+    return int(_state().process_id)
+
+
+def process_count() -> int:
+    return int(_state().num_processes)
+
+
+def barrier(name: str, timeout: float = 300.0) -> None:
+    """Wait until every process has come here; after `timeout` seconds name those that have not."""
+    service = client()
+    if service is None or process_count() == 1:
+        return
+    key = _numbered(f"bessemer/barrier/{name}")
+    service.key_value_set(f"{key}/{process_index()}", "here")
+    try:
+        service.wait_at_barrier(key, int(timeout * 1000))
+    except (RuntimeError, ValueError) as error:
+        raise StorageError(
+            f"waited {timeout:.0f} s at '{name}' for the other processes ({_missing(service, key)}; "
+            f"{first_line(error)}). A process was lost: start the job again with `bessemer resume`."
+        ) from error
+
+
+def share(name: str, make: Callable[[], str], timeout: float = 1800.0) -> str:
+    """Process 0 computes `make()`; all processes return its value, and all must call this in the same order.
+
+    When `make` raises, process 0 raises it as it is and the others get a StorageError with its message.
+    """
+    service = client()
+    if service is None or process_count() == 1:
+        return make()
+    key = _numbered(f"bessemer/share/{name}")
+    if process_index() == 0:
+        outcome = "failed:process 0 ended before it had a result"
+        try:
+            value = make()
+            outcome = "ok:" + value
+            return value
+        except (RuntimeError, ValueError, TypeError, KeyError, OSError, InputError, StorageError) as error:
+            outcome = f"failed:{error}"
+            raise
+        finally:
+            service.key_value_set(key, outcome)
+    try:
+        verdict, _, value = service.blocking_key_value_get(key, int(timeout * 1000)).partition(":")
+    except (RuntimeError, ValueError) as error:
+        raise StorageError(
+            f"waited up to {timeout:.0f} s for process 0 to finish '{name}' ({first_line(error)}). "
+            "Process 0 was lost or is stuck: see its log, then `bessemer resume`."
+        ) from error
+    if verdict != "ok":
+        raise StorageError(f"process 0 failed in '{name}': {value}")
+    return value
+
+
+class StopAgreement:
+    """All processes leave the loop after the same step.
+
+    The first to propose at step s writes stop_at = s + 3. That is far enough: the loop keeps at most two
+    steps in flight, so nobody can have passed s + 3 before the proposer, which the collectives wait for,
+    has written it. Each process creates it at the same point of the program; alone, a proposal is due at
+    once.
+    """
+
+    MARGIN = 3
+
+    def __init__(self) -> None:
+        self._key = _numbered("bessemer/stop")
+        self._stop_at: int | None = None
+
+    def propose(self, step: int) -> None:
+        """Ask to stop. Only the first proposal, of whichever process, counts."""
+        service = client()
+        if self._stop_at is not None:
+            return
+        if service is None or process_count() == 1:
+            self._stop_at = step
+            return
+        try:
+            service.key_value_set(self._key, str(step + self.MARGIN))
+        except (RuntimeError, ValueError) as error:
+            if "ALREADY_EXISTS" not in str(error):
+                raise _lost(error) from error
+
+    def due(self, step: int) -> bool:
+        """Whether the loop ends after `step`; every process asks once a step, after dispatching it."""
+        service = client()
+        if self._stop_at is None and service is not None and process_count() > 1:
+            self._stop_at = self._poll(service)
+            if self._stop_at is not None and step > self._stop_at:
+                raise StorageError(
+                    f"process {process_index()} was told at step {step} to stop at step {self._stop_at}: the "
+                    "processes are out of step. `bessemer resume` continues from the last checkpoint."
+                )
+        return self._stop_at is not None and step >= self._stop_at
+
+    def _poll(self, service: Any) -> int | None:
+        try:
+            return int(service.key_value_try_get(self._key))
+        except (RuntimeError, ValueError) as error:
+            if "NOT_FOUND" in str(error):
+                return None
+            raise _lost(error) from error
+
+
+def _state() -> Any:
+    from jax._src import distributed
+
+    return distributed.global_state
+
+
+def client() -> Any | None:
+    """The coordination service's client; None in a run of one process."""
+    return _state().client
+
+
+def _numbered(name: str) -> str:
+    """Keys are used once: the same call on every process gets the same number. Names become short."""
+    _uses[name] += 1
+    return f"{name[:60]}-{zlib.crc32(name.encode()):08x}/{_uses[name]}"
+
+
+def _missing(service: Any, key: str) -> str:
+    """Which processes have not signed in at a barrier, for its error message."""
+    try:
+        here = {int(entry.rpartition("/")[2]) for entry, _ in service.key_value_dir_get(key)}
+    except (RuntimeError, ValueError):
+        return "it is unknown which are missing"
+    absent = sorted(set(range(process_count())) - here)
+    return f"missing: process {', '.join(map(str, absent))}" if absent else "all had arrived"
+
+
+def _lost(error: BaseException) -> StorageError:
+    return StorageError(
+        f"process {process_index()} lost the coordination service on process 0 ({first_line(error)}). "
+        "`bessemer resume` continues from the last checkpoint."
+    )
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300]

@@ -1,0 +1,165 @@
+"""From logical axis names to shardings, strictly.
+
+Flax is silent about three mistakes here: a misspelt logical name (the axis stays unsharded), one mesh axis
+used twice in an array (the second use is dropped), and a dimension the mesh does not divide (replicated).
+Each is an error below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from bessemer.errors import InputError, nearest
+
+MeshAxes = str | tuple[str, ...] | None
+Rules = Sequence[tuple[str, MeshAxes]]
+
+_SHARED: tuple[tuple[str, MeshAxes], ...] = (
+    ("vocab", "tensor"),
+    ("heads", "tensor"),
+    ("kv", "tensor"),
+    ("mlp", "tensor"),
+    ("head_dim", None),
+    ("layers", None),
+    ("rows", None),
+    ("gate", None),
+    ("embed_act", None),
+    ("batch", ("data", "fsdp")),
+    ("sequence", "context"),
+)
+# Where weights rest: split over fsdp as well. Where they compute: gathered over fsdp at the moment of use.
+REST_RULES: Rules = (("embed", "fsdp"), *_SHARED)
+COMPUTE_RULES: Rules = (("embed", None), *_SHARED)
+
+# What a user would change when a dimension does not divide.
+_SIZED_BY = {
+    "vocab": "model.vocab_size",
+    "heads": "model.heads",
+    "kv": "model.kv_heads",
+    "mlp": "model.width",
+    "embed": "model.width",
+    "batch": "training.batch_size",
+    "sequence": "architecture.block_size",
+}
+
+
+def check_rules(rules: Rules, mesh: Mesh) -> dict[str, MeshAxes]:
+    """The table as a dict; a logical name given twice or a mesh axis that does not exist is an error."""
+    table: dict[str, MeshAxes] = {}
+    for name, axes in rules:
+        if name in table:
+            raise InputError(f"axis rules: the logical axis '{name}' is listed twice; keep one line.")
+        for axis in _as_tuple(axes):
+            if axis not in mesh.axis_names:
+                known = ", ".join(map(str, mesh.axis_names))
+                raise InputError(
+                    f"axis rules: '{name}' is placed on mesh axis '{axis}'; the mesh has {known}."
+                )
+        table[name] = axes
+    return table
+
+
+def shardings(tree: Any, mesh: Mesh, rules: Rules | None = None) -> Any:
+    """NamedShardings for `tree`, in the structure of the unboxed tree.
+
+    Leaves: `nn.LogicallyPartitioned` boxes (arrays or abstract arrays inside), `PartitionSpec`s of logical
+    names or mesh axes, or plain arrays, which are replicated. `rules` defaults to where weights rest.
+    """
+    table = check_rules(REST_RULES if rules is None else rules, mesh)
+
+    def place(path: Any, leaf: Any) -> NamedSharding:
+        where = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
+        if isinstance(leaf, PartitionSpec):
+            return NamedSharding(mesh, _spec(where, tuple(leaf), None, table, mesh))
+        if isinstance(leaf, nn.Partitioned):
+            shape = tuple(leaf.value.shape)
+            return NamedSharding(mesh, _spec(where, leaf.names, shape, table, mesh))
+        return NamedSharding(mesh, PartitionSpec())
+
+    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=_is_spec)
+
+
+def validate_divisible(tree: Any, topology: Any) -> None:
+    """An InputError naming parameter, dimension and setting when `tree` cannot rest or compute there."""
+    shardings(tree, topology.mesh, topology.rest_rules)
+    shardings(tree, topology.mesh, topology.compute_rules)
+
+
+def unbox(tree: Any) -> Any:
+    """Boxes replaced by their arrays, without `nn.unbox`'s constraint, which gathers fsdp shards."""
+
+    def open_box(leaf: Any) -> Any:
+        return leaf.value if isinstance(leaf, nn.Partitioned) else leaf
+
+    return jax.tree.map(open_box, tree, is_leaf=_is_spec)
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec | nn.Partitioned)
+
+
+def _as_tuple(axes: MeshAxes) -> tuple[str, ...]:
+    if axes is None:
+        return ()
+    return (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _spec(
+    where: str, names: Sequence[Any], shape: tuple[int, ...] | None, table: dict[str, MeshAxes], mesh: Mesh
+) -> PartitionSpec:
+    if shape is not None and len(names) != len(shape):
+        raise InputError(
+            f"parameter '{where}' has shape {shape} but {len(names)} axis names {tuple(names)}: "
+            "name each axis."
+        )
+    entries: list[MeshAxes] = []
+    used: dict[str, Any] = {}
+    for position, name in enumerate(names):
+        axes: tuple[str, ...] = ()
+        for part in name if isinstance(name, tuple) else (name,):
+            axes += _lookup(where, part, table, mesh)
+        for axis in axes:
+            if axis in used:
+                raise InputError(
+                    f"parameter '{where}': mesh axis '{axis}' would split two of its dimensions "
+                    f"('{used[axis]}' and '{name}'). Rename one of the axes, or change its rule."
+                )
+            used[axis] = name
+        if shape is not None:
+            _check_divides(where, name, shape[position], axes, mesh)
+        entries.append(axes[0] if len(axes) == 1 else (axes or None))
+    return PartitionSpec(*entries)
+
+
+def _lookup(where: str, name: Any, table: dict[str, MeshAxes], mesh: Mesh) -> tuple[str, ...]:
+    if name is None:
+        return ()
+    if name in table:
+        return _as_tuple(table[name])
+    if name in mesh.axis_names:
+        return (name,)
+    close = nearest(str(name), list(table))
+    hint = f" Did you mean '{close}'?" if close else ""
+    raise InputError(
+        f"parameter '{where}' names the logical axis '{name}', which no rule places.{hint} "
+        f"Known: {', '.join(sorted(table))}."
+    )
+
+
+def _check_divides(where: str, name: Any, size: int, axes: tuple[str, ...], mesh: Mesh) -> None:
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    if size % shards == 0:
+        return
+    settings = " x ".join(f"topology.{axis}={mesh.shape[axis]}" for axis in axes)
+    sized_by = _SIZED_BY.get(str(name))
+    remedy = f" or {sized_by}" if sized_by else ""
+    raise InputError(
+        f"parameter '{where}': its axis '{name}' has {size} entries, which {settings} does not divide. "
+        f"Change topology.{axes[0]}{remedy}."
+    )

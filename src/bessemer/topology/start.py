@@ -1,0 +1,126 @@
+"""How the processes of a run find each other. Called once, by the command line, never on import."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import Any
+
+import jax
+
+from bessemer.errors import InputError, StorageError
+from bessemer.topology.distributed import client, first_line, process_count
+from bessemer.topology.launch import cluster, slurm_local_devices
+from bessemer.topology.settings import TopologySettings
+
+_stdout_kept = False
+
+
+def start_distributed(settings: TopologySettings | None = None) -> bool:
+    """Join the other processes, if there are any; True when this run has more than one.
+
+    Explicit settings (or BESSEMER_COORDINATOR, BESSEMER_PROCESSES, BESSEMER_PROCESS_ID, read now) come
+    first, else JAX recognises SLURM, Open MPI, Kubernetes jobs and TPU pods by itself. Called once, by the
+    command line, before any device is touched; a second call does nothing.
+    """
+    settings = settings or TopologySettings()
+    if settings.platform != "auto":
+        jax.config.update("jax_platforms", "cuda" if settings.platform == "gpu" else settings.platform)
+    if client() is not None:
+        return process_count() > 1
+    explicit = _explicit(settings)
+    found = cluster()
+    if explicit is None and found is None:
+        return False
+    keep_stdout_clean()
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # It would catch SIGTERM in native code; stopping is our loop's and StopAgreement's business.
+    jax.config.update("jax_enable_preemption_service", False)
+    where = f"the coordinator {explicit['coordinator_address']}" if explicit else f"{found}'s coordinator"
+    arguments: dict[str, Any] = explicit or {"local_device_ids": slurm_local_devices()}
+    _connect(arguments, where, settings)
+    return process_count() > 1
+
+
+def keep_stdout_clean() -> None:
+    """Send what native code prints on stdout to stderr; Python's `sys.stdout` still reaches the real one.
+
+    Gloo announces itself on stdout at unforeseeable moments, which would break `--json`.
+    """
+    global _stdout_kept
+    if _stdout_kept:
+        return
+    _stdout_kept = True
+    sys.stdout.flush()
+    real = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(real, "w", buffering=1, encoding="utf-8", errors="replace")
+
+
+def _connect(arguments: dict[str, Any], where: str, settings: TopologySettings) -> None:
+    """`jax.distributed.initialize` in a thread, with a time limit that raises.
+
+    At its own limit it aborts the process (134). The thread is left behind: the caller reports and exits.
+    """
+    failures: list[BaseException] = []
+
+    def initialize() -> None:
+        try:
+            jax.distributed.initialize(
+                **arguments,
+                initialization_timeout=settings.start_timeout + 60,
+                heartbeat_timeout_seconds=settings.peer_timeout,
+                shutdown_timeout_seconds=settings.peer_timeout,
+            )
+        except (RuntimeError, ValueError, TypeError, OSError) as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=initialize, name="bessemer-connect", daemon=True)
+    thread.start()
+    thread.join(settings.start_timeout)
+    if thread.is_alive() or failures:
+        reason = first_line(failures[0]) if failures else f"nobody answered for {settings.start_timeout} s"
+        raise StorageError(
+            f"could not join the other processes through {where} ({reason}). Check that every process was "
+            "started, with different process ids and the same number of processes, and that the address can "
+            "be reached; or raise topology.start_timeout."
+        ) from (failures[0] if failures else None)
+
+
+def _explicit(settings: TopologySettings) -> dict[str, Any] | None:
+    """The arguments given by settings or environment: all three, or None, or an error."""
+    coordinator = settings.coordinator or os.environ.get("BESSEMER_COORDINATOR") or None
+    processes = settings.processes if settings.processes is not None else _number("BESSEMER_PROCESSES")
+    process_id = settings.process_id if settings.process_id is not None else _number("BESSEMER_PROCESS_ID")
+    given = {"coordinator": coordinator, "processes": processes, "process_id": process_id}
+    missing = [f"topology.{name}" for name, value in given.items() if value is None]
+    if len(missing) == len(given):
+        return None
+    if missing:
+        raise InputError(
+            f"{' and '.join(missing)} missing: a run of many processes needs topology.coordinator "
+            "(host:port of process 0), topology.processes and topology.process_id together."
+        )
+    assert coordinator is not None and processes is not None and process_id is not None
+    if not coordinator.rpartition(":")[2].isdigit() or not coordinator.rpartition(":")[0]:
+        raise InputError(f"topology.coordinator='{coordinator}' is not host:port.")
+    if not 0 <= process_id < processes:
+        raise InputError(
+            f"topology.process_id={process_id} is not in 0..{processes - 1} (topology.processes)."
+        )
+    return {
+        "coordinator_address": coordinator,
+        "num_processes": processes,
+        "process_id": process_id,
+        "cluster_detection_method": "deactivate",
+    }
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if not text:
+        return None
+    if not text.isdigit():
+        raise InputError(f"environment variable {variable}='{text}' is not a whole number.")
+    return int(text)

@@ -1,0 +1,54 @@
+"""The Python front door: `bm.train`, `bm.resume` and the `Run` they return."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bessemer.job import RunDirectory, find_run
+from bessemer.report.metrics import MetricsFile
+from bessemer.training import launch
+
+PARTS = ("model", "model_state", "dataset_train", "dataset_eval", "data_collator", "tokenizer", "callbacks")
+
+
+class Run:
+    """A run on disk: what it measured and where it lies."""
+
+    def __init__(self, directory: RunDirectory):
+        self.directory = directory
+
+    @property
+    def path(self) -> Path:
+        return self.directory.path
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return self.directory.read_status()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """All rows of metrics.jsonl, in order."""
+        return list(MetricsFile(self.directory.metrics).rows())
+
+    def __repr__(self) -> str:
+        return f"Run('{self.path}', {self.status.get('state', 'unknown')} at step {self.status.get('step')})"
+
+
+def train(
+    recipe: str | Path = "quickstart", *, name: str | None = None, runs: str | Path = "runs", **settings: Any
+) -> Run:
+    """Train and return the finished run. Settings are dotted keys: train("quickstart", **{"training.steps": 100}).
+
+    Parts can be given directly: model, model_state, dataset_train, dataset_eval, data_collator, tokenizer, callbacks.
+    """
+    parts = {key: settings.pop(key) for key in PARTS if key in settings and not isinstance(settings[key], str)}
+    trainer = launch.build_trainer(recipe, settings, name=name, root=runs, **parts)
+    trainer.run()
+    return Run(trainer.run_directory)
+
+
+def resume(run: str | Path, *, runs: str | Path = "runs", step: int | None = None, **settings: Any) -> Run:
+    """Continue a stopped run to its end; a finished one is returned as it is."""
+    if step is not None or not launch.is_finished(run, runs):
+        launch.reopen(run, settings, root=runs, step=step, trust=True).run()
+    return Run(find_run(run, runs))

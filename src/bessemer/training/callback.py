@@ -1,0 +1,57 @@
+"""Callbacks: small classes with only the hooks they need, fired in order by the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from bessemer.training.loop import Loop
+
+
+class Callback:
+    """Base of all callbacks: every hook is optional.
+
+    The compiled step fuses all micro-batches, so on_batch_begin, on_optimizer_step and on_batch_end fire once an
+    optimizer step. After a step the order is: on_optimizer_step (nothing has been read yet), metrics (on_metrics),
+    validation (on_validation), on_batch_end (evaluations and previews act here), checkpoint (on_checkpoint).
+    """
+
+    def on_train_begin(self, loop: Loop) -> None: ...
+
+    def on_epoch_begin(self, loop: Loop) -> None: ...
+
+    def on_batch_begin(self, loop: Loop) -> None: ...
+
+    def on_optimizer_step(self, loop: Loop) -> None: ...
+
+    def on_metrics(self, loop: Loop, row: dict[str, Any]) -> None: ...
+
+    def on_validation(self, loop: Loop, row: dict[str, Any]) -> None: ...
+
+    def on_batch_end(self, loop: Loop) -> None: ...
+
+    def on_checkpoint(self, loop: Loop, step: int) -> None: ...
+
+    def on_epoch_end(self, loop: Loop) -> None: ...
+
+    def on_error(self, loop: Loop, error: BaseException) -> None: ...
+
+    def on_train_end(self, loop: Loop) -> None: ...
+
+
+class Callbacks:
+    """The callbacks of one run, in order; only overridden hooks are called, so an empty one costs nothing."""
+
+    def __init__(self, callbacks: Iterable[Callback]):
+        self.all = list(callbacks)
+        self._hooks: dict[str, list[Any]] = {}
+
+    def fire(self, hook: str, *args: Any) -> None:
+        if hook not in self._hooks:
+            base = getattr(Callback, hook)
+            self._hooks[hook] = [
+                getattr(callback, hook) for callback in self.all if getattr(type(callback), hook, base) is not base
+            ]
+        for call in self._hooks[hook]:
+            call(*args)

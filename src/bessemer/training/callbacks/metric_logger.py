@@ -1,0 +1,30 @@
+"""metrics.jsonl: one flushed row a report, and the run's status beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bessemer.registry import callbacks
+from bessemer.report.metrics import MetricsFile
+from bessemer.training.callback import Callback
+from bessemer.training.loop import Loop
+
+
+@callbacks.register("metric_logger")
+class MetricLogger(Callback):
+    """Writes on process 0 only. Rows beyond the step a run continues from are removed first: no duplicates."""
+
+    def on_train_begin(self, loop: Loop) -> None:
+        self.file: MetricsFile | None = None
+        if loop.trainer.is_process_zero:
+            self.file = MetricsFile(loop.trainer.run_directory.metrics)
+            self.file.truncate_after(loop.step if loop.step > 0 else -1)
+
+    def on_metrics(self, loop: Loop, row: dict[str, Any]) -> None:
+        if self.file is not None:
+            self.file.append(row)
+            loop.trainer.run_directory.write_status(step=row["step"])
+
+    def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
+        if self.file is not None:
+            self.file.append(row)

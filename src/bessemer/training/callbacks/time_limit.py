@@ -1,0 +1,24 @@
+"""training.time_limit: stop with a checkpoint in time, exit 75; resume gets a fresh limit."""
+
+from __future__ import annotations
+
+import time
+
+from bessemer.config import parse_duration
+from bessemer.registry import callbacks
+from bessemer.training.callback import Callback
+from bessemer.training.loop import Loop
+
+
+@callbacks.register("time_limit")
+class TimeLimit(Callback):
+    """Counts from the start of the process's loop, compilation included."""
+
+    def on_train_begin(self, loop: Loop) -> None:
+        text = loop.trainer.settings.time_limit
+        self.deadline = None if text is None else time.monotonic() + parse_duration(text)
+
+    def on_batch_end(self, loop: Loop) -> None:
+        if self.deadline is not None and time.monotonic() >= self.deadline:
+            loop.request_stop(f"training.time_limit={loop.trainer.settings.time_limit} reached")
+            self.deadline = None

@@ -1,0 +1,21 @@
+"""Shows each validation result as it comes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bessemer.registry import callbacks
+from bessemer.training.callback import Callback
+from bessemer.training.loop import Loop
+
+
+@callbacks.register("validation")
+class Validation(Callback):
+    """One line a validation: loss, bits per byte where the tokenizer knows bytes, and whether it is the best."""
+
+    def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
+        line = f"step {row['step']:>6}  val loss {row['val_loss']:.4f}"
+        if row.get("val_bpb") is not None:
+            line += f"  bits/byte {row['val_bpb']:.4f}"
+        best = loop.loop_state.best_step == row["step"] and row["step"] > 0
+        loop.trainer.say(line + ("  (best)" if best else ""))

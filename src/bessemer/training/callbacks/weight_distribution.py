@@ -1,0 +1,51 @@
+"""Histograms of every parameter at validation points (callbacks=[weight_distribution]), in RUN/weights.jsonl."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bessemer.registry import callbacks
+from bessemer.training.callback import Callback
+from bessemer.training.fetch import fetch
+from bessemer.training.loop import Loop
+
+BINS = 32
+
+
+@jax.jit
+def distribution(params: Any) -> Any:
+    """Per leaf: mean, standard deviation, smallest, largest, and a histogram between the last two."""
+
+    def one(array: jax.Array) -> dict[str, jax.Array]:
+        values = array.astype(jnp.float32).ravel()
+        counts, _ = jnp.histogram(values, bins=BINS)
+        return {"mean": values.mean(), "std": values.std(), "min": values.min(), "max": values.max(), "counts": counts}
+
+    return jax.tree.map(one, params)
+
+
+def weight_rows(params: Any, step: int) -> list[dict[str, Any]]:
+    """One row a parameter, read in one fetch."""
+    summary = fetch(distribution(params))
+    flat = jax.tree_util.tree_flatten_with_path(summary, is_leaf=lambda node: isinstance(node, dict) and "counts" in node)
+    return [
+        {"step": step, "name": "/".join(str(part.key) for part in path)}
+        | {name: value.tolist() for name, value in leaf.items()}
+        for path, leaf in flat[0]
+    ]
+
+
+@callbacks.register("weight_distribution")
+class WeightDistribution(Callback):
+    def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
+        loop.trainer.log_weight_distribution(loop.trainer.state, row["step"])
+
+
+def append_weights(path: Any, params: Any, step: int) -> None:
+    with open(path, "a", encoding="utf-8") as file:
+        for row in weight_rows(params, step):
+            file.write(json.dumps(row) + "\n")

@@ -1,0 +1,66 @@
+"""Examples that the caller brings: into rows by our own collate, or by a function of the caller's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from bessemer.data import Batch, DatasetStyle, Tokenizer, make_rows
+from bessemer.errors import InputError
+
+FINGERPRINTED = 10_000
+"""Examples that name a data set whose content only the caller's collator understands."""
+
+REQUIRED = ("input_ids", "target_ids", "loss_mask")
+
+
+def collect_function(
+    tokenizer: Tokenizer | None, max_sequence_length: int, truncation_mode: str
+) -> Callable[[Any], Batch]:
+    """Examples (texts, {"text"}, {"input_ids", "loss_mask"}) -> one padded row each, too long ones truncated."""
+
+    def collect(examples: Any) -> Batch:
+        rows = make_rows(
+            examples, DatasetStyle.PADDED, max_sequence_length, tokenizer=tokenizer, truncation=truncation_mode
+        )
+        return rows.get(np.arange(len(rows)))
+
+    return collect
+
+
+class CollatedRows:
+    """Any random-access source through the caller's collator; row i is example i."""
+
+    def __init__(self, source: Any, collator: Callable[[list[Any]], Mapping[str, Any]], block_size: int):
+        if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+            raise InputError(
+                f"a {type(source).__name__} has no length and no [i], so a run on it could not be resumed exactly; "
+                "give a list, a dataset with random access, or write it to a store first."
+            )
+        self.source, self.collator, self.block_size = source, collator, block_size
+        chosen = np.unique(np.linspace(0, len(source) - 1, min(len(source), FINGERPRINTED)).astype(int))
+        digest = hashlib.sha256(f"{len(source)}".encode())
+        for index in chosen:
+            digest.update(repr(source[int(index)]).encode())
+        self.fingerprint = digest.hexdigest()
+        self.stats: dict[str, Any] = {"rows": len(source)}
+        self._check(self.get(np.arange(1)))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def get(self, indices: np.ndarray) -> Batch:
+        return {name: np.asarray(value) for name, value in self.collator([self.source[int(i)] for i in indices]).items()}
+
+    def _check(self, rows: Batch) -> None:
+        missing = [name for name in REQUIRED if name not in rows]
+        if missing:
+            raise InputError(f"the data_collator returned {sorted(rows)}; {', '.join(missing)} is missing.")
+        wrong = {name: array.shape for name, array in rows.items() if array.shape != (1, self.block_size)}
+        if wrong:
+            raise InputError(
+                f"the data_collator must return arrays of (examples, {self.block_size}), the block size; got {wrong}."
+            )

@@ -1,0 +1,166 @@
+"""The data of a run: tokenizer, the pure `batch(step)`, the held-out rows, and how many steps it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bessemer.config import configure
+from bessemer.data import (
+    DataPlan,
+    DataSettings,
+    DatasetStyle,
+    Sampling,
+    Tokenizer,
+    make_rows,
+    open_dataset,
+    tokenizer_for,
+)
+from bessemer.errors import InputError
+from bessemer.scaling import stage_starts
+from bessemer.training.collate import CollatedRows
+from bessemer.training.feed import device_batch, row_fields
+from bessemer.training.horizon import plan_horizon
+from bessemer.training.validation import ValidationSet
+
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
+
+
+class GivenParts(NamedTuple):
+    """What the caller of a trainer brings instead of naming it in the configuration."""
+
+    model: Any = None
+    model_state: Any = None
+    dataset_train: Any = None
+    dataset_eval: Any = None
+    data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None
+    tokenizer: Tokenizer | None = None
+
+
+@dataclass(frozen=True)
+class DataParts:
+    plan: DataPlan
+    validation: ValidationSet | None
+    batch_size: int
+    steps: int
+    stage_starts: list[int]
+    prefetch: int
+    fields: dict[str, Any]
+
+    @property
+    def validation_count(self) -> int:
+        return 0 if self.validation is None else self.validation.count
+
+    def starts_epoch(self, step: int) -> bool:
+        return step == 0 or int(self.plan.epoch(step)) != int(self.plan.epoch(step - 1))
+
+
+def choose_tokenizer(trainer: BaseTrainer) -> Tokenizer | None:
+    """Given, or named by data/tokenizer: a directory, a file, or `train:VOCAB` on the training sources."""
+    if trainer.given.tokenizer is not None:
+        return trainer.given.tokenizer
+    settings = configure(DataSettings)
+    if not trainer.settings.datasets and trainer.given.dataset_train is None:
+        raise InputError(
+            "there is nothing to train on: set training.dataset to a text file, a glob, a prepared directory or a "
+            "registered name such as python-stdlib."
+        )
+    if trainer.given.dataset_train is not None and settings.tokenizer == "auto":
+        return None
+    return tokenizer_for(settings, [sampling for mixture in trainer.settings.datasets for sampling in mixture])
+
+
+def build_data(trainer: BaseTrainer) -> DataParts:
+    settings = configure(DataSettings)
+    stages = train_rows(trainer, settings)
+    epoch_rows = sum(len(rows) for _, rows in stages[0])
+    batch_size, steps = plan_horizon(trainer, epoch_rows)
+    starts = stage_boundaries(trainer, len(stages), batch_size * trainer.settings.block_size)
+    held_out = validation_mixture(trainer, settings) if trainer.settings.validate else ()
+    plan = DataPlan(
+        stages,
+        batch_size,
+        trainer.settings.seed,
+        boundaries=starts[1:],
+        steps=steps,
+        crossfade=settings.crossfade,
+        crossfade_share=settings.crossfade_share,
+        validation=held_out,
+        validation_count=trainer.settings.validation_steps,
+    )
+    validation = None if plan.validation is None else ValidationSet(plan.validation, trainer.tokenizer)
+    fields = row_fields(plan.batch(0, slice(0, 1)))
+    return DataParts(plan, validation, batch_size, steps, starts, settings.prefetch, fields)
+
+
+def train_rows(trainer: BaseTrainer, settings: DataSettings) -> list[list[tuple[Sampling, Any]]]:
+    """Rows of every source of every stage; a source used twice is opened once."""
+    if trainer.given.dataset_train is not None:
+        return [[(Sampling("given"), given_rows(trainer, trainer.given.dataset_train))]]
+    opened: dict[Any, Any] = {}
+    for sampling in (sampling for mixture in trainer.settings.datasets for sampling in mixture):
+        if sampling.identity not in opened:
+            opened[sampling.identity] = open_rows(trainer, settings, sampling, "train")
+    return [
+        [(sampling, opened[sampling.identity]) for sampling in mixture] for mixture in trainer.settings.datasets
+    ]
+
+
+def open_rows(trainer: BaseTrainer, settings: DataSettings, sampling: Sampling, split: str) -> Any:
+    """Rows of a named dataset; prepared first, with progress, when it is not a store yet."""
+    assert trainer.tokenizer is not None
+    with trainer.output.preparing(sampling.name) as progress:
+        return open_dataset(
+            sampling,
+            trainer.tokenizer,
+            split=split,
+            block_size=trainer.settings.block_size,
+            settings=settings,
+            progress=progress,
+        )
+
+
+def given_rows(trainer: BaseTrainer, source: Any) -> Any:
+    """Rows of what the caller brings: through his collator, or encoded as one stream."""
+    block = trainer.settings.block_size
+    if trainer.given.data_collator is not None:
+        return CollatedRows(source, trainer.given.data_collator, block)
+    style = trainer.settings.datasets[0][0].style if trainer.settings.datasets else DatasetStyle.PMD
+    return make_rows(source, style, block, tokenizer=trainer.tokenizer)
+
+
+def stage_boundaries(trainer: BaseTrainer, stages: int, batch_tokens: int) -> list[int]:
+    """First step of each stage. Several stages need one horizon each."""
+    tokens = trainer.settings.total_tokens or []
+    if stages == 1:
+        return [0]
+    if len(tokens) != stages:
+        raise InputError(
+            f"training.dataset has {stages} stages but training.tokens has {len(tokens)} entries; give one number of "
+            "tokens a stage, such as training.tokens=[1e9,1e8]."
+        )
+    return stage_starts(tokens, batch_tokens)
+
+
+def validation_mixture(trainer: BaseTrainer, settings: DataSettings) -> list[tuple[Sampling, Any]]:
+    """Held-out rows of the last stage's sources, or what was given; empty when nothing is held out."""
+    if trainer.given.dataset_train is not None:
+        held_out = trainer.given.dataset_eval
+        return [] if held_out is None else [(Sampling("given"), given_rows(trainer, held_out))]
+    return [
+        (sampling, open_rows(trainer, settings, sampling, "val")) for sampling in trainer.settings.datasets[-1]
+    ]
+
+
+def make_device_batch(trainer: BaseTrainer, data_step: int) -> dict[str, Any]:
+    """Batch `data_step` on the devices, (S, B, T); this process reads only its own rows."""
+    data, functions = trainer.data, trainer.functions
+    return device_batch(
+        lambda first, end: data.plan.batch(data_step, slice(first, end)),
+        data.fields,
+        functions.micro,
+        functions.accumulate_steps,
+        trainer.topology.batch_sharding(1),
+    )

@@ -1,0 +1,56 @@
+"""Host rows to device batches: each process reads only the rows its own devices hold."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+Rows = Mapping[str, np.ndarray]
+ReadRows = Callable[[int, int], Rows]
+"""(first row, end row) of one global batch -> arrays of (n, T)."""
+
+
+def device_batch(
+    read: ReadRows, fields: Mapping[str, tuple[tuple[int, ...], Any]], micro: int, count: int, sharding: NamedSharding
+) -> dict[str, jax.Array]:
+    """Global rows 0..count·micro as device arrays (count, micro, …); micro-batch s holds rows s·micro … (s+1)·micro.
+
+    fields: name -> (shape of one row, dtype). Rows shared by several devices (tensor replicas) are read once.
+    """
+    cached: ReadRows = functools.cache(read)
+
+    def part(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        outer, inner, *rest = index
+        first, end, _ = inner.indices(micro)
+        blocks = [
+            cached(s * micro + first, s * micro + end)[name][(slice(None), *rest)]
+            for s in range(*outer.indices(count))
+        ]
+        return np.stack(blocks)
+
+    arrays = {}
+    for name, (row_shape, dtype) in fields.items():
+        shape = (count, micro, *row_shape)
+        callback = functools.partial(part, name)
+        arrays[name] = jax.make_array_from_callback(shape, sharding, callback, dtype=dtype)
+    return arrays
+
+
+def row_fields(rows: Rows) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """The `fields` argument of `device_batch`, read off sample rows."""
+    return {name: (array.shape[1:], array.dtype) for name, array in rows.items()}
+
+
+def abstract_batch(
+    fields: Mapping[str, tuple[tuple[int, ...], Any]], micro: int, count: int, sharding: NamedSharding
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a device batch, for compiling ahead of the first one."""
+    return {
+        name: jax.ShapeDtypeStruct((count, micro, *row_shape), dtype, sharding=sharding)
+        for name, (row_shape, dtype) in fields.items()
+    }

@@ -1,0 +1,171 @@
+"""The compiled side of a run: optimizer, abstract state with its shardings, and the jitted steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+
+from bessemer.config import configure
+from bessemer.errors import InputError
+from bessemer.optim import Optimizer, build_optimizer, mesh_spread, state_shardings
+from bessemer.registry import objectives
+from bessemer.topology import shardings, unbox, validate_divisible
+from bessemer.training import microbatch
+from bessemer.training.feed import abstract_batch
+from bessemer.training.state import StepRules, TrainState, create_state
+
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
+
+MAX_VALIDATION_BATCHES = 8
+"""Micro-batches in one call of val_step: bounds what is on the device at once."""
+
+
+class Functions(NamedTuple):
+    """What the loop calls. `micro` is the global micro-batch; batch_size = accumulate_steps · micro."""
+
+    optimizer: Optimizer
+    abstract_state: TrainState
+    state_shardings: TrainState
+    key: jax.Array
+    train_step: Callable[..., Any]
+    val_step: Callable[..., Any]
+    accumulate_steps: int
+    micro: int
+    validation_batches: int
+    compiled: bool = False
+
+
+def build_functions(trainer: BaseTrainer) -> Functions:
+    optimizer = make_optimizer(trainer)
+    abstract, placed = abstract_state(trainer, optimizer)
+    per_device = trainer.config["training/per_device_batch_size"]
+    if per_device == -1:
+        per_device, why = microbatch.choose(trainer, abstract, placed)
+        trainer.config.set("training/per_device_batch_size", per_device, why)
+        trainer.note_derived("training.per_device_batch_size", per_device, why)
+    micro = per_device * trainer.topology.data_parallel
+    accumulate = microbatch.accumulation(trainer.data.batch_size, per_device, trainer.topology.data_parallel)
+    validation_batches = min(MAX_VALIDATION_BATCHES, -(-trainer.data.validation_count // micro))
+    key = jax.device_put(jax.random.fold_in(jax.random.key(trainer.settings.seed), DROPOUT), trainer.topology.replicated)
+    return Functions(
+        optimizer,
+        abstract,
+        placed,
+        key,
+        jit_train_step(trainer, placed, accumulate),
+        jax.jit(trainer.val_step, compiler_options=trainer.topology.compiler_options),
+        accumulate,
+        micro,
+        max(1, validation_batches),
+    )
+
+
+INIT, DROPOUT = 0, 1
+"""Purposes folded into the seed: every random key is (seed, purpose, step, …) and nothing is carried."""
+
+
+def jit_train_step(trainer: BaseTrainer, placed: TrainState, accumulate: int) -> Any:
+    """State donated, results where they were: the step never moves what it does not have to."""
+    replicated = trainer.topology.replicated
+    return jax.jit(
+        functools.partial(trainer.train_step, accumulate_steps=accumulate),
+        donate_argnums=0,
+        out_shardings=(placed, replicated, replicated),
+        compiler_options=trainer.topology.compiler_options,
+    )
+
+
+def make_optimizer(trainer: BaseTrainer) -> Optimizer:
+    """By setting, else by the class; Muon's polar steps are spread over the mesh."""
+    model = trainer.model
+    shape = getattr(model, "shape", None)
+    return build_optimizer(
+        trainer.settings.optimizer or trainer.optimizer(),
+        configure,
+        trainer.data.steps,
+        getattr(model, "group_of", None),
+        schedule=trainer.settings.schedule or trainer.schedule(),
+        boundaries=trainer.data.stage_starts,
+        width=getattr(shape, "width", None),
+        spread=mesh_spread(trainer.topology.mesh),
+    )
+
+
+def abstract_state(trainer: BaseTrainer, optimizer: Optimizer) -> tuple[TrainState, TrainState]:
+    """The state as shapes with shardings, and the shardings alone. No array is made."""
+    topology = trainer.topology
+    boxed = jax.eval_shape(functools.partial(init_variables, trainer), jax.random.key(0))["params"]
+    validate_divisible(boxed, topology)
+    param_shardings = shardings(boxed, topology.mesh, topology.rest_rules)
+    rules = StepRules(
+        max_grad_norm=trainer.settings.max_grad_norm,
+        ema_decay=trainer.settings.ema,
+        place_gradients=functools.partial(jax.lax.with_sharding_constraint, shardings=param_shardings),
+        rates=optimizer.rates,
+    )
+    loss_fn = objective_function(trainer)
+    create = functools.partial(create_state, trainer.model_parts.apply, loss_fn, tx=optimizer.tx, rules=rules)
+    state = jax.eval_shape(create, unbox(boxed))
+    placed = state.replace(
+        step=topology.replicated,
+        data_step=topology.replicated,
+        params=param_shardings,
+        opt_state=state_shardings(optimizer.tx, unbox(boxed), param_shardings, topology.replicated),
+        ema=None if state.ema is None else param_shardings,
+    )
+    located = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state, placed
+    )
+    return located, placed
+
+
+def objective_function(trainer: BaseTrainer) -> Callable[..., Any]:
+    """(apply, params, batch, key) -> (loss sum, weight, metric sums), its settings bound."""
+    entry = objectives.entry(trainer.settings.objective)
+    if len(entry.settings) > 1:
+        raise InputError(f"objective '{entry.name}' registers several settings classes; join them into one.")
+    settings = configure(entry.settings[0]) if entry.settings else None
+    return functools.partial(entry.value, settings=settings)
+
+
+def init_variables(trainer: BaseTrainer, key: jax.Array) -> Any:
+    """Boxed variables of the model, from a batch of one short row."""
+    ids = jax.numpy.zeros((1, min(8, trainer.settings.block_size)), jax.numpy.int32)
+    return trainer.model.init(key, ids)
+
+
+def initial_state(trainer: BaseTrainer) -> TrainState:
+    """Step 0: parameters from the seed (or `init`, or given), born on their devices."""
+    functions = trainer.functions
+    abstract = functions.abstract_state
+
+    def create(key: jax.Array) -> TrainState:
+        params = unbox(init_variables(trainer, jax.random.fold_in(key, INIT)))["params"]
+        return create_state(abstract.apply_fn, abstract.loss_fn, params, abstract.tx, abstract.rules)
+
+    with trainer.topology.scope():
+        state = jax.jit(create, out_shardings=functions.state_shardings)(jax.random.key(trainer.settings.seed))
+    params = trainer.given_params(state.params)
+    if params is state.params:
+        return state
+    ema = None if state.ema is None else jax.tree.map(jax.numpy.copy, params)
+    return state.replace(params=params, ema=ema)
+
+
+def compile_steps(trainer: BaseTrainer) -> tuple[Functions, bool]:
+    """Both steps as executables, from shapes alone; already compiled ones stay."""
+    functions = trainer.functions
+    if functions.compiled:
+        return functions, False
+    data, sharding = trainer.data, trainer.topology.batch_sharding(1)
+    batch = abstract_batch(data.fields, functions.micro, functions.accumulate_steps, sharding)
+    train = functions.train_step.lower(functions.abstract_state, batch, functions.key).compile()
+    val = functions.val_step
+    if data.validation is not None:
+        batch = abstract_batch(data.validation.fields, functions.micro, functions.validation_batches, sharding)
+        val = functions.val_step.lower(functions.abstract_state, batch).compile()
+    return functions._replace(train_step=train, val_step=val, compiled=True), True

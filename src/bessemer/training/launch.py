@@ -1,0 +1,136 @@
+"""From a recipe to a running trainer, and back from a run directory: what `bessemer train` and `bm.train` share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bessemer.config import Config, configuration, configure, dotted, load_saved, resolve
+from bessemer.errors import InputError
+from bessemer.job import ExecutionSpec, RunDirectory, default_run_name, find_run
+from bessemer.registry import jobs
+from bessemer.topology import TopologySettings, make_topology, start_distributed
+from bessemer.training.schema import schema_of
+from bessemer.training.trainer import BaseTrainer
+
+RESUMABLE = ("logging/", "topology/", "eval/", "training/per_device_batch_size", "training/time_limit")
+"""Settings that cannot change the run, so `resume` accepts them."""
+
+Overrides = Sequence[str] | Mapping[str, Any]
+
+
+def build_trainer(
+    recipe: str | Path | Mapping[str, Any] | None,
+    overrides: Overrides = (),
+    *,
+    name: str | None = None,
+    root: str | Path = "runs",
+    distributed: bool = False,
+    **parts: Any,
+) -> BaseTrainer:
+    """Resolve, check and build a new run. Everything that can be wrong is found before anything is written."""
+    config = resolve(schema_of, recipe, overrides)
+    topology_settings = _topology_settings(config, distributed)
+    label = Path(recipe).stem if isinstance(recipe, str | Path) else "run"
+    directory = RunDirectory(Path(root) / (name or default_run_name(label)))
+    refuse_existing(directory)
+    with configuration(config):
+        spec = ExecutionSpec.local(root, directory.name, make_topology(topology_settings))
+        return jobs.get(config["job"])(spec, **parts)
+
+
+def refuse_existing(directory: RunDirectory) -> None:
+    if directory.exists():
+        raise InputError(
+            f"a run named '{directory.name}' already exists at {directory.path}. Continue it with "
+            f"`bessemer resume {directory.path}`, or choose another --name."
+        )
+
+
+def _topology_settings(config: Config, distributed: bool) -> TopologySettings:
+    with configuration(config):
+        settings = configure(TopologySettings)
+    if distributed:
+        start_distributed(settings)
+    return settings
+
+
+def reopen(
+    run: str | Path,
+    overrides: Overrides = (),
+    *,
+    root: str | Path = "runs",
+    step: int | None = None,
+    trust: bool = False,
+    distributed: bool = False,
+    **parts: Any,
+) -> BaseTrainer:
+    """A trainer that continues `run` from its newest valid checkpoint (or `step`), or from the start if none."""
+    directory = find_run(run, root)
+    if not directory.config.is_file():
+        raise InputError(f"{directory.path} holds no config.yaml, so there is nothing to continue.")
+    check_trust(directory, trust)
+    config = overridden(directory.config, overrides)
+    settings = _topology_settings(config, distributed)
+    with configuration(config):
+        spec = ExecutionSpec(directory.name, root=directory.path.parent, topology=make_topology(settings))
+        trainer = jobs.get(config["job"])(spec, **parts)
+    trainer.continues = True
+    if not trainer.load(None if step is None else str(step)):
+        if step is not None:
+            raise InputError(f"{directory.path} has no checkpoint at step {step}.")
+        trainer.say("no checkpoint was committed yet: the run starts again from step 0, as the same run")
+    elif step is not None:
+        trainer.checkpoint_manager.set_aside_after(step)
+    return trainer
+
+
+def overridden(path: Path, overrides: Overrides) -> Config:
+    """The saved configuration with the overrides a resume may make; another setting would make it another run."""
+    saved = load_saved(path, schema_of)
+    config = load_saved(path, schema_of, overrides)
+    changed = [key for key, value in config.values.items() if saved.get(key) != value]
+    for key in changed:
+        if not key.startswith(RESUMABLE):
+            raise InputError(
+                f"{dotted(key)} cannot be changed on resume: the result would be another run. "
+                "Only logging.*, topology.*, eval.*, training.per_device_batch_size and training.time_limit can. "
+                f"To train on with {dotted(key)}={config[key]}, start a new run with init=RUN."
+            )
+    chosen = saved.provenance["training/per_device_batch_size"].startswith("chosen")
+    if chosen and any(key.startswith("topology/") for key in changed):
+        config.set("training/per_device_batch_size", -1, "the mesh changed")
+    return config
+
+
+def check_trust(directory: RunDirectory, trust: bool) -> None:
+    """A config may name code of the user's; code that came with a run from elsewhere is not imported unasked."""
+    from omegaconf import OmegaConf
+
+    tree = OmegaConf.to_container(OmegaConf.load(directory.config))
+    assert isinstance(tree, dict)
+    named = [str(word) for word in tree.get("plugins") or []]
+    named += [str(word) for word in [tree.get("job"), *(tree.get("callbacks") or [])] if ":" in str(word)]
+    if not named or trust or _started_here(directory):
+        return
+    raise InputError(
+        f"{directory.path} names code of its own ({', '.join(named)}) and was not started on this machine by this "
+        "user. Look at that code; if you trust it, add --trust."
+    )
+
+
+def _started_here(directory: RunDirectory) -> bool:
+    with contextlib.suppress(OSError):
+        return (
+            directory.read_status().get("host") == socket.gethostname()
+            and directory.path.stat().st_uid == os.getuid()
+        )
+    return False
+
+
+def is_finished(run: str | Path, root: str | Path = "runs") -> bool:
+    return find_run(run, root).read_status().get("state") == "done"

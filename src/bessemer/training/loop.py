@@ -1,0 +1,170 @@
+"""The loop: feed the compiled step, and after each step do what is due, in a fixed order.
+
+It never reads a device value itself; at most two steps are in flight, so processes stay within reach of each other.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from bessemer.errors import Stopped
+from bessemer.training.callback import Callbacks
+from bessemer.training.report import StepClock, StepLog
+from bessemer.training.signals import stop_signals
+
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
+
+IN_FLIGHT = 2
+
+
+class Loop:
+    """One call of `run`. Callbacks see it whole: step, state, trainer, loop state, and the requests below."""
+
+    def __init__(self, trainer: BaseTrainer):
+        self.trainer = trainer
+        self.loop_state = trainer.loop_state
+        self.steps = trainer.steps
+        self.callbacks = Callbacks(trainer.make_callbacks())
+        self.clock = StepClock(self.loop_state, trainer.tokens_per_step, trainer.steps, trainer.flops_share)
+        self.log = StepLog(self.loop_state, trainer.describe_step, self.clock, trainer.guard.max_bad_steps)
+        self.step = trainer.step
+        self.want_checkpoint = False
+        self._stop_reason: str | None = None
+        self._running: collections.deque[jax.Array] = collections.deque()
+
+    # --- what callbacks may ask for ---
+    def request_stop(self, reason: str) -> None:
+        """Stop with a checkpoint after the step at which all processes agree; `resume` continues (exit 75)."""
+        self._stop_reason = self._stop_reason or reason
+
+    def request_finish(self, reason: str) -> None:
+        """End the run early as done. Every process must come to it at the same step (a replicated value)."""
+        self.loop_state.finished = reason
+
+    def request_checkpoint(self) -> None:
+        self.want_checkpoint = True
+
+    # --- the run ---
+    def run(self) -> None:
+        trainer = self.trainer
+        try:
+            with trainer.topology.scope(), stop_signals(self.request_stop):
+                self.callbacks.fire("on_train_begin", self)
+                if self.step == 0:
+                    self.validate()
+                with contextlib.closing(trainer.prefetcher(self.step)) as batches:
+                    self._steps(batches)
+                self._finish()
+        except BaseException as error:
+            self.callbacks.fire("on_error", self, error)
+            raise
+        finally:
+            trainer.checkpoint_manager.close()
+
+    def _steps(self, batches: Any) -> None:
+        self.clock.start(self.step)
+        agreement = self.trainer.stop_agreement
+        while self.step < self.steps and self.loop_state.finished is None:
+            if self._stop_reason is not None:
+                agreement.propose(self.step)
+            if agreement.due(self.step):
+                self._stop()
+            self._one_step(batches)
+            self._after_step()
+
+    def _one_step(self, batches: Any) -> None:
+        trainer = self.trainer
+        new_epoch = trainer.starts_epoch(self.step)
+        if new_epoch:
+            self.callbacks.fire("on_epoch_begin", self)
+        trainer.state = trainer.on_step_start(trainer.state, self.step)
+        self.callbacks.fire("on_batch_begin", self)
+        batch = batches.get(self.step + trainer.data_offset)
+        trainer.state, loss, meta = trainer.functions.train_step(trainer.state, batch, trainer.key)
+        self.step += 1
+        trainer.state, meta = trainer.on_step_end(trainer.state, meta, self.step)
+        self._running.append(loss)
+        if len(self._running) > IN_FLIGHT:
+            jax.block_until_ready(self._running.popleft())
+        report = self._due(trainer.logging.report_interval)
+        if report:
+            self.clock.mark(self.step, batches.waited)
+        self.log.add(self.step, meta, report)
+        self.callbacks.fire("on_optimizer_step", self)
+
+    def _due(self, interval: int) -> bool:
+        return self.step == self.steps or (interval > 0 and self.step % interval == 0)
+
+    def _after_step(self) -> None:
+        """metrics → validation → evaluation, previews (callbacks) → checkpoint."""
+        trainer, last = self.trainer, self.step == self.steps
+        validate = self._due(trainer.logging.validation_interval) and not last
+        checkpoint = self._due(trainer.logging.checkpoint_interval) and not last
+        if validate or checkpoint or last:
+            self.flush()
+        elif (due := self.log.ready(self.step)) is not None:
+            self.report(self.log.drain(due))
+        if validate:
+            self.validate()
+        self.callbacks.fire("on_batch_end", self)
+        if (checkpoint or self.want_checkpoint) and not last:
+            self.checkpoint()
+        if trainer.starts_epoch(self.step):
+            self.callbacks.fire("on_epoch_end", self)
+
+    def flush(self) -> None:
+        """Read everything that is pending, so that the loop state is that of the current step."""
+        self.report(self.log.drain())
+
+    def report(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            self.callbacks.fire("on_metrics", self, row)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keep what happens inside out of the step time."""
+        start = time.monotonic()
+        yield
+        self.clock.pause(time.monotonic() - start)
+
+    def validate(self) -> dict[str, Any] | None:
+        """Loss on the fixed held-out sequences; the row goes to on_validation."""
+        if not self.trainer.validates:
+            return None
+        with self.paused():
+            self.trainer.step = self.step
+            row = {"step": self.step, **self.trainer.validate()}
+            self.callbacks.fire("on_validation", self, row)
+        return row
+
+    def checkpoint(self, wait: bool = False) -> None:
+        """Save the state after the update whose number it bears."""
+        with self.paused():
+            self.want_checkpoint = False
+            self.flush()
+            self.trainer.step = self.step
+            self.trainer.save_checkpoint(wait=wait)
+            self.callbacks.fire("on_checkpoint", self, self.step)
+
+    def _stop(self) -> None:
+        self.checkpoint(wait=True)
+        reason = self._stop_reason or "another process asked to stop"
+        raise Stopped(
+            f"{reason}: stopped after step {self.step} of {self.steps} with a checkpoint. "
+            f"Continue with: bessemer resume {self.trainer.run_directory.path}"
+        )
+
+    def _finish(self) -> None:
+        """The final save comes before the final evaluation, so that nothing in it can lose the run."""
+        self.flush()
+        self.checkpoint(wait=True)
+        self.validate()
+        self.callbacks.fire("on_train_end", self)
+

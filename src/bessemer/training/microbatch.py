@@ -1,0 +1,94 @@
+"""How many sequences go through the model at once: the largest that fits, found by compiling, never by crashing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bessemer.errors import InputError
+
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
+
+CPU_TOKENS = 4096
+"""On a CPU a pass of a few thousand tokens keeps the cores busy; more only takes memory and cache."""
+
+SPARE = 0.9
+"""Share of the device's memory a step may plan to use."""
+
+
+def accumulation(batch_size: int, per_device: int, data_parallel: int) -> int:
+    """S = batch_size / (per_device · data-parallel devices), exactly."""
+    micro = per_device * data_parallel
+    if per_device < 1 or batch_size % micro:
+        fits = [n for n in range(1, batch_size + 1) if batch_size % (n * data_parallel) == 0]
+        choice = f"choose training.per_device_batch_size from {_some(fits)}" if fits else (
+            f"make training.batch_size a multiple of {data_parallel}"
+        )
+        raise InputError(
+            f"training.batch_size={batch_size} is not divisible into micro-batches of "
+            f"{per_device} sequences on {data_parallel} data-parallel device(s); {choice}."
+        )
+    return batch_size // micro
+
+
+def _some(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:12])) + (" …" if len(numbers) > 12 else "")
+
+
+def candidates(batch_size: int, data_parallel: int) -> list[int]:
+    """Per-device sizes that divide the batch, largest first."""
+    if batch_size % data_parallel:
+        accumulation(batch_size, 1, data_parallel)
+    share = batch_size // data_parallel
+    return [n for n in range(share, 0, -1) if share % n == 0]
+
+
+def choose(trainer: BaseTrainer, abstract: Any, placed: Any) -> tuple[int, str]:
+    """(sequences per device, why)."""
+    sizes = candidates(trainer.data.batch_size, trainer.topology.data_parallel)
+    block = trainer.settings.block_size
+    device = trainer.topology.mesh.local_devices[0]
+    limit = memory_limit(device)
+    if limit is None:
+        size = next((n for n in sizes if n * block <= CPU_TOKENS), sizes[-1])
+        return size, f"at most {CPU_TOKENS} tokens a pass on a {device.platform}"
+    for size in sizes:
+        needed = planned_memory(trainer, abstract, placed, size)
+        if needed is not None and needed <= SPARE * limit:
+            return size, f"largest that fits: {needed / 2**30:.1f} of {limit / 2**30:.1f} GiB planned"
+    raise InputError(
+        f"one sequence of {block} tokens does not fit into {limit / 2**30:.1f} GiB. Set architecture.remat=block, "
+        "shorten architecture.block_size, or shard the model with topology.fsdp."
+    )
+
+
+def memory_limit(device: Any) -> int | None:
+    """Bytes the allocator may use; None where the backend does not say (a CPU)."""
+    stats = device.memory_stats()
+    return None if not stats else stats.get("bytes_limit")
+
+
+def planned_memory(trainer: BaseTrainer, abstract: Any, placed: Any, per_device: int) -> int | None:
+    """Bytes of the compiled step: arguments + outputs - aliased + temporaries. None: it did not even compile."""
+    import jax
+
+    from bessemer.training.feed import abstract_batch
+    from bessemer.training.functions import jit_train_step
+
+    dp = trainer.topology.data_parallel
+    steps = accumulation(trainer.data.batch_size, per_device, dp)
+    batch = abstract_batch(trainer.data.fields, per_device * dp, steps, trainer.topology.batch_sharding(1))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    try:
+        compiled = jit_train_step(trainer, placed, steps).lower(abstract, batch, key).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return None
+        raise
+    memory = compiled.memory_analysis()
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )

@@ -1,0 +1,205 @@
+"""What a run shows and leaves behind: the header, log.txt, status.json, the final weights."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from bessemer.data import show_progress
+from bessemer.errors import BessemerError, InputError, StorageError, TrainingError
+from bessemer.job import RunDirectory, RunLock
+from bessemer.training.fetch import fetch
+from bessemer.training.report import NonFinite
+
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
+
+
+class Output:
+    """Lines go to the screen at once and to log.txt as soon as the run directory exists; process 0 only."""
+
+    def __init__(self, directory: RunDirectory, enabled: bool):
+        self.directory = directory
+        self.enabled = enabled
+        self.console = Console(highlight=False, quiet=not enabled)
+        self._early: list[str] = []
+        self._open = False
+
+    def say(self, text: str) -> None:
+        if not self.enabled:
+            return
+        self.console.print(text, markup=False, soft_wrap=True)
+        self._early.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        if self._open:
+            self._write()
+
+    @contextlib.contextmanager
+    def preparing(self, name: str) -> Iterator[Any]:
+        """A progress callback for data that has to be prepared first; silent when it is there already."""
+        if not self.enabled:
+            yield None
+            return
+        with show_progress() as progress:
+            yield progress
+
+    def open_log(self) -> None:
+        self._open = self.enabled
+        self._write()
+
+    def log_error(self, error: BaseException) -> None:
+        self._early.append("".join(traceback.format_exception(error)))
+        self._write()
+
+    def _write(self) -> None:
+        if self._open and self.directory.path.is_dir():
+            with open(self.directory.log, "a", encoding="utf-8") as log:
+                log.writelines(self._early)
+            self._early = []
+
+
+@contextlib.contextmanager
+def opened(trainer: BaseTrainer) -> Iterator[None]:
+    """Own the run directory for the time of the run; the status file says how it ended, whatever the end."""
+    directory = trainer.run_directory
+    if not trainer.is_process_zero:
+        with explained(trainer):
+            yield
+        return
+    directory.create(exist_ok=trainer.continues)
+    with RunLock(directory) as lock:
+        trainer.output.open_log()
+        if lock.message:
+            trainer.say(lock.message)
+        try:
+            write_setup(trainer)
+            directory.write_status(state="running", step=trainer.step, exit_code=None, message="")
+            with explained(trainer):
+                yield
+            directory.write_status(state="done", step=trainer.step, exit_code=0, message=trainer.loop_state.finished or "")
+        except BaseException as error:
+            record_failure(trainer, error)
+            raise
+
+
+def record_failure(trainer: BaseTrainer, error: BaseException) -> None:
+    """status.json and log.txt say what happened; where the disk is the problem, stderr still does."""
+    code = error.exit_code if isinstance(error, BessemerError) else 1
+    state = "stopped" if code == 75 else "failed"
+    with contextlib.suppress(OSError):
+        if code == 1:
+            trainer.output.log_error(error)
+            error.logged_in = trainer.run_directory.log  # type: ignore[attr-defined]
+        trainer.run_directory.write_status(state=state, step=trainer.step, exit_code=code, message=str(error))
+
+
+@contextlib.contextmanager
+def explained(trainer: BaseTrainer) -> Iterator[None]:
+    """Turn what training can meet into errors that name cause and remedy."""
+    import jax
+
+    try:
+        yield
+    except NonFinite as error:
+        raise TrainingError(f"{error} {_last_checkpoint(trainer)} Try a lower optimization.lr or a longer warm-up "
+                            "(training.warmup_pct), or look at the data near that step.") from error
+    except jax.errors.JaxRuntimeError as error:
+        raise _runtime_error(trainer, error) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT, errno.EIO, errno.EDQUOT):
+            raise
+        raise StorageError(
+            f"writing to the run directory failed: {error}. {_last_checkpoint(trainer)} "
+            f"Free or restore the disk, then: bessemer resume {trainer.run_directory.path}"
+        ) from error
+
+
+def _runtime_error(trainer: BaseTrainer, error: Exception) -> Exception:
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" in text:
+        return TrainingError(
+            f"out of memory with {trainer.functions.micro} sequences in one pass "
+            f"(training.per_device_batch_size). {_last_checkpoint(trainer)} Halve training.per_device_batch_size "
+            "(the update stays the same), or set architecture.remat=block."
+        )
+    import jax
+
+    if jax.process_count() > 1:
+        first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
+        return StorageError(
+            f"another process of this run was lost ({first}). {_last_checkpoint(trainer)} "
+            f"Start all processes again with: bessemer resume {trainer.run_directory.path}"
+        )
+    return error
+
+
+def _last_checkpoint(trainer: BaseTrainer) -> str:
+    steps = trainer.checkpoint_manager.committed()
+    return f"The last good checkpoint is step {steps[-1]}." if steps else "There is no checkpoint yet."
+
+
+def write_setup(trainer: BaseTrainer) -> None:
+    """config.yaml with every key, and derived.json with each derived or chosen number and its reason."""
+    trainer.run_directory.config.write_text(trainer.config.to_yaml(), encoding="utf-8")
+    trainer.run_directory.derived.write_text(json.dumps(trainer.derived, indent=1), encoding="utf-8")
+
+
+def header(trainer: BaseTrainer) -> None:
+    """The few lines that say what is about to run and why."""
+    parts = trainer.model_parts
+    counts = parts.counts
+    trainer.say(f"run        {trainer.run_directory.path}")
+    trainer.say(f"model      {trainer.settings.family}, {counts['total']:,} parameters ({counts['scaling']:,} scaling)")
+    devices = trainer.topology
+    axes = " × ".join(f"{axis} {size}" for axis, size in devices.mesh.shape.items() if size > 1)
+    trainer.say(f"devices    {devices.device_count} {devices.platform}{f' ({axes})' if axes else ''}")
+    for name, entry in trainer.derived.items():
+        trainer.say(f"{name:<34} {entry['value']!s:<12} {entry['reason']}")
+
+
+def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: bool) -> Path:
+    """model.safetensors, config.json, tokenizer.json: what is needed to use the model elsewhere."""
+    if to_torch:
+        raise InputError(
+            "the GPT family has no Hugging Face layout; save_pretrained(to_torch=False) writes plain safetensors."
+        )
+    from flax.traverse_util import flatten_dict
+    from safetensors.numpy import save_file
+
+    target = Path(directory) if directory is not None else trainer.run_directory.model
+    # every process takes part in the gather; process 0 writes
+    arrays = fetch(trainer.gather(state.params))
+    if not trainer.is_process_zero:
+        return target
+    target.mkdir(parents=True, exist_ok=True)
+    flat = {"/".join(path): array for path, array in flatten_dict(arrays).items()}
+    save_file(flat, target / "model.safetensors.tmp", metadata={"format": "bessemer", "step": str(trainer.step)})
+    (target / "model.safetensors.tmp").replace(target / "model.safetensors")
+    tree = trainer.config.tree()
+    shape = {name: tree.get(name, {}) for name in ("model", "architecture")}
+    (target / "config.json").write_text(json.dumps(shape, indent=1), encoding="utf-8")
+    if trainer.tokenizer is not None:
+        (target / "tokenizer.json").write_text(trainer.tokenizer.to_json(), encoding="utf-8")
+    return target
+
+
+def save_information(trainer: BaseTrainer, path: Any) -> None:
+    """A short markdown description: shape, horizon, data, optimizer groups."""
+    counts = trainer.model_parts.counts
+    lines = [f"# {trainer.spec.name}", "", "| parameters | count |", "|---|---|"]
+    lines += [f"| {group} | {count:,} |" for group, count in counts.items()]
+    lines += ["", "| derived | value | why |", "|---|---|---|"]
+    lines += [f"| {name} | {entry['value']} | {entry['reason']} |" for name, entry in trainer.derived.items()]
+    lines += ["", "| group | tensors | parameters | rate | decay |", "|---|---|---|---|---|"]
+    for row in trainer.functions.optimizer.describe(trainer.functions.abstract_state.params):
+        entry = dataclasses.asdict(row)
+        lines.append(f"| {entry['group']} | {entry['tensors']} | {entry['parameters']:,} | {entry['lr']:g} | {entry['decay']:g} |")
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")

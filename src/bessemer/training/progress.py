@@ -1,0 +1,131 @@
+"""How progress is shown: a rich bar on a terminal, plain lines in a file, JSON rows for programs, tqdm by wish."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+
+class ProgressBar(Protocol):
+    """What `create_progress_bar` returns."""
+
+    def update(self, step: int, row: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def clock(seconds: float | None) -> str:
+    """75 -> 1:15, 3675 -> 1:01:15."""
+    if seconds is None:
+        return "-"
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def compact(number: float | None) -> str:
+    """1234567 -> 1.23M; three digits that matter."""
+    if number is None:
+        return "-"
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"
+
+
+def facts(row: dict[str, Any]) -> str:
+    """The few numbers worth a glance; what is unknown (MFU on an unknown chip) is left out, never guessed."""
+    parts = [f"loss {row.get('loss_smooth') or row['loss']:.4f}", f"{compact(row['time/tok_per_s'])} tok/s"]
+    if row.get("time/mfu") is not None:
+        parts.append(f"MFU {row['time/mfu']:.1%}")
+    if row.get("mem/peak_gib") is not None:
+        parts.append(f"{row['mem/peak_gib']:.1f} GiB")
+    return "  ".join([*parts, f"left {clock(row['time/eta'])}"])
+
+
+class RichBar:
+    """One line that fits 80 columns."""
+
+    def __init__(self, console: Console, total: int, description: str):
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=16),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[facts]}"),
+            console=console,
+        )
+        self.task = self.progress.add_task(description, total=total, facts="")
+        self.progress.start()
+
+    def update(self, step: int, row: dict[str, Any]) -> None:
+        fields = {"facts": facts(row)} if "loss" in row else {}
+        self.progress.update(self.task, completed=step, **fields)
+
+    def close(self) -> None:
+        self.progress.stop()
+
+
+class PlainLines:
+    """A line a report: for files, pipes and continuous integration."""
+
+    def __init__(self, say: Callable[[str], None], total: int, description: str):
+        self.say, self.total, self.description = say, total, description
+
+    def update(self, step: int, row: dict[str, Any]) -> None:
+        if "loss" in row:
+            self.say(f"{self.description} {step:>6}/{self.total}  {facts(row)}")
+
+    def close(self) -> None:
+        pass
+
+
+class JsonLines:
+    """Every report as one JSON document a line on stdout."""
+
+    def update(self, step: int, row: dict[str, Any]) -> None:
+        if "loss" in row:
+            print(json.dumps(row), flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class TqdmBar:
+    def __init__(self, total: int, description: str):
+        from tqdm import tqdm
+
+        self.bar = tqdm(total=total, desc=description, file=sys.stderr)
+
+    def update(self, step: int, row: dict[str, Any]) -> None:
+        if "loss" in row:
+            self.bar.set_postfix_str(facts(row), refresh=False)
+        self.bar.update(step - self.bar.n)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+class NoBar:
+    def update(self, step: int, row: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def make_progress(kind: str, console: Console, say: Callable[[str], None], total: int, desc: str) -> ProgressBar:
+    """`kind` is the setting logging/progress; auto looks at the terminal."""
+    if kind == "auto":
+        kind = "rich" if console.is_terminal else "plain"
+    if kind == "rich":
+        return RichBar(console, total, desc)
+    if kind == "tqdm":
+        return TqdmBar(total, desc)
+    if kind == "json":
+        return JsonLines()
+    return PlainLines(say, total, desc) if kind == "plain" else NoBar()

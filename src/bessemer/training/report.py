@@ -1,0 +1,145 @@
+"""From unread device values to metrics rows: kept until due, read late and in bulk, one row a report."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+from bessemer.errors import TrainingError
+from bessemer.training.fetch import fetch, start_copy
+from bessemer.training.state import LoopState
+
+LAG = 2
+"""A report is read this many steps late, so that the device always has work queued while Python reads."""
+
+COUNTED = ("loss", "target_tokens", "finite", "clipped")
+INTERNAL = ("finite", "clipped", "target_tokens")
+
+
+class StepLog:
+    """Collects each step's device values; `drain` reads them, updates the loop state and makes the due rows."""
+
+    def __init__(
+        self,
+        loop: LoopState,
+        describe: Callable[[int], dict[str, Any]],
+        clock: StepClock,
+        max_bad_steps: int,
+    ):
+        self.loop = loop
+        self.describe = describe
+        self.clock = clock
+        self.max_bad_steps = max_bad_steps
+        self._pending: list[tuple[int, dict[str, Any]]] = []
+        self._due: list[int] = []
+
+    def add(self, step: int, meta: dict[str, Any], report: bool) -> None:
+        """Keep what the loop state needs of every step, and everything of a step that is reported."""
+        kept = meta if report else {name: meta[name] for name in COUNTED}
+        start_copy(kept)
+        self._pending.append((step, kept))
+        if report:
+            self._due.append(step)
+
+    def ready(self, step: int) -> int | None:
+        """The oldest due step whose values can be read without making the device wait, if there is one."""
+        return self._due[0] if self._due and step >= self._due[0] + LAG else None
+
+    def drain(self, upto: int | None = None) -> list[dict[str, Any]]:
+        """Read what is pending (of steps up to `upto`) in one `fetch`; return the rows that were due, oldest first."""
+        reading = [(step, meta) for step, meta in self._pending if upto is None or step <= upto]
+        if not reading:
+            return []
+        self._pending = self._pending[len(reading) :]
+        rows = []
+        for (step, _), meta in zip(reading, fetch([meta for _, meta in reading]), strict=True):
+            finite = bool(meta["finite"])
+            self.loop.count(float(meta["loss"]), float(meta["target_tokens"]), finite, bool(meta["clipped"]))
+            if self.loop.bad_steps_in_row >= self.max_bad_steps:
+                raise NonFinite(step, float(meta["loss"]), self.loop.bad_steps_in_row)
+            if step in self._due:
+                self._due.remove(step)
+                rows.append(self._row(step, meta))
+        return rows
+
+    def _row(self, step: int, meta: dict[str, Any]) -> dict[str, Any]:
+        row = {"step": step, **self.describe(step)}
+        row |= {name: float(value) for name, value in meta.items() if name not in INTERNAL}
+        row |= {
+            "loss_smooth": self.loop.loss_smooth,
+            "target_tokens": self.loop.target_tokens,
+            "skipped_steps": self.loop.skipped_steps,
+            "clip_share": self.loop.clipped_steps / max(1, self.loop.steps_counted),
+        }
+        return row | self.clock.row(step)
+
+
+class NonFinite(TrainingError):
+    """Too many steps in a row gave no usable update."""
+
+    def __init__(self, step: int, loss: float, count: int):
+        self.step = step
+        word = "not a number" if math.isnan(loss) else "infinite" if math.isinf(loss) else "finite, but its gradient is not"
+        super().__init__(
+            f"{count} steps in a row were non-finite; at step {step} the loss is {word}. "
+            f"Their updates were skipped, so the weights are still those of step {step - count}."
+        )
+
+
+class StepClock:
+    """Wall-clock figures (time/*): outside the bit-for-bit promise, and honest about warm-up.
+
+    A reported step is marked when it is dispatched; as only two steps are in flight, the time between two marks is
+    the time of the steps between them. The first ten steps of a process are left out of time/total, as they hold
+    cold caches.
+    """
+
+    WARM_UP = 10
+
+    def __init__(self, loop: LoopState, tokens_per_step: int, steps: int, flops: Callable[[bool], float | None]):
+        self.loop = loop
+        self.tokens_per_step = tokens_per_step
+        self.steps = steps
+        self.flops = flops
+        self._paused = 0.0
+        self._first = 0
+        self._marks: dict[int, tuple[float, float]] = {}
+        self._last = 0
+
+    def start(self, step: int) -> None:
+        """The loop begins, `step` steps into the run."""
+        self._first = self._last = step
+        self.mark(step, 0.0)
+
+    def pause(self, seconds: float) -> None:
+        """Leave validation, saving and evaluation out of the step time."""
+        self._paused += seconds
+
+    def mark(self, step: int, waited: float) -> None:
+        """Step `step` is dispatched; the loop has waited so many seconds for data since it began."""
+        self._marks[step] = (time.monotonic() - self._paused, waited)
+
+    def row(self, step: int) -> dict[str, float | None]:
+        """time/* over the steps since the last row."""
+        (begun, waited_before), (now, waited) = self._marks.pop(self._last), self._marks[step]
+        count = step - self._last
+        seconds = max(1e-9, now - begun)
+        counted = max(0, step - max(self._last, self._first + self.WARM_UP))
+        self.loop.training_seconds += seconds * counted / count
+        self._last = step
+        rate = self.tokens_per_step * count / seconds
+        return {
+            "time/step_ms": seconds / count * 1e3,
+            "time/tok_per_s": rate,
+            "time/mfu": _ratio(rate, self.flops(False)),
+            "time/mfu_causal": _ratio(rate, self.flops(True)),
+            "time/data_wait_pct": 100 * (waited - waited_before) / seconds,
+            "time/total": self.loop.training_seconds,
+            "time/eta": seconds / count * (self.steps - step),
+        }
+
+
+def _ratio(rate: float, flops_share: float | None) -> float | None:
+    return None if flops_share is None else rate * flops_share

@@ -1,0 +1,137 @@
+"""Saving and restoring a run: the state tree, the loop state, the configuration, the tokenizer, the data's fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from bessemer.checkpoint import Checkpoints
+from bessemer.errors import InputError
+from bessemer.job import Snapshot, find_run
+from bessemer.training.fetch import fetch
+from bessemer.training.state import LoopState
+
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
+
+VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+SAVED = ("step", "data_step", "params", "opt_state", "ema")
+
+
+def open_checkpoints(trainer: BaseTrainer) -> Checkpoints:
+    return Checkpoints(
+        trainer.run_directory.checkpoints,
+        keep_last=trainer.logging.keep_last,
+        keep_every=trainer.logging.keep_every,
+        process_zero=trainer.is_process_zero,
+    )
+
+
+def saved_tree(state: Any) -> dict[str, Any]:
+    """The arrays of a state (what is static is rebuilt from the configuration)."""
+    return {name: getattr(state, name) for name in SAVED if getattr(state, name) is not None}
+
+
+def meta(trainer: BaseTrainer, step: int) -> dict[str, Any]:
+    """Facts that say which run this is, and on what its bits rest."""
+    return {
+        "step": step,
+        "tokens": step * trainer.tokens_per_step,
+        "epoch": trainer.data.plan.epoch(step + trainer.data_offset),
+        "iteration": step * trainer.functions.accumulate_steps,
+        "timestamp": time.time(),
+        "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+        "config_hash": hashlib.sha256(trainer.config.to_yaml().encode()).hexdigest(),
+        "tokenizer_hash": trainer.tokenizer.hash if trainer.tokenizer else None,
+        "data_fingerprint": trainer.data.plan.fingerprint,
+        "topology": trainer.topology.describe(),
+        "val_loss": trainer.loop_state.best_val_loss if trainer.loop_state.best_step == step else None,
+    }
+
+
+def snapshot(trainer: BaseTrainer) -> Snapshot:
+    """Everything a checkpoint holds, as of the current step."""
+    files = {"loop.json": trainer.loop_state.to_json(), "config.yaml": trainer.config.to_yaml()}
+    if trainer.tokenizer is not None:
+        files["tokenizer.json"] = trainer.tokenizer.to_json()
+    return Snapshot(trainer.step, saved_tree(trainer.state), files, meta(trainer, trainer.step))
+
+
+def save(trainer: BaseTrainer, wait: bool) -> None:
+    """Begin an asynchronous save of the current state; with `wait`, see it committed."""
+    loop = trainer.loop_state
+    if loop.best_step == trainer.step:
+        loop.best_checkpoint = trainer.step
+    trainer.checkpoint_manager.protect(loop.best_checkpoint)
+    trainer.save_tree(snapshot(trainer), wait=wait)
+
+
+def accept(trainer: BaseTrainer, tree: Any, step: int) -> None:
+    """Go on from a restored tree."""
+    manager = trainer.checkpoint_manager
+    trainer.state = trainer.functions.abstract_state.replace(**tree)
+    trainer.loop_state = LoopState.from_json(manager.read(step, "loop.json"))
+    manager.protect(trainer.loop_state.best_checkpoint)
+    trainer.step = step
+    trainer.data_offset = int(fetch(trainer.state.data_step)) - step
+
+
+def check_same_run(trainer: BaseTrainer, step: int) -> None:
+    """Other data or another tokenizer is an error; another machine is one line, as only rounding changes."""
+    saved = json.loads(trainer.checkpoint_manager.read(step, "meta.json"))
+    current = meta(trainer, step)
+    for name, what in (("tokenizer_hash", "tokenizer"), ("data_fingerprint", "training data")):
+        if saved[name] != current[name]:
+            raise InputError(
+                f"the checkpoint at step {saved['step']} of {trainer.run_directory.path} was made with another {what} "
+                f"({_short(saved[name])} then, {_short(current[name])} now), so continuing would not be the same run. "
+                f"Restore the {what}, or start a new run from these weights with init={trainer.run_directory.path}."
+            )
+    differences = [
+        f"{name} {saved['versions'].get(name)} then, {version} now"
+        for name, version in current["versions"].items()
+        if saved["versions"].get(name) != version
+    ]
+    differences += [
+        f"{name} {saved['topology'].get(name)} then, {value} now"
+        for name, value in current["topology"].items()
+        if saved["topology"].get(name) != value
+    ]
+    if differences:
+        trainer.say(
+            "note: bits can differ from the uninterrupted run, which is the same to rounding: " + "; ".join(differences)
+        )
+
+
+def _short(value: Any) -> str:
+    return str(value)[:12]
+
+
+def initial_params(trainer: BaseTrainer, params: Any) -> Any:
+    """`init=RUN|CHECKPOINT`: weights only, into freshly made parameters of the same shapes."""
+    path = trainer.settings.init
+    assert path is not None
+    run = find_run(path, trainer.spec.root)
+    manager = trainer.checkpoint_manager.at(run.checkpoints)
+    newest, messages = manager.newest_valid()
+    for message in messages:
+        trainer.say(f"warning: {message}")
+    if newest is None:
+        raise InputError(f"init={path}: the run has no valid checkpoint to take weights from.")
+    saved = json.loads(manager.read(newest, "meta.json"))
+    if trainer.tokenizer is not None and saved["tokenizer_hash"] != trainer.tokenizer.hash:
+        raise InputError(
+            f"init={path}: those weights were trained with another tokenizer, so ids would mean other words. "
+            f"Use it here too: data.tokenizer={manager.path(newest) / 'tokenizer.json'}"
+        )
+    abstract = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params
+    )
+    restored = manager.restore(newest, abstract, only="params")
+    trainer.say(f"weights from {run.path}, step {newest}")
+    return restored

@@ -1,0 +1,102 @@
+"""Which settings a run has: those of the trainer and of every part it names."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bessemer import config as config_room
+from bessemer.config import Config, Schema, gather, slashed
+from bessemer.data import DataSettings
+from bessemer.errors import InputError
+from bessemer.optim import settings_classes
+from bessemer.registry import callbacks, import_plugin, jobs, models, objectives
+from bessemer.selectors import explain_unselected
+from bessemer.topology import TopologySettings
+from bessemer.training.callback import Callback
+from bessemer.training.settings import GuardSettings, LoggingSettings
+
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
+
+DEFAULT_JOB = "BaseTrainer"
+
+
+def schema_of(values: Mapping[str, Any]) -> Schema:
+    """The schema of a run whose recipe and overrides gave `values` (flat, unchecked)."""
+    for plugin in _words(values.get("plugins")):
+        import_plugin(plugin)
+    return trainer_schema(jobs.get(str(values.get("job") or DEFAULT_JOB)), values)
+
+
+def trainer_schema(trainer: type[BaseTrainer], values: Mapping[str, Any]) -> Schema:
+    """Unite the settings of the trainer class with those of the parts that `values` select."""
+    defaults = gather(trainer.config_class())
+    chosen = {key: setting.default for key, setting in defaults.settings.items()} | dict(values)
+    model = trainer.model_class() or models.get(str(chosen["model/family"]))
+    classes: list[type] = [trainer.config_class(), LoggingSettings, GuardSettings, DataSettings, TopologySettings, model]
+    classes += settings_classes(*optimizer_names(trainer, chosen))
+    classes += objectives.entry(str(chosen["objective"])).settings
+    for name in [*trainer.default_callbacks, *_words(chosen.get("callbacks"))]:
+        if _has_settings(name):
+            classes.append(callbacks.get(name))
+    return gather(*dict.fromkeys(classes), explain=explain_unselected)
+
+
+def optimizer_names(trainer: type[BaseTrainer], values: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """(optimizer, schedule) as registry names for their settings; None where the class gives an optax object."""
+    optimizer = values.get("optimization/name") or trainer.optimizer()
+    schedule = values.get("optimization/schedule") or trainer.schedule() or "constant"
+    return (optimizer if isinstance(optimizer, str) else None), (schedule if isinstance(schedule, str) else None)
+
+
+def config_for(trainer: type[BaseTrainer], arguments: Mapping[str, Any] | None) -> Config:
+    """The configuration in force, or the class's defaults; `arguments` override either."""
+    ambient = config_room.current()
+    if ambient is not None and not arguments:
+        return ambient
+    given = {} if ambient is None else {key: ambient[key] for key in ambient.values if ambient.is_set(key)}
+    given |= {slashed(key): value for key, value in (arguments or {}).items()}
+    return config_room.resolve(lambda values: trainer_schema(trainer, values), overrides=given, source="python")
+
+
+def saved_config(path: Path) -> Config:
+    """A run's config.yaml, whatever trainer it names."""
+    return config_room.load_saved(path, schema_of)
+
+
+def make_callbacks(trainer: BaseTrainer) -> list[Callback]:
+    """The default callbacks, those of the setting, then those given in code, in this order."""
+    names = [*trainer.default_callbacks, *trainer.settings.callbacks]
+    with config_room.configuration(trainer.config):
+        made = [config_room.configure(callbacks.get(name)) if _has_settings(name) else callbacks.get(name)() for name in names]
+    return [*made, *trainer.given_callbacks]
+
+
+def _has_settings(name: str) -> bool:
+    return dataclasses.is_dataclass(callbacks.get(name))
+
+
+def generic_argument(cls: type, base: type, position: int) -> Any:
+    """Argument number `position` of `base[...]` in the class statement of `cls` or the nearest ancestor."""
+    for ancestor in cls.__mro__:
+        for generic in getattr(ancestor, "__orig_bases__", ()):
+            if typing.get_origin(generic) is base:
+                argument = typing.get_args(generic)[position]
+                if not isinstance(argument, typing.TypeVar):
+                    return argument
+    return None
+
+
+def _words(value: Any) -> list[str]:
+    """A setting that is a list of names, before it has been checked."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
+        return list(value)
+    raise InputError(f"expected a name or a list of names, got {value!r}.")

@@ -1,0 +1,108 @@
+"""What a training run can be told: the settings of the trainer, its log, its guard and its checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bessemer.config import field
+from bessemer.data.mixture import Sampling
+
+
+@dataclass
+class BaseTrainerConfig:
+    """Settings of every trainer. Subclass it to add or to change a default."""
+
+    job: str = field(
+        "job", default="BaseTrainer", help="trainer class: a registered name or module:Class of your own"
+    )
+    plugins: list[str] = field(
+        "plugins", default_factory=list, help="modules or .py files imported first; they register your own parts"
+    )
+    objective: str = field("objective", default="pretrain", help="which loss: a name from the objectives registry")
+    init: str | None = field("init", default=None, help="start from the weights of a run or of a checkpoint directory")
+    seed: int = field("seed", default=1337, minimum=0, help="the only source of randomness")
+    family: str = field("model/family", default="gpt", help="model family: a name from the models registry")
+    block_size: int = field("architecture/block_size", default=512, minimum=2, help="sequence length in tokens")
+
+    batch_size: int = field(
+        "training/batch_size",
+        default=512,
+        minimum=1,
+        help="sequences per optimizer step, all devices together; accumulation never changes it",
+    )
+    batch_tokens: int | None = field(
+        "training/batch_tokens",
+        default=None,
+        help="the same in tokens (a multiple of architecture.block_size); -1 derives it from the model's size",
+    )
+    per_device_batch_size: int = field(
+        "training/per_device_batch_size",
+        default=-1,
+        help="sequences in one forward pass per data-parallel device; -1: the largest that fits in memory",
+    )
+    steps: int | None = field("training/steps", default=None, minimum=1, help="horizon: optimizer steps")
+    flops: float | None = field("training/flops", default=None, help="horizon: training FLOPs")
+    total_tokens: list[int] | None = field(
+        "training/tokens", default=None, help="horizon: tokens; a list gives one horizon per stage"
+    )
+    epochs: float | None = field("training/epochs", default=None, help="horizon: passes over the data")
+    ratio: float | None = field("training/ratio", default=None, help="horizon: tokens per scaling parameter")
+
+    datasets: list[list[Sampling]] = field(
+        "training/dataset",
+        default_factory=list,
+        help="what to train on: a file, glob, store directory or registered name; or a list of samplings",
+    )
+    validate: bool = field("training/validation", default=True, help="measure the loss on held-out sequences")
+    validation_steps: int = field(
+        "training/validation_steps",
+        default=2048,
+        minimum=1,
+        help="sequences in one validation pass (the same ones each time; fewer when the data holds fewer)",
+    )
+    time_limit: str | float | None = field(
+        "training/time_limit", default=None, help="stop with a checkpoint after 2h30m, 1d, 90 (seconds), ..."
+    )
+    max_grad_norm: float = field(
+        "training/max_grad_norm", default=1.0, minimum=0, help="clip the global gradient norm; 0 = off"
+    )
+    ema: float = field("training/ema", default=0.0, minimum=0, maximum=1, help="decay of a weight average; 0 = off")
+    optimizer: str | None = field(
+        "optimization/name", default=None, help="a name from the optimizers registry; none: the trainer's (adamw)"
+    )
+    schedule: str | None = field(
+        "optimization/schedule", default=None, help="a name from the schedules registry; none: the optimizer's own"
+    )
+    callbacks: list[str] = field(
+        "callbacks", default_factory=list, help="extra callbacks: registered names or module:Class"
+    )
+
+
+@dataclass
+class LoggingSettings:
+    """When things are written. All intervals are optimizer steps; -1 means only at the end."""
+
+    report_interval: int = field("logging/report_interval", default=32, help="steps between rows of metrics.jsonl")
+    validation_interval: int = field("logging/validation_interval", default=512, help="steps between validations")
+    checkpoint_interval: int = field("logging/checkpoint_interval", default=1024, help="steps between checkpoints")
+    keep_last: int = field("logging/keep_last", default=3, minimum=1, help="newest checkpoints that are kept")
+    keep_every: int = field(
+        "logging/keep_every", default=0, minimum=0, help="also keep checkpoints at multiples of this step; 0 = none"
+    )
+    progress: str = field(
+        "logging/progress",
+        default="auto",
+        choices=("auto", "rich", "tqdm", "json", "plain", "none"),
+        help="how progress is shown; auto: rich on a terminal, plain lines otherwise",
+    )
+    wandb: bool = field("logging/wandb", default=False, help="also log to Weights & Biases (extra: track)")
+    tensorboard: bool = field("logging/tensorboard", default=False, help="also log to TensorBoard (extra: track)")
+
+
+@dataclass
+class GuardSettings:
+    """What happens when a step goes wrong."""
+
+    max_bad_steps: int = field(
+        "guard/max_bad_steps", default=3, minimum=1, help="non-finite steps in a row that end the run (exit 3)"
+    )

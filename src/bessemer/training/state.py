@@ -1,0 +1,107 @@
+"""What a run carries from step to step: the state tree on the devices and the loop state on the host.
+
+Everything else (stage, tokens seen, position of the schedule, random keys) is derived from `step`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from flax.training import train_state
+
+
+class TrainState(train_state.TrainState):
+    """flax's TrainState, extended.
+
+    step:      optimizer steps taken; drives schedules and random keys (int32 from the start, or jit compiles twice)
+    data_step: argument of `batch`; equal to step until a rollback moves it past poisoned data
+    ema:       optional running average of the parameters
+    """
+
+    data_step: jax.Array = struct.field(default=None)
+    ema: Any = None
+    loss_fn: Callable = struct.field(pytree_node=False, default=None)
+    rules: StepRules = struct.field(pytree_node=False, default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRules:
+    """What the compiled step must know and never changes during a run."""
+
+    max_grad_norm: float = 1.0
+    ema_decay: float = 0.0
+    place_gradients: Callable[[Any], Any] = lambda grads: grads
+    rates: Callable[[jax.Array], dict[str, jax.Array]] = lambda step: {}
+
+
+def create_state(
+    apply_fn: Callable, loss_fn: Callable, params: Any, tx: Any, rules: StepRules
+) -> TrainState:
+    """The state of step 0. Call it under jit with out_shardings: arrays are then born on their devices."""
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        data_step=jnp.zeros((), jnp.int32),
+        apply_fn=apply_fn,
+        loss_fn=loss_fn,
+        params=params,
+        tx=tx,
+        opt_state=tx.init(params),
+        ema=jax.tree.map(jnp.copy, params) if rules.ema_decay > 0 else None,
+        rules=rules,
+    )
+
+
+SMOOTHING = 0.9
+"""Decay of the debiased running loss that is shown as loss_smooth."""
+
+
+@dataclasses.dataclass
+class LoopState:
+    """The host's part of a run: small numbers that must survive a restart exactly (loop.json)."""
+
+    steps_counted: int = 0
+    loss_average: float = 0.0
+    target_tokens: int = 0
+    skipped_steps: int = 0
+    bad_steps_in_row: int = 0
+    clipped_steps: int = 0
+    best_val_loss: float | None = None
+    best_step: int | None = None
+    best_checkpoint: int | None = None
+    min_val_bpb: float | None = None
+    stale_validations: int = 0
+    training_seconds: float = 0.0
+    tracker_id: str | None = None
+    finished: str | None = None
+
+    def count(self, loss: float, target_tokens: float, finite: bool, clipped: bool) -> None:
+        """Take one step's results in. A skipped step changes the counters, not the averages."""
+        if not finite:
+            self.skipped_steps += 1
+            self.bad_steps_in_row += 1
+            return
+        self.bad_steps_in_row = 0
+        self.steps_counted += 1
+        self.target_tokens += int(target_tokens)
+        self.clipped_steps += int(clipped)
+        self.loss_average = SMOOTHING * self.loss_average + (1 - SMOOTHING) * loss
+
+    @property
+    def loss_smooth(self) -> float | None:
+        """Σ .9^(n-i) loss_i / Σ .9^(n-i): the running average without the bias towards its start at 0."""
+        if self.steps_counted == 0:
+            return None
+        return self.loss_average / (1 - SMOOTHING**self.steps_counted)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> LoopState:
+        return cls(**json.loads(text))

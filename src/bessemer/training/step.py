@@ -1,0 +1,124 @@
+"""One optimizer step and one validation step, as pure functions of the state and the batch.
+
+    g = Σ_micro ∇ Σ_tokens w·loss  /  Σ_micro Σ_tokens w        (float32, divided once)
+
+so the number of micro-batches, devices and masks never change what is optimised.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from bessemer.training.state import TrainState
+
+Batch = dict[str, jax.Array]
+Meta = dict[str, jax.Array]
+
+
+def train_step(
+    state: TrainState, batch: Batch, key: jax.Array, accumulate_steps: int
+) -> tuple[TrainState, jax.Array, Meta]:
+    """batch leaves: (S, B, T). Returns the new state, the loss, and the step's exact global sums."""
+    key = jax.random.fold_in(key, state.step)
+    sums, grads = _accumulate(state, batch, key, accumulate_steps)
+    weight = sums["weight"]
+    grads = jax.tree.map(lambda g: g / weight, grads)
+    loss = sums["loss"] / weight
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
+    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    limit = state.rules.max_grad_norm
+    if limit > 0:
+        scale = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))
+        grads = jax.tree.map(lambda g: g * scale, grads)
+    new_state = _updated(state, grads, finite)
+    meta = {name: value / weight for name, value in sums.items() if name not in ("loss", "weight")}
+    meta |= state.rules.rates(state.step) | {
+        "loss": loss,
+        "grad_norm": norm,
+        "target_tokens": weight,
+        "finite": finite,
+        "clipped": finite & (norm > limit) if limit > 0 else jnp.zeros((), bool),
+    }
+    return new_state, loss, meta
+
+
+def _accumulate(state: TrainState, batch: Batch, key: jax.Array, accumulate_steps: int) -> tuple[Meta, Any]:
+    """Sum weighted losses, weights, metrics and gradients over the micro-batches, in float32."""
+
+    def micro(params: Any, rows: Batch, index: jax.Array) -> tuple[Meta, Any]:
+        def loss_of(p: Any) -> tuple[jax.Array, Meta]:
+            loss, weight, metrics = state.loss_fn(state.apply_fn, p, rows, jax.random.fold_in(key, index))
+            return loss, {"loss": loss, "weight": weight, **metrics}
+
+        grads, sums = jax.grad(loss_of, has_aux=True)(params)
+        sums = jax.tree.map(lambda s: jnp.asarray(s, jnp.float32), sums)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return sums, state.rules.place_gradients(grads)
+
+    if accumulate_steps == 1:
+        return micro(state.params, jax.tree.map(lambda x: x[0], batch), jnp.zeros((), jnp.int32))
+
+    def body(total: tuple[Meta, Any], xs: tuple[Batch, jax.Array]) -> tuple[tuple[Meta, Any], None]:
+        return jax.tree.map(jnp.add, total, micro(state.params, *xs)), None
+
+    first = jax.tree.map(lambda x: x[0], batch)
+    shapes = jax.eval_shape(micro, state.params, first, jnp.zeros((), jnp.int32))
+    zero_sums, zero_grads = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    start = (zero_sums, state.rules.place_gradients(zero_grads))
+    total, _ = jax.lax.scan(body, start, (batch, jnp.arange(accumulate_steps)))
+    return total
+
+
+def _updated(state: TrainState, grads: Any, finite: jax.Array) -> TrainState:
+    """Apply the optimizer; a non-finite step advances `step` and changes nothing else."""
+    updates, opt_state = state.tx.update(grads, state.opt_state, state.params, step=state.step)
+    params = optax.apply_updates(state.params, updates)
+
+    def keep(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+
+    params = keep(params, state.params)
+    ema = state.ema
+    if ema is not None:
+        decay = state.rules.ema_decay
+        ema = jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, ema, params)
+    return state.replace(
+        step=state.step + 1,
+        data_step=state.data_step + 1,
+        params=params,
+        opt_state=keep(opt_state, state.opt_state),
+        ema=ema,
+    )
+
+
+def val_step(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, Meta]:
+    """Σ loss, Σ weight over S micro-batches, and the sums that make bits per byte.
+
+    Token batches are measured by their plain negative log-likelihood (no smoothing, no z-loss);
+    bits per byte = nats / (ln 2 · bytes) over targets that stand for bytes, so specials do not count.
+    """
+
+    def micro(rows: Batch) -> Meta:
+        if "target_ids" not in rows:
+            loss, weight, metrics = state.loss_fn(state.apply_fn, state.params, rows, None)
+            return {"loss": loss, "weight": weight, **metrics}
+        logprobs = state.apply_fn(state.params, rows, method="token_logprobs")
+        weights = jnp.where(rows["target_ids"] >= 0, rows["loss_mask"], 0.0)
+        sums = {"loss": -(logprobs * weights).sum(), "weight": weights.sum()}
+        if "target_bytes" in rows:
+            counted = weights * (rows["target_bytes"] > 0)
+            sums["nats"] = -(logprobs * counted).sum()
+            sums["bytes"] = (counted * rows["target_bytes"]).sum()
+        return sums
+
+    def body(total: Meta, rows: Batch) -> tuple[Meta, None]:
+        return jax.tree.map(jnp.add, total, micro(rows)), None
+
+    shapes = jax.eval_shape(micro, jax.tree.map(lambda x: x[0], batch))
+    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    sums, _ = jax.lax.scan(body, zero, batch)
+    return sums.pop("loss"), sums.pop("weight"), sums

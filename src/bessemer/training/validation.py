@@ -1,0 +1,79 @@
+"""Validation: the same held-out sequences each time, whatever the batch, mesh or process count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bessemer.data import Tokenizer, Validation
+from bessemer.training.feed import device_batch, row_fields
+from bessemer.training.fetch import fetch
+
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
+
+
+class ValidationSet:
+    """The data's fixed held-out rows, each target with its length in bytes."""
+
+    def __init__(self, rows: Validation, tokenizer: Tokenizer | None):
+        self.rows = rows
+        self.count = len(rows)
+        self.bytes = None if tokenizer is None else tokenizer.token_bytes
+        self.fields = row_fields(self.read(0, 1))
+
+    def read(self, number: int, batch_size: int, rows: slice | None = None) -> dict[str, np.ndarray]:
+        """Rows of batch `number` of a pass; those beyond the set are blank: no target, so no weight."""
+        batch = dict(self.rows.batch(number, batch_size, rows))
+        if self.bytes is not None:
+            lengths = self.bytes[np.maximum(batch["target_ids"], 0)].astype(np.int32)
+            batch["target_bytes"] = np.where(batch["target_ids"] >= 0, lengths, 0)
+        return batch
+
+
+def validate(trainer: BaseTrainer) -> dict[str, Any]:
+    """{"val_loss", "val_bpb", "min_val_bpb"}; the best is kept in the loop state."""
+    sums = validation_sums(trainer)
+    loss = sums["loss"] / sums["weight"]
+    row: dict[str, Any] = {"val_loss": loss}
+    state = trainer.loop_state
+    if state.best_val_loss is None or loss < state.best_val_loss:
+        state.best_val_loss, state.best_step, state.stale_validations = loss, trainer.step, 0
+    else:
+        state.stale_validations += 1
+    if sums.get("bytes"):
+        bits = sums["nats"] / (math.log(2) * sums["bytes"])
+        state.min_val_bpb = bits if state.min_val_bpb is None else min(bits, state.min_val_bpb)
+        row |= {"val_bpb": bits, "min_val_bpb": state.min_val_bpb}
+    return row
+
+
+def validation_sums(trainer: BaseTrainer) -> dict[str, float]:
+    """Run `val_step` over the whole set, then read once; sums are added in float64."""
+    state, val_step = trainer.state, trainer.functions.val_step
+    parts = [val_step(state, batch) for batch in validation_batches(trainer)]
+    totals: dict[str, float] = {}
+    for loss, weight, meta in fetch(parts):
+        for name, value in {"loss": loss, "weight": weight, **meta}.items():
+            totals[name] = totals.get(name, 0.0) + float(value)
+    return totals
+
+
+def validation_batches(trainer: BaseTrainer) -> Iterator[dict[str, Any]]:
+    """Device batches of one shape that cover the set, the last one padded with blank rows."""
+    held_out = trainer.data.validation
+    assert held_out is not None
+    micro, count = trainer.functions.micro, trainer.functions.validation_batches
+    sharding = trainer.topology.batch_sharding(1)
+    size = micro * count
+    for number in range(held_out.rows.batches(size)):
+        yield device_batch(
+            lambda first, end, number=number: held_out.read(number, size, slice(first, end)),
+            held_out.fields,
+            micro,
+            count,
+            sharding,
+        )

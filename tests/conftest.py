@@ -1,0 +1,87 @@
+"""One place that says what the tests run on: the CPU, eight virtual devices, one home for prepared data."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import jax
+
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    jax.config.update("jax_num_cpu_devices", 8)
+
+WORDS = "the a red blue green fox dog cat runs jumps sleeps over under near river hill tree quickly and then".split()
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where prepared data and compiled programs of the tests live."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(autouse=True)
+def _private_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BESSEMER_HOME", str(home))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixty small documents: an epoch of the tiny run below ends within its ten steps."""
+    path = tmp_path_factory.mktemp("corpus") / "tiny.jsonl"
+    rng = random.Random(0)
+    texts = [" ".join(rng.choice(WORDS) for _ in range(rng.randint(20, 60))) + "." for _ in range(60)]
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(corpus: Path) -> dict[str, object]:
+    """Settings of a run that takes seconds: two layers, ten steps, two micro-batches each, everything logged."""
+    return {
+        "training.dataset": str(corpus),
+        "training.batch_size": 8,
+        "training.per_device_batch_size": 4,
+        "training.steps": 10,
+        "training.validation_steps": 12,
+        "data.tokenizer": "train:300",
+        "data.val_fraction": 0.1,
+        "model.depth": 2,
+        "model.width": 32,
+        "model.head_dim": 16,
+        "architecture.block_size": 16,
+        "optimization.name": "muon",
+        "logging.report_interval": 1,
+        "logging.validation_interval": 4,
+        "logging.checkpoint_interval": 3,
+        "logging.keep_last": 20,
+        "logging.progress": "none",
+    }
+
+
+def words(settings: dict[str, object]) -> list[str]:
+    """Settings as command-line words."""
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+@pytest.fixture
+def cli(home: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """The real command line in a fresh process."""
+
+    def call(*arguments: str, devices: int = 1, env: dict[str, str] | None = None, **options: object):
+        variables = {**os.environ, "BESSEMER_HOME": str(home), "JAX_NUM_CPU_DEVICES": str(devices), **(env or {})}
+        command = [sys.executable, "-m", "bessemer", *arguments]
+        return subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=300, **options  # type: ignore[call-overload]
+        )
+
+    return call

@@ -1,0 +1,150 @@
+"""Sources: what is found, what is read, and what is said about what cannot be."""
+
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bessemer.data.datasets import python_stdlib
+from bessemer.data.readers import Bad, Document, read_piece
+from bessemer.data.sources import Piece, find_files, plan_shards
+from bessemer.errors import InputError
+
+TEXTS = [f"document {i} " + "word " * (i % 7) for i in range(50)]
+
+
+def read_all(name, shard_bytes=1 << 20, text_key=None):
+    shards = plan_shards(find_files(name), shard_bytes)
+    return [read for shard in shards for piece in shard for read in read_piece(piece, text_key)]
+
+
+def texts(reads):
+    assert all(isinstance(read, Document) for read in reads), reads
+    return [read.text for read in reads]
+
+
+def jsonl(values):
+    return "".join(json.dumps(value) + "\n" for value in values).encode()
+
+
+def test_every_format_gives_the_same_documents(tmp_path):
+    rows = [{"text": text, "other": 1} for text in TEXTS]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(rows))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(jsonl(rows)))
+    with pa.output_stream(tmp_path / "c.jsonl.zst", compression="zstd") as stream:
+        stream.write(jsonl(rows))
+    pq.write_table(pa.table({"text": TEXTS, "id": list(range(50))}), tmp_path / "d.parquet", row_group_size=7)
+    for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet"):
+        assert texts(read_all(tmp_path / name)) == TEXTS, name
+    assert texts(read_all(tmp_path)) == TEXTS * 4
+    assert texts(read_all(str(tmp_path / "*.jsonl*"))) == TEXTS * 3
+
+
+@pytest.mark.parametrize("shard_bytes", [1, 10, 100, 5000])
+def test_jsonl_shards_do_not_lose_or_repeat_lines(tmp_path, shard_bytes):
+    (tmp_path / "a.jsonl").write_bytes(jsonl([{"text": t} for t in TEXTS]).rstrip(b"\n"))
+    assert texts(read_all(tmp_path / "a.jsonl", shard_bytes)) == TEXTS
+
+
+@given(st.text(alphabet="ab\né世", min_size=1, max_size=3000), st.integers(8, 64))
+@settings(max_examples=50, deadline=None)
+def test_a_text_is_cut_without_loss(tmp_path_factory, text, cut):
+    path = tmp_path_factory.mktemp("t") / "a.txt"
+    path.write_bytes(text.encode())
+    size = path.stat().st_size
+    whole = list(read_piece(Piece(str(path), "txt", 0, size, size, cut)))
+    assert "".join(texts(whole)) == text
+    half = size // 2 // cut * cut
+    parts = [Piece(str(path), "txt", 0, half, 0, cut), Piece(str(path), "txt", half, size, 0, cut)]
+    assert [read for part in parts for read in read_piece(part)] == whole
+
+
+def test_a_small_text_alone_becomes_several_documents_and_many_texts_do_not(tmp_path):
+    line = "one line of text\n"
+    (tmp_path / "a.txt").write_text(line * 2000)
+    found = texts(read_all(tmp_path / "a.txt"))
+    assert 10 <= len(found) <= 17 and all(text.endswith("\n") for text in found)
+    (tmp_path / "b.txt").write_text(line * 2000)
+    assert len(read_all(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "cut off', "not valid JSON"),
+        (b'{"title": "x"}', "no 'text'"),
+        (b'{"text": 5}', "'text' is int"),
+        (b'{"text": "\\ud800"}', "surrogate"),
+        (b'{"text": "\xff"}', "not UTF-8"),
+        (b'{"messages": []}', "chat or preference"),
+        (b"[1]", "expected a text or a mapping"),
+    ],
+)
+@pytest.mark.parametrize("shard_bytes", [16, 1 << 20])
+def test_a_bad_line_says_file_line_and_reason(tmp_path, line, reason, shard_bytes):
+    good = jsonl([{"text": t} for t in TEXTS])
+    (tmp_path / "a.jsonl").write_bytes(good + line + b"\n" + good)
+    bad = [read for read in read_all(tmp_path / "a.jsonl", shard_bytes) if isinstance(read, Bad)]
+    assert len(bad) == 1
+    assert bad[0].where.endswith("a.jsonl line 51") and reason in bad[0].reason
+
+
+def test_damaged_files(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 nothing")
+    with pytest.raises(InputError, match="not a readable parquet"):
+        read_all(tmp_path / "a.parquet")
+    whole = gzip.compress(jsonl([{"text": str(i) * 50} for i in range(3000)]))
+    (tmp_path / "b.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    assert "damaged or cut short" in read_all(tmp_path / "b.jsonl.gz")[-1].reason
+    (tmp_path / "c.txt").write_bytes(b"fine\n\xff\xfe\n")
+    assert "byte 5" in read_all(tmp_path / "c.txt")[0].where
+    table = pa.table({"text": ["x" * 100] * 100})
+    pq.write_table(table, tmp_path / "d.parquet", compression="zstd", use_dictionary=False)
+    content = bytearray((tmp_path / "d.parquet").read_bytes())
+    content[20:60] = bytes(40)
+    (tmp_path / "d.parquet").write_bytes(bytes(content))
+    assert any(isinstance(read, Bad) for read in read_all(tmp_path / "d.parquet"))
+
+
+def test_what_cannot_be_found(tmp_path):
+    (tmp_path / "train.txt").write_text("x")
+    (tmp_path / "picture.png").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for name, match in [
+        ("trian.txt", r"Did you mean '.*train\.txt'"),
+        ("*.jsonl", "no file matches"),
+        ("picture.png", "no known kind"),
+        ("empty", "holds no"),
+    ]:
+        with pytest.raises(InputError, match=match):
+            find_files(tmp_path / name)
+    with pytest.raises(InputError, match="no data files"):
+        find_files([])
+
+
+def test_other_columns(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl([{"body": "b", "text": "t"}]))
+    assert texts(read_all(tmp_path / "a.jsonl", text_key="body")) == ["b"]
+    pq.write_table(pa.table({"body": ["b"]}), tmp_path / "a.parquet")
+    assert texts(read_all(tmp_path / "a.parquet", text_key="body")) == ["b"]
+    with pytest.raises(InputError, match="no 'text'"):
+        read_all(tmp_path / "a.parquet")
+
+
+def test_the_standard_library_is_found_in_order():
+    files = python_stdlib().files
+    assert 8e6 < sum(file.size for file in files) < 20e6
+    paths = [file.path for file in files]
+    assert not [p for p in paths if "site-packages" in p or "/test/" in p or "__pycache__" in p]
+    assert [file.path for file in python_stdlib().files] == paths
+    assert any(p.endswith("argparse.py") for p in paths)
+
+
+def test_a_stripped_library_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(InputError, match="zipped or stripped"):
+        python_stdlib()

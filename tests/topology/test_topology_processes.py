@@ -1,0 +1,139 @@
+"""Many processes: settings, launchers, and two real processes that agree, wait and report the missing one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from bessemer.errors import InputError
+from bessemer.topology import StopAgreement, TopologySettings, barrier, share, start_distributed
+from bessemer.topology.launch import cluster, slurm_local_devices
+
+CLUSTER = ("SLURM", "OMPI", "KUBERNETES", "JOB_COMPLETION", "TPU_", "MEGASCALE", "BESSEMER_", "CUDA_VISIBLE")
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(CLUSTER):
+            monkeypatch.delenv(name)
+
+
+def test_alone_everything_is_trivial():
+    assert start_distributed() is False
+    barrier("nothing")
+    assert share("value", lambda: "x") == "x"
+    stop = StopAgreement()
+    assert not stop.due(7)
+    stop.propose(7)
+    stop.propose(9)
+    assert stop.due(7) and not stop.due(6)
+
+
+@pytest.mark.parametrize(
+    ("env", "settings", "words"),
+    [
+        ({}, {"coordinator": "h:1"}, ["topology.processes", "topology.process_id"]),
+        ({"BESSEMER_PROCESSES": "2"}, {}, ["topology.coordinator"]),
+        ({"BESSEMER_PROCESSES": "two"}, {}, ["BESSEMER_PROCESSES='two'"]),
+        ({}, {"coordinator": "h", "processes": 2, "process_id": 0}, ["host:port"]),
+        ({"BESSEMER_PROCESS_ID": "2"}, {"coordinator": "h:1", "processes": 2}, ["process_id=2", "0..1"]),
+    ],
+)
+def test_incomplete_process_settings_are_named(env, settings, words, monkeypatch):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError) as caught:
+        start_distributed(TopologySettings(**settings))
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_launchers_are_recognised_only_when_there_are_peers(monkeypatch):
+    assert cluster() is None
+    slurm = {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_JOB_ID": "7"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(name, value)
+    assert cluster() is None
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    assert cluster() == "SLURM"
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1(x2)")
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    assert slurm_local_devices() == list(range(8))
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2)")
+    assert slurm_local_devices() is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert slurm_local_devices() == [0]
+
+
+WORKER = """
+import os, sys
+from bessemer.errors import StorageError
+from bessemer.topology import *
+index, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+settings = TopologySettings(coordinator=f"127.0.0.1:{port}", processes=2, process_id=index, start_timeout=60)
+assert start_distributed(settings) and start_distributed(settings)
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from bessemer.checkpoint import Checkpoints
+
+topology = make_topology(TopologySettings(data=1, fsdp=2))
+assert (process_index(), process_count(), topology.is_process_zero) == (index, 2, index == 0)
+rows = NamedSharding(topology.mesh, P("fsdp"))
+x = jax.make_array_from_callback((4,), rows, lambda i: np.arange(4.0)[i])
+total = float(jax.jit(jnp.sum, out_shardings=topology.replicated)(x))
+
+store = Checkpoints(folder, process_zero=topology.is_process_zero, timeout=60)
+store.save(5, {"x": x}, files={"loop.json": "{}"}, wait=True)
+store.save(5, {"x": x})
+step, messages = store.newest_valid()
+back = store.restore(step, {"x": x})["x"]
+same = all(bool((np.asarray(a.data) == np.asarray(b.data)).all())
+           for a, b in zip(x.addressable_shards, back.addressable_shards))
+
+stop = StopAgreement()
+last = 0
+for step in range(1, 12):
+    if step == 2 and index == 1:
+        stop.propose(step)
+    barrier(f"step {step}", 30)
+    last = step
+    if stop.due(step):
+        break
+print("RESULT", total, same, store.committed(), messages, last, flush=True)
+if index == 0:
+    try:
+        barrier("nobody else comes", 1.0)
+    except StorageError as error:
+        print("ERROR", error, flush=True)
+else:
+    import time
+    time.sleep(3)
+os._exit(0)
+"""
+
+
+def test_two_processes_commit_together_and_stop_at_one_step(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(index), str(port), str(tmp_path / "checkpoints")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for index in range(2)
+    ]
+    outputs = [worker.communicate(timeout=120) for worker in workers]
+    for out, err in outputs:
+        results = [line for line in out.splitlines() if line.startswith("RESULT")]
+        assert results == ["RESULT 6.0 True [5] [] 5"], out + err
+        assert "[Gloo]" not in out
+    assert "missing: process 1" in outputs[0][0]

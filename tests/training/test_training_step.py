@@ -1,0 +1,130 @@
+"""The step: one denominator, whatever the split; a bad step changes nothing."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bessemer.models.gpt import GPT
+from bessemer.objectives.pretrain import PretrainSettings, pretrain
+from bessemer.optim import build_optimizer
+from bessemer.topology import unbox
+from bessemer.training.model_parts import make_apply
+from bessemer.training.state import StepRules, create_state
+from bessemer.training.step import train_step, val_step
+
+VOCAB, BLOCK, ROWS = 97, 16, 8
+
+
+@functools.cache
+def setup(ema: float = 0.0, limit: float = 1.0):
+    model = GPT(depth=2, width=32, head_dim=16, vocab_size=VOCAB, block_size=BLOCK)
+    optimizer = build_optimizer("adamw", lambda cls: cls(), 100, model.group_of)
+    params = unbox(model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))["params"]
+    # the head starts at almost nothing; give every parameter a gradient worth comparing
+    params = {**params, "head": params["head"] * 300}
+    loss_fn = functools.partial(pretrain, settings=PretrainSettings())
+    rules = StepRules(max_grad_norm=limit, ema_decay=ema, rates=optimizer.rates)
+    return create_state(make_apply(model), loss_fn, params, optimizer.tx, rules)
+
+
+def rows(uneven: bool = True) -> dict[str, np.ndarray]:
+    """Eight rows whose supervised tokens differ wildly in number: 16 in the first, one in the last."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (ROWS, BLOCK + 1), dtype=np.int32)
+    kept = np.arange(BLOCK)[None] < (np.linspace(BLOCK, 1, ROWS).astype(int)[:, None] if uneven else BLOCK)
+    return {
+        "input_ids": tokens[:, :-1],
+        "target_ids": np.where(kept, tokens[:, 1:], -1).astype(np.int32),
+        "positions": np.broadcast_to(np.arange(BLOCK, dtype=np.int32), (ROWS, BLOCK)).copy(),
+        "segment_ids": np.ones((ROWS, BLOCK), np.int32),
+        "loss_mask": kept.astype(np.float32),
+    }
+
+
+def split(batch: dict[str, np.ndarray], parts: int) -> dict[str, jax.Array]:
+    return {name: jnp.asarray(array).reshape(parts, ROWS // parts, *array.shape[1:]) for name, array in batch.items()}
+
+
+@functools.cache
+def step_of(parts: int):
+    return jax.jit(functools.partial(train_step, accumulate_steps=parts))
+
+
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_accumulation_with_uneven_masks_is_the_big_batch(parts: int) -> None:
+    key = jax.random.key(1)
+    whole, loss, meta = step_of(1)(setup(), split(rows(), 1), key)
+    state, loss_parts, meta_parts = step_of(parts)(setup(), split(rows(), parts), key)
+    np.testing.assert_allclose(loss_parts, loss, rtol=1e-6)
+    np.testing.assert_allclose(meta_parts["grad_norm"], meta["grad_norm"], rtol=1e-5)
+    assert float(meta_parts["target_tokens"]) == float(meta["target_tokens"]) == rows()["loss_mask"].sum()
+    for a, b, start in zip(*map(jax.tree.leaves, (state.params, whole.params, setup().params)), strict=True):
+        moved = np.abs(np.asarray(b) - np.asarray(start)).max()
+        difference = np.asarray(a) - np.asarray(b)
+        # Adam's first step divides a gradient by its own size, so rounding is seen through a sign: compare the bulk
+        assert np.quantile(np.abs(difference), 0.95) <= 1e-3 * moved
+        assert abs(difference.mean()) <= 1e-3 * moved
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+def test_gradients_agree_to_rounding(parts: int) -> None:
+    """Plain gradients through the momentum of the optimizer: no division hides or makes a difference."""
+    key = jax.random.key(1)
+    moments = [
+        step_of(n)(setup(), split(rows(), n), key)[0].opt_state for n in (1, parts)
+    ]
+    for a, b in zip(*map(jax.tree.leaves, moments), strict=True):
+        np.testing.assert_allclose(b, a, atol=1e-8, rtol=1e-4)
+
+
+def test_loss_is_divided_by_supervised_tokens_only() -> None:
+    state, batch = setup(), rows()
+    _, loss, _ = step_of(1)(state, split(batch, 1), jax.random.key(1))
+    logits = state.apply_fn(state.params, jnp.asarray(batch["input_ids"]))
+    logp = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    taken = np.take_along_axis(logp, np.maximum(batch["target_ids"], 0)[..., None], -1)[..., 0]
+    mask = batch["loss_mask"].astype(np.float64)
+    np.testing.assert_allclose(float(loss), -(taken * mask).sum() / mask.sum(), rtol=1e-5)
+
+
+def test_a_non_finite_step_is_skipped_and_counted() -> None:
+    state = setup()
+    batch = rows()
+    batch["loss_mask"][0, 0] = np.nan
+    after, _, meta = step_of(2)(state, split(batch, 2), jax.random.key(1))
+    assert not bool(meta["finite"])
+    assert int(after.step) == int(state.step) + 1
+    for new, old in zip(*map(jax.tree.leaves, ((after.params, after.opt_state), (state.params, state.opt_state))), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_clip_scales_the_gradient_and_reports_the_norm_before_it() -> None:
+    batch = split(rows(), 1)
+    _, _, free = step_of(1)(setup(limit=0.0), batch, jax.random.key(1))
+    limited, _, clipped = step_of(1)(setup(limit=1e-3), batch, jax.random.key(1))
+    np.testing.assert_allclose(free["grad_norm"], clipped["grad_norm"], rtol=1e-6)
+    assert bool(clipped["clipped"]) and not bool(free["clipped"])
+    assert float(free["grad_norm"]) > 1e-3
+    assert int(limited.step) == 1
+
+
+def test_ema_follows_the_parameters() -> None:
+    state = setup(ema=0.9)
+    after, _, _ = step_of(1)(state, split(rows(), 1), jax.random.key(1))
+    expected = jax.tree.map(lambda old, new: 0.9 * old + 0.1 * new, state.ema, after.params)
+    for a, b in zip(*map(jax.tree.leaves, (after.ema, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_validation_is_independent_of_the_split() -> None:
+    batch = rows()
+    batch["target_bytes"] = np.where(batch["target_ids"] > 10, 3, 0).astype(np.int32)
+    results = [jax.jit(val_step)(setup(), split(batch, parts)) for parts in (1, 4)]
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert float(results[0][2]["bytes"]) == batch["target_bytes"].sum()
