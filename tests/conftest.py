@@ -36,10 +36,10 @@ def _private_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sixty small documents: an epoch of the tiny run below ends within its ten steps."""
+    """Twenty small documents: an epoch of the tiny run below ends within its ten steps."""
     path = tmp_path_factory.mktemp("corpus") / "tiny.jsonl"
     rng = random.Random(0)
-    texts = [" ".join(rng.choice(WORDS) for _ in range(rng.randint(20, 60))) + "." for _ in range(60)]
+    texts = [" ".join(rng.choice(WORDS) for _ in range(rng.randint(10, 30))) + "." for _ in range(20)]
     path.write_text("\n".join(json.dumps({"text": text}) for text in texts) + "\n")
     return path
 
@@ -54,7 +54,7 @@ def tiny(corpus: Path) -> dict[str, object]:
         "training.steps": 10,
         "training.validation_steps": 12,
         "data.tokenizer": "train:300",
-        "data.val_fraction": 0.1,
+        "data.val_fraction": 0.2,
         "model.depth": 2,
         "model.width": 32,
         "model.head_dim": 16,

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from bessemer.data import SPECIAL_TOKENS, Tokenizer
 from bessemer.errors import InputError
 
-TEXT = "def main(arguments):\n    return len(arguments) + 12345\n\nthe quick brown fox — naïve café 世界\n" * 20
+TEXT = (
+    "def main(arguments):\n    return len(arguments) + 12345\n\nthe quick brown fox — naïve café 世界\n" * 20
+)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,16 @@ def test_foreign_tokenizer_without_bos_says_what_to_add(tokenizer, tmp_path):
     with pytest.raises(InputError, match="begin a document"):
         Tokenizer.load(tmp_path)
     described["added_tokens"] = [
-        {"id": 0, "content": "<s>", "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        {
+            "id": 0,
+            "content": "<s>",
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
     ]
     (tmp_path / "tokenizer.json").write_text(json.dumps(described))
-    assert Tokenizer.load(tmp_path).bos_id == 0
+    loaded = Tokenizer.load(tmp_path)
+    assert loaded.specials == {"<s>": loaded.bos_id} and loaded.decode([loaded.bos_id]) == "<s>"

@@ -9,6 +9,7 @@ from bessemer.errors import InputError
 from bessemer.generate.decoder import Decoder, bucket, crop
 from bessemer.generate.sampling import SamplingOptions
 from bessemer.models.gpt import GPT
+from tiny_run import random_params
 
 BLOCK = 32
 PROMPTS = [[1, 5, 9, 2], [1, 7], [1, 3, 3, 8, 20, 41, 66]]
@@ -23,16 +24,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def params(model):
-    """Weights large enough that the next token depends on what came before."""
-    variables = model.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
-    leaves, tree = jax.tree.flatten(
-        jax.tree.map(
-            lambda box: getattr(box, "value", box), variables, is_leaf=lambda box: hasattr(box, "value")
-        )
-    )
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    leaves = [leaf + 0.3 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(tree, leaves)
+    return random_params(model, 1)
 
 
 @pytest.fixture(scope="module")

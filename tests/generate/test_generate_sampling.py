@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bessemer.errors import InputError
-from bessemer.generate.sampling import Filters, SamplingOptions, choose, keep
+from bessemer.generate.sampling import Filters, SamplingOptions, choose, keep, row_keys
 
 LOGITS = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3]]))
 
@@ -37,7 +37,7 @@ def test_equal_logits_go_to_the_lowest_id_as_in_greedy():
 
 def test_draws_follow_the_tempered_distribution():
     rows = 4000
-    keys = SamplingOptions(temperature=2.0, seed=1).keys(rows)
+    keys = row_keys(SamplingOptions(temperature=2.0, seed=1).streams(rows), 0)
     filters = Filters.of(SamplingOptions(temperature=2.0), 4)
     drawn = np.asarray(choose(jnp.repeat(LOGITS, rows, axis=0), keys, filters))
     expected = np.sqrt([0.1, 0.4, 0.2, 0.3]) / np.sum(np.sqrt([0.1, 0.4, 0.2, 0.3]))
@@ -45,12 +45,12 @@ def test_draws_follow_the_tempered_distribution():
 
 
 def test_keys_belong_to_rows():
-    words = jax.random.key_data(SamplingOptions(seed=4).keys(3))
+    words = jax.random.key_data(row_keys(SamplingOptions(seed=4).streams(3), 5))
     assert len({tuple(row) for row in np.asarray(words).tolist()}) == 3
-    own = jax.random.key_data(SamplingOptions(seed=[4]).keys(1))
+    own = jax.random.key_data(row_keys(SamplingOptions(seed=[4]).streams(1), 5))
     np.testing.assert_array_equal(words[0], own[0])
     with pytest.raises(InputError, match="2 seeds for 3 prompts"):
-        SamplingOptions(seed=[1, 2]).keys(3)
+        SamplingOptions(seed=[1, 2]).streams(3)
 
 
 @pytest.mark.parametrize(

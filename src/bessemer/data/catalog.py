@@ -22,11 +22,11 @@ from bessemer.data.mixture import DatasetStyle, Sampling
 from bessemer.data.permutation import permute
 from bessemer.data.prepare import Options, as_source, content_key, documents_of, prepare, source_key
 from bessemer.data.progress import Callback
-from bessemer.data.readers import Document, read_piece
+from bessemer.data.readers import Bad, Document, read_piece
 from bessemer.data.rows import Rows
 from bessemer.data.settings import DataSettings, data_root
 from bessemer.data.sources import Files, Source, Stream, find_files, plan_shards
-from bessemer.data.store import TokenStore, is_store
+from bessemer.data.store import ArrayStore, TokenStore, is_store
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError
 from bessemer.registry import datasets
@@ -112,7 +112,8 @@ def rows_of(
     """Rows of documents given from Python: directly when they have `len` and `[i]`, else by way of a store
     under the data root, since only random access can be resumed exactly."""
     chosen = settings or DataSettings()
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")) and not hasattr(data, "offsets"):
+    indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    if not indexed and not isinstance(data, (TokenStore, ArrayStore)):
         data = TokenStore(_written(data, tokenizer, data_root(root or chosen.root) / "stores", chosen))
     return make_rows(
         data,
@@ -239,7 +240,9 @@ def _texts(source: Source, text_key: str | None) -> Iterator[str]:
     if isinstance(source, Files):
         shards = plan_shards(source, SAMPLE_SHARD)
         order = permute(range(len(shards)), len(shards), 0).tolist()
-        reads = (read for i in order for piece in shards[i] for read in read_piece(piece, text_key))
+        reads: Iterator[Document | Bad] = (
+            read for i in order for piece in shards[i] for read in read_piece(piece, text_key)
+        )
     else:
         reads = documents_of(source.items, text_key)
     for read in reads:

@@ -36,25 +36,21 @@ class PieceRows:
         return len(self.plan)
 
     def get(self, indices: np.ndarray) -> Batch:
-        n, width = len(indices), self.block_size
-        place, source, segment, position = spread(self.plan, indices, width)
-        inputs = np.full(n * width, self.store.info["pad_id"], np.int32)
-        targets = np.full(n * width, -1, np.int32)
-        segments = np.zeros(n * width, np.int32)
-        positions = np.zeros(n * width, np.int32)
-        inputs[place] = self.tokens[source]
-        nexts = self.tokens[source + 1].astype(np.int32)
-        targets[place] = nexts if self.mask is None else np.where(self.mask[source + 1] > 0, nexts, -1)
-        segments[place] = segment
-        positions[place] = position
-        fields = {
-            "input_ids": inputs,
-            "target_ids": targets,
-            "positions": positions,
-            "segment_ids": segments,
-            "loss_mask": (targets >= 0).astype(np.float32),
+        shape = (len(indices), self.block_size)
+        used, source, segment, position = spread(self.plan, indices)
+        targets = self.tokens[source + 1].astype(np.int32)
+        if self.mask is not None:
+            targets[self.mask[source + 1] == 0] = -1
+        target_ids = lay_out(targets, used, shape, -1)
+        return {
+            "input_ids": lay_out(
+                self.tokens[source].astype(np.int32), used, shape, self.store.info["pad_id"]
+            ),
+            "target_ids": target_ids,
+            "positions": lay_out(position.astype(np.int32), used, shape, 0),
+            "segment_ids": lay_out(segment, used, shape, 0),
+            "loss_mask": (target_ids >= 0).astype(np.float32),
         }
-        return {name: values.reshape(n, width) for name, values in fields.items()}
 
 
 class CroppedRows:
@@ -81,39 +77,37 @@ class CroppedRows:
         return len(self.plan)
 
     def get(self, indices: np.ndarray) -> Batch:
-        n, width = len(indices), self.block_size + 1
-        place, source, segment, _ = spread(self.plan, indices, width)
-        windows = np.empty(n * width, self.tokens.dtype)
-        windows[place] = self.tokens[source]
-        segments = np.empty(n * width, np.int32)
-        segments[place] = segment
-        trained = None
-        if self.mask is not None:
-            trained = np.empty(n * width, bool)
-            trained[place] = self.mask[source] > 0
-            trained = trained.reshape(n, width)[:, 1:]
-        full = np.full(n, self.block_size)
-        return finish(windows.reshape(n, width), full, segments.reshape(n, width)[:, :-1].copy(), trained)
+        shape = (len(indices), self.block_size + 1)
+        _, source, segment, _ = spread(self.plan, indices)
+        trained = None if self.mask is None else self.mask[source].reshape(shape)[:, 1:] > 0
+        full = np.full(len(indices), self.block_size)
+        segments = segment.reshape(shape)[:, :-1].copy()
+        return finish(self.tokens[source].reshape(shape), full, segments, trained, self.store.info["pad_id"])
 
 
-def spread(
-    plan: Plan, indices: np.ndarray, width: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """For every token of the rows: its place in the flat batch, its place in the store, segment, position in
-    piece."""
+def spread(plan: Plan, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(n,) tokens in each row; and for every token of the rows, in order: its place in the store, its
+    segment, its position in the piece."""
     indices = np.asarray(indices, np.int64)
     first = plan.first[indices]
-    row, number = ragged(plan.first[indices + 1] - first)  # one entry a piece
+    counts = plan.first[indices + 1] - first
+    row, number = ragged(counts)  # one entry a piece
     piece = first[row] + number
     lengths = plan.lengths[piece].astype(np.int64)
-    total = np.cumsum(lengths)
-    before = total - lengths  # tokens of all pieces before, over the batch
-    heads = np.searchsorted(row, np.arange(len(indices)))  # first piece of each row
-    begin = row * width + before - before[heads][row]  # where each piece goes
-    position = np.arange(int(total[-1]) if len(total) else 0) - np.repeat(before, lengths)
-    place = np.repeat(begin, lengths) + position
+    before = np.cumsum(lengths) - lengths  # tokens of all pieces before, over the batch
+    used = np.bincount(row, weights=lengths, minlength=len(indices)).astype(np.int64)
+    position = np.arange(int(used.sum())) - np.repeat(before, lengths)
     source = np.repeat(plan.starts[piece], lengths) + position
-    return place, source, np.repeat(number + 1, lengths), position
+    return used, source, np.repeat((number + 1).astype(np.int32), lengths), position
+
+
+def lay_out(values: np.ndarray, used: np.ndarray, shape: tuple[int, int], fill: int) -> np.ndarray:
+    """Values of the rows one after the other → (n, T), each row filled from the left."""
+    if len(values) == shape[0] * shape[1]:
+        return values.reshape(shape)
+    out = np.full(shape, fill, values.dtype)
+    out[np.arange(shape[1]) < used[:, None]] = values
+    return out
 
 
 def supervised(mask: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:

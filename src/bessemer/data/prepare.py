@@ -61,7 +61,7 @@ class StoreInfo:
     reused: bool = False
 
     @property
-    def splits(self) -> dict[str, dict[str, int]]:
+    def splits(self) -> dict[str, dict[str, Any]]:
         return self.about["splits"]
 
 

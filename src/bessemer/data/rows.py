@@ -58,11 +58,12 @@ class PmdRows:
         return self.rows
 
     def get(self, indices: np.ndarray) -> Batch:
+        pad = self.store.info["pad_id"]
         starts = np.asarray(indices, np.int64) * self.block_size
-        windows = self._windows(self.tokens, starts, self.store.info["pad_id"])  # (n, T + 1)
+        windows = self._windows(self.tokens, starts, pad)  # (n, T + 1)
         left = np.minimum(len(self.tokens) - 1 - starts, self.block_size)  # real targets in each row
         trained = None if self.mask is None else self._windows(self.mask, starts, 0)[:, 1:] > 0
-        return finish(windows, left, self._segments(starts), trained)
+        return finish(windows, left, self._segments(starts), trained, pad)
 
     def _windows(self, values: np.ndarray, starts: np.ndarray, fill: int) -> np.ndarray:
         """(n, T + 1) windows; whole-row copies, not one index a token."""
@@ -100,20 +101,24 @@ def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return groups, np.arange(len(groups)) - starts[groups]
 
 
-def finish(windows: np.ndarray, left: np.ndarray, segments: np.ndarray, trained: np.ndarray | None) -> Batch:
+def finish(
+    windows: np.ndarray, left: np.ndarray, segments: np.ndarray, trained: np.ndarray | None, pad: int
+) -> Batch:
     """windows (n, T + 1) with `left` real targets each → the five fields, positions counted along the row."""
     n, width = windows.shape[0], windows.shape[1] - 1
+    inputs = windows[:, :-1].astype(np.int32)
     targets = windows[:, 1:].astype(np.int32)
     positions = np.empty((n, width), np.int32)
     positions[:] = np.arange(width, dtype=np.int32)
     if (left < width).any():
         beyond = positions >= left[:, None]
+        inputs[beyond] = pad
         targets[beyond] = -1
         segments[beyond] = 0
     if trained is not None:
         targets[~trained] = -1
     return {
-        "input_ids": windows[:, :-1].astype(np.int32),
+        "input_ids": inputs,
         "target_ids": targets,
         "positions": positions,
         "segment_ids": segments,

@@ -69,9 +69,13 @@ class Tokenizer:
         self._plain.encode_special_tokens = True  # "<|bos|>" in a document is text, not a control token
         described = json.loads(text)
         self._decoder_kinds = set(re.findall(r'"type": ?"(\w+)"', json.dumps(described.get("decoder"))))
-        added = described.get("added_tokens") or []
-        self.specials: dict[str, int] = {t["content"]: t["id"] for t in added if t.get("special")}
-        self._added: dict[int, str] = {t["id"]: t["content"] for t in added}
+        added = (
+            self._plain.get_added_tokens_decoder()
+        )  # the ids in use; the file's may be renumbered on loading
+        self.specials: dict[str, int] = {
+            token.content: index for index, token in added.items() if token.special
+        }
+        self._added = set(added)
         self._vocabulary: dict[str, int] = self._plain.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(self._vocabulary.values(), default=-1) + 1
         self.bos_id: int = self._required(BOS_NAMES)

@@ -1,4 +1,4 @@
-"""Bits per byte: how many bits the model needs for a byte of held-out text. It does not depend on the tokenizer.
+"""Bits per byte: how many bits the model needs for a byte of held-out text, whatever its tokenizer.
 
 bits per byte = Σ nats / (ln 2 · Σ bytes)      over targets that stand for bytes; special tokens do not count
 """

@@ -16,7 +16,7 @@ from bessemer.topology import Topology
 
 
 class Evaluator(BasicJob):
-    """Runs `tasks` over a loaded model. `limit` and `batch_size` go to every task; `say` hears each result."""
+    """Runs `tasks` over a loaded model. `limit` and `batch_size` go to each task, results to `say`."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Evaluator(BasicJob):
     def from_run(
         cls, run: RunDirectory, step: int | None = None, *, topology: Topology | None = None, **options: Any
     ) -> Self:
-        """Of a checkpoint on disk: the newest valid one, or `step`. A wrong task is found before reading it."""
+        """Of a checkpoint on disk: the newest valid one, or `step`. Tasks are checked before it is read."""
         options["tasks"] = check_tasks(options.get("tasks", ("bpb",)))
         spec = ExecutionSpec(run.name, root=run.path.parent, topology=topology)
         return cls(spec, load_model(run, step, topology=topology), **options)
@@ -85,7 +85,7 @@ class Evaluator(BasicJob):
 
 
 def check_tasks(tasks: Sequence[str]) -> list[str]:
-    """The names without repetition. Only registered ones, never code; an unknown one lists those there are."""
+    """The names without repetition. Only registered ones, never code; an unknown one lists them."""
     names = [name.strip() for name in tasks if name.strip()]
     if not names:
         raise InputError(f"no task is named. Known: {', '.join(evaluations.names())}.")

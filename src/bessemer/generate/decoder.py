@@ -21,7 +21,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from bessemer.errors import InputError
-from bessemer.generate.sampling import Filters, SamplingOptions, choose
+from bessemer.generate.sampling import Filters, SamplingOptions, choose, row_keys
 from bessemer.models.cache import Cache
 
 SMALLEST = 16
@@ -50,7 +50,7 @@ class Request(NamedTuple):
     prompts: Any  # (B, P) int32
     lengths: Any  # (B,) real tokens of each prompt
     limits: Any  # (B,) new tokens allowed; 0 for rows that only fill the bucket
-    keys: Any  # (B,) random keys
+    streams: Any  # (B, 2) uint32, the random stream of each row
     filters: Filters
     stops: Any  # (V,) bool
 
@@ -148,12 +148,12 @@ class Decoder:
         filler = height - count
         stops = np.zeros(vocab_size, bool)
         stops[[*self.end_ids, *stop_ids]] = True
-        keys = sampling.keys(count)
+        streams = sampling.streams(count)
         return Request(
             prompts,
             np.array([len(row) for row in rows] + [1] * filler, np.int32),
             np.array([*limits, *[0] * filler], np.int32),
-            jnp.concatenate([keys, jnp.repeat(keys[:1], filler)]) if filler else keys,
+            np.pad(streams, ((0, filler), (0, 0))),
             Filters.of(sampling, vocab_size),
             stops,
         )
@@ -198,8 +198,8 @@ def _run(model: Any, pad_id: int, params: Any, request: Request, tokens: int) ->
     def take(state: State, logits: Array, cache: Cache) -> State:
         """Choose a token for the rows that go on, and note which of them end with it."""
         step = state.step
-        keys = jax.vmap(jax.random.fold_in, (0, None))(request.keys, step)
-        token = jnp.where(state.done, pad_id, choose(logits, keys, request.filters))
+        chosen = choose(logits, row_keys(request.streams, step), request.filters)
+        token = jnp.where(state.done, pad_id, chosen)
         logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=-1)[:, 0]
         lengths = state.lengths + ~state.done
         stopped = state.stopped | (~state.done & request.stops[token])

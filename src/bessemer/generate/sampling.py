@@ -41,17 +41,22 @@ class SamplingOptions:
             if not holds:
                 raise InputError(f"{problem}; got {self}.")
 
-    def keys(self, rows: int) -> Array:
-        """(rows,) random keys: fold_in(key(seed), row), or fold_in(key(seed of the row), 0)."""
+    def streams(self, rows: int) -> np.ndarray:
+        """(rows, 2) uint32, the pair (seed, number) that `row_keys` makes a row's random stream of."""
         if isinstance(self.seed, int):
-            seeds, numbers = np.full(rows, self.seed, np.uint32), np.arange(rows, dtype=np.uint32)
-        else:
-            if len(self.seed) != rows:
-                raise InputError(
-                    f"{len(self.seed)} seeds for {rows} prompts: give one number, or one a prompt."
-                )
-            seeds, numbers = np.asarray(self.seed, np.uint32), np.zeros(rows, np.uint32)
-        return jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))(seeds, numbers)
+            return np.stack([np.full(rows, self.seed, np.uint32), np.arange(rows, dtype=np.uint32)], axis=1)
+        if len(self.seed) != rows:
+            raise InputError(f"{len(self.seed)} seeds for {rows} prompts: give one, or one a prompt.")
+        return np.stack([np.asarray(self.seed, np.uint32), np.zeros(rows, np.uint32)], axis=1)
+
+
+def row_keys(streams: Array | np.ndarray, step: Array | int) -> Array:
+    """(B,) keys of one step: fold_in(fold_in(key(seed), number), step). streams: (B, 2)."""
+
+    def key(stream: Array) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(stream[0]), stream[1]), step)
+
+    return jax.vmap(key)(streams)
 
 
 @struct.dataclass

@@ -96,11 +96,31 @@ def _attend(q: Array, k: Array, v: Array, allowed: Array) -> Array:
     groups = k.shape[2]
     q = q.reshape(batch, length, groups, heads // groups, head_dim)
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * head_dim**-0.5
-    allowed = allowed[:, None, None]
-    scores = jnp.where(allowed, scores, -jnp.inf)
-    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
-    weights = jnp.exp(scores - jax.lax.stop_gradient(top))
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = (weights / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)).astype(v.dtype)
+    weights = masked_softmax(scores, allowed[:, None, None]).astype(v.dtype)
     out = jnp.einsum("bkgts,bskh->btkgh", weights, v, preferred_element_type=jnp.float32)
     return out.astype(v.dtype).reshape(batch, length, heads, head_dim)
+
+
+@jax.custom_vjp
+def masked_softmax(scores: Array, allowed: Array) -> Array:
+    """Softmax over the allowed entries of the last axis, 0 elsewhere; a row with none is all 0.
+
+    Own gradient, ds = p (g − Σ g p): it keeps p alone, and p is 0 wherever the mask was False.
+    """
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+
+
+def _softmax_forward(scores: Array, allowed: Array) -> tuple[Array, Array]:
+    p = masked_softmax(scores, allowed)
+    return p, p
+
+
+def _softmax_backward(p: Array, g: Array) -> tuple[Array, None]:
+    return p * (g - jnp.sum(g * p, axis=-1, keepdims=True)), None
+
+
+masked_softmax.defvjp(_softmax_forward, _softmax_backward)

@@ -23,21 +23,30 @@ Axes = tuple[str | None, str | None]
 def rms_norm(x: Array) -> Array:
     """x / √(mean(x²) + ε) over the last axis; no weights. Statistics in float32.
 
-    Own gradient, because it needs x and one number a row: dx = r (g − y · mean(g y)) with y = r x.
+    Own gradient, dx = r (g − y · mean(g y)) with y = r x: it keeps y, which the next matmul keeps too, and one
+    number a row, instead of x.
     """
     return _rms_norm_forward(x)[0]
 
 
 def _rms_norm_forward(x: Array) -> tuple[Array, tuple[Array, Array]]:
     wide = x.astype(jnp.float32)
-    r = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + NORM_EPSILON)
-    return (wide * r).astype(x.dtype), (x, r)
+    r = _inverse_rms(wide)
+    y = (wide * r).astype(x.dtype)
+    return y, (y, r)
 
 
 def _rms_norm_backward(residuals: tuple[Array, Array], g: Array) -> tuple[Array]:
-    x, r = residuals
-    y, g = x.astype(jnp.float32) * r, g.astype(jnp.float32)
-    return ((r * (g - y * jnp.mean(g * y, axis=-1, keepdims=True))).astype(x.dtype),)
+    return (_norm_gradient(*residuals, g.astype(jnp.float32)).astype(g.dtype),)
+
+
+def _inverse_rms(x: Array) -> Array:
+    return jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + NORM_EPSILON)
+
+
+def _norm_gradient(y: Array, r: Array, g: Array) -> Array:
+    y = y.astype(jnp.float32)
+    return r * (g - y * jnp.mean(g * y, axis=-1, keepdims=True))
 
 
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
@@ -51,10 +60,36 @@ def rotary_table(positions: Array, head_dim: int, base: float) -> tuple[Array, A
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate the pairs (x_i, x_{i+d/2}) by their angle. x: (B, T, N, H)."""
+    """Rotate the pairs (x_i, x_{i+d/2}) by their angle, in float32. x: (B, T, N, H)."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    return jnp.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def rotate_norm(x: Array, cos: Array, sin: Array, scale: float) -> Array:
+    """scale · norm(rotate(x)) for queries and keys. x: (B, T, N, H).
+
+    Own gradient: rotation keeps lengths, so everything follows from the result, which attention keeps anyway, and
+    one number a row; turning back is rotating by −angle.
+    """
+    return _rotate_norm_forward(x, cos, sin, scale)[0]
+
+
+def _rotate_norm_forward(x: Array, cos: Array, sin: Array, scale: float) -> tuple[Array, Any]:
+    rotated = rotate(x, cos, sin)
+    r = _inverse_rms(rotated)
+    y = (scale * rotated * r).astype(x.dtype)
+    return y, (y, r, cos, sin)
+
+
+def _rotate_norm_backward(scale: float, residuals: Any, g: Array) -> tuple[Array, None, None]:
+    y, r, cos, sin = residuals
+    unscaled = y.astype(jnp.float32) / scale
+    dx = rotate(_norm_gradient(unscaled, r, scale * g.astype(jnp.float32)), cos, -sin)
+    return dx.astype(y.dtype), None, None
+
+
+rotate_norm.defvjp(_rotate_norm_forward, _rotate_norm_backward)
 
 
 def smear(x: Array, previous: Array, gate: Array, scale: Array, same_document: Array | None) -> Array:
@@ -66,10 +101,6 @@ def smear(x: Array, previous: Array, gate: Array, scale: Array, same_document: A
     if same_document is not None:
         share = share * same_document[..., None]
     return (x + share * previous).astype(x.dtype)
-
-
-def relu_squared(x: Array) -> Array:
-    return jnp.square(jax.nn.relu(x))
 
 
 def dropout(x: Array, rate: float, key: Array | None) -> Array:
@@ -108,6 +139,32 @@ def _linear_backward(
 
 
 linear.defvjp(_linear_forward, _linear_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def relu_squared_linear(x: Array, w: Array, axes: Axes, dtype: Any) -> Array:
+    """relu(x)² W, keeping x alone for the backward pass. x: (B, T, F)."""
+    return linear(jnp.square(jnp.maximum(x, 0)), w, axes, dtype)
+
+
+def _relu_squared_linear_forward(
+    x: Array, w: Array, axes: Axes, dtype: Any
+) -> tuple[Array, tuple[Array, Array]]:
+    return relu_squared_linear(x, w, axes, dtype), (x, w)
+
+
+def _relu_squared_linear_backward(
+    axes: Axes, dtype: Any, residuals: tuple[Array, Array], g: Array
+) -> tuple[Array, Array]:
+    x, w = residuals
+    # The same number as in the forward pass, written differently: the compiler would otherwise merge the two and
+    # keep the squares of every layer until here.
+    squared = jnp.where(x > 0, x * x, 0)
+    dsquared, dw = _linear_backward(axes, dtype, (squared, w), g)
+    return dsquared * (2 * jnp.maximum(x, 0)), dw
+
+
+relu_squared_linear.defvjp(_relu_squared_linear_forward, _relu_squared_linear_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

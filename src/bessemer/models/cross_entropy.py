@@ -20,7 +20,10 @@ from jax import Array
 
 from bessemer.models.axes import constrain, shards
 
-TILE = 2**20  # logits held at once on a device: 128 MiB in float32
+# Logits held at once. On accelerators 128 MiB in float32. On a CPU a tile that stays in its cache is faster (148 ms
+# against 236 ms for 4,096 tokens × 4,096), as long as it has rows enough to pay for adding up dW once a tile.
+TILE = 2**25
+CPU_TILE, CPU_ROWS = 2**20, 256
 IGNORED = -1  # a target below 0 has no loss
 
 
@@ -90,14 +93,15 @@ def token_logprobs(
 
 
 def choose_chunks(chunks: int | str, batch: int, length: int, vocab: int) -> int:
-    """How many pieces to cut the sequence into: an explicit number, or tiles of about 2^25 logits a device.
+    """How many pieces to cut the sequence into: an explicit number, or tiles of about TILE logits a device.
 
     A number that divides the sequence is preferred to a slightly smaller one that would need padding.
     """
     if chunks != "auto":
         return max(1, min(int(chunks), length))
     share = shards("batch") * shards("sequence") * shards("vocab")
-    needed = max(1, min(-(-batch * length * vocab // (share * TILE)), length))
+    tile = max(CPU_TILE, CPU_ROWS * vocab) if jax.default_backend() == "cpu" else TILE
+    needed = max(1, min(-(-batch * length * vocab // (share * tile)), length))
     return next((c for c in range(needed, min(2 * needed, length) + 1) if length % c == 0), needed)
 
 

@@ -18,7 +18,16 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from bessemer.models.axes import constrain
-from bessemer.models.blocks import Axes, dropout, linear, lookup, relu_squared, rms_norm, rotate
+from bessemer.models.blocks import (
+    Axes,
+    dropout,
+    linear,
+    lookup,
+    relu_squared_linear,
+    rms_norm,
+    rotate,
+    rotate_norm,
+)
 from bessemer.models.shape import Shape
 
 QK_SCALE = 1.2  # queries and keys after their norm; sharper attention at the start
@@ -125,9 +134,7 @@ def _attention(
         channels = h[..., : params["value_gate"].shape[0]].astype(jnp.float32)
         gate = 3 * jax.nn.sigmoid(channels @ params["value_gate"])  # (B, T, K)
         v = (v + gate[..., None] * values).astype(v.dtype)
-    q, k = rotate(q, *rotary), rotate(k, *rotary)
-    if options.qk_norm:
-        q, k = QK_SCALE * rms_norm(q), QK_SCALE * rms_norm(k)
+    q, k = _turn(options, q, rotary), _turn(options, k, rotary)
     # Queries keep their part of a split sequence; keys and values are gathered for all of it.
     q = constrain(q, "batch", "sequence", "heads", None)
     k, v = constrain(k, "batch", None, "kv", None), constrain(v, "batch", None, "kv", None)
@@ -141,10 +148,15 @@ def _project(options: LayerOptions, params: dict[str, Array], name: str, h: Arra
     return y.reshape(*y.shape[:2], -1, options.head_dim)
 
 
+def _turn(options: LayerOptions, x: Array, rotary: tuple[Array, Array]) -> Array:
+    """Rotary positions, then the norm of queries and keys."""
+    return rotate_norm(x, *rotary, QK_SCALE) if options.qk_norm else rotate(x, *rotary).astype(x.dtype)
+
+
 def _feed_forward(options: LayerOptions, params: dict[str, Array], h: Array) -> Array:
     up = checkpoint_name(_linear(options, params, "up", h), "mlp_hidden")
     up = constrain(up, "batch", "sequence", "mlp")
-    return _linear(options, params, "down", relu_squared(up))
+    return relu_squared_linear(up, params["down"], AXES["down"], options.dtype)
 
 
 def _linear(options: LayerOptions, params: dict[str, Array], name: str, x: Array) -> Array:

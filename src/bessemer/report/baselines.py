@@ -13,7 +13,7 @@ GZIP = 16 + zlib.MAX_WBITS  # the gzip container, as `gzip -9` writes it (withou
 
 
 def baselines(data: bytes | Iterable[bytes]) -> dict[str, float]:
-    """{"gzip", "xz"} → bits per byte of `gzip -9` and `xz -9e`; {} for no data. `data`: bytes, or pieces of them."""
+    """Bits per byte of `gzip -9` ("gzip") and `xz -9e` ("xz") on bytes, or on pieces of them; {} for none."""
     deflate = zlib.compressobj(9, zlib.DEFLATED, GZIP, 9)
     xz = lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME)
     total = gzip_size = xz_size = 0

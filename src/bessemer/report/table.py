@@ -47,7 +47,7 @@ def size(count: Any) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
-    """Columns aligned (numbers right), two spaces apart. With a `width`, the first column is cut to fit it."""
+    """Columns aligned (numbers right), two spaces apart. A `width` cuts the first column to fit."""
     cells = [list(head), *(list(row) for row in rows)]
     sizes = [max(len(row[place]) for row in cells) for place in range(len(head))]
     if width is not None:
@@ -76,7 +76,11 @@ def _escape(cell: Any) -> str:
 
 
 def _fit(word: str, size: int) -> str:
-    return word if len(word) <= size else word[: size - 1] + "…"
+    """Cut in the middle: names of runs often differ at their ends."""
+    if len(word) <= size:
+        return word
+    half = (size - 1) // 2
+    return f"{word[: size - 1 - half]}…{word[len(word) - half :]}"
 
 
 def _numeric(words: Sequence[str]) -> bool:

@@ -105,7 +105,7 @@ class Loop:
     def _after_step(self) -> None:
         """metrics → validation → evaluation, previews (callbacks) → checkpoint."""
         trainer, last = self.trainer, self.step == self.steps
-        validate = self._due(trainer.logging.validation_interval) and not last
+        validate = trainer.validates and self._due(trainer.logging.validation_interval) and not last
         checkpoint = self._due(trainer.logging.checkpoint_interval) and not last
         if validate or checkpoint or last:
             self.flush()

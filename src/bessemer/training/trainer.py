@@ -23,6 +23,7 @@ from bessemer.job import CheckpointManager, ExecutionSpec, RestoreableJob, Snaps
 from bessemer.registry import jobs
 from bessemer.topology import StopAgreement, Topology, init_sharded
 from bessemer.training import data_parts, functions, model_parts, output, restore, schema, step, validation
+from bessemer.training.cache import keep_compiled_programs
 from bessemer.training.callback import Callback
 from bessemer.training.collate import collect_function
 from bessemer.training.loop import Loop
@@ -238,6 +239,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     def compile_aot(self) -> bool:
         """Compile both steps before the loop; True if anything was compiled. The loop uses these executables."""
+        keep_compiled_programs(self.config["data/root"])
         with self.topology.scope():
             self.functions, compiled = functions.compile_steps(self)
         return compiled

@@ -1,0 +1,39 @@
+"""`bessemer runs`: what is in a directory of runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import click
+
+from bessemer.errors import InputError
+
+
+@click.command("runs")
+@click.argument("directory", default="runs", metavar="[DIR]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+def command(directory: str, as_json: bool) -> None:
+    """List the runs in DIR (default: runs), the most recently active first.
+
+    State is running, done, stopped, failed, or killed (it ended without a word). Age is the time since the
+    last sign of life.
+
+    \b
+    Examples:
+      bessemer runs
+      bessemer runs /data/runs --json
+    """
+    from bessemer.report.listing import run_rows, runs_table
+
+    if not Path(directory).is_dir() and directory != "runs":
+        raise InputError(f"there is no directory {directory}. Give the directory that holds the runs.")
+    rows = run_rows(directory)
+    if as_json:
+        click.echo(json.dumps(rows))
+    elif not rows:
+        click.echo(f"no runs in {directory}. Start one with `bessemer train`.")
+    else:
+        click.echo(runs_table(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))

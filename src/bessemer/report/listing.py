@@ -1,0 +1,111 @@
+"""Many runs at a glance: the list of a directory, and a comparison of a few."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bessemer.job import RunDirectory
+from bessemer.job.directory import list_runs
+from bessemer.report.summary import Row, Summary, disk_size, summarise
+from bessemer.report.table import NOTHING, compact, duration, number, size, table
+from bessemer.report.words import show
+
+
+def run_rows(root: str | Path) -> list[Row]:
+    """One row a run under `root`, the most recently active first."""
+    rows = []
+    for name in list_runs(root):
+        summary = summarise(RunDirectory(Path(root) / name))
+        rows.append(
+            {
+                "name": name,
+                "path": str(summary.run.path),
+                "state": summary.state,
+                "step": summary.step,
+                "steps": summary.total_steps,
+                "loss": summary.last("loss_smooth"),
+                "val_bpb": summary.last("val_bpb"),
+                "tok_per_s": summary.typical("time/tok_per_s"),
+                "age_seconds": summary.age,
+                "size_bytes": disk_size(summary.run.path),
+            }
+        )
+    return sorted(rows, key=lambda row: (row["age_seconds"] is None, row["age_seconds"] or 0.0))
+
+
+def runs_table(rows: Sequence[Row], width: int | None = None) -> str:
+    """The rows as text; `age` is the time since the run's last sign of life."""
+    cells = [
+        (
+            row["name"],
+            row["state"],
+            _progress(row["step"], row["steps"]),
+            number(row["loss"], 3),
+            number(row["val_bpb"], 4),
+            compact(row["tok_per_s"]),
+            duration(row["age_seconds"]),
+            size(row["size_bytes"]),
+        )
+        for row in rows
+    ]
+    return table(("name", "state", "step", "loss", "val bpb", "tok/s", "age", "size"), cells, width)
+
+
+def labels_of(summaries: Sequence[Summary]) -> list[str]:
+    """Names of the runs; whole paths when two have the same name."""
+    names = [summary.run.name for summary in summaries]
+    return names if len(set(names)) == len(names) else [str(summary.run.path) for summary in summaries]
+
+
+def comparison(summaries: Sequence[Summary]) -> str:
+    """Final numbers, and the settings in which the runs differ, one column a run."""
+    labels = labels_of(summaries)
+    rows = [(title, *(cell(summary) for summary in summaries)) for title, cell in _NUMBERS]
+    lines = [table(("", *labels), rows), ""]
+    different = differing_settings(summaries)
+    if not different:
+        return "\n".join([*lines, "The settings are the same."])
+    cells = [
+        (key, *(show(value) if known else NOTHING for known, value in row)) for key, row in different.items()
+    ]
+    return "\n".join([*lines, table(("setting that differs", *labels), cells)])
+
+
+def differing_settings(summaries: Sequence[Summary]) -> dict[str, list[tuple[bool, Any]]]:
+    """Key → (known, value) of each run, where they are not all the same."""
+    keys = dict.fromkeys(key for summary in summaries for key in summary.config)
+    rows = {key: [(key in summary.config, summary.config.get(key)) for summary in summaries] for key in keys}
+    return {key: row for key, row in rows.items() if any(entry != row[0] for entry in row)}
+
+
+def _progress(step: int | None, steps: int | None) -> str:
+    if step is None:
+        return NOTHING
+    return f"{step}/{steps}" if steps is not None else str(step)
+
+
+def _least_bpb(summary: Summary) -> str:
+    best = summary.best("val_bpb")
+    return NOTHING if best is None else number(best[0])
+
+
+def _parameters(summary: Summary) -> str:
+    groups = summary.facts.get("parameters")
+    return compact(groups.get("total")) if isinstance(groups, dict) else NOTHING
+
+
+_NUMBERS = (
+    ("state", lambda s: s.state),
+    ("step", lambda s: _progress(s.step, s.total_steps)),
+    ("training loss, smoothed", lambda s: number(s.last("loss_smooth"))),
+    ("validation loss", lambda s: number(s.last("val_loss"))),
+    ("bits per byte", lambda s: number(s.last("val_bpb"))),
+    ("lowest bits per byte", _least_bpb),
+    ("parameters", _parameters),
+    ("tokens", lambda s: compact(s.last("tokens"))),
+    ("FLOPs", lambda s: compact(s.last("total_training_flops"))),
+    ("tokens per second", lambda s: compact(s.typical("time/tok_per_s"))),
+    ("training time", lambda s: duration(s.last("time/total"))),
+)

@@ -1,0 +1,227 @@
+"""report.md: what a run was told, what it decided, what it did, and how good the result is, on one page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bessemer.job import RunDirectory, atomic_write
+from bessemer.report.plots import write_plots
+from bessemer.report.summary import Row, Summary, is_number, summarise
+from bessemer.report.table import markdown_table
+from bessemer.report.words import (
+    MISSING,
+    clock,
+    count,
+    decimal,
+    gib,
+    longest_run,
+    percent,
+    share_of_100,
+    short,
+    show,
+    show_or_missing,
+    statistic,
+)
+
+TITLES = {
+    "loss": "Loss",
+    "bits_per_byte": "Bits per byte",
+    "learning_rate": "Learning rate",
+    "grad_norm": "Gradient norm",
+    "throughput": "Throughput",
+}
+
+
+def write_report(run: RunDirectory) -> Path:
+    """(Re)write RUN/report.md and RUN/plots; returns the report's path."""
+    summary = summarise(run)
+    plots = write_plots(summary)
+    atomic_write(run.report, render(summary, plots))
+    return run.report
+
+
+def render(summary: Summary, plots: list[Path]) -> str:
+    parts = [
+        _headline(summary),
+        _numbers(summary),
+        _curves(summary, plots),
+        _samples(summary),
+        _evaluations(summary),
+        _configuration(summary),
+        _decisions(summary),
+        _data(summary),
+        _parameters(summary),
+        _machine(summary),
+        _problems(summary),
+    ]
+    return "\n".join(line for part in parts if part for line in [*part, ""])
+
+
+def _headline(summary: Summary) -> list[str]:
+    done = f"{summary.step if summary.step is not None else '?'} of {summary.total_steps or '?'} steps"
+    lines = [f"# {summary.run.name}", ""]
+    final, best = summary.last("val_bpb"), summary.best("val_bpb")
+    if best is not None and is_number(final):
+        lowest = f"lowest {best[0]:.4f} at step {best[1]}"
+        lines.append(f"**{final:.4f} bits per byte** on held-out text after {done} ({lowest}).")
+    elif (loss := summary.last("val_loss") or summary.last("loss")) is not None:
+        lines.append(f"**Loss {loss:.4f}** after {done}; bits per byte: {MISSING}.")
+    else:
+        lines.append(f"No result yet after {done}.")
+    compressors = ", ".join(f"{name} {value:.4f}" for name, value in sorted(summary.baselines().items()))
+    if compressors:
+        lines.append(f"On the same text general compressors need: {compressors} bits per byte.")
+    message = str(summary.status.get("message") or "")
+    lines.append(f"State: {summary.state}{f' ({message})' if message else ''}.")
+    return lines
+
+
+def _numbers(summary: Summary) -> list[str]:
+    facts, best = summary.facts, summary.best("val_bpb")
+    tokens = summary.last("tokens") or facts.get("tokens")
+    parameters = _total(facts.get("parameters"))
+    ratio = f"{tokens / parameters:.2f}" if is_number(tokens) and parameters else MISSING
+    rows = [
+        ("final bits per byte", decimal(summary.last("val_bpb"))),
+        ("minimum bits per byte", MISSING if best is None else f"{best[0]:.4f} (step {best[1]})"),
+        ("final validation loss", decimal(summary.last("val_loss"))),
+        ("final training loss, smoothed", decimal(summary.last("loss_smooth"))),
+        ("steps", count(summary.step)),
+        ("skipped steps", count(summary.last("skipped_steps"))),
+        ("tokens", count(tokens)),
+        ("parameters", count(parameters)),
+        ("tokens : parameters", ratio),
+        ("FLOPs per token", short(facts.get("flops_per_token"))),
+        ("FLOPs per token, causal attention only", short(facts.get("flops_per_token_causal"))),
+        ("FLOPs in all", short(summary.last("total_training_flops") or facts.get("total_flops"))),
+        ("tokens per second (median)", short(summary.typical("time/tok_per_s"))),
+        ("MFU (attention counted in full)", percent(summary.typical("time/mfu"))),
+        ("MFU (causal attention only)", percent(summary.typical("time/mfu_causal"))),
+        ("waiting for data", share_of_100(summary.typical("time/data_wait_pct"))),
+        ("training time (first 10 steps of a process left out)", clock(summary.last("time/total"))),
+        ("peak memory of a device", gib(summary.largest("mem/peak_gib"))),
+    ]
+    return ["## Numbers", "", *markdown_table(("", ""), rows)]
+
+
+def _curves(summary: Summary, plots: list[Path]) -> list[str]:
+    if not plots:
+        return ["## Curves", "", f"Metrics: {MISSING}."]
+    return [
+        "## Curves",
+        "",
+        *(f"![{TITLES.get(plot.stem, plot.stem)}]({plot.relative_to(summary.run.path)})" for plot in plots),
+    ]
+
+
+def _samples(summary: Summary) -> list[str]:
+    """The newest previews, prompt and continuation divided by a mark."""
+    steps = [row["step"] for row in summary.samples if is_number(row.get("step"))]
+    if not steps:
+        return ["## Samples", "", f"Samples: {MISSING}."]
+    newest = [row for row in summary.samples if row.get("step") == max(steps)]
+    lines = ["## Samples", "", f"At step {max(steps)}, temperature 0; the model begins at ▸."]
+    for row in newest:
+        text = f"{row.get('prompt', '')}▸{row.get('completion') or ' (end of document)'}"
+        fence = "`" * max(3, 1 + longest_run(text))
+        lines += ["", f"{fence}text", *text.splitlines(), fence]
+    return lines
+
+
+def _evaluations(summary: Summary) -> list[str]:
+    if not summary.evaluations:
+        return []
+    rows = [
+        (
+            found.get("task", "?"),
+            count(found.get("step")),
+            found.get("metric", ""),
+            decimal(found.get("value")),
+        )
+        for found in summary.evaluations
+    ]
+    return ["## Evaluations", "", *markdown_table(("task", "step", "metric", "value"), rows)]
+
+
+def _configuration(summary: Summary) -> list[str]:
+    if not summary.config:
+        return ["## Configuration", "", f"config.yaml: {MISSING}."]
+    changed = [(key, show(summary.config.get(key)), origin) for key, origin in summary.provenance.items()]
+    full = [(key, show(value)) for key, value in summary.config.items()]
+    head = (
+        markdown_table(("setting", "value", "from"), changed) if changed else ["All settings are defaults."]
+    )
+    details = [
+        "<details><summary>All settings</summary>",
+        "",
+        *markdown_table(("setting", "value"), full),
+        "",
+        "</details>",
+    ]
+    return ["## Configuration", "", "Settings that are not defaults:", "", *head, "", *details]
+
+
+def _decisions(summary: Summary) -> list[str]:
+    rows = []
+    for name, entry in summary.derived.items():
+        known = entry if isinstance(entry, Mapping) else {"value": entry}
+        rows.append((name, show(known.get("value")), known.get("reason") or MISSING))
+    if not rows:
+        return ["## Decisions", "", f"derived.json: {MISSING}."]
+    return ["## Decisions", "", *markdown_table(("what", "value", "why"), rows)]
+
+
+def _data(summary: Summary) -> list[str]:
+    data = summary.facts.get("data")
+    if not isinstance(data, Mapping) or not data:
+        return ["## Data", "", f"Counts of the data: {MISSING}."]
+    nested = all(isinstance(value, Mapping) for value in data.values())
+    sources: dict[str, Row] = {str(k): dict(v) for k, v in data.items()} if nested else {"all": dict(data)}
+    first = ["documents", "tokens", "target_tokens", "dropped", "truncated", "cropped_share", "padding_share"]
+    others = sorted({key for stats in sources.values() for key in stats} - set(first))
+    rows = [
+        (key.replace("_", " "), *(statistic(key, stats.get(key)) for stats in sources.values()))
+        for key in [*first, *others]
+    ]
+    return ["## Data", "", *markdown_table(("", *sources), rows)]
+
+
+def _parameters(summary: Summary) -> list[str]:
+    groups = summary.facts.get("parameters")
+    if not isinstance(groups, Mapping):
+        return ["## Parameters", "", f"Parameters by group: {MISSING}."]
+    return [
+        "## Parameters",
+        "",
+        *markdown_table(("group", "parameters"), [(name, count(size)) for name, size in groups.items()]),
+    ]
+
+
+def _machine(summary: Summary) -> list[str]:
+    facts = summary.facts
+    rows = [
+        ("devices", show_or_missing(facts.get("devices"))),
+        ("determinism", show_or_missing(facts.get("determinism"))),
+        ("host", show_or_missing(summary.status.get("host"))),
+        ("report written", time.strftime("%Y-%m-%d %H:%M:%S")),
+    ]
+    versions = facts.get("versions")
+    names = versions if isinstance(versions, Mapping) else {}
+    rows += [(f"version of {name}", str(version)) for name, version in names.items()]
+    if not names:
+        rows.append(("versions", MISSING))
+    return ["## Machine", "", *markdown_table(("", ""), rows)]
+
+
+def _problems(summary: Summary) -> list[str]:
+    return ["## Notes", "", *(f"- {problem}" for problem in summary.problems)] if summary.problems else []
+
+
+def _total(groups: Any) -> float | None:
+    if not isinstance(groups, Mapping):
+        return groups if is_number(groups) else None
+    total = groups.get("total")
+    return total if is_number(total) else None

@@ -1,0 +1,137 @@
+"""The curves of a run as PNG files. Matplotlib is loaded when the first one is drawn, never its windows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bessemer.job.files import storage
+from bessemer.report.summary import Summary, is_number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, PALE, ACCENT, GREY = "#1f3b57", "#a9bccf", "#c8553d", "#777777"
+COLOURS = ("#1f3b57", "#c8553d", "#4c8c4a", "#8a5fa8", "#c99700", "#3a9fbf", "#7f4f24", "#e07aa8")
+
+
+def write_plots(summary: Summary) -> list[Path]:
+    """RUN/plots/*.png, one for each curve that has points; returns the files."""
+    drawn = []
+    for name, draw in (
+        ("loss", _loss),
+        ("bits_per_byte", _bits_per_byte),
+        ("learning_rate", _learning_rate),
+        ("grad_norm", _grad_norm),
+        ("throughput", _throughput),
+    ):
+        figure, axes = new_figure()
+        if draw(axes, summary):
+            drawn.append(save(figure, summary.run.plots / f"{name}.png"))
+    return drawn
+
+
+def write_overlay(summaries: Sequence[Summary], labels: Sequence[str], path: Path) -> Path | None:
+    """Smoothed loss and validation bits per byte of several runs in one picture; None if nothing is known."""
+    figure, axes = new_figure(panels=2)
+    some = False
+    for place, (summary, label) in enumerate(zip(summaries, labels, strict=True)):
+        colour = COLOURS[place % len(COLOURS)]
+        some |= line(axes[0], summary, "loss_smooth", label, color=colour)
+        some |= line(axes[1], summary, "val_bpb", label, color=colour, marker="o", markersize=3)
+    for panel, title in zip(
+        axes, ("training loss, smoothed (nats per token)", "validation bits per byte"), strict=True
+    ):
+        finish(panel, title)
+    return save(figure, path) if some else None
+
+
+def _loss(axes: Axes, summary: Summary) -> bool:
+    some = line(axes, summary, "loss", "raw", color=PALE, linewidth=1)
+    some |= line(axes, summary, "loss_smooth", "smoothed", color=INK)
+    some |= line(axes, summary, "val_loss", "validation", color=ACCENT, marker="o", markersize=3.5)
+    finish(axes, "loss (nats per token)")
+    return some
+
+
+def _bits_per_byte(axes: Axes, summary: Summary) -> bool:
+    some = line(axes, summary, "val_bpb", "model", color=ACCENT, marker="o", markersize=3.5)
+    for name, value in sorted(summary.baselines().items()) if some else ():
+        axes.axhline(value, color=GREY, linewidth=1, linestyle="--")
+        axes.annotate(
+            f"{name} {value:.3f}",
+            (1, value),
+            xycoords=("axes fraction", "data"),
+            fontsize=8,
+            ha="right",
+            va="bottom",
+            color=GREY,
+        )
+    finish(axes, "validation bits per byte")
+    return some
+
+
+def _learning_rate(axes: Axes, summary: Summary) -> bool:
+    names = sorted({name for row in summary.rows for name in row if name == "lr" or name.startswith("lr/")})
+    some = False
+    for place, name in enumerate(names):
+        some |= line(axes, summary, name, name, color=COLOURS[place % len(COLOURS)])
+    finish(axes, "learning rate")
+    return some
+
+
+def _grad_norm(axes: Axes, summary: Summary) -> bool:
+    some = line(axes, summary, "grad_norm", "gradient norm", color=INK)
+    values = [row["grad_norm"] for row in summary.rows_with("grad_norm")]
+    if values and min(values) > 0 and max(values) > 20 * min(values):
+        axes.set_yscale("log")
+    finish(axes, "gradient norm, before clipping")
+    return some
+
+
+def _throughput(axes: Axes, summary: Summary) -> bool:
+    some = line(axes, summary, "time/tok_per_s", "tokens per second", color=INK)
+    axes.set_ylim(bottom=0)
+    finish(axes, "tokens per second")
+    return some
+
+
+def line(axes: Axes, summary: Summary, name: str, label: str, **style: Any) -> bool:
+    """One metric against the step; False when it was never recorded."""
+    rows = [row for row in summary.rows_with(name) if is_number(row.get("step"))]
+    if not rows:
+        return False
+    if len(rows) == 1:
+        style.setdefault("marker", "o")
+    axes.plot(
+        [row["step"] for row in rows], [row[name] for row in rows], label=label, **{"linewidth": 1.6, **style}
+    )
+    return True
+
+
+def new_figure(panels: int = 1) -> tuple[Figure, Any]:
+    """A figure of its own canvas: no pyplot, so no global state and nothing to close."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.4 * panels), dpi=120, layout="constrained")
+    return figure, figure.subplots(panels)
+
+
+def finish(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel("step", fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(True, linewidth=0.5, color="#e6e6e6")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(axes.get_legend_handles_labels()[1]) > 1:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def save(figure: Figure, path: Path) -> Path:
+    with storage(f"cannot write {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png")
+    return path

@@ -1,0 +1,163 @@
+"""The facts of a run, collected from its directory. What is missing or damaged is a gap, never a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from bessemer.errors import BessemerError
+from bessemer.job import RunDirectory, RunLock
+from bessemer.report.metrics import MetricsFile
+
+Row = dict[str, Any]
+FACTS = "facts.json"
+
+
+@dataclass
+class Summary:
+    """What the files of a run say. `problems` names files that could not be read."""
+
+    run: RunDirectory
+    status: Row = field(default_factory=dict)
+    config: Row = field(default_factory=dict)  # flat: "training.steps" → value
+    provenance: Row = field(default_factory=dict)  # the same keys → origin, where it is not the default
+    derived: Row = field(default_factory=dict)
+    facts: Row = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)  # metrics.jsonl, in order
+    samples: list[Row] = field(default_factory=list)
+    evaluations: list[Row] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        """As in status.json, except that a running run without an owner was killed."""
+        state = str(self.status.get("state", "unknown"))
+        return "killed" if state == "running" and RunLock.owner(self.run) is None else state
+
+    @property
+    def step(self) -> int | None:
+        known = [step for step in (self.status.get("step"), self.last("step")) if is_number(step)]
+        return int(max(known)) if known else None
+
+    @property
+    def total_steps(self) -> int | None:
+        total = self.facts.get("steps", self.config.get("training.steps"))
+        return int(total) if is_number(total) else None
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since the run's last sign of life."""
+        beat = self.status.get("heartbeat")
+        return max(0.0, time.time() - float(beat)) if is_number(beat) else None
+
+    def last(self, name: str) -> Any:
+        """The newest recorded value of a metric."""
+        return next((row[name] for row in reversed(self.rows_with(name))), None)
+
+    def best(self, name: str) -> tuple[float, int] | None:
+        """(smallest value, its step)."""
+        found = [(row[name], int(row["step"])) for row in self.rows_with(name) if is_number(row.get("step"))]
+        return min(found) if found else None
+
+    def typical(self, name: str) -> float | None:
+        """The median over all reports but the first, which holds compilation."""
+        values = [row[name] for row in self.rows_with(name)]
+        return statistics.median(values[1:] or values) if values else None
+
+    def largest(self, name: str) -> float | None:
+        return max((row[name] for row in self.rows_with(name)), default=None)
+
+    def rows_with(self, name: str) -> list[Row]:
+        """Rows in which `name` is a number."""
+        return [row for row in self.rows if is_number(row.get(name))]
+
+    def baselines(self) -> dict[str, float]:
+        """Bits per byte of compressors on the validation text, where they were measured."""
+        found = self.facts.get("baselines")
+        return {k: v for k, v in found.items() if is_number(v)} if isinstance(found, Mapping) else {}
+
+
+def summarise(run: RunDirectory) -> Summary:
+    """Read everything once."""
+    summary = Summary(run)
+    summary.status = _read(run.status, summary.problems)
+    summary.derived = _read(run.derived, summary.problems)
+    summary.facts = _read(run.path / FACTS, summary.problems)
+    _read_config(summary)
+    summary.rows = _read_rows(run.metrics, summary.problems)
+    summary.samples = _read_rows(run.samples, summary.problems)
+    files = sorted(run.eval.glob("*.json")) if run.eval.is_dir() else []
+    summary.evaluations = [found for file in files if (found := _read(file, summary.problems))]
+    return summary
+
+
+def disk_size(path: Path) -> int:
+    """Bytes of all files below a directory; one that vanishes meanwhile (a retired checkpoint) counts 0."""
+    total = 0
+    for file in path.rglob("*"):
+        try:
+            total += file.lstat().st_size if not file.is_dir() else 0
+        except OSError:
+            continue
+    return total
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _read(path: Path, problems: list[str]) -> Row:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name} could not be read ({error}).")
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read_rows(path: Path, problems: list[str]) -> list[Row]:
+    file = MetricsFile(path)
+    try:
+        return file.rows()
+    except BessemerError as error:
+        problems.append(str(error))
+        return []
+    finally:
+        problems.extend(file.notes)
+
+
+def _read_config(summary: Summary) -> None:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    path = summary.run.config
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        summary.problems.append(f"{path.name} could not be read ({error}).")
+        return
+    if isinstance(tree, dict):
+        origins = tree.pop("provenance", None)
+        summary.provenance = dict(origins) if isinstance(origins, dict) else {}
+        summary.config = _flat(tree)
+
+
+def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Row:
+    flat: Row = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

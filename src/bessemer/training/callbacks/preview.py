@@ -1,0 +1,97 @@
+"""What the model writes as it learns: prompts continued greedily, in RUN/samples.jsonl and on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bessemer.config import field
+from bessemer.generate import Completion, Decoder, complete
+from bessemer.registry import callbacks
+from bessemer.report.metrics import MetricsFile
+from bessemer.training.callback import Callback
+from bessemer.training.fetch import fetch
+from bessemer.training.loop import Loop
+
+TOKENS = 16
+SHOWN = 2
+"""Continuations that are also said; all of them are in the file."""
+
+PROMPTS = (
+    "Water freezes at a temperature of",
+    "The largest planet of the solar system is",
+    "The opposite of hot is",
+    "7 + 5 =",
+    "The days of the week are Monday, Tuesday,",
+    "Once upon a time there was",
+    "def add(a, b):\n    return",
+)
+
+
+@callbacks.register("preview")
+@dataclass
+class Preview(Callback):
+    """16 tokens at temperature 0 from each prompt, with the live parameters (they are read, never copied).
+
+    Every process takes part; process 0 writes. The preview after the last step comes after the final save.
+    """
+
+    interval: int = field(
+        "logging/preview_interval", default=512, help="steps between previews; -1 = only at the end"
+    )
+    prompts: list[str] = field(
+        "logging/preview_prompts",
+        default_factory=list,
+        help="prompts of the previews; none: seven shipped ones",
+    )
+
+    def on_train_begin(self, loop: Loop) -> None:
+        trainer = loop.trainer
+        self.decoder: Decoder | None = None
+        self.previewed: int | None = None
+        if trainer.tokenizer is None or not hasattr(trainer.model, "decode"):
+            missing = "tokenizer" if trainer.tokenizer is None else "model that can decode"
+            trainer.say(f"no previews: they need a {missing}")
+            return
+        end = (trainer.tokenizer.bos_id,)
+        self.decoder = Decoder(trainer.model, pad_id=trainer.tokenizer.pad_id, end_ids=end, fetch=fetch)
+        self.file = MetricsFile(trainer.run_directory.samples)
+        if trainer.is_process_zero:
+            self.file.truncate_after(loop.step if loop.step > 0 else -1)
+
+    def on_batch_end(self, loop: Loop) -> None:
+        if self.interval > 0 and loop.step % self.interval == 0 and loop.step < loop.steps:
+            self.preview(loop)
+
+    def on_train_end(self, loop: Loop) -> None:
+        if self.previewed != loop.step:
+            self.preview(loop)
+
+    def preview(self, loop: Loop) -> None:
+        """Sample, write, and say the first few."""
+        if self.decoder is None:
+            return
+        loop.flush()
+        self.previewed = loop.step
+        trainer = loop.trainer
+        with loop.paused():
+            prompts = self.prompts or list(PROMPTS)
+            params = trainer.state.params
+            found, notices = complete(self.decoder, params, trainer.tokenizer, prompts, max_tokens=TOKENS)
+            if trainer.is_process_zero:
+                self.write(loop.step, found)
+            for notice in notices:
+                trainer.say(f"preview: {notice}")
+            for completion in found[:SHOWN]:
+                trainer.say(f"step {loop.step:>6}  {one_line(completion)}")
+
+    def write(self, step: int, found: Sequence[Completion]) -> None:
+        for completion in found:
+            self.file.append({"step": step, "prompt": completion.prompt, "completion": completion.text})
+
+
+def one_line(completion: Completion, width: int = 66) -> str:
+    """`prompt ▸ continuation` with line ends as \\n, cut to fit a terminal of 80 columns."""
+    text = completion.text or " (end of document)"
+    line = f"{completion.prompt} ▸{text}".replace("\n", "\\n")
+    return line if len(line) <= width else line[: width - 1] + "…"

@@ -1,0 +1,186 @@
+"""batch(step): pure, the same for any split over processes, every row once an epoch; the prefetcher in front
+of it."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bessemer.data import ArrayStore, DataPlan, DatasetStyle, Prefetcher, Sampling, make_rows
+from bessemer.errors import InputError
+
+BLOCK = 4
+
+
+def rows_with(count: int, base: int = 0):
+    """`count` PMD rows whose inputs name the row."""
+    tokens = np.arange(count * BLOCK + 1) + base
+    store = ArrayStore.of([tokens], None, {"vocab_size": 1 << 20, "pad_id": 0})
+    return make_rows(store, DatasetStyle.PMD, BLOCK)
+
+
+def names(batch, base=0):
+    return ((batch["input_ids"][:, 0] - base) // BLOCK).tolist()
+
+
+def mixed(seed=0, batch_size=8, **options) -> DataPlan:
+    a, b = rows_with(30), rows_with(11, 10_000)
+    stages = [
+        [(Sampling("a", 0.7), a), (Sampling("b", 0.3), b)],
+        [(Sampling("b", 1.0), b)],
+    ]
+    return DataPlan(stages, batch_size, seed, boundaries=[12], steps=20, **options)
+
+
+def same(x, y):
+    return set(x) == set(y) and all(np.array_equal(x[name], y[name]) for name in x)
+
+
+def test_every_row_once_an_epoch_and_epochs_differ():
+    plan = DataPlan([[(Sampling("a"), rows_with(35))]], 7, seed=3)
+    epochs = [[row for step in range(5) for row in names(plan.batch(5 * e + step))] for e in range(8)]
+    assert all(sorted(epoch) == list(range(35)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 8
+    assert epochs[0] != list(range(35))
+
+
+@pytest.mark.parametrize("batch_size", [8, 100])
+def test_an_epoch_may_end_inside_a_batch(batch_size):
+    plan = DataPlan([[(Sampling("a"), rows_with(35))]], batch_size, seed=3)
+    drawn = np.concatenate([names(plan.batch(step)) for step in range(35)])
+    assert np.bincount(drawn).tolist() == [batch_size] * 35
+    assert plan.epoch(35) == batch_size and plan.steps_per_epoch() == 35 / batch_size and plan.rows == 35
+
+
+@given(
+    st.sampled_from([1, 2, 4, 8]), st.integers(0, 19), st.integers(0, 5), st.sampled_from(["none", "cosine"])
+)
+@settings(max_examples=40, deadline=None)
+def test_the_same_batch_for_any_number_of_processes(processes, step, seed, fade):
+    whole = mixed(seed, crossfade=fade, crossfade_share=0.8).batch(step)
+    other = mixed(seed, crossfade=fade, crossfade_share=0.8)
+    other.batch(17)  # another process, which asked for another step first
+    share = 8 // processes
+    parts = [other.batch(step, slice(i * share, (i + 1) * share)) for i in reversed(range(processes))]
+    joined = {name: np.concatenate([part[name] for part in reversed(parts)]) for name in whole}
+    assert same(whole, joined)
+
+
+def test_rates_order_and_seed():
+    plan = mixed(batch_size=10)
+    from_b = [(plan.batch(step)["input_ids"][:, 0] >= 10_000).tolist() for step in range(20)]
+    assert [sum(flags) for flags in from_b] == [3] * 12 + [10] * 8
+    assert len({tuple(flags) for flags in from_b[:12]}) > 6  # the order is dealt anew each step
+    assert not same(plan.batch(0), mixed(seed=1, batch_size=10).batch(0))
+    assert plan.rates(0) == {"a": 0.7, "b": 0.3} and plan.rates(12) == {"a": 0.0, "b": 1.0}
+    assert plan.epochs(12) == {"a/PMD": 84 / 30, "b/PMD": 36 / 11}
+    assert set(plan.stats) == {"a/PMD", "b/PMD"}
+
+
+def test_fingerprint():
+    prints = [mixed(), mixed(seed=1), mixed(batch_size=4), mixed(crossfade="linear")]
+    assert len({plan.fingerprint for plan in prints}) == 4
+    assert mixed().fingerprint == mixed().fingerprint
+    a = rows_with(30)
+    here, there = (DataPlan([[(Sampling(name), a)]], 4, 0) for name in ("here", "there"))
+    assert here.fingerprint == there.fingerprint
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_validation_is_the_same_set_every_time(processes):
+    a, b = rows_with(30), rows_with(11, 10_000)
+    mixture = [(Sampling("a", 0.5), a), (Sampling("b", 0.5), b)]
+    train = [[(Sampling("a"), a)]]
+    plan = DataPlan(train, 8, seed=0, validation=mixture, validation_count=21)
+    other = DataPlan(train, 4, seed=9, validation=mixture, validation_count=21)
+    assert len(plan.validation) == 21 and plan.validation_batches(8) == 3
+    for number in range(3):
+        share = 8 // processes
+        slices = [slice(i * share, (i + 1) * share) for i in range(processes)]
+        parts = [other.validation_batch(number, 8, part) for part in slices]
+        joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        assert same(plan.validation_batch(number, 8), joined)
+    seen = np.concatenate([plan.validation_batch(i, 8)["input_ids"][:, 0] for i in range(3)])[:21]
+    assert len(set(seen.tolist())) == 21 and (seen < 10_000).sum() == 11
+    last = plan.validation_batch(2, 8)
+    assert (last["target_ids"][5:] == -1).all() and (last["segment_ids"][5:] == 0).all()
+    assert (last["loss_mask"][5:] == 0).all() and last["loss_mask"][:5].all()
+
+
+def test_a_small_validation_source_gives_all_it_has_once():
+    b = rows_with(11)
+    plan = DataPlan([[(Sampling("b"), b)]], 8, 0, validation=[(Sampling("b"), b)], validation_count=100)
+    assert len(plan.validation) == 11
+    none = DataPlan([[(Sampling("b"), b)]], 8, 0)
+    assert none.validation_batches(8) == 0
+    with pytest.raises(InputError, match="no validation data"):
+        none.validation_batch(0, 8)
+
+
+def test_plans_that_cannot_be():
+    a = rows_with(5)
+    stage = [(Sampling("a"), a)]
+    for arguments, match in [
+        (([], 8, 0), "empty"),
+        (([[(Sampling("a", 0.5), a)]], 8, 0), "sum to 0.5"),
+        (([stage], 0, 0), "batch_size is 0"),
+        (([stage, stage], 8, 0), "need 1 boundaries"),
+    ]:
+        with pytest.raises(InputError, match=match):
+            DataPlan(*arguments)
+    with pytest.raises(InputError, match="must increase"):
+        DataPlan([stage, stage], 8, 0, boundaries=[0])
+    with pytest.raises(InputError, match=r"crossfade is 'wavy'"):
+        DataPlan([stage], 8, 0, crossfade="wavy")
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_prefetched_batches_are_the_same(depth):
+    with Prefetcher(lambda step: step * step, 5, depth) as source:
+        assert [source.get(step) for step in range(5, 30)] == [step * step for step in range(5, 30)]
+        assert [source.get(step) for step in (3, 4, 5, 90, 7)] == [9, 16, 25, 8100, 49]  # after a rollback
+    with pytest.raises(RuntimeError, match="closed"):
+        source.get(8)
+
+
+def test_prefetching_is_bounded_and_waiting_is_counted():
+    made = []
+
+    def make(step):
+        time.sleep(0.1)
+        made.append(step)
+        return step
+
+    source = Prefetcher(make, 0, 2)
+    source.get(0)
+    assert source.waited > 0.05
+    while len(made) < 3:
+        time.sleep(0.01)
+    time.sleep(0.15)
+    assert made == [0, 1, 2]
+    before = source.waited
+    source.get(1)
+    assert source.waited - before < 0.09
+    source.close()
+    source.close()
+    assert not [t for t in threading.enumerate() if t.name == "prefetch" and t.is_alive()]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_error_while_prefetching_is_raised_at_its_step(depth):
+    failing = [True]
+
+    def make(step):
+        if step == 2 and failing[0]:
+            raise InputError("broken row")
+        return step
+
+    with Prefetcher(make, 0, depth) as source:
+        assert source.get(0) == 0 and source.get(1) == 1
+        with pytest.raises(InputError, match="broken row"):
+            source.get(2)
+        failing[0] = False
+        assert source.get(2) == 2 and source.get(3) == 3

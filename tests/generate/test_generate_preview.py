@@ -1,0 +1,88 @@
+"""The preview callback: due steps only, live parameters, a file without duplicates after a resume."""
+
+import contextlib
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from bessemer.job import RunDirectory
+from bessemer.training import fetch
+from bessemer.training.callbacks.preview import PROMPTS, Preview, one_line
+from tiny_run import tiny_model, tiny_params, tiny_tokenizer
+
+
+@pytest.fixture
+def loop(tmp_path):
+    said, flushed = [], []
+    trainer = SimpleNamespace(
+        model=tiny_model(),
+        tokenizer=tiny_tokenizer(),
+        state=SimpleNamespace(params=tiny_params()),
+        run_directory=RunDirectory(tmp_path / "run").create(),
+        is_process_zero=True,
+        say=said.append,
+    )
+    return SimpleNamespace(
+        trainer=trainer,
+        step=0,
+        steps=6,
+        said=said,
+        flushed=flushed,
+        flush=lambda: flushed.append(True),
+        paused=contextlib.nullcontext,
+    )
+
+
+def run(loop, preview, stop=None):
+    preview.on_train_begin(loop)
+    while loop.step < (stop or loop.steps):
+        loop.step += 1
+        preview.on_batch_end(loop)
+    if stop is None:
+        preview.on_train_end(loop)
+
+
+def rows(loop):
+    return [json.loads(line) for line in loop.trainer.run_directory.samples.read_text().splitlines()]
+
+
+def test_previews_at_due_steps_and_after_the_end(loop):
+    before = fetch.calls
+    run(loop, Preview(interval=2))
+    assert [row["step"] for row in rows(loop)] == [2] * 7 + [4] * 7 + [6] * 7
+    assert [row["prompt"] for row in rows(loop)[:7]] == list(PROMPTS)
+    assert len(loop.flushed) == 3 and fetch.calls - before == 3  # one read a preview, and only by `fetch`
+    assert len([line for line in loop.said if line.startswith("step")]) == 6
+    assert all(len(line) <= 80 for line in loop.said if line.startswith("step"))
+    first, *others = (rows(loop)[i : i + 7] for i in (0, 7, 14))
+    for other in others:  # the parameters did not change, so neither do greedy continuations
+        assert [row["completion"] for row in other] == [row["completion"] for row in first]
+
+
+def test_a_resumed_run_has_the_rows_of_an_undisturbed_one(loop):
+    run(loop, Preview(interval=2))
+    whole = rows(loop)
+    loop.step = 3
+    run(loop, Preview(interval=2))
+    assert rows(loop) == whole
+    loop.step = 0
+    run(loop, Preview(interval=2), stop=1)
+    assert rows(loop) == []
+
+
+def test_own_prompts_and_only_at_the_end(loop):
+    run(loop, Preview(interval=-1, prompts=["The cat", "The dog"]))
+    assert [(row["step"], row["prompt"]) for row in rows(loop)] == [(6, "The cat"), (6, "The dog")]
+
+
+def test_without_a_tokenizer_it_says_so_and_stays_silent(loop):
+    loop.trainer.tokenizer = None
+    run(loop, Preview(interval=2))
+    assert loop.said == ["no previews: they need a tokenizer"]
+    assert not loop.trainer.run_directory.samples.exists()
+
+
+def test_one_line_fits():
+    line = one_line(SimpleNamespace(prompt="a\nb", text=" c" * 80))
+    assert line.startswith("a\\nb ▸ c") and len(line) == 66 and line.endswith("…")

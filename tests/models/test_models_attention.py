@@ -1,0 +1,83 @@
+"""Attention against a masked reference in numpy float64."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bessemer.models.attention import attention, block_length
+
+
+def draw(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def reference(q, k, v, allowed):
+    """Plain softmax attention; allowed: (B, T, S)."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    k, v = (np.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    scores = np.einsum("btnh,bsnh->bnts", q, k) / np.sqrt(q.shape[-1])
+    weights = np.where(allowed[:, None], np.exp(scores), 0.0)
+    total = weights.sum(-1, keepdims=True)
+    return np.einsum("bnts,bsnh->btnh", weights / np.where(total == 0, 1, total), v)
+
+
+def causal(length, window=None, segments=None):
+    t, s = np.arange(length)[:, None], np.arange(length)[None]
+    allowed = s <= t
+    if window is not None:
+        allowed &= t - s < window  # exactly `window` keys, itself included
+    allowed = allowed[None]
+    return allowed if segments is None else allowed & (segments[:, :, None] == segments[:, None, :])
+
+
+@pytest.mark.parametrize("length", [5, 150])
+@pytest.mark.parametrize("window", [None, 1, 3, 64, 100, 1000])
+def test_window_equals_masked_reference(length, window):
+    q, k, v = draw(2, length, 4, 8), draw(2, length, 2, 8, seed=1), draw(2, length, 2, 8, seed=2)
+    got = attention(q, k, v, window=window, implementation="xla")
+    np.testing.assert_allclose(got, reference(q, k, v, causal(length, window)), atol=2e-6)
+
+
+def test_documents_are_isolated_and_blocks_agree():
+    length = 200
+    segments = np.sort(np.random.default_rng(3).integers(0, 4, (2, length)), axis=1)
+    q, k, v = (draw(2, length, 2, 8, seed=s) for s in range(3))
+    got = attention(q, k, v, window=70, segment_ids=jnp.asarray(segments))
+    np.testing.assert_allclose(got, reference(q, k, v, causal(length, 70, segments)), atol=2e-6)
+
+
+def test_gradients_equal_autodiff_of_the_reference():
+    length = 130
+    q, k, v, g = (jnp.asarray(draw(1, length, 2, 4, seed=s)) for s in range(4))
+    allowed = jnp.asarray(causal(length, 65))
+
+    def plain(q, k, v):
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k) / 2.0
+        weights = jax.nn.softmax(jnp.where(allowed[:, None], scores, -1e30), axis=-1)
+        return jnp.sum(g * jnp.einsum("bnts,bsnh->btnh", weights, v))
+
+    ours = jax.grad(lambda *x: jnp.sum(g * attention(*x, window=65)), argnums=(0, 1, 2))(q, k, v)
+    for a, b in zip(ours, jax.grad(plain, argnums=(0, 1, 2))(q, k, v), strict=True):
+        np.testing.assert_allclose(a, b, atol=5e-6)
+
+
+def test_cached_queries_see_the_keys_up_to_their_position():
+    q, k, v = draw(2, 3, 4, 8), draw(2, 20, 2, 8, seed=1), draw(2, 20, 2, 8, seed=2)
+    positions = np.array([[4, 5, 6], [11, 12, 13]])
+    keys = np.arange(20)[None, None]
+    allowed = (keys <= positions[..., None]) & (keys > positions[..., None] - 5)
+    got = attention(q, k, v, window=5, q_positions=jnp.asarray(positions))
+    np.testing.assert_allclose(got, reference(q, k, v, allowed), atol=2e-6)
+
+
+def test_a_query_without_keys_gives_zeros_not_the_mean():
+    q, k, v = draw(1, 1, 2, 8), draw(1, 6, 2, 8), draw(1, 6, 2, 8)
+    got = attention(q, k, v, q_positions=jnp.array([[-1]]))
+    assert np.all(np.asarray(got) == 0)
+
+
+def test_few_blocks_whatever_the_length():
+    assert [block_length(n) for n in (16, 256, 512, 2048, 4096)] == [64, 64, 64, 256, 512]

@@ -1,0 +1,127 @@
+"""The chunked one-pass cross-entropy against numpy float64, values and gradients."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bessemer.models.cross_entropy import choose_chunks, cross_entropy, token_logprobs
+
+B, T, D, V, REAL = 3, 10, 6, 16, 13
+
+
+@pytest.fixture(scope="module")
+def data():
+    rng = np.random.default_rng(0)
+    targets = rng.integers(0, REAL, (B, T))
+    targets[0, :4] = -1
+    targets[2, -1] = -1
+    return (
+        rng.standard_normal((B, T, D)).astype(np.float32),
+        rng.standard_normal((D, V)).astype(np.float32),
+        targets.astype(np.int32),
+        rng.uniform(0, 2, (B, T)).astype(np.float32),
+    )
+
+
+def reference(hidden, head, targets, weights, softcap=0.0, label_smoothing=0.0, z_loss=0.0):
+    """(Σ w·loss, Σ w·nll) in float64, straight from the formula."""
+    logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64)
+    z = (softcap * np.tanh(logits / softcap) if softcap else logits)[..., :REAL]
+    lse = np.log(np.exp(z).sum(-1))
+    logp = z - lse[..., None]
+    nll = -np.take_along_axis(logp, np.maximum(targets, 0)[..., None], -1)[..., 0]
+    loss = (1 - label_smoothing) * nll - label_smoothing * logp.mean(-1) + z_loss * lse**2
+    weights = np.where(targets < 0, 0, weights.astype(np.float64))
+    return (weights * loss).sum(), (weights * nll).sum()
+
+
+SETTINGS = [
+    {},
+    {"softcap": 5.0},
+    {"softcap": 5.0, "label_smoothing": 0.1, "z_loss": 0.01},
+    {"label_smoothing": 0.2},
+    {"z_loss": 0.1},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("chunks", [1, 5, 4])  # 4 does not divide 10: padded
+def test_value_equals_numpy(data, settings, chunks):
+    got = cross_entropy(*data, vocab_size=REAL, chunks=chunks, **settings)
+    np.testing.assert_allclose(got, reference(*data, **settings), rtol=1e-6)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_gradient_equals_central_differences_in_float64(data, settings, chunks):
+    hidden, head, targets, weights = data
+
+    def loss(hidden, head):
+        return 3.0 * cross_entropy(hidden, head, targets, weights, vocab_size=REAL, chunks=chunks, **settings)[0]
+
+    dhidden, dhead = jax.grad(loss, argnums=(0, 1))(hidden, head)
+    for which, gradient in ((0, dhidden), (1, dhead)):
+        numeric = np.zeros(gradient.shape)
+        for index in np.ndindex(gradient.shape):
+            ends = []
+            for step in (1e-6, -1e-6):
+                parts = [hidden.astype(np.float64), head.astype(np.float64)]
+                parts[which][index] += step
+                ends.append(reference(*parts, targets, weights, **settings)[0])
+            numeric[index] = 3.0 * (ends[0] - ends[1]) / 2e-6
+        np.testing.assert_allclose(gradient, numeric, atol=2e-5, rtol=1e-5)
+
+
+def test_padding_of_the_vocabulary_gets_no_gradient(data):
+    hidden, head, targets, weights = data
+    dhead = jax.grad(lambda w: cross_entropy(hidden, w, targets, weights, vocab_size=REAL)[0])(head)
+    assert np.all(np.asarray(dhead)[:, REAL:] == 0) and np.any(np.asarray(dhead)[:, :REAL] != 0)
+
+
+def test_flat_rows_and_batches_agree(data):
+    hidden, head, targets, weights = data
+    flat = cross_entropy(hidden.reshape(-1, D), head, targets.ravel(), weights.ravel(), vocab_size=REAL, chunks=3)
+    np.testing.assert_allclose(flat, cross_entropy(*data, vocab_size=REAL), rtol=1e-6)
+
+
+def test_chunks_never_hold_the_full_logits():
+    rows, vocab = 64, 512
+
+    def loss(hidden, head):
+        targets = jnp.zeros((1, rows), jnp.int32)
+        return cross_entropy(hidden, head, targets, jnp.ones((1, rows)), vocab_size=vocab, chunks=8)[0]
+
+    program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(jnp.ones((1, rows, 4)), jnp.ones((4, vocab)))
+    assert f"{rows}x{vocab}xf32" not in program.as_text()
+    assert f"{rows // 8}x{vocab}xf32" in program.as_text()
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_token_logprobs_values_and_per_token_gradients(data, chunks):
+    hidden, head, targets, weights = data
+    logprobs = token_logprobs(hidden, head, targets, vocab_size=REAL, softcap=5.0, chunks=chunks)
+    assert np.all(np.asarray(logprobs)[targets < 0] == 0)
+    np.testing.assert_allclose(
+        -(weights * logprobs).sum(), reference(*data, softcap=5.0)[1], rtol=1e-6
+    )
+
+    def summed(hidden, head):
+        lp = token_logprobs(hidden, head, targets, vocab_size=REAL, softcap=5.0, chunks=chunks)
+        return -jnp.sum(weights * lp)
+
+    def direct(hidden, head):
+        return cross_entropy(hidden, head, targets, weights, vocab_size=REAL, softcap=5.0)[0]
+
+    pairs = zip(*(jax.grad(f, argnums=(0, 1))(hidden, head) for f in (summed, direct)), strict=True)
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_chunk_choice():
+    assert choose_chunks(3, 2, 10, 100) == 3
+    assert choose_chunks("auto", 2, 16, 100) == 1
+    assert choose_chunks("auto", 16, 256, 4096) == 16
+    assert choose_chunks("auto", 1, 1021, 65536) == 4  # a prime length is padded rather than cut into ones

@@ -1,0 +1,235 @@
+"""GPT: shapes, counts, initial values, switches, and equalities between ways to compute the same thing."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bessemer.errors import InputError
+from bessemer.models.gpt import GPT
+from bessemer.models.shape import layer_windows, scan_segments
+from bessemer.registry import models
+
+TINY = {"depth": 4, "aspect": 8, "head_dim": 8, "vocab_size": 50, "block_size": 16}
+
+
+def make(seed: int = 0, **settings):
+    """A model and parameters shaken off their zeros, so that every device of architecture shows."""
+    model = GPT(**{**TINY, **settings})
+    model.check()
+    ids = jnp.zeros((1, 4), jnp.int32)
+    params = nn.unbox(jax.jit(model.init)(jax.random.key(seed), ids))["params"]
+    leaves, tree = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    shaken = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    return model, jax.tree.unflatten(tree, shaken)
+
+
+def batch_of(rows: int = 2, length: int = 16, vocab: int = 50, seed: int = 0):
+    ids = np.random.default_rng(seed).integers(0, vocab, (rows, length + 1))
+    return {"input_ids": jnp.asarray(ids[:, :-1]), "target_ids": jnp.asarray(ids[:, 1:])}
+
+
+def loss_and_gradient(model, params, batch):
+    def loss(params):
+        total, weight, _ = model.apply({"params": params}, batch, method="loss")
+        return total / weight
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+def assert_close(a, b, atol=2e-6):
+    for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, atol=atol, rtol=1e-4, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize(
+    ("depth", "width", "scaling", "total"),
+    [(12, 768, 110_100_480, 286_261_730), (20, 1280, 435_159_040, 896_533_746), (24, 1536, 729_808_896, None)],
+)
+def test_check_values_of_the_dial(depth, width, scaling, total):
+    model = GPT(depth=depth, vocab_size=32_768, block_size=2048)
+    counts = model.count_parameters()
+    assert model.shape.width == width and counts["scaling"] == scaling
+    assert total is None or counts["total"] == total
+
+
+@pytest.mark.parametrize("off", [(), ("smear", "backout"), ("residual_mix",), ("value_embeddings", "qk_norm")])
+def test_counts_equal_the_tree(off):
+    model = GPT(**TINY, kv_heads=2, **dict.fromkeys(off, False))
+    tree = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))["params"]
+    counted = dict.fromkeys(model.count_parameters(), 0)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        counted[GPT.group_of(tuple(part.key for part in path))] += leaf.size
+        counted["total"] += leaf.size
+    counted["scaling"] = counted["matrix"] + counted["head"]
+    assert counted == model.count_parameters()
+
+
+def test_flops():
+    model = GPT(depth=12, vocab_size=32_768, block_size=2048)
+    matmul = 110_100_480 + 6 * 12 * 6 + 24
+    assert model.flops_per_token(2048) == 6 * matmul + 12 * 768 * (9 * 1024 + 3 * 2048)
+    short, long = (1024 * 1025 / 2 + 1024 * 1024) / 2048, 2049 / 2
+    assert model.flops_per_token(2048, causal=True) == pytest.approx(6 * matmul + 12 * 768 * (9 * short + 3 * long))
+
+
+def test_initial_values():
+    model = GPT(depth=4, aspect=32, head_dim=16, vocab_size=1000, block_size=32)
+    params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))["params"]
+    bound = np.sqrt(3 / 128)
+    block = params["blocks_3"]
+    for name, limit in (("q", bound), ("k", bound), ("v", bound), ("up", 0.4 * bound), ("value_table", bound)):
+        values = np.asarray(block[name])
+        assert values.min() >= -limit and values.max() <= limit
+        assert values.std() == pytest.approx(limit / np.sqrt(3), rel=0.02)
+    assert not np.any(block["out"]) and not np.any(block["down"])
+    gates = np.concatenate([np.ravel(block["value_gate"]), np.ravel(params["smear_gate"])])
+    assert gates.min() >= 0 and gates.max() <= 0.02
+    assert np.std(params["embedding"]) == pytest.approx(0.8, rel=0.02)
+    assert np.std(params["head"]) == pytest.approx(0.001, rel=0.02)
+    np.testing.assert_allclose(params["rho"], [1.15, 1.15 - 0.1 / 3, 1.05 + 0.1 / 3, 1.05], rtol=1e-6)
+    np.testing.assert_allclose(params["xi"], [0.2, 0.15, 0.1, 0.05], rtol=1e-5)
+    assert params["smear_scale"] == 0 and params["backout_scale"] == pytest.approx(0.2)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params))
+    assert "value_table" not in params["blocks_2"]
+
+
+def test_windows_and_segments():
+    assert layer_windows("SSSL", 6, 2048, 0.5) == (1024, 1024, 1024, None, 1024, None)
+    assert layer_windows("S", 3, 600, 0.25) == (256, 256, None)
+    assert layer_windows("S", 2, 128, 0.5) == (None, None)  # rounded up to the whole block
+    kinds = tuple((w, i % 2) for i, w in enumerate(layer_windows("SSSL", 12, 2048, 0.5)))
+    assert scan_segments(kinds) == [(0, 4, 3)]
+    assert scan_segments((1, 2, 3, 3, 3, 4)) == [(0, 1, 1), (1, 1, 1), (2, 1, 3), (5, 1, 1)]
+
+
+def test_logits_are_capped_and_padding_is_never_predicted():
+    model, params = make()
+    logits = model.apply({"params": params}, batch_of()["input_ids"])
+    assert logits.shape == (2, 16, 50) and logits.dtype == jnp.float32
+    assert float(jnp.abs(logits).max()) < 15
+    loud = {**params, "head": params["head"].at[:, 50:].set(100.0)}
+    np.testing.assert_array_equal(model.apply({"params": loud}, batch_of()["input_ids"]), logits)
+    assert_close(loss_and_gradient(model, loud, batch_of())[0], loss_and_gradient(model, params, batch_of())[0])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"remat": "block"},
+        {"remat": ["q", "mlp_hidden"]},
+        {"scan_layers": True},
+        {"scan_layers": True, "remat": ["block"]},
+        {"loss_chunks": 4},
+    ],
+    ids=str,
+)
+def test_same_numbers_however_computed(settings):
+    model, params = make()
+    reference = loss_and_gradient(model, params, batch_of())
+    assert_close(loss_and_gradient(model.clone(**settings), params, batch_of()), reference)
+
+
+def test_remat_keeps_less():
+    model, params = make(depth=2)
+
+    def saved(**settings):
+        variant = model.clone(**settings)
+        _, backward = jax.vjp(lambda p: variant.apply({"params": p}, batch_of(), method="loss")[0], params)
+        return sum(x.size for x in jax.tree.leaves(backward) if hasattr(x, "size"))
+
+    assert saved(remat="block") < saved(remat=["mlp_hidden", "q", "k", "v"]) < saved()
+
+
+def test_scan_and_dropout_draw_the_same_masks():
+    model, params = make(dropout=0.3)
+    key = {"dropout": jax.random.key(7)}
+    ids = batch_of()["input_ids"]
+
+    def run(model, deterministic=False):
+        return model.apply({"params": params}, ids, deterministic=deterministic, rngs=key)
+
+    assert_close(run(model), run(model.clone(scan_layers=True)))
+    assert float(jnp.abs(run(model) - run(model, True)).max()) > 1e-3
+
+
+@pytest.mark.parametrize("smear", [True, False])
+def test_documents_do_not_see_each_other(smear):
+    model, params = make(document_mask=True, smear=smear)
+    run = jax.jit(lambda ids, segments: model.apply({"params": params}, ids, segment_ids=segments))
+    ids = batch_of()["input_ids"]
+    segments = jnp.asarray([[1] * 6 + [2] * 10] * 2)
+    changed = ids.at[:, :6].set((ids[:, :6] + 1) % 50)
+    before, after = run(ids, segments), run(changed, segments)
+    np.testing.assert_array_equal(before[:, 6:], after[:, 6:])
+    assert np.any(np.asarray(before[:, :6]) != np.asarray(after[:, :6]))
+    # Off, the second document does see the first.
+    open_model = model.clone(document_mask=False)
+    one, two = (open_model.apply({"params": params}, x, segment_ids=segments) for x in (ids, changed))
+    assert np.any(np.asarray(one[:, 6:]) != np.asarray(two[:, 6:]))
+
+
+def test_a_document_alone_equals_the_document_packed():
+    model, params = make(document_mask=True)
+    ids = batch_of()["input_ids"]
+    packed = model.apply(
+        {"params": params},
+        ids,
+        positions=jnp.asarray([[*range(6), *range(10)]] * 2),
+        segment_ids=jnp.asarray([[1] * 6 + [2] * 10] * 2),
+    )
+    np.testing.assert_allclose(packed[:, 6:], model.apply({"params": params}, ids[:, 6:]), atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "switch", ["smear", "residual_mix", "value_embeddings", "backout", "qk_norm", "softcap", "rotary_base"]
+)
+def test_each_switch_changes_the_function(switch):
+    values = {"softcap": 0.0, "rotary_base": 500.0}
+    model, params = make()
+    off = model.clone(**{switch: values.get(switch, False)})
+    known = nn.unbox(jax.eval_shape(off.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))["params"]
+    kept = {k: {n: v for n, v in x.items() if n in known[k]} if isinstance(x, dict) else x for k, x in params.items()}
+    kept = {k: x for k, x in kept.items() if k in known}
+    ids = batch_of()["input_ids"]
+    with_device, without = model.apply({"params": params}, ids), off.apply({"params": kept}, ids)
+    assert float(jnp.abs(with_device - without).max()) > 1e-4
+
+
+def test_bf16_computes_in_bf16_and_keeps_float32_gradients():
+    model, params = make()
+    half = model.clone(precision="bf16")
+    assert half.apply({"params": params}, batch_of()["input_ids"], method="hidden").dtype == jnp.bfloat16
+    loss, gradient = loss_and_gradient(half, params, batch_of())
+    assert loss.dtype == jnp.float32 and all(g.dtype == jnp.float32 for g in jax.tree.leaves(gradient))
+    assert float(loss) == pytest.approx(float(loss_and_gradient(model, params, batch_of())[0]), rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"width": 100}, "model.width"),
+        ({"heads": 3}, "model.heads"),
+        ({"kv_heads": 3}, "model.kv_heads"),
+        ({"head_dim": 7}, "model.head_dim"),
+        ({"vocab_size": -1}, "model.vocab_size"),
+        ({"window": "SX"}, "model.window"),
+        ({"window_short": 0.0}, "model.window_short"),
+        ({"precision": "fp4"}, "architecture.precision"),
+        ({"remat": ["logits"]}, "architecture.remat"),
+        ({"dropout": 1.0}, "architecture.dropout"),
+        ({"loss_chunks": 0}, "architecture.loss_chunks"),
+    ],
+)
+def test_contradictions_are_input_errors(settings, named):
+    with pytest.raises(InputError, match=named):
+        GPT(**{**TINY, **settings}).check()
+
+
+def test_registered_and_hashable():
+    assert models.get("gpt") is GPT
+    assert hash(GPT(**TINY, remat=["q"])) == hash(GPT(**TINY, remat=("q",)))

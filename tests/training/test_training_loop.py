@@ -1,0 +1,146 @@
+"""Promise 6: one compilation, device values read by `fetch` alone and only when due; exactly `steps` steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from bessemer.errors import TrainingError
+from bessemer.training import fetch as fetching
+from bessemer.training import launch
+from bessemer.training.callback import Callback
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bessemer.topology import make_topology
+
+    monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
+
+
+def metrics(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+class Witness(Callback):
+    """Counts hooks and keeps each step's loss as the step returned it."""
+
+    def __init__(self) -> None:
+        self.hooks: list[str] = []
+        self.losses: dict[int, jax.Array] = {}
+
+    def on_train_begin(self, loop: Any) -> None:
+        self.hooks.append("train_begin")
+
+    def on_optimizer_step(self, loop: Any) -> None:
+        self.hooks.append(f"step {loop.step}")
+
+    def on_validation(self, loop: Any, row: dict[str, Any]) -> None:
+        self.hooks.append(f"validation {row['step']}")
+
+    def on_checkpoint(self, loop: Any, step: int) -> None:
+        self.hooks.append(f"checkpoint {step}")
+
+    def on_epoch_begin(self, loop: Any) -> None:
+        self.hooks.append("epoch_begin")
+
+    def on_train_end(self, loop: Any) -> None:
+        self.hooks.append("train_end")
+
+
+def test_steps_hooks_and_rows(tiny: dict[str, object], tmp_path: Path) -> None:
+    witness = Witness()
+    trainer = launch.build_trainer("quickstart", tiny, name="a", root=tmp_path, callbacks=[witness])
+    losses = {}
+    original = type(trainer).on_step_end
+
+    def keep(self: Any, state: Any, meta: Any, step: int) -> Any:
+        losses[step] = meta["loss"]
+        return original(self, state, meta, step)
+
+    trainer.on_step_end = keep.__get__(trainer)  # type: ignore[method-assign]
+    trainer.run()
+    assert int(trainer.state.step) == 10
+    steps = [row for row in metrics(tmp_path / "a") if "loss" in row]
+    assert [row["step"] for row in steps] == list(range(1, 11))
+    for row in steps:
+        assert row["loss"] == float(losses[row["step"]])
+        assert row["tokens"] == row["step"] * 8 * 16
+    validations = [row["step"] for row in metrics(tmp_path / "a") if "val_loss" in row]
+    assert validations == [0, 4, 8, 10]
+    hooks = witness.hooks
+    assert hooks[0] == "train_begin" and hooks[-1] == "train_end"
+    assert hooks.count("epoch_begin") >= 2
+    assert hooks.index("step 4") < hooks.index("validation 4") < hooks.index("step 5")
+    assert hooks.index("checkpoint 10") < hooks.index("validation 10"), "final save before the final evaluation"
+    assert [int(h.split()[1]) for h in hooks if h.startswith("checkpoint")] == [3, 6, 9, 10]
+    for name in ("config.yaml", "derived.json", "status.json", "log.txt", "model/model.safetensors", "model/config.json"):
+        assert (tmp_path / "a" / name).is_file(), name
+    assert json.loads((tmp_path / "a/status.json").read_text())["state"] == "done"
+
+
+def test_fetch_only_at_report_points_and_one_compilation(tiny: dict[str, object], tmp_path: Path) -> None:
+    settings = {
+        **tiny,
+        "training.steps": 20,
+        "training.validation": False,
+        "logging.report_interval": 5,
+        "logging.checkpoint_interval": -1,
+    }
+    trainer = launch.build_trainer("quickstart", settings, name="a", root=tmp_path)
+    step = trainer.functions.train_step  # the jitted function, before it is compiled ahead of time
+    assert trainer.compile_aot() is True and trainer.compile_aot() is False
+    before = fetching.calls
+    trainer.run()
+    # rows 5, 10, 15, 20, and the weights written at the end
+    assert fetching.calls - before == 5
+    assert [row["step"] for row in metrics(tmp_path / "a")] == [5, 10, 15, 20]
+    assert step._cache_size() == 0, "the loop used the executable compiled ahead"
+
+
+def test_jit_cache_holds_one_program_after_twenty_steps(tiny: dict[str, object], tmp_path: Path) -> None:
+    trainer = launch.build_trainer("quickstart", tiny, name="a", root=tmp_path)
+    with trainer.topology.scope():
+        batches = trainer.prefetcher(0)
+        for step in range(20):
+            trainer.state, _, _ = trainer.functions.train_step(trainer.state, batches.get(step), trainer.key)
+        batches.close()
+    assert trainer.functions.train_step._cache_size() == 1
+
+
+def test_non_finite_steps_end_the_run_with_exit_3(tiny: dict[str, object], tmp_path: Path) -> None:
+    class Poison(Callback):
+        def on_batch_begin(self, loop: Any) -> None:
+            if loop.step == 5:
+                params = dict(loop.trainer.state.params)
+                params["head"] = params["head"] * float("nan")
+                loop.trainer.state = loop.trainer.state.replace(params=params)
+
+    trainer = launch.build_trainer("quickstart", tiny, name="a", root=tmp_path, callbacks=[Poison()])
+    with pytest.raises(TrainingError) as caught:
+        trainer.run()
+    assert caught.value.exit_code == 3
+    text = str(caught.value)
+    assert "3 steps in a row" in text and "last good checkpoint" in text and "optimization.lr" in text
+    assert trainer.run_directory.read_status()["state"] == "failed"
+
+
+def test_early_end_and_best_checkpoint(tiny: dict[str, object], tmp_path: Path) -> None:
+    settings = {
+        **tiny,
+        "optimization.matrix_lr": 0.0,
+        "optimization.lr_multiplier": 0.0,
+        "callbacks": ["early_stopping", "best_checkpoint"],
+        "training.patience": 2,
+        "logging.validation_interval": 2,
+        "logging.checkpoint_interval": -1,
+    }
+    trainer = launch.build_trainer("quickstart", settings, name="a", root=tmp_path)
+    trainer.run()
+    assert trainer.step == 4, "two validations without a better loss"
+    assert "no better" in trainer.run_directory.read_status()["message"]
+    assert launch.reopen(tmp_path / "a").done

@@ -1,0 +1,150 @@
+"""Real processes: signals, kill -9, two processes of one run; all through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.conftest import words
+
+pytestmark = pytest.mark.slow
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def start(home: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    env = {**os.environ, "BESSEMER_HOME": str(home), "JAX_NUM_CPU_DEVICES": "1", **variables}
+    return subprocess.Popen(
+        [sys.executable, "-m", "bessemer", *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def metrics(path: Path) -> list[dict[str, Any]]:
+    if not (path / "metrics.jsonl").exists():
+        return []
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "mem/"))} for row in rows]
+
+
+def weights(path: Path) -> dict[str, np.ndarray]:
+    from safetensors.numpy import load_file
+
+    return load_file(path / "model" / "model.safetensors")
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    left, right = weights(a), weights(b)
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name], err_msg=name)
+    assert metrics(a) == metrics(b)
+
+
+@pytest.fixture(scope="module")
+def longer(tiny: dict[str, object]) -> dict[str, object]:
+    return {**tiny, "training.steps": 60, "logging.checkpoint_interval": 7, "logging.validation_interval": 20}
+
+
+@pytest.fixture(scope="module")
+def whole(longer: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("whole")
+    process = start(home, "train", "quickstart", *words(longer), "--runs", str(root), "--name", "whole")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return root / "whole"
+
+
+def wait_for_step(process: subprocess.Popen[str], path: Path, step: int) -> None:
+    deadline = time.monotonic() + 200
+    while time.monotonic() < deadline and process.poll() is None:
+        rows = metrics(path)
+        if rows and rows[-1]["step"] >= step:
+            return
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_stops_with_a_checkpoint_and_resume_is_the_same_run(
+    number: signal.Signals, longer: dict[str, object], whole: Path, home: Path, tmp_path: Path, cli: Cli
+) -> None:
+    process = start(home, "train", "quickstart", *words(longer), "--runs", str(tmp_path), "--name", "part")
+    wait_for_step(process, tmp_path / "part", 5)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, output
+    assert "bessemer resume" in output
+    status = json.loads((tmp_path / "part/status.json").read_text())
+    assert status["state"] == "stopped" and status["exit_code"] == 75
+    again = cli("resume", str(tmp_path / "part"))
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert_same_run(tmp_path / "part", whole)
+    finished = cli("resume", str(tmp_path / "part"))
+    assert finished.returncode == 0 and "finished" in finished.stdout
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kill_9_at_any_moment(
+    seed: int, longer: dict[str, object], whole: Path, home: Path, tmp_path: Path, cli: Cli
+) -> None:
+    rng = random.Random(seed)
+    arguments = ["train", "quickstart", *words(longer), "--runs", str(tmp_path), "--name", "part"]
+    for _ in range(2):
+        process = start(home, *arguments)
+        wait_for_step(process, tmp_path / "part", rng.randrange(1, 45))
+        time.sleep(rng.random() * 0.1)
+        process.kill()
+        process.communicate()
+        arguments = ["resume", str(tmp_path / "part")]
+    last = cli(*arguments)
+    assert last.returncode == 0, last.stdout + last.stderr
+    assert_same_run(tmp_path / "part", whole)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_two_processes_are_one_run(longer: dict[str, object], whole: Path, home: Path, tmp_path: Path) -> None:
+    """Two processes, one device each: the same token stream and, to rounding, the same losses; SIGTERM to one of
+    them stops both at the same step, and both together resume."""
+    settings = words({**longer, "training.steps": 20, "logging.validation_interval": 10})
+    single = start(home, "train", "quickstart", *settings, "--runs", str(tmp_path), "--name", "one")
+    assert single.wait(timeout=300) == 0, single.communicate()[0]
+
+    def pair(*arguments: str) -> list[subprocess.Popen[str]]:
+        address = f"127.0.0.1:{free_port()}"
+        return [
+            start(home, *arguments, BESSEMER_COORDINATOR=address, BESSEMER_PROCESSES="2", BESSEMER_PROCESS_ID=str(i))
+            for i in range(2)
+        ]
+
+    both = pair("train", "quickstart", *settings, "--runs", str(tmp_path), "--name", "two")
+    wait_for_step(both[0], tmp_path / "two", 3)
+    both[1].send_signal(signal.SIGTERM)
+    outputs = [process.communicate(timeout=200)[0] for process in both]
+    assert [process.returncode for process in both] == [75, 75], outputs
+    both = pair("resume", str(tmp_path / "two"))
+    outputs = [process.communicate(timeout=200)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    assert [row["step"] for row in one] == [row["step"] for row in two]
+    for a, b in zip(one, two, strict=True):
+        for name in ("loss", "val_loss", "val_bpb"):
+            if name in a:
+                assert abs(a[name] - b[name]) < 2e-2 * a[name], (a["step"], name)
+        assert a.get("target_tokens") == b.get("target_tokens")
+    assert abs(one[1]["loss"] - two[1]["loss"]) < 1e-5, "before the first update nothing but rounding differs"

@@ -1,0 +1,77 @@
+"""Promise 1: resume is the same run, bit for bit, wherever it was stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from bessemer.errors import InputError, Stopped
+from bessemer.training import launch
+from bessemer.training.callback import Callback
+from bessemer.training.trainer import BaseTrainer
+
+
+class StopAt(Callback):
+    """Asks for a stop after `step` steps, as SIGTERM does."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_batch_end(self, loop: Any) -> None:
+        if loop.step == self.step:
+            loop.request_stop("test")
+
+
+def one_device() -> Any:
+    from bessemer.topology import make_topology
+
+    return make_topology(devices=jax.devices()[:1])
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """Metrics without what the promise leaves out."""
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "mem/"))} for line in lines]
+
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BESSEMER_HOME", str(home))
+        patch.setattr(launch, "make_topology", lambda settings: one_device())
+        trainer = launch.build_trainer("quickstart", tiny, name="whole", root=root)
+        trainer.run()
+    return trainer
+
+
+def assert_same(a: BaseTrainer, b: BaseTrainer) -> None:
+    from bessemer.training.restore import saved_tree
+
+    for left, right in zip(jax.tree.leaves(saved_tree(a.state)), jax.tree.leaves(saved_tree(b.state)), strict=True):
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+    assert rows(a.run_directory.path) == rows(b.run_directory.path)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+def test_stopped_after_k_steps_and_resumed(k: int, tiny: dict[str, object], undisturbed: BaseTrainer, tmp_path: Path) -> None:
+    first = launch.build_trainer("quickstart", tiny, name="part", root=tmp_path, callbacks=[StopAt(k)])
+    with pytest.raises(Stopped):
+        first.run()
+    assert first.run_directory.read_status()["exit_code"] == 75
+    second = launch.reopen(tmp_path / "part")
+    assert second.step == k
+    second.run()
+    assert_same(second, undisturbed)
