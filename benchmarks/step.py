@@ -33,7 +33,9 @@ SWEPT = ("depth", "batch", "sequence", "accumulation", "window", "window_short",
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--depth", default="4", help="layers")
     parser.add_argument("--batch", default="16", help="sequences in one micro-batch")
     parser.add_argument("--sequence", default="256", help="tokens in a sequence")

@@ -20,7 +20,8 @@ import jax
 if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_num_cpu_devices", 8)
 
-WORDS = "the a red blue green fox dog cat runs jumps sleeps over under near river hill tree quickly and then".split()
+WORDS = ["the", "a", "red", "blue", "green", "fox", "dog", "cat", "runs", "jumps", "sleeps", "over", "under"]
+WORDS += ["near", "river", "hill", "tree", "quickly", "and", "then"]
 
 
 @pytest.fixture(scope="session")
@@ -78,10 +79,20 @@ def cli(home: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """The real command line in a fresh process."""
 
     def call(*arguments: str, devices: int = 1, env: dict[str, str] | None = None, **options: object):
-        variables = {**os.environ, "BESSEMER_HOME": str(home), "JAX_NUM_CPU_DEVICES": str(devices), **(env or {})}
+        variables = {
+            **os.environ,
+            "BESSEMER_HOME": str(home),
+            "JAX_NUM_CPU_DEVICES": str(devices),
+            **(env or {}),
+        }
         command = [sys.executable, "-m", "bessemer", *arguments]
         return subprocess.run(
-            command, env=variables, capture_output=True, text=True, timeout=300, **options  # type: ignore[call-overload]
+            command,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            **options,  # type: ignore[call-overload]
         )
 
     return call

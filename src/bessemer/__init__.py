@@ -9,7 +9,7 @@ Names are loaded when they are first used, so that importing the package costs n
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -28,23 +28,33 @@ _HOME = {
     "Sampling": "bessemer.data.mixture",
     "DatasetStyle": "bessemer.data.mixture",
     "Tokenizer": "bessemer.data.tokenizer",
+    "Evaluator": "bessemer.evaluate",
     "field": "bessemer.config",
     "configure": "bessemer.config",
     "configuration": "bessemer.config",
 }
 
-__all__ = [*_HOME, "__version__"]
-
-if TYPE_CHECKING:
-    from bessemer.config import configuration, configure, field
-    from bessemer.data.mixture import DatasetStyle, Sampling
-    from bessemer.data.tokenizer import Tokenizer
-    from bessemer.job import BasicJob, CheckpointedJob, ExecutionSpec, RestoreableJob
-    from bessemer.training.api import Run, resume, train
-    from bessemer.training.callback import Callback
-    from bessemer.training.settings import BaseTrainerConfig
-    from bessemer.training.state import TrainState
-    from bessemer.training.trainer import BaseTrainer
+__all__ = [
+    "BaseTrainer",
+    "BaseTrainerConfig",
+    "BasicJob",
+    "Callback",
+    "CheckpointedJob",
+    "DatasetStyle",
+    "Evaluator",
+    "ExecutionSpec",
+    "RestoreableJob",
+    "Run",
+    "Sampling",
+    "Tokenizer",
+    "TrainState",
+    "__version__",
+    "configuration",
+    "configure",
+    "field",
+    "resume",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

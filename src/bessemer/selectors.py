@@ -37,8 +37,9 @@ def explain_unselected(key: str, selectors: Mapping[str, Registry] = SELECTORS) 
     for selector, table in selectors.items():
         owners = [entry.name for entry in table if key in _keys(entry)]
         if owners:
+            choice = owners[0] if len(owners) == 1 else "|".join(owners)
             parts = " and ".join(f"'{name}'" for name in owners)
-            return f"is a setting of {table.kind} {parts}; add {dotted(selector)}={owners[0]}"
+            return f"is a setting of {table.kind} {parts}; add {dotted(selector)}={choice}"
     return None
 
 

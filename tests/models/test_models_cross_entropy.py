@@ -60,7 +60,9 @@ def test_gradient_equals_central_differences_in_float64(data, settings, chunks):
     hidden, head, targets, weights = data
 
     def loss(hidden, head):
-        return 3.0 * cross_entropy(hidden, head, targets, weights, vocab_size=REAL, chunks=chunks, **settings)[0]
+        return (
+            3.0 * cross_entropy(hidden, head, targets, weights, vocab_size=REAL, chunks=chunks, **settings)[0]
+        )
 
     dhidden, dhead = jax.grad(loss, argnums=(0, 1))(hidden, head)
     for which, gradient in ((0, dhidden), (1, dhead)):
@@ -83,7 +85,9 @@ def test_padding_of_the_vocabulary_gets_no_gradient(data):
 
 def test_flat_rows_and_batches_agree(data):
     hidden, head, targets, weights = data
-    flat = cross_entropy(hidden.reshape(-1, D), head, targets.ravel(), weights.ravel(), vocab_size=REAL, chunks=3)
+    flat = cross_entropy(
+        hidden.reshape(-1, D), head, targets.ravel(), weights.ravel(), vocab_size=REAL, chunks=3
+    )
     np.testing.assert_allclose(flat, cross_entropy(*data, vocab_size=REAL), rtol=1e-6)
 
 
@@ -104,9 +108,7 @@ def test_token_logprobs_values_and_per_token_gradients(data, chunks):
     hidden, head, targets, weights = data
     logprobs = token_logprobs(hidden, head, targets, vocab_size=REAL, softcap=5.0, chunks=chunks)
     assert np.all(np.asarray(logprobs)[targets < 0] == 0)
-    np.testing.assert_allclose(
-        -(weights * logprobs).sum(), reference(*data, softcap=5.0)[1], rtol=1e-6
-    )
+    np.testing.assert_allclose(-(weights * logprobs).sum(), reference(*data, softcap=5.0)[1], rtol=1e-6)
 
     def summed(hidden, head):
         lp = token_logprobs(hidden, head, targets, vocab_size=REAL, softcap=5.0, chunks=chunks)

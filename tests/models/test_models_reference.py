@@ -63,7 +63,9 @@ def forward(p, ids, depth, head_dim, windows, vocab):
 
 @pytest.mark.parametrize(("depth", "kv_heads"), [(4, 1), (3, 2)])
 def test_logits_equal_numpy_float64(depth, kv_heads):
-    model = GPT(depth=depth, width=32, head_dim=16, kv_heads=kv_heads, vocab_size=40, block_size=256, window="SL")
+    model = GPT(
+        depth=depth, width=32, head_dim=16, kv_heads=kv_heads, vocab_size=40, block_size=256, window="SL"
+    )
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))["params"]
     rng = np.random.default_rng(1)
     params = jax.tree.map(lambda x: np.asarray(x, np.float64) + 0.1 * rng.standard_normal(x.shape), params)

@@ -25,7 +25,9 @@ def batch_of(rows: int = 8, length: int = 16):
 def build(**settings):
     model = GPT(**{**SETTINGS, "document_mask": True, "loss_chunks": 4, **settings})
     boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
-    params = unbox(jax.jit(lambda key: model.init(key, jnp.zeros((1, 4), jnp.int32)))(jax.random.key(0)))["params"]
+    params = unbox(jax.jit(lambda key: model.init(key, jnp.zeros((1, 4), jnp.int32)))(jax.random.key(0)))[
+        "params"
+    ]
     leaves, tree = jax.tree.flatten(params)
     rng = np.random.default_rng(1)
     params = jax.tree.unflatten(
@@ -57,7 +59,9 @@ def test_mesh_equals_one_device(sizes, single):
     placed = jax.device_put(params, shardings(boxed, topology.mesh))
     batch = jax.device_put(batch_of(), topology.batch_sharding())
     with topology.scope():
-        (got_loss, got_nll), got = jax.jit(step, out_shardings=(None, shardings(boxed, topology.mesh)))(placed, batch)
+        (got_loss, got_nll), got = jax.jit(step, out_shardings=(None, shardings(boxed, topology.mesh)))(
+            placed, batch
+        )
     np.testing.assert_allclose(got_loss, loss, rtol=2e-6)
     np.testing.assert_allclose(got_nll, nll, rtol=2e-6)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(gradient), strict=True):

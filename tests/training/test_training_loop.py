@@ -76,9 +76,18 @@ def test_steps_hooks_and_rows(tiny: dict[str, object], tmp_path: Path) -> None:
     assert hooks[0] == "train_begin" and hooks[-1] == "train_end"
     assert hooks.count("epoch_begin") >= 2
     assert hooks.index("step 4") < hooks.index("validation 4") < hooks.index("step 5")
-    assert hooks.index("checkpoint 10") < hooks.index("validation 10"), "final save before the final evaluation"
+    assert hooks.index("checkpoint 10") < hooks.index("validation 10"), (
+        "final save before the final evaluation"
+    )
     assert [int(h.split()[1]) for h in hooks if h.startswith("checkpoint")] == [3, 6, 9, 10]
-    for name in ("config.yaml", "derived.json", "status.json", "log.txt", "model/model.safetensors", "model/config.json"):
+    for name in (
+        "config.yaml",
+        "derived.json",
+        "status.json",
+        "log.txt",
+        "model/model.safetensors",
+        "model/config.json",
+    ):
         assert (tmp_path / "a" / name).is_file(), name
     assert json.loads((tmp_path / "a/status.json").read_text())["state"] == "done"
 

@@ -47,16 +47,23 @@ def three_steps(trainer: BaseTrainer) -> dict[str, Any]:
     with trainer.topology.scope():
         batches = trainer.prefetcher(0)
         for step in range(3):
-            trainer.state, loss, meta = trainer.functions.train_step(trainer.state, batches.get(step), trainer.key)
+            trainer.state, loss, meta = trainer.functions.train_step(
+                trainer.state, batches.get(step), trainer.key
+            )
             seen.append((float(loss), float(meta["grad_norm"]), float(meta["target_tokens"])))
         batches.close()
     state = trainer.state
     leaves = {"params": state.params, "opt_state": state.opt_state}
-    return {"seen": seen, **{name: [np.asarray(x) for x in jax.tree.leaves(tree)] for name, tree in leaves.items()}}
+    return {
+        "seen": seen,
+        **{name: [np.asarray(x) for x in jax.tree.leaves(tree)] for name, tree in leaves.items()},
+    }
 
 
 @pytest.fixture(scope="module")
-def reference(tiny: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def reference(
+    tiny: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BESSEMER_HOME", str(home))
         return three_steps(build(tiny, tmp_path_factory.mktemp("one"), {"data": 1}, patch))
@@ -64,7 +71,11 @@ def reference(tiny: dict[str, object], home: Path, tmp_path_factory: pytest.Temp
 
 @pytest.mark.parametrize("name", list(MESHES))
 def test_mesh_equals_one_device(
-    name: str, tiny: dict[str, object], reference: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    tiny: dict[str, object],
+    reference: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trainer = build(tiny, tmp_path, MESHES[name], monkeypatch)
     result = three_steps(trainer)
@@ -81,7 +92,8 @@ def test_muon_spread_over_the_mesh_equals_one_device(
     tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, mesh = (
-        three_steps(build(tiny, tmp_path, sizes, monkeypatch, MUON)) for sizes in ({"data": 1}, MESHES["2x2x2"])
+        three_steps(build(tiny, tmp_path, sizes, monkeypatch, MUON))
+        for sizes in ({"data": 1}, MESHES["2x2x2"])
     )
     np.testing.assert_allclose(mesh["seen"], one["seen"], rtol=1e-3)
     for a, b in zip(mesh["params"], one["params"], strict=True):
@@ -89,7 +101,9 @@ def test_muon_spread_over_the_mesh_equals_one_device(
             assert np.linalg.norm(a - b) < 1e-2 * np.linalg.norm(b)
 
 
-def test_parameters_and_optimizer_state_are_sharded(tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_and_optimizer_state_are_sharded(
+    tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = build(tiny, tmp_path, MESHES["fsdp 8"], monkeypatch)
     state = trainer.state
     for tree in (state.params, state.opt_state):
@@ -98,7 +112,9 @@ def test_parameters_and_optimizer_state_are_sharded(tiny: dict[str, object], tmp
                 assert leaf.addressable_shards[0].data.size * 8 == leaf.size
 
 
-def test_every_mesh_gets_the_same_rows(tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_mesh_gets_the_same_rows(
+    tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Global row s·micro + b of batch(step) is at [s, b], whatever the sharding."""
     trainer = build(tiny, tmp_path, MESHES["2x2x2"], monkeypatch)
     whole = trainer.data.plan.batch(3)

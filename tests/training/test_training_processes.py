@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from tests.conftest import words
 
 pytestmark = pytest.mark.slow
@@ -27,14 +26,20 @@ Cli = Callable[..., subprocess.CompletedProcess[str]]
 def start(home: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
     env = {**os.environ, "BESSEMER_HOME": str(home), "JAX_NUM_CPU_DEVICES": "1", **variables}
     return subprocess.Popen(
-        [sys.executable, "-m", "bessemer", *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, "-m", "bessemer", *arguments],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:
     if not (path / "metrics.jsonl").exists():
         return []
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    rows = [
+        json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines() if line.endswith("}")
+    ]
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "mem/"))} for row in rows]
 
 
@@ -118,7 +123,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_two_processes_are_one_run(longer: dict[str, object], whole: Path, home: Path, tmp_path: Path) -> None:
+def test_two_processes_are_one_run(
+    longer: dict[str, object], whole: Path, home: Path, tmp_path: Path
+) -> None:
     """Two processes, one device each: the same token stream and, to rounding, the same losses; SIGTERM to one of
     them stops both at the same step, and both together resume."""
     settings = words({**longer, "training.steps": 20, "logging.validation_interval": 10})
@@ -128,7 +135,13 @@ def test_two_processes_are_one_run(longer: dict[str, object], whole: Path, home:
     def pair(*arguments: str) -> list[subprocess.Popen[str]]:
         address = f"127.0.0.1:{free_port()}"
         return [
-            start(home, *arguments, BESSEMER_COORDINATOR=address, BESSEMER_PROCESSES="2", BESSEMER_PROCESS_ID=str(i))
+            start(
+                home,
+                *arguments,
+                BESSEMER_COORDINATOR=address,
+                BESSEMER_PROCESSES="2",
+                BESSEMER_PROCESS_ID=str(i),
+            )
             for i in range(2)
         ]
 

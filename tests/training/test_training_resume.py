@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from bessemer.errors import InputError, Stopped
+from bessemer.errors import Stopped
 from bessemer.training import launch
 from bessemer.training.callback import Callback
 from bessemer.training.trainer import BaseTrainer
@@ -45,7 +44,6 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "mem/"))} for line in lines]
 
 
-
 @pytest.fixture(scope="module")
 def undisturbed(tiny: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("runs")
@@ -60,13 +58,17 @@ def undisturbed(tiny: dict[str, object], home: Path, tmp_path_factory: pytest.Te
 def assert_same(a: BaseTrainer, b: BaseTrainer) -> None:
     from bessemer.training.restore import saved_tree
 
-    for left, right in zip(jax.tree.leaves(saved_tree(a.state)), jax.tree.leaves(saved_tree(b.state)), strict=True):
+    for left, right in zip(
+        jax.tree.leaves(saved_tree(a.state)), jax.tree.leaves(saved_tree(b.state)), strict=True
+    ):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
     assert rows(a.run_directory.path) == rows(b.run_directory.path)
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
-def test_stopped_after_k_steps_and_resumed(k: int, tiny: dict[str, object], undisturbed: BaseTrainer, tmp_path: Path) -> None:
+def test_stopped_after_k_steps_and_resumed(
+    k: int, tiny: dict[str, object], undisturbed: BaseTrainer, tmp_path: Path
+) -> None:
     first = launch.build_trainer("quickstart", tiny, name="part", root=tmp_path, callbacks=[StopAt(k)])
     with pytest.raises(Stopped):
         first.run()

@@ -47,7 +47,10 @@ def rows(uneven: bool = True) -> dict[str, np.ndarray]:
 
 
 def split(batch: dict[str, np.ndarray], parts: int) -> dict[str, jax.Array]:
-    return {name: jnp.asarray(array).reshape(parts, ROWS // parts, *array.shape[1:]) for name, array in batch.items()}
+    return {
+        name: jnp.asarray(array).reshape(parts, ROWS // parts, *array.shape[1:])
+        for name, array in batch.items()
+    }
 
 
 @functools.cache
@@ -75,9 +78,7 @@ def test_accumulation_with_uneven_masks_is_the_big_batch(parts: int) -> None:
 def test_gradients_agree_to_rounding(parts: int) -> None:
     """Plain gradients through the momentum of the optimizer: no division hides or makes a difference."""
     key = jax.random.key(1)
-    moments = [
-        step_of(n)(setup(), split(rows(), n), key)[0].opt_state for n in (1, parts)
-    ]
+    moments = [step_of(n)(setup(), split(rows(), n), key)[0].opt_state for n in (1, parts)]
     for a, b in zip(*map(jax.tree.leaves, moments), strict=True):
         np.testing.assert_allclose(b, a, atol=1e-8, rtol=1e-4)
 
@@ -99,7 +100,9 @@ def test_a_non_finite_step_is_skipped_and_counted() -> None:
     after, _, meta = step_of(2)(state, split(batch, 2), jax.random.key(1))
     assert not bool(meta["finite"])
     assert int(after.step) == int(state.step) + 1
-    for new, old in zip(*map(jax.tree.leaves, ((after.params, after.opt_state), (state.params, state.opt_state))), strict=True):
+    for new, old in zip(
+        *map(jax.tree.leaves, ((after.params, after.opt_state), (state.params, state.opt_state))), strict=True
+    ):
         np.testing.assert_array_equal(new, old)
 
 

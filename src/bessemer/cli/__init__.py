@@ -17,6 +17,10 @@ COMMANDS = {
     "train": "Train a model; with no arguments, the quickstart.",
     "resume": "Continue a stopped or killed run, exactly.",
     "runs": "List runs with their state.",
+    "report": "Write a run's report again: tables and curves.",
+    "compare": "Put runs side by side: results, settings that differ, curves.",
+    "sample": "Let a trained model continue a prompt.",
+    "eval": "Measure a trained model.",
     "recipes": "List the shipped recipes.",
     "config": "Show the resolved settings of a recipe, each with its origin.",
     "tokenizer": "Train a tokenizer.",
@@ -82,7 +86,10 @@ def _report_bug(error: Exception) -> None:
     if log is None:
         traceback.print_exception(error)
     where = f" The traceback is in {log}." if log else ""
-    print(f"error: a bug in bessemer: {type(error).__name__}: {error}.{where} Please report it.", file=sys.stderr)
+    print(
+        f"error: a bug in bessemer: {type(error).__name__}: {error}.{where} Please report it.",
+        file=sys.stderr,
+    )
 
 
 def _leave(code: int) -> None:
@@ -93,4 +100,3 @@ def _leave(code: int) -> None:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
-

@@ -12,7 +12,9 @@ from bessemer.cli.train import FORWARD
 @click.argument("run")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[key=value ...]")
 @click.option("--step", type=int, help="Continue from this checkpoint; later ones are discarded.")
-@click.option("--trust", is_flag=True, help="Import code the run's config names, though it was not started here.")
+@click.option(
+    "--trust", is_flag=True, help="Import code the run's config names, though it was not started here."
+)
 @click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
 def command(run: str, words: tuple[str, ...], step: int | None, trust: bool, root: str) -> None:
     """Continue a stopped or killed run: the result is bit for bit that of an undisturbed one.

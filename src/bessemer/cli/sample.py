@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
 
 import click
 
@@ -51,14 +50,20 @@ def command(
     from bessemer.job import find_run
 
     sampling = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    loaded = load_model(find_run(run, root), step)
+    found = find_run(run, root)
+    loaded = load_model(found, step)
     completions, notices = sample(loaded, [prompt], max_tokens=max_tokens, sampling=sampling)
     for note in (*loaded.notes, *notices):
         click.echo(f"note: {note}", err=True)
-    document: dict[str, Any] = {"run": str(find_run(run, root).path), "step": loaded.step}
     if as_json:
-        document |= {"sampling": dataclasses.asdict(sampling), **dataclasses.asdict(completions[0])}
-        click.echo(json.dumps(document | {"notices": [*loaded.notes, *notices]}))
+        document = {
+            "run": str(found.path),
+            "step": loaded.step,
+            "sampling": dataclasses.asdict(sampling),
+            **dataclasses.asdict(completions[0]),
+            "notices": [*loaded.notes, *notices],
+        }
+        click.echo(json.dumps(document))
     else:
         show(completions[0].prompt, completions[0].text, _end(completions[0].finish, max_tokens), loaded.step)
 

@@ -195,30 +195,12 @@ def _run(model: Any, pad_id: int, params: Any, request: Request, tokens: int) ->
         logits, cache = model.apply(variables, ids, cache, lengths, last_only=True, method="decode")
         return logits[:, 0], cache
 
-    def take(state: State, logits: Array, cache: Cache) -> State:
-        """Choose a token for the rows that go on, and note which of them end with it."""
-        step = state.step
-        chosen = choose(logits, row_keys(request.streams, step), request.filters)
-        token = jnp.where(state.done, pad_id, chosen)
-        logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=-1)[:, 0]
-        lengths = state.lengths + ~state.done
-        stopped = state.stopped | (~state.done & request.stops[token])
-        return State(
-            step=step + 1,
-            cache=cache,
-            token=token,
-            done=state.done | stopped | (lengths >= request.limits),
-            ids=state.ids.at[:, step].set(token),
-            logprobs=state.logprobs.at[:, step].set(jnp.where(state.done, 0.0, logprob)),
-            lengths=lengths,
-            stopped=stopped,
-        )
-
     def goes_on(state: State) -> Array:
         return (state.step < tokens) & ~jnp.all(state.done)
 
     def advance(state: State) -> State:
-        return take(state, *forward(state.token[:, None], state.cache, (~state.done).astype(jnp.int32)))
+        logits, cache = forward(state.token[:, None], state.cache, (~state.done).astype(jnp.int32))
+        return _take(request, pad_id, state, logits, cache)
 
     logits, cache = forward(request.prompts, model.init_cache(rows, capacity), request.lengths)
     nothing = jnp.zeros(rows, jnp.int32)
@@ -232,8 +214,27 @@ def _run(model: Any, pad_id: int, params: Any, request: Request, tokens: int) ->
         lengths=nothing,
         stopped=jnp.zeros(rows, bool),
     )
-    end = jax.lax.while_loop(goes_on, advance, take(start, logits, cache))
+    end = jax.lax.while_loop(goes_on, advance, _take(request, pad_id, start, logits, cache))
     return tuple(_everywhere(array) for array in (end.ids, end.logprobs, end.lengths, end.stopped))
+
+
+def _take(request: Request, pad_id: int, state: State, logits: Array, cache: Cache) -> State:
+    """Choose a token for the rows that go on, and note which of them end with it. logits: (B, V)."""
+    chosen = choose(logits, row_keys(request.streams, state.step), request.filters)
+    token = jnp.where(state.done, pad_id, chosen)
+    logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=-1)[:, 0]
+    lengths = state.lengths + ~state.done
+    stopped = state.stopped | (~state.done & request.stops[token])
+    return State(
+        step=state.step + 1,
+        cache=cache,
+        token=token,
+        done=state.done | stopped | (lengths >= request.limits),
+        ids=state.ids.at[:, state.step].set(token),
+        logprobs=state.logprobs.at[:, state.step].set(jnp.where(state.done, 0.0, logprob)),
+        lengths=lengths,
+        stopped=stopped,
+    )
 
 
 def _everywhere(array: Array) -> Array:

@@ -50,7 +50,7 @@ class SamplingOptions:
         return np.stack([np.asarray(self.seed, np.uint32), np.zeros(rows, np.uint32)], axis=1)
 
 
-def row_keys(streams: Array | np.ndarray, step: Array | int) -> Array:
+def row_keys(streams: Array, step: Array | int) -> Array:
     """(B,) keys of one step: fold_in(fold_in(key(seed), number), step). streams: (B, 2)."""
 
     def key(stream: Array) -> Array:

@@ -55,6 +55,10 @@ class RunDirectory:
         return self.path / "derived.json"
 
     @property
+    def facts(self) -> Path:
+        return self.path / "facts.json"
+
+    @property
     def status(self) -> Path:
         return self.path / "status.json"
 

@@ -125,9 +125,7 @@ def _linear_forward(x: Array, w: Array, axes: Axes, dtype: Any) -> tuple[Array, 
     return linear(x, w, axes, dtype), (x, w)
 
 
-def _linear_backward(
-    axes: Axes, dtype: Any, residuals: tuple[Array, Array], g: Array
-) -> tuple[Array, Array]:
+def _linear_backward(axes: Axes, dtype: Any, residuals: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
     x, w = residuals
     table = constrain(w.astype(dtype), *axes)
     if shards("sequence") > 1:  # flattening would gather a sequence that is split over devices
@@ -177,15 +175,11 @@ def lookup(table: Array, ids: Array, axes: Axes, dtype: Any) -> Array:
     return constrain(table.astype(dtype), *axes)[ids]
 
 
-def _lookup_forward(
-    table: Array, ids: Array, axes: Axes, dtype: Any
-) -> tuple[Array, tuple[Array, Array]]:
+def _lookup_forward(table: Array, ids: Array, axes: Axes, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
     return lookup(table, ids, axes, dtype), (ids, jnp.zeros((table.shape[0], 0), table.dtype))
 
 
-def _lookup_backward(
-    axes: Axes, dtype: Any, residuals: tuple[Array, Array], g: Array
-) -> tuple[Array, None]:
+def _lookup_backward(axes: Axes, dtype: Any, residuals: tuple[Array, Array], g: Array) -> tuple[Array, None]:
     ids, like = residuals
     zeros = constrain(jnp.zeros((like.shape[0], g.shape[-1]), like.dtype), *axes)
     return zeros.at[ids].add(g.astype(like.dtype)), None

@@ -40,14 +40,20 @@ class GPT(nn.Module):
     """The model of spec `model.depth=N`. Methods: logits (call), hidden, loss, token_logprobs, decode."""
 
     depth: int = field("model/depth", default=12, minimum=1, help="layers; the dial that derives the rest")
-    aspect: int = field("model/aspect", default=64, minimum=1, help="width = depth × aspect, rounded up to head_dim")
+    aspect: int = field(
+        "model/aspect", default=64, minimum=1, help="width = depth × aspect, rounded up to head_dim"
+    )
     head_dim: int = field("model/head_dim", default=128, minimum=2, help="size of one attention head")
     width: int = field("model/width", default=-1, help="residual width; -1 = derived from depth and aspect")
     heads: int = field("model/heads", default=-1, help="query heads; -1 = width / head_dim")
-    kv_heads: int = field("model/kv_heads", default=-1, help="key-value heads, a divisor of heads; -1 = heads")
+    kv_heads: int = field(
+        "model/kv_heads", default=-1, help="key-value heads, a divisor of heads; -1 = heads"
+    )
     vocab_size: int = field("model/vocab_size", default=-1, help="tokens; -1 = the tokenizer's")
     window: str = field("model/window", default="SSSL", help="S short, L full context; tiled, last layer L")
-    window_short: float = field("model/window_short", default=0.5, help="S as a share of block_size, up to 128s")
+    window_short: float = field(
+        "model/window_short", default=0.5, help="S as a share of block_size, up to 128s"
+    )
 
     block_size: int = field("architecture/block_size", default=512, minimum=1, help="sequence length")
     precision: str = field(
@@ -61,17 +67,31 @@ class GPT(nn.Module):
         default_factory=lambda: ["none"],
         help=f"recompute in the backward pass: none, block, or tensors of {', '.join(TENSOR_NAMES)}",
     )
-    scan_layers: bool = field("architecture/scan_layers", default=False, help="scan repeating layers: faster compile")
+    scan_layers: bool = field(
+        "architecture/scan_layers", default=False, help="scan repeating layers: faster compile"
+    )
     dropout: float = field("architecture/dropout", default=0.0, minimum=0.0, maximum=1.0, help="dropout rate")
-    document_mask: bool = field("architecture/document_mask", default=False, help="documents do not see each other")
-    loss_chunks: int | str = field("architecture/loss_chunks", default="auto", help="pieces of the loss; auto by size")
+    document_mask: bool = field(
+        "architecture/document_mask", default=False, help="documents do not see each other"
+    )
+    loss_chunks: int | str = field(
+        "architecture/loss_chunks", default="auto", help="pieces of the loss; auto by size"
+    )
     smear: bool = field("architecture/smear", default=True, help="mix the previous token's embedding in")
-    residual_mix: bool = field("architecture/residual_mix", default=True, help="x ← ρx + ξx0 before each layer")
-    value_embeddings: bool = field("architecture/value_embeddings", default=True, help="token tables added to v")
+    residual_mix: bool = field(
+        "architecture/residual_mix", default=True, help="x ← ρx + ξx0 before each layer"
+    )
+    value_embeddings: bool = field(
+        "architecture/value_embeddings", default=True, help="token tables added to v"
+    )
     backout: bool = field("architecture/backout", default=True, help="subtract the middle layer's output")
     qk_norm: bool = field("architecture/qk_norm", default=True, help="norm queries and keys, then × 1.2")
-    softcap: float = field("architecture/softcap", default=15.0, minimum=0.0, help="c·tanh(logits/c); 0 = off")
-    rotary_base: float = field("architecture/rotary_base", default=100_000.0, help="base of rotary frequencies")
+    softcap: float = field(
+        "architecture/softcap", default=15.0, minimum=0.0, help="c·tanh(logits/c); 0 = off"
+    )
+    rotary_base: float = field(
+        "architecture/rotary_base", default=100_000.0, help="base of rotary frequencies"
+    )
 
     def __post_init__(self) -> None:
         # A list would make the module unhashable, and so unusable as a static argument of jit.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bessemer.evaluate import Evaluator
+from bessemer.generate import SamplingOptions, load_model, sample
 from bessemer.job import RunDirectory, find_run
 from bessemer.report.metrics import MetricsFile
 from bessemer.training import launch
@@ -30,6 +34,18 @@ class Run:
         """All rows of metrics.jsonl, in order."""
         return list(MetricsFile(self.directory.metrics).rows())
 
+    def sample(self, prompt: str, *, max_tokens: int = 100, step: int | None = None, **options: Any) -> str:
+        """The model's continuation of `prompt`. Options: temperature (0 = greedy), top_k, top_p, min_p, seed."""
+        loaded = load_model(self.directory, step)
+        completions, notices = sample(loaded, [prompt], max_tokens=max_tokens, sampling=SamplingOptions(**options))
+        for notice in [*loaded.notes, *notices]:
+            print(notice, file=sys.stderr)
+        return completions[0].text
+
+    def evaluate(self, tasks: Sequence[str] = ("bpb",), *, step: int | None = None, **options: Any) -> Any:
+        """Results of the named evaluations, also written to RUN/eval. Options: limit, batch_size."""
+        return Evaluator.from_run(self.directory, step, tasks=tasks, **options).run()
+
     def __repr__(self) -> str:
         return f"Run('{self.path}', {self.status.get('state', 'unknown')} at step {self.status.get('step')})"
 
@@ -41,7 +57,9 @@ def train(
 
     Parts can be given directly: model, model_state, dataset_train, dataset_eval, data_collator, tokenizer, callbacks.
     """
-    parts = {key: settings.pop(key) for key in PARTS if key in settings and not isinstance(settings[key], str)}
+    parts = {
+        key: settings.pop(key) for key in PARTS if key in settings and not isinstance(settings[key], str)
+    }
     trainer = launch.build_trainer(recipe, settings, name=name, root=runs, **parts)
     trainer.run()
     return Run(trainer.run_directory)

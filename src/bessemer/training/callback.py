@@ -51,7 +51,9 @@ class Callbacks:
         if hook not in self._hooks:
             base = getattr(Callback, hook)
             self._hooks[hook] = [
-                getattr(callback, hook) for callback in self.all if getattr(type(callback), hook, base) is not base
+                getattr(callback, hook)
+                for callback in self.all
+                if getattr(type(callback), hook, base) is not base
             ]
         for call in self._hooks[hook]:
             call(*args)

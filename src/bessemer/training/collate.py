@@ -24,7 +24,11 @@ def collect_function(
 
     def collect(examples: Any) -> Batch:
         rows = make_rows(
-            examples, DatasetStyle.PADDED, max_sequence_length, tokenizer=tokenizer, truncation=truncation_mode
+            examples,
+            DatasetStyle.PADDED,
+            max_sequence_length,
+            tokenizer=tokenizer,
+            truncation=truncation_mode,
         )
         return rows.get(np.arange(len(rows)))
 
@@ -53,7 +57,10 @@ class CollatedRows:
         return len(self.source)
 
     def get(self, indices: np.ndarray) -> Batch:
-        return {name: np.asarray(value) for name, value in self.collator([self.source[int(i)] for i in indices]).items()}
+        return {
+            name: np.asarray(value)
+            for name, value in self.collator([self.source[int(i)] for i in indices]).items()
+        }
 
     def _check(self, rows: Batch) -> None:
         missing = [name for name in REQUIRED if name not in rows]

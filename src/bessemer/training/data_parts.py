@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bessemer.config import configure
 from bessemer.data import (
     DataPlan,
-    DataSettings,
     DatasetStyle,
+    DataSettings,
     Sampling,
     Tokenizer,
-    make_rows,
     open_dataset,
+    rows_of,
     tokenizer_for,
 )
 from bessemer.errors import InputError
@@ -69,7 +69,9 @@ def choose_tokenizer(trainer: BaseTrainer) -> Tokenizer | None:
         )
     if trainer.given.dataset_train is not None and settings.tokenizer == "auto":
         return None
-    return tokenizer_for(settings, [sampling for mixture in trainer.settings.datasets for sampling in mixture])
+    return tokenizer_for(
+        settings, [sampling for mixture in trainer.settings.datasets for sampling in mixture]
+    )
 
 
 def build_data(trainer: BaseTrainer) -> DataParts:
@@ -104,7 +106,8 @@ def train_rows(trainer: BaseTrainer, settings: DataSettings) -> list[list[tuple[
         if sampling.identity not in opened:
             opened[sampling.identity] = open_rows(trainer, settings, sampling, "train")
     return [
-        [(sampling, opened[sampling.identity]) for sampling in mixture] for mixture in trainer.settings.datasets
+        [(sampling, opened[sampling.identity]) for sampling in mixture]
+        for mixture in trainer.settings.datasets
     ]
 
 
@@ -128,7 +131,11 @@ def given_rows(trainer: BaseTrainer, source: Any) -> Any:
     if trainer.given.data_collator is not None:
         return CollatedRows(source, trainer.given.data_collator, block)
     style = trainer.settings.datasets[0][0].style if trainer.settings.datasets else DatasetStyle.PMD
-    return make_rows(source, style, block, tokenizer=trainer.tokenizer)
+    if trainer.tokenizer is None:
+        raise InputError(
+            "examples given from Python need a tokenizer (tokenizer=… or data.tokenizer) or a data_collator."
+        )
+    return rows_of(source, trainer.tokenizer, style, block, settings=configure(DataSettings))
 
 
 def stage_boundaries(trainer: BaseTrainer, stages: int, batch_tokens: int) -> list[int]:
@@ -150,7 +157,8 @@ def validation_mixture(trainer: BaseTrainer, settings: DataSettings) -> list[tup
         held_out = trainer.given.dataset_eval
         return [] if held_out is None else [(Sampling("given"), given_rows(trainer, held_out))]
     return [
-        (sampling, open_rows(trainer, settings, sampling, "val")) for sampling in trainer.settings.datasets[-1]
+        (sampling, open_rows(trainer, settings, sampling, "val"))
+        for sampling in trainer.settings.datasets[-1]
     ]
 
 

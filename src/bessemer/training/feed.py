@@ -16,7 +16,11 @@ ReadRows = Callable[[int, int], Rows]
 
 
 def device_batch(
-    read: ReadRows, fields: Mapping[str, tuple[tuple[int, ...], Any]], micro: int, count: int, sharding: NamedSharding
+    read: ReadRows,
+    fields: Mapping[str, tuple[tuple[int, ...], Any]],
+    micro: int,
+    count: int,
+    sharding: NamedSharding,
 ) -> dict[str, jax.Array]:
     """Global rows 0..count·micro as device arrays (count, micro, …); micro-batch s holds rows s·micro … (s+1)·micro.
 
@@ -33,7 +37,7 @@ def device_batch(
         ]
         return np.stack(blocks)
 
-    arrays = {}
+    arrays: dict[str, jax.Array] = {}
     for name, (row_shape, dtype) in fields.items():
         shape = (count, micro, *row_shape)
         callback = functools.partial(part, name)

@@ -31,8 +31,8 @@ class Functions(NamedTuple):
     abstract_state: TrainState
     state_shardings: TrainState
     key: jax.Array
-    train_step: Callable[..., Any]
-    val_step: Callable[..., Any]
+    train_step: Any  # jitted, or the executable once compiled
+    val_step: Any
     accumulate_steps: int
     micro: int
     validation_batches: int
@@ -50,7 +50,9 @@ def build_functions(trainer: BaseTrainer) -> Functions:
     micro = per_device * trainer.topology.data_parallel
     accumulate = microbatch.accumulation(trainer.data.batch_size, per_device, trainer.topology.data_parallel)
     validation_batches = min(MAX_VALIDATION_BATCHES, -(-trainer.data.validation_count // micro))
-    key = jax.device_put(jax.random.fold_in(jax.random.key(trainer.settings.seed), DROPOUT), trainer.topology.replicated)
+    key = jax.device_put(
+        jax.random.fold_in(jax.random.key(trainer.settings.seed), DROPOUT), trainer.topology.replicated
+    )
     return Functions(
         optimizer,
         abstract,
@@ -148,7 +150,9 @@ def initial_state(trainer: BaseTrainer) -> TrainState:
         return create_state(abstract.apply_fn, abstract.loss_fn, params, abstract.tx, abstract.rules)
 
     with trainer.topology.scope():
-        state = jax.jit(create, out_shardings=functions.state_shardings)(jax.random.key(trainer.settings.seed))
+        state = jax.jit(create, out_shardings=functions.state_shardings)(
+            jax.random.key(trainer.settings.seed)
+        )
     params = trainer.given_params(state.params)
     if params is state.params:
         return state
@@ -166,6 +170,8 @@ def compile_steps(trainer: BaseTrainer) -> tuple[Functions, bool]:
     train = functions.train_step.lower(functions.abstract_state, batch, functions.key).compile()
     val = functions.val_step
     if data.validation is not None:
-        batch = abstract_batch(data.validation.fields, functions.micro, functions.validation_batches, sharding)
+        batch = abstract_batch(
+            data.validation.fields, functions.micro, functions.validation_batches, sharding
+        )
         val = functions.val_step.lower(functions.abstract_state, batch).compile()
     return functions._replace(train_step=train, val_step=val, compiled=True), True

@@ -75,7 +75,9 @@ def turn_dial(trainer: BaseTrainer, target: Target, sizes: Sizes) -> Dial:
     """The depth dial: what it derives for the optimizer goes into the configuration as chosen."""
     model: Any = trainer.model
     if not hasattr(model, "depth"):
-        raise InputError("training.batch_tokens=-1 derives the batch from model.depth, which this model has not.")
+        raise InputError(
+            "training.batch_tokens=-1 derives the batch from model.depth, which this model has not."
+        )
 
     def count(depth: int) -> int:
         return model.clone(depth=depth, width=-1, heads=-1, kv_heads=-1).count_parameters()["scaling"]
@@ -102,4 +104,3 @@ def turn_dial(trainer: BaseTrainer, target: Target, sizes: Sizes) -> Dial:
 
 def note(trainer: BaseTrainer, row: Derived) -> None:
     trainer.note_derived(dotted(row.name), row.value, row.reason)
-

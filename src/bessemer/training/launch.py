@@ -11,7 +11,7 @@ from typing import Any
 
 from bessemer.config import Config, configuration, configure, dotted, load_saved, resolve
 from bessemer.errors import InputError
-from bessemer.job import ExecutionSpec, RunDirectory, default_run_name, find_run
+from bessemer.job import ExecutionSpec, RunDirectory, check_run_name, default_run_name, find_run
 from bessemer.registry import jobs
 from bessemer.topology import TopologySettings, make_topology, start_distributed
 from bessemer.training.schema import schema_of
@@ -33,6 +33,8 @@ def build_trainer(
     **parts: Any,
 ) -> BaseTrainer:
     """Resolve, check and build a new run. Everything that can be wrong is found before anything is written."""
+    if name is not None:
+        check_run_name(name)
     config = resolve(schema_of, recipe, overrides)
     topology_settings = _topology_settings(config, distributed)
     label = Path(recipe).stem if isinstance(recipe, str | Path) else "run"

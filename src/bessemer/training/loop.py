@@ -167,4 +167,3 @@ class Loop:
         self.checkpoint(wait=True)
         self.validate()
         self.callbacks.fire("on_train_end", self)
-

@@ -21,8 +21,10 @@ def accumulation(batch_size: int, per_device: int, data_parallel: int) -> int:
     micro = per_device * data_parallel
     if per_device < 1 or batch_size % micro:
         fits = [n for n in range(1, batch_size + 1) if batch_size % (n * data_parallel) == 0]
-        choice = f"choose training.per_device_batch_size from {_some(fits)}" if fits else (
-            f"make training.batch_size a multiple of {data_parallel}"
+        choice = (
+            f"choose training.per_device_batch_size from {_some(fits)}"
+            if fits
+            else (f"make training.batch_size a multiple of {data_parallel}")
         )
         raise InputError(
             f"training.batch_size={batch_size} is not divisible into micro-batches of "

@@ -53,7 +53,9 @@ def fit_vocabulary(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> None:
     size = trainer.config["model/vocab_size"]
     if tokenizer is None:
         if size < 1:
-            raise InputError("model.vocab_size is not set and there is no tokenizer to take it from; give one of them.")
+            raise InputError(
+                "model.vocab_size is not set and there is no tokenizer to take it from; give one of them."
+            )
         return
     if size == -1:
         trainer.config.set("model/vocab_size", tokenizer.vocab_size, "the tokenizer's")

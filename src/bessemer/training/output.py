@@ -17,7 +17,10 @@ from rich.console import Console
 from bessemer.data import show_progress
 from bessemer.errors import BessemerError, InputError, StorageError, TrainingError
 from bessemer.job import RunDirectory, RunLock
+from bessemer.report import write_report
+from bessemer.training.facts import compressor_baselines, write_facts
 from bessemer.training.fetch import fetch
+from bessemer.training.finale import final_lines
 from bessemer.training.report import NonFinite
 
 if TYPE_CHECKING:
@@ -84,7 +87,9 @@ def opened(trainer: BaseTrainer) -> Iterator[None]:
             directory.write_status(state="running", step=trainer.step, exit_code=None, message="")
             with explained(trainer):
                 yield
-            directory.write_status(state="done", step=trainer.step, exit_code=0, message=trainer.loop_state.finished or "")
+            directory.write_status(
+                state="done", step=trainer.step, exit_code=0, message=trainer.loop_state.finished or ""
+            )
         except BaseException as error:
             record_failure(trainer, error)
             raise
@@ -109,12 +114,21 @@ def explained(trainer: BaseTrainer) -> Iterator[None]:
     try:
         yield
     except NonFinite as error:
-        raise TrainingError(f"{error} {_last_checkpoint(trainer)} Try a lower optimization.lr or a longer warm-up "
-                            "(training.warmup_pct), or look at the data near that step.") from error
+        raise TrainingError(
+            f"{error} {_last_checkpoint(trainer)} Try a lower optimization.lr or a longer warm-up "
+            "(training.warmup_pct), or look at the data near that step."
+        ) from error
     except jax.errors.JaxRuntimeError as error:
         raise _runtime_error(trainer, error) from error
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT, errno.EIO, errno.EDQUOT):
+        if error.errno not in (
+            errno.ENOSPC,
+            errno.EROFS,
+            errno.EACCES,
+            errno.ENOENT,
+            errno.EIO,
+            errno.EDQUOT,
+        ):
             raise
         raise StorageError(
             f"writing to the run directory failed: {error}. {_last_checkpoint(trainer)} "
@@ -150,6 +164,19 @@ def write_setup(trainer: BaseTrainer) -> None:
     """config.yaml with every key, and derived.json with each derived or chosen number and its reason."""
     trainer.run_directory.config.write_text(trainer.config.to_yaml(), encoding="utf-8")
     trainer.run_directory.derived.write_text(json.dumps(trainer.derived, indent=1), encoding="utf-8")
+    write_facts(trainer)
+
+
+def conclude(trainer: BaseTrainer) -> None:
+    """The report, and the last lines on the screen: what was reached, against what, and what to do next."""
+    if not trainer.is_process_zero:
+        return
+    compressors = compressor_baselines(trainer)
+    write_facts(trainer, baselines=compressors)
+    trainer.run_directory.write_status(state="done", step=trainer.step)
+    write_report(trainer.run_directory)
+    for line in final_lines(trainer, compressors):
+        trainer.say(line)
 
 
 def header(trainer: BaseTrainer) -> None:
@@ -157,7 +184,9 @@ def header(trainer: BaseTrainer) -> None:
     parts = trainer.model_parts
     counts = parts.counts
     trainer.say(f"run        {trainer.run_directory.path}")
-    trainer.say(f"model      {trainer.settings.family}, {counts['total']:,} parameters ({counts['scaling']:,} scaling)")
+    trainer.say(
+        f"model      {trainer.settings.family}, {counts['total']:,} parameters ({counts['scaling']:,} scaling)"
+    )
     devices = trainer.topology
     axes = " × ".join(f"{axis} {size}" for axis, size in devices.mesh.shape.items() if size > 1)
     trainer.say(f"devices    {devices.device_count} {devices.platform}{f' ({axes})' if axes else ''}")
@@ -181,7 +210,9 @@ def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: 
         return target
     target.mkdir(parents=True, exist_ok=True)
     flat = {"/".join(path): array for path, array in flatten_dict(arrays).items()}
-    save_file(flat, target / "model.safetensors.tmp", metadata={"format": "bessemer", "step": str(trainer.step)})
+    save_file(
+        flat, target / "model.safetensors.tmp", metadata={"format": "bessemer", "step": str(trainer.step)}
+    )
     (target / "model.safetensors.tmp").replace(target / "model.safetensors")
     tree = trainer.config.tree()
     shape = {name: tree.get(name, {}) for name in ("model", "architecture")}
@@ -201,5 +232,7 @@ def save_information(trainer: BaseTrainer, path: Any) -> None:
     lines += ["", "| group | tensors | parameters | rate | decay |", "|---|---|---|---|---|"]
     for row in trainer.functions.optimizer.describe(trainer.functions.abstract_state.params):
         entry = dataclasses.asdict(row)
-        lines.append(f"| {entry['group']} | {entry['tensors']} | {entry['parameters']:,} | {entry['lr']:g} | {entry['decay']:g} |")
+        lines.append(
+            f"| {entry['group']} | {entry['tensors']} | {entry['parameters']:,} | {entry['lr']:g} | {entry['decay']:g} |"
+        )
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")

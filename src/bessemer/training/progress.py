@@ -63,8 +63,10 @@ class RichBar:
         self.progress.start()
 
     def update(self, step: int, row: dict[str, Any]) -> None:
-        fields = {"facts": facts(row)} if "loss" in row else {}
-        self.progress.update(self.task, completed=step, **fields)
+        if "loss" in row:
+            self.progress.update(self.task, completed=step, facts=facts(row))
+        else:
+            self.progress.update(self.task, completed=step)
 
     def close(self) -> None:
         self.progress.stop()
@@ -118,7 +120,9 @@ class NoBar:
         pass
 
 
-def make_progress(kind: str, console: Console, say: Callable[[str], None], total: int, desc: str) -> ProgressBar:
+def make_progress(
+    kind: str, console: Console, say: Callable[[str], None], total: int, desc: str
+) -> ProgressBar:
     """`kind` is the setting logging/progress; auto looks at the terminal."""
     if kind == "auto":
         kind = "rich" if console.is_terminal else "plain"

@@ -81,7 +81,13 @@ class NonFinite(TrainingError):
 
     def __init__(self, step: int, loss: float, count: int):
         self.step = step
-        word = "not a number" if math.isnan(loss) else "infinite" if math.isinf(loss) else "finite, but its gradient is not"
+        word = (
+            "not a number"
+            if math.isnan(loss)
+            else "infinite"
+            if math.isinf(loss)
+            else "finite, but its gradient is not"
+        )
         super().__init__(
             f"{count} steps in a row were non-finite; at step {step} the loss is {word}. "
             f"Their updates were skipped, so the weights are still those of step {step - count}."
@@ -98,7 +104,9 @@ class StepClock:
 
     WARM_UP = 10
 
-    def __init__(self, loop: LoopState, tokens_per_step: int, steps: int, flops: Callable[[bool], float | None]):
+    def __init__(
+        self, loop: LoopState, tokens_per_step: int, steps: int, flops: Callable[[bool], float | None]
+    ):
         self.loop = loop
         self.tokens_per_step = tokens_per_step
         self.steps = steps

@@ -1,4 +1,4 @@
-"""Saving and restoring a run: the state tree, the loop state, the configuration, the tokenizer, the data's fingerprint."""
+"""Saving and restoring a run: state tree, loop state, configuration, tokenizer, the fingerprint of the data."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ def open_checkpoints(trainer: BaseTrainer) -> Checkpoints:
     )
 
 
+def versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in VERSIONS}
+
+
 def saved_tree(state: Any) -> dict[str, Any]:
     """The arrays of a state (what is static is rebuilt from the configuration)."""
     return {name: getattr(state, name) for name in SAVED if getattr(state, name) is not None}
@@ -45,7 +49,7 @@ def meta(trainer: BaseTrainer, step: int) -> dict[str, Any]:
         "epoch": trainer.data.plan.epoch(step + trainer.data_offset),
         "iteration": step * trainer.functions.accumulate_steps,
         "timestamp": time.time(),
-        "versions": {name: importlib.metadata.version(name) for name in VERSIONS},
+        "versions": versions(),
         "config_hash": hashlib.sha256(trainer.config.to_yaml().encode()).hexdigest(),
         "tokenizer_hash": trainer.tokenizer.hash if trainer.tokenizer else None,
         "data_fingerprint": trainer.data.plan.fingerprint,
@@ -104,7 +108,8 @@ def check_same_run(trainer: BaseTrainer, step: int) -> None:
     ]
     if differences:
         trainer.say(
-            "note: bits can differ from the uninterrupted run, which is the same to rounding: " + "; ".join(differences)
+            "note: bits can differ from the uninterrupted run, which is the same to rounding: "
+            + "; ".join(differences)
         )
 
 

@@ -37,7 +37,14 @@ def trainer_schema(trainer: type[BaseTrainer], values: Mapping[str, Any]) -> Sch
     defaults = gather(trainer.config_class())
     chosen = {key: setting.default for key, setting in defaults.settings.items()} | dict(values)
     model = trainer.model_class() or models.get(str(chosen["model/family"]))
-    classes: list[type] = [trainer.config_class(), LoggingSettings, GuardSettings, DataSettings, TopologySettings, model]
+    classes: list[type] = [
+        trainer.config_class(),
+        LoggingSettings,
+        GuardSettings,
+        DataSettings,
+        TopologySettings,
+        model,
+    ]
     classes += settings_classes(*optimizer_names(trainer, chosen))
     classes += objectives.entry(str(chosen["objective"])).settings
     for name in [*trainer.default_callbacks, *_words(chosen.get("callbacks"))]:
@@ -50,7 +57,9 @@ def optimizer_names(trainer: type[BaseTrainer], values: Mapping[str, Any]) -> tu
     """(optimizer, schedule) as registry names for their settings; None where the class gives an optax object."""
     optimizer = values.get("optimization/name") or trainer.optimizer()
     schedule = values.get("optimization/schedule") or trainer.schedule() or "constant"
-    return (optimizer if isinstance(optimizer, str) else None), (schedule if isinstance(schedule, str) else None)
+    return (optimizer if isinstance(optimizer, str) else None), (
+        schedule if isinstance(schedule, str) else None
+    )
 
 
 def config_for(trainer: type[BaseTrainer], arguments: Mapping[str, Any] | None) -> Config:
@@ -60,7 +69,9 @@ def config_for(trainer: type[BaseTrainer], arguments: Mapping[str, Any] | None) 
         return ambient
     given = {} if ambient is None else {key: ambient[key] for key in ambient.values if ambient.is_set(key)}
     given |= {slashed(key): value for key, value in (arguments or {}).items()}
-    return config_room.resolve(lambda values: trainer_schema(trainer, values), overrides=given, source="python")
+    return config_room.resolve(
+        lambda values: trainer_schema(trainer, values), overrides=given, source="python"
+    )
 
 
 def saved_config(path: Path) -> Config:
@@ -72,7 +83,10 @@ def make_callbacks(trainer: BaseTrainer) -> list[Callback]:
     """The default callbacks, those of the setting, then those given in code, in this order."""
     names = [*trainer.default_callbacks, *trainer.settings.callbacks]
     with config_room.configuration(trainer.config):
-        made = [config_room.configure(callbacks.get(name)) if _has_settings(name) else callbacks.get(name)() for name in names]
+        made = [
+            config_room.configure(callbacks.get(name)) if _has_settings(name) else callbacks.get(name)()
+            for name in names
+        ]
     return [*made, *trainer.given_callbacks]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bessemer.config import field
+from bessemer.config import field, parse_duration
 from bessemer.data.mixture import Sampling
+from bessemer.errors import InputError
 
 
 @dataclass
@@ -16,13 +17,21 @@ class BaseTrainerConfig:
         "job", default="BaseTrainer", help="trainer class: a registered name or module:Class of your own"
     )
     plugins: list[str] = field(
-        "plugins", default_factory=list, help="modules or .py files imported first; they register your own parts"
+        "plugins",
+        default_factory=list,
+        help="modules or .py files imported first; they register your own parts",
     )
-    objective: str = field("objective", default="pretrain", help="which loss: a name from the objectives registry")
-    init: str | None = field("init", default=None, help="start from the weights of a run or of a checkpoint directory")
+    objective: str = field(
+        "objective", default="pretrain", help="which loss: a name from the objectives registry"
+    )
+    init: str | None = field(
+        "init", default=None, help="start from the weights of a run or of a checkpoint directory"
+    )
     seed: int = field("seed", default=1337, minimum=0, help="the only source of randomness")
     family: str = field("model/family", default="gpt", help="model family: a name from the models registry")
-    block_size: int = field("architecture/block_size", default=512, minimum=2, help="sequence length in tokens")
+    block_size: int = field(
+        "architecture/block_size", default=512, minimum=2, help="sequence length in tokens"
+    )
 
     batch_size: int = field(
         "training/batch_size",
@@ -66,28 +75,53 @@ class BaseTrainerConfig:
     max_grad_norm: float = field(
         "training/max_grad_norm", default=1.0, minimum=0, help="clip the global gradient norm; 0 = off"
     )
-    ema: float = field("training/ema", default=0.0, minimum=0, maximum=1, help="decay of a weight average; 0 = off")
+    ema: float = field(
+        "training/ema", default=0.0, minimum=0, maximum=1, help="decay of a weight average; 0 = off"
+    )
     optimizer: str | None = field(
-        "optimization/name", default=None, help="a name from the optimizers registry; none: the trainer's (adamw)"
+        "optimization/name",
+        default=None,
+        help="a name from the optimizers registry; none: the trainer's (adamw)",
     )
     schedule: str | None = field(
-        "optimization/schedule", default=None, help="a name from the schedules registry; none: the optimizer's own"
+        "optimization/schedule",
+        default=None,
+        help="a name from the schedules registry; none: the optimizer's own",
     )
     callbacks: list[str] = field(
         "callbacks", default_factory=list, help="extra callbacks: registered names or module:Class"
     )
 
 
+def seconds_of(time_limit: str | float | None) -> float | None:
+    """training/time_limit in seconds."""
+    if time_limit is None:
+        return None
+    try:
+        return parse_duration(time_limit)
+    except InputError as error:
+        raise InputError(f"training.time_limit: {error}") from error
+
+
 @dataclass
 class LoggingSettings:
     """When things are written. All intervals are optimizer steps; -1 means only at the end."""
 
-    report_interval: int = field("logging/report_interval", default=32, help="steps between rows of metrics.jsonl")
-    validation_interval: int = field("logging/validation_interval", default=512, help="steps between validations")
-    checkpoint_interval: int = field("logging/checkpoint_interval", default=1024, help="steps between checkpoints")
+    report_interval: int = field(
+        "logging/report_interval", default=32, help="steps between rows of metrics.jsonl"
+    )
+    validation_interval: int = field(
+        "logging/validation_interval", default=512, help="steps between validations"
+    )
+    checkpoint_interval: int = field(
+        "logging/checkpoint_interval", default=1024, help="steps between checkpoints"
+    )
     keep_last: int = field("logging/keep_last", default=3, minimum=1, help="newest checkpoints that are kept")
     keep_every: int = field(
-        "logging/keep_every", default=0, minimum=0, help="also keep checkpoints at multiples of this step; 0 = none"
+        "logging/keep_every",
+        default=0,
+        minimum=0,
+        help="also keep checkpoints at multiples of this step; 0 = none",
     )
     progress: str = field(
         "logging/progress",
@@ -96,7 +130,9 @@ class LoggingSettings:
         help="how progress is shown; auto: rich on a terminal, plain lines otherwise",
     )
     wandb: bool = field("logging/wandb", default=False, help="also log to Weights & Biases (extra: track)")
-    tensorboard: bool = field("logging/tensorboard", default=False, help="also log to TensorBoard (extra: track)")
+    tensorboard: bool = field(
+        "logging/tensorboard", default=False, help="also log to TensorBoard (extra: track)"
+    )
 
 
 @dataclass
@@ -104,5 +140,8 @@ class GuardSettings:
     """What happens when a step goes wrong."""
 
     max_bad_steps: int = field(
-        "guard/max_bad_steps", default=3, minimum=1, help="non-finite steps in a row that end the run (exit 3)"
+        "guard/max_bad_steps",
+        default=3,
+        minimum=1,
+        help="non-finite steps in a row that end the run (exit 3)",
     )

@@ -26,9 +26,13 @@ def stop_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
         if number == signal.SIGINT:
             interrupts += 1
             if interrupts > 1:
-                os.write(2, b"\ninterrupted twice: leaving at once; resume continues from the last checkpoint\n")
+                os.write(
+                    2, b"\ninterrupted twice: leaving at once; resume continues from the last checkpoint\n"
+                )
                 os._exit(Stopped.exit_code)
-            print("\nstopping after this step, with a checkpoint (Ctrl-C again: leave at once)", file=sys.stderr)
+            print(
+                "\nstopping after this step, with a checkpoint (Ctrl-C again: leave at once)", file=sys.stderr
+            )
         request_stop(f"received {signal.Signals(number).name}")
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}

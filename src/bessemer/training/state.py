@@ -40,9 +40,7 @@ class StepRules:
     rates: Callable[[jax.Array], dict[str, jax.Array]] = lambda step: {}
 
 
-def create_state(
-    apply_fn: Callable, loss_fn: Callable, params: Any, tx: Any, rules: StepRules
-) -> TrainState:
+def create_state(apply_fn: Callable, loss_fn: Callable, params: Any, tx: Any, rules: StepRules) -> TrainState:
     """The state of step 0. Call it under jit with out_shardings: arrays are then born on their devices."""
     return TrainState(
         step=jnp.zeros((), jnp.int32),

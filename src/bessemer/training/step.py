@@ -28,7 +28,7 @@ def train_step(
     weight = sums["weight"]
     grads = jax.tree.map(lambda g: g / weight, grads)
     loss = sums["loss"] / weight
-    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
+    norm = jnp.sqrt(jnp.stack([jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)]).sum())
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     limit = state.rules.max_grad_norm
     if limit > 0:
@@ -36,7 +36,7 @@ def train_step(
         grads = jax.tree.map(lambda g: g * scale, grads)
     new_state = _updated(state, grads, finite)
     meta = {name: value / weight for name, value in sums.items() if name not in ("loss", "weight")}
-    meta |= state.rules.rates(state.step) | {
+    meta |= state.rules.rates(jnp.asarray(state.step)) | {
         "loss": loss,
         "grad_norm": norm,
         "target_tokens": weight,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
 import jax
 from flax import linen as nn
@@ -28,7 +28,7 @@ from bessemer.training.callback import Callback
 from bessemer.training.collate import collect_function
 from bessemer.training.loop import Loop
 from bessemer.training.progress import NoBar, ProgressBar, make_progress
-from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings
+from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings, seconds_of
 from bessemer.training.state import LoopState, TrainState
 
 C = TypeVar("C", bound=BaseTrainerConfig)
@@ -46,6 +46,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         "progress_bar",
         "gradient_clipping",
         "validation",
+        "preview",
         "time_limit",
         "tracker",
         "garbage_collector",
@@ -69,7 +70,9 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         self.config: Config = schema.config_for(type(self), arguments)
         self.topology: Topology = spec.topology
         self.given_callbacks = tuple(callbacks)
-        self.given = data_parts.GivenParts(model, model_state, dataset_train, dataset_eval, data_collator, tokenizer)
+        self.given = data_parts.GivenParts(
+            model, model_state, dataset_train, dataset_eval, data_collator, tokenizer
+        )
         self.derived: dict[str, Any] = {}
         self.continues = False
         self.output = output.Output(spec.run_directory, self.topology.is_process_zero)
@@ -77,6 +80,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.settings: C = configure(self.config_class())
             self.logging = configure(LoggingSettings)
             self.guard = configure(GuardSettings)
+            self.time_limit = seconds_of(self.settings.time_limit)
             self.model_parts = self.configure_model()
             self.data = self.configure_dataloaders()
             self.functions = self.configure_functions()
@@ -89,12 +93,12 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     # --- classes and names -------------------------------------------------------------------------------
     @classmethod
-    def config_class(cls) -> type[C]:
+    def config_class(cls) -> type[Any]:
         """C of `BaseTrainer[C, M]`, found from the class statement."""
         return schema.generic_argument(cls, BaseTrainer, 0) or BaseTrainerConfig
 
     @classmethod
-    def model_class(cls) -> type[M] | None:
+    def model_class(cls) -> type[Any] | None:
         """M of `BaseTrainer[C, M]`; None: the family named by model/family."""
         return schema.generic_argument(cls, BaseTrainer, 1)
 
@@ -155,10 +159,10 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     @property
     def model(self) -> M:
-        return self.model_parts.model
+        return cast(M, self.model_parts.model)
 
     @property
-    def tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer | None:
         return self.model_parts.tokenizer
 
     @property
@@ -254,6 +258,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             loop.run()
             self.step = loop.step
             self.save_pretrained(self.state)
+            output.conclude(self)
 
     def make_callbacks(self) -> list[Callback]:
         return schema.make_callbacks(self)

@@ -70,10 +70,8 @@ def validation_batches(trainer: BaseTrainer) -> Iterator[dict[str, Any]]:
     sharding = trainer.topology.batch_sharding(1)
     size = micro * count
     for number in range(held_out.rows.batches(size)):
-        yield device_batch(
-            lambda first, end, number=number: held_out.read(number, size, slice(first, end)),
-            held_out.fields,
-            micro,
-            count,
-            sharding,
-        )
+
+        def read(first: int, end: int, number: int = number) -> dict[str, np.ndarray]:
+            return held_out.read(number, size, slice(first, end))
+
+        yield device_batch(read, held_out.fields, micro, count, sharding)

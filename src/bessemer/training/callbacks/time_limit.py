@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-from bessemer.config import parse_duration
 from bessemer.registry import callbacks
 from bessemer.training.callback import Callback
 from bessemer.training.loop import Loop
@@ -15,8 +14,8 @@ class TimeLimit(Callback):
     """Counts from the start of the process's loop, compilation included."""
 
     def on_train_begin(self, loop: Loop) -> None:
-        text = loop.trainer.settings.time_limit
-        self.deadline = None if text is None else time.monotonic() + parse_duration(text)
+        limit = loop.trainer.time_limit
+        self.deadline = None if limit is None else time.monotonic() + limit
 
     def on_batch_end(self, loop: Loop) -> None:
         if self.deadline is not None and time.monotonic() >= self.deadline:

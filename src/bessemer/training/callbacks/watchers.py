@@ -1,7 +1,7 @@
 """Numbers about parameters as they train: norms by pattern, or any function of yours.
 
-    callbacks=[watchers] logging.watch=['blocks_0/.*', 'embed']      from the command line: root mean squares
-    Watchers({"head": lambda array: jnp.abs(array).max()})           from Python: any function per pattern
+callbacks=[watchers] logging.watch=['blocks_0/.*', 'embed']      from the command line: root mean squares
+Watchers({"head": lambda array: jnp.abs(array).max()})           from Python: any function per pattern
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def matching(params: Any, pattern: str) -> dict[str, jax.Array]:
     found = {name: leaf for name, leaf in named.items() if re.match(pattern, name)}
     if not found:
         examples = ", ".join(list(named)[:3])
-        raise InputError(f"watch pattern '{pattern}' matches no parameter. Parameters are named like: {examples}.")
+        raise InputError(
+            f"watch pattern '{pattern}' matches no parameter. Parameters are named like: {examples}."
+        )
     return found
 
 
@@ -49,7 +51,7 @@ class Watchers(Callback):
     functions: Mapping[str, Callable[[jax.Array], jax.Array]] = plain_field(default_factory=dict)
 
     def on_train_begin(self, loop: Loop) -> None:
-        table = {**{pattern: root_mean_square for pattern in self.patterns}, **self.functions}
+        table = {**dict.fromkeys(self.patterns, root_mean_square), **self.functions}
         for pattern in table:
             matching(loop.trainer.state.params, pattern)
 

@@ -23,7 +23,13 @@ def distribution(params: Any) -> Any:
     def one(array: jax.Array) -> dict[str, jax.Array]:
         values = array.astype(jnp.float32).ravel()
         counts, _ = jnp.histogram(values, bins=BINS)
-        return {"mean": values.mean(), "std": values.std(), "min": values.min(), "max": values.max(), "counts": counts}
+        return {
+            "mean": values.mean(),
+            "std": values.std(),
+            "min": values.min(),
+            "max": values.max(),
+            "counts": counts,
+        }
 
     return jax.tree.map(one, params)
 
@@ -31,7 +37,9 @@ def distribution(params: Any) -> Any:
 def weight_rows(params: Any, step: int) -> list[dict[str, Any]]:
     """One row a parameter, read in one fetch."""
     summary = fetch(distribution(params))
-    flat = jax.tree_util.tree_flatten_with_path(summary, is_leaf=lambda node: isinstance(node, dict) and "counts" in node)
+    flat = jax.tree_util.tree_flatten_with_path(
+        summary, is_leaf=lambda node: isinstance(node, dict) and "counts" in node
+    )
     return [
         {"step": step, "name": "/".join(str(part.key) for part in path)}
         | {name: value.tolist() for name, value in leaf.items()}

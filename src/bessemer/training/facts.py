@@ -1,0 +1,64 @@
+"""facts.json: what a report says about a run that its configuration and metrics do not."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from bessemer.report import baselines
+from bessemer.training.restore import versions
+
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
+
+BASELINE_BYTES = 16 << 20
+"""Held-out text up to this size is also given to gzip and xz; more would take them minutes."""
+
+
+def run_facts(trainer: BaseTrainer) -> dict[str, Any]:
+    """Counts, FLOPs, devices and versions, known before the first step."""
+    parts, topology = trainer.model_parts, trainer.topology.describe()
+    return {
+        "data": trainer.data.plan.stats,
+        "validation_sequences": trainer.data.validation_count,
+        "parameters": parts.counts,
+        "flops_per_token": parts.flops_per_token,
+        "flops_per_token_causal": parts.flops_per_token_causal,
+        "total_flops": trainer.calculate_number_total_flops(),
+        "steps": trainer.steps,
+        "tokens": trainer.steps * trainer.tokens_per_step,
+        "accumulate_steps": trainer.functions.accumulate_steps,
+        "devices": topology,
+        "determinism": "bit-exact" if topology["deterministic"] else "fast (not bit-repeatable)",
+        "versions": versions(),
+    }
+
+
+def write_facts(trainer: BaseTrainer, **more: Any) -> None:
+    facts = run_facts(trainer) | more
+    trainer.run_directory.facts.write_text(json.dumps(facts, indent=1, default=str), encoding="utf-8")
+
+
+def validation_text(trainer: BaseTrainer) -> bytes | None:
+    """The held-out bytes the validation measures, in their order; None without text or when there are too many."""
+    held_out, tokenizer = trainer.data.validation, trainer.tokenizer
+    if held_out is None or tokenizer is None:
+        return None
+    order = np.lexsort((held_out.rows.index, held_out.rows.source))
+    pieces, size = [], 0
+    for position in order:
+        targets = held_out.read(int(position), 1)["target_ids"][0]
+        text = tokenizer.decode(targets[targets >= 0].tolist()).encode("utf-8", errors="replace")
+        pieces.append(text)
+        size += len(text)
+        if size > BASELINE_BYTES:
+            return None
+    return b"".join(pieces)
+
+
+def compressor_baselines(trainer: BaseTrainer) -> dict[str, float]:
+    """Bits per byte of gzip -9 and xz -9e on the validation text; empty when it is not known."""
+    text = validation_text(trainer)
+    return baselines(text) if text else {}

@@ -1,0 +1,76 @@
+"""The end of a run on the screen: what it reached, against what, a sample, and what to do next."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bessemer.report.metrics import MetricsFile
+from bessemer.training.progress import clock, compact
+
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
+
+
+def final_lines(trainer: BaseTrainer, compressors: dict[str, float]) -> list[str]:
+    rows = list(MetricsFile(trainer.run_directory.metrics).rows())
+    validations = [row for row in rows if row.get("val_loss") is not None]
+    lines = ["", *result_table(validations, compressors), *rates(rows), ""]
+    lines += sample_lines(trainer)
+    path = shown(trainer)
+    return [
+        *lines,
+        f"run     {path}",
+        f"report  {path}/report.md",
+        "",
+        "next",
+        f'  bessemer sample {path} --prompt "def main("',
+        f"  bessemer report {path}        # curves in {path}/plots",
+        "  bessemer train quickstart training.dataset=my.txt   # the same on your own text",
+    ]
+
+
+def shown(trainer: BaseTrainer) -> str:
+    """The run's path as the user would type it."""
+    from pathlib import Path
+
+    path = trainer.run_directory.path
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def result_table(validations: list[dict[str, Any]], compressors: dict[str, float]) -> list[str]:
+    """Bits per byte of the held-out text, worst first, with a bar each: shorter is better."""
+    known = [row for row in validations if row.get("val_bpb") is not None]
+    if not known:
+        return [f"validation loss {row['val_loss']:.4f} at step {row['step']}" for row in validations[-1:]]
+    values = {"this model, untrained": known[0]["val_bpb"]} if known[0]["step"] == 0 else {}
+    values |= {{"gzip": "gzip -9", "xz": "xz -9e"}[name]: value for name, value in compressors.items()}
+    values["this model, trained"] = known[-1]["val_bpb"]
+    width = 24 / max(values.values())
+    lines = ["bits per byte of held-out text (lower is better)"]
+    for name, value in sorted(values.items(), key=lambda item: -item[1]):
+        lines.append(f"  {name:<22} {value:6.3f}  {'█' * max(1, round(value * width))}")
+    if "gzip" in compressors:
+        gain = 1 - known[-1]["val_bpb"] / compressors["gzip"]
+        word = "fewer" if gain >= 0 else "more"
+        lines.append(f"  {abs(gain):.1%} {word} bits than gzip -9")
+    return lines
+
+
+def rates(rows: list[dict[str, Any]]) -> list[str]:
+    timed = [row for row in rows if row.get("time/tok_per_s")]
+    if not timed:
+        return []
+    speed = sorted(row["time/tok_per_s"] for row in timed)[len(timed) // 2]
+    last = timed[-1]
+    return [
+        f"  {compact(last['tokens'])} tokens in {clock(last['time/total'])} of training, {compact(speed)} tokens/s"
+    ]
+
+
+def sample_lines(trainer: BaseTrainer) -> list[str]:
+    samples = list(MetricsFile(trainer.run_directory.samples).rows())
+    if not samples:
+        return []
+    last = samples[-1]
+    text = (last["prompt"] + last["completion"]).splitlines()
+    return ["sample", *(f"  | {line}" for line in text[:6]), ""]

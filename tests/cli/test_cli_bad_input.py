@@ -1,0 +1,169 @@
+"""Bad input: one paragraph that says what, where and what to do; exit code 2; nothing written, nothing lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import pytest
+from tests.conftest import words
+
+from bessemer.cli import main
+from bessemer.topology import make_topology
+from bessemer.training import launch
+
+Case = tuple[dict[str, object], tuple[str, ...]]
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        launch, "make_topology", lambda settings: make_topology(settings, devices=jax.devices()[:1])
+    )
+
+
+@pytest.fixture
+def eight_devices(monkeypatch: pytest.MonkeyPatch, one_device: None) -> None:
+    monkeypatch.setattr(launch, "make_topology", make_topology)
+
+
+@pytest.fixture
+def refuse(tiny: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run `bessemer train` with changed settings; check the form of the refusal and return its text."""
+
+    def call(*arguments: str, **changes: object) -> str:
+        settings = {**tiny, **{key.replace("__", "."): value for key, value in changes.items()}}
+        with pytest.raises(SystemExit) as caught:
+            main(
+                [
+                    "train",
+                    "quickstart",
+                    *words(settings),
+                    "--runs",
+                    str(tmp_path / "runs"),
+                    "--name",
+                    "bad",
+                    *arguments,
+                ]
+            )
+        captured = capsys.readouterr()
+        assert caught.value.code == 2, captured.err
+        assert not (tmp_path / "runs" / "bad").exists(), "a refused run leaves nothing behind"
+        text = captured.err.strip()
+        assert text.startswith("error: ") and "\n" not in text and "Traceback" not in text
+        return text
+
+    return call
+
+
+def test_misspelt_key(refuse: Callable[..., str]) -> None:
+    assert "did you mean 'optimization.matrix_lr'" in refuse("optimizaton.matrix_lr=1")
+
+
+def test_setting_of_an_unselected_part(refuse: Callable[..., str]) -> None:
+    assert "optimization.name=adafactor|adamw" in refuse("optimization.lr=1e-3")
+
+
+def test_wrong_type(refuse: Callable[..., str]) -> None:
+    text = refuse(training__batch_size="many")
+    assert "training.batch_size" in text and "many" in text
+
+
+def test_out_of_range(refuse: Callable[..., str]) -> None:
+    assert "training.steps" in refuse(training__steps=0)
+
+
+def test_missing_file(refuse: Callable[..., str], tmp_path: Path) -> None:
+    assert "nothing-here.txt" in refuse(training__dataset=tmp_path / "nothing-here.txt")
+
+
+def test_empty_corpus(refuse: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    assert "empty" in refuse(training__dataset=tmp_path / "empty.txt")
+
+
+def test_corrupt_parquet(refuse: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 this is not parquet PAR1")
+    assert "bad.parquet" in refuse(training__dataset=tmp_path / "bad.parquet")
+
+
+def test_truncated_jsonl_line(refuse: Callable[..., str], tmp_path: Path) -> None:
+    good = json.dumps({"text": "a good line " * 30})
+    (tmp_path / "cut.jsonl").write_text(f"{good}\n{good}\n" + good[:40])
+    text = refuse(training__dataset=tmp_path / "cut.jsonl")
+    assert "cut.jsonl" in text and "3" in text
+
+
+def test_vocabulary_larger_than_the_models(refuse: Callable[..., str]) -> None:
+    text = refuse(model__vocab_size=100)
+    assert "model.vocab_size=100" in text and "300" in text
+
+
+def test_block_size_longer_than_the_data(refuse: Callable[..., str]) -> None:
+    assert "architecture.block_size=100000" in refuse(architecture__block_size=100000)
+
+
+def test_batch_not_divisible(refuse: Callable[..., str]) -> None:
+    text = refuse(training__per_device_batch_size=3)
+    assert "training.batch_size=8" in text and "1, 2, 4, 8" in text
+
+
+def test_heads_do_not_fit_the_width(refuse: Callable[..., str]) -> None:
+    assert "model." in refuse(model__width=40)
+
+
+def test_width_does_not_fit_the_mesh(refuse: Callable[..., str], eight_devices: None) -> None:
+    text = refuse("topology.fsdp=8", model__width=36, model__head_dim=12, training__per_device_batch_size=1)
+    assert "topology.fsdp" in text and "36" in text
+
+
+def test_mesh_does_not_fit_the_devices(refuse: Callable[..., str], eight_devices: None) -> None:
+    assert "topology.fsdp=3" in refuse("topology.fsdp=3")
+
+
+def test_two_horizons(refuse: Callable[..., str]) -> None:
+    assert "one horizon" in refuse("training.tokens=10000")
+
+
+def test_batch_given_twice(refuse: Callable[..., str]) -> None:
+    assert "training.batch_tokens" in refuse("training.batch_tokens=1024")
+
+
+def test_mixture_that_does_not_sum_to_one(refuse: Callable[..., str], corpus: Path) -> None:
+    mixture = f"[{{name: {corpus}, rate: 0.5}}, {{name: python-stdlib, rate: 0.4}}]"
+    assert "0.9" in refuse(training__dataset=mixture)
+
+
+def test_stages_without_their_horizons(refuse: Callable[..., str], corpus: Path) -> None:
+    stages = f"[[{{name: {corpus}}}], [{{name: {corpus}, style: PACKED}}]]"
+    assert "training.tokens" in refuse(training__dataset=stages)
+
+
+def test_known_foreign_flags(refuse: Callable[..., str]) -> None:
+    assert "training.per_device_batch_size" in refuse("--device-batch-size=4")
+    assert "training.per_device_batch_size" in refuse("--grad_accum_steps", "4")
+
+
+def test_bad_duration(refuse: Callable[..., str]) -> None:
+    assert "time_limit" in refuse("training.time_limit=2h30x")
+
+
+def test_unknown_names(refuse: Callable[..., str]) -> None:
+    assert "Did you mean 'muon'" in refuse(optimization__name="moun")
+    assert "pretrain" in refuse("objective=pretrian")
+    assert "gpt" in refuse("model.family=gtp")
+    assert "callback" in refuse("callbacks=[nothing]")
+
+
+def test_unknown_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "quickstrat"])
+    assert caught.value.code == 2 and "Did you mean 'quickstart'" in capsys.readouterr().err
+
+
+def test_bad_run_name(tiny: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "quickstart", *words(tiny), "--runs", str(tmp_path), "--name", "a/b"])
+    assert caught.value.code == 2 and "run name" in capsys.readouterr().err
