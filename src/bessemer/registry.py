@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,15 @@ def import_plugin(plugin: str) -> None:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError) as error:
+        del sys.modules[name]
+        where = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = f" line {where[-1].lineno}" if where else ""
+        raise InputError(
+            f"plugin '{plugin}'{line} cannot be imported: {type(error).__name__}: {error}."
+        ) from error
 
 
 jobs = Registry("job", "bessemer.training")

@@ -81,3 +81,11 @@ def test_a_query_without_keys_gives_zeros_not_the_mean():
 
 def test_few_blocks_whatever_the_length():
     assert [block_length(n) for n in (16, 256, 512, 2048, 4096)] == [64, 64, 64, 256, 512]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 128])
+def test_cudnn_equals_xla(window):
+    q, k, v = (jnp.asarray(draw(2, 512, n, 64, seed=n), jnp.bfloat16) for n in (4, 2, 2))
+    got = [attention(q, k, v, window=window, implementation=name) for name in ("cudnn", "xla")]
+    np.testing.assert_allclose(got[0].astype(jnp.float32), got[1].astype(jnp.float32), atol=2e-2)

@@ -100,7 +100,7 @@ def test_prefill_in_pieces_and_a_row_that_rests():
 
 
 def test_last_only_and_a_full_cache():
-    model, params, decode = make()
+    model, params, _ = make()
     ids = tokens(2, LENGTH)
     full = model.apply({"params": params}, ids)
     lengths = jnp.array([LENGTH, 5])

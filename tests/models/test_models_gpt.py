@@ -252,3 +252,10 @@ def test_contradictions_are_input_errors(settings, named):
 def test_registered_and_hashable():
     assert models.get("gpt") is GPT
     assert hash(GPT(**TINY, remat=["q"])) == hash(GPT(**TINY, remat=("q",)))
+
+
+def test_a_position_outside_the_table_is_not_a_wrong_angle():
+    model, params = make()
+    ids = batch_of()["input_ids"]
+    logits = model.apply({"params": params}, ids, positions=jnp.arange(16)[None] + 8)
+    assert np.all(np.isfinite(logits[:, :8])) and np.all(np.isnan(logits[:, 8:]))

@@ -44,7 +44,7 @@ def forward(p, ids, depth, head_dim, windows, vocab):
     x = norm(p["embedding"][ids])
     gate = p["smear_scale"] * sigmoid(x[1:, :24] @ p["smear_gate"])
     x = np.concatenate([x[:1], x[1:] + gate * x[:-1]])
-    x0 = x
+    x0 = middle = x
     for i in range(depth):
         b = p[f"blocks_{i}"]
         x = p["rho"][i] * x + p["xi"][i] * x0
@@ -56,7 +56,7 @@ def forward(p, ids, depth, head_dim, windows, vocab):
         q, k = 1.2 * norm(rotary(q, 1e5)), 1.2 * norm(rotary(k, 1e5))
         x = x + attend(q, k, v, windows[i]).reshape(len(ids), -1) @ b["out"]
         x = x + np.maximum(norm(x) @ b["up"], 0) ** 2 @ b["down"]
-        middle = x if i == depth // 2 else (None if i < depth // 2 else middle)
+        middle = x if i == depth // 2 else middle
     x = norm(x - p["backout_scale"] * middle)
     return (15 * np.tanh(x @ p["head"] / 15))[:, :vocab]
 

@@ -95,7 +95,8 @@ def test_muon_spread_over_the_mesh_equals_one_device(
         three_steps(build(tiny, tmp_path, sizes, monkeypatch, MUON))
         for sizes in ({"data": 1}, MESHES["2x2x2"])
     )
-    np.testing.assert_allclose(mesh["seen"], one["seen"], rtol=1e-3)
+    # the polar step lifts singular values near zero to one, and with them the rounding in those directions
+    np.testing.assert_allclose(mesh["seen"], one["seen"], rtol=1e-2)
     for a, b in zip(mesh["params"], one["params"], strict=True):
         if b.ndim == 2:
             assert np.linalg.norm(a - b) < 1e-2 * np.linalg.norm(b)

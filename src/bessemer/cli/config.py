@@ -34,7 +34,7 @@ def command(words: tuple[str, ...], schema: bool) -> None:
     recipe, overrides = split_words(words)
     from bessemer.training.schema import schema_of  # brings jax along: after the cheap mistakes are found
 
-    config = resolve(schema_of, recipe, overrides)
+    config = resolve(schema_of, recipe, overrides, allow_open=True)
     if schema:
         click.echo(json.dumps(config.schema.json_schema(), indent=2))
         return

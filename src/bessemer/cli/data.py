@@ -17,7 +17,7 @@ def command() -> None:
     Examples:
       bessemer data prepare texts/*.parquet -o data/mine --tokenizer tokenizer --val-fraction 0.01
       bessemer data inspect data/mine
-      bessemer train pretrain training.dataset=data/mine
+      bessemer train pretrain training.dataset=data/mine data.tokenizer=auto
     """
 
 

@@ -22,6 +22,8 @@ _ACCUMULATION = (
     "finds what fits)."
 )
 _MESH = "Devices form a mesh: topology.data, .fsdp, .tensor and .context are its sizes (-1 fills it)."
+_FP8 = "FP8 training is not here yet; architecture.precision is float32 or bf16."
+_LOOKUP = "Lookup layers are not here yet."
 
 # One entry a flag, spelt with underscores; dashes, a leading -- and =value are taken off before the look-up.
 FLAGS: dict[str, Here] = {
@@ -78,24 +80,26 @@ FLAGS: dict[str, Here] = {
     "max_grad_norm": Here("training.max_grad_norm"),
     "label_smoothing": Here("training.label_smoothing"),
     # precision and memory
-    "fp8": Here(None, "Write architecture.precision=fp8."),
-    "fp8_recipe": Here("architecture.fp8.scaling"),
+    "fp8": Here(None, _FP8),
+    "fp8_recipe": Here(None, _FP8),
     "bf16": Here(None, "Write architecture.precision=bf16; auto already uses it on accelerators."),
     "gradient_checkpointing": Here(
         None, "Write architecture.remat=block (or none, or a list of tensor names)."
     ),
     # lookup layers
-    "l3_after_layers": Here("architecture.lookup.after_layers"),
-    "l3_n_emb": Here("architecture.lookup.rows"),
-    "l3_d_up": Here("architecture.lookup.d_up"),
-    "l3_k_max": Here("architecture.lookup.k_max"),
+    "l3_after_layers": Here(None, _LOOKUP),
+    "l3_n_emb": Here(None, _LOOKUP),
+    "l3_d_up": Here(None, _LOOKUP),
+    "l3_k_max": Here(None, _LOOKUP),
     # measuring, writing
     "eval_every": Here("logging.validation_interval", _STEPS),
     "eval_steps": Here("logging.validation_interval", _STEPS),
     "eval_tokens": Here(
         None, "Write training.validation_steps=N: it counts sequences, so divide by architecture.block_size."
     ),
-    "core_metric_every": Here("eval.core_interval", _STEPS),
+    "core_metric_every": Here(
+        "logging.validation_interval", "Evaluations of eval.evaluations run with each validation."
+    ),
     "core_metric_max_per_task": Here("eval.limit"),
     "sample_every": Here("logging.preview_interval", _STEPS),
     "save_every": Here("logging.checkpoint_interval", _STEPS),

@@ -21,11 +21,15 @@ Overrides = Sequence[str] | Mapping[str, Any]
 
 @dataclasses.dataclass
 class Config:
-    """Typed values of every setting of a schema, by flat key; `a.b` and `a/b` name the same one."""
+    """Typed values of every setting of a schema, by flat key; `a.b` and `a/b` name the same one.
+
+    `notes` are lines to show: what a recipe said about a part that was then replaced by another.
+    """
 
     schema: Schema
     values: dict[str, Any]
     provenance: dict[str, str]
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     def __getitem__(self, key: str) -> Any:
         return self.values[self.schema[key].key]
@@ -68,14 +72,16 @@ def resolve(
     overrides: Overrides = (),
     *,
     source: str = "command line",
+    allow_open: bool = False,
 ) -> Config:
     """The configuration of a run.
 
     `schema_of` sees the raw values given (flat, "model/family" and the like) and answers with the schema
     that these select. `recipe` is a shipped name, a path or a mapping; `source` is the origin of `overrides`.
+    `allow_open` keeps what the recipe leaves open as ???, to be shown; such a configuration cannot be run.
     """
     layers = [] if recipe is None else read_recipe(recipe).layers
-    return _build(schema_of, [*layers, override_layer(overrides, source)])
+    return _build(schema_of, [*layers, override_layer(overrides, source)], allow_open)
 
 
 def load_saved(
@@ -92,22 +98,52 @@ def load_saved(
     return _build(schema_of, [layer, override_layer(overrides, source)])
 
 
-def _build(schema_of: SchemaOf, layers: list[Layer]) -> Config:
+def _build(schema_of: SchemaOf, layers: list[Layer], allow_open: bool = False) -> Config:
     schema = schema_of(raw_values(layers))
+    layers, notes = _without_replaced(schema_of, schema, layers)
     givers = _givers(schema, layers)
     given = _resolve_values(schema, layers, [schema[key] for key in schema.settings if key not in givers])
-    config = Config(schema, {}, {})
+    config = Config(schema, {}, {}, notes)
     for key, setting in schema.settings.items():
         if key not in givers:
             if setting.required:
                 raise InputError(f"'{dotted(key)}' has no default: give {dotted(key)}=… ({setting.help}).")
             config.values[key], config.provenance[key] = setting.fresh_default(), "default"
             continue
+        if allow_open and _dig(given, key) == "???":
+            config.values[key], config.provenance[key] = "???", f"left open by {givers[key].origin}"
+            continue
         value = _checked(setting, _dig(given, key), givers[key])
         origin = givers[key].origin_of(key)
         changed = origin == "default" and value != setting.default  # saved by a version with another default
         config.values[key], config.provenance[key] = value, givers[key].origin if changed else origin
     return config
+
+
+def _without_replaced(
+    schema_of: SchemaOf, schema: Schema, layers: list[Layer]
+) -> tuple[list[Layer], list[str]]:
+    """The layers without what they say about a part that a later layer replaced, and a line for each such layer.
+
+    `model.family=mine` over a recipe for GPTs: its model.window was a setting where it was written, and means
+    nothing now. A key that never was a setting stays, to be refused.
+    """
+    kept, notes = [], []
+    for number, layer in enumerate(layers, 1):
+        leaves = {"/".join(path): value for path, value in flatten(layer.tree, layer.origin)}
+        strange = [key for key in leaves if _setting_of(schema, tuple(key.split("/"))) is None]
+        gone: list[str] = []
+        if strange and number < len(layers):
+            with contextlib.suppress(InputError):  # a layer that is wrong by itself is refused as a whole
+                then = schema_of(raw_values(layers[:number]))
+                gone = [key for key in strange if _setting_of(then, tuple(key.split("/"))) is not None]
+        if gone:
+            names = ", ".join(map(dotted, gone))
+            notes.append(f"{layer.origin}: {names} left out, because another part was selected")
+            tree = _nested((key, value) for key, value in leaves.items() if key not in gone)
+            layer = dataclasses.replace(layer, tree=tree)
+        kept.append(layer)
+    return kept, notes
 
 
 def _givers(schema: Schema, layers: list[Layer]) -> dict[str, Layer]:

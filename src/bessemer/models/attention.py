@@ -59,10 +59,11 @@ def _blocked(q: Array, k: Array, v: Array, window: int | None, segment_ids: Arra
     """Query blocks, each against only the keys that its window can reach: cost follows the window, not T²."""
     length = q.shape[1]
     size = block_length(length)
+    q, k, v = _head_major(q, k, v)
     outputs = []
     for start in range(0, length, size):
         stop = min(start + size, length)
-        first = 0 if window is None else max(0, start - window + 1)
+        first = 0 if window is None else max(0, start - window + 1) // size * size
         queries, keys = jnp.arange(start, stop)[:, None], jnp.arange(first, stop)[None, :]
         allowed = keys <= queries
         if window is not None:
@@ -70,8 +71,8 @@ def _blocked(q: Array, k: Array, v: Array, window: int | None, segment_ids: Arra
         allowed = allowed[None]  # (1 or B, t, s)
         if segment_ids is not None:
             allowed = allowed & (segment_ids[:, start:stop, None] == segment_ids[:, None, first:stop])
-        outputs.append(_attend(q[:, start:stop], k[:, first:stop], v[:, first:stop], allowed))
-    return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
+        outputs.append(_attend(q[:, :, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], allowed))
+    return _token_major(jnp.concatenate(outputs, axis=3))
 
 
 def block_length(length: int) -> int:
@@ -87,18 +88,31 @@ def _cached(q: Array, k: Array, v: Array, window: int | None, q_positions: Array
     allowed = keys <= queries  # (B, T, S)
     if window is not None:
         allowed &= keys > queries - window
-    return _attend(q, k, v, allowed)
+    return _token_major(_attend(*_head_major(q, k, v), allowed))
+
+
+def _head_major(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """q: (B, T, N, H) → (B, K, G, T, H), the G queries of a key head together; k, v: (B, S, K, H) → (B, K, S, H).
+
+    The order of the matmuls' batch axes, turned once: otherwise every block is (19 ms against 15 ms a layer).
+    """
+    batch, length, heads, head_dim = q.shape
+    q = q.reshape(batch, length, k.shape[2], heads // k.shape[2], head_dim)
+    return q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+
+
+def _token_major(out: Array) -> Array:
+    """(B, K, G, T, H) → (B, T, N, H)."""
+    out = out.transpose(0, 3, 1, 2, 4)
+    return out.reshape(*out.shape[:2], -1, out.shape[-1])
 
 
 def _attend(q: Array, k: Array, v: Array, allowed: Array) -> Array:
-    """Masked softmax attention, scores and softmax in float32. allowed: (1 or B, T, S) bool."""
-    batch, length, heads, head_dim = q.shape
-    groups = k.shape[2]
-    q = q.reshape(batch, length, groups, heads // groups, head_dim)
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, preferred_element_type=jnp.float32) * head_dim**-0.5
+    """Masked softmax attention of head-major arrays, in float32 inside. allowed: (1 or B, T, S) bool."""
+    scores = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     weights = masked_softmax(scores, allowed[:, None, None]).astype(v.dtype)
-    out = jnp.einsum("bkgts,bskh->btkgh", weights, v, preferred_element_type=jnp.float32)
-    return out.astype(v.dtype).reshape(batch, length, heads, head_dim)
+    out = jnp.einsum("bkgts,bksh->bkgth", weights, v, preferred_element_type=jnp.float32)
+    return out.astype(v.dtype)
 
 
 @jax.custom_vjp

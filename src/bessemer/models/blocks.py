@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from bessemer.models.axes import constrain, shards
@@ -52,11 +53,20 @@ def _norm_gradient(y: Array, r: Array, g: Array) -> Array:
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
-def rotary_table(positions: Array, head_dim: int, base: float) -> tuple[Array, Array]:
-    """cos and sin of position · base^(−2i/d): positions (…, T) → two (…, T, 1, head_dim/2), float32."""
-    frequency = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angle = positions.astype(jnp.float32)[..., None, None] * frequency
-    return jnp.cos(angle), jnp.sin(angle)
+def rotary_table(positions: Array, length: int, head_dim: int, base: float) -> tuple[Array, Array]:
+    """cos and sin of position · base^(−2i/d): positions (…, T) below `length` → two (…, T, 1, head_dim/2), float32.
+
+    Looked up in a constant table: computed in place, a compiler repeats the sines in every layer that uses them
+    (45 ms of an 800 ms step on a CPU), and float32 angles are off by 1e-4 at position 2,000. A position outside the
+    table gives NaN rather than a wrong angle.
+    """
+    angle = np.arange(length)[:, None] * base ** (-np.arange(0, head_dim, 2) / head_dim)
+
+    def pick(table: np.ndarray) -> Array:
+        rows = jnp.asarray(table, jnp.float32).at[positions].get(mode="fill", fill_value=jnp.nan)
+        return rows[..., None, :]
+
+    return pick(np.cos(angle)), pick(np.sin(angle))
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bessemer.errors import InputError
 from bessemer.models.layers import TENSOR_NAMES
+from bessemer.models.stack import remat_names
 
 if TYPE_CHECKING:
     from bessemer.models.gpt import GPT
-
-
-def remat_names(remat: Sequence[str]) -> tuple[str, ...] | None:
-    """None: nothing is recomputed; (): the whole block; else the tensors to recompute."""
-    names = tuple(remat)
-    if names in ((), ("none",)):
-        return None
-    return () if names == ("block",) else names
 
 
 def check_gpt(model: GPT) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,7 @@ def cross_entropy(
     """
     if hidden.ndim == 2:
         hidden, targets, weights = hidden[None], targets[None], weights[None]
-    count = choose_chunks(chunks, *targets.shape, head.shape[1])
+    count = choose_chunks(chunks, targets.shape[0], targets.shape[1], head.shape[1])
     options = LossOptions(vocab_size, count, softcap, label_smoothing, z_loss)
     weights = jnp.where(targets < 0, 0.0, weights.astype(jnp.float32))
     loss, nll = _cross_entropy(options, hidden, head, jnp.maximum(targets, 0), weights)
@@ -77,7 +78,7 @@ def token_logprobs(
 
     Every token has its own cotangent, so the backward pass recomputes its tile of logits.
     """
-    count = choose_chunks(chunks, *targets.shape, head.shape[1])
+    count = choose_chunks(chunks, targets.shape[0], targets.shape[1], head.shape[1])
     options = LossOptions(vocab_size, count, softcap)
     table = constrain(head.astype(hidden.dtype), "embed", "vocab")
 
@@ -235,7 +236,7 @@ def _backward(
 _cross_entropy.defvjp(_forward, _backward)
 
 
-def _scan(tile, start, pieces, chunks: int):  # type: ignore[no-untyped-def]
+def _scan(tile: Any, start: Any, pieces: tuple[Array, ...], chunks: int) -> tuple[Any, Any]:
     """lax.scan, without the loop when there is one chunk."""
     if chunks > 1:
         return jax.lax.scan(tile, start, pieces)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -16,10 +16,11 @@ from bessemer.models import blocks
 from bessemer.models.attention import attention
 from bessemer.models.axes import constrain
 from bessemer.models.cache import Cache, empty_cache, write
-from bessemer.models.checks import check_gpt, remat_names
+from bessemer.models.checks import check_gpt
 from bessemer.models.cross_entropy import cross_entropy, soft_cap, token_logprobs
-from bessemer.models.layers import TENSOR_NAMES, BlockParameters, LayerOptions, layer
-from bessemer.models.shape import Shape, layer_windows, round_up, scan_segments
+from bessemer.models.layers import TENSOR_NAMES, BlockParameters, LayerOptions, declare, layer
+from bessemer.models.shape import Shape, layer_windows, round_up
+from bessemer.models.stack import run_layers
 from bessemer.registry import models
 
 GROUPS = {
@@ -146,22 +147,20 @@ class GPT(nn.Module):
 
     def setup(self) -> None:
         s = self.shape
-        part = nn.with_logical_partitioning
-        normal, constant = nn.initializers.normal, nn.initializers.constant
-        self.embedding = self.param(
-            "embedding", part(normal(0.8), ("vocab", "embed")), (s.padded_vocab, s.width)
-        )
-        self.head = self.param("head", part(normal(0.001), ("embed", "vocab")), (s.width, s.padded_vocab))
+        normal, zeros, constant = nn.initializers.normal, nn.initializers.zeros, nn.initializers.constant
+        table = (s.padded_vocab, s.width)
+        self.embedding = declare(self, "embedding", normal(0.8), ("vocab", "embed"), table)
+        self.head = declare(self, "head", normal(0.001), ("embed", "vocab"), table[::-1])
         self.blocks = [BlockParameters(s, s.has_value_embedding(layer)) for layer in range(s.depth)]
         if self.residual_mix:
-            self.rho = self.param("rho", part(_linear(1.15, 1.05), ("layers",)), (s.depth,))
-            self.xi = self.param("xi", part(_linear(0.20, 0.05), ("layers",)), (s.depth,))
+            self.rho = declare(self, "rho", _linear(1.15, 1.05), ("layers",), (s.depth,))
+            self.xi = declare(self, "xi", _linear(0.20, 0.05), ("layers",), (s.depth,))
         if self.smear:
-            gate = part(nn.initializers.uniform(0.02), ("gate", None))
-            self.smear_gate = self.param("smear_gate", gate, (s.smear_channels, 1))
-            self.smear_scale = self.param("smear_scale", nn.initializers.zeros, ())
+            gate = nn.initializers.uniform(0.02)
+            self.smear_gate = declare(self, "smear_gate", gate, ("gate", None), (s.smear_channels, 1))
+            self.smear_scale = declare(self, "smear_scale", zeros, (), ())
         if self.backout:
-            self.backout_scale = self.param("backout_scale", constant(0.2), ())
+            self.backout_scale = declare(self, "backout_scale", constant(0.2), (), ())
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -262,7 +261,7 @@ class GPT(nn.Module):
         embedded = x = self._embed(input_ids)
         if self.smear:
             x = self._smear(x, _shift(x, cache.previous[:, None].astype(x.dtype)), None)
-        rotary = blocks.rotary_table(positions, self.head_dim, self.rotary_base)
+        rotary = blocks.rotary_table(positions, cache.capacity, self.head_dim, self.rotary_base)
         stores: list[tuple[Array, Array]] = []
         x0 = middle = x
         for index, params in enumerate(self._layer_params()):
@@ -318,37 +317,19 @@ class GPT(nn.Module):
     def _run_layers(
         self, x: Array, ids: Array, positions: Array, segment_ids: Array | None, key: Array | None
     ) -> Array:
-        """All layers and the backout, unrolled or scanned over repeating groups. x: (B, T, D)."""
-        s, x0 = self.shape, x
-        rotary = blocks.rotary_table(positions, self.head_dim, self.rotary_base)
-        kinds = tuple((s.windows[i], s.has_value_embedding(i)) for i in range(s.depth))
-        segments = scan_segments(kinds) if self.scan_layers else [(i, 1, 1) for i in range(s.depth)]
-        params = self._layer_params()
+        """All layers and the backout. x: (B, T, D)."""
+        x0, length = x, max(self.block_size, x.shape[1])
+        rotary = blocks.rotary_table(positions, length, self.head_dim, self.rotary_base)
+        options = self._layer_options
 
-        def run(window: int | None, p: dict[str, Array], index: Array, x: Array) -> Array:
+        def step(window: int | None, params: dict[str, Array], index: Array, x: Array) -> Array:
             attend = partial(attention, window=window, segment_ids=segment_ids)
             layer_key = None if key is None else jax.random.fold_in(key, index)
-            return layer(self._layer_options, p, x, x0, ids, rotary, attend, layer_key)
+            return layer(options, params, x, x0, ids, rotary, attend, layer_key)
 
-        def group(start: int, carry: tuple[Array, Array], xs: tuple[Any, Array]) -> tuple[Any, None]:
-            x, middle = carry
-            for offset, p in enumerate(xs[0]):
-                index = xs[1] + offset
-                step = _rematerialised(partial(run, s.windows[start + offset]), self.remat)
-                x = step(p, index, x)
-                middle = jnp.where(index == s.depth // 2, x, middle) if self.backout else middle
-            return (x, middle), None
-
-        carry = (x, x)
-        for start, period, repeats in segments:
-            groups = [params[start + g * period : start + (g + 1) * period] for g in range(repeats)]
-            if repeats == 1:
-                carry, _ = group(start, carry, (groups[0], jnp.int32(start)))
-            else:
-                stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *groups)
-                starts = jnp.arange(start, start + repeats * period, period)
-                carry, _ = jax.lax.scan(partial(group, start), carry, (stacked, starts))
-        return self._back_out(*carry)
+        params, windows = self._layer_params(), self.shape.windows
+        x, middle = run_layers(step, params, windows, x, scan=self.scan_layers, remat=self.remat)
+        return self._back_out(x, middle)
 
 
 def _linear(first: float, last: float) -> Any:
@@ -363,13 +344,3 @@ def _linear(first: float, last: float) -> Any:
 def _shift(x: Array, first: Array) -> Array:
     """x delayed by one position, `first` in front. x: (B, T, …), first: (B, 1, …)."""
     return jnp.concatenate([first, x[:, :-1]], axis=1)
-
-
-def _rematerialised(function: Any, remat: Sequence[str]) -> Any:
-    """Wrap a layer so that its backward pass recomputes everything (block) or the named tensors."""
-    names = remat_names(remat)
-    if names is None:
-        return function
-    kept = [name for name in TENSOR_NAMES if name not in names]
-    policy = jax.checkpoint_policies.save_only_these_names(*kept) if names else None
-    return jax.checkpoint(function, policy=policy)

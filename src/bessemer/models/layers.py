@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -58,6 +58,17 @@ def symmetric(bound: float) -> Callable[..., Array]:
     return init
 
 
+def declare(
+    module: nn.Module,
+    name: str,
+    init: Callable[..., Array],
+    axes: tuple[str | None, ...],
+    size: tuple[int, ...],
+) -> Array:
+    """A float32 parameter with its logical axes."""
+    return cast(Array, module.param(name, nn.with_logical_partitioning(init, axes), size))
+
+
 class BlockParameters(nn.Module):
     """Declares the parameters of one layer. q, k, v: U(±√3/√d); up: 0.4 × that; output projections 0."""
 
@@ -78,14 +89,13 @@ class BlockParameters(nn.Module):
             "down": (zeros, (s.mlp_width, s.width)),
         }
         params = {
-            name: self.param(name, nn.with_logical_partitioning(init, AXES[name]), size)
-            for name, (init, size) in matrices.items()
+            name: declare(self, name, init, AXES[name], size) for name, (init, size) in matrices.items()
         }
         if self.value_embedding:
-            table = nn.with_logical_partitioning(symmetric(bound), VALUE_AXES)
-            gate = nn.with_logical_partitioning(nn.initializers.uniform(0.02), ("gate", None))
-            params["value_table"] = self.param("value_table", table, (s.padded_vocab, s.kv_width))
-            params["value_gate"] = self.param("value_gate", gate, (s.gate_channels, s.kv_heads))
+            gate = nn.initializers.uniform(0.02)
+            table_size, gate_size = (s.padded_vocab, s.kv_width), (s.gate_channels, s.kv_heads)
+            params["value_table"] = declare(self, "value_table", symmetric(bound), VALUE_AXES, table_size)
+            params["value_gate"] = declare(self, "value_gate", gate, ("gate", None), gate_size)
         return params
 
 

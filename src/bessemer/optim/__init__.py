@@ -10,7 +10,7 @@ from bessemer.optim.build import (
 from bessemer.optim.groups import Group, GroupRow
 from bessemer.optim.schedule import Schedule, sample_schedule
 from bessemer.optim.sharding import Spread, mesh_spread, state_shardings
-from bessemer.optim.transform import freeze, wrap_optax
+from bessemer.optim.transform import apply_rate, freeze, wrap_optax
 
 __all__ = [
     "Group",
@@ -18,6 +18,7 @@ __all__ = [
     "Optimizer",
     "Schedule",
     "Spread",
+    "apply_rate",
     "build_optimizer",
     "build_schedule",
     "default_schedule",

@@ -37,7 +37,9 @@ class Run:
     def sample(self, prompt: str, *, max_tokens: int = 100, step: int | None = None, **options: Any) -> str:
         """The model's continuation of `prompt`. Options: temperature (0 = greedy), top_k, top_p, min_p, seed."""
         loaded = load_model(self.directory, step)
-        completions, notices = sample(loaded, [prompt], max_tokens=max_tokens, sampling=SamplingOptions(**options))
+        completions, notices = sample(
+            loaded, [prompt], max_tokens=max_tokens, sampling=SamplingOptions(**options)
+        )
         for notice in [*loaded.notes, *notices]:
             print(notice, file=sys.stderr)
         return completions[0].text

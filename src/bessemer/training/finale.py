@@ -17,13 +17,14 @@ def final_lines(trainer: BaseTrainer, compressors: dict[str, float]) -> list[str
     lines = ["", *result_table(validations, compressors), *rates(rows), ""]
     lines += sample_lines(trainer)
     path = shown(trainer)
+    can_sample = trainer.tokenizer is not None and hasattr(trainer.model, "decode")
     return [
         *lines,
         f"run     {path}",
         f"report  {path}/report.md",
         "",
         "next",
-        f'  bessemer sample {path} --prompt "def main("',
+        *([f'  bessemer sample {path} --prompt "def main("'] if can_sample else []),
         f"  bessemer report {path}        # curves in {path}/plots",
         "  bessemer train quickstart training.dataset=my.txt   # the same on your own text",
     ]

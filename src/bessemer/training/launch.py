@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -11,8 +12,10 @@ from typing import Any
 
 from bessemer.config import Config, configuration, configure, dotted, load_saved, resolve
 from bessemer.errors import InputError
+from bessemer.generate.load import parse_config
 from bessemer.job import ExecutionSpec, RunDirectory, check_run_name, default_run_name, find_run
 from bessemer.registry import jobs
+from bessemer.selectors import SELECTORS
 from bessemer.topology import TopologySettings, make_topology, start_distributed
 from bessemer.training.schema import schema_of
 from bessemer.training.trainer import BaseTrainer
@@ -111,18 +114,42 @@ def overridden(path: Path, overrides: Overrides) -> Config:
 
 def check_trust(directory: RunDirectory, trust: bool) -> None:
     """A config may name code of the user's; code that came with a run from elsewhere is not imported unasked."""
-    from omegaconf import OmegaConf
-
-    tree = OmegaConf.to_container(OmegaConf.load(directory.config))
-    assert isinstance(tree, dict)
-    named = [str(word) for word in tree.get("plugins") or []]
-    named += [str(word) for word in [tree.get("job"), *(tree.get("callbacks") or [])] if ":" in str(word)]
+    named = named_code(parse_config(directory.config.read_text(encoding="utf-8"), str(directory.path)))
     if not named or trust or _started_here(directory):
         return
     raise InputError(
         f"{directory.path} names code of its own ({', '.join(named)}) and was not started on this machine by this "
         "user. Look at that code; if you trust it, add --trust."
     )
+
+
+def named_code(tree: Mapping[str, Any]) -> list[str]:
+    """Plugins, and every `module:attribute` where a part or a dataset can be named."""
+    words = [
+        word
+        for selector in SELECTORS
+        for word in _texts(functools.reduce(_below, selector.split("/"), tree))
+        if ":" in word
+    ]
+    datasets = [
+        word
+        for word in _texts(_below(_below(tree, "training"), "dataset"))
+        if ":" in word and not Path(word).exists()
+    ]
+    return [*_texts(tree.get("plugins")), *words, *datasets]
+
+
+def _below(tree: Any, name: str) -> Any:
+    return tree.get(name) if isinstance(tree, Mapping) else None
+
+
+def _texts(value: Any) -> list[str]:
+    """Every text in a nested value."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [text for item in value for text in _texts(item)]
+    return [value] if isinstance(value, str) else []
 
 
 def _started_here(directory: RunDirectory) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import json
 import time
@@ -190,6 +189,8 @@ def header(trainer: BaseTrainer) -> None:
     devices = trainer.topology
     axes = " × ".join(f"{axis} {size}" for axis, size in devices.mesh.shape.items() if size > 1)
     trainer.say(f"devices    {devices.device_count} {devices.platform}{f' ({axes})' if axes else ''}")
+    for note in trainer.config.notes:
+        trainer.say(f"note       {note}")
     for name, entry in trainer.derived.items():
         trainer.say(f"{name:<34} {entry['value']!s:<12} {entry['reason']}")
 
@@ -231,8 +232,5 @@ def save_information(trainer: BaseTrainer, path: Any) -> None:
     lines += [f"| {name} | {entry['value']} | {entry['reason']} |" for name, entry in trainer.derived.items()]
     lines += ["", "| group | tensors | parameters | rate | decay |", "|---|---|---|---|---|"]
     for row in trainer.functions.optimizer.describe(trainer.functions.abstract_state.params):
-        entry = dataclasses.asdict(row)
-        lines.append(
-            f"| {entry['group']} | {entry['tensors']} | {entry['parameters']:,} | {entry['lr']:g} | {entry['decay']:g} |"
-        )
+        lines.append(f"| {row.group} | {row.tensors} | {row.parameters:,} | {row.lr:g} | {row.decay:g} |")
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,12 +67,37 @@ def config_for(trainer: type[BaseTrainer], arguments: Mapping[str, Any] | None) 
     """The configuration in force, or the class's defaults; `arguments` override either."""
     ambient = config_room.current()
     if ambient is not None and not arguments:
+        record_class(ambient, trainer)
         return ambient
     given = {} if ambient is None else {key: ambient[key] for key in ambient.values if ambient.is_set(key)}
     given |= {slashed(key): value for key, value in (arguments or {}).items()}
-    return config_room.resolve(
+    config = config_room.resolve(
         lambda values: trainer_schema(trainer, values), overrides=given, source="python"
     )
+    record_class(config, trainer)
+    return config
+
+
+def record_class(config: Config, trainer: type[BaseTrainer]) -> None:
+    """Write `job`, `plugins` and `model.family` as they are when the caller used a class directly.
+
+    So `resume` finds the trainer again, from its file, and nothing takes the model for one of another family.
+    """
+    model, job = trainer.model_class(), config["job"]
+    if model is not None:
+        name = next(
+            (entry.name for entry in models if entry.value is model), f"{model.__module__}:{model.__name__}"
+        )
+        config.set("model/family", name, "the trainer's model class")
+    if (":" in job or job in jobs) and jobs.get(job) is trainer:
+        return
+    module = sys.modules[trainer.__module__]
+    file, name = getattr(module, "__file__", None), module.__name__
+    if file is not None and not trainer.__module__.startswith("bessemer."):
+        why = "the file of the trainer's class"
+        config.set("plugins", [*config["plugins"], str(Path(file).resolve())], why)
+        name = Path(file).stem
+    config.set("job", f"{name}:{trainer.__qualname__}", "the trainer's class")
 
 
 def saved_config(path: Path) -> Config:
@@ -80,14 +106,14 @@ def saved_config(path: Path) -> Config:
 
 
 def make_callbacks(trainer: BaseTrainer) -> list[Callback]:
-    """The default callbacks, those of the setting, then those given in code, in this order."""
-    names = [*trainer.default_callbacks, *trainer.settings.callbacks]
+    """Those given in code, those of the setting, then the default ones: what the first add to a row is logged."""
+    names = [*trainer.settings.callbacks, *trainer.default_callbacks]
     with config_room.configuration(trainer.config):
         made = [
             config_room.configure(callbacks.get(name)) if _has_settings(name) else callbacks.get(name)()
             for name in names
         ]
-    return [*made, *trainer.given_callbacks]
+    return [*trainer.given_callbacks, *made]
 
 
 def _has_settings(name: str) -> bool:

@@ -19,9 +19,10 @@ from flax import linen as nn
 from bessemer.checkpoint import Checkpoints
 from bessemer.config import Config, configuration, configure
 from bessemer.data import Prefetcher, Tokenizer
+from bessemer.errors import InputError
 from bessemer.job import CheckpointManager, ExecutionSpec, RestoreableJob, Snapshot
 from bessemer.registry import jobs
-from bessemer.topology import StopAgreement, Topology, init_sharded
+from bessemer.topology import StopAgreement, Topology, TopologySettings, init_sharded
 from bessemer.training import data_parts, functions, model_parts, output, restore, schema, step, validation
 from bessemer.training.cache import keep_compiled_programs
 from bessemer.training.callback import Callback
@@ -30,6 +31,11 @@ from bessemer.training.loop import Loop
 from bessemer.training.progress import NoBar, ProgressBar, make_progress
 from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings, seconds_of
 from bessemer.training.state import LoopState, TrainState
+
+NOT_YET = (
+    "BaseTrainer.generate comes with the generation engine. Until then sample a saved run: "
+    "bm.Run(directory).sample(prompt), or `bessemer sample RUN --prompt TEXT`."
+)
 
 C = TypeVar("C", bound=BaseTrainerConfig)
 M = TypeVar("M", bound=nn.Module)
@@ -42,6 +48,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     default_callbacks: ClassVar[tuple[str, ...]] = (
         "checkpoint",
+        "evaluation",
         "metric_logger",
         "progress_bar",
         "gradient_clipping",
@@ -135,7 +142,8 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         model: nn.Module, key: jax.Array, *args: Any, mesh: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         """Parameters born on their devices: (variables, var_sharding)."""
-        return init_sharded(functools.partial(model.init, **kwargs), key, mesh, *args)
+        topology = Topology(mesh, None, TopologySettings())
+        return init_sharded(lambda k: model.init(k, *args, **kwargs), key, topology)
 
     # --- state -------------------------------------------------------------------------------------------
     @property
@@ -362,6 +370,18 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
         if self.is_process_zero:
             append_weights(self.run_directory.path / "weights.jsonl", state.params, step)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Comes with the generation engine."""
+        raise InputError(NOT_YET)
+
+    def create_generate_function(self, *args: Any, **kwargs: Any) -> Any:
+        """Comes with the generation engine."""
+        raise InputError(NOT_YET)
+
+    def maybe_generate(self, state: TrainState, step: int, metrics: Any = None) -> None:
+        """Comes with the generation engine; the callback `preview` shows samples until then."""
+        raise InputError(NOT_YET)
 
     def create_collect_function(
         self, max_sequence_length: int, truncation_mode: str = "keep_end"

@@ -69,11 +69,11 @@ class Preview(Callback):
 
     def preview(self, loop: Loop) -> None:
         """Sample, write, and say the first few."""
-        if self.decoder is None:
+        trainer = loop.trainer
+        if self.decoder is None or trainer.tokenizer is None:
             return
         loop.flush()
         self.previewed = loop.step
-        trainer = loop.trainer
         with loop.paused():
             prompts = self.prompts or list(PROMPTS)
             params = trainer.state.params

@@ -1,0 +1,80 @@
+"""Running a stack of layers: unrolled, scanned over repeating groups, rematerialised. The parameters stay the same.
+
+Layers differ in static things (window, value embedding), so a scan runs over groups in which the pattern repeats;
+their parameters are stacked when the program is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from bessemer.models.layers import TENSOR_NAMES
+from bessemer.models.shape import scan_segments
+
+Step = Callable[[int | None, dict[str, Array], Array, Array], Array]  # (window, params, index, x) → x
+
+
+def run_layers(
+    step: Step,
+    params: Sequence[dict[str, Array]],
+    windows: Sequence[int | None],
+    x: Array,
+    *,
+    scan: bool,
+    remat: Sequence[str],
+) -> tuple[Array, Array]:
+    """(output of the last layer, output of layer n//2). x: (B, T, D)."""
+    depth = len(params)
+    kinds = tuple((window, tuple(sorted(p))) for window, p in zip(windows, params, strict=True))
+    segments = scan_segments(kinds) if scan else [(layer, 1, 1) for layer in range(depth)]
+
+    def group(
+        start: int, carry: tuple[Array, Array], xs: tuple[Any, Array]
+    ) -> tuple[tuple[Array, Array], None]:
+        x, middle = carry
+        for offset, p in enumerate(xs[0]):
+            x = rematerialised(partial(step, windows[start + offset]), remat)(p, xs[1] + offset, x)
+            middle = jnp.where(xs[1] + offset == depth // 2, x, middle)
+        return (x, middle), None
+
+    carry = (x, x)
+    for start, period, repeats in segments:
+        groups = [params[start + g * period : start + (g + 1) * period] for g in range(repeats)]
+        if repeats == 1:
+            x = rematerialised(partial(step, windows[start]), remat)(
+                params[start], jnp.int32(start), carry[0]
+            )
+            carry = (x, x if start == depth // 2 else carry[1])
+        else:
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *groups)
+            starts = jnp.arange(start, start + repeats * period, period)
+            carry, _ = jax.lax.scan(partial(group, start), carry, (stacked, starts))
+    return carry
+
+
+def remat_names(remat: Sequence[str]) -> tuple[str, ...] | None:
+    """None: nothing is recomputed; (): the whole block; else the tensors to recompute."""
+    names = tuple(remat)
+    if names in ((), ("none",)):
+        return None
+    return () if names == ("block",) else names
+
+
+def rematerialised(function: Callable[..., Array], remat: Sequence[str]) -> Callable[..., Array]:
+    """Wrap a layer so that its backward pass recomputes everything (block) or the named tensors.
+
+    The policy lists what is kept, not what is recomputed: a tensor that is only excluded would be recomputed from
+    an unnamed, equally large neighbour.
+    """
+    names = remat_names(remat)
+    if names is None:
+        return function
+    kept = [name for name in TENSOR_NAMES if name not in names]
+    policy = jax.checkpoint_policies.save_only_these_names(*kept) if names else None
+    return jax.checkpoint(function, policy=policy)

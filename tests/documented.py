@@ -1,0 +1,115 @@
+"""The commands that README.md and docs/*.md show, made short enough to be run."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+# What makes a documented `bessemer train` quick. Sizes replace what the page says; the rest is added where the page
+# says nothing.
+SIZES = {
+    "training.steps": "4",
+    "model.depth": "2",
+    "model.width": "32",
+    "model.head_dim": "16",
+    "architecture.block_size": "32",
+    "training.batch_size": "8",
+    "training.per_device_batch_size": "-1",
+}
+QUICK = {
+    "training.dataset": "my.txt",
+    "data.tokenizer": "train:300",
+    "training.validation_steps": "8",
+    "logging.progress": "none",
+    "logging.report_interval": "1",
+    "logging.checkpoint_interval": "2",
+}
+HORIZONS = ("training.tokens", "training.flops", "training.epochs", "training.ratio")
+OF_GPT = ("model.depth", "model.head_dim")
+OTHER_MODEL = ("model.family=", "job=")
+WORDS = [
+    "the",
+    "a",
+    "red",
+    "blue",
+    "fox",
+    "dog",
+    "cat",
+    "runs",
+    "jumps",
+    "sleeps",
+    "over",
+    "under",
+    "near",
+    "river",
+    "hill",
+    "tree",
+    "and",
+    "then",
+]
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    """Contents of the fenced blocks in one of the languages ("" is a fence without a word)."""
+    found = re.findall(r"^```([^\n]*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+    return [text for language, text in found if language.strip() in languages]
+
+
+def commands(page: Path) -> list[str]:
+    """Lines of shell blocks that call our tools, without prompt and comment."""
+    lines = [line for text in blocks(page, "bash", "console", "sh", "") for line in text.splitlines()]
+    lines = [re.sub(r"\s+#.*", "", line.strip().removeprefix("$ ")) for line in lines]
+    return [line for line in lines if re.match(r"(bessemer|python|make)( |$)", line)]
+
+
+def shorten(command: str) -> str:
+    """The command as it is run here: only `bessemer train` is changed, by the tables above."""
+    if not command.startswith("bessemer train"):
+        return command
+    words = command.split(" ")
+    given = {word.partition("=")[0] for word in words if "=" in word}
+    other = any(word.startswith(OTHER_MODEL) for word in words)
+    sizes = {key: value for key, value in SIZES.items() if not (other and key in OF_GPT and key not in given)}
+    kept = [word for word in words if word.partition("=")[0] not in (*sizes, *HORIZONS)]
+    added = sizes | {key: value for key, value in QUICK.items() if key not in given}
+    return " ".join([*kept, *(f"{key}={shlex.quote(value)}" for key, value in added.items())])
+
+
+def make_files(folder: Path) -> None:
+    """The files that the pages speak of: my.txt, and texts/ in two formats."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rng = random.Random(0)
+    texts = [" ".join(rng.choice(WORDS) for _ in range(200)) + ".\n" for _ in range(60)]
+    (folder / "my.txt").write_text("".join(texts))
+    (folder / "texts").mkdir()
+    (folder / "texts" / "a.txt").write_text("".join(texts[:20]))
+    pq.write_table(pa.table({"text": texts}), folder / "texts" / "b.parquet")
+
+
+def run(command: str, folder: Path, home: Path) -> subprocess.CompletedProcess[str]:
+    """A command in a shell, as a reader would type it, with this environment's programs first."""
+    programs = str(Path(sys.executable).parent)
+    variables = os.environ | {
+        "PATH": programs + os.pathsep + os.environ["PATH"],
+        "BESSEMER_HOME": str(home),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "MPLBACKEND": "Agg",
+    }
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=variables, capture_output=True, text=True, timeout=300
+    )
+
+
+def said(result: subprocess.CompletedProcess[str]) -> str:
+    return f"$ {result.args[-1]}\n{result.stdout[-2000:]}\n{result.stderr[-3000:]}"

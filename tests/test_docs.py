@@ -1,0 +1,142 @@
+"""What the documentation says is true: its commands run, its settings exist, its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.documented import PAGES, ROOT, commands, make_files, run, said, shorten
+
+from bessemer.cli import COMMANDS
+from bessemer.cli.foreign import FLAGS
+from bessemer.config import declared, dotted
+from bessemer.data import DataSettings
+from bessemer.selectors import SELECTORS, settings_classes
+from bessemer.topology import TopologySettings
+from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings
+
+# Shown but not run here, with the reason. An entry that no page shows any more is an error.
+NOT_RUN = {
+    r"bessemer train … topology\.coordinator=.*": "two processes at once: tests/training/test_training_processes.py",
+}
+RUN_ELSEWHERE = {"extending.md": "tests/test_extending.py"}
+CODE = r"(?<!`)`([^`\n]+)`(?!`)"
+
+
+def identity(page: Path) -> str:
+    return page.name
+
+
+def reason_not_run(command: str) -> str | None:
+    return next((reason for form, reason in NOT_RUN.items() if re.fullmatch(form, command)), None)
+
+
+def runnable(page: Path) -> list[str]:
+    return [line for line in commands(page) if line.startswith("bessemer") and reason_not_run(line) is None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p.name not in RUN_ELSEWHERE and runnable(p)], ids=identity
+)
+def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path, home: Path) -> None:
+    make_files(tmp_path)
+    for command in runnable(page):
+        result = run(shorten(command), tmp_path, home)
+        assert result.returncode == 0, said(result)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identity)
+def test_commands_refer_to_what_exists(page: Path) -> None:
+    """Commands by name, make targets, scripts; a run that is resumed was made earlier on the same page."""
+    made: set[str] = set()
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for line in commands(page):
+        words = line.split()
+        if words[0] == "make":
+            assert set(words[1:]) <= targets, line
+        elif words[0] == "python" and words[1].startswith("benchmarks/"):
+            assert (ROOT / words[1]).is_file(), line
+        elif words[0] == "bessemer" and len(words) > 1 and not words[1].startswith("-"):
+            assert words[1] in COMMANDS, line
+        if words[:2] == ["bessemer", "train"] and "--name" in words:
+            made.add(words[words.index("--name") + 1])
+        if words[:2] == ["bessemer", "resume"] and page.name not in RUN_ELSEWHERE:
+            assert words[2].removeprefix("runs/") in made, f"{line}: no `bessemer train … --name` above it"
+
+
+def test_what_is_not_run_is_still_shown() -> None:
+    shown = [line for page in PAGES for line in commands(page)]
+    for form in NOT_RUN:
+        assert any(re.fullmatch(form, line) for line in shown), form
+    assert {page.name for page in PAGES} >= set(RUN_ELSEWHERE)
+
+
+def every_setting() -> set[str]:
+    """All keys of all parts, whatever is selected."""
+    classes = [BaseTrainerConfig, LoggingSettings, GuardSettings, DataSettings, TopologySettings]
+    for table in SELECTORS.values():
+        classes += [cls for entry in table for cls in settings_classes(entry)]
+    return {dotted(setting.key) for cls in classes for setting in declared(cls).values()}
+
+
+def named_settings(text: str, sections: set[str]) -> set[str]:
+    """Words like training.steps or training.steps=4 in `code`; file names and calls are something else."""
+    words = {word for code in re.findall(CODE, text) for word in re.split(r"[\s,;|]+", code)}
+    names = {word.partition("=")[0] for word in words if "(" not in word.partition("=")[0]}
+    names |= {name for word in words for name in re.findall(r"\$\{([a-z_.]+)\}", word)}
+    dotted_names = {
+        name for name in names if re.fullmatch(r"[a-z_]+(\.[a-z0-9_]+)+(\.\*)?|[a-z_]+\.\*", name)
+    }
+    return {
+        name
+        for name in dotted_names
+        if name.split(".")[0] in sections and not re.search(r"\.(py|md|json|jsonl|yaml|txt|bin|png)$", name)
+    }
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identity)
+def test_every_setting_that_is_named_exists(page: Path) -> None:
+    known = every_setting()
+    sections = {key.split(".")[0] for key in known if "." in key}
+    named = named_settings(page.read_text(encoding="utf-8"), sections)
+    wrong = [
+        name
+        for name in named
+        if name not in known
+        and not any(key.startswith(name.removesuffix("*")) for key in known if "*" in name)
+    ]
+    assert not wrong, f"{page.name} names settings that no part declares: {sorted(wrong)}"
+
+
+def test_settings_are_found_in_text() -> None:
+    """The search itself: it would be easy for it to find nothing."""
+    text = (
+        "`training.steps=4`, `logging.*` and `a.b`, `data.md`, `topology.shardings(tree)`, `x='${data.root}'`"
+    )
+    assert named_settings(text, {"training", "logging", "data", "topology"}) == {
+        "training.steps",
+        "logging.*",
+        "data.root",
+    }
+    assert {
+        "training.steps",
+        "optimization.matrix_lr",
+        "optimization.min_rate",
+        "model.depth",
+    } <= every_setting()
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_flags_that_are_explained_on_coming_from_are_those_the_command_line_knows() -> None:
+    """`--max-lr` on that page is also what `bessemer train --max-lr` answers."""
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    flags = set(re.findall(r"`--([a-z][\w-]*)`", page)) - {"name", "runs", "step", "trust"}
+    assert flags and {flag.replace("-", "_") for flag in flags} <= set(FLAGS)

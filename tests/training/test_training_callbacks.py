@@ -1,0 +1,100 @@
+"""Callbacks that ship but are not on by default, in one short run each where they can share it."""
+
+from __future__ import annotations
+
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from bessemer.errors import InputError, Stopped
+from bessemer.training import launch
+from bessemer.training.callback import Callback, Callbacks
+from bessemer.training.callbacks.watchers import Watchers
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bessemer.topology import make_topology
+
+    monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
+
+
+def metrics(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_watchers_weights_profile_ema_and_evaluation(tiny: dict[str, object], tmp_path: Path) -> None:
+    settings = {
+        **tiny,
+        "callbacks": ["watchers", "weight_distribution", "profiler"],
+        "logging.watch": ["head"],
+        "logging.profile_start": 2,
+        "logging.profile_steps": 2,
+        "training.ema": 0.9,
+        "eval.evaluations": ["bpb"],
+        "logging.preview_interval": 5,
+    }
+    largest = Watchers(functions={"embedding": lambda array: jnp.abs(array).max()})
+    trainer = launch.build_trainer("quickstart", settings, name="a", root=tmp_path, callbacks=[largest])
+    trainer.run()
+    rows = metrics(tmp_path / "a")
+    steps = [row for row in rows if "loss" in row]
+    assert all(row["watch/head"] > 0 and row["watch/embedding"] > 0 for row in steps)
+    validations = [row for row in rows if "val_bpb" in row]
+    assert all(abs(row["eval/bpb"] - row["val_bpb"]) < 1e-4 for row in validations)
+    weights = [json.loads(line) for line in (tmp_path / "a/weights.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in weights} == {0, 4, 8, 10}
+    assert sum(weights[0]["counts"]) > 0
+    assert list((tmp_path / "a/profile").rglob("*.xplane.pb"))
+    samples = [json.loads(line) for line in (tmp_path / "a/samples.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in samples} == {5, 10}
+    assert trainer.state.ema is not None
+    assert gc.isenabled(), "the collector is given back after the run"
+
+
+def test_time_limit_stops_with_a_checkpoint(tiny: dict[str, object], tmp_path: Path) -> None:
+    settings = {**tiny, "training.time_limit": "0.001s"}
+    trainer = launch.build_trainer("quickstart", settings, name="a", root=tmp_path)
+    with pytest.raises(Stopped, match="time_limit"):
+        trainer.run()
+    assert trainer.checkpoint_manager.committed() == [1]
+
+
+def test_a_watch_pattern_that_matches_nothing(tiny: dict[str, object], tmp_path: Path) -> None:
+    settings = {**tiny, "callbacks": ["watchers"], "logging.watch": ["no_such_thing"]}
+    with pytest.raises(InputError, match="matches no parameter"):
+        launch.build_trainer("quickstart", settings, name="a", root=tmp_path).run()
+
+
+def test_trackers_say_what_to_install(tiny: dict[str, object], tmp_path: Path) -> None:
+    try:
+        import wandb  # noqa: F401
+
+        pytest.skip("wandb is installed here")
+    except ImportError:
+        pass
+    settings = {**tiny, "logging.wandb": True}
+    with pytest.raises(InputError, match=r"bessemer\[track\]"):
+        launch.build_trainer("quickstart", settings, name="a", root=tmp_path).run()
+
+
+def test_hooks_fire_in_order_and_only_where_defined() -> None:
+    calls: list[str] = []
+
+    class One(Callback):
+        def on_batch_end(self, loop: Any) -> None:
+            calls.append("one")
+
+    class Two(Callback):
+        def on_batch_end(self, loop: Any) -> None:
+            calls.append("two")
+
+    both = Callbacks([One(), Two(), Callback()])
+    both.fire("on_batch_end", None)
+    both.fire("on_batch_begin", None)
+    assert calls == ["one", "two"]
