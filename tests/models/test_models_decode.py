@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from bessemer.models.gpt import GPT
 LENGTH = 24
 
 
+@functools.cache
 def make(**settings):
     defaults = {"depth": 3, "width": 32, "head_dim": 16, "vocab_size": 40, "block_size": LENGTH}
     model = GPT(**{**defaults, **settings})
@@ -30,6 +33,10 @@ def make(**settings):
     return model, params, decode
 
 
+def forward(model, params, ids):
+    return jax.jit(lambda p, x: model.apply({"params": p}, x))(params, ids)
+
+
 def tokens(rows: int, length: int):
     return jnp.asarray(np.random.default_rng(0).integers(0, 40, (rows, length)))
 
@@ -41,14 +48,14 @@ def tokens(rows: int, length: int):
         {"kv_heads": 1},
         {"smear": False, "backout": False},
         {"value_embeddings": False, "residual_mix": False, "qk_norm": False},
-        {"scan_layers": True, "remat": "block"},
+        {"scan_layers": True},
     ],
     ids=str,
 )
 def test_steps_equal_the_full_forward(settings):
     model, params, decode = make(**settings)
     ids = tokens(2, 10)
-    full = model.apply({"params": params}, ids)
+    full = forward(model, params, ids)
     cache = model.init_cache(2, LENGTH)
     logits, cache = decode(ids[:, :4], cache)
     np.testing.assert_allclose(logits, full[:, :4], atol=1e-5)
@@ -62,7 +69,7 @@ def test_windows_while_decoding():
     model, params, decode = make(block_size=256, window="SL")
     assert model.shape.windows == (128, None, None)
     ids = tokens(1, 150)
-    full = model.apply({"params": params}, ids)
+    full = forward(model, params, ids)
     logits, cache = decode(ids[:, :140], model.init_cache(1, 150))
     np.testing.assert_allclose(logits, full[:, :140], atol=1e-5)
     for t in range(140, 150):
@@ -73,7 +80,7 @@ def test_windows_while_decoding():
 def test_rows_of_different_lengths_padded_on_the_right():
     model, params, decode = make()
     ids = tokens(3, 12)
-    full = model.apply({"params": params}, ids)
+    full = forward(model, params, ids)
     lengths = jnp.array([3, 7, 5])
     prompt = jnp.where(jnp.arange(7) < lengths[:, None], ids[:, :7], 39)  # padding is any token at all
     logits, cache = decode(prompt, model.init_cache(3, LENGTH), lengths)
@@ -88,7 +95,7 @@ def test_rows_of_different_lengths_padded_on_the_right():
 def test_prefill_in_pieces_and_a_row_that_rests():
     model, params, decode = make()
     ids = tokens(2, 9)
-    full = model.apply({"params": params}, ids)
+    full = forward(model, params, ids)
     _, cache = decode(ids[:, :4], model.init_cache(2, LENGTH))
     # The first row takes three tokens, the second none: it must not move.
     logits, cache = decode(ids[:, 4:7], cache, jnp.array([3, 0]))
@@ -102,10 +109,11 @@ def test_prefill_in_pieces_and_a_row_that_rests():
 def test_last_only_and_a_full_cache():
     model, params, _ = make()
     ids = tokens(2, LENGTH)
-    full = model.apply({"params": params}, ids)
+    full = forward(model, params, ids)
     lengths = jnp.array([LENGTH, 5])
-    logits, cache = model.apply(
-        {"params": params}, ids, model.init_cache(2, LENGTH), lengths, True, method="decode"
+    decode = jax.jit(
+        lambda ids, cache: model.apply({"params": params}, ids, cache, lengths, True, method="decode")
     )
+    logits, cache = decode(ids, model.init_cache(2, LENGTH))
     assert logits.shape == (2, 1, 40) and cache.capacity == LENGTH
     np.testing.assert_allclose(logits[:, 0], full[jnp.arange(2), lengths - 1], atol=1e-5)

@@ -24,7 +24,7 @@ MESHES = {
 
 # with a large epsilon AdamW is smooth where gradients are almost zero, so rounding stays rounding
 ADAMW = {"optimization.name": "adamw", "optimization.lr": 1e-2, "optimization.eps": 1e-2}
-MUON = {"optimization.name": "muon"}
+MUON = {"optimization.name": "muon", "optimization.lr_multiplier": 0.05}
 
 
 def build(
