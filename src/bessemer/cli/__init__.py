@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from bessemer import __version__
+from bessemer.cli.allocator import keep_memory
 from bessemer.errors import BessemerError
 
 COMMANDS = {
@@ -60,6 +61,8 @@ def cli() -> None:
 
 def main(arguments: list[str] | None = None) -> Any:
     """Entry point: errors become one plain paragraph on stderr and the exit code of their kind."""
+    if arguments is None and sys.argv[1:2] in (["train"], ["resume"]):
+        keep_memory()
     try:
         code = cli.main(arguments, prog_name="bessemer", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)

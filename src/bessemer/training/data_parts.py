@@ -69,6 +69,8 @@ def choose_tokenizer(trainer: BaseTrainer) -> Tokenizer | None:
         )
     if trainer.given.dataset_train is not None and settings.tokenizer == "auto":
         return None
+    if settings.tokenizer.startswith("train:"):
+        trainer.say(f"tokenizer  {settings.tokenizer} (trained once on the data, then kept)")
     return tokenizer_for(
         settings, [sampling for mixture in trainer.settings.datasets for sampling in mixture]
     )

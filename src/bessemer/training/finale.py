@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bessemer.report.metrics import MetricsFile
@@ -16,26 +18,24 @@ def final_lines(trainer: BaseTrainer, compressors: dict[str, float]) -> list[str
     validations = [row for row in rows if row.get("val_loss") is not None]
     lines = ["", *result_table(validations, compressors), *rates(rows), ""]
     lines += sample_lines(trainer)
-    path = shown(trainer)
+    path = shown(trainer.run_directory.path)
     can_sample = trainer.tokenizer is not None and hasattr(trainer.model, "decode")
     return [
         *lines,
         f"run     {path}",
-        f"report  {path}/report.md",
+        f"report  {path}/report.md, curves in {path}/plots",
         "",
         "next",
-        *([f'  bessemer sample {path} --prompt "def main("'] if can_sample else []),
-        f"  bessemer report {path}        # curves in {path}/plots",
-        "  bessemer train quickstart training.dataset=my.txt   # the same on your own text",
+        *([f"  bessemer sample {path} --prompt {shlex.quote(a_prompt(trainer))}"] if can_sample else []),
+        f"  bessemer eval {path} --tasks bpb",
+        "  bessemer train training.dataset=my.txt     # the same on your own text",
     ]
 
 
-def shown(trainer: BaseTrainer) -> str:
-    """The run's path as the user would type it."""
-    from pathlib import Path
-
-    path = trainer.run_directory.path
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+def shown(path: str | Path) -> str:
+    """A path as the user would type it."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else str(path)
 
 
 def result_table(validations: list[dict[str, Any]], compressors: dict[str, float]) -> list[str]:
@@ -66,6 +66,13 @@ def rates(rows: list[dict[str, Any]]) -> list[str]:
     return [
         f"  {compact(last['tokens'])} tokens in {clock(last['time/total'])} of training, {compact(speed)} tokens/s"
     ]
+
+
+def a_prompt(trainer: BaseTrainer) -> str:
+    """Something to try: the first line of the last preview's prompt, cut to fit the screen."""
+    samples = list(MetricsFile(trainer.run_directory.samples).rows())
+    lines = samples[-1]["prompt"].strip().splitlines() if samples else []
+    return lines[0][:32].strip() if lines else "Once upon a time"
 
 
 def sample_lines(trainer: BaseTrainer) -> list[str]:

@@ -19,7 +19,8 @@ from bessemer.job import RunDirectory, RunLock
 from bessemer.report import write_report
 from bessemer.training.facts import compressor_baselines, write_facts
 from bessemer.training.fetch import fetch
-from bessemer.training.finale import final_lines
+from bessemer.training.finale import final_lines, shown
+from bessemer.training.progress import compact
 from bessemer.training.report import NonFinite
 
 if TYPE_CHECKING:
@@ -178,21 +179,35 @@ def conclude(trainer: BaseTrainer) -> None:
         trainer.say(line)
 
 
+def compile_shown(trainer: BaseTrainer) -> None:
+    """Compile ahead of the loop and say how long it took; programs are kept, so the next start is quick."""
+    start = time.monotonic()
+    if trainer.compile_aot():
+        trainer.say(f"compiled   in {time.monotonic() - start:.1f} s")
+
+
 def header(trainer: BaseTrainer) -> None:
-    """The few lines that say what is about to run and why."""
-    parts = trainer.model_parts
-    counts = parts.counts
-    trainer.say(f"run        {trainer.run_directory.path}")
+    """The few lines that say what is about to run, and each derived number with its reason."""
+    counts, data, topology = trainer.model_parts.counts, trainer.data, trainer.topology
+    trainer.say(f"run        {shown(trainer.run_directory.path)}")
     trainer.say(
         f"model      {trainer.settings.family}, {counts['total']:,} parameters ({counts['scaling']:,} scaling)"
     )
-    devices = trainer.topology
-    axes = " × ".join(f"{axis} {size}" for axis, size in devices.mesh.shape.items() if size > 1)
-    trainer.say(f"devices    {devices.device_count} {devices.platform}{f' ({axes})' if axes else ''}")
+    for name, stats in data.plan.stats.items():
+        known = [f"{stats[key]:,} {key}" for key in ("documents", "tokens") if key in stats]
+        trainer.say(f"data       {shown(name)}: {', '.join(known)}; {data.validation_count:,} rows held out")
+    epochs = data.plan.epoch(data.steps)
+    trainer.say(
+        f"batch      {data.batch_size} × {trainer.settings.block_size} tokens in {trainer.functions.accumulate_steps}"
+        f" part(s); {data.steps:,} steps, {compact(data.steps * trainer.tokens_per_step)} tokens, {epochs:.2f} epochs"
+    )
+    axes = " × ".join(f"{axis} {size}" for axis, size in topology.mesh.shape.items() if size > 1)
+    trainer.say(f"devices    {topology.device_count} {topology.platform}{f' ({axes})' if axes else ''}")
     for note in trainer.config.notes:
         trainer.say(f"note       {note}")
     for name, entry in trainer.derived.items():
-        trainer.say(f"{name:<34} {entry['value']!s:<12} {entry['reason']}")
+        if not entry["reason"].endswith("given"):
+            trainer.say(f"{name:<30} {entry['value']!s:<12} {entry['reason']}")
 
 
 def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: bool) -> Path:

@@ -261,7 +261,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         """Train to the end (every process calls it). Continues from what `load` restored."""
         with output.opened(self):
             output.header(self)
-            self.compile_aot()
+            output.compile_shown(self)
             loop = Loop(self)
             loop.run()
             self.step = loop.step

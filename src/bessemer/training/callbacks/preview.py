@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from bessemer.config import field
 from bessemer.generate import Completion, Decoder, complete
@@ -12,6 +13,9 @@ from bessemer.report.metrics import MetricsFile
 from bessemer.training.callback import Callback
 from bessemer.training.fetch import fetch
 from bessemer.training.loop import Loop
+
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
 
 TOKENS = 16
 SHOWN = 2
@@ -28,6 +32,25 @@ PROMPTS = (
 )
 
 
+HELD_OUT = "held-out"
+PROMPT_TOKENS = 12
+
+
+def held_out_prompts(trainer: BaseTrainer, count: int = len(PROMPTS)) -> list[str]:
+    """The first words of lines of held-out text, so that a prompt is of the kind the model reads."""
+    held_out, tokenizer = trainer.data.validation, trainer.tokenizer
+    if held_out is None or tokenizer is None:
+        return []
+    prompts = []
+    for row in range(min(4 * count, held_out.count)):
+        ids = held_out.read(row, 1)["input_ids"][0].tolist()
+        _, _, text = tokenizer.decode(ids).partition("\n")
+        start = tokenizer.decode(tokenizer.encode(text.lstrip("\n"))[:PROMPT_TOKENS]).rstrip()
+        if start.strip():
+            prompts.append(start)
+    return list(dict.fromkeys(prompts))[:count]
+
+
 @callbacks.register("preview")
 @dataclass
 class Preview(Callback):
@@ -42,7 +65,7 @@ class Preview(Callback):
     prompts: list[str] = field(
         "logging/preview_prompts",
         default_factory=list,
-        help="prompts of the previews; none: seven shipped ones",
+        help="prompts of the previews; none: seven shipped ones; held-out: beginnings of held-out text",
     )
 
     def on_train_begin(self, loop: Loop) -> None:
@@ -75,7 +98,8 @@ class Preview(Callback):
         loop.flush()
         self.previewed = loop.step
         with loop.paused():
-            prompts = self.prompts or list(PROMPTS)
+            prompts = held_out_prompts(trainer) if self.prompts == [HELD_OUT] else self.prompts
+            prompts = prompts or list(PROMPTS)
             params = trainer.state.params
             found, notices = complete(self.decoder, params, trainer.tokenizer, prompts, max_tokens=TOKENS)
             if trainer.is_process_zero:
