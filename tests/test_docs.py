@@ -44,7 +44,9 @@ def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path, home: P
     make_files(tmp_path)
     for command in runnable(page):
         result = run(shorten(command), tmp_path, home)
-        assert result.returncode == 0, said(result)
+        # a time limit ends with 75, unless the shortened run is done before it
+        allowed = (0, 75) if "training.time_limit=" in command and " train " in command else (0,)
+        assert result.returncode in allowed, said(result)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=identity)
