@@ -89,8 +89,6 @@ def reopen(
         if step is not None:
             raise InputError(f"{directory.path} has no checkpoint at step {step}.")
         trainer.say("no checkpoint was committed yet: the run starts again from step 0, as the same run")
-    elif step is not None:
-        trainer.checkpoint_manager.set_aside_after(step)
     return trainer
 
 

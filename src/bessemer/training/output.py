@@ -75,6 +75,7 @@ def opened(trainer: BaseTrainer) -> Iterator[None]:
     directory = trainer.run_directory
     if not trainer.is_process_zero:
         with explained(trainer):
+            take_over(trainer)
             yield
         return
     directory.create(exist_ok=trainer.continues)
@@ -86,13 +87,20 @@ def opened(trainer: BaseTrainer) -> Iterator[None]:
             write_setup(trainer)
             directory.write_status(state="running", step=trainer.step, exit_code=None, message="")
             with explained(trainer):
+                take_over(trainer)
                 yield
-            directory.write_status(
-                state="done", step=trainer.step, exit_code=0, message=trainer.loop_state.finished or ""
-            )
+            reason = trainer.loop_state.finished or ""
+            directory.write_status(state="done", step=trainer.step, exit_code=0, message=reason)
         except BaseException as error:
             record_failure(trainer, error)
             raise
+
+
+def take_over(trainer: BaseTrainer) -> None:
+    """With the lock held: remove what a killed save left, and set checkpoints beyond the restored one aside."""
+    trainer.checkpoint_manager.clean()
+    if trainer.continues:
+        trainer.checkpoint_manager.set_aside_after(trainer.step)
 
 
 def record_failure(trainer: BaseTrainer, error: BaseException) -> None:

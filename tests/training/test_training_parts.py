@@ -1,0 +1,165 @@
+"""What a trainer is made of: horizons and the dial, stages, weights from another run, parts given from Python."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import bessemer as bm
+from bessemer.errors import InputError
+from bessemer.job import RestoreableJob
+from bessemer.topology import make_topology
+from bessemer.training import launch
+from bessemer.training.trainer import BaseTrainer
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
+
+
+def without(settings: dict[str, object], *keys: str) -> dict[str, object]:
+    return {key: value for key, value in settings.items() if key not in keys}
+
+
+def test_the_dial_sets_up_depth_12(tiny: dict[str, object], tmp_path: Path) -> None:
+    """The check values of the specification, through the recipe; building a trainer makes no array."""
+    small = without(
+        tiny, "training.steps", "training.batch_size", "model.depth", "model.width", "model.head_dim"
+    )
+    settings = {**small, "model.depth": 12, "model.vocab_size": 32768}
+    trainer = launch.build_trainer("pretrain", settings, name="dial", root=tmp_path)
+    assert trainer.model_parts.counts["scaling"] == 110_100_480
+    assert trainer.tokens_per_step == 2**19
+    assert trainer.steps == int(10.5 * 110_100_480) // 2**19
+    assert trainer.config["optimization/lr_multiplier"] == 1.0
+    assert trainer.config["optimization/weight_decay"] == pytest.approx(0.2, rel=1e-3)
+    assert all(entry["reason"] for entry in trainer.derived.values())
+    assert trainer._state is None
+
+
+@pytest.mark.parametrize(
+    ("horizon", "steps"),
+    [({"training.tokens": 1300}, 10), ({"training.epochs": 1}, None), ({"training.flops": 1e9}, None)],
+)
+def test_horizons(
+    horizon: dict[str, object], steps: int | None, tiny: dict[str, object], tmp_path: Path
+) -> None:
+    trainer = launch.build_trainer(
+        "quickstart", {**without(tiny, "training.steps"), **horizon}, name="h", root=tmp_path
+    )
+    if "training.epochs" in horizon:
+        steps = trainer.data.plan.rows // 8
+    if "training.flops" in horizon:
+        steps = round(1e9 / (trainer.model_parts.flops_per_token * 128))
+    assert trainer.steps == steps
+
+
+def test_stages_change_the_data_at_their_step(tiny: dict[str, object], corpus: Path, tmp_path: Path) -> None:
+    settings = {
+        **without(tiny, "training.steps"),
+        "training.dataset": [[{"name": str(corpus)}], [{"name": str(corpus), "style": "PACKED"}]],
+        "training.tokens": [6 * 128, 4 * 128],
+        "optimization.schedule": "rewarm",
+        "training.warmup_pct": 0.5,
+        "training.decay_pct": 0.0,
+    }
+    trainer = launch.build_trainer("quickstart", settings, name="s", root=tmp_path)
+    assert trainer.data.stage_starts == [0, 6] and trainer.steps == 10
+    trainer.run()
+    assert trainer.step == 10
+    rates = [json.loads(line) for line in (tmp_path / "s/metrics.jsonl").read_text().splitlines()]
+    by_step = {row["step"]: row["lrm"] for row in rates if "lrm" in row}
+    assert by_step[6] == 1.0 and by_step[7] == pytest.approx(0.01), "the schedule warms up again with the stage"
+
+
+def test_weights_from_another_run_and_the_class_from_a_checkpoint(
+    tiny: dict[str, object], tmp_path: Path
+) -> None:
+    first = launch.build_trainer("quickstart", {**tiny, "training.steps": 3}, name="first", root=tmp_path)
+    first.run()
+    second = launch.build_trainer("quickstart", {**tiny, "init": "first"}, name="second", root=tmp_path)
+    assert second.step == 0 and not second.done, "only weights are taken: never 'already done'"
+    for a, b in zip(*map(jax.tree.leaves, (first.state.params, second.state.params)), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert all(
+        not np.asarray(leaf).any() for leaf in jax.tree.leaves(second.state.opt_state) if leaf.ndim == 2
+    )
+    spec = bm.ExecutionSpec("first", root=tmp_path, topology=make_topology(devices=jax.devices()[:1]))
+    again = RestoreableJob.from_checkpoint(tmp_path / "first", spec)
+    assert isinstance(again, BaseTrainer) and again.step == 3 and again.done
+
+
+def test_resume_from_an_older_checkpoint_is_the_same_run(tiny: dict[str, object], tmp_path: Path) -> None:
+    whole = launch.build_trainer("quickstart", tiny, name="a", root=tmp_path)
+    whole.run()
+    rows = (tmp_path / "a/metrics.jsonl").read_text().splitlines()
+    back = launch.reopen(tmp_path / "a", step=6)
+    assert back.step == 6
+    assert 9 in back.checkpoint_manager.committed(), "nothing is set aside before the run owns its directory"
+    back.run()
+    for a, b in zip(*map(jax.tree.leaves, (whole.state.params, back.state.params)), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    kept = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in kept] == [json.loads(row)["step"] for row in rows]
+
+
+def test_a_list_and_a_collator_from_python(tiny: dict[str, object], corpus: Path, tmp_path: Path) -> None:
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    tokenizer = bm.Tokenizer.train(texts, 300)
+    settings = {**without(tiny, "training.dataset", "data.tokenizer"), "training.steps": 2}
+    run = launch.build_trainer(
+        "quickstart",
+        settings,
+        name="list",
+        root=tmp_path,
+        dataset_train=texts,
+        dataset_eval=texts[:4],
+        tokenizer=tokenizer,
+    )
+    assert run.validates and set(run.batch()) >= {"input_ids", "target_ids", "loss_mask"}
+    collect = run.create_collect_function(16, "keep_start")
+    given = launch.build_trainer(
+        "quickstart",
+        {**settings, "training.validation": False},
+        name="collated",
+        root=tmp_path,
+        dataset_train=texts,
+        data_collator=collect,
+        tokenizer=tokenizer,
+    )
+    given.run()
+    assert given.step == 2
+    with pytest.raises(InputError, match="missing"):
+        launch.build_trainer(
+            "quickstart",
+            settings,
+            name="bad",
+            root=tmp_path,
+            dataset_train=texts,
+            tokenizer=tokenizer,
+            data_collator=lambda examples: {"input_ids": np.zeros((len(examples), 16), np.int32)},
+        )
+
+
+def test_a_spec_without_topology_is_an_assertion(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="topology"):
+        BaseTrainer(bm.ExecutionSpec("x", root=tmp_path))
+
+
+def test_sharded_init_makes_arrays_on_their_devices() -> None:
+    from bessemer.models.gpt import GPT
+    from bessemer.topology import TopologySettings
+
+    mesh = make_topology(TopologySettings(data=1, fsdp=8)).mesh
+    model = GPT(depth=1, width=32, head_dim=16, vocab_size=64, block_size=16)
+    variables, placed = BaseTrainer.sharded_init(
+        model, jax.random.key(0), np.zeros((1, 4), np.int32), mesh=mesh
+    )
+    head: Any = variables["params"]["head"]
+    assert head.sharding == placed["params"]["head"] and len(head.addressable_shards) == 8
