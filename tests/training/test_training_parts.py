@@ -75,7 +75,9 @@ def test_stages_change_the_data_at_their_step(tiny: dict[str, object], corpus: P
     assert trainer.step == 10
     rates = [json.loads(line) for line in (tmp_path / "s/metrics.jsonl").read_text().splitlines()]
     by_step = {row["step"]: row["lrm"] for row in rates if "lrm" in row}
-    assert by_step[6] == 1.0 and by_step[7] == pytest.approx(0.01), "the schedule warms up again with the stage"
+    assert by_step[6] == 1.0 and by_step[7] == pytest.approx(0.01), (
+        "the schedule warms up again with the stage"
+    )
 
 
 def test_weights_from_another_run_and_the_class_from_a_checkpoint(

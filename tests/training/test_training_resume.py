@@ -77,3 +77,25 @@ def test_stopped_after_k_steps_and_resumed(
     assert second.step == k
     second.run()
     assert_same(second, undisturbed)
+
+
+def test_killed_after_the_final_save(
+    tiny: dict[str, object], undisturbed: BaseTrainer, tmp_path: Path
+) -> None:
+    """All steps are taken and saved, the end is not: resume finishes, without a row or a sample twice."""
+
+    class Crash(Callback):
+        def on_train_end(self, loop: Any) -> None:
+            raise RuntimeError("killed before the end was written")
+
+    first = launch.build_trainer("quickstart", tiny, name="part", root=tmp_path, callbacks=[Crash()])
+    with pytest.raises(RuntimeError):
+        first.run()
+    assert first.run_directory.read_status()["exit_code"] == 1
+    second = launch.reopen(tmp_path / "part")
+    assert second.step == 10 and not (tmp_path / "part/model").exists()
+    second.run()
+    assert_same(second, undisturbed)
+    assert (tmp_path / "part/model/model.safetensors").exists()
+    samples = [path / "samples.jsonl" for path in (tmp_path / "part", undisturbed.run_directory.path)]
+    assert samples[0].read_text() == samples[1].read_text()

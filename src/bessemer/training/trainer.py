@@ -366,10 +366,9 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         pbar.update(step, metrics)
 
     def log_weight_distribution(self, state: TrainState, step: int) -> None:
-        from bessemer.training.callbacks.weight_distribution import append_weights
+        from bessemer.training.callbacks.weight_distribution import FILE, append_weights
 
-        if self.is_process_zero:
-            append_weights(self.run_directory.path / "weights.jsonl", state.params, step)
+        append_weights(self.run_directory.path / FILE, state.params, step, write=self.is_process_zero)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Comes with the generation engine."""

@@ -16,9 +16,11 @@ class MetricLogger(Callback):
 
     def on_train_begin(self, loop: Loop) -> None:
         self.file: MetricsFile | None = None
+        self.validated: set[int] = set()
         if loop.trainer.is_process_zero:
             self.file = MetricsFile(loop.trainer.run_directory.metrics)
             self.file.truncate_after(loop.step if loop.step > 0 else -1)
+            self.validated = {row["step"] for row in self.file.rows() if "val_loss" in row}
 
     def on_metrics(self, loop: Loop, row: dict[str, Any]) -> None:
         if self.file is not None:
@@ -26,5 +28,6 @@ class MetricLogger(Callback):
             loop.trainer.run_directory.write_status(step=row["step"])
 
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
-        if self.file is not None:
+        # a run killed after its last validation is validated again on resume: same numbers, no second row
+        if self.file is not None and row["step"] not in self.validated:
             self.file.append(row)

@@ -81,6 +81,8 @@ class Preview(Callback):
         self.file = MetricsFile(trainer.run_directory.samples)
         if trainer.is_process_zero:
             self.file.truncate_after(loop.step if loop.step > 0 else -1)
+            if any(row["step"] == loop.step for row in self.file.rows()):
+                self.previewed = loop.step
 
     def on_batch_end(self, loop: Loop) -> None:
         if self.interval > 0 and loop.step % self.interval == 0 and loop.step < loop.steps:

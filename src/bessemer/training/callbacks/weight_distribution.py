@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from bessemer.registry import callbacks
+from bessemer.report.metrics import MetricsFile
 from bessemer.training.callback import Callback
 from bessemer.training.fetch import fetch
 from bessemer.training.loop import Loop
 
 BINS = 32
+FILE = "weights.jsonl"
 
 
 @jax.jit
@@ -49,11 +51,18 @@ def weight_rows(params: Any, step: int) -> list[dict[str, Any]]:
 
 @callbacks.register("weight_distribution")
 class WeightDistribution(Callback):
+    def on_train_begin(self, loop: Loop) -> None:
+        if loop.trainer.is_process_zero:
+            rows = MetricsFile(loop.trainer.run_directory.path / FILE)
+            rows.truncate_after(loop.step if loop.step > 0 else -1)
+
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
         loop.trainer.log_weight_distribution(loop.trainer.state, row["step"])
 
 
-def append_weights(path: Any, params: Any, step: int) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        for row in weight_rows(params, step):
-            file.write(json.dumps(row) + "\n")
+def append_weights(path: Any, params: Any, step: int, write: bool = True) -> None:
+    """Every process takes part in the measuring; process 0 writes."""
+    rows = weight_rows(params, step)
+    if write:
+        with open(path, "a", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
