@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import bessemer as bm
-from bessemer.errors import InputError
+from bessemer.errors import InputError, Stopped
 from bessemer.job import RestoreableJob
 from bessemer.topology import make_topology
 from bessemer.training import launch
@@ -165,3 +165,47 @@ def test_sharded_init_makes_arrays_on_their_devices() -> None:
     )
     head: Any = variables["params"]["head"]
     assert head.sharding == placed["params"]["head"] and len(head.addressable_shards) == 8
+
+
+def test_a_run_with_given_data_is_resumed_only_with_it(
+    tiny: dict[str, object], corpus: Path, tmp_path: Path
+) -> None:
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    tokenizer = bm.Tokenizer.train(texts, 300)
+    settings = {**without(tiny, "training.dataset", "data.tokenizer"), "training.time_limit": 0.001}
+    given = {"dataset_train": texts, "tokenizer": tokenizer}
+    trainer = launch.build_trainer("quickstart", settings, name="own", root=tmp_path, **given)
+    with pytest.raises(Stopped):
+        trainer.run()
+    with pytest.raises(InputError):
+        bm.resume("own", runs=tmp_path)
+    run = bm.resume("own", runs=tmp_path, **{"training.time_limit": 1000}, **given)
+    assert run.status["state"] == "done" and run.status["step"] == 10
+
+
+def test_weights_from_one_checkpoint(tiny: dict[str, object], tmp_path: Path) -> None:
+    first = launch.build_trainer("quickstart", {**tiny, "training.steps": 6}, name="first", root=tmp_path)
+    first.run()
+    path = first.checkpoint_manager.path(3)
+    second = launch.build_trainer("quickstart", {**tiny, "init": str(path)}, name="second", root=tmp_path)
+    assert second.config["init"] == str(path)
+    newest = launch.build_trainer("quickstart", {**tiny, "init": "first"}, name="third", root=tmp_path)
+    assert newest.config["init"].endswith("step_00000006"), (
+        "the choice is kept, so a restart takes the same weights"
+    )
+    with pytest.raises(InputError, match="no run 'frist'"):
+        launch.build_trainer("quickstart", {**tiny, "init": "frist"}, name="fourth", root=tmp_path)
+    assert not (tmp_path / "fourth").exists()
+
+
+def test_an_early_end_validates_once(tiny: dict[str, object], tmp_path: Path) -> None:
+    class End(bm.Callback):
+        def on_validation(self, loop: Any, row: dict[str, Any]) -> None:
+            if row["step"] == 4:
+                loop.request_finish("enough")
+
+    trainer = launch.build_trainer("quickstart", tiny, name="a", root=tmp_path, callbacks=[End()])
+    trainer.run()
+    rows = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "val_loss" in row] == [0, 4]
+    assert trainer.run_directory.read_status()["message"] == "enough"

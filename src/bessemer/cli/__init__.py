@@ -12,7 +12,7 @@ import click
 
 from bessemer import __version__
 from bessemer.cli.allocator import keep_memory
-from bessemer.errors import BessemerError
+from bessemer.errors import BessemerError, Stopped
 
 COMMANDS = {
     "train": "Train a model; with no arguments, the quickstart.",
@@ -96,9 +96,12 @@ def _report_bug(error: Exception) -> None:
 
 
 def _leave(code: int) -> None:
-    """Exit; in a multi-process run at once, as jax's exit barrier waits for a dead peer for minutes."""
+    """Exit; in a multi-process run at once, as jax's exit barrier waits for a dead peer for minutes.
+
+    At an agreed stop all peers are alive, and leaving in order keeps process 0 from cutting them off.
+    """
     jax = sys.modules.get("jax")
-    if jax is not None and jax.distributed.is_initialized():
+    if code != Stopped.exit_code and jax is not None and jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
-from bessemer.errors import InputError
+from bessemer.errors import InputError, StorageError
 from bessemer.job.directory import RunDirectory
 from bessemer.job.spec import ExecutionSpec
 from bessemer.registry import jobs
@@ -39,6 +39,8 @@ class CheckpointManager(Protocol):
     def committed(self) -> list[int]: ...
 
     def latest(self) -> int | None: ...
+
+    def verify(self, step: int) -> list[str]: ...
 
     def newest_valid(self) -> tuple[int | None, list[str]]: ...
 
@@ -151,6 +153,10 @@ class RestoreableJob(CheckpointedJob, Generic[C]):
             step = step_of(suffix)
             if step not in manager.committed():
                 return False
+            if problems := manager.verify(step):
+                raise StorageError(
+                    f"checkpoint {step} is damaged: {'; '.join(problems)}. Choose another --step."
+                )
         self.admit(step)
         self.accept(manager.restore(step, self.abstract_state()), step, manager)
         return True

@@ -52,6 +52,16 @@ class Run:
         return f"Run('{self.path}', {self.status.get('state', 'unknown')} at step {self.status.get('step')})"
 
 
+def take_parts(settings: dict[str, Any]) -> dict[str, Any]:
+    """Take the parts out of the keywords; what is left are settings. `callbacks` as names is a setting."""
+    given = settings.get("callbacks")
+    names = [given] if isinstance(given, str) else list(given or ())
+    by_name = all(isinstance(name, str) for name in names)
+    return {
+        key: settings.pop(key) for key in PARTS if key in settings and not (key == "callbacks" and by_name)
+    }
+
+
 def train(
     recipe: str | Path = "quickstart", *, name: str | None = None, runs: str | Path = "runs", **settings: Any
 ) -> Run:
@@ -59,16 +69,22 @@ def train(
 
     Parts can be given directly: model, model_state, dataset_train, dataset_eval, data_collator, tokenizer, callbacks.
     """
-    parts = {
-        key: settings.pop(key) for key in PARTS if key in settings and not isinstance(settings[key], str)
-    }
+    parts = take_parts(settings)
     trainer = launch.build_trainer(recipe, settings, name=name, root=runs, **parts)
     trainer.run()
     return Run(trainer.run_directory)
 
 
-def resume(run: str | Path, *, runs: str | Path = "runs", step: int | None = None, **settings: Any) -> Run:
-    """Continue a stopped run to its end; a finished one is returned as it is."""
+def resume(
+    run: str | Path,
+    *,
+    runs: str | Path = "runs",
+    step: int | None = None,
+    trust: bool = False,
+    **settings: Any,
+) -> Run:
+    """Continue a stopped run to its end; a finished one is returned as it is. Parts as for `train`."""
+    parts = take_parts(settings)
     if step is not None or not launch.is_finished(run, runs):
-        launch.reopen(run, settings, root=runs, step=step, trust=True).run()
+        launch.reopen(run, settings, root=runs, step=step, trust=trust, **parts).run()
     return Run(find_run(run, runs))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bessemer.job import atomic_write
 from bessemer.report import baselines
 from bessemer.training.restore import versions
 
@@ -38,7 +39,7 @@ def run_facts(trainer: BaseTrainer) -> dict[str, Any]:
 
 def write_facts(trainer: BaseTrainer, **more: Any) -> None:
     facts = run_facts(trainer) | more
-    trainer.run_directory.facts.write_text(json.dumps(facts, indent=1, default=str), encoding="utf-8")
+    atomic_write(trainer.run_directory.facts, json.dumps(facts, indent=1, default=str))
 
 
 def validation_text(trainer: BaseTrainer) -> bytes | None:

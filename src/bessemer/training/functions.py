@@ -12,7 +12,7 @@ from bessemer.config import configure
 from bessemer.errors import InputError
 from bessemer.optim import Optimizer, build_optimizer, mesh_spread, state_shardings
 from bessemer.registry import objectives
-from bessemer.topology import shardings, unbox, validate_divisible
+from bessemer.topology import shardings, share, unbox, validate_divisible
 from bessemer.training import microbatch
 from bessemer.training.feed import abstract_batch
 from bessemer.training.state import StepRules, TrainState, create_state
@@ -45,6 +45,7 @@ def build_functions(trainer: BaseTrainer) -> Functions:
     per_device = trainer.config["training/per_device_batch_size"]
     if per_device == -1:
         per_device, why = microbatch.choose(trainer, abstract, placed)
+        per_device = int(share("per-device batch size", lambda: str(per_device)))  # process 0 decides
         trainer.config.set("training/per_device_batch_size", per_device, why)
         trainer.note_derived("training.per_device_batch_size", per_device, why)
     micro = per_device * trainer.topology.data_parallel

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bessemer.config import Config, configuration, configure, dotted, load_saved, resolve
+from bessemer.config.layers import nest
 from bessemer.errors import InputError
 from bessemer.generate.load import parse_config
 from bessemer.job import ExecutionSpec, RunDirectory, check_run_name, default_run_name, find_run
 from bessemer.registry import jobs
 from bessemer.selectors import SELECTORS
-from bessemer.topology import TopologySettings, make_topology, start_distributed
+from bessemer.topology import AXES, TopologySettings, make_topology, share, start_distributed
 from bessemer.training.schema import schema_of
-from bessemer.training.trainer import BaseTrainer
+from bessemer.training.trainer import GIVEN, BaseTrainer
 
 RESUMABLE = ("logging/", "topology/", "eval/", "training/per_device_batch_size", "training/time_limit")
 """Settings that cannot change the run, so `resume` accepts them."""
@@ -40,20 +43,24 @@ def build_trainer(
         check_run_name(name)
     config = resolve(schema_of, recipe, overrides)
     topology_settings = _topology_settings(config, distributed)
-    label = Path(recipe).stem if isinstance(recipe, str | Path) else "run"
-    directory = RunDirectory(Path(root) / (name or default_run_name(label)))
-    refuse_existing(directory)
+    name = share("run name", lambda: new_name(recipe, name, root))
     with configuration(config):
-        spec = ExecutionSpec.local(root, directory.name, make_topology(topology_settings))
+        spec = ExecutionSpec.local(root, name, make_topology(topology_settings))
         return jobs.get(config["job"])(spec, **parts)
 
 
-def refuse_existing(directory: RunDirectory) -> None:
+def new_name(recipe: Any, name: str | None, root: str | Path) -> str:
+    """The run's name, given or made of recipe and time, and not taken. Process 0 decides for all."""
+    label = Path(recipe).stem if isinstance(recipe, str | Path) else "run"
+    directory = RunDirectory(
+        Path(root) / (name or default_run_name(re.sub(r"[^A-Za-z0-9._-]", "-", label)[:60]))
+    )
     if directory.exists():
         raise InputError(
             f"a run named '{directory.name}' already exists at {directory.path}. Continue it with "
             f"`bessemer resume {directory.path}`, or choose another --name."
         )
+    return directory.name
 
 
 def _topology_settings(config: Config, distributed: bool) -> TopologySettings:
@@ -85,11 +92,29 @@ def reopen(
         spec = ExecutionSpec(directory.name, root=directory.path.parent, topology=make_topology(settings))
         trainer = jobs.get(config["job"])(spec, **parts)
     trainer.continues = True
+    check_given(directory, trainer)
     if not trainer.load(None if step is None else str(step)):
         if step is not None:
             raise InputError(f"{directory.path} has no checkpoint at step {step}.")
         trainer.say("no checkpoint was committed yet: the run starts again from step 0, as the same run")
     return trainer
+
+
+def check_given(directory: RunDirectory, trainer: BaseTrainer) -> None:
+    """Parts that were given from Python are not in the configuration: without them it would be another run."""
+    derived = json.loads(directory.derived.read_text(encoding="utf-8")) if directory.derived.is_file() else {}
+    missing = set(derived.get(GIVEN, {}).get("value", [])) - set(
+        trainer.derived.get(GIVEN, {}).get("value", [])
+    )
+    missing.discard("model_state")  # the checkpoint holds the weights
+    if "callbacks" in missing:
+        missing.discard("callbacks")
+        trainer.say("note: this run was started with callbacks given from Python; it continues without them")
+    if missing:
+        raise InputError(
+            f"{directory.path} was started from Python with its own {', '.join(sorted(missing))}; give the same again: "
+            f"bm.resume('{directory.name}', {', '.join(f'{name}=…' for name in sorted(missing))})."
+        )
 
 
 def overridden(path: Path, overrides: Overrides) -> Config:
@@ -105,14 +130,16 @@ def overridden(path: Path, overrides: Overrides) -> Config:
                 f"To train on with {dotted(key)}={config[key]}, start a new run with init=RUN."
             )
     chosen = saved.provenance["training/per_device_batch_size"].startswith("chosen")
-    if chosen and any(key.startswith("topology/") for key in changed):
+    meshes = [f"topology/{axis}" for axis in ("platform", *AXES)]
+    if chosen and any(key in meshes for key in changed):
         config.set("training/per_device_batch_size", -1, "the mesh changed")
     return config
 
 
 def check_trust(directory: RunDirectory, trust: bool) -> None:
     """A config may name code of the user's; code that came with a run from elsewhere is not imported unasked."""
-    named = named_code(parse_config(directory.config.read_text(encoding="utf-8"), str(directory.path)))
+    tree = parse_config(directory.config.read_text(encoding="utf-8"), str(directory.path))
+    named = named_code(nest(tree, str(directory.config)))
     if not named or trust or _started_here(directory):
         return
     raise InputError(

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from bessemer.errors import Stopped
+from bessemer.errors import BessemerError, Stopped, StorageError
 from bessemer.training.callback import Callbacks
-from bessemer.training.report import StepClock, StepLog
+from bessemer.training.report import NonFinite, StepClock, StepLog
 from bessemer.training.signals import stop_signals
 
 if TYPE_CHECKING:
@@ -64,9 +64,11 @@ class Loop:
                 self._finish()
         except BaseException as error:
             self.callbacks.fire("on_error", self, error)
-            raise
-        finally:
-            trainer.checkpoint_manager.close()
+            if isinstance(error, BessemerError) or jax.process_count() == 1:
+                with contextlib.suppress(StorageError):  # the first error is the one to report
+                    trainer.checkpoint_manager.close()
+            raise  # with a peer lost, a save in progress can never be committed: do not wait for it
+        trainer.checkpoint_manager.close()
 
     def _steps(self, batches: Any) -> None:
         self.clock.start(self.step)
@@ -93,24 +95,24 @@ class Loop:
         self._running.append(loss)
         if len(self._running) > IN_FLIGHT:
             jax.block_until_ready(self._running.popleft())
-        report = self._due(trainer.logging.report_interval)
+        report = self.due(trainer.logging.report_interval)
         if report:
             self.clock.mark(self.step, batches.waited)
         self.log.add(self.step, meta, report)
         self.callbacks.fire("on_optimizer_step", self)
 
-    def _due(self, interval: int) -> bool:
+    def due(self, interval: int) -> bool:
         return self.step == self.steps or (interval > 0 and self.step % interval == 0)
 
     def _after_step(self) -> None:
         """metrics → validation → evaluation, previews (callbacks) → checkpoint."""
         trainer, last = self.trainer, self.step == self.steps
-        validate = trainer.validates and self._due(trainer.logging.validation_interval) and not last
-        checkpoint = self._due(trainer.logging.checkpoint_interval) and not last
+        validate = trainer.validates and self.due(trainer.logging.validation_interval) and not last
+        checkpoint = self.due(trainer.logging.checkpoint_interval) and not last
         if validate or checkpoint or last:
             self.flush()
         elif (due := self.log.ready(self.step)) is not None:
-            self.report(self.log.drain(due))
+            self.drain(due)
         if validate:
             self.validate()
         self.callbacks.fire("on_batch_end", self)
@@ -121,7 +123,16 @@ class Loop:
 
     def flush(self) -> None:
         """Read everything that is pending, so that the loop state is that of the current step."""
-        self.report(self.log.drain())
+        self.drain()
+
+    def drain(self, upto: int | None = None) -> None:
+        """Report the rows that are due; those before a fatal step are reported all the same."""
+        try:
+            rows = self.log.drain(upto)
+        except NonFinite as error:
+            self.report(error.rows)
+            raise
+        self.report(rows)
 
     def report(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
@@ -165,5 +176,6 @@ class Loop:
         """The final save comes before the final evaluation, so that nothing in it can lose the run."""
         self.flush()
         self.checkpoint(wait=True)
-        self.validate()
+        if self.loop_state.last_validation != self.step:
+            self.validate()
         self.callbacks.fire("on_train_end", self)

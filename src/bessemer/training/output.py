@@ -15,7 +15,7 @@ from rich.console import Console
 
 from bessemer.data import show_progress
 from bessemer.errors import BessemerError, InputError, StorageError, TrainingError
-from bessemer.job import RunDirectory, RunLock
+from bessemer.job import RunDirectory, RunLock, atomic_write
 from bessemer.report import write_report
 from bessemer.training.facts import compressor_baselines, write_facts
 from bessemer.training.fetch import fetch
@@ -111,7 +111,7 @@ def record_failure(trainer: BaseTrainer, error: BaseException) -> None:
         if code == 1:
             trainer.output.log_error(error)
             error.logged_in = trainer.run_directory.log  # type: ignore[attr-defined]
-        trainer.run_directory.write_status(state=state, step=trainer.step, exit_code=code, message=str(error))
+        trainer.run_directory.write_status(state=state, exit_code=code, message=str(error))
 
 
 @contextlib.contextmanager
@@ -170,8 +170,8 @@ def _last_checkpoint(trainer: BaseTrainer) -> str:
 
 def write_setup(trainer: BaseTrainer) -> None:
     """config.yaml with every key, and derived.json with each derived or chosen number and its reason."""
-    trainer.run_directory.config.write_text(trainer.config.to_yaml(), encoding="utf-8")
-    trainer.run_directory.derived.write_text(json.dumps(trainer.derived, indent=1), encoding="utf-8")
+    atomic_write(trainer.run_directory.config, trainer.config.to_yaml(), sync=True)
+    atomic_write(trainer.run_directory.derived, json.dumps(trainer.derived, indent=1))
     write_facts(trainer)
 
 
@@ -224,26 +224,32 @@ def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: 
         raise InputError(
             "the GPT family has no Hugging Face layout; save_pretrained(to_torch=False) writes plain safetensors."
         )
-    from flax.traverse_util import flatten_dict
-    from safetensors.numpy import save_file
-
     target = Path(directory) if directory is not None else trainer.run_directory.model
-    # every process takes part in the gather; process 0 writes
-    arrays = fetch(trainer.gather(state.params))
+    for name, params in (("model", state.params), ("ema", state.ema)):
+        if params is not None:
+            write_weights(trainer, params, target / f"{name}.safetensors")
     if not trainer.is_process_zero:
         return target
-    target.mkdir(parents=True, exist_ok=True)
-    flat = {"/".join(path): array for path, array in flatten_dict(arrays).items()}
-    save_file(
-        flat, target / "model.safetensors.tmp", metadata={"format": "bessemer", "step": str(trainer.step)}
-    )
-    (target / "model.safetensors.tmp").replace(target / "model.safetensors")
     tree = trainer.config.tree()
     shape = {name: tree.get(name, {}) for name in ("model", "architecture")}
     (target / "config.json").write_text(json.dumps(shape, indent=1), encoding="utf-8")
     if trainer.tokenizer is not None:
         (target / "tokenizer.json").write_text(trainer.tokenizer.to_json(), encoding="utf-8")
     return target
+
+
+def write_weights(trainer: BaseTrainer, params: Any, path: Path) -> None:
+    """Parameters by path, gathered one at a time (all processes take part), written by process 0."""
+    from flax.traverse_util import flatten_dict
+    from safetensors.numpy import save_file
+
+    leaves = flatten_dict(params).items()
+    flat = {"/".join(names): fetch(trainer.gather(leaf)) for names, leaf in leaves}
+    if trainer.is_process_zero:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(path.name + ".tmp")
+        save_file(flat, temporary, metadata={"format": "bessemer", "step": str(trainer.step)})
+        temporary.replace(path)
 
 
 def save_information(trainer: BaseTrainer, path: Any) -> None:

@@ -14,6 +14,9 @@ from bessemer.training.state import LoopState
 LAG = 2
 """A report is read this many steps late, so that the device always has work queued while Python reads."""
 
+MOST_PENDING = 64
+"""Unread steps after which they are read although no report is due, so that a bad run is noticed."""
+
 COUNTED = ("loss", "target_tokens", "finite", "clipped")
 INTERNAL = ("finite", "clipped", "target_tokens")
 
@@ -44,8 +47,10 @@ class StepLog:
             self._due.append(step)
 
     def ready(self, step: int) -> int | None:
-        """The oldest due step whose values can be read without making the device wait, if there is one."""
-        return self._due[0] if self._due and step >= self._due[0] + LAG else None
+        """The step up to which values should be read now: of a due report, or when many have piled up."""
+        if self._due and step >= self._due[0] + LAG:
+            return self._due[0]
+        return step - LAG if len(self._pending) > MOST_PENDING else None
 
     def drain(self, upto: int | None = None) -> list[dict[str, Any]]:
         """Read what is pending (of steps up to `upto`) in one `fetch`; return the rows that were due, oldest first."""
@@ -53,12 +58,12 @@ class StepLog:
         if not reading:
             return []
         self._pending = self._pending[len(reading) :]
-        rows = []
+        rows: list[dict[str, Any]] = []
         for (step, _), meta in zip(reading, fetch([meta for _, meta in reading]), strict=True):
             finite = bool(meta["finite"])
             self.loop.count(float(meta["loss"]), float(meta["target_tokens"]), finite, bool(meta["clipped"]))
             if self.loop.bad_steps_in_row >= self.max_bad_steps:
-                raise NonFinite(step, float(meta["loss"]), self.loop.bad_steps_in_row)
+                raise NonFinite(step, float(meta["loss"]), self.loop.bad_steps_in_row, rows)
             if step in self._due:
                 self._due.remove(step)
                 rows.append(self._row(step, meta))
@@ -79,8 +84,9 @@ class StepLog:
 class NonFinite(TrainingError):
     """Too many steps in a row gave no usable update."""
 
-    def __init__(self, step: int, loss: float, count: int):
+    def __init__(self, step: int, loss: float, count: int, rows: list[dict[str, Any]]):
         self.step = step
+        self.rows = rows
         word = (
             "not a number"
             if math.isnan(loss)

@@ -72,6 +72,7 @@ class LoopState:
     best_val_loss: float | None = None
     best_step: int | None = None
     best_checkpoint: int | None = None
+    last_validation: int | None = None
     min_val_bpb: float | None = None
     stale_validations: int = 0
     training_seconds: float = 0.0

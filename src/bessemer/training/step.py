@@ -85,7 +85,7 @@ def _updated(state: TrainState, grads: Any, finite: jax.Array) -> TrainState:
     ema = state.ema
     if ema is not None:
         decay = state.rules.ema_decay
-        ema = jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, ema, params)
+        ema = keep(jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, ema, params), ema)
     return state.replace(
         step=state.step + 1,
         data_step=state.data_step + 1,

@@ -9,6 +9,7 @@ The class is thin: each member delegates to the room that owns the matter.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, cast
@@ -31,6 +32,8 @@ from bessemer.training.loop import Loop
 from bessemer.training.progress import NoBar, ProgressBar, make_progress
 from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings, seconds_of
 from bessemer.training.state import LoopState, TrainState
+
+GIVEN = "given from Python"
 
 NOT_YET = (
     "BaseTrainer.generate comes with the generation engine. Until then sample a saved run: "
@@ -81,7 +84,14 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             model, model_state, dataset_train, dataset_eval, data_collator, tokenizer
         )
         self.derived: dict[str, Any] = {}
+        self.started = time.monotonic()
+        named = [*(part for part, value in self.given._asdict().items() if value is not None)]
+        named += ["callbacks"] if self.given_callbacks else []
+        if named:
+            self.note_derived(GIVEN, named, "brought by the caller, not by the configuration")
         self.continues = False
+        self._state: TrainState | None = None
+        self._checkpoints: Checkpoints | None = None
         self.output = output.Output(spec.run_directory, self.topology.is_process_zero)
         with configuration(self.config), self.topology.scope():
             self.settings: C = configure(self.config_class())
@@ -91,12 +101,11 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.model_parts = self.configure_model()
             self.data = self.configure_dataloaders()
             self.functions = self.configure_functions()
+            restore.pin_init(self)
         self.loop_state = LoopState()
         self.stop_agreement = StopAgreement()
         self.step = 0
         self.data_offset = 0
-        self._state: TrainState | None = None
-        self._checkpoints: Checkpoints | None = None
 
     # --- classes and names -------------------------------------------------------------------------------
     @classmethod
@@ -305,7 +314,9 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     @classmethod
     def from_config(cls, saved: Mapping[str, Any], spec: ExecutionSpec) -> Self:
         with configuration(schema.saved_config(spec.run_directory.config)):
-            return cls(spec)
+            trainer = cls(spec)
+        trainer.continues = True
+        return trainer
 
     def save_pretrained(self, state: TrainState, save_directory: Any = None, to_torch: bool = False) -> Path:
         """Weights, config and tokenizer as plain files: model.safetensors, config.json, tokenizer.json."""

@@ -42,8 +42,9 @@ def validate(trainer: BaseTrainer) -> dict[str, Any]:
     state = trainer.loop_state
     if state.best_val_loss is None or loss < state.best_val_loss:
         state.best_val_loss, state.best_step, state.stale_validations = loss, trainer.step, 0
-    else:
+    elif state.best_step != trainer.step:  # the same step again, after a restart, is not a worse one
         state.stale_validations += 1
+    state.last_validation = trainer.step
     if sums.get("bytes"):
         bits = sums["nats"] / (math.log(2) * sums["bytes"])
         state.min_val_bpb = bits if state.min_val_bpb is None else min(bits, state.min_val_bpb)

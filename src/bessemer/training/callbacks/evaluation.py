@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bessemer.config import field
+from bessemer.errors import InputError
 from bessemer.evaluate import Evaluator, check_tasks
 from bessemer.registry import callbacks
 from bessemer.training.callback import Callback
@@ -28,6 +29,11 @@ class Evaluation(Callback):
     def on_train_begin(self, loop: Loop) -> None:
         if self.tasks:
             check_tasks(self.tasks)
+            if not loop.trainer.validates:
+                raise InputError(
+                    "eval.evaluations run with each validation, but this run has none: set training.validation=true "
+                    "and give held-out data, or eval.evaluations=[]."
+                )
 
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
         if self.enabled and self.tasks:

@@ -30,4 +30,5 @@ class MetricLogger(Callback):
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
         # a run killed after its last validation is validated again on resume: same numbers, no second row
         if self.file is not None and row["step"] not in self.validated:
+            self.validated.add(row["step"])
             self.file.append(row)

@@ -80,9 +80,8 @@ class Preview(Callback):
         self.decoder = Decoder(trainer.model, pad_id=trainer.tokenizer.pad_id, end_ids=end, fetch=fetch)
         self.file = MetricsFile(trainer.run_directory.samples)
         if trainer.is_process_zero:
-            self.file.truncate_after(loop.step if loop.step > 0 else -1)
-            if any(row["step"] == loop.step for row in self.file.rows()):
-                self.previewed = loop.step
+            # the preview of a finished step count is made again, by all processes: a kill may have cut it short
+            self.file.truncate_after(loop.step - 1 if trainer.done else loop.step if loop.step > 0 else -1)
 
     def on_batch_end(self, loop: Loop) -> None:
         if self.interval > 0 and loop.step % self.interval == 0 and loop.step < loop.steps:

@@ -20,9 +20,10 @@ class Profiler(Callback):
     start: int = field("logging/profile_start", default=10, minimum=1, help="steps before the trace begins")
     steps: int = field("logging/profile_steps", default=5, minimum=1, help="steps in the trace")
 
+    tracing = False
+
     def on_train_begin(self, loop: Loop) -> None:
         self.begin = loop.step + self.start
-        self.tracing = False
 
     def on_batch_begin(self, loop: Loop) -> None:
         if loop.step == self.begin and loop.trainer.is_process_zero:

@@ -11,11 +11,11 @@ from bessemer.training.loop import Loop
 
 @callbacks.register("time_limit")
 class TimeLimit(Callback):
-    """Counts from the start of the process's loop, compilation included."""
+    """Counts from the making of the trainer: data preparation and compilation are included."""
 
     def on_train_begin(self, loop: Loop) -> None:
         limit = loop.trainer.time_limit
-        self.deadline = None if limit is None else time.monotonic() + limit
+        self.deadline = None if limit is None else loop.trainer.started + limit
 
     def on_batch_end(self, loop: Loop) -> None:
         if self.deadline is not None and time.monotonic() >= self.deadline:

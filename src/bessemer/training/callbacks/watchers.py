@@ -66,8 +66,7 @@ class Watchers(Callback):
         self.values: dict[int, dict[str, jax.Array]] = {}
 
     def on_optimizer_step(self, loop: Loop) -> None:
-        interval = loop.trainer.logging.report_interval
-        if interval > 0 and loop.step % interval == 0:
+        if loop.due(loop.trainer.logging.report_interval):
             self.values[loop.step] = self.measure(loop.trainer.state.params)
 
     def on_metrics(self, loop: Loop, row: dict[str, Any]) -> None:
