@@ -4,7 +4,8 @@
     python benchmarks/step.py --depth 12 --batch 32 --sequence 2048 --accumulation 4 --window L
 
 Prints one JSON line per case: tokens/s, TFLOP/s, both MFU formulas (against the chip's peak, where it is known),
-the share of the measured matrix rate, peak memory and compile seconds. Comma-separated values make several cases.
+the share of the measured matrix rate (of the model's FLOPs alone, and with the optimizer's matrix products), peak
+memory and compile seconds. Comma-separated values make several cases.
 """
 
 from __future__ import annotations
@@ -108,6 +109,16 @@ def build(case: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any, Any
     return step, state, jax.device_put(batch), model
 
 
+def polar_flops(model: GPT, params: Any) -> float:
+    """Matrix FLOPs of Muon's five polar steps: per m × n matrix (m ≤ n) each step is 4m²n + 2m³."""
+    total = 0.0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if model.group_of(tuple(part.key for part in path)) in ("matrix", "gate") and leaf.ndim == 2:
+            m, n = sorted(leaf.shape)
+            total += 5 * (4 * m * m * n + 2 * m**3)
+    return total
+
+
 def measure(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Steps and matrix products are timed in turn, so that what else the machine does hits both alike."""
     step, state, batch, model = build(case, args)
@@ -133,6 +144,7 @@ def measure(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     flops = model.flops_per_token(sequence) * tokens / seconds
     causal = model.flops_per_token(sequence, causal=True) * tokens / seconds
     matrix = 2 * args.matmul**3 / statistics.median(products)
+    polar = polar_flops(model, state.params) / seconds if case["optimizer"] == "muon" else 0.0
     chip = make_topology().chip
     memory = jax.local_devices()[0].memory_stats() or {}
     return {
@@ -147,6 +159,7 @@ def measure(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         "mfu_causal": round(causal / chip.bf16_flops, 4) if chip else None,
         "matrix_tflops": round(matrix / 1e12, 4),
         "share_of_matrix_rate": round(flops / matrix, 4),
+        "share_with_optimizer": round((flops + polar) / matrix, 4),
         "peak_gib": round(memory["peak_bytes_in_use"] / 2**30, 2) if memory else None,
         "compile_s": round(compile_seconds, 1),
         "loss": round(float(loss), 4),

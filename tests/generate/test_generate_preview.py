@@ -21,6 +21,7 @@ def loop(tmp_path):
         state=SimpleNamespace(params=tiny_params()),
         run_directory=RunDirectory(tmp_path / "run").create(),
         is_process_zero=True,
+        done=False,
         say=said.append,
     )
     return SimpleNamespace(
