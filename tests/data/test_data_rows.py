@@ -270,3 +270,14 @@ def test_fingerprints_name_content_style_and_size():
     }
     assert len(prints) == 16
     assert make_rows(store_with([30, 30]), DatasetStyle.PMD, 8).fingerprint in prints
+
+
+def test_what_preparation_left_out_is_counted_in_the_rows(tmp_path):
+    """Duplicates, empty documents and skipped lines reach the report as `dropped`."""
+    source = tmp_path / "lines.jsonl"
+    lines = ['{"text": "one two three four"}', '{"text": "one two three four"}', '{"text": ""}', "{broken"]
+    source.write_text("\n".join([*lines, '{"text": "five six seven eight nine"}']) + "\n")
+    tokenizer = Tokenizer.train(["one two three four five six seven eight nine"] * 4, 280)
+    prepare([str(source)], tmp_path / "store", tokenizer, on_error="skip", dedup=True)
+    rows = make_rows(TokenStore(tmp_path / "store"), DatasetStyle.PMD, 4)
+    assert rows.stats["dropped"] == 3 and rows.stats["documents"] == 2

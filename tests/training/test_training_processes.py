@@ -99,6 +99,39 @@ def test_signal_stops_with_a_checkpoint_and_resume_is_the_same_run(
     assert finished.returncode == 0 and "finished" in finished.stdout
 
 
+STOP_AT = """
+from dataclasses import dataclass
+import bessemer as bm
+from bessemer.registry import callbacks
+
+@callbacks.register("stop_at")
+@dataclass
+class StopAt(bm.Callback):
+    at: int = bm.field("training/stop_at", default=-1)
+
+    def on_batch_end(self, loop):
+        if loop.step == self.at:
+            loop.request_stop("test")
+"""
+
+
+def test_k_steps_a_new_process_and_the_rest(tiny: dict[str, object], tmp_path: Path, cli: Cli) -> None:
+    """k = 1 … 5 of ten steps, across the end of an epoch; each part in a process of its own."""
+    (tmp_path / "stop_at.py").write_text(STOP_AT)
+    settings = {**tiny, "plugins": f"[{tmp_path / 'stop_at.py'}]", "callbacks": "[stop_at]"}
+    done = cli("train", "quickstart", *words(settings), "--runs", str(tmp_path), "--name", "whole")
+    assert done.returncode == 0, done.stderr
+    assert any(row.get("epoch", 0) > 1 for row in metrics(tmp_path / "whole"))
+    for k in range(1, 6):
+        part = words({**settings, "training.stop_at": k})
+        stopped = cli("train", "quickstart", *part, "--runs", str(tmp_path), "--name", f"k{k}")
+        assert stopped.returncode == 75, stopped.stderr
+        assert max(row["step"] for row in metrics(tmp_path / f"k{k}")) == k
+        resumed = cli("resume", str(tmp_path / f"k{k}"))
+        assert resumed.returncode == 0, resumed.stderr
+        assert_same_run(tmp_path / f"k{k}", tmp_path / "whole")
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_kill_9_at_any_moment(
     seed: int, longer: dict[str, object], whole: Path, home: Path, tmp_path: Path, cli: Cli

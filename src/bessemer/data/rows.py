@@ -127,9 +127,11 @@ def finish(
 
 
 def base_stats(store: Store, rows: int, targets: int) -> dict[str, Any]:
+    about = getattr(store, "about", {})  # a store in memory has left nothing out
     return {
         "rows": rows,
         "documents": len(store.offsets) - 1,
+        "dropped": sum(int(about.get(reason, 0)) for reason in ("duplicates", "empty", "skipped")),
         "tokens": len(store.tokens),
         "target_tokens": targets,
         "cropped_share": 0.0,
