@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.config import field
-from bessemer.models.cross_entropy import LossOptions, _pick, _statistics, _token_loss
+from bessemer.models.cross_entropy import LossOptions, _pick, _statistics, _token_loss, target_weights
 from bessemer.topology import unbox
 
 
@@ -46,8 +46,7 @@ class LanguageModel(nn.Module):
     ) -> tuple[Array, Array, dict[str, Array]]:
         """(Σ w·loss, Σ w, {"nll": Σ w·nll}). w is `loss_mask` (1 without one), 0 where the target is below 0."""
         targets = batch["target_ids"]
-        weights = batch["loss_mask"] if "loss_mask" in batch else jnp.ones(targets.shape, jnp.float32)
-        weights = jnp.where(targets < 0, 0.0, weights.astype(jnp.float32))
+        weights = target_weights(batch)
         logits = self._logits_of(batch, deterministic)
         options = LossOptions(logits.shape[-1], 1, label_smoothing=label_smoothing, z_loss=z_loss)
         z, lse = _statistics(options, logits)

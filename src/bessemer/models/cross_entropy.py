@@ -11,6 +11,7 @@ logits: dhidden and dW are made there and only scaled in the backward pass. No t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -63,6 +64,16 @@ def cross_entropy(
     weights = jnp.where(targets < 0, 0.0, weights.astype(jnp.float32))
     loss, nll = _cross_entropy(options, hidden, head, jnp.maximum(targets, 0), weights)
     return loss, jax.lax.stop_gradient(nll)
+
+
+def target_weights(batch: Mapping[str, Array]) -> Array:
+    """w of each target, float32: `loss_mask` (1 without one), and 0 where the target is below 0.
+
+    Its sum over the global batch is the one denominator of every token loss.
+    """
+    targets = batch["target_ids"]
+    weights = batch["loss_mask"] if "loss_mask" in batch else jnp.ones(targets.shape, jnp.float32)
+    return jnp.where(targets < 0, 0.0, weights.astype(jnp.float32))
 
 
 def token_logprobs(

@@ -17,7 +17,7 @@ from bessemer.models.attention import attention
 from bessemer.models.axes import constrain
 from bessemer.models.cache import Cache, empty_cache, write
 from bessemer.models.checks import check_gpt
-from bessemer.models.cross_entropy import cross_entropy, soft_cap, token_logprobs
+from bessemer.models.cross_entropy import cross_entropy, soft_cap, target_weights, token_logprobs
 from bessemer.models.layers import TENSOR_NAMES, BlockParameters, LayerOptions, declare, layer
 from bessemer.models.shape import Shape, layer_windows, round_up
 from bessemer.models.stack import run_layers
@@ -207,8 +207,7 @@ class GPT(nn.Module):
     ) -> tuple[Array, Array, dict[str, Array]]:
         """(Σ w·loss, Σ w, {"nll": Σ w·nll}). w is `loss_mask` (1 without one), 0 where the target is below 0."""
         targets = batch["target_ids"]
-        weights = batch["loss_mask"] if "loss_mask" in batch else jnp.ones(targets.shape, jnp.float32)
-        weights = jnp.where(targets < 0, 0.0, weights.astype(jnp.float32))
+        weights = target_weights(batch)
         loss, nll = cross_entropy(
             self._hidden_of(batch, deterministic),
             self.head,

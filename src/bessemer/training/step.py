@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from bessemer.models.cross_entropy import target_weights
 from bessemer.training.state import TrainState
 
 Batch = dict[str, jax.Array]
@@ -107,7 +108,7 @@ def val_step(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, Met
             loss, weight, metrics = state.loss_fn(state.apply_fn, state.params, rows, None)
             return {"loss": loss, "weight": weight, **metrics}
         logprobs = state.apply_fn(state.params, rows, method="token_logprobs")
-        weights = jnp.where(rows["target_ids"] >= 0, rows["loss_mask"], 0.0)
+        weights = target_weights(rows)
         sums = {"loss": -(logprobs * weights).sum(), "weight": weights.sum()}
         if "target_bytes" in rows:
             counted = weights * (rows["target_bytes"] > 0)
