@@ -50,6 +50,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--head_dim", type=int, default=128)
     parser.add_argument("--matmul", type=int, default=2048, help="side of the matrix product measured beside")
     parser.add_argument("--repeats", type=int, default=10, help="timed steps")
+    parser.add_argument("--top", type=int, default=40, help="trace.py: instructions listed")
+    parser.add_argument("--hlo", default="", help="trace.py: file for the compiled program's text")
     return parser.parse_args()
 
 

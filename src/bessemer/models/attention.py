@@ -24,7 +24,7 @@ def attention(
     window: int | None = None,
     segment_ids: Array | None = None,
     q_positions: Array | None = None,
-    implementation: Implementation = "auto",
+    implementation: Implementation | str = "auto",
 ) -> Array:
     """softmax(q kᵀ / √d) v over the allowed keys. q: (B, T, N, H); k, v: (B, S, K, H), K divides N → (B, T, N, H).
 

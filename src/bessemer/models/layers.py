@@ -18,16 +18,8 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from bessemer.models.axes import constrain
-from bessemer.models.blocks import (
-    Axes,
-    dropout,
-    linear,
-    lookup,
-    relu_squared_linear,
-    rms_norm,
-    rotate,
-    rotate_norm,
-)
+from bessemer.models.blocks import Axes, dropout, linear, lookup, relu_squared, rms_norm, rotate
+from bessemer.models.fused import add_norm, mix_norm, rotate_norm
 from bessemer.models.shape import Shape
 
 QK_SCALE = 1.2  # queries and keys after their norm; sharper attention at the start
@@ -107,6 +99,7 @@ class LayerOptions:
     dtype: Any
     qk_norm: bool
     dropout: float
+    kernels: str = "xla"
 
 
 def layer(
@@ -118,15 +111,21 @@ def layer(
     rotary: tuple[Array, Array],
     attend: Attend,
     key: Array | None,
-) -> Array:
-    """x ← ρx + ξx0; x += attention(norm x); x += W_down relu(W_up norm x)². x, x0: (B, T, D); ids: (B, T)."""
+) -> tuple[Array, Array]:
+    """x ← ρx + ξx0; x += attention(norm x); x += W_down relu(W_up norm x)². x, x0: (B, T, D); ids: (B, T).
+
+    Returns (x, x0): x0 goes through every layer, so that its gradient is added up on the way back.
+    """
     keys = (None, None) if key is None else jax.random.split(key)
     if "rho" in params:
-        x = (params["rho"] * x + params["xi"] * x0).astype(x.dtype)
-    mixed = _attention(options, params, rms_norm(x), ids, rotary, attend)
-    x = checkpoint_name(x + dropout(mixed, options.dropout, keys[0]), "residual")
-    x = x + dropout(_feed_forward(options, params, rms_norm(x)), options.dropout, keys[1])
-    return constrain(x, "batch", "sequence", "embed_act")
+        x, h, x0 = mix_norm(x, x0, params["rho"], params["xi"], options.kernels)
+    else:
+        h = rms_norm(x)
+    mixed = dropout(_attention(options, params, h, ids, rotary, attend), options.dropout, keys[0])
+    x, h = add_norm(x, mixed, options.kernels)
+    x = checkpoint_name(x, "residual")
+    x = x + dropout(_feed_forward(options, params, h), options.dropout, keys[1])
+    return constrain(x, "batch", "sequence", "embed_act"), x0
 
 
 def _attention(
@@ -144,7 +143,7 @@ def _attention(
         channels = h[..., : params["value_gate"].shape[0]].astype(jnp.float32)
         gate = 3 * jax.nn.sigmoid(channels @ params["value_gate"])  # (B, T, K)
         v = (v + gate[..., None] * values).astype(v.dtype)
-    q, k = _turn(options, q, rotary), _turn(options, k, rotary)
+    q, k = _turn(options, q, rotary, "heads"), _turn(options, k, rotary, "kv")
     # Queries keep their part of a split sequence; keys and values are gathered for all of it.
     q = constrain(q, "batch", "sequence", "heads", None)
     k, v = constrain(k, "batch", None, "kv", None), constrain(v, "batch", None, "kv", None)
@@ -158,15 +157,16 @@ def _project(options: LayerOptions, params: dict[str, Array], name: str, h: Arra
     return y.reshape(*y.shape[:2], -1, options.head_dim)
 
 
-def _turn(options: LayerOptions, x: Array, rotary: tuple[Array, Array]) -> Array:
+def _turn(options: LayerOptions, x: Array, rotary: tuple[Array, Array], axis: str) -> Array:
     """Rotary positions, then the norm of queries and keys."""
-    return rotate_norm(x, *rotary, QK_SCALE) if options.qk_norm else rotate(x, *rotary).astype(x.dtype)
+    if options.qk_norm:
+        return rotate_norm(x, rotary, QK_SCALE, axis, options.kernels)
+    return rotate(x, *rotary).astype(x.dtype)
 
 
 def _feed_forward(options: LayerOptions, params: dict[str, Array], h: Array) -> Array:
-    up = checkpoint_name(_linear(options, params, "up", h), "mlp_hidden")
-    up = constrain(up, "batch", "sequence", "mlp")
-    return relu_squared_linear(up, params["down"], AXES["down"], options.dtype)
+    up = constrain(_linear(options, params, "up", h), "batch", "sequence", "mlp")
+    return _linear(options, params, "down", relu_squared(up, "mlp_hidden"))
 
 
 def _linear(options: LayerOptions, params: dict[str, Array], name: str, x: Array) -> Array:

@@ -17,7 +17,10 @@ from jax import Array
 from bessemer.models.layers import TENSOR_NAMES
 from bessemer.models.shape import scan_segments
 
-Step = Callable[[int | None, dict[str, Array], Array, Array], Array]  # (window, params, index, x) → x
+Stream = tuple[Array, Array]  # x and the embeddings x0 that every layer mixes in, (B, T, D) each
+Step = Callable[
+    [int | None, dict[str, Array], Array, Stream], Stream
+]  # (window, params, index, stream) → stream
 
 
 def run_layers(
@@ -29,33 +32,33 @@ def run_layers(
     scan: bool,
     remat: Sequence[str],
 ) -> tuple[Array, Array]:
-    """(output of the last layer, output of layer n//2). x: (B, T, D)."""
+    """(output of the last layer, output of layer n//2). x: (B, T, D), the embeddings."""
     depth = len(params)
     kinds = tuple((window, tuple(sorted(p))) for window, p in zip(windows, params, strict=True))
     segments = scan_segments(kinds) if scan else [(layer, 1, 1) for layer in range(depth)]
 
     def group(
-        start: int, carry: tuple[Array, Array], xs: tuple[Any, Array]
-    ) -> tuple[tuple[Array, Array], None]:
-        x, middle = carry
+        start: int, carry: tuple[Stream, Array], xs: tuple[Any, Array]
+    ) -> tuple[tuple[Stream, Array], None]:
+        stream, middle = carry
         for offset, p in enumerate(xs[0]):
-            x = rematerialised(partial(step, windows[start + offset]), remat)(p, xs[1] + offset, x)
-            middle = jnp.where(xs[1] + offset == depth // 2, x, middle)
-        return (x, middle), None
+            stream = rematerialised(partial(step, windows[start + offset]), remat)(p, xs[1] + offset, stream)
+            middle = jnp.where(xs[1] + offset == depth // 2, stream[0], middle)
+        return (stream, middle), None
 
-    carry = (x, x)
+    carry: tuple[Stream, Array] = ((x, x), x)
     for start, period, repeats in segments:
         groups = [params[start + g * period : start + (g + 1) * period] for g in range(repeats)]
         if repeats == 1:
-            x = rematerialised(partial(step, windows[start]), remat)(
+            stream = rematerialised(partial(step, windows[start]), remat)(
                 params[start], jnp.int32(start), carry[0]
             )
-            carry = (x, x if start == depth // 2 else carry[1])
+            carry = (stream, stream[0] if start == depth // 2 else carry[1])
         else:
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *groups)
             starts = jnp.arange(start, start + repeats * period, period)
             carry, _ = jax.lax.scan(partial(group, start), carry, (stacked, starts))
-    return carry
+    return carry[0][0], carry[1]
 
 
 def remat_names(remat: Sequence[str]) -> tuple[str, ...] | None:
@@ -66,7 +69,7 @@ def remat_names(remat: Sequence[str]) -> tuple[str, ...] | None:
     return () if names == ("block",) else names
 
 
-def rematerialised(function: Callable[..., Array], remat: Sequence[str]) -> Callable[..., Array]:
+def rematerialised(function: Callable[..., Any], remat: Sequence[str]) -> Callable[..., Any]:
     """Wrap a layer so that its backward pass recomputes everything (block) or the named tensors.
 
     The policy lists what is kept, not what is recomputed: a tensor that is only excluded would be recomputed from

@@ -1,0 +1,90 @@
+"""Norms joined with what comes before them, in plain JAX or by the one-pass kernels; the same numbers either way.
+
+The kernels see rows of one device: on a mesh they run under `shard_map`, each device on its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from bessemer.models import blocks, kernels
+from bessemer.models.axes import mesh_axes, shards
+
+Implementation = str  # "xla" or "pallas"
+
+
+def choose_kernels(setting: str, dtype: Any) -> Implementation:
+    """`architecture/kernels`: auto takes the one-pass kernels on a GPU in half precision."""
+    if setting != "auto":
+        return setting
+    return "pallas" if jax.default_backend() == "gpu" and dtype == jnp.bfloat16 else "xla"
+
+
+def mix_norm(
+    x: Array, x0: Array, rho: Array, xi: Array, implementation: Implementation
+) -> tuple[Array, Array, Array]:
+    """x ← ρx + ξx0; (x, norm x, x0). x, x0: (B, T, D). x0 is handed on: see kernels.mix_norm."""
+    if _can(x, implementation):
+        return _on_rows(kernels.mix_norm, (x, x0), (rho, xi), 3)
+    x = (rho * x + xi * x0).astype(x.dtype)
+    return x, blocks.rms_norm(x), x0
+
+
+def add_norm(x: Array, z: Array, implementation: Implementation) -> tuple[Array, Array]:
+    """x ← x + z; (x, norm x). x, z: (B, T, D)."""
+    if _can(x, implementation):
+        return _on_rows(kernels.add_norm, (x, z), (), 2)
+    x = x + z
+    return x, blocks.rms_norm(x)
+
+
+def rotate_norm(
+    x: Array, rotary: tuple[Array, Array], scale: float, axis: str, implementation: Implementation
+) -> Array:
+    """scale · norm(rotate(x)) of queries or keys. x: (B, T, N, H), N along the logical `axis`."""
+    batch, length, _, head_dim = x.shape
+    names = ("batch", "sequence", axis, None)
+    fits = all(size % shards(name) == 0 for size, name in zip(x.shape, names, strict=True))
+    if implementation != "pallas" or not kernels.suits(head_dim // 2) or not fits:
+        return blocks.rotate_norm(x, *rotary, scale)
+
+    def rows(x: Array, cos: Array, sin: Array) -> Array:
+        turn = (table.reshape(-1, head_dim // 2) for table in (cos, sin))
+        return kernels.rotate_norm(x.reshape(-1, *x.shape[2:]), *turn, scale).reshape(x.shape)
+
+    tables = [jnp.broadcast_to(t[:, :, 0], (batch, length, head_dim // 2)) for t in rotary]
+    spec = PartitionSpec(*(mesh_axes(name) for name in names))
+    table = PartitionSpec(*(mesh_axes(name) for name in names[:2]))
+    return _shard_map(rows, (spec, table, table), spec)(x, *tables)
+
+
+def _can(x: Array, implementation: Implementation) -> bool:
+    fits = x.shape[0] % shards("batch") == 0 and x.shape[1] % shards("sequence") == 0
+    return implementation == "pallas" and kernels.suits(x.shape[-1]) and fits
+
+
+def _on_rows(
+    kernel: Callable[..., Any], tensors: tuple[Array, ...], scalars: tuple[Array, ...], outputs: int
+) -> Any:
+    """`kernel` on (B·T, D) rows of (B, T, D) tensors."""
+
+    def rows(*args: Array) -> tuple[Array, ...]:
+        local = [x.reshape(-1, x.shape[-1]) for x in args[: len(tensors)]]
+        return tuple(y.reshape(args[0].shape) for y in kernel(*local, *args[len(tensors) :]))
+
+    spec = PartitionSpec(mesh_axes("batch"), mesh_axes("sequence"))
+    in_specs = (spec,) * len(tensors) + (PartitionSpec(),) * len(scalars)
+    return _shard_map(rows, in_specs, (spec,) * outputs)(*tensors, *scalars)
+
+
+def _shard_map(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return function
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)

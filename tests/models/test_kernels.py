@@ -1,0 +1,153 @@
+"""The one-pass kernels against plain JAX: values and gradients, on one device and on a mesh (interpreted here)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bessemer.models import blocks, fused, kernels
+from bessemer.models.gpt import GPT
+from bessemer.models.loss_kernel import softmax_gradient
+from bessemer.topology import TopologySettings, init_sharded, make_topology
+
+B, T, D = 4, 8, 96  # 96 = 3 pieces of 32
+
+
+def normal(index: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.fold_in(jax.random.key(7), index), shape)
+
+
+def assert_same(one, other, tolerance: float = 2e-5) -> None:
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+def both(function, cotangents, *args):
+    """(values, gradients) of function(implementation, *args) for xla and pallas."""
+    results = []
+    for implementation in ("xla", "pallas"):
+        values, pull = jax.vjp(lambda *a, i=implementation: function(i, *a), *args)
+        results.append((values, pull(cotangents)))
+    return results
+
+
+def test_a_width_that_is_no_power_of_two_is_held_in_pieces():
+    assert kernels.suits(768) and kernels.suits(1280) and kernels.suits(D)
+    assert not kernels.suits(100)  # pieces of 4
+    assert not kernels.suits(31 * 32)  # 31 pieces
+
+
+def test_mix_norm_and_its_gradients():
+    x, x0, g1, g2, g3 = (normal(i, B, T, D) for i in range(5))
+    xla, pallas = both(
+        lambda i, *a: fused.mix_norm(*a, i), (g1, g2, g3), x, x0, jnp.float32(1.1), jnp.float32(0.2)
+    )
+    assert_same(xla, pallas)
+
+
+def test_add_norm_and_its_gradients():
+    x, z, g1, g2 = (normal(i, B, T, D) for i in range(4))
+    assert_same(*both(lambda i, *a: fused.add_norm(*a, i), (g1, g2), x, z))
+
+
+@pytest.mark.parametrize("table_rows", [1, B])
+def test_rotate_norm_and_its_gradient(table_rows: int):
+    positions = jnp.broadcast_to(jnp.arange(T), (table_rows, T))
+    rotary = blocks.rotary_table(positions, T, 64, 1e4)
+    x, g = normal(0, B, T, 3, 64), normal(1, B, T, 3, 64)
+    assert_same(*both(lambda i, x: fused.rotate_norm(x, rotary, 1.2, "heads", i), g, x))
+
+
+@pytest.mark.parametrize("softcap", [15.0, 0.0])
+@pytest.mark.parametrize(("columns", "vocab_size"), [(192, 150), (5000, 4999)])
+def test_softmax_gradient_is_the_gradient_of_the_loss(softcap: float, columns: int, vocab_size: int):
+    logits, weights = 6 * normal(0, 5, columns), jnp.abs(normal(1, 5))
+    targets = jnp.asarray([0, 3, 149, 7, 149])
+
+    def loss(logits):
+        z = softcap * jnp.tanh(logits / softcap) if softcap else logits
+        z = z[:, :vocab_size]
+        nll = jax.nn.logsumexp(z, axis=-1) - jnp.take_along_axis(z, targets[:, None], axis=1)[:, 0]
+        return jnp.sum(weights * nll), nll
+
+    (_, nll), gradient = jax.value_and_grad(loss, has_aux=True)(logits)
+    found = softmax_gradient(logits, targets, weights, vocab_size=vocab_size, softcap=softcap)
+    assert_same((gradient, nll), found, 1e-5)
+
+
+MODEL = GPT(
+    depth=2, width=64, heads=1, head_dim=64, vocab_size=130, block_size=T, window="L", attention="xla"
+)
+
+
+def batch_of(rows: int) -> dict[str, jax.Array]:
+    ids = jax.random.randint(jax.random.key(1), (rows, T + 1), 0, 130)
+    mask = (jax.random.uniform(jax.random.key(2), (rows, T)) > 0.3).astype(jnp.float32)
+    return {"input_ids": ids[:, :-1], "target_ids": ids[:, 1:], "loss_mask": mask}
+
+
+def loss_and_gradients(model: GPT, params, batch):
+    def loss(p):
+        return model.apply({"params": p}, batch, method="loss")[0]
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+def test_the_whole_model_gives_the_same_loss_and_gradients():
+    batch = batch_of(B)
+    params = jax.tree.map(
+        lambda p: (
+            p + 0.02 * jax.random.normal(jax.random.key(p.size), p.shape)
+        ),  # zeros would hide their gradients
+        _unboxed(MODEL.init(jax.random.key(0), batch["input_ids"])["params"]),
+    )
+    xla = loss_and_gradients(dataclasses.replace(MODEL, kernels="xla"), params, batch)
+    pallas = loss_and_gradients(dataclasses.replace(MODEL, kernels="pallas"), params, batch)
+    assert_same(xla, pallas, 1e-4)
+
+
+def test_on_a_mesh_each_device_takes_its_own_rows():
+    topology = make_topology(TopologySettings(data=2, fsdp=2, tensor=1, context=2))
+    model = dataclasses.replace(MODEL, kernels="pallas")
+    batch = batch_of(B)
+    variables, _ = init_sharded(lambda key: model.init(key, batch["input_ids"]), jax.random.key(0), topology)
+    alone = loss_and_gradients(
+        dataclasses.replace(MODEL, kernels="xla"), jax.device_get(variables["params"]), batch
+    )
+    with topology.scope():
+        spread = loss_and_gradients(model, variables["params"], batch)
+    assert_same(alone, spread, 1e-4)
+
+
+@pytest.mark.parametrize("width", [512, 768, 1280])
+def test_the_kernels_lower_for_a_gpu(width: int, monkeypatch: pytest.MonkeyPatch):
+    """Compiled as far as a machine without a GPU can: every Triton program is built."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    model = GPT(
+        depth=2,
+        width=width,
+        heads=width // 128,
+        vocab_size=500,
+        block_size=64,
+        attention="xla",
+        precision="bf16",
+    )
+    ids = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+    params = _unboxed(jax.eval_shape(model.init, jax.random.key(0), ids)["params"])
+    step = jax.jit(jax.grad(lambda p, b: model.apply({"params": p}, b, method="loss")[0]))
+    text = (
+        step.trace(params, {"input_ids": ids, "target_ids": ids})
+        .lower(lowering_platforms=("cuda",))
+        .as_text()
+    )
+    assert text.count("xla.gpu.triton") >= 7  # mix, add, rotary: forward and backward; the loss
+
+
+def _unboxed(tree):
+    from bessemer.topology import unbox
+
+    return unbox(tree)
