@@ -9,12 +9,13 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import parity
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import stream
 from tests.conftest import WORDS
 
-from benchmarks import parity
 from bessemer.config import configuration, configure
 from bessemer.data import Tokenizer
 from bessemer.errors import InputError
@@ -72,27 +73,27 @@ def test_the_stream_is_bos_and_tokens_of_each_document_in_order(
         size += len(text.encode())
     cache = tmp_path / "stream.npz"
     for _ in range(2):  # encoded, then from the cache
-        streams = parity.load_streams(reference, reference, cache)
+        streams = stream.load_streams(reference, reference, cache)
         np.testing.assert_array_equal(streams["train"].tokens, expected)
-        facts = parity.Facts(20, size, len(expected), sum(expected), tuple(expected[:8]))
+        facts = stream.Facts(20, size, len(expected), sum(expected), tuple(expected[:8]))
         assert streams["train"].facts == facts and streams["train"].tokens.dtype == np.uint16
-    parity.check("train", facts, facts)
+    stream.check("train", facts, facts)
     with pytest.raises(InputError, match="not the reference's"):
-        parity.check("train", facts, replace(facts, total=facts.total + 1))
+        stream.check("train", facts, replace(facts, total=facts.total + 1))
 
 
 def test_windows_are_contiguous_and_wrap_around() -> None:
     tokens = np.arange(23, dtype=np.uint16)  # T = 5: windows 0-3 are whole, the fifth has only 3 tokens
-    np.testing.assert_array_equal(parity.windows(tokens, 0, 3, 5)[:, 0], [0, 5, 10])
-    got = parity.windows(tokens, 1, 3, 5)  # the second step begins where the first ended
+    np.testing.assert_array_equal(stream.windows(tokens, 0, 3, 5)[:, 0], [0, 5, 10])
+    got = stream.windows(tokens, 1, 3, 5)  # the second step begins where the first ended
     np.testing.assert_array_equal(got[:, 0], [15, 0, 5])
     for row in got:
         np.testing.assert_array_equal(row, row[0] + np.arange(6))
-    assert len(parity.windows(np.arange(21), 0, 4, 5)) == 4  # 21 = 4·5 + 1: the fourth is just whole
-    batch = parity.batch_of(got)
+    assert len(stream.windows(np.arange(21), 0, 4, 5)) == 4  # 21 = 4·5 + 1: the fourth is just whole
+    batch = stream.batch_of(got)
     np.testing.assert_array_equal(batch["input_ids"] + 1, batch["target_ids"])
     with pytest.raises(InputError, match="no window"):
-        parity.windows(np.arange(5), 0, 1, 5)
+        stream.windows(np.arange(5), 0, 1, 5)
 
 
 def test_the_reference_settings_are_expressed() -> None:
