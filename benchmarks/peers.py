@@ -10,7 +10,8 @@ Torch has its fast parts on: scaled-dot-product attention, fused AdamW, TF32 for
 --compile torch.compile. The feed-forward of the Llama (three matrices) is as wide as makes it as large as ours (two).
 
 One JSON line a system, then one with the ratios of ours over transformers. FLOPs per token, for all:
-6 · (parameters in matrix products) + 12 · depth · width · T.
+6 · (parameters in matrix products) + 12 · depth · width · T. On a CPU that others use too, pin the run to one core
+(taskset -c 0) and read processor_ms, the processor time of a step: with two threads one waits for the other.
 """
 
 from __future__ import annotations
@@ -31,7 +32,15 @@ from typing import Any
 PEER = "transformers"
 SYSTEMS = (PEER, "ours-adamw", "ours-muon")
 WARMUP = 3
-MEASURES = ("tokens_per_s", "tflops", "step_ms_best", "parameters", "flops_per_token", "peak_gib")
+MEASURES = (
+    "tokens_per_s",
+    "tflops",
+    "step_ms_best",
+    "processor_ms",
+    "parameters",
+    "flops_per_token",
+    "peak_gib",
+)
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -69,14 +78,16 @@ def timed(step: Callable[[], float], repeats: int) -> dict[str, float]:
     first = time.perf_counter() - started
     for _ in range(WARMUP - 1):
         step()
-    seconds = []
+    seconds, processor = [], []
     for _ in range(repeats):
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         loss = step()
         seconds.append(time.perf_counter() - started)
+        processor.append(time.process_time() - used)
     return {
         "seconds": statistics.median(seconds),
         "step_ms_best": round(min(seconds) * 1e3, 2),
+        "processor_ms": round(statistics.median(processor) * 1e3, 2),
         "first_step_s": round(first, 1),
         "loss": round(loss, 4),
     }

@@ -22,14 +22,16 @@ def test_the_peer_is_as_large_as_ours(width: int) -> None:
 
 
 def test_ratios_are_of_what_both_measured() -> None:
-    mine = {"tokens_per_s": 30, "tflops": 3.0, "step_ms_best": 1.0, "parameters": 12, "flops_per_token": 5}
+    mine = {"tokens_per_s": 30, "tflops": 3.0, "step_ms_best": 1.0, "parameters": 12}
+    mine |= {"flops_per_token": 5, "processor_ms": 2.0}
     lines = [{"system": "ours-adamw", **mine, "peak_gib": 1.0}]
-    peer = {"tokens_per_s": 10, "tflops": 2.0, "step_ms_best": 4.0, "parameters": 12, "flops_per_token": 10}
+    peer = {"tokens_per_s": 10, "tflops": 2.0, "step_ms_best": 4.0, "parameters": 12}
+    peer |= {"flops_per_token": 10, "processor_ms": 1.0}
     assert peers.ratios([*lines, {"system": "transformers", "skipped": "not installed"}]) is None
     found = peers.ratios([*lines, {"system": "transformers", **peer, "peak_gib": 2.0}])
     assert found is not None
     expected = {"tokens_per_s": 3, "tflops": 1.5, "step_ms_best": 0.25, "parameters": 1, "peak_gib": 0.5}
-    assert found["ours-adamw / transformers"] == {**expected, "flops_per_token": 0.5}
+    assert found["ours-adamw / transformers"] == {**expected, "flops_per_token": 0.5, "processor_ms": 2}
 
 
 def test_each_system_runs_or_says_why_not() -> None:
