@@ -89,16 +89,14 @@ def report(
     top: int,
 ) -> None:
     kinds: dict[str, float] = collections.defaultdict(float)
-    operations: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+    operations: dict[tuple[str, str, str], list[float]] = collections.defaultdict(list)
     for kernel, operation, ms in events:
         kinds[kind_of(kernel, operation)] += ms / STEPS
-        operations[kernel, operation].append(ms)
-    for (kernel, operation), times in sorted(operations.items(), key=lambda item: -sum(item[1]))[:top]:
         shape, source = known.get(operation, ("", ""))
+        operations[re.sub(r"_\d+$", "", kernel), shape, source[-80:]].append(ms)  # layers together
+    for (kernel, shape, source), times in sorted(operations.items(), key=lambda item: -sum(item[1]))[:top]:
         total, count = sum(times) / STEPS, len(times) / STEPS
-        print(
-            f"{total:8.2f} ms {count:6.1f}×  {kernel[:44]:44} {operation[:36]:36} {shape:60} {source[-90:]}"
-        )
+        print(f"{total:8.2f} ms {count:6.1f}×  {kernel[:44]:44} {shape:60} {source}")
     ordered = {kind: round(ms, 2) for kind, ms in sorted(kinds.items(), key=lambda item: -item[1])}
     print(json.dumps({**case, "device_ms": round(sum(kinds.values()), 2), **ordered}))
 

@@ -58,8 +58,15 @@ def test_add_norm_and_its_gradients():
 def test_rotate_norm_and_its_gradient(table_rows: int):
     positions = jnp.broadcast_to(jnp.arange(T), (table_rows, T))
     rotary = blocks.rotary_table(positions, T, 64, 1e4)
-    x, g = normal(0, B, T, 3, 64), normal(1, B, T, 3, 64)
-    assert_same(*both(lambda i, x: fused.rotate_norm(x, rotary, 1.2, "heads", i), g, x))
+
+    def unpacked(implementation: str, packed: jax.Array) -> tuple[jax.Array, ...]:
+        if implementation == "pallas":
+            return fused.unpack_rotate_norm(packed, rotary, 4, 2, 1.2)
+        q, k, v = (part.reshape(B, T, -1, 64) for part in jnp.split(packed, (256, 384), axis=-1))
+        return blocks.rotate_norm(q, *rotary, 1.2), blocks.rotate_norm(k, *rotary, 1.2), v
+
+    cotangents = (normal(1, B, T, 4, 64), normal(2, B, T, 2, 64), normal(3, B, T, 2, 64))
+    assert_same(*both(unpacked, cotangents, normal(0, B, T, 512)))
 
 
 @pytest.mark.parametrize("softcap", [15.0, 0.0])

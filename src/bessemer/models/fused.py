@@ -44,24 +44,26 @@ def add_norm(x: Array, z: Array, implementation: Implementation) -> tuple[Array,
     return x, blocks.rms_norm(x)
 
 
-def rotate_norm(
-    x: Array, rotary: tuple[Array, Array], scale: float, axis: str, implementation: Implementation
-) -> Array:
-    """scale · norm(rotate(x)) of queries or keys. x: (B, T, N, H), N along the logical `axis`."""
-    batch, length, _, head_dim = x.shape
-    names = ("batch", "sequence", axis, None)
-    fits = all(size % shards(name) == 0 for size, name in zip(x.shape, names, strict=True))
-    if implementation != "pallas" or not kernels.suits(head_dim // 2) or not fits:
-        return blocks.rotate_norm(x, *rotary, scale)
+def can_pack(head_dim: int, implementation: Implementation) -> bool:
+    """Whether queries, keys and values are made by one matmul and one kernel: heads must not be split over devices."""
+    return implementation == "pallas" and kernels.suits(head_dim // 2) and shards("heads") * shards("kv") == 1
 
-    def rows(x: Array, cos: Array, sin: Array) -> Array:
-        turn = (table.reshape(-1, head_dim // 2) for table in (cos, sin))
-        return kernels.rotate_norm(x.reshape(-1, *x.shape[2:]), *turn, scale).reshape(x.shape)
 
-    tables = [jnp.broadcast_to(t[:, :, 0], (batch, length, head_dim // 2)) for t in rotary]
-    spec = PartitionSpec(*(mesh_axes(name) for name in names))
-    table = PartitionSpec(*(mesh_axes(name) for name in names[:2]))
-    return _shard_map(rows, (spec, table, table), spec)(x, *tables)
+def unpack_rotate_norm(
+    packed: Array, rotary: tuple[Array, Array], heads: int, kv_heads: int, scale: float
+) -> tuple[Array, Array, Array]:
+    """q, k = scale · norm(rotate(·)) and v of (B, T, (N + 2K)·H) → (B, T, N, H), (B, T, K, H), (B, T, K, H)."""
+    half = rotary[0].shape[-1]
+
+    def rows(packed: Array, cos: Array, sin: Array) -> tuple[Array, ...]:
+        tables = (table.reshape(-1, half) for table in (cos, sin))
+        parts = kernels.rotate_norm(packed.reshape(-1, packed.shape[-1]), *tables, heads, kv_heads, scale)
+        return tuple(part.reshape(*packed.shape[:2], -1, 2 * half) for part in parts)
+
+    tables = [jnp.broadcast_to(t[:, :, 0], (*packed.shape[:2], half)) for t in rotary]
+    spec = PartitionSpec(mesh_axes("batch"), mesh_axes("sequence"))
+    q, k, v = _shard_map(rows, (spec,) * 3, (spec,) * 3)(packed, *tables)
+    return q, k, v
 
 
 def _can(x: Array, implementation: Implementation) -> bool:

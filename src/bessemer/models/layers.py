@@ -18,8 +18,17 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from bessemer.models.axes import constrain
-from bessemer.models.blocks import Axes, dropout, linear, lookup, relu_squared, rms_norm, rotate
-from bessemer.models.fused import add_norm, mix_norm, rotate_norm
+from bessemer.models.blocks import (
+    Axes,
+    dropout,
+    linear,
+    lookup,
+    relu_squared,
+    rms_norm,
+    rotate,
+    rotate_norm,
+)
+from bessemer.models.fused import add_norm, can_pack, mix_norm, unpack_rotate_norm
 from bessemer.models.shape import Shape
 
 QK_SCALE = 1.2  # queries and keys after their norm; sharper attention at the start
@@ -137,18 +146,30 @@ def _attention(
     attend: Attend,
 ) -> Array:
     """h: (B, T, D) → (B, T, D)."""
-    q, k, v = (_project(options, params, name, h) for name in ("q", "k", "v"))
+    q, k, v = _queries_keys_values(options, params, h, rotary)
     if "value_table" in params:
         values = lookup(params["value_table"], ids, VALUE_AXES, options.dtype).reshape(v.shape)
         channels = h[..., : params["value_gate"].shape[0]].astype(jnp.float32)
         gate = 3 * jax.nn.sigmoid(channels @ params["value_gate"])  # (B, T, K)
         v = (v + gate[..., None] * values).astype(v.dtype)
-    q, k = _turn(options, q, rotary, "heads"), _turn(options, k, rotary, "kv")
     # Queries keep their part of a split sequence; keys and values are gathered for all of it.
     q = constrain(q, "batch", "sequence", "heads", None)
     k, v = constrain(k, "batch", None, "kv", None), constrain(v, "batch", None, "kv", None)
     out = checkpoint_name(attend(q, k, v), "attention")
     return _linear(options, params, "out", out.reshape(*out.shape[:2], -1))
+
+
+def _queries_keys_values(
+    options: LayerOptions, params: dict[str, Array], h: Array, rotary: tuple[Array, Array]
+) -> tuple[Array, Array, Array]:
+    """(B, T, N, H), (B, T, K, H), (B, T, K, H); queries and keys with their positions and norm."""
+    if options.qk_norm and can_pack(options.head_dim, options.kernels):
+        weights = jnp.concatenate([params[name] for name in ("q", "k", "v")], axis=1)
+        packed = checkpoint_name(linear(h, weights, AXES["q"], options.dtype), "q")
+        heads, kv_heads = (params[name].shape[1] // options.head_dim for name in ("q", "k"))
+        return unpack_rotate_norm(packed, rotary, heads, kv_heads, QK_SCALE)
+    q, k, v = (_project(options, params, name, h) for name in ("q", "k", "v"))
+    return _turn(options, q, rotary), _turn(options, k, rotary), v
 
 
 def _project(options: LayerOptions, params: dict[str, Array], name: str, h: Array) -> Array:
@@ -157,11 +178,9 @@ def _project(options: LayerOptions, params: dict[str, Array], name: str, h: Arra
     return y.reshape(*y.shape[:2], -1, options.head_dim)
 
 
-def _turn(options: LayerOptions, x: Array, rotary: tuple[Array, Array], axis: str) -> Array:
+def _turn(options: LayerOptions, x: Array, rotary: tuple[Array, Array]) -> Array:
     """Rotary positions, then the norm of queries and keys."""
-    if options.qk_norm:
-        return rotate_norm(x, rotary, QK_SCALE, axis, options.kernels)
-    return rotate(x, *rotary).astype(x.dtype)
+    return rotate_norm(x, *rotary, QK_SCALE) if options.qk_norm else rotate(x, *rotary).astype(x.dtype)
 
 
 def _feed_forward(options: LayerOptions, params: dict[str, Array], h: Array) -> Array:

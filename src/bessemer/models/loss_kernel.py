@@ -66,6 +66,9 @@ def _kernel(
     softcap: float,
     size: int,
 ) -> None:
+    # The hardware's tanh is right to 2⁻¹¹, a quarter of the rounding of the bf16 logits it is given, and leaves the
+    # kernel bound by memory: exact tanh took 28 ms of a 448 ms step at depth 12.
+    tanh = plgpu.approx_tanh if jax.default_backend() == "gpu" and l_ref.dtype == jnp.bfloat16 else jnp.tanh
     target, weight = t_ref[0], w_ref[0]
     steps = -(-columns // size)
 
@@ -75,7 +78,7 @@ def _kernel(
         z = plgpu.load(l_ref.at[pl.ds(0, 1), pl.ds(index * size, size)], mask=column < columns, other=0.0)
         z = z.astype(jnp.float32)
         if softcap:
-            z = softcap * (1 - 2 / (jnp.exp(z * (2 / softcap)) + 1))
+            z = softcap * tanh(z / softcap)
         return jnp.where(column < vocab_size, z, -jnp.inf), column
 
     def sweep(index: Any, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
