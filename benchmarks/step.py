@@ -25,7 +25,7 @@ import numpy as np
 from bessemer.models.gpt import GPT
 from bessemer.objectives.pretrain import PretrainSettings, pretrain
 from bessemer.optim import build_optimizer
-from bessemer.topology import make_topology, unbox
+from bessemer.topology import TopologySettings, make_topology, unbox
 from bessemer.training.model_parts import make_apply
 from bessemer.training.state import StepRules, create_state
 from bessemer.training.step import train_step
@@ -50,6 +50,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--head_dim", type=int, default=128)
     parser.add_argument("--matmul", type=int, default=2048, help="side of the matrix product measured beside")
     parser.add_argument("--repeats", type=int, default=10, help="timed steps")
+    parser.add_argument("--deterministic", action="store_true", help="as topology.deterministic=true")
     parser.add_argument("--top", type=int, default=40, help="trace.py: instructions listed")
     parser.add_argument("--hlo", default="", help="trace.py: file for the compiled program's text")
     return parser.parse_args()
@@ -84,6 +85,7 @@ def build(case: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any, Any
         window=case["window"],
         window_short=float(case["window_short"]),
         precision=case["precision"],
+        attention="xla" if args.deterministic else "auto",
     )
     model.check()
     apply = make_apply(model)
@@ -107,7 +109,10 @@ def build(case: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any, Any
         "segment_ids": np.ones_like(tokens[..., 1:]),
         "loss_mask": np.ones(tokens[..., 1:].shape, np.float32),
     }
-    step = jax.jit(functools.partial(train_step, accumulate_steps=shape[0]), donate_argnums=0)
+    options = make_topology(TopologySettings(deterministic=args.deterministic)).compiler_options
+    step = jax.jit(
+        functools.partial(train_step, accumulate_steps=shape[0]), donate_argnums=0, compiler_options=options
+    )
     return step, state, jax.device_put(batch), model
 
 

@@ -32,6 +32,7 @@ def build_model(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> ModelParts
     model = trainer.given.model
     if model is None:
         fit_vocabulary(trainer, tokenizer)
+        fit_attention(trainer)
         model = configure(trainer.model_class() or models.get(trainer.settings.family))
     if hasattr(model, "check"):
         model.check()
@@ -64,6 +65,19 @@ def fit_vocabulary(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> None:
             f"the tokenizer has {tokenizer.vocab_size} tokens but model.vocab_size={size}: ids would fall outside the "
             "embedding. Set model.vocab_size=-1 (the tokenizer's), or train a smaller tokenizer."
         )
+
+
+def fit_attention(trainer: BaseTrainer) -> None:
+    """`topology.deterministic` on a GPU: not cuDNN's attention, whose gradient is summed in no fixed order."""
+    exact = trainer.topology.settings.deterministic and trainer.topology.platform == "gpu"
+    if not exact or "architecture/attention" not in trainer.config:
+        return
+    if trainer.config["architecture/attention"] == "cudnn":
+        raise InputError(
+            "architecture.attention=cudnn is not repeatable, and topology.deterministic=true asks for a repeatable "
+            "run. Set architecture.attention=auto, or topology.deterministic=false."
+        )
+    trainer.config.set("architecture/attention", "xla", "topology.deterministic")
 
 
 def make_apply(model: nn.Module) -> Callable[..., Any]:
