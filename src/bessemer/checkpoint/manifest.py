@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ COMMIT = "COMMIT"
 FORMAT = 1
 _STEP = re.compile(r"step_(\d{8,})")
 _BLOCK = 1 << 22
+Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,11 @@ def structure_problems(directory: Path) -> list[str]:
     return problems
 
 
-def content_problems(directory: Path) -> list[str]:
-    """`structure_problems`, and every file whose bytes are not the ones that were saved."""
+def content_problems(directory: Path, progress: Progress | None = None) -> list[str]:
+    """`structure_problems`, and every file whose bytes are not the ones that were saved.
+
+    `progress` is told the bytes of each block that was read, from several threads.
+    """
     problems = structure_problems(directory)
     if problems:
         return problems
@@ -121,13 +126,19 @@ def content_problems(directory: Path) -> list[str]:
 
     def check(name: str) -> str | None:
         try:
-            _, sha = _digest(directory / name)
+            _, sha = _digest(directory / name, progress=progress)
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         return None if sha == files[name][1] else f"{name} has changed since it was saved (sha256 differs)"
 
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="bessemer-hash") as pool:
         return [problem for problem in pool.map(check, files) if problem]
+
+
+def unlisted_files(directory: Path) -> list[str]:
+    """Files that COMMIT does not know: put there later, by someone else. They are never read."""
+    known = {COMMIT, *read_manifest(directory).files}
+    return [name for name in _walk(directory) if name not in known]
 
 
 def _walk(directory: Path) -> list[str]:
@@ -138,12 +149,14 @@ def _walk(directory: Path) -> list[str]:
     )
 
 
-def _digest(path: Path, sync: bool = False) -> tuple[int, str]:
+def _digest(path: Path, sync: bool = False, progress: Progress | None = None) -> tuple[int, str]:
     size, sha = 0, hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
             sha.update(block)
             size += len(block)
+            if progress is not None:
+                progress(len(block))
         if sync:
             os.fsync(file.fileno())
     return size, sha.hexdigest()
