@@ -75,7 +75,7 @@ def test_another_plugin_file_of_the_same_name_is_other_code(
     check_trust(run)
     (tmp_path / "sent").mkdir()
     monkeypatch.chdir(tmp_path / "sent")
-    with pytest.raises(InputError, match="parts.py"):
+    with pytest.raises(InputError, match=r"parts\.py"):
         check_trust(run)
 
 

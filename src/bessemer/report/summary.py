@@ -36,9 +36,9 @@ class Summary:
 
     @property
     def state(self) -> str:
-        """As in status.json, except that a running run without an owner was killed."""
+        """As in status.json, except that a running run whose lock nobody holds has crashed."""
         state = str(self.status.get("state", "unknown"))
-        return "killed" if state == "running" and RunLock.owner(self.run) is None else state
+        return "crashed" if state == "running" and RunLock.owner(self.run) is None else state
 
     @property
     def step(self) -> int | None:
