@@ -25,7 +25,7 @@ def examine_leftovers(run: RunDirectory, found: Diagnosis, alive: bool) -> None:
     if not run.checkpoints.is_dir():
         return
     for path in stale_paths(run):
-        held = size(disk_size(path) if path.is_dir() else path.stat().st_size)
+        held = size(disk_size(path))
         if alive:
             found.add("leftovers", "note", f"{path.name} ({held}) is being written by the run.")
         else:
