@@ -21,6 +21,7 @@ from bessemer.errors import StorageError
 from bessemer.job import sync_directory
 
 COMMIT = "COMMIT"
+META = "meta.json"
 FORMAT = 1
 _STEP = re.compile(r"step_(\d{8,})")
 _BLOCK = 1 << 22
@@ -122,7 +123,8 @@ def content_problems(directory: Path, progress: Progress | None = None) -> list[
     problems = structure_problems(directory)
     if problems:
         return problems
-    files = read_manifest(directory).files
+    manifest = read_manifest(directory)
+    files = manifest.files
 
     def check(name: str) -> str | None:
         try:
@@ -132,7 +134,17 @@ def content_problems(directory: Path, progress: Progress | None = None) -> list[
         return None if sha == files[name][1] else f"{name} has changed since it was saved (sha256 differs)"
 
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="bessemer-hash") as pool:
-        return [problem for problem in pool.map(check, files) if problem]
+        problems = [problem for problem in pool.map(check, files) if problem]
+    return problems or _meta_problems(directory, manifest.step)
+
+
+def _meta_problems(directory: Path, step: int) -> list[str]:
+    """meta.json is of another step though every byte is as it was saved: a directory put together by hand."""
+    try:
+        said = json.loads((directory / META).read_bytes()).get("step")
+    except (OSError, ValueError, AttributeError) as error:
+        return [f"{META} cannot be read ({error})"]
+    return [] if said == step else [f"{META} is of step {said}, and COMMIT of step {step}"]
 
 
 def unlisted_files(directory: Path) -> list[str]:

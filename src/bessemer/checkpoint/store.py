@@ -21,6 +21,7 @@ from bessemer.checkpoint import retention
 from bessemer.checkpoint.arrays import STORAGE_FAILURES, ArrayWriter, explain, read_arrays
 from bessemer.checkpoint.manifest import (
     COMMIT,
+    META,
     Progress,
     content_problems,
     read_manifest,
@@ -36,7 +37,6 @@ from bessemer.job.files import storage
 from bessemer.topology import barrier, share
 
 STATE = "state"
-META = "meta.json"
 
 
 class Checkpoints:
@@ -146,8 +146,7 @@ class Checkpoints:
 
         `progress` is told the bytes of each block read, from several threads.
         """
-        problems = content_problems(self.path(step), progress)
-        return problems or self._misplaced(step)
+        return content_problems(self.path(step), progress)
 
     def size(self, step: int) -> int:
         """Bytes of a committed checkpoint."""
@@ -232,14 +231,6 @@ class Checkpoints:
 
     def _problems(self, step: int) -> list[str]:
         return structure_problems(self.path(step))
-
-    def _misplaced(self, step: int) -> list[str]:
-        """meta.json is of another step, although every byte is as it was saved: a directory put together by hand."""
-        try:
-            said = json.loads(self.read(step, META)).get("step")
-        except (ValueError, AttributeError, StorageError):
-            return [f"{META} is not a JSON object"]
-        return [] if said == step else [f"{META} is of step {said}, not of {step_name(step)}"]
 
     def _search(self) -> str:
         damaged: list[int] = []
