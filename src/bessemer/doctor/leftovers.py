@@ -33,7 +33,7 @@ def examine_leftovers(run: RunDirectory, found: Diagnosis, alive: bool) -> None:
                 "leftovers",
                 "note",
                 f"{path.name} ({held}) was left by a process that was killed and is never read.",
-                "Resume removes it; so does --fix.",
+                "Resume removes it; so does --fix." if path.is_dir() else "--fix removes it.",
             )
     for name in retention.set_aside_names(run.checkpoints):
         found.add(
