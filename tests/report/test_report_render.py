@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory, RunLock
 from bessemer.report import baselines, summarise, write_report
-from bessemer.report.listing import comparison, run_rows, runs_table
+from bessemer.report.listing import comparison, remarks, run_rows, runs_table
 from bessemer.report.table import compact, duration, size, table
 
 
@@ -119,7 +119,7 @@ def test_a_run_with_nulls_and_one_point(tmp_path):
     assert "plots/grad_norm.png" in text and "plots/throughput.png" not in text
 
 
-def test_the_list_tells_running_from_killed(tmp_path):
+def test_the_list_tells_running_from_crashed(tmp_path):
     full_run(tmp_path)
     alive, dead = (RunDirectory(tmp_path / name).create() for name in ("alive", "dead"))
     dead.write_status(state="running", step=3)
@@ -130,12 +130,16 @@ def test_the_list_tells_running_from_killed(tmp_path):
     assert {name: row["state"] for name, row in rows.items()} == {
         "full": "done",
         "alive": "running",
-        "dead": "killed",
+        "dead": "crashed",
     }
     assert (
         rows["full"]["steps"] == 40 and rows["full"]["tok_per_s"] == 3e5 and rows["full"]["size_bytes"] > 1000
     )
     assert 0 <= rows["dead"]["age_seconds"] < 60
+    (line,) = remarks(list(rows.values()))
+    assert line.startswith("crashed (resume continues): dead.")
+    (line,) = remarks([rows["alive"] | {"age_seconds": 125.0}])
+    assert "alive has been silent for 2m05s" in line
 
 
 def test_the_table_fits_eighty_columns(tmp_path):

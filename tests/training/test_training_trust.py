@@ -8,7 +8,7 @@ import pytest
 
 import bessemer as bm
 from bessemer.config import Config, resolve
-from bessemer.training.launch import named_code
+from bessemer.job.trust import named_code
 from bessemer.training.schema import record_class, trainer_schema
 
 

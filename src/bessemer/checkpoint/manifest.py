@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +21,11 @@ from bessemer.errors import StorageError
 from bessemer.job import sync_directory
 
 COMMIT = "COMMIT"
+META = "meta.json"
 FORMAT = 1
 _STEP = re.compile(r"step_(\d{8,})")
 _BLOCK = 1 << 22
+Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -112,22 +115,42 @@ def structure_problems(directory: Path) -> list[str]:
     return problems
 
 
-def content_problems(directory: Path) -> list[str]:
-    """`structure_problems`, and every file whose bytes are not the ones that were saved."""
+def content_problems(directory: Path, progress: Progress | None = None) -> list[str]:
+    """`structure_problems`, and every file whose bytes are not the ones that were saved.
+
+    `progress` is told the bytes of each block that was read, from several threads.
+    """
     problems = structure_problems(directory)
     if problems:
         return problems
-    files = read_manifest(directory).files
+    manifest = read_manifest(directory)
+    files = manifest.files
 
     def check(name: str) -> str | None:
         try:
-            _, sha = _digest(directory / name)
+            _, sha = _digest(directory / name, progress=progress)
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
         return None if sha == files[name][1] else f"{name} has changed since it was saved (sha256 differs)"
 
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="bessemer-hash") as pool:
-        return [problem for problem in pool.map(check, files) if problem]
+        problems = [problem for problem in pool.map(check, files) if problem]
+    return problems or _meta_problems(directory, manifest.step)
+
+
+def _meta_problems(directory: Path, step: int) -> list[str]:
+    """meta.json is of another step though every byte is as it was saved: a directory put together by hand."""
+    try:
+        said = json.loads((directory / META).read_bytes()).get("step")
+    except (OSError, ValueError, AttributeError) as error:
+        return [f"{META} cannot be read ({error})"]
+    return [] if said == step else [f"{META} is of step {said}, and COMMIT of step {step}"]
+
+
+def unlisted_files(directory: Path) -> list[str]:
+    """Files that COMMIT does not know: put there later, by someone else. They are never read."""
+    known = {COMMIT, *read_manifest(directory).files}
+    return [name for name in _walk(directory) if name not in known]
 
 
 def _walk(directory: Path) -> list[str]:
@@ -138,12 +161,14 @@ def _walk(directory: Path) -> list[str]:
     )
 
 
-def _digest(path: Path, sync: bool = False) -> tuple[int, str]:
+def _digest(path: Path, sync: bool = False, progress: Progress | None = None) -> tuple[int, str]:
     size, sha = 0, hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
             sha.update(block)
             size += len(block)
+            if progress is not None:
+                progress(len(block))
         if sync:
             os.fsync(file.fileno())
     return size, sha.hexdigest()

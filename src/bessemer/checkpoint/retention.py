@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bessemer.checkpoint.manifest import step_name, step_of_name
 from bessemer.job import sync_directory
+from bessemer.job.files import storage_error
 
 _LEFTOVER = re.compile(r"step_\d{8,}\.(tmp|deleted)")
 _ASIDE = re.compile(r"(step_\d{8,})\.aside")
@@ -40,9 +41,19 @@ def delete(root: Path, step: int) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
+def leftovers(root: Path) -> list[str]:
+    """Names of unfinished saves and half-finished deletions."""
+    return sorted(entry.name for entry in _entries(root) if _LEFTOVER.fullmatch(entry.name))
+
+
+def set_aside_names(root: Path) -> list[str]:
+    """Names of checkpoints that belong to another future of the run."""
+    return sorted(entry.name for entry in _entries(root) if _ASIDE.fullmatch(entry.name))
+
+
 def remove_leftovers(root: Path) -> list[str]:
     """Delete unfinished saves and half-finished deletions; returns their names."""
-    names = sorted(entry.name for entry in _entries(root) if _LEFTOVER.fullmatch(entry.name))
+    names = leftovers(root)
     for name in names:
         shutil.rmtree(root / name, ignore_errors=True)
     return names
@@ -75,3 +86,5 @@ def _entries(root: Path) -> list[Path]:
         return list(root.iterdir())
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise storage_error("cannot list the checkpoints", error) from error

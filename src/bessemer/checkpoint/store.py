@@ -21,6 +21,8 @@ from bessemer.checkpoint import retention
 from bessemer.checkpoint.arrays import STORAGE_FAILURES, ArrayWriter, explain, read_arrays
 from bessemer.checkpoint.manifest import (
     COMMIT,
+    META,
+    Progress,
     content_problems,
     read_manifest,
     step_name,
@@ -35,7 +37,6 @@ from bessemer.job.files import storage
 from bessemer.topology import barrier, share
 
 STATE = "state"
-META = "meta.json"
 
 
 class Checkpoints:
@@ -140,9 +141,16 @@ class Checkpoints:
         """The highest committed step: never a time stamp."""
         return max(self.committed(), default=None)
 
-    def verify(self, step: int) -> list[str]:
-        """Re-hash every file; each problem names its file. Empty: every byte is as it was saved."""
-        return content_problems(self.path(step))
+    def verify(self, step: int, progress: Progress | None = None) -> list[str]:
+        """Re-hash every file; each problem names its file. Empty: every byte is as it was saved.
+
+        `progress` is told the bytes of each block read, from several threads.
+        """
+        return content_problems(self.path(step), progress)
+
+    def size(self, step: int) -> int:
+        """Bytes of a committed checkpoint."""
+        return sum(size for size, _ in read_manifest(self.path(step)).files.values())
 
     def newest_valid(self) -> tuple[int | None, list[str]]:
         """The highest step whose every byte verifies, and a message for each newer one that was passed over.
@@ -168,9 +176,8 @@ class Checkpoints:
         Leaves without a sharding come back as numpy. `only="params"` reads that part alone; `abstract` is
         then the part.
         """
-        manifest = read_manifest(self.path(step))
+        self.check_fits(step, abstract, only=only)
         wanted = flatten(abstract)
-        check_same(select(manifest.tree, only), signature(wanted), str(self.path(step)))
         names = {name: name if only is None else f"{only}/{name}" for name in wanted}
         try:
             with quiet():
@@ -178,6 +185,11 @@ class Checkpoints:
         except STORAGE_FAILURES as error:
             raise explain(f"cannot restore checkpoint {self.path(step)}", error) from error
         return rebuild(abstract, values)
+
+    def check_fits(self, step: int, abstract: Any, *, only: str | None = None) -> None:
+        """Raise the error that names the arrays which `restore` would refuse; reads none of them."""
+        saved = select(read_manifest(self.path(step)).tree, only)
+        check_same(saved, signature(flatten(abstract)), str(self.path(step)))
 
     def leaves(self, step: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Name -> (dtype, shape) of every saved array, without reading any."""
@@ -226,6 +238,8 @@ class Checkpoints:
         for step in reversed(retention.final_steps(self.root)):
             problems = self.verify(step)
             if not problems:
+                if messages:
+                    messages[-1] += f" {step_name(step)} is used instead."
                 return json.dumps({"step": step, "damaged": damaged, "messages": messages})
             damaged.append(step)
             more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
@@ -304,5 +318,5 @@ def _siblings(step: int, files: Mapping[str, str | bytes], meta: Mapping[str, An
     for name in files:
         if name in (STATE, META, COMMIT) or Path(name).name != name or name.startswith("."):
             raise InputError(f"a checkpoint cannot hold a file named '{name}'.")
-    texts = {**files, META: json.dumps({"step": step, **meta}, indent=1) + "\n"}
+    texts = {**files, META: json.dumps({**meta, "step": step}, indent=1) + "\n"}
     return {name: text.encode() if isinstance(text, str) else text for name, text in texts.items()}

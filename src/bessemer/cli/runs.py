@@ -18,15 +18,15 @@ from bessemer.errors import InputError
 def command(directory: str, as_json: bool) -> None:
     """List the runs in DIR (default: runs), the most recently active first.
 
-    State is running, done, stopped, failed, or killed (it ended without a word). Age is the time since the
-    last sign of life.
+    State is running, done, stopped, failed, or crashed (it ended without a word: its status says running, but no
+    process holds its lock). Age is the time since the last sign of life. `bessemer doctor RUN` looks closer.
 
     \b
     Examples:
       bessemer runs
       bessemer runs /data/runs --json
     """
-    from bessemer.report.listing import run_rows, runs_table
+    from bessemer.report.listing import remarks, run_rows, runs_table
 
     if not Path(directory).is_dir() and directory != "runs":
         raise InputError(f"there is no directory {directory}. Give the directory that holds the runs.")
@@ -37,3 +37,5 @@ def command(directory: str, as_json: bool) -> None:
         click.echo(f"no runs in {directory}. Start one with `bessemer train`.")
     else:
         click.echo(runs_table(rows, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
+        for line in remarks(rows):
+            click.echo(line)

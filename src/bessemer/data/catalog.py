@@ -79,10 +79,7 @@ def open_store(
     if existing is not None:
         return existing
     source = find_source(sampling.name)
-    options = Options(chosen.val_fraction, chosen.on_error, chosen.text_key, chosen.dedup)
-    key = content_key({"train": source}, tokenizer, options)
-    label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(sampling.name).name + sampling.suffix).strip("-") or "data"
-    out = data_root(root or chosen.root) / "stores" / f"{label[:60]}-{key[:16]}"
+    out = store_place(sampling, source, tokenizer, root, settings=chosen)
     if not is_store(out):
         prepare(
             source,
@@ -97,6 +94,21 @@ def open_store(
             wait=True,
         )
     return out
+
+
+def store_place(
+    sampling: Sampling,
+    source: Source,
+    tokenizer: Tokenizer,
+    root: str | Path | None = None,
+    *,
+    settings: DataSettings,
+) -> Path:
+    """Where the store of a source is, or will be once it is prepared."""
+    options = Options(settings.val_fraction, settings.on_error, settings.text_key, settings.dedup)
+    key = content_key({"train": source}, tokenizer, options)
+    label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(sampling.name).name + sampling.suffix).strip("-") or "data"
+    return data_root(root or settings.root) / "stores" / f"{label[:60]}-{key[:16]}"
 
 
 def rows_of(
@@ -169,11 +181,28 @@ def tokenizer_for(
     the sources and kept; or `auto`, the one the stores among the sources were made with."""
     chosen = DataSettings(tokenizer=settings) if isinstance(settings, str) else settings
     samplings = [Sampling.from_string(s) if isinstance(s, str) else s for s in sources]
-    wanted = chosen.tokenizer
+    if not chosen.tokenizer.startswith("train:"):
+        return Tokenizer.load(tokenizer_place(chosen, samplings))
+    found, vocab_size = _to_train_on(chosen, samplings)
+    return _trained(found, vocab_size, data_root(root or chosen.root), chosen.text_key)
+
+
+def tokenizer_place(
+    settings: DataSettings, samplings: Sequence[Sampling], root: str | Path | None = None
+) -> Path:
+    """Where the tokenizer of the setting is, or will be once it is trained."""
+    wanted = settings.tokenizer
     if wanted == "auto":
-        return _store_tokenizer(samplings)
+        return _store_with_tokenizer(samplings)
     if not wanted.startswith("train:"):
-        return Tokenizer.load(Path(wanted).expanduser())
+        return Path(wanted).expanduser()
+    found, vocab_size = _to_train_on(settings, samplings)
+    return _trained_place(found, vocab_size, data_root(root or settings.root), settings.text_key)
+
+
+def _to_train_on(settings: DataSettings, samplings: Sequence[Sampling]) -> tuple[list[Source], int]:
+    """The sources of a `train:N`, and N."""
+    wanted = settings.tokenizer
     try:
         vocab_size = int(float(wanted.removeprefix("train:").replace("_", "")))
     except ValueError:
@@ -186,25 +215,29 @@ def tokenizer_for(
             f"data.tokenizer={wanted} cannot train on prepared stores, which hold tokens, not text: use "
             f"data.tokenizer=auto."
         )
-    return _trained(found, vocab_size, data_root(root or chosen.root), chosen.text_key)
+    return found, vocab_size
 
 
-def _store_tokenizer(samplings: Sequence[Sampling]) -> Tokenizer:
+def _store_with_tokenizer(samplings: Sequence[Sampling]) -> Path:
     stores = [path for s in samplings if (path := store_directory(s)) is not None]
     if not stores:
         raise InputError(
             "data.tokenizer is not set and no dataset is a prepared store with one: set data.tokenizer=DIR, "
             "or data.tokenizer=train:8192 to train one on the data."
         )
-    return Tokenizer.load(stores[0])
+    return stores[0]
+
+
+def _trained_place(sources: Sequence[Source], vocab_size: int, root: Path, text_key: str | None) -> Path:
+    facts = json.dumps(
+        ["bpe", 1, [source_key(source) for source in sources], vocab_size, SAMPLE_BYTES, text_key]
+    )
+    return root / "tokenizers" / f"bpe-{vocab_size}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
 
 def _trained(sources: Sequence[Source], vocab_size: int, root: Path, text_key: str | None) -> Tokenizer:
     texts = sample_texts(sources, text_key)
-    facts = json.dumps(
-        ["bpe", 1, [source_key(source) for source in sources], vocab_size, SAMPLE_BYTES, text_key]
-    )
-    folder = root / "tokenizers" / f"bpe-{vocab_size}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    folder = _trained_place(sources, vocab_size, root, text_key)
     if (folder / FILE).exists():
         return Tokenizer.load(folder)
     with exclusive(folder, "training the tokenizer", wait=True):

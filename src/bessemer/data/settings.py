@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from bessemer.config import field
+from bessemer.job.home import home
 
 
 @dataclass
@@ -66,11 +66,5 @@ class DataSettings:
 
 
 def data_root(root: str | Path | None = None) -> Path:
-    """Where prepared stores and trained tokenizers are kept; the environment is read now, not at import."""
-    if root:
-        return Path(root).expanduser()
-    home = os.environ.get("BESSEMER_HOME")
-    if home:
-        return Path(home).expanduser()
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "bessemer"
+    """Where prepared stores and trained tokenizers are kept."""
+    return Path(root).expanduser() if root else home()

@@ -63,6 +63,10 @@ class RunDirectory:
         return self.path / "status.json"
 
     @property
+    def origin(self) -> Path:
+        return self.path / "origin.json"
+
+    @property
     def lock(self) -> Path:
         return self.path / "lock"
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 from bessemer.errors import InputError, StorageError
 from bessemer.job.directory import RunDirectory
 from bessemer.job.spec import ExecutionSpec
+from bessemer.job.trust import check_trust, saved_tree
 from bessemer.registry import jobs
 
 C = TypeVar("C")
@@ -174,15 +175,24 @@ class RestoreableJob(CheckpointedJob, Generic[C]):
         return cls(spec)
 
     @staticmethod
-    def from_checkpoint(path: str | Path, spec: ExecutionSpec | None = None) -> RestoreableJob[Any]:
+    def from_checkpoint(
+        path: str | Path, spec: ExecutionSpec | None = None, *, trust: bool = False
+    ) -> RestoreableJob[Any]:
         """The job saved at `path` (a run, or one of its checkpoints), with its state, ready to go on.
 
         Its class is the one the saved configuration names under `job`. `spec` defaults to the run it lies in.
+        Code that a configuration names is imported only for runs started here, or with `trust`.
         """
         place = Path(path).absolute()
         is_step = _STEP.fullmatch(place.name) is not None
         run = RunDirectory(place.parent.parent if is_step else place)
-        saved = _saved_config(place / "config.yaml" if is_step else run.config)
+        saved = _trusted_config(run, place / "config.yaml" if is_step else run.config, trust)
+        for other in {
+            run.path: run,
+            **({spec.run_directory.path: spec.run_directory} if spec else {}),
+        }.values():
+            if other.config.is_file():  # a trainer reads its settings there
+                check_trust(other, trust)
         name = saved.get(RestoreableJob.job_key)
         if not isinstance(name, str):
             raise InputError(f"{place}: its config.yaml has no 'job', so the class to rebuild is unknown.")
@@ -209,14 +219,8 @@ def step_of(suffix: str | int) -> int:
     return int(match.group(1))
 
 
-def _saved_config(path: Path) -> dict[str, Any]:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(path))
-    except FileNotFoundError as error:
-        raise InputError(f"{path} does not exist: this is not a run or a checkpoint of one.") from error
-    except (OSError, ValueError, OmegaConfBaseException) as error:
-        raise InputError(f"{path} cannot be read as a configuration ({error}).") from error
-    return {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
+def _trusted_config(run: RunDirectory, path: Path, trust: bool) -> dict[str, Any]:
+    if not path.is_file():
+        raise InputError(f"{path} does not exist: this is not a run or a checkpoint of one.")
+    check_trust(run, trust, path)
+    return saved_tree(path)

@@ -30,11 +30,13 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
 class RunLock:
     """Context manager that owns a run directory; `message` says so when a stale lock was taken over.
 
-    Held by someone alive: InputError. The heartbeat (lock and status.json) runs in a daemon thread.
+    Held by someone alive: InputError. The heartbeat (lock, and status.json unless `status` is False) runs in a
+    daemon thread.
     """
 
-    def __init__(self, run: RunDirectory | str | Path):
+    def __init__(self, run: RunDirectory | str | Path, *, status: bool = True):
         self.run = run if isinstance(run, RunDirectory) else RunDirectory(Path(run))
+        self._beats_status = status
         self.message: str | None = None
         self._handle: int | None = None
         self._stop = threading.Event()
@@ -127,7 +129,7 @@ class RunLock:
         while not self._stop.wait(BEAT_SECONDS):
             try:
                 self._write()
-                if self.run.status.is_file():
+                if self._beats_status and self.run.status.is_file():
                     self.run.heartbeat()
             except (StorageError, InputError):
                 # A full disk, or an edited status.json. The loop's next write reports it; the lock itself

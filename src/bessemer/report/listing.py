@@ -8,6 +8,7 @@ from typing import Any
 
 from bessemer.job import RunDirectory
 from bessemer.job.directory import list_runs
+from bessemer.job.lock import STALE_SECONDS
 from bessemer.report.summary import Row, Summary, disk_size, summarise
 from bessemer.report.table import NOTHING, compact, duration, number, size, table
 from bessemer.report.words import show
@@ -51,6 +52,24 @@ def runs_table(rows: Sequence[Row], width: int | None = None) -> str:
         for row in rows
     ]
     return table(("name", "state", "step", "loss", "val bpb", "tok/s", "age", "size"), cells, width)
+
+
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """Lines below the table, where a state alone would leave the reader with a question."""
+    crashed = [row["name"] for row in rows if row["state"] == "crashed"]
+    silent = [
+        row for row in rows if row["state"] == "running" and (row["age_seconds"] or 0.0) > STALE_SECONDS
+    ]
+    lines = []
+    if crashed:
+        lines.append(
+            f"crashed (resume continues): {', '.join(crashed)}. The status says running, but no process holds the lock."
+        )
+    lines += [
+        f"{row['name']} has been silent for {duration(row['age_seconds'])}, though its process still holds the lock."
+        for row in silent
+    ]
+    return lines
 
 
 def labels_of(summaries: Sequence[Summary]) -> list[str]:

@@ -36,9 +36,9 @@ class Summary:
 
     @property
     def state(self) -> str:
-        """As in status.json, except that a running run without an owner was killed."""
+        """As in status.json, except that a running run whose lock nobody holds has crashed."""
         state = str(self.status.get("state", "unknown"))
-        return "killed" if state == "running" and RunLock.owner(self.run) is None else state
+        return "crashed" if state == "running" and RunLock.owner(self.run) is None else state
 
     @property
     def step(self) -> int | None:
@@ -98,9 +98,9 @@ def summarise(run: RunDirectory) -> Summary:
 
 
 def disk_size(path: Path) -> int:
-    """Bytes of all files below a directory; one that vanishes meanwhile (a retired checkpoint) counts 0."""
+    """Bytes of a file, or of all files below a directory; one that vanishes meanwhile counts 0."""
     total = 0
-    for file in path.rglob("*"):
+    for file in (path, *path.rglob("*")):
         try:
             total += file.lstat().st_size if not file.is_dir() else 0
         except OSError:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
-import os
 import re
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bessemer.config import Config, configuration, configure, dotted, load_saved, resolve
-from bessemer.config.layers import nest
 from bessemer.errors import InputError
-from bessemer.generate.load import parse_config
 from bessemer.job import ExecutionSpec, RunDirectory, check_run_name, default_run_name, find_run
+from bessemer.job.trust import check_trust
 from bessemer.registry import jobs
-from bessemer.selectors import SELECTORS
 from bessemer.topology import AXES, TopologySettings, make_topology, share, start_distributed
 from bessemer.training.schema import schema_of
 from bessemer.training.trainer import GIVEN, BaseTrainer
@@ -86,12 +80,7 @@ def reopen(
     if not directory.config.is_file():
         raise InputError(f"{directory.path} holds no config.yaml, so there is nothing to continue.")
     check_trust(directory, trust)
-    config = overridden(directory.config, overrides)
-    settings = _topology_settings(config, distributed)
-    with configuration(config):
-        spec = ExecutionSpec(directory.name, root=directory.path.parent, topology=make_topology(settings))
-        trainer = jobs.get(config["job"])(spec, **parts)
-    trainer.continues = True
+    trainer = rebuild(directory, overridden(directory.config, overrides), distributed=distributed, **parts)
     check_given(directory, trainer)
     if not trainer.load(None if step is None else str(step)):
         if step is not None:
@@ -100,12 +89,33 @@ def reopen(
     return trainer
 
 
+def rebuild(
+    directory: RunDirectory, config: Config, *, distributed: bool = False, **parts: Any
+) -> BaseTrainer:
+    """The trainer of an existing run as its configuration says, before any checkpoint is read."""
+    settings = _topology_settings(config, distributed)
+    with configuration(config):
+        spec = ExecutionSpec(directory.name, root=directory.path.parent, topology=make_topology(settings))
+        trainer = jobs.get(config["job"])(spec, **parts)
+    trainer.continues = True
+    return trainer
+
+
+def given_before(directory: RunDirectory) -> set[str]:
+    """Names of the parts that the caller brought from Python when the run was started."""
+    if not directory.derived.is_file():
+        return set()
+    try:
+        return set(json.loads(directory.derived.read_text(encoding="utf-8")).get(GIVEN, {}).get("value", []))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise InputError(
+            f"{directory.derived} is damaged ({error}). Delete it; it is written again on resume."
+        ) from error
+
+
 def check_given(directory: RunDirectory, trainer: BaseTrainer) -> None:
     """Parts that were given from Python are not in the configuration: without them it would be another run."""
-    derived = json.loads(directory.derived.read_text(encoding="utf-8")) if directory.derived.is_file() else {}
-    missing = set(derived.get(GIVEN, {}).get("value", [])) - set(
-        trainer.derived.get(GIVEN, {}).get("value", [])
-    )
+    missing = given_before(directory) - set(trainer.derived.get(GIVEN, {}).get("value", []))
     missing.discard("model_state")  # the checkpoint holds the weights
     if "callbacks" in missing:
         missing.discard("callbacks")
@@ -134,56 +144,6 @@ def overridden(path: Path, overrides: Overrides) -> Config:
     if chosen and any(key in meshes for key in changed):
         config.set("training/per_device_batch_size", -1, "the mesh changed")
     return config
-
-
-def check_trust(directory: RunDirectory, trust: bool) -> None:
-    """A config may name code of the user's; code that came with a run from elsewhere is not imported unasked."""
-    tree = parse_config(directory.config.read_text(encoding="utf-8"), str(directory.path))
-    named = named_code(nest(tree, str(directory.config)))
-    if not named or trust or _started_here(directory):
-        return
-    raise InputError(
-        f"{directory.path} names code of its own ({', '.join(named)}) and was not started on this machine by this "
-        "user. Look at that code; if you trust it, add --trust."
-    )
-
-
-def named_code(tree: Mapping[str, Any]) -> list[str]:
-    """Plugins, and every `module:attribute` where a part or a dataset can be named."""
-    words = [
-        word
-        for selector in SELECTORS
-        for word in _texts(functools.reduce(_below, selector.split("/"), tree))
-        if ":" in word
-    ]
-    datasets = [
-        word
-        for word in _texts(_below(_below(tree, "training"), "dataset"))
-        if ":" in word and not Path(word).exists()
-    ]
-    return [*_texts(tree.get("plugins")), *words, *datasets]
-
-
-def _below(tree: Any, name: str) -> Any:
-    return tree.get(name) if isinstance(tree, Mapping) else None
-
-
-def _texts(value: Any) -> list[str]:
-    """Every text in a nested value."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list):
-        return [text for item in value for text in _texts(item)]
-    return [value] if isinstance(value, str) else []
-
-
-def _started_here(directory: RunDirectory) -> bool:
-    with contextlib.suppress(OSError):
-        return (
-            directory.read_status().get("host") == socket.gethostname()
-            and directory.path.stat().st_uid == os.getuid()
-        )
-    return False
 
 
 def is_finished(run: str | Path, root: str | Path = "runs") -> bool:

@@ -16,6 +16,7 @@ from rich.console import Console
 from bessemer.data import show_progress
 from bessemer.errors import BessemerError, InputError, StorageError, TrainingError
 from bessemer.job import RunDirectory, RunLock, atomic_write
+from bessemer.job.trust import mark_origin
 from bessemer.report import write_report
 from bessemer.training.facts import compressor_baselines, write_facts
 from bessemer.training.fetch import fetch
@@ -172,6 +173,10 @@ def write_setup(trainer: BaseTrainer) -> None:
     """config.yaml with every key, and derived.json with each derived or chosen number and its reason."""
     atomic_write(trainer.run_directory.config, trainer.config.to_yaml(), sync=True)
     atomic_write(trainer.run_directory.derived, json.dumps(trainer.derived, indent=1))
+    try:
+        mark_origin(trainer.run_directory, trainer.config.tree())
+    except StorageError as error:
+        trainer.say(f"note: `bessemer resume` will ask for --trust, as this run could not be marked: {error}")
     write_facts(trainer)
 
 

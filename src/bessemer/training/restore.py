@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 SAVED = ("step", "data_step", "params", "opt_state", "ema")
+META_KEYS = ("tokenizer_hash", "data_fingerprint", "versions", "topology")
+"""What `check_same_run` asks of meta.json."""
 
 
 def open_checkpoints(trainer: BaseTrainer) -> Checkpoints:
@@ -99,21 +102,23 @@ def check_same_run(trainer: BaseTrainer, step: int) -> None:
                 f"({_short(saved[name])} then, {_short(current[name])} now), so continuing would not be the same run. "
                 f"Restore the {what}, or start a new run from these weights with init={trainer.run_directory.path}."
             )
-    differences = [
-        f"{name} {saved['versions'].get(name)} then, {version} now"
-        for name, version in current["versions"].items()
-        if saved["versions"].get(name) != version
-    ]
-    differences += [
-        f"{name} {saved['topology'].get(name)} then, {value} now"
-        for name, value in current["topology"].items()
-        if saved["topology"].get(name) != value
-    ]
+    differences = machine_differences(saved, current)
     if differences:
         trainer.say(
             "note: bits can differ from the uninterrupted run, which is the same to rounding: "
             + "; ".join(differences)
         )
+
+
+def machine_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """What bits rest on (versions, mesh, cores) and is not as it was when meta.json was written."""
+    words = [
+        f"{name} {saved[part].get(name)} then, {value} now"
+        for part in ("versions", "topology")
+        for name, value in current[part].items()
+        if saved[part].get(name) != value
+    ]
+    return list(dict.fromkeys(words))  # jax is in both parts
 
 
 def _short(value: Any) -> str:

@@ -1,0 +1,7 @@
+"""What a run directory can still be used for: every part of it is checked, and nothing is changed."""
+
+from bessemer.doctor.diagnose import diagnose
+from bessemer.doctor.findings import Diagnosis, Finding
+from bessemer.doctor.leftovers import remove_stale
+
+__all__ = ["Diagnosis", "Finding", "diagnose", "remove_stale"]

@@ -1,0 +1,77 @@
+"""What lies outside the run directory and resume needs: the tokenizer and the prepared data."""
+
+from __future__ import annotations
+
+from bessemer.config import Config, configuration, configure
+from bessemer.data import DataSettings, Sampling, Tokenizer, find_source
+from bessemer.data.catalog import store_directory, store_place, tokenizer_place
+from bessemer.data.store import is_store
+from bessemer.data.tokenizer import FILE
+from bessemer.doctor.findings import Diagnosis
+from bessemer.errors import BessemerError, InputError
+from bessemer.job import RunDirectory
+from bessemer.training.launch import given_before
+
+NOT_NEEDED = {
+    "model_state",
+    "callbacks",
+}  # the checkpoint holds the weights; a run goes on without its callbacks
+
+
+def examine_material(run: RunDirectory, config: Config, found: Diagnosis) -> bool:
+    """Whether all is there, so that the run can be rebuilt without preparing anything."""
+    try:
+        given = given_before(run) - NOT_NEEDED
+    except InputError as error:
+        found.add("data", "error", str(error))
+        return False
+    if given:
+        parts = ", ".join(f"{name}=…" for name in sorted(given))
+        text = f"the run was started from Python with its own {', '.join(sorted(given))}, which cannot be checked here."
+        found.add("data", "note", text, f"Give the same again: bm.resume('{run.name}', {parts}).")
+        return False
+    with configuration(config):
+        settings = configure(DataSettings)
+    samplings = [sampling for mixture in config["training/dataset"] or [] for sampling in mixture]
+    try:
+        tokenizer = _tokenizer(settings, samplings, found)
+        if tokenizer is None:
+            return False
+        sources = {(sampling.name, sampling.suffix): sampling for sampling in samplings}
+        there = [_store(sampling, tokenizer, settings, found) for sampling in sources.values()]
+        return all(there)
+    except BessemerError as error:
+        found.add("data", "error", str(error))
+        return False
+
+
+def _tokenizer(settings: DataSettings, samplings: list[Sampling], found: Diagnosis) -> Tokenizer | None:
+    place = tokenizer_place(settings, samplings)
+    if settings.tokenizer.startswith("train:") and not (place / FILE).is_file():
+        found.add(
+            "data",
+            "warning",
+            f"the tokenizer {settings.tokenizer} is not at {place}: it was deleted, or the text it was trained on "
+            "has changed.",
+            "Resume trains it again, and refuses unless it comes out the same. The checkpoint holds the original.",
+        )
+        return None
+    tokenizer = Tokenizer.load(place)
+    found.add("data", "ok", f"tokenizer {tokenizer.hash[:12]} at {place}.")
+    return tokenizer
+
+
+def _store(sampling: Sampling, tokenizer: Tokenizer, settings: DataSettings, found: Diagnosis) -> bool:
+    place = store_directory(sampling)
+    if place is None:
+        place = store_place(sampling, find_source(sampling.name), tokenizer, settings=settings)
+    if not is_store(place):
+        found.add(
+            "data",
+            "warning",
+            f"the prepared data of {sampling.name} is not at {place}: it was deleted, or its files have changed.",
+            "Resume prepares it again, and refuses unless it comes out the same.",
+        )
+        return False
+    found.add("data", "ok", f"prepared data of {sampling.name} at {place}.")
+    return True

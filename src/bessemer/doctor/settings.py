@@ -1,0 +1,84 @@
+"""config.yaml: it can be read, this version knows its settings, and nobody has edited it since the checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bessemer.checkpoint import Checkpoints
+from bessemer.config import Config, dotted
+from bessemer.config.layers import flatten
+from bessemer.doctor.findings import Diagnosis
+from bessemer.errors import InputError
+from bessemer.job import RunDirectory
+from bessemer.job.trust import named_code, saved_tree, started_here
+from bessemer.training.launch import RESUMABLE
+from bessemer.training.schema import saved_config
+
+
+def examine_config(run: RunDirectory, checkpoints: Checkpoints, found: Diagnosis) -> Config | None:
+    """The checked configuration; None when it is not usable, or names code, which is never imported here."""
+    copy = None if found.checkpoint is None else run.checkpoints / found.checkpoint / "config.yaml"
+    remedy = "" if copy is None else f"The checkpoint holds a copy: cp {copy} {run.config}"
+    if not run.config.is_file():
+        found.add("config", "error", f"{run.config} is missing.", remedy)
+        return None
+    try:
+        tree = saved_tree(run.config)
+        named = named_code(tree)
+        if named:
+            _examine_code(run, named, found)
+            _compare(tree, checkpoints, found)
+            return None
+        config = saved_config(run.config)
+    except InputError as error:
+        found.add("config", "error", str(error), remedy)
+        return None
+    found.add("config", "ok", "config.yaml is valid for this version.")
+    _compare(tree, checkpoints, found)
+    return config
+
+
+def _examine_code(run: RunDirectory, named: list[str], found: Diagnosis) -> None:
+    words = ", ".join(named)
+    text = (
+        f"config.yaml names code ({words}), which is not imported here, so settings and data are not checked."
+    )
+    found.add("code", "note", text)
+    try:
+        trusted = started_here(run, named)
+    except InputError as error:
+        found.add("code", "warning", str(error))
+        return
+    if not trusted:
+        text = "the run does not bear the mark of one that this user started with that code."
+        found.add("code", "warning", text, "Resume asks for --trust: look at the code first.")
+
+
+def _compare(tree: dict[str, Any], checkpoints: Checkpoints, found: Diagnosis) -> None:
+    """A setting edited by hand makes it another run, which nothing else would notice."""
+    if found.step is None:
+        return
+    path = checkpoints.path(found.step) / "config.yaml"
+    try:
+        saved = _flat(saved_tree(path))
+    except InputError as error:
+        found.add("config", "warning", str(error))
+        return
+    current = _flat(tree)
+    edited = [
+        f"{dotted(key)} is {current.get(key)!r}, was {saved.get(key)!r}"
+        for key in sorted({*current, *saved})
+        if current.get(key) != saved.get(key) and not key.startswith((*RESUMABLE, "provenance"))
+    ]
+    if edited:
+        more = f" and {len(edited) - 3} more" if len(edited) > 3 else ""
+        found.add(
+            "config",
+            "warning",
+            f"config.yaml is not what {found.checkpoint} was saved with: {'; '.join(edited[:3])}{more}.",
+            f"Resuming would be another run; the checkpoint holds the original, {path}",
+        )
+
+
+def _flat(tree: dict[str, Any]) -> dict[str, Any]:
+    return {"/".join(keys): value for keys, value in flatten(tree, "saved configuration")}
