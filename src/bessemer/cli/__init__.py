@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 import traceback
 from typing import Any
 
@@ -13,6 +14,9 @@ import click
 from bessemer import __version__
 from bessemer.cli.allocator import keep_memory
 from bessemer.errors import BessemerError, Stopped
+
+BEGAN = time.monotonic()
+"""When the program began, for the time to the first step; only the interpreter's own start comes before."""
 
 COMMANDS = {
     "train": "Train a model; with no arguments, the quickstart.",
@@ -24,6 +28,7 @@ COMMANDS = {
     "sample": "Let a trained model continue a prompt.",
     "eval": "Measure a trained model.",
     "recipes": "List the shipped recipes.",
+    "plan": "Say what a recipe will take: sizes, schedules, memory, time.",
     "config": "Show the resolved settings of a recipe, each with its origin.",
     "tokenizer": "Train a tokenizer.",
     "data": "Prepare text for training, and look at what was prepared.",
@@ -56,6 +61,7 @@ def cli() -> None:
       bessemer train
     Then:
       bessemer train pretrain training.dataset=my.txt model.depth=4
+      bessemer plan pretrain model.depth=12
       bessemer resume runs/NAME
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from bessemer.cli import BEGAN
 from bessemer.cli.foreign import refuse_foreign
 from bessemer.cli.train import FORWARD
 
@@ -34,4 +35,6 @@ def command(run: str, words: tuple[str, ...], step: int | None, trust: bool, roo
     if step is None and is_finished(run, root):
         click.echo(f"{run} is finished; nothing to do. To train on, start a new run with init={run}.")
         return
-    reopen(run, list(words), root=root, step=step, trust=trust, distributed=True).run()
+    trainer = reopen(run, list(words), root=root, step=step, trust=trust, distributed=True)
+    trainer.startup.began(BEGAN)
+    trainer.run()

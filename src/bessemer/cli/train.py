@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from bessemer.cli import BEGAN
 from bessemer.cli.foreign import refuse_foreign
 from bessemer.errors import InputError
 
@@ -30,6 +31,7 @@ def command(words: tuple[str, ...], name: str | None, root: str) -> None:
 
     recipe, overrides = split_words(words)
     trainer = build_trainer(recipe, overrides, name=name, root=root, distributed=True)
+    trainer.startup.began(BEGAN)
     trainer.run()
 
 

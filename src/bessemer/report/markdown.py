@@ -205,6 +205,7 @@ def _machine(summary: Summary) -> list[str]:
     rows = [
         ("devices", show_or_missing(facts.get("devices"))),
         ("determinism", show_or_missing(facts.get("determinism"))),
+        ("first step after", _start_up(facts.get("start_up"))),
         ("host", show_or_missing(summary.status.get("host"))),
         ("report written", time.strftime("%Y-%m-%d %H:%M:%S")),
     ]
@@ -214,6 +215,15 @@ def _machine(summary: Summary) -> list[str]:
     if not names:
         rows.append(("versions", MISSING))
     return ["## Machine", "", *markdown_table(("", ""), rows)]
+
+
+def _start_up(facts: Any) -> str:
+    """21.3 s: imports and devices 4.1, …; of the last start of the run."""
+    parts = facts.get("parts") if isinstance(facts, Mapping) else None
+    if not isinstance(parts, Mapping) or not is_number(facts.get("seconds")):
+        return MISSING
+    words = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
+    return f"{facts['seconds']:.1f} s: {words} ({facts.get('cache')})"
 
 
 def _problems(summary: Summary) -> list[str]:

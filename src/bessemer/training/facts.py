@@ -34,6 +34,7 @@ def run_facts(trainer: BaseTrainer) -> dict[str, Any]:
         "devices": topology,
         "determinism": "bit-exact" if topology["deterministic"] else "fast (not bit-repeatable)",
         "versions": versions(),
+        "start_up": trainer.startup.facts(),
     }
 
 

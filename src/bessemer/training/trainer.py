@@ -31,6 +31,7 @@ from bessemer.training.collate import collect_function
 from bessemer.training.loop import Loop
 from bessemer.training.progress import NoBar, ProgressBar, make_progress
 from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings, seconds_of
+from bessemer.training.startup import StartUp
 from bessemer.training.state import LoopState, TrainState
 
 GIVEN = "given from Python"
@@ -54,6 +55,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         "evaluation",
         "metric_logger",
         "progress_bar",
+        "start_up",
         "gradient_clipping",
         "validation",
         "preview",
@@ -85,6 +87,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         )
         self.derived: dict[str, Any] = {}
         self.started = time.monotonic()
+        self.startup = StartUp()
         named = [*(part for part, value in self.given._asdict().items() if value is not None)]
         named += ["callbacks"] if self.given_callbacks else []
         if named:
@@ -100,6 +103,8 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.time_limit = seconds_of(self.settings.time_limit)
             self.model_parts = self.configure_model()
             self.data = self.configure_dataloaders()
+            self.startup.lap("data")
+            keep_compiled_programs(self.config["data/root"])
             self.functions = self.configure_functions()
             restore.pin_init(self)
         self.loop_state = LoopState()
@@ -260,9 +265,10 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     def compile_aot(self) -> bool:
         """Compile both steps before the loop; True if anything was compiled. The loop uses these executables."""
-        keep_compiled_programs(self.config["data/root"])
+        self.startup.lap("setup")
         with self.topology.scope():
             self.functions, compiled = functions.compile_steps(self)
+        self.startup.lap("compile")
         return compiled
 
     # --- running -----------------------------------------------------------------------------------------
