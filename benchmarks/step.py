@@ -25,6 +25,7 @@ import numpy as np
 from bessemer.models.gpt import GPT
 from bessemer.objectives.pretrain import PretrainSettings, pretrain
 from bessemer.optim import build_optimizer
+from bessemer.optim.polar import polar_flops as of_one
 from bessemer.topology import TopologySettings, make_topology, unbox
 from bessemer.training.model_parts import make_apply
 from bessemer.training.state import StepRules, create_state
@@ -117,12 +118,11 @@ def build(case: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any, Any
 
 
 def polar_flops(model: GPT, params: Any) -> float:
-    """Matrix FLOPs of Muon's five polar steps: per m × n matrix (m ≤ n) each step is 4m²n + 2m³."""
+    """Matrix FLOPs of Muon's polar steps, of all matrices."""
     total = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if model.group_of(tuple(part.key for part in path)) in ("matrix", "gate") and leaf.ndim == 2:
-            m, n = sorted(leaf.shape)
-            total += 5 * (4 * m * m * n + 2 * m**3)
+            total += of_one(leaf.shape)
     return total
 
 

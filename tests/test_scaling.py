@@ -7,6 +7,7 @@ import math
 import pytest
 
 from bessemer.errors import InputError
+from bessemer.models.gpt import GPT
 from bessemer.scaling import Reference, Sizes, Target, derive_batch, dial, horizon, stage_starts
 
 
@@ -38,6 +39,27 @@ def test_check_values() -> None:
     assert twenty.weight_decay == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("depth", "width", "scaling", "total", "batch", "steps"),
+    [
+        (12, 768, 110_100_480, 286_261_730, 2**19, 2205),
+        (20, 1280, 435_159_040, 896_533_746, 2**20, 4357),
+        (24, 1536, 729_808_896, 1_384_122_122, 2**20, 7308),
+    ],
+)
+def test_check_values_of_the_model_itself(
+    depth: int, width: int, scaling: int, total: int, batch: int, steps: int
+) -> None:
+    """The sizes the dial is fed with are those of the GPT family at vocabulary 32,768 and 2048 tokens of context."""
+    model = GPT(depth=depth, vocab_size=32_768, block_size=2048)
+    counts = model.count_parameters()
+    assert (model.shape.width, counts["scaling"], counts["total"]) == (width, scaling, total)
+    assert counts["scaling"] == scaling_parameters(depth)
+    derived = turn(depth)
+    assert (derived.batch_tokens, derived.steps) == (batch, steps)
+    assert derived.tokens == batch * steps <= 10.5 * scaling < derived.tokens + batch
+
+
 def test_every_row_has_a_reason() -> None:
     rows = {row.name: row for row in turn(20).rows}
     assert rows["training/steps"].value == turn(20).steps
@@ -53,6 +75,18 @@ def test_below_depth_8_the_share_is_floored() -> None:
     assert four.weight_decay == pytest.approx(0.2 * math.sqrt(0.5) / floor)
     assert "floored at depth 8" in {row.name: row.reason for row in four.rows}["optimization/weight_decay"]
     assert eight.weight_decay == pytest.approx(0.2 * math.sqrt(0.5) / (eight.tokens / REFERENCE.tokens))
+
+
+def test_above_depth_8_nothing_is_floored() -> None:
+    """A short run of a deep model keeps its own share; the floor is for shallow models only."""
+    nine = turn(9, Target(tokens=REFERENCE.tokens // 100))
+    assert nine.weight_decay == pytest.approx(
+        0.2 * nine.lr_multiplier / (nine.tokens / REFERENCE.tokens), rel=1e-12
+    )
+    seven = turn(7, Target(tokens=REFERENCE.tokens // 100))
+    assert seven.weight_decay == pytest.approx(
+        0.2 * seven.lr_multiplier * scaling_parameters(12) / scaling_parameters(8)
+    )
 
 
 def test_first_given_wins() -> None:

@@ -88,6 +88,14 @@ class Shape:
         return 6 * matmul + 12 * self.query_width * keys
 
 
+def explain_flops(shape: Shape, block_size: int) -> str:
+    """`flops_per_token` with its numbers, in one line."""
+    keys = sum(attended_keys(window, block_size, causal=False) for window in shape.windows)
+    attention = 12 * shape.query_width * keys
+    matmul = round((shape.flops_per_token(block_size) - attention) / 6)
+    return f"6 · {matmul:,} parameters in matmuls + 12 · {shape.query_width:,} · {keys:,} keys of all layers"
+
+
 def attended_keys(window: int | None, block_size: int, causal: bool) -> float:
     """Keys counted per query: min(window, T), or with `causal` the mean over positions of min(window, t + 1)."""
     width = min(window or block_size, block_size)

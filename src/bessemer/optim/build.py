@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from bessemer.errors import InputError
-from bessemer.optim.groups import Group, GroupOf, GroupRow, describe_groups
+from bessemer.optim.groups import Group, GroupOf, GroupRow, describe_groups, path_names
 from bessemer.optim.schedule import Schedule, StepFunction, check_steps
 from bessemer.optim.sharding import Spread
 from bessemer.optim.transform import wrap_optax
@@ -39,6 +39,12 @@ class Optimizer:
     describe: Callable[[Any], list[GroupRow]]
     schedule: Schedule | None
     groups: tuple[Group, ...]
+    curves: Mapping[str, StepFunction] = field(
+        default_factory=dict
+    )  # all that changes with the step, by name
+    update_flops: Callable[[Any], float] = lambda params: (
+        0.0
+    )  # matrix FLOPs of one update, beside the model's
 
 
 def default_schedule(optimizer: str) -> str:
@@ -115,6 +121,16 @@ def _rates(
     return rates
 
 
+def _curves(
+    settings: Any, groups: tuple[Group, ...], schedule: Schedule, steps: int
+) -> dict[str, StepFunction]:
+    """The rates' multiplier, the weight decay, and what the optimizer's settings add under `curves`."""
+    decay = groups[0].weight_decay
+    curves: dict[str, StepFunction] = {"lrm": schedule}
+    curves["weight_decay"] = lambda step: jnp.full(jnp.shape(step), decay, jnp.float32)
+    return curves | (settings.curves(schedule, steps) if hasattr(settings, "curves") else {})
+
+
 def _from_optax(tx: Any, schedule: Any, steps: int) -> Optimizer:
     """A user's transformation: its own rate is inside it, so only a schedule that was given can be logged."""
     rate = schedule if callable(schedule) else None
@@ -125,7 +141,7 @@ def _from_optax(tx: Any, schedule: Any, steps: int) -> Optimizer:
     def describe(params: Any) -> list[GroupRow]:
         return describe_groups((Group("optax", math.nan),), params, lambda path, leaf: "optax")
 
-    return Optimizer(wrap_optax(tx), rates, describe, None, ())
+    return Optimizer(wrap_optax(tx), rates, describe, None, (), {} if rate is None else {"lr": rate})
 
 
 def build_optimizer(
@@ -176,10 +192,18 @@ def build_optimizer(
     def label(path: tuple[str, ...], leaf: Any) -> str:
         return settings.label(path, leaf, group_of) if hasattr(settings, "label") else groups[0].name
 
+    def update_flops(params: Any) -> float:
+        if not hasattr(settings, "update_flops"):
+            return 0.0
+        leaves = [(path_names(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+        return sum(settings.update_flops(label(names, leaf), leaf.shape) for names, leaf in leaves)
+
     return Optimizer(
         wrap_optax(tx),
         _rates(by_step, groups),
         lambda params: describe_groups(groups, params, label),
         by_step,
         groups,
+        _curves(settings, groups, by_step, steps),
+        update_flops,
     )

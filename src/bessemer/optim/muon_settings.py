@@ -7,7 +7,10 @@ from typing import Any, ClassVar
 
 from bessemer.config import field
 from bessemer.optim.groups import Group, GroupOf, kind_of
+from bessemer.optim.muon_schedules import decay_schedule, momentum_schedule
+from bessemer.optim.polar import polar_flops
 from bessemer.optim.presets import PRESETS, AdamGroup, preset
+from bessemer.optim.schedule import Schedule, StepFunction
 
 REFERENCE_WIDTH = 768
 
@@ -158,3 +161,14 @@ class MuonSettings:
         return _given(
             self.weight_decay, chosen.weight_decay
         ), self.weight_decay_schedule or chosen.weight_decay_schedule
+
+    def curves(self, schedule: Schedule, steps: int) -> dict[str, StepFunction]:
+        """What else changes with the step, by name, for plans and plots."""
+        return {
+            "momentum": momentum_schedule(self, schedule, steps),
+            "weight_decay": decay_schedule(self, steps),
+        }
+
+    def update_flops(self, group: str, shape: tuple[int, ...]) -> float:
+        """Matrix FLOPs of updating one parameter: the polar factor's."""
+        return polar_flops(shape) if group == "matrix" else 0.0

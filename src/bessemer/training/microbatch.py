@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bessemer.errors import InputError
 
@@ -70,8 +70,27 @@ def memory_limit(device: Any) -> int | None:
     return None if not stats else stats.get("bytes_limit")
 
 
+class StepMemory(NamedTuple):
+    """Bytes on one device, as the compiler plans them. What is donated is counted once."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
 def planned_memory(trainer: BaseTrainer, abstract: Any, placed: Any, per_device: int) -> int | None:
     """Bytes of the compiled step: arguments + outputs - aliased + temporaries. None: it did not even compile."""
+    memory = step_memory(trainer, abstract, placed, per_device)
+    return None if memory is None else memory.total
+
+
+def step_memory(trainer: BaseTrainer, abstract: Any, placed: Any, per_device: int) -> StepMemory | None:
+    """Compile the step with that micro-batch, from shapes alone."""
     import jax
 
     from bessemer.training.feed import abstract_batch
@@ -88,9 +107,9 @@ def planned_memory(trainer: BaseTrainer, abstract: Any, placed: Any, per_device:
             return None
         raise
     memory = compiled.memory_analysis()
-    return (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes
+    return StepMemory(
+        memory.argument_size_in_bytes,
+        memory.output_size_in_bytes,
+        memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
     )

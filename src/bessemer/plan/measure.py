@@ -1,0 +1,148 @@
+"""How long a run will take on the chip at hand: measured here and now, never looked up.
+
+    time = (model FLOPs + the optimizer's) / (matrix rate · share · devices)
+
+The matrix rate is that of a plain square product in the model's precision. The share is what a forward and backward
+pass of this very model, cut to two layers, reaches of it in turn with the products. Not counted: communication
+between devices, validation, checkpoints.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bessemer.topology import unbox
+from bessemer.training.model_parts import make_apply
+from bessemer.training.trainer import BaseTrainer
+
+LAYERS = 2
+"""Layers of the pass that is timed; the rest of a deep model is more of the same."""
+
+PASS_SECONDS = 1.0
+"""The timed pass takes about as many rows as fill this time at the matrix rate, and at least one."""
+
+LONGEST = 10.0
+"""Seconds that one row may take at the matrix rate; beyond them the share is left unmeasured."""
+
+REPEATS = 5
+
+
+class Rate(NamedTuple):
+    """FLOP/s of one device. `share` is None where it was not measured; `how` says what was done."""
+
+    matrix: float
+    share: float | None
+    how: str
+
+
+def matrix_product(dtype: Any, platform: str) -> tuple[Callable[[], float], int]:
+    """(a callable that returns the seconds of one product, its side). Ten in a row on an accelerator."""
+    side, count = (2048, 1) if platform == "cpu" else (8192, 10)
+    a, b = (jax.random.normal(key, (side, side), dtype) for key in jax.random.split(jax.random.key(0)))
+    product = jax.jit(jnp.matmul)
+    product(a, b).block_until_ready()
+
+    def once() -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            last = product(a, b)
+        last.block_until_ready()
+        return (time.perf_counter() - start) / count
+
+    return once, side
+
+
+def measure_rate(trainer: BaseTrainer, with_pass: bool = True) -> Rate:
+    """The matrix rate of the first device and, unless told otherwise, the share that the model's pass reaches."""
+    dtype = getattr(trainer.model, "compute_dtype", jnp.float32)
+    product, side = matrix_product(dtype, trainer.topology.platform)
+    seconds = [product() for _ in range(REPEATS)]
+    how = f"a {side}³ product in {jnp.dtype(dtype).name}, median of {REPEATS}"
+    matrix = 2 * side**3 / statistics.median(seconds)
+    if not with_pass:
+        return Rate(matrix, None, how)
+    made = model_pass(trainer, matrix)
+    if made is None:
+        return Rate(matrix, None, f"{how}; one row of this model would take too long to time")
+    run, flops, words = made
+    run()
+    passes: list[float] = []
+    begun = time.perf_counter()
+    while len(passes) < REPEATS and (not passes or time.perf_counter() - begun < 2 * PASS_SECONDS):
+        passes.append(run())
+        seconds.append(product())
+    matrix = 2 * side**3 / statistics.median(seconds)
+    share = flops / statistics.median(passes) / matrix
+    return Rate(matrix, share, f"{how}, in turn with {words}, {len(passes)} time(s)")
+
+
+def model_pass(trainer: BaseTrainer, matrix: float) -> tuple[Callable[[], float], float, str] | None:
+    """(a callable that returns the seconds of one pass, its FLOPs, what it is); None when it would take too long."""
+    model: Any = trainer.model
+    depth = getattr(model, "depth", None)
+    cut = model.clone(depth=LAYERS) if isinstance(depth, int) and depth > LAYERS else model
+    block = trainer.settings.block_size
+    row_flops = cut.flops_per_token(block) * block
+    if row_flops / matrix > LONGEST:
+        return None
+    rows = int(
+        min(trainer.config["training/per_device_batch_size"], max(1, PASS_SECONDS * matrix // row_flops))
+    )
+    batch = some_rows(trainer, rows)
+    apply, loss_fn = make_apply(cut), trainer.functions.abstract_state.loss_fn
+
+    def loss(params: Any, batch: Any, key: jax.Array) -> Any:
+        return loss_fn(apply, params, batch, key)[0]
+
+    key = jax.random.key(0)
+    params = jax.jit(lambda k: unbox(cut.init(k, batch["input_ids"][:1]))["params"])(key)
+    gradient = jax.jit(jax.grad(loss), compiler_options=trainer.topology.compiler_options)
+
+    def once() -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(gradient(params, batch, key))
+        return time.perf_counter() - start
+
+    layers = "the whole model" if cut is model else f"{LAYERS} of its {depth} layers"
+    return once, row_flops * rows, f"a forward and backward pass of {layers} over {rows} × {block} tokens"
+
+
+def some_rows(trainer: BaseTrainer, rows: int) -> dict[str, jax.Array]:
+    """Random tokens in the form of a training batch, (rows, T)."""
+    block, size = trainer.settings.block_size, getattr(trainer.model, "vocab_size", 256)
+    ids = np.random.default_rng(0).integers(0, size, (rows, block + 1), dtype=np.int32)
+    fields: dict[str, np.ndarray] = {"input_ids": ids[:, :-1], "target_ids": ids[:, 1:]}
+    fields["positions"] = np.broadcast_to(np.arange(block, dtype=np.int32), (rows, block))
+    for name, (_, dtype) in trainer.data.fields.items():
+        fields.setdefault(name, np.ones((rows, block), dtype))
+    return {name: jnp.asarray(array) for name, array in fields.items()}
+
+
+def predict(trainer: BaseTrainer, rate: Rate) -> dict[str, Any]:
+    """Seconds of the whole run, and what they rest on. Virtual devices of one CPU share its cores and count once."""
+    topology = trainer.topology
+    devices = jax.process_count() if topology.platform == "cpu" else topology.device_count
+    params = trainer.functions.abstract_state.params
+    update = trainer.functions.optimizer.update_flops(params) * trainer.steps
+    flops = trainer.calculate_number_total_flops() + update
+    share = 1.0 if rate.share is None else rate.share
+    seconds = flops / (rate.matrix * share * devices)
+    peak = topology.chip.bf16_flops if topology.chip else None
+    return {
+        "seconds": seconds,
+        "tokens_per_s": trainer.steps * trainer.tokens_per_step / seconds,
+        "matrix_flops_per_s": rate.matrix,
+        "share_of_matrix_rate": rate.share,
+        "measured": rate.how,
+        "optimizer_flops": update,
+        "devices": devices,
+        "mfu": None if peak is None or rate.share is None else rate.matrix * rate.share / peak,
+        "bound": rate.share is None,
+    }

@@ -1,0 +1,170 @@
+"""A plan says what training would do: the dial's check values, the same derived numbers, memory, time, curves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from bessemer.errors import InputError
+from bessemer.optim import build_optimizer
+from bessemer.plan import make_plan, render, sample_curves, write_curves
+from bessemer.plan import trainer as planning
+from bessemer.plan.curves import BLOCKS, sparkline
+from bessemer.plan.trainer import VOCABULARY, planned_trainer
+from bessemer.registry import schedules
+from bessemer.training import launch
+from bessemer.training.microbatch import StepMemory
+
+PNG = b"\x89PNG\r\n"
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bessemer.topology import make_topology
+
+    for room in (planning, launch):
+        monkeypatch.setattr(room, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
+
+
+def test_depth_12_through_the_command_line(
+    cli: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """One JSON document, the check values, a picture, and no run; the dataset is left open by the recipe."""
+    words = ("plan", "pretrain", "model.depth=12", "--no-compile")
+    result = cli(*words, "--json", "--plot", "p/curves.png", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    plan = json.loads(result.stdout)
+    assert plan["model"]["width"] == 768 and plan["model"]["vocab_size"] == 32_768
+    assert plan["model"]["parameters"]["scaling"] == 110_100_480
+    assert plan["model"]["parameters"]["total"] == 286_261_730
+    assert plan["horizon"]["batch_tokens"] == 2**19 and plan["horizon"]["steps"] == 2205
+    assert plan["horizon"]["tokens_per_scaling_parameter"] == pytest.approx(10.5, rel=1e-3)
+    assert plan["flops"]["total"] == plan["flops"]["per_token"] * plan["horizon"]["tokens"]
+    assert "not trained yet" in plan["derived"]["model.vocab_size"]["reason"]
+    assert all(entry["reason"] for entry in plan["derived"].values())
+    rates = {row["group"]: row for row in plan["optimizer"]["groups"]}
+    assert rates["matrix"]["lr"] == 0.02 and rates["matrix"]["weight_decay"] == pytest.approx(0.2, rel=1e-3)
+    assert plan["memory"] is None and plan["time"]["bound"] is True and plan["time"]["seconds"] > 0
+    assert plan["plot"] == "p/curves.png" and (tmp_path / "p/curves.png").read_bytes().startswith(PNG)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p"]
+    text = render(plan)
+    assert "110,100,480" in text and "286,261,730" in text and "524,288" in text and BLOCKS[-1] in text
+
+
+@pytest.mark.parametrize(
+    ("depth", "width", "scaling", "batch"),
+    [(20, 1280, 435_159_040, 2**20), (24, 1536, 729_808_896, 2**20)],
+)
+def test_deeper_check_values(depth: int, width: int, scaling: int, batch: int) -> None:
+    trainer: Any = planned_trainer("pretrain", [f"model.depth={depth}"], compiles=False)
+    assert trainer.model.shape.width == width
+    assert trainer.model_parts.counts["scaling"] == scaling
+    assert trainer.tokens_per_step == batch
+
+
+def test_the_same_numbers_as_training(tiny: dict[str, object], tmp_path: Path) -> None:
+    """What train writes to derived.json is what plan showed, before the data was prepared and after."""
+    settings = {
+        **tiny,
+        "data.root": str(tmp_path / "store"),
+        "training.batch_tokens": -1,
+        "training.tokens": 2_000_000,
+        "model.vocab_size": 320,
+    }
+    for key in ("training.batch_size", "training.steps", "training.per_device_batch_size"):
+        del settings[key]
+    settings["training.batch_tokens"] = -1
+    before = planned_trainer({"objective": "pretrain"}, settings, compiles=False)
+    assert before.tokenizer is None and not (tmp_path / "store").exists()
+    trained = launch.build_trainer({"objective": "pretrain"}, settings, name="a", root=tmp_path / "runs")
+    after: Any = planned_trainer({"objective": "pretrain"}, settings)
+    assert trained.derived == after.derived == before.derived | trained.derived
+    assert trained.steps == before.steps == after.steps
+    assert after.epochs == pytest.approx(trained.data.plan.epoch(trained.steps))
+    assert trained.config["optimization/weight_decay"] == after.config["optimization/weight_decay"]
+
+
+def test_memory_and_time_of_a_tiny_model(
+    tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    plan = make_plan("quickstart", tiny, say=said.append)
+    memory, parameters = plan["memory"], plan["model"]["parameters"]["total"]
+    assert StepMemory(10, 9, 8, 7).total == 18
+    assert memory["total"] == (
+        memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"]
+    )
+    assert memory["arguments"] > 2 * 4 * parameters, "weights and momentum in float32, and more"
+    assert memory["aliased"] >= 2 * 4 * parameters, "the state is donated: it is counted once"
+    assert memory["temporaries"] > 0 and any("--no-compile" in line for line in said)
+    spent = plan["time"]
+    assert spent["share_of_matrix_rate"] > 0 and "2048³ product" in spent["measured"]
+    rate = spent["matrix_flops_per_s"] * spent["share_of_matrix_rate"]
+    assert spent["seconds"] == pytest.approx((plan["flops"]["total"] + spent["optimizer_flops"]) / rate)
+    assert spent["optimizer_flops"] > 0 and list(tmp_path.iterdir()) == []
+    again = make_plan("quickstart", tiny)["memory"]  # now the program comes from the cache
+    assert {**again, "compile_seconds": 0} == {**memory, "compile_seconds": 0}
+    assert "≈" in render(plan) and "GiB" in render(plan)
+
+
+def test_what_is_assumed_and_what_is_refused(corpus: Path, tmp_path: Path) -> None:
+    def plan(*words: str) -> Any:
+        return planned_trainer("pretrain", ["model.depth=2", *words], compiles=False)
+
+    assumed = plan("data.tokenizer=auto")
+    assert assumed.config["model/vocab_size"] == VOCABULARY
+    assert assumed.derived["model.vocab_size"]["reason"].startswith("assumed")
+    given = plan("model.vocab_size=500")
+    assert given.model.vocab_size == 500 and "model.vocab_size" not in given.derived
+    with pytest.raises(InputError, match=r"training\.epochs needs the length of the data"):
+        plan("training.epochs=2", f"training.dataset={corpus}", f"data.root={tmp_path}")
+    with pytest.raises(InputError, match="did you mean"):
+        plan("model.dept=3")
+    recipe = {"objective": "pretrain", "training": {"steps": "???"}}
+    with pytest.raises(InputError, match=r"leaves 'training\.steps' open"):
+        planned_trainer(recipe, compiles=False)
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_every_schedule_is_drawn_with_its_corners(name: str, tmp_path: Path) -> None:
+    optimizer = build_optimizer("muon", lambda cls: cls(), 1000, schedule=name, boundaries=(0, 400))
+    assert optimizer.schedule is not None
+    curves = sample_curves(optimizer, 1000, points=11)
+    corners = [corner for corner in optimizer.schedule.corners if corner < 1000]
+    assert set(corners) <= set(curves["steps"]) and curves["steps"][0] == 0 and curves["steps"][-1] == 999
+    for corner in corners:
+        place = curves["steps"].index(corner)
+        assert curves["lrm"][place] == pytest.approx(float(optimizer.schedule(corner)))
+    assert curves["momentum"][0] == pytest.approx(0.85) and max(curves["momentum"]) == pytest.approx(0.95)
+    assert curves["weight_decay"][0] == pytest.approx(0.2)
+    assert curves["weight_decay"][-1] == pytest.approx(0.2 / 1000, rel=1e-3)
+    file = write_curves(curves, tmp_path / f"{name}.png")
+    assert file is not None and file.read_bytes().startswith(PNG)
+
+
+def test_curves_of_other_optimizers(tmp_path: Path) -> None:
+    import optax
+
+    adamw = sample_curves(build_optimizer("adamw", lambda cls: cls(), 50), 50)
+    assert set(adamw) == {"steps", "lrm", "weight_decay"} and set(adamw["weight_decay"]) == {
+        np.float32(0.01).item()
+    }
+    bare = sample_curves(build_optimizer(optax.sgd(0.1), lambda cls: cls(), 50), 50)
+    assert set(bare) == {"steps"} and write_curves(bare, tmp_path / "none.png") is None
+    with pytest.raises(InputError, match=r"\.png"):
+        write_curves(adamw, tmp_path / "curves.jpg")
+
+
+def test_sparkline() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6, 7]) == BLOCKS
+    assert len(set(sparkline([0, 10], [0.5, 0.5]))) == 1
+    assert sparkline([0, 10], [0.85, 0.95]) == BLOCKS[0] + BLOCKS[-1], "a narrow range is stretched"
+    assert sparkline([0, 10], [0.5, 1.0])[0] == BLOCKS[0] and sparkline([0, 10], [1.0, 0.25])[1] == BLOCKS[2]
