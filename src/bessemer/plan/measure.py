@@ -134,15 +134,16 @@ def predict(trainer: BaseTrainer, rate: Rate) -> dict[str, Any]:
     flops = trainer.calculate_number_total_flops() + update
     share = 1.0 if rate.share is None else rate.share
     seconds = flops / (rate.matrix * share * devices)
-    peak = topology.chip.bf16_flops if topology.chip else None
+    speed = trainer.steps * trainer.tokens_per_step / seconds
+    per_token = trainer.flops_share(causal=False)
     return {
         "seconds": seconds,
-        "tokens_per_s": trainer.steps * trainer.tokens_per_step / seconds,
+        "tokens_per_s": speed,
         "matrix_flops_per_s": rate.matrix,
         "share_of_matrix_rate": rate.share,
         "measured": rate.how,
         "optimizer_flops": update,
         "devices": devices,
-        "mfu": None if peak is None or rate.share is None else rate.matrix * rate.share / peak,
+        "mfu": None if per_token is None or rate.share is None else speed * per_token,
         "bound": rate.share is None,
     }

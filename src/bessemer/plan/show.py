@@ -116,6 +116,8 @@ def _time(spent: dict[str, Any]) -> tuple[str, str, str]:
         return "time", f"> {duration(spent['seconds'])}", f"if all ran at the matrix rate, {rate}"
     share = spent["share_of_matrix_rate"]
     words = f"{compact(spent['tokens_per_s'])} tokens/s: {share:.0%} of the matrix rate, {rate}"
+    if spent["mfu"] is not None:
+        words = f"MFU {spent['mfu']:.1%}, {words}"
     if spent["devices"] > 1:
         words += f"; {spent['devices']} devices, no communication counted"
     return "time", f"≈ {duration(spent['seconds'])}", words
