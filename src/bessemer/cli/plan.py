@@ -36,10 +36,10 @@ def command(words: tuple[str, ...], picture: Path | None, no_compile: bool, as_j
       bessemer plan pretrain model.depth=20 --no-compile --json
     """
     recipe, overrides = split_words(words)
-    from bessemer.plan import make_plan, render, write_curves
+    from bessemer.plan import check_picture, make_plan, render, write_curves
 
+    place = check_picture(picture or Path("plots") / f"plan-{Path(recipe).stem}.png")
     plan = make_plan(recipe, overrides, compiles=not no_compile, say=lambda text: click.echo(text, err=True))
-    place = picture or Path("plots") / f"plan-{Path(recipe).stem}.png"
     drawn = write_curves(plan["schedules"], place)
     plan["plot"] = None if drawn is None else str(drawn)
     if as_json:

@@ -44,18 +44,23 @@ def sparkline(steps: list[float], values: list[float], width: int = 48) -> str:
     return "".join(BLOCKS[level] for level in levels)
 
 
+def check_picture(path: Path) -> Path:
+    """Refused before anything is compiled, not after."""
+    if path.suffix.lower() != ".png":
+        raise InputError(f"--plot writes a PNG, but '{path}' does not end in .png.")
+    return path
+
+
 def write_curves(curves: dict[str, list[float]], path: Path) -> Path | None:
     """One panel a curve; None when there is none (an optax transformation keeps its rate to itself)."""
     names = [name for name in curves if name != "steps"]
     if not names:
         return None
-    if path.suffix.lower() != ".png":
-        raise InputError(f"--plot writes a PNG, but '{path}' does not end in .png.")
     figure, panels = new_figure(panels=len(names))
     for name, axes in zip(names, np.atleast_1d(np.asarray(panels, dtype=object)), strict=True):
         draw(axes, curves["steps"], curves[name])
         finish(axes, TITLES.get(name, name))
-    return save(figure, path)
+    return save(figure, check_picture(path))
 
 
 def draw(axes: Any, steps: list[float], values: list[float]) -> None:
