@@ -20,8 +20,8 @@ from bessemer.report import write_report
 from bessemer.training.facts import compressor_baselines, write_facts
 from bessemer.training.fetch import fetch
 from bessemer.training.finale import final_lines, shown
+from bessemer.training.guard import Unstable
 from bessemer.training.progress import compact
-from bessemer.training.report import NonFinite
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -121,10 +121,13 @@ def explained(trainer: BaseTrainer) -> Iterator[None]:
 
     try:
         yield
-    except NonFinite as error:
+    except Unstable as error:
+        spikes = (
+            " If these are no true spikes, raise guard.spike_sigma." if trainer.guard.spike_sigma > 0 else ""
+        )
         raise TrainingError(
-            f"{error} {_last_checkpoint(trainer)} Try a lower optimization.lr or a longer warm-up "
-            "(training.warmup_pct), or look at the data near that step."
+            f"{error} {_last_checkpoint(trainer)} Try a new run with a lower optimization.lr or a longer warm-up "
+            f"(training.warmup_pct), and look at the data near that step.{spikes}"
         ) from error
     except jax.errors.JaxRuntimeError as error:
         raise _runtime_error(trainer, error) from error

@@ -17,13 +17,14 @@ from bessemer.errors import InputError
 from bessemer.job import Snapshot, find_run
 from bessemer.job.jobs import step_of
 from bessemer.training.fetch import fetch
+from bessemer.training.rollback import protect_target
 from bessemer.training.state import LoopState
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-SAVED = ("step", "data_step", "params", "opt_state", "ema")
+SAVED = ("step", "data_step", "params", "opt_state", "ema", "guard")
 
 
 def open_checkpoints(trainer: BaseTrainer) -> Checkpoints:
@@ -75,6 +76,7 @@ def save(trainer: BaseTrainer, wait: bool) -> None:
     if loop.best_step == trainer.step:
         loop.best_checkpoint = trainer.step
     trainer.checkpoint_manager.protect(loop.best_checkpoint)
+    protect_target(trainer)
     trainer.save_tree(snapshot(trainer), wait=wait)
 
 
@@ -85,6 +87,7 @@ def accept(trainer: BaseTrainer, tree: Any, step: int) -> None:
     trainer.loop_state = LoopState.from_json(manager.read(step, "loop.json"))
     manager.protect(trainer.loop_state.best_checkpoint)
     trainer.step = step
+    protect_target(trainer)
     trainer.data_offset = int(fetch(trainer.state.data_step)) - step
 
 

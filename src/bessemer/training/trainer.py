@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
 import jax
+import numpy as np
 from flax import linen as nn
 
 from bessemer.checkpoint import Checkpoints
@@ -102,10 +103,8 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.data = self.configure_dataloaders()
             self.functions = self.configure_functions()
             restore.pin_init(self)
-        self.loop_state = LoopState()
         self.stop_agreement = StopAgreement()
-        self.step = 0
-        self.data_offset = 0
+        self.start_over()
 
     # --- classes and names -------------------------------------------------------------------------------
     @classmethod
@@ -214,6 +213,18 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def done(self) -> bool:
         """All optimizer steps taken (or an early end decided by a callback)."""
         return self.step >= self.steps or self.loop_state.finished is not None
+
+    def start_over(self) -> None:
+        """Back to step 0, as the run began; the state is made again at its first use."""
+        self._state = None
+        self.loop_state = LoopState()
+        self.step = self.data_offset = 0
+
+    def move_data(self, position: int) -> None:
+        """The next step takes batch `position`."""
+        self.data_offset = position - self.step
+        data_step = jax.device_put(np.int32(position), self.topology.replicated)
+        self.state = self.state.replace(data_step=data_step)
 
     # --- batches and steps --------------------------------------------------------------------------------
     def batch(self, slice: str = "train") -> Mapping[str, Any]:
@@ -356,7 +367,9 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def given_params(self, params: Any) -> Any:
         """The starting weights: those given, those of `init`, or the freshly made ones."""
         if self.given.model_state is not None:
-            return jax.device_put(self.given.model_state, jax.tree.map(lambda leaf: leaf.sharding, params))
+            placed = jax.tree.map(lambda leaf: leaf.sharding, params)
+            # a copy: the step donates its state, and these are the caller's, and needed again to start over
+            return jax.device_put(self.given.model_state, placed, may_alias=False)
         return params if self.settings.init is None else restore.initial_params(self, params)
 
     def gather(self, params: Any) -> Any:

@@ -79,7 +79,11 @@ class Preview(Callback):
         end = (trainer.tokenizer.bos_id,)
         self.decoder = Decoder(trainer.model, pad_id=trainer.tokenizer.pad_id, end_ids=end, fetch=fetch)
         self.file = MetricsFile(trainer.run_directory.samples)
-        if trainer.is_process_zero:
+        self.on_rollback(loop)
+
+    def on_rollback(self, loop: Loop) -> None:
+        trainer, self.previewed = loop.trainer, None
+        if self.decoder is not None and trainer.is_process_zero:
             # the preview of a finished step count is made again, by all processes: a kill may have cut it short
             self.file.truncate_after(loop.step - 1 if trainer.done else loop.step if loop.step > 0 else -1)
 
