@@ -17,6 +17,7 @@ from bessemer.errors import BessemerError, Stopped, StorageError
 from bessemer.topology import StopAgreement
 from bessemer.training.callback import Callbacks
 from bessemer.training.guard import Unstable
+from bessemer.training.outcome import doing, smaller_batches
 from bessemer.training.report import StepClock, StepLog
 from bessemer.training.rollback import roll_back
 from bessemer.training.signals import stop_signals
@@ -185,7 +186,8 @@ class Loop:
         """Loss on the fixed held-out sequences; the row goes to on_validation."""
         if not self.trainer.validates:
             return None
-        with self.paused():
+        where = f"the validation at step {self.step}"
+        with self.paused(), doing(self.trainer, where, smaller_batches(self.trainer)):
             self.trainer.step = self.step
             row = {"step": self.step, **self.trainer.validate()}
             self.callbacks.fire("on_validation", self, row)

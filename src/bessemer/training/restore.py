@@ -95,13 +95,21 @@ def check_same_run(trainer: BaseTrainer, step: int) -> None:
     """Other data or another tokenizer is an error; another machine is one line, as only rounding changes."""
     saved = json.loads(trainer.checkpoint_manager.read(step, "meta.json"))
     current = meta(trainer, step)
+    changes = []
     for name, what in (("tokenizer_hash", "tokenizer"), ("data_fingerprint", "training data")):
-        if saved[name] != current[name]:
+        if saved[name] == current[name]:
+            continue
+        changes.append(f"{what} {_short(saved[name])} then, {_short(current[name])} now")
+        if not trainer.settings.allow_data_change:
             raise InputError(
                 f"the checkpoint at step {saved['step']} of {trainer.run_directory.path} was made with another {what} "
                 f"({_short(saved[name])} then, {_short(current[name])} now), so continuing would not be the same run. "
-                f"Restore the {what}, or start a new run from these weights with init={trainer.run_directory.path}."
+                f"Restore the {what}, or start a new run from these weights with init={trainer.run_directory.path}, "
+                "or go on all the same with training.allow_data_change=true."
             )
+    if changes:
+        trainer.data_change = f"from step {step} on other data: {'; '.join(changes)}"
+        trainer.say(f"note: {trainer.data_change} (training.allow_data_change); not the same run any more")
     differences = [
         f"{name} {saved['versions'].get(name)} then, {version} now"
         for name, version in current["versions"].items()

@@ -25,7 +25,17 @@ from bessemer.errors import InputError
 from bessemer.job import CheckpointManager, ExecutionSpec, RestoreableJob, Snapshot
 from bessemer.registry import jobs
 from bessemer.topology import StopAgreement, Topology, TopologySettings, init_sharded
-from bessemer.training import data_parts, functions, model_parts, output, restore, schema, step, validation
+from bessemer.training import (
+    data_parts,
+    functions,
+    model_parts,
+    outcome,
+    output,
+    restore,
+    schema,
+    step,
+    validation,
+)
 from bessemer.training.cache import keep_compiled_programs
 from bessemer.training.callback import Callback
 from bessemer.training.collate import collect_function
@@ -91,6 +101,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         if named:
             self.note_derived(GIVEN, named, "brought by the caller, not by the configuration")
         self.continues = False
+        self.data_change = ""
         self._state: TrainState | None = None
         self._checkpoints: Checkpoints | None = None
         self.output = output.Output(spec.run_directory, self.topology.is_process_zero)
@@ -103,6 +114,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.data = self.configure_dataloaders()
             self.functions = self.configure_functions()
             restore.pin_init(self)
+        self.activity = outcome.stepping(self)
         self.stop_agreement = StopAgreement()
         self.start_over()
 
@@ -279,7 +291,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     # --- running -----------------------------------------------------------------------------------------
     def run(self) -> None:
         """Train to the end (every process calls it). Continues from what `load` restored."""
-        with output.opened(self):
+        with outcome.opened(self):
             output.header(self)
             output.compile_shown(self)
             loop = Loop(self)

@@ -13,6 +13,7 @@ from bessemer.report.metrics import MetricsFile
 from bessemer.training.callback import Callback
 from bessemer.training.fetch import fetch
 from bessemer.training.loop import Loop
+from bessemer.training.outcome import doing
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -102,7 +103,8 @@ class Preview(Callback):
             return
         loop.flush()
         self.previewed = loop.step
-        with loop.paused():
+        remedy = "Give fewer or shorter logging.preview_prompts"
+        with loop.paused(), doing(trainer, f"the preview at step {loop.step}", remedy):
             prompts = held_out_prompts(trainer) if self.prompts == [HELD_OUT] else self.prompts
             prompts = prompts or list(PROMPTS)
             params = trainer.state.params
