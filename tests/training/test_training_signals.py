@@ -1,4 +1,4 @@
-"""A stop signal at any moment of the command, in real processes: the right code, and a run that resumes or never was."""
+"""A stop signal at any moment of the command, in real processes: the right code; the run resumes, or never was."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ from tests.conftest import words
 pytestmark = pytest.mark.slow
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def small(tiny: dict[str, object]) -> dict[str, object]:
+    """Quick to compile; yet, with a cold cache, long enough to be met by a signal."""
+    return {**tiny, "optimization.name": "adamw", "logging.preview_prompts": "[the]"}
+
 
 SLOW_DATA = """
 import time
@@ -56,12 +63,12 @@ def losses(path: Path) -> list[tuple[int, float]]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_while_data_is_prepared_there_is_no_run_yet(
-    number: signal.Signals, tiny: dict[str, object], home: Path, tmp_path: Path
+    number: signal.Signals, small: dict[str, object], home: Path, tmp_path: Path
 ) -> None:
     marker = tmp_path / "preparing"
     (tmp_path / "slow_data.py").write_text(SLOW_DATA.format(marker=str(marker)))
     settings = {
-        **tiny,
+        **small,
         "training.dataset": "slow_data",
         "plugins": f"[{tmp_path / 'slow_data.py'}]",
         "data.root": str(tmp_path / "root"),
@@ -76,11 +83,11 @@ def test_while_data_is_prepared_there_is_no_run_yet(
 
 
 def test_while_the_program_compiles_the_run_resumes_from_its_start(
-    tiny: dict[str, object], tmp_path: Path, cli: Cli
+    small: dict[str, object], tmp_path: Path, cli: Cli
 ) -> None:
     """A cold cache makes the compilation long; the header is written just before it."""
     cold = tmp_path / "cold"
-    arguments = ["train", "quickstart", *words(tiny), "--runs", str(tmp_path)]
+    arguments = ["train", "quickstart", *words(small), "--runs", str(tmp_path)]
     process = start(cold, *arguments, "--name", "part")
     log = tmp_path / "part/log.txt"
     wait_until(process, lambda: log.exists() and "devices" in log.read_text())
@@ -100,9 +107,9 @@ def test_while_the_program_compiles_the_run_resumes_from_its_start(
 
 
 def test_before_a_resume_has_begun_the_run_is_as_it_was(
-    tiny: dict[str, object], home: Path, tmp_path: Path, cli: Cli
+    small: dict[str, object], home: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    limited = {**tiny, "training.time_limit": "0.001s"}
+    limited = {**small, "training.time_limit": "0.001s"}
     stopped = cli("train", "quickstart", *words(limited), "--runs", str(tmp_path), "--name", "a")
     assert stopped.returncode == 75, stopped.stderr
     before = (tmp_path / "a/status.json").read_text()
@@ -118,7 +125,7 @@ def test_before_a_resume_has_begun_the_run_is_as_it_was(
 
 
 def test_a_second_interrupt_leaves_at_once(
-    tiny: dict[str, object], home: Path, tmp_path: Path, cli: Cli
+    small: dict[str, object], home: Path, tmp_path: Path, cli: Cli
 ) -> None:
     """The first asks for a stop after the step, which takes a minute here; the second does not wait for it."""
     marker = tmp_path / "in_step"
@@ -128,7 +135,7 @@ def test_a_second_interrupt_leaves_at_once(
         "    def on_batch_end(self, loop):\n        if loop.step == 4:\n"
         f"            Path({str(marker)!r}).touch()\n            time.sleep(120)\n"
     )
-    settings = {**tiny, "plugins": f"[{tmp_path / 'slow_step.py'}]", "callbacks": "[slow_step]"}
+    settings = {**small, "plugins": f"[{tmp_path / 'slow_step.py'}]", "callbacks": "[slow_step]"}
     process = start(home, "train", "quickstart", *words(settings), "--runs", str(tmp_path), "--name", "a")
     wait_until(process, marker.exists)
     process.send_signal(signal.SIGINT)
