@@ -103,3 +103,34 @@ def test_the_survivor_leaves_with_exit_4_and_both_resume(
     outputs = [process.communicate(timeout=200)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert steps(path) == list(range(1, 61)), "no row is missing or doubled"
+
+
+def test_two_processes_roll_back_together(tiny: dict[str, object], home: Path, tmp_path: Path) -> None:
+    """The loss is replicated, so both decide the same at the same step; to rounding it is the run of one process."""
+    settings = {
+        **tiny,
+        "optimization.name": "adamw",
+        "training.steps": 14,
+        "training.validation": False,
+        "logging.checkpoint_interval": 4,
+        "plugins": f"[{Path(__file__).parent / 'poison.py'}]",
+        "job": "poisoned",
+        "objective": "poisonable",
+        "training.poison": "{'6': 50.0}",
+        "guard.spike_sigma": 6.0,
+        "guard.spike_window": 4,
+        "guard.spike_action": "rollback",
+    }
+    arguments = ["train", "quickstart", *words(settings), "--runs", str(tmp_path), "--name"]
+    env = {**os.environ, "BESSEMER_HOME": str(home), "JAX_NUM_CPU_DEVICES": "1"}
+    alone = subprocess.Popen([sys.executable, "-m", "bessemer", *arguments, "one"], env=env)
+    both = pair(home, *arguments, "two")
+    outputs = [process.communicate(timeout=200)[0] for process in both]
+    assert [alone.wait(timeout=200), *(process.returncode for process in both)] == [0, 0, 0], outputs
+    one, two = (
+        [json.loads(row) for row in (tmp_path / name / "metrics.jsonl").open()] for name in ("one", "two")
+    )
+    assert [row["step"] for row in two] == list(range(1, 15)) and two[-1]["rollbacks"] == 1
+    for a, b in zip(one, two, strict=True):
+        assert a["target_tokens"] == b["target_tokens"] and a["epoch"] == b["epoch"], "the same token stream"
+        assert abs(a["loss"] - b["loss"]) < 1e-2 * a["loss"]
