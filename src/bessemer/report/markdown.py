@@ -91,6 +91,7 @@ def _numbers(summary: Summary) -> list[str]:
         ("final training loss, smoothed", decimal(summary.last("loss_smooth"))),
         ("steps", count(summary.step)),
         ("skipped steps", count(summary.last("skipped_steps"))),
+        *_guard(summary),
         ("tokens", count(tokens)),
         ("parameters", count(parameters)),
         ("tokens : parameters", ratio),
@@ -105,6 +106,16 @@ def _numbers(summary: Summary) -> list[str]:
         ("peak memory of a device", gib(summary.largest("mem/peak_gib"))),
     ]
     return ["## Numbers", "", *markdown_table(("", ""), rows)]
+
+
+def _guard(summary: Summary) -> list[tuple[str, str]]:
+    """Spikes and rollbacks, of a run that looked for them (guard.spike_sigma)."""
+    if summary.last("spikes") is None:
+        return []
+    return [
+        ("loss spikes", count(summary.last("spikes"))),
+        ("rollbacks", count(summary.last("rollbacks"))),
+    ]
 
 
 def _curves(summary: Summary, plots: list[Path]) -> list[str]:

@@ -7,7 +7,9 @@ axis each named axis rests (parameters, optimizer state) and computes (weights i
 from bessemer.topology.chips import CHIPS, Chip, chip_of
 from bessemer.topology.distributed import (
     StopAgreement,
+    absent_processes,
     barrier,
+    first_line,
     process_count,
     process_index,
     share,
@@ -35,9 +37,11 @@ __all__ = [
     "StopAgreement",
     "Topology",
     "TopologySettings",
+    "absent_processes",
     "barrier",
     "check_rules",
     "chip_of",
+    "first_line",
     "init_sharded",
     "keep_stdout_clean",
     "make_topology",

@@ -15,6 +15,7 @@ from bessemer.registry import objectives
 from bessemer.topology import shardings, share, unbox, validate_divisible
 from bessemer.training import microbatch
 from bessemer.training.feed import abstract_batch
+from bessemer.training.guard import spike_rule
 from bessemer.training.state import StepRules, TrainState, create_state
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def abstract_state(trainer: BaseTrainer, optimizer: Optimizer) -> tuple[TrainSta
         ema_decay=trainer.settings.ema,
         place_gradients=functools.partial(jax.lax.with_sharding_constraint, shardings=param_shardings),
         rates=optimizer.rates,
+        spikes=spike_rule(trainer.guard, trainer.data.stage_starts[1:]),
     )
     loss_fn = objective_function(trainer)
     create = functools.partial(create_state, trainer.model_parts.apply, loss_fn, tx=optimizer.tx, rules=rules)
@@ -119,6 +121,7 @@ def abstract_state(trainer: BaseTrainer, optimizer: Optimizer) -> tuple[TrainSta
         params=param_shardings,
         opt_state=state_shardings(optimizer.tx, unbox(boxed), param_shardings, topology.replicated),
         ema=None if state.ema is None else param_shardings,
+        guard=jax.tree.map(lambda _: topology.replicated, state.guard),
     )
     located = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state, placed

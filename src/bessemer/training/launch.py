@@ -20,6 +20,10 @@ from bessemer.training.trainer import GIVEN, BaseTrainer
 RESUMABLE = ("logging/", "topology/", "eval/", "training/per_device_batch_size", "training/time_limit")
 """Settings that cannot change the run, so `resume` accepts them."""
 
+PERMISSION = "training/allow_data_change"
+DATA = (PERMISSION, "training/dataset", "data/")
+"""Settings that `resume` accepts with that permission: the run goes on as another one, and says so."""
+
 Overrides = Sequence[str] | Mapping[str, Any]
 
 
@@ -132,13 +136,20 @@ def overridden(path: Path, overrides: Overrides) -> Config:
     saved = load_saved(path, schema_of)
     config = load_saved(path, schema_of, overrides)
     changed = [key for key, value in config.values.items() if saved.get(key) != value]
+    allowed = (*RESUMABLE, *DATA) if config[PERMISSION] else RESUMABLE
     for key in changed:
-        if not key.startswith(RESUMABLE):
+        if not key.startswith(allowed):
             raise InputError(
                 f"{dotted(key)} cannot be changed on resume: the result would be another run. "
-                "Only logging.*, topology.*, eval.*, training.per_device_batch_size and training.time_limit can. "
+                "Only logging.*, topology.*, eval.*, training.per_device_batch_size and training.time_limit can, and "
+                "the data with training.allow_data_change=true. "
                 f"To train on with {dotted(key)}={config[key]}, start a new run with init=RUN."
             )
+    if "logging/checkpoint_interval" in changed and config["guard/spike_action"] == "rollback":
+        raise InputError(
+            "logging.checkpoint_interval cannot be changed on resume with guard.spike_action=rollback: it decides to "
+            "which step a rollback goes back, so the result would be another run."
+        )
     chosen = saved.provenance["training/per_device_batch_size"].startswith("chosen")
     meshes = [f"topology/{axis}" for axis in ("platform", *AXES)]
     if chosen and any(key in meshes for key in changed):
