@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+AXES = ("data", "fsdp", "tensor", "context")
 Settings = dict[str, Any]
 
 
@@ -64,7 +65,7 @@ def accumulate(per_device: int, **more: Any) -> Member:
 
 def mesh(quick: bool = False, processes: int = 1, per_device: int = -1, **axes: int) -> Member:
     """A mesh of as many virtual devices as the sizes multiply to, in equal parts over the processes."""
-    sizes = {f"topology__{axis}": size for axis, size in ({"data": 1} | axes).items()}
+    sizes = {f"topology__{axis}": size for axis, size in (dict.fromkeys(AXES, 1) | axes).items()}
     sizes["training__per_device_batch_size"] = per_device
     return member(math.prod(axes.values()) // processes, processes, quick, **sizes)
 

@@ -144,7 +144,11 @@ class Runs:
                     text=True,
                 )
             )
-        outputs = [process.communicate(timeout=300)[0] for process in processes]
+        try:
+            outputs = [process.communicate(timeout=500)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()  # nothing to a process that has ended
         assert [process.returncode for process in processes] == [code] * member.processes, "\n".join(outputs)
         return outputs[0]
 

@@ -22,7 +22,7 @@ class RecordBatches(bm.Callback):
         path = trainer.run_directory.path / "batches.jsonl"
 
         def recorded(state, batch, key):
-            number, line = int(state.data_step), digest(batch)
+            number, line = int(state.data_step), self.digest(batch)
             if trainer.is_process_zero:
                 with path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"data_step": number, "digest": line}) + "\n")
@@ -30,15 +30,15 @@ class RecordBatches(bm.Callback):
 
         trainer.functions = trainer.functions._replace(train_step=recorded)
 
-
-def digest(batch):
-    """sha256 of all fields of a batch (S, B, T), as (S·B, T)."""
-    found = hashlib.sha256()
-    for name in sorted(batch):
-        whole = batch[name]
-        if jax.process_count() > 1:
-            whole = multihost_utils.process_allgather(whole, tiled=True)
-        array = np.asarray(whole)
-        found.update(name.encode())
-        found.update(np.ascontiguousarray(array.reshape(-1, *array.shape[2:])).tobytes())
-    return found.hexdigest()
+    @staticmethod
+    def digest(batch):
+        """sha256 of all fields of a batch (S, B, T), as (S·B, T)."""
+        found = hashlib.sha256()
+        for name in sorted(batch):
+            whole = batch[name]
+            if jax.process_count() > 1:
+                whole = multihost_utils.process_allgather(whole, tiled=True)
+            array = np.asarray(whole)
+            found.update(name.encode())
+            found.update(np.ascontiguousarray(array.reshape(-1, *array.shape[2:])).tobytes())
+        return found.hexdigest()

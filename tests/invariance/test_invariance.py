@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.invariance.classes import CLASSES, CONTROLS, Class, Member
+from tests.invariance.classes import CLASSES, CONTROLS, Member
 from tests.invariance.compare import difference, digests, meta
 from tests.invariance.conftest import BLOCK, PAIRS, STEPS, Runs
 from tests.tiny_run import tiny_tokenizer
@@ -27,7 +27,9 @@ def cases(many: bool) -> Iterator[Any]:
                 yield pytest.param(name, label, marks=marks, id=f"{name}: {label}")
 
 
-def check(one: Class, member: Member, runs: Runs, show: Any) -> None:
+def check(name: str, label: str, runs: Runs) -> None:
+    """Train both and compare; `pytest -rP` shows the measured differences."""
+    one, member = CLASSES[name], CLASSES[name].members[label]
     platform = "gpu" if one.gpu else "cpu"
     if one.gpu and shutil.which("nvidia-smi") is None:
         pytest.skip("no NVIDIA GPU here")
@@ -38,13 +40,13 @@ def check(one: Class, member: Member, runs: Runs, show: Any) -> None:
     if one.same_rows:
         assert digests(run) == digests(baseline) and len(digests(run)) == STEPS
     found = difference(run, baseline, runs.start_arrays(one.shared))
-    show("difference", str(found))
+    print(f"{name}: {label}: {found}")
     assert found.within(one.within), f"{found}; allowed: {one.within}"
 
 
 @pytest.mark.parametrize(("name", "label"), list(cases(many=False)))
-def test_member_is_the_baseline(name: str, label: str, runs: Runs, record_property: Any) -> None:
-    check(CLASSES[name], CLASSES[name].members[label], runs, record_property)
+def test_member_is_the_baseline(name: str, label: str, runs: Runs) -> None:
+    check(name, label, runs)
 
 
 @pytest.mark.slow
@@ -56,6 +58,7 @@ def test_a_small_change_is_seen(name: str, runs: Runs) -> None:
     baseline = runs.train(one.data, one.shared, one.baseline)
     run = runs.train(one.data, one.shared, Member(settings))
     found = difference(run, baseline, runs.start_arrays(one.shared))
+    print(f"{name}: {found}")
     bound = one.within
     assert abs(found.length.value) > 10 * bound.length, found
     assert found.largest.value > 10 * bound.largest, found

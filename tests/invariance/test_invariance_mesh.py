@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from tests.invariance.classes import CLASSES
 from tests.invariance.conftest import Runs
 from tests.invariance.test_invariance import cases, check
 
 
 @pytest.mark.parametrize(("name", "label"), list(cases(many=True)))
-def test_mesh_is_the_baseline(name: str, label: str, runs: Runs, record_property: Any) -> None:
-    check(CLASSES[name], CLASSES[name].members[label], runs, record_property)
+def test_mesh_is_the_baseline(name: str, label: str, runs: Runs) -> None:
+    check(name, label, runs)
