@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Member, list[str]]] = {
         member(3, topology__data=3),
         ["training.batch_size=8", "multiple of 3"],
     ),
-    "micro-batches that do not fit": (accumulate(3), ["training.per_device_batch_size", "1, 2, 4, 8"]),
+    "micro-batches that do not fit": (mesh(per_device=3), ["training.per_device_batch_size", "1, 2, 4, 8"]),
     "more tensor shards than heads": (mesh(tensor=8), ["topology.tensor=8", "4 heads"]),
     "a sequence the context does not divide": (mesh(context=3), ["topology.context=3", "block_size=32"]),
     "another batch size": (member(training__batch_size=4), ["training.batch_size", "init=RUN"]),
