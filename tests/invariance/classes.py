@@ -88,7 +88,7 @@ ALONE: Settings = {**SGD, "training.batch_size": 12, "training.per_device_batch_
 EXACT = Bound(0, 0, 0, 0, 0, "the same program on the same numbers")
 # Measured over all members: most 1.2e-5, largest 1.2e-5, mean 2e-8, length 2e-7, losses 2.4e-7.
 ROUNDING = Bound(1e-4, 1e-4, 1e-6, 1e-5, 3e-6, "float32 sums in another order, six smooth updates")
-# Measured: most 1.3e-3, largest 4.7e-2, mean 7e-6, losses 8.9e-5. The polar factor lifts small singular
+# Measured: most 1.3e-3, largest 4.7e-2, mean 7e-6, length 1e-4, losses 8.9e-5. The polar factor lifts small singular
 # values to one, and with them the rounding in their directions. Cautious decay asks for the sign of an update: where
 # that is about zero (at most 6 of 16,384 elements here), rounding decides whether lr·wd·p is taken off.
 POLAR = Bound(1e-2, 0.5, 1e-4, 1e-3, 1e-3, "Muon's polar step and the sign in its decay")
