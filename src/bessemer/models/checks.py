@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bessemer.errors import InputError
+from bessemer.models.axes import shards
 from bessemer.models.layers import TENSOR_NAMES
 from bessemer.models.stack import remat_names
 
@@ -43,6 +44,11 @@ def _check_shape(model: GPT) -> None:
     _require(
         0 < s.kv_heads <= s.heads and s.heads % s.kv_heads == 0,
         f"model.kv_heads {s.kv_heads} does not divide model.heads {s.heads}; use a divisor of it.",
+    )
+    _require(
+        s.heads % shards("heads") == 0,
+        f"topology.tensor={shards('heads')} does not divide the {s.heads} heads of the model, so attention would be "
+        "computed whole on every device; use a divisor of model.heads.",
     )
     _require(
         bool(model.window) and set(model.window) <= set("SL"),

@@ -41,6 +41,7 @@ class Functions(NamedTuple):
 
 
 def build_functions(trainer: BaseTrainer) -> Functions:
+    check_sequence(trainer.settings.block_size, trainer.topology.mesh.shape["context"])
     optimizer = make_optimizer(trainer)
     abstract, placed = abstract_state(trainer, optimizer)
     per_device = trainer.config["training/per_device_batch_size"]
@@ -81,6 +82,15 @@ def jit_train_step(trainer: BaseTrainer, placed: TrainState, accumulate: int) ->
         out_shardings=(placed, replicated, replicated),
         compiler_options=trainer.topology.compiler_options,
     )
+
+
+def check_sequence(block_size: int, context: int) -> None:
+    """Every device of the context axis holds an equal piece of each sequence."""
+    if block_size % context:
+        raise InputError(
+            f"topology.context={context} does not divide architecture.block_size={block_size}: every device holds an "
+            "equal piece of a sequence. Use a divisor of the block size."
+        )
 
 
 def make_optimizer(trainer: BaseTrainer) -> Optimizer:
