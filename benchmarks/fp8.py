@@ -9,7 +9,8 @@ matrix products the compiled program calls, and the bytes it plans for temporari
 Cases: `linear` (each shape of a layer and of the head), `qkv` (norm and three projections), `mlp` (norm, feed-forward,
 residual), `cast` (bf16 to float8 alone: as is, transposed, both; with the amax pass or without).
 Forms: bf16; fp8 (bounds where they are known); measured (amax always); direct (scales applied to the result); fixed
-(the gradient's scale given, what delayed scaling would cost); bf16dw (dW in bf16); rowwise.
+(the gradient's scale given, what delayed scaling would cost); bf16dw (dW in bf16); rowwise. Programs are compiled
+without the compiler's own Triton products, which hide the float8 pattern from cuBLASLt; FORM/triton is with them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ RULES: dict[str, Rule | None] = {
     "direct-bf16dw": Rule(direct=True, weight_gradient=False),
     "rowwise": Rule("rowwise"),
 }
+TRITON = ("bf16/triton", "fp8/triton", "direct/triton")
 BF16 = jnp.bfloat16
 
 
@@ -51,10 +53,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--cases", default="mlp,qkv,linear,cast")
-    parser.add_argument("--forms", default=",".join([*RULES, "fixed"]))
+    parser.add_argument("--forms", default=",".join([*RULES, "fixed", *TRITON]))
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--dump", default=None, help="directory for the compiled programs' text")
     return parser.parse_args()
+
+
+def rule_of(form: str) -> Rule | None:
+    return RULES[form.removesuffix("/triton")]
 
 
 def linear_of(rule: Rule | None, bound: float | None = None) -> Callable[..., jax.Array]:
@@ -119,7 +125,7 @@ def linear_cases(width: int, args: argparse.Namespace) -> Iterator[Case]:
             run = (
                 partial(fixed_scale, bound=bound)
                 if form == "fixed"
-                else both_ways(linear_of(RULES[form], bound))
+                else both_ways(linear_of(rule_of(form), bound))
             )
             yield f"linear {d}x{f}", form, run, ((x, w), g), 6.0 * args.tokens * d * f
 
@@ -135,7 +141,7 @@ def layer_cases(width: int, args: argparse.Namespace, case: str) -> Iterator[Cas
     flops = 6.0 * args.tokens * sum(d * f for d, f in sizes)
     for form in args.forms.split(","):
         if form != "fixed":
-            yield f"{case} {width}", form, both_ways(make(RULES[form])), ((x, *weights), g), flops
+            yield f"{case} {width}", form, both_ways(make(rule_of(form))), ((x, *weights), g), flops
 
 
 def cast_cases(width: int, args: argparse.Namespace) -> Iterator[Case]:
@@ -172,11 +178,13 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     name, form, function, inputs, flops = case
-    compiled = jax.jit(function).lower(*inputs).compile()
+    gpu = jax.default_backend() == "gpu"
+    options = {"xla_gpu_enable_triton_gemm": form.endswith("/triton")} if gpu else None
+    compiled = jax.jit(function).lower(*inputs).compile(compiler_options=options)
     text = compiled.as_text()
     if args.dump:
         Path(args.dump).mkdir(parents=True, exist_ok=True)
-        (Path(args.dump) / f"{name} {form}.txt".replace(" ", "_")).write_text(text)
+        (Path(args.dump) / f"{name} {form}.txt".replace(" ", "_").replace("/", "-")).write_text(text)
     for _ in range(3):
         jax.block_until_ready(compiled(*inputs))
     start = time.perf_counter()
