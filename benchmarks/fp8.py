@@ -8,9 +8,10 @@ matrix products the compiled program calls, and the bytes it plans for temporari
 
 Cases: `linear` (each shape of a layer and of the head), `qkv` (norm and three projections), `mlp` (norm, feed-forward,
 residual), `cast` (bf16 to float8 alone: as is, transposed, both; with the amax pass or without).
-Forms: bf16; fp8 (bounds where they are known); measured (amax always); direct (scales applied to the result); fixed
-(the gradient's scale given, what delayed scaling would cost); bf16dw (dW in bf16); rowwise. Programs are compiled
-without the compiler's own Triton products, which hide the float8 pattern from cuBLASLt; FORM/triton is with them.
+Forms: bf16; fp8 (bounds where they are known); fast (gradients accumulated as fast as forward); measured (amax
+always); direct (scales applied to the result); fixed (the gradient's scale given, what delayed scaling would cost);
+bf16dw (dW in bf16); rowwise. Programs are compiled without the compiler's own Triton products, which hide the float8
+pattern from cuBLASLt; FORM/triton is with them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ NO_AXES = (None, None)
 RULES: dict[str, Rule | None] = {
     "bf16": None,
     "fp8": Rule(),
+    "fast": Rule(fast=True),
     "measured": Rule(bounds=False),
     "direct": Rule(direct=True),
     "bf16dw": Rule(weight_gradient=False),

@@ -11,7 +11,7 @@ logits: dhidden and dW are made there and only scaled in the backward pass. No t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.models.axes import constrain, shards
+from bessemer.models.fp8 import Rule, head_products, over_rows
 
 # Logits held at once. On accelerators 128 MiB in float32. On a CPU a tile that stays in its cache is faster (148 ms
 # against 236 ms for 4,096 tokens × 4,096), as long as it has rows enough to pay for adding up dW once a tile.
@@ -38,6 +39,7 @@ class LossOptions:
     softcap: float = 0.0
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    fp8: Rule | None = None  # the head's products with their gradients in float8
 
 
 def cross_entropy(
@@ -51,16 +53,18 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     chunks: int | str = "auto",
+    fp8: Rule | None = None,
 ) -> tuple[Array, Array]:
     """(Σ w·loss, Σ w·nll) in float32. hidden: (B, T, D) or (N, D); head: (D, V) float32; targets, weights: (B, T).
 
-    Targets below 0 are ignored. Only the first result is differentiable, and in `hidden` and `head`; the matmuls
-    run in the dtype of `hidden`. `chunks` cuts the sequence axis, so a batch split over devices stays where it is.
+    Targets below 0 are ignored. Only the first result is differentiable, and in `hidden` and `head`. The matmuls run
+    in the dtype of `hidden`, or by the rule `fp8` in float8 when a gradient is taken. `chunks` cuts the sequence axis,
+    so a batch split over devices stays where it is.
     """
     if hidden.ndim == 2:
         hidden, targets, weights = hidden[None], targets[None], weights[None]
     count = choose_chunks(chunks, targets.shape[0], targets.shape[1], head.shape[1])
-    options = LossOptions(vocab_size, count, softcap, label_smoothing, z_loss)
+    options = LossOptions(vocab_size, count, softcap, label_smoothing, z_loss, fp8)
     weights = jnp.where(targets < 0, 0.0, weights.astype(jnp.float32))
     loss, nll = _cross_entropy(options, hidden, head, jnp.maximum(targets, 0), weights)
     return loss, jax.lax.stop_gradient(nll)
@@ -206,7 +210,9 @@ def _forward(
     options: LossOptions, hidden: Array, head: Array, targets: Array, weights: Array
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Value and gradient, tile by tile. dW is kept apart per batch shard and summed over devices once, at the end."""
-    table = constrain(head.astype(hidden.dtype), "embed", "vocab")
+    logits, gradients = (
+        _products(head, hidden.dtype) if options.fp8 is None else head_products(head, options.fp8)
+    )
     groups = shards("batch") if hidden.shape[0] % shards("batch") == 0 else 1
 
     def tile(
@@ -214,12 +220,11 @@ def _forward(
     ) -> tuple[tuple[Array, Array], Array]:
         sums, dhead = carry
         h, t, w = inputs
-        z, lse = _statistics(options, _logits(h, table))
+        z, lse = _statistics(options, logits(h))
         loss, nll = _token_loss(options, z, lse, t)
-        dlogits = _logit_gradient(options, z, lse, t, w).astype(h.dtype)
-        dh = jnp.einsum("btv,dv->btd", dlogits, table, preferred_element_type=jnp.float32)
-        rows, drows = _rows(h, groups), _rows(dlogits, groups)
-        dhead += jnp.einsum("gnd,gnv->gdv", rows, drows, preferred_element_type=jnp.float32)
+        dlogits = _logit_gradient(options, z, lse, t, w)
+        dh, added = gradients(h, dlogits, jnp.max(w * (1 + 2 * options.z_loss * jnp.abs(lse))), groups)
+        dhead += added
         sums += jnp.stack([jnp.sum(w * loss), jnp.sum(w * nll)])
         return (sums, constrain(dhead, "batch", None, "vocab")), dh.astype(h.dtype)
 
@@ -231,9 +236,16 @@ def _forward(
     return (sums[0], sums[1]), (dhidden, jnp.sum(dhead, axis=0).astype(head.dtype))
 
 
-def _rows(x: Array, groups: int) -> Array:
-    """(B, t, X) → (groups, B/groups · t, X)."""
-    return x.reshape(groups, -1, x.shape[-1])
+def _products(head: Array, dtype: Any) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array]]]:
+    """(h → logits, (h, dlogits, bound of |dlogits|, groups) → (dh, dW (groups, D, V))); all results float32."""
+    table = constrain(head.astype(dtype), "embed", "vocab")
+
+    def gradients(h: Array, dlogits: Array, bound: Array, groups: int) -> tuple[Array, Array]:
+        dlogits = dlogits.astype(dtype)
+        dh = jnp.einsum("btv,dv->btd", dlogits, table, preferred_element_type=jnp.float32)
+        return dh, over_rows(h, dlogits, groups)
+
+    return partial(_logits, table=table), gradients
 
 
 def _backward(

@@ -11,6 +11,7 @@ a norm's output is at most √D, and e5m2 spans 30 octaves, so that a gradient's
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +25,9 @@ from bessemer.models.axes import constrain, shards
 from bessemer.models.blocks import Axes
 
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
+# XLA's own Triton products hide the float8 pattern from cuBLASLt: it then multiplies dequantised bf16 copies.
+GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+SCALINGS = ("tensorwise", "rowwise")
 SMALLEST, MULTIPLE = (
     128,
     16,
@@ -38,6 +42,7 @@ class Rule:
     weight_gradient: bool = True
     direct: bool = False
     bounds: bool = True
+    fast: bool = False
 
     @property
     def by_row(self) -> bool:
@@ -76,14 +81,21 @@ def power_of_two(x: Array) -> Array:
     return jnp.where(up == 0, 1.0, up)
 
 
-def product(a: Scaled, b: Scaled, axes: tuple[int, int], dtype: Any, direct: bool = False) -> Array:
-    """Σ over axis `axes[0]` of a and `axes[1]` of b, accumulated in float32, given in `dtype`."""
+def product(
+    a: Scaled, b: Scaled, axes: tuple[int, int], dtype: Any, direct: bool = False, exact: bool = False
+) -> Array:
+    """Σ over axis `axes[0]` of a and `axes[1]` of b, given in `dtype`.
+
+    `exact` accumulates in float32; without it Hopper's units keep about 14 bits of a partial sum, which is enough
+    for one forward product and not for a gradient's sum over every token of the batch.
+    """
+    precision = jax.lax.Precision.HIGHEST if exact else None
     dims = (((axes[0] % a.values.ndim,), (axes[1],)), ((), ()))
     if a.scale.ndim == 0 and b.scale.ndim == 0 and not direct:
         # The compiler replaces these casts and scales by one float8 product that scales its result by itself.
-        wide = [t.values.astype(jnp.bfloat16) * t.scale.astype(jnp.bfloat16) for t in (a, b)]
-        return jax.lax.dot_general(*wide, dims, preferred_element_type=dtype)
-    y = jax.lax.dot_general(a.values, b.values, dims, preferred_element_type=dtype)
+        wide_a, wide_b = (t.values.astype(jnp.bfloat16) * t.scale.astype(jnp.bfloat16) for t in (a, b))
+        return jax.lax.dot_general(wide_a, wide_b, dims, precision, preferred_element_type=dtype)
+    y = jax.lax.dot_general(a.values, b.values, dims, precision, preferred_element_type=dtype)
     if a.scale.ndim:
         return (y * a.scale * b.scale.reshape(-1)).astype(dtype)
     return (y * (a.scale * b.scale)).astype(dtype)
@@ -113,15 +125,20 @@ def _gradients(
 ) -> tuple[Array, Array]:
     """(dx, dW) of x W for the gradient g of the result. x: (B, T, D), g: (B, T, F)."""
     g8 = quantise(g, GRADIENT, -1) if rule.by_row else quantise(g, GRADIENT, bound=bound)
-    dx = product(g8, _table(w, axes, rule, 1), (-1, 1), g.dtype, rule.direct)
+    dx = product(g8, _table(w, axes, rule, 1), (-1, 1), g.dtype, rule.direct, not rule.fast)
     if x8 is None or rule.by_row or not rule.weight_gradient:
         # dW sums over tokens, whose scales differ in rowwise: it stays in the compute dtype.
         return dx, _over_tokens(x, g).astype(w.dtype)
     if shards("sequence") > 1:
-        wide = [(t.values.astype(g.dtype) * t.scale.astype(g.dtype)) for t in (x8, g8)]
-        return dx, _over_tokens(*wide).astype(w.dtype)
-    rows = [Scaled(t.values.reshape(-1, t.values.shape[-1]), t.scale) for t in (x8, g8)]
-    return dx, product(*rows, (0, 0), jnp.float32, rule.direct).astype(w.dtype)
+        wide_x, wide_g = (t.values.astype(g.dtype) * t.scale.astype(g.dtype) for t in (x8, g8))
+        return dx, _over_tokens(wide_x, wide_g).astype(w.dtype)
+    dw = product(_rows(x8), _rows(g8), (0, 0), jnp.float32, rule.direct, not rule.fast)
+    return dx, dw.astype(w.dtype)
+
+
+def _rows(x: Scaled) -> Scaled:
+    """(B, T, D) → (B·T, D); one scale."""
+    return Scaled(x.values.reshape(-1, x.values.shape[-1]), x.scale)
 
 
 def _over_tokens(x: Array, g: Array) -> Array:
@@ -203,3 +220,38 @@ def _longest_row(x: Array) -> Array:
 
 
 feed_forward.defvjp(_feed_forward_forward, _feed_forward_backward)
+
+
+# -- the head ----------------------------------------------------------------------------------------------------
+
+
+def head_products(
+    head: Array, rule: Rule
+) -> tuple[Callable[[Array], Array], Callable[..., tuple[Array, Array]]]:
+    """The loss's products with the head (D, V), for the output h (B, t, D) of a norm; all results float32.
+
+    (h → logits, (h, dlogits, bound of |dlogits|, groups) → (dh, dW (groups, D, V)))
+    """
+    axes = ("embed", "vocab")
+    into, back = _table(head, axes, rule, 0), _table(head, axes, rule, 1)
+
+    def cast(h: Array) -> Scaled:
+        return _input(h, rule, math.sqrt(head.shape[0]))
+
+    def logits(h: Array) -> Array:
+        return constrain(product(cast(h), into, (-1, 0), jnp.float32), "batch", "sequence", "vocab")
+
+    def gradients(h: Array, dlogits: Array, bound: Array, groups: int) -> tuple[Array, Array]:
+        g8 = quantise(dlogits, GRADIENT, -1) if rule.by_row else quantise(dlogits, GRADIENT, bound=bound)
+        dh = product(g8, back, (-1, 1), jnp.float32, exact=True)
+        if rule.by_row or groups > 1:
+            return dh, over_rows(h, dlogits.astype(h.dtype), groups)
+        return dh, product(_rows(cast(h)), _rows(g8), (0, 0), jnp.float32, exact=True)[None]
+
+    return logits, gradients
+
+
+def over_rows(x: Array, g: Array, groups: int) -> Array:
+    """xᵀ g per group of rows, float32: (B, t, D), (B, t, V) → (groups, D, V)."""
+    rows, grows = (a.reshape(groups, -1, a.shape[-1]) for a in (x, g))
+    return jnp.einsum("gnd,gnv->gdv", rows, grows, preferred_element_type=jnp.float32)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from bessemer.models import fp8
 from bessemer.models.axes import constrain
 from bessemer.models.blocks import (
     Axes,
@@ -107,6 +108,7 @@ class LayerOptions:
     dtype: Any
     qk_norm: bool
     dropout: float
+    fp8: fp8.Rule | None = None  # for matrices that fit; None: all products in `dtype`
 
 
 def layer(
@@ -164,10 +166,19 @@ def _turn(options: LayerOptions, x: Array, rotary: tuple[Array, Array]) -> Array
 
 
 def _feed_forward(options: LayerOptions, params: dict[str, Array], h: Array) -> Array:
+    if options.fp8 is not None and fp8.fits(params["up"].shape):
+        axes = (AXES["up"], AXES["down"])
+        return fp8.feed_forward(
+            h, params["up"], params["down"], axes, options.dtype, options.fp8, "mlp_hidden"
+        )
     up = checkpoint_name(_linear(options, params, "up", h), "mlp_hidden")
     up = constrain(up, "batch", "sequence", "mlp")
     return relu_squared_linear(up, params["down"], AXES["down"], options.dtype)
 
 
 def _linear(options: LayerOptions, params: dict[str, Array], name: str, x: Array) -> Array:
-    return linear(x, params[name], AXES[name], options.dtype)
+    w = params[name]
+    if options.fp8 is None or not fp8.fits(w.shape):
+        return linear(x, w, AXES[name], options.dtype)
+    bound = None if name == "out" else math.sqrt(w.shape[0])  # the others read the output of a norm
+    return fp8.linear(x, w, AXES[name], options.dtype, options.fp8, bound)

@@ -4,7 +4,7 @@ Model code knows nothing of devices: it names the axes of its arrays, and the ta
 axis each named axis rests (parameters, optimizer state) and computes (weights in use, activations).
 """
 
-from bessemer.topology.chips import CHIPS, Chip, chip_of
+from bessemer.topology.chips import CHIPS, Chip, chip_of, has_float8
 from bessemer.topology.distributed import (
     StopAgreement,
     barrier,
@@ -38,6 +38,7 @@ __all__ = [
     "barrier",
     "check_rules",
     "chip_of",
+    "has_float8",
     "init_sharded",
     "keep_stdout_clean",
     "make_topology",
