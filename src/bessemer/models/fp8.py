@@ -25,8 +25,9 @@ from bessemer.models.axes import constrain, shards
 from bessemer.models.blocks import Axes
 
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
-# XLA's own Triton products hide the float8 pattern from cuBLASLt: it then multiplies dequantised bf16 copies.
-GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+# Both hide the float8 pattern from cuBLASLt, which then multiplies dequantised bf16 copies: XLA's own Triton products,
+# and merging the products of q, k and v.
+GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 SCALINGS = ("tensorwise", "rowwise")
 SMALLEST, MULTIPLE = (
     128,
