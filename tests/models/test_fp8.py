@@ -18,7 +18,7 @@ from bessemer.errors import InputError
 from bessemer.models import fp8
 from bessemer.models.blocks import rms_norm
 from bessemer.models.gpt import GPT
-from bessemer.topology import has_float8
+from bessemer.topology import TopologySettings, has_float8, make_topology, shardings
 
 AXES = (None, None)
 TENSORWISE, ROWWISE = fp8.Rule("tensorwise"), fp8.Rule("rowwise")
@@ -210,6 +210,24 @@ def test_scanned_and_rematerialised_layers_give_the_same_gradient(params: Any) -
     ]
     for one, other in zip(*map(jax.tree.leaves, gradients), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}], ids=str
+)
+def test_a_mesh_gives_the_gradient_of_one_device(sizes: dict[str, int], params: Any) -> None:
+    """Scales are of the whole tensor wherever its parts lie. Sums in another order flip a few roundings: 2%."""
+    topology = make_topology(TopologySettings(**sizes))
+    model, batch = fp8_model(), batch_of()
+    boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+    wanted = jax.jit(jax.grad(partial(mean_loss, model, True)))(params, batch)
+    placed = jax.device_put(params, shardings(boxed, topology.mesh))
+    with topology.scope():
+        spread = jax.jit(lambda p, b: jax.grad(partial(mean_loss, model, True))(p, b))
+        got = spread(placed, jax.device_put(batch, topology.batch_sharding()))
+    got, wanted = (np.concatenate([np.ravel(g) for g in jax.tree.leaves(tree)]) for tree in (got, wanted))
+    assert distance(got, wanted) < 0.02
 
 
 def test_what_is_converted_is_said_with_the_reasons() -> None:

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from bessemer.errors import InputError, Stopped
+from bessemer.generate.load import load_model
 from bessemer.topology import CHIPS, Topology, make_topology
 from bessemer.training import launch
 from bessemer.training.callback import Callback
@@ -70,8 +72,8 @@ def test_validation_is_that_of_the_same_weights_without_fp8(
 def test_state_and_checkpoints_are_float32(finished: Any) -> None:
     leaves = jax.tree.leaves(saved_tree(finished.state))
     assert {str(leaf.dtype) for leaf in leaves} <= {"float32", "int32"}
-    from safetensors.numpy import load_file
-
+    loaded = load_model(finished.run_directory)  # needs no float8 units: evaluation does not use them
+    assert loaded.model.precision == "fp8" and loaded.step == 4
     weights = load_file(finished.run_directory.model / "model.safetensors")
     assert {str(w.dtype) for w in weights.values()} == {"float32"}
 
