@@ -181,7 +181,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     name, form, function, inputs, flops = case
     gpu = jax.default_backend() == "gpu"
-    options = {"xla_gpu_enable_triton_gemm": form.endswith("/triton")} if gpu else None
+    options = fp8.GPU_OPTIONS if gpu and not form.endswith("/triton") else None
     compiled = jax.jit(function).lower(*inputs).compile(compiler_options=options)
     text = compiled.as_text()
     if args.dump:

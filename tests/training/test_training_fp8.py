@@ -29,7 +29,8 @@ def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def settings(tiny: dict[str, object]) -> dict[str, object]:
     fp8 = {"architecture.precision": "fp8", "architecture.fp8.emulate": True}
-    return {**tiny, **fp8, "model.width": 128, "model.head_dim": 64, "model.depth": 1, "training.steps": 4}
+    small = {"model.width": 128, "model.head_dim": 64, "model.depth": 1, "optimization.name": "adamw"}
+    return {**tiny, **fp8, **small, "training.steps": 4}
 
 
 @pytest.fixture(scope="module")

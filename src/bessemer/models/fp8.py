@@ -29,15 +29,17 @@ FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 # and merging the products of q, k and v.
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 SCALINGS = ("tensorwise", "rowwise")
-SMALLEST, MULTIPLE = (
-    128,
-    16,
-)  # sides of a matrix: below, casting costs more than it saves; the units' alignment
+SMALLEST = 128  # side of a matrix: below it casting costs more than it saves
+MULTIPLE = 16  # of both sides: the units' alignment
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How products are made; static. `weight_gradient`: dW in float8 too, or in the compute dtype."""
+    """How products are made; static. A run chooses the scaling; the rest are alternatives that benchmarks/fp8.py times.
+
+    weight_gradient: dW in float8 too, or in the compute dtype. direct: scales applied to the result, not by the unit.
+    bounds: a known bound replaces the pass for max|x|. fast: gradients accumulated like forward products.
+    """
 
     scaling: str = "tensorwise"
     weight_gradient: bool = True
