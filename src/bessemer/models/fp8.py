@@ -29,8 +29,8 @@ FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 # and merging the products of q, k and v.
 GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
 SCALINGS = ("tensorwise", "rowwise")
-SMALLEST = 128  # side of a matrix: below it casting costs more than it saves
-MULTIPLE = 16  # of both sides: the units' alignment
+SMALLEST = 128  # sides of a converted matrix: at least this,
+MULTIPLE = 16  # and divisible by this, as the units need it
 
 
 @dataclass(frozen=True)
