@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 
 from bessemer.errors import InputError
 from bessemer.models.axes import shards
+from bessemer.models.fp8 import SCALINGS
 from bessemer.models.layers import TENSOR_NAMES
 from bessemer.models.stack import remat_names
 
 if TYPE_CHECKING:
     from bessemer.models.gpt import GPT
+
+PRECISIONS = ("auto", "float32", "bf16", "fp8")
 
 
 def check_gpt(model: GPT) -> None:
@@ -62,8 +65,18 @@ def _check_shape(model: GPT) -> None:
 
 def _check_switches(model: GPT) -> None:
     _require(
-        model.precision in ("auto", "float32", "bf16"),
-        f"architecture.precision is '{model.precision}'; known: auto, float32, bf16.",
+        model.precision in PRECISIONS,
+        f"architecture.precision is '{model.precision}'; known: {', '.join(PRECISIONS)}.",
+    )
+    _require(
+        model.fp8_scaling in SCALINGS,
+        f"architecture.fp8.scaling is '{model.fp8_scaling}'; known: {', '.join(SCALINGS)}.",
+    )
+    _require(
+        model.precision == "fp8"
+        or (model.fp8_scaling == SCALINGS[0] and not model.fp8_head and not model.fp8_emulate),
+        f"architecture.fp8 is set but architecture.precision is '{model.precision}', so it would do nothing; set "
+        "architecture.precision=fp8, or leave architecture.fp8 out.",
     )
     unknown = [name for name in remat_names(model.remat) or () if name not in TENSOR_NAMES]
     _require(

@@ -12,17 +12,19 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.config import field
-from bessemer.models import blocks
+from bessemer.models import blocks, fp8
 from bessemer.models.attention import attention
 from bessemer.models.axes import constrain
 from bessemer.models.cache import Cache, empty_cache, write
-from bessemer.models.checks import check_gpt
+from bessemer.models.checks import PRECISIONS, check_gpt
 from bessemer.models.cross_entropy import cross_entropy, soft_cap, target_weights, token_logprobs
+from bessemer.models.fp8_plan import TABLES, Conversion, plan_conversion
 from bessemer.models.fused import choose_kernels
-from bessemer.models.layers import TENSOR_NAMES, BlockParameters, LayerOptions, declare, layer
+from bessemer.models.layers import AXES, TENSOR_NAMES, BlockParameters, LayerOptions, declare, layer
 from bessemer.models.shape import Shape, layer_windows, round_up
 from bessemer.models.stack import Stream, run_layers
 from bessemer.registry import models
+from bessemer.topology import unbox
 
 GROUPS = {
     "embedding": "embedding",
@@ -61,8 +63,20 @@ class GPT(nn.Module):
     precision: str = field(
         "architecture/precision",
         default="auto",
-        choices=("auto", "float32", "bf16"),
-        help="dtype of matmuls; auto = bf16 on accelerators, float32 on a CPU",
+        choices=PRECISIONS,
+        help="dtype of matmuls; auto = bf16 on accelerators, float32 on a CPU; fp8: training's, the rest as auto",
+    )
+    fp8_scaling: str = field(
+        "architecture/fp8/scaling",
+        default="tensorwise",
+        choices=fp8.SCALINGS,
+        help="fp8: a scale per tensor (faster), or per row with weight gradients in bf16 (closer)",
+    )
+    fp8_head: bool = field("architecture/fp8/head", default=False, help="fp8: convert the head too")
+    fp8_emulate: bool = field(
+        "architecture/fp8/emulate",
+        default=False,
+        help="fp8: same numbers on a chip without it, slowly; for tests",
     )
     attention: str = field(
         "architecture/attention",
@@ -152,9 +166,28 @@ class GPT(nn.Module):
 
     @property
     def compute_dtype(self) -> Any:
-        if self.precision == "auto":
+        """Of every product outside float8: in an fp8 run that is validation, sampling, and what is not converted."""
+        if self.precision in ("auto", "fp8"):
             return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         return {"float32": jnp.float32, "bf16": jnp.bfloat16}[self.precision]
+
+    def fp8_conversion(self) -> Conversion:
+        """Which matrices float8 takes, from the shapes of the parameters; no array is made."""
+        ids = jax.ShapeDtypeStruct((1, min(8, self.block_size)), jnp.int32)
+        tree = unbox(jax.eval_shape(self.init, jax.random.key(0), ids)["params"])
+        leaves = [
+            (tuple(k.key for k in path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        ]
+        matrices = [
+            (path, leaf.shape)
+            for path, leaf in leaves
+            if leaf.ndim == 2 and self.group_of(path) not in TABLES
+        ]
+        return plan_conversion(matrices, AXES, self.fp8_head)
+
+    def _fp8(self, deterministic: bool) -> fp8.Rule | None:
+        """Float8 is for training passes alone."""
+        return None if deterministic or self.precision != "fp8" else fp8.Rule(self.fp8_scaling)
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
@@ -208,7 +241,8 @@ class GPT(nn.Module):
         x = constrain(x, "batch", "sequence", "embed_act")
         if key is not None:
             x = blocks.dropout(x, self.dropout, jax.random.fold_in(key, self.depth))
-        x = self._run_layers(x, input_ids, positions, segment_ids, key)
+        options = self._layer_options(self._fp8(deterministic))
+        x = self._run_layers(options, x, input_ids, positions, segment_ids, key)
         return blocks.rms_norm(x)
 
     def loss(
@@ -232,6 +266,7 @@ class GPT(nn.Module):
             z_loss=z_loss,
             chunks=self.loss_chunks,
             kernels=choose_kernels(self.kernels, self.compute_dtype),
+            fp8=self._fp8(deterministic) if self.fp8_head else None,
         )
         return loss, jnp.sum(weights), {"nll": nll}
 
@@ -279,7 +314,7 @@ class GPT(nn.Module):
         x0 = middle = x
         for index, params in enumerate(self._layer_params()):
             attend = partial(self._attend_cache, cache, index, positions, stores)
-            x, x0 = layer(self._layer_options, params, x, x0, input_ids, rotary, attend, None)
+            x, x0 = layer(self._layer_options(), params, x, x0, input_ids, rotary, attend, None)
             middle = x if index == self.depth // 2 else middle
         x = blocks.rms_norm(self._back_out(x, middle))
         last = jnp.maximum(added - 1, 0)[:, None, None]
@@ -317,10 +352,9 @@ class GPT(nn.Module):
         logits = constrain(logits, "batch", "sequence", "vocab")
         return soft_cap(logits, self.softcap)[..., : self.vocab_size]
 
-    @property
-    def _layer_options(self) -> LayerOptions:
+    def _layer_options(self, rule: fp8.Rule | None = None) -> LayerOptions:
         kernels = choose_kernels(self.kernels, self.compute_dtype)
-        return LayerOptions(self.head_dim, self.compute_dtype, self.qk_norm, self.dropout, kernels)
+        return LayerOptions(self.head_dim, self.compute_dtype, self.qk_norm, self.dropout, kernels, rule)
 
     def _layer_params(self) -> list[dict[str, Array]]:
         params = [block() for block in self.blocks]
@@ -329,12 +363,17 @@ class GPT(nn.Module):
         return params
 
     def _run_layers(
-        self, x: Array, ids: Array, positions: Array, segment_ids: Array | None, key: Array | None
+        self,
+        options: LayerOptions,
+        x: Array,
+        ids: Array,
+        positions: Array,
+        segment_ids: Array | None,
+        key: Array | None,
     ) -> Array:
         """All layers and the backout. x: (B, T, D)."""
         length = max(self.block_size, x.shape[1])
         rotary = blocks.rotary_table(positions, length, self.head_dim, self.rotary_base)
-        options = self._layer_options
 
         def step(window: int | None, params: dict[str, Array], index: Array, stream: Stream) -> Stream:
             attend = partial(attention, window=window, segment_ids=segment_ids, implementation=self.attention)

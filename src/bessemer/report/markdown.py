@@ -101,6 +101,7 @@ def _numbers(summary: Summary) -> list[str]:
         ("tokens per second (median)", short(summary.typical("time/tok_per_s"))),
         ("MFU (attention counted in full)", percent(summary.typical("time/mfu"))),
         ("MFU (causal attention only)", percent(summary.typical("time/mfu_causal"))),
+        ("MFU is a share of", facts.get("mfu_peak") or MISSING),
         ("waiting for data", share_of_100(summary.typical("time/data_wait_pct"))),
         ("training time (first 10 steps of a process left out)", clock(summary.last("time/total"))),
         ("peak memory of a device", gib(summary.largest("mem/peak_gib"))),

@@ -4,7 +4,7 @@ Model code knows nothing of devices: it names the axes of its arrays, and the ta
 axis each named axis rests (parameters, optimizer state) and computes (weights in use, activations).
 """
 
-from bessemer.topology.chips import CHIPS, Chip, chip_of
+from bessemer.topology.chips import CHIPS, Chip, chip_of, has_float8
 from bessemer.topology.distributed import (
     StopAgreement,
     absent_processes,
@@ -42,6 +42,7 @@ __all__ = [
     "check_rules",
     "chip_of",
     "first_line",
+    "has_float8",
     "init_sharded",
     "keep_stdout_clean",
     "make_topology",

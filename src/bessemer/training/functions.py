@@ -16,6 +16,7 @@ from bessemer.topology import shardings, share, unbox, validate_divisible
 from bessemer.training import microbatch
 from bessemer.training.feed import abstract_batch
 from bessemer.training.guard import spike_rule
+from bessemer.training.model_parts import compiler_options
 from bessemer.training.state import StepRules, TrainState, create_state
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def jit_train_step(trainer: BaseTrainer, placed: TrainState, accumulate: int) ->
         functools.partial(trainer.train_step, accumulate_steps=accumulate),
         donate_argnums=0,
         out_shardings=(placed, replicated, replicated),
-        compiler_options=trainer.topology.compiler_options,
+        compiler_options=compiler_options(trainer),
     )
 
 
