@@ -12,17 +12,22 @@ import flax.linen as nn
 import jax
 
 
-def shards(name: str | None) -> int:
-    """Over how many devices the ambient rules split the logical axis `name` (1 without a mesh)."""
+def mesh_axes(name: str | None, size: int | None = None) -> tuple[str, ...]:
+    """The mesh axes that split the logical axis `name`; none without a mesh, or where they do not divide `size`."""
     mesh = jax.sharding.get_abstract_mesh()
     rules = nn.get_logical_axis_rules()
     if name is None or mesh.empty or not rules:
-        return 1
+        return ()
     axes = dict(reversed([(rule[0], rule[1]) for rule in rules])).get(name)  # the first rule of a name wins
-    if axes is None:
-        return 1
-    names = (axes,) if isinstance(axes, str) else axes
-    return math.prod(mesh.shape.get(axis, 1) for axis in names)
+    names = (axes,) if isinstance(axes, str) else axes or ()
+    found = tuple(axis for axis in names if mesh.shape.get(axis, 1) > 1)
+    return found if size is None or size % math.prod(mesh.shape[axis] for axis in found) == 0 else ()
+
+
+def shards(name: str | None) -> int:
+    """Over how many devices the ambient rules split the logical axis `name` (1 without a mesh)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in mesh_axes(name))
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:

@@ -17,22 +17,30 @@ from jax import Array
 from bessemer.models.layers import TENSOR_NAMES
 from bessemer.models.shape import scan_segments
 
-Step = Callable[[int | None, dict[str, Array], Array, Array], Array]  # (window, params, index, x) → x
+Step = Callable[[int | None, dict[str, Any], Array, Array], Array]  # (window, params, index, x) → x
+After = Callable[[dict[str, Array], Array], Array]  # (params["lookup"], x) → x
 
 
 def run_layers(
     step: Step,
-    params: Sequence[dict[str, Array]],
+    after: After,
+    params: Sequence[dict[str, Any]],
     windows: Sequence[int | None],
     x: Array,
     *,
     scan: bool,
     remat: Sequence[str],
 ) -> tuple[Array, Array]:
-    """(output of the last layer, output of layer n//2). x: (B, T, D)."""
+    """(output of the last layer, output of layer n//2). x: (B, T, D).
+
+    A layer whose parameters hold "lookup" is followed by `after` with those; its own output is the one before.
+    """
     depth = len(params)
     kinds = tuple((window, tuple(sorted(p))) for window, p in zip(windows, params, strict=True))
     segments = scan_segments(kinds) if scan else [(layer, 1, 1) for layer in range(depth)]
+
+    def look_up(p: dict[str, Any], x: Array) -> Array:
+        return rematerialised(after, remat)(p["lookup"], x) if "lookup" in p else x
 
     def group(
         start: int, carry: tuple[Array, Array], xs: tuple[Any, Array]
@@ -41,6 +49,7 @@ def run_layers(
         for offset, p in enumerate(xs[0]):
             x = rematerialised(partial(step, windows[start + offset]), remat)(p, xs[1] + offset, x)
             middle = jnp.where(xs[1] + offset == depth // 2, x, middle)
+            x = look_up(p, x)
         return (x, middle), None
 
     carry = (x, x)
@@ -50,7 +59,7 @@ def run_layers(
             x = rematerialised(partial(step, windows[start]), remat)(
                 params[start], jnp.int32(start), carry[0]
             )
-            carry = (x, x if start == depth // 2 else carry[1])
+            carry = (look_up(params[start], x), x if start == depth // 2 else carry[1])
         else:
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *groups)
             starts = jnp.arange(start, start + repeats * period, period)
