@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -154,6 +155,16 @@ class Allocation:
     def to_json(self) -> str:
         facts = {"sha256": self.digest, "tokenizer": self.tokenizer, "mean_k": self.mean_k}
         return json.dumps({**facts, "k": self.k.tolist()})
+
+    @classmethod
+    def read(cls, directory: Path) -> Allocation:
+        """The allocation saved in a checkpoint or beside exported weights."""
+        file = directory / FILE
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise StorageError(f"{file}, the lookup rows of each token, cannot be read ({error}).") from error
+        return cls.from_json(text, str(file))
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Allocation:

@@ -78,7 +78,7 @@ class LookupSettings(nn.Module):
     @property
     def lookup_sample(self) -> int:
         """Tokens to read for an allocation."""
-        shape: Shape = self.shape  # type: ignore[attr-defined]
+        shape: Shape = self.shape
         assert shape.lookup is not None
         return self.lookup_sample_tokens or SAMPLE_PER_ROW * (shape.lookup.rows - shape.vocab_size)
 

@@ -15,6 +15,7 @@ from bessemer.registry import objectives
 from bessemer.topology import shardings, share, unbox, validate_divisible
 from bessemer.training import microbatch
 from bessemer.training.feed import abstract_batch
+from bessemer.training.lookup_parts import note_path
 from bessemer.training.state import StepRules, TrainState, create_state
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def build_functions(trainer: BaseTrainer) -> Functions:
         per_device = int(share("per-device batch size", lambda: str(per_device)))  # process 0 decides
         trainer.config.set("training/per_device_batch_size", per_device, why)
         trainer.note_derived("training.per_device_batch_size", per_device, why)
+    note_path(trainer, per_device)
     micro = per_device * trainer.topology.data_parallel
     accumulate = microbatch.accumulation(trainer.data.batch_size, per_device, trainer.topology.data_parallel)
     validation_batches = min(MAX_VALIDATION_BATCHES, -(-trainer.data.validation_count // micro))

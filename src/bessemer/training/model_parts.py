@@ -35,6 +35,15 @@ def build_model(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> ModelParts
         model = configure(trainer.model_class() or models.get(trainer.settings.family))
     if hasattr(model, "check"):
         model.check()
+    return describe_model(trainer, model, tokenizer)
+
+
+def with_model(trainer: BaseTrainer, model: nn.Module) -> ModelParts:
+    """The trainer's parts with another module in place of its own, such as one that has learnt of the data."""
+    return describe_model(trainer, model, trainer.tokenizer)
+
+
+def describe_model(trainer: BaseTrainer, model: Any, tokenizer: Tokenizer | None) -> ModelParts:
     block = trainer.settings.block_size
     return ModelParts(
         model,

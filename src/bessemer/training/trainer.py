@@ -99,9 +99,9 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.guard = configure(GuardSettings)
             self.time_limit = seconds_of(self.settings.time_limit)
             self.model_parts = self.configure_model()
+            restore.pin_init(self)
             self.data = self.configure_dataloaders()
             self.functions = self.configure_functions()
-            restore.pin_init(self)
         self.loop_state = LoopState()
         self.stop_agreement = StopAgreement()
         self.step = 0
