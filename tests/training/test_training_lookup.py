@@ -171,11 +171,9 @@ def test_the_dials_reference_has_no_lookup(
     settings: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reference tokens of the dial are those of the same model without lookup layers."""
-    turned = {
-        key: value for key, value in settings.items() if key not in ("training.batch_size", "training.width")
-    }
-    turned |= {"training.batch_tokens": -1, "training.per_device_batch_size": 1, "training.tokens": 100_000}
-    turned = {key: value for key, value in turned.items() if key != "training.steps"}
+    left_out = ("training.batch_size", "training.steps")
+    turned = {key: value for key, value in settings.items() if key not in left_out}
+    turned |= {"training.batch_tokens": -1, "training.tokens": 10_000_000}
     monkeypatch.setattr(BaseTrainer, "configure_functions", lambda self: None)
     found = []
     for layers in ([0], []):
