@@ -1,11 +1,14 @@
 """Validation loss and speed with and without lookup layers, at equal training time. One JSON line per case.
 
     python benchmarks/lookup.py                       # a minute each on a CPU
+    python benchmarks/lookup.py --tiles 128x128x64,64x64x64 --tokens 65536 --depth 12 --width 768 --vocab 32768
     python benchmarks/lookup.py --depth 12 --width -1 --head_dim 128 --vocab 32768 --batch 32 --sequence 2048 \
         --seconds 600 --after 5 --text FILE
 
-Each case trains on the same batches for the same seconds of training steps (compilation and validation are not
-counted), then is judged on the same held-out rows. Without --text it reads Python's own standard library.
+With --tiles only the attention over rows is timed, forward and backward, for tiles of tokens x rows x blocks, beside
+the gather. Else each case trains on the same batches for the same seconds of training steps (compilation and
+validation are not counted), then is judged on the same held-out rows. Without --text it reads Python's own standard
+library.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from bessemer.data.sample import sample_tokens
 from bessemer.data.settings import DataSettings
 from bessemer.models.gpt import GPT
 from bessemer.models.lookup import Allocation, compute_lzw_allocation
+from bessemer.models.segment_attention import Tiles, gathered, tiled
 from bessemer.objectives.pretrain import PretrainSettings, pretrain
 from bessemer.optim import build_optimizer
 from bessemer.topology import unbox
@@ -59,6 +63,10 @@ def arguments() -> argparse.Namespace:
         "--schedule_steps", type=int, default=100_000, help="horizon the schedule believes in"
     )
     parser.add_argument("--seconds", type=float, default=60, help="training time of each case")
+    parser.add_argument(
+        "--tiles", default="", help="time the attention alone: gather, or tokens x rows x blocks"
+    )
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of --tiles")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -75,7 +83,7 @@ def make_data(args: argparse.Namespace) -> tuple[Any, Any, DataPlan]:
     )
     mixture = [(sampling, open_split(split="train"))]
     held_out = [(sampling, open_split(split="val"))]
-    plan = DataPlan(mixture, args.batch, args.seed, validation=held_out, validation_count=VALIDATION_ROWS)
+    plan = DataPlan([mixture], args.batch, args.seed, validation=held_out, validation_count=VALIDATION_ROWS)
     return tokenizer, mixture, plan
 
 
@@ -164,9 +172,50 @@ def measure(args: argparse.Namespace, after: str, path: str, data: Any) -> dict[
     }
 
 
+def time_tiles(args: argparse.Namespace, tiles: str, mixture: Any, vocab: int) -> dict[str, Any]:
+    """Median milliseconds of the attention over rows with its gradients, on real tokens."""
+    model, _ = build(args, "1", "auto", mixture, vocab)
+    shared, width, dtype = model.allocation, model.shape.width, model.compute_dtype
+    bounds = jnp.asarray(shared.bounds)
+    ids = jnp.asarray(np.concatenate(sample_tokens(mixture, args.tokens, args.seed + 1)), jnp.int32)
+    keys = jax.random.split(jax.random.key(0), 3)
+    h = jax.random.normal(keys[0], (len(ids), width), dtype)
+    tables = [jax.random.normal(key, (shared.rows, width)) for key in keys[1:]]
+
+    def loss(h: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        if tiles == "gather":
+            out = gathered(h, k, v, ids, bounds, shared.longest)
+        else:
+            out = tiled(h, k, v, ids, bounds, Tiles(*(int(size) for size in tiles.split("x"))))
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    step = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(h, *tables, ids).compile()
+    taken = []
+    for _ in range(12):
+        start = time.perf_counter()
+        jax.block_until_ready(step(h, *tables, ids))
+        taken.append(time.perf_counter() - start)
+    return {
+        "tiles": tiles,
+        "ms": round(1e3 * sorted(taken[2:])[5], 2),
+        "temp_mib": round(step.memory_analysis().temp_size_in_bytes / 2**20),
+        "tokens": len(ids),
+        "width": width,
+        "rows": shared.rows,
+        "longest_k": shared.longest,
+        "mean_k_weighted": round(shared.mean_k, 2),
+        "device": jax.local_devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+
+
 def main() -> None:
     args = arguments()
     data = make_data(args)
+    if args.tiles:
+        for tiles in args.tiles.split(","):
+            print(json.dumps(time_tiles(args, tiles, data[1], data[0].vocab_size)), flush=True)
+        return
     for after in args.after.split(","):
         for path in args.path.split(",") if after != "none" else ["auto"]:
             print(json.dumps(measure(args, after, path, data)), flush=True)

@@ -26,7 +26,7 @@ from bessemer.models.allocation import Allocation, allocation_to_bounds, compute
 from bessemer.models.axes import constrain, mesh_axes
 from bessemer.models.blocks import Axes, linear, rms_norm
 from bessemer.models.layers import declare, symmetric
-from bessemer.models.segment_attention import GATHERED_ROWS, TILES, Tiles, gathered, tiled
+from bessemer.models.segment_attention import Tiles, choose_path, default_tiles, gathered, tiled
 from bessemer.models.shape import LookupShape, Shape, round_up
 
 __all__ = ["Allocation", "allocation_to_bounds", "compute_lzw_allocation"]
@@ -119,12 +119,12 @@ class LookupParameters(nn.Module):
 
 @dataclass(frozen=True)
 class LookupOptions:
-    """The static part of a lookup layer."""
+    """The static part of a lookup layer; tiles None: those of the platform."""
 
     dtype: Any
     allocation: Allocation | None
     path: str = "auto"
-    tiles: Tiles = TILES
+    tiles: Tiles | None = None
 
 
 def lookup_layer(options: LookupOptions, params: dict[str, Array], x: Array, ids: Array) -> Array:
@@ -136,13 +136,6 @@ def lookup_layer(options: LookupOptions, params: dict[str, Array], x: Array, ids
     both = jnp.concatenate([rms_norm(up), h], axis=-1)
     mixed = linear(both, params["mix"], AXES["mix"], options.dtype)
     return constrain(x + mixed, "batch", "sequence", "embed_act")
-
-
-def choose_path(path: str, tokens: int, longest: int) -> str:
-    """ "gather" while all rows of these tokens fit into one piece of it, else "sorted"."""
-    if path != "auto":
-        return path
-    return "gather" if tokens * longest <= GATHERED_ROWS else "sorted"
 
 
 def look_up(options: LookupOptions, h: Array, keys: Array, values: Array, ids: Array) -> Array:
@@ -160,7 +153,7 @@ def look_up(options: LookupOptions, h: Array, keys: Array, values: Array, ids: A
         if choose_path(options.path, rows.shape[0], allocation.longest) == "gather":
             out = gathered(rows, keys, values, flat, bounds, allocation.longest)
         else:
-            out = tiled(rows, keys, values, flat, bounds, options.tiles)
+            out = tiled(rows, keys, values, flat, bounds, options.tiles or default_tiles())
         return out.reshape(h.shape)
 
     split = [mesh_axes(name, size) for name, size in zip(("batch", "sequence"), ids.shape, strict=True)]

@@ -18,6 +18,8 @@ from jax import Array
 
 GATHERED_ROWS = 1 << 16
 """Rows `gathered` holds at once (100 MB in bf16 at width 768)."""
+CPU_GATHERED_ROWS = 1 << 13
+"""On a CPU the tiled path is faster from here on: 8 ms against 92 for 2,048 tokens of up to 59 rows, width 128."""
 NEVER = -1e30  # finite, so that exp(NEVER − NEVER) is a number
 
 
@@ -52,7 +54,21 @@ class Tiles(NamedTuple):
     blocks: int = 64
 
 
-TILES = Tiles()
+CPU_TILES = Tiles(32, 64, 8)
+"""Little is masked and nobody waits: 57 ms against 276 with the sizes above, which are for accelerators (4,096 tokens,
+8,192 rows, mean k 85, width 256, forward and backward)."""
+
+
+def default_tiles() -> Tiles:
+    return CPU_TILES if jax.default_backend() == "cpu" else Tiles()
+
+
+def choose_path(path: str, tokens: int, longest: int) -> str:
+    """ "gather" or "sorted": what was asked for, or by how many rows these tokens would gather."""
+    if path != "auto":
+        return path
+    most = CPU_GATHERED_ROWS if jax.default_backend() == "cpu" else GATHERED_ROWS
+    return "gather" if tokens * longest <= most else "sorted"
 
 
 class Layout(NamedTuple):

@@ -11,7 +11,7 @@ from bessemer.data.loader import Mixture
 from bessemer.data.sample import sample_tokens
 from bessemer.errors import InputError, StorageError
 from bessemer.models.allocation import FILE, Allocation, compute_lzw_allocation
-from bessemer.models.lookup import choose_path
+from bessemer.models.segment_attention import choose_path
 from bessemer.training.model_parts import with_model
 
 if TYPE_CHECKING:
