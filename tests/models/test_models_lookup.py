@@ -16,6 +16,7 @@ from bessemer.models.lookup import Allocation, LookupOptions, lookup_layer
 from bessemer.models.segment_attention import Tiles, choose_path, gathered, tiled
 from bessemer.models.shape import LookupShape
 from bessemer.models.stack import run_layers
+from bessemer.optim.muon_settings import MuonSettings
 
 VOCAB, WIDTH = 50, 32
 TINY = {"depth": 2, "width": WIDTH, "head_dim": 8, "vocab_size": VOCAB, "block_size": 16}
@@ -282,6 +283,18 @@ def test_counts_equal_the_tree(tied):
     assert counted["scaling"] - plain["scaling"] == 2 * (WIDTH * 48 + (48 + WIDTH) * WIDTH)
     tables = 2 * 128 * WIDTH * (1 if tied else 2)
     assert counted["value_embedding"] - plain["value_embedding"] == tables
+
+
+def test_optimizer_groups():
+    """Tables with the value embeddings, matrices by Muon, whatever the number of layers."""
+    model = GPT(**TINY, **LOOKUP)
+    tree = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))["params"]
+    labels = {
+        name: MuonSettings().label(("lookups_1", name), leaf, GPT.group_of)
+        for name, leaf in tree["lookups_1"].items()
+    }
+    tables = dict.fromkeys(("lookup_keys", "lookup_values"), "value_embedding")
+    assert labels == {**tables, "up": "matrix", "mix": "matrix"}
 
 
 def test_flops_use_the_measured_mean():

@@ -25,7 +25,7 @@ def allocate(trainer: BaseTrainer, mixture: Mixture) -> None:
     model: Any = trainer.model
     if not getattr(model, "lookup_after_layers", ()):
         return
-    allocation, origin = model.allocation, "given"
+    allocation, origin = model.allocation, "the model's own allocation"
     if allocation is None:
         allocation, origin = saved_allocation(trainer) or (None, "")
     if allocation is None:
@@ -90,7 +90,8 @@ def note(trainer: BaseTrainer, allocation: Allocation, origin: str) -> None:
     model: Any = trainer.model
     layers, plain = list(model.lookup_after_layers), allocation.rows / allocation.vocab_size
     trainer.note_derived("lookup layers", layers, f"after these blocks, of 0 to {model.depth - 1}")
-    trainer.note_derived("lookup rows", allocation.rows, f"shared out by: {origin}")
+    rule = trainer.config.provenance.get(f"{SECTION}/rows", "").removeprefix("chosen: ") or "of the model"
+    trainer.note_derived("lookup rows", allocation.rows, f"{rule}; shared out by {origin}")
     trainer.note_derived("lookup k_max", model.lookup_k_max, f"the largest k is {allocation.longest}")
     trainer.note_derived("lookup mean k", round(plain, 3), "rows / vocabulary")
     trainer.note_derived(
