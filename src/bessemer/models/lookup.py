@@ -148,7 +148,7 @@ def look_up(options: LookupOptions, h: Array, keys: Array, values: Array, ids: A
         )
 
     def local(h: Array, keys: Array, values: Array, ids: Array) -> Array:
-        rows, flat = h.reshape(-1, h.shape[-1]), ids.reshape(-1)
+        rows, flat = h.reshape(-1, h.shape[-1]), jnp.asarray(ids).reshape(-1)
         bounds = jnp.asarray(allocation.bounds)
         if choose_path(options.path, rows.shape[0], allocation.longest) == "gather":
             out = gathered(rows, keys, values, flat, bounds, allocation.longest)
