@@ -22,7 +22,6 @@ _ACCUMULATION = (
     "finds what fits)."
 )
 _MESH = "Devices form a mesh: topology.data, .fsdp, .tensor and .context are its sizes (-1 fills it)."
-_LOOKUP = "Lookup layers are not here yet."
 
 # One entry a flag, spelt with underscores; dashes, a leading -- and =value are taken off before the look-up.
 FLAGS: dict[str, Here] = {
@@ -86,10 +85,10 @@ FLAGS: dict[str, Here] = {
         None, "Write architecture.remat=block (or none, or a list of tensor names)."
     ),
     # lookup layers
-    "l3_after_layers": Here(None, _LOOKUP),
-    "l3_n_emb": Here(None, _LOOKUP),
-    "l3_d_up": Here(None, _LOOKUP),
-    "l3_k_max": Here(None, _LOOKUP),
+    "l3_after_layers": Here("architecture.lookup.after_layers"),
+    "l3_n_emb": Here("architecture.lookup.rows"),
+    "l3_d_up": Here("architecture.lookup.d_up"),
+    "l3_k_max": Here("architecture.lookup.k_max"),
     # measuring, writing
     "eval_every": Here("logging.validation_interval", _STEPS),
     "eval_steps": Here("logging.validation_interval", _STEPS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bessemer.errors import InputError
+from bessemer.models.allocation import check_rows
 from bessemer.models.axes import shards
 from bessemer.models.fp8 import SCALINGS
 from bessemer.models.layers import TENSOR_NAMES
@@ -20,6 +21,7 @@ def check_gpt(model: GPT) -> None:
     """Raise InputError for the first setting that cannot be built, naming it and the remedy."""
     _check_shape(model)
     _check_switches(model)
+    _check_lookup(model)
 
 
 def _require(holds: bool, message: str) -> None:
@@ -92,3 +94,20 @@ def _check_switches(model: GPT) -> None:
         chunks == "auto" or (isinstance(chunks, int) and chunks >= 1),
         f"architecture.loss_chunks is {chunks!r}; it is auto or a number of at least 1.",
     )
+
+
+def _check_lookup(model: GPT) -> None:
+    layers = list(model.lookup_after_layers)
+    _require(
+        all(0 <= layer < model.depth for layer in layers) and len(set(layers)) == len(layers),
+        f"architecture.lookup.after_layers is {layers}; it lists blocks of this model, 0 to {model.depth - 1}, once "
+        "each.",
+    )
+    _require(
+        model.lookup_path in ("auto", "gather", "sorted"),
+        f"architecture.lookup.path is '{model.lookup_path}'; known: auto, gather, sorted.",
+    )
+    if model.shape.lookup is not None:
+        check_rows(model.vocab_size, model.shape.lookup.rows, model.lookup_k_max)
+        if model.allocation is not None:
+            model.allocation.check(model, None, "allocation")

@@ -21,6 +21,7 @@ from bessemer.models.cross_entropy import cross_entropy, soft_cap, target_weight
 from bessemer.models.fp8_plan import TABLES, Conversion, plan_conversion
 from bessemer.models.fused import choose_kernels
 from bessemer.models.layers import AXES, TENSOR_NAMES, BlockParameters, LayerOptions, declare, layer
+from bessemer.models.lookup import LookupOptions, LookupParameters, LookupSettings, lookup_layer, with_lookup
 from bessemer.models.shape import Shape, layer_windows, round_up
 from bessemer.models.stack import Stream, run_layers
 from bessemer.registry import models
@@ -30,6 +31,8 @@ GROUPS = {
     "embedding": "embedding",
     "head": "head",
     "value_table": "value_embedding",
+    "lookup_keys": "value_embedding",
+    "lookup_values": "value_embedding",
     "value_gate": "gate",
     "rho": "rho",
     "xi": "xi",
@@ -40,7 +43,7 @@ GROUPS = {
 
 
 @models.register("gpt")
-class GPT(nn.Module):
+class GPT(LookupSettings):
     """The model of spec `model.depth=N`. Methods: logits (call), hidden, loss, token_logprobs, decode."""
 
     depth: int = field("model/depth", default=12, minimum=1, help="layers; the dial that derives the rest")
@@ -125,6 +128,7 @@ class GPT(nn.Module):
         # A list would make the module unhashable, and so unusable as a static argument of jit.
         remat = (self.remat,) if isinstance(self.remat, str) else tuple(self.remat)
         object.__setattr__(self, "remat", remat)
+        object.__setattr__(self, "lookup_after_layers", tuple(self.lookup_after_layers))
         super().__post_init__()
 
     # -- shape ---------------------------------------------------------------------------------------------------
@@ -133,7 +137,7 @@ class GPT(nn.Module):
     def shape(self) -> Shape:
         width = self.width if self.width > 0 else round_up(self.depth * self.aspect, self.head_dim)
         heads = self.heads if self.heads > 0 else width // self.head_dim
-        return Shape(
+        shape = Shape(
             depth=self.depth,
             width=width,
             heads=heads,
@@ -146,6 +150,7 @@ class GPT(nn.Module):
             residual_mix=self.residual_mix,
             backout=self.backout,
         )
+        return with_lookup(self, shape)
 
     def check(self) -> None:
         """Raise InputError when the settings contradict each other; before anything is compiled."""
@@ -198,6 +203,8 @@ class GPT(nn.Module):
         self.embedding = declare(self, "embedding", normal(0.8), ("vocab", "embed"), table)
         self.head = declare(self, "head", normal(0.001), ("embed", "vocab"), table[::-1])
         self.blocks = [BlockParameters(s, s.has_value_embedding(layer)) for layer in range(s.depth)]
+        if s.lookup is not None:
+            self.lookups = {str(after): LookupParameters(s.lookup, s.width) for after in s.lookup.layers}
         if self.residual_mix:
             self.rho = declare(self, "rho", _linear(1.15, 1.05), ("layers",), (s.depth,))
             self.xi = declare(self, "xi", _linear(0.20, 0.05), ("layers",), (s.depth,))
@@ -316,6 +323,7 @@ class GPT(nn.Module):
             attend = partial(self._attend_cache, cache, index, positions, stores)
             x, x0 = layer(self._layer_options(), params, x, x0, input_ids, rotary, attend, None)
             middle = x if index == self.depth // 2 else middle
+            x = self._look_up(input_ids, params["lookup"], x) if "lookup" in params else x
         x = blocks.rms_norm(self._back_out(x, middle))
         last = jnp.maximum(added - 1, 0)[:, None, None]
         logits = self._logits(jnp.take_along_axis(x, last, axis=1) if last_only else x)
@@ -356,8 +364,16 @@ class GPT(nn.Module):
         kernels = choose_kernels(self.kernels, self.compute_dtype)
         return LayerOptions(self.head_dim, self.compute_dtype, self.qk_norm, self.dropout, kernels, rule)
 
-    def _layer_params(self) -> list[dict[str, Array]]:
-        params = [block() for block in self.blocks]
+    def _look_up(self, ids: Array, params: dict[str, Array], x: Array) -> Array:
+        if self.is_initializing():  # parameters need no allocation
+            return x
+        options = LookupOptions(self.compute_dtype, self.allocation, self.lookup_path)
+        return lookup_layer(options, params, x, ids)
+
+    def _layer_params(self) -> list[dict[str, Any]]:
+        params: list[dict[str, Any]] = [block() for block in self.blocks]
+        for after in self.lookup_after_layers:
+            params[after]["lookup"] = self.lookups[str(after)]()
         if self.residual_mix:
             params = [{**p, "rho": self.rho[i], "xi": self.xi[i]} for i, p in enumerate(params)]
         return params
@@ -381,7 +397,8 @@ class GPT(nn.Module):
             return layer(options, params, *stream, ids, rotary, attend, layer_key)
 
         params, windows = self._layer_params(), self.shape.windows
-        x, middle = run_layers(step, params, windows, x, scan=self.scan_layers, remat=self.remat)
+        after = partial(self._look_up, ids)
+        x, middle = run_layers(step, after, params, windows, x, scan=self.scan_layers, remat=self.remat)
         return self._back_out(x, middle)
 
 

@@ -16,6 +16,26 @@ def round_up(value: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True)
+class LookupShape:
+    """Lookup layers: after which blocks, rows and columns of their tables, and the rows a training token attends
+    to on average (measured by token frequency)."""
+
+    layers: tuple[int, ...]
+    rows: int
+    d_up: int
+    tied: bool
+    mean_k: float
+
+    def tables(self, width: int) -> int:
+        """Parameters of K and V, all layers: looked up, so not scaling parameters."""
+        return len(self.layers) * self.rows * width * (1 if self.tied else 2)
+
+    def dense(self, width: int) -> int:
+        """Parameters of W_up and W_mix, all layers."""
+        return len(self.layers) * width * (2 * self.d_up + width)
+
+
+@dataclass(frozen=True)
 class Shape:
     """All derived sizes of one GPT. `windows[i]` is the number of keys layer i attends to, None = all."""
 
@@ -30,6 +50,7 @@ class Shape:
     smear: bool = True
     residual_mix: bool = True
     backout: bool = True
+    lookup: LookupShape | None = None
 
     @property
     def padded_vocab(self) -> int:
@@ -60,15 +81,21 @@ class Shape:
         return self.value_embeddings and layer % 2 == (self.depth - 1) % 2
 
     def count_parameters(self) -> dict[str, int]:
-        """Parameters by optimizer group, with `total` and `scaling` (matrices in blocks + head)."""
+        """Parameters by optimizer group, with `total` and `scaling` (matrices in blocks + head).
+
+        Lookup tables count with the value embeddings, whose optimizer group they share.
+        """
         value_layers = sum(self.has_value_embedding(layer) for layer in range(self.depth))
         per_block = 2 * self.width * (self.query_width + self.kv_width + self.mlp_width)
+        tables, dense = (
+            (self.lookup.tables(self.width), self.lookup.dense(self.width)) if self.lookup else (0, 0)
+        )
         counts = {
-            "matrix": self.depth * per_block,
+            "matrix": self.depth * per_block + dense,
             "gate": value_layers * self.gate_channels * self.kv_heads,
             "embedding": self.padded_vocab * self.width,
             "head": self.padded_vocab * self.width,
-            "value_embedding": value_layers * self.padded_vocab * self.kv_width,
+            "value_embedding": value_layers * self.padded_vocab * self.kv_width + tables,
             "rho": self.depth * self.residual_mix,
             "xi": self.depth * self.residual_mix,
             "scalar": (self.smear_channels + 1) * self.smear + int(self.backout),
@@ -79,13 +106,14 @@ class Shape:
     def flops_per_token(self, block_size: int, causal: bool = False) -> float:
         """Training FLOPs per token: 6 × (parameters in matmuls) + Σ_layers 12 · width · min(window, T).
 
-        `width` is that of the queries. With `causal` a layer counts the keys its queries really attend to, on
-        average over the row: the causal half.
+        A lookup layer is an attention over the mean k rows of a token. `width` is that of the queries. With
+        `causal` a layer counts the keys its queries really attend to, on average over the row: the causal half.
         """
         counts = self.count_parameters()
         matmul = counts["matrix"] + counts["head"] + counts["gate"] + self.smear_channels * self.smear
         keys = sum(attended_keys(window, block_size, causal) for window in self.windows)
-        return 6 * matmul + 12 * self.query_width * keys
+        looked_up = len(self.lookup.layers) * self.lookup.mean_k if self.lookup else 0
+        return 6 * matmul + 12 * self.query_width * keys + 12 * self.width * looked_up
 
 
 def attended_keys(window: int | None, block_size: int, causal: bool) -> float:

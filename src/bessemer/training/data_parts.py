@@ -22,6 +22,7 @@ from bessemer.scaling import stage_starts
 from bessemer.training.collate import CollatedRows
 from bessemer.training.feed import device_batch, row_fields
 from bessemer.training.horizon import plan_horizon
+from bessemer.training.lookup_parts import allocate
 from bessemer.training.validation import ValidationSet
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ def choose_tokenizer(trainer: BaseTrainer) -> Tokenizer | None:
 def build_data(trainer: BaseTrainer) -> DataParts:
     settings = configure(DataSettings)
     stages = train_rows(trainer, settings)
+    allocate(trainer, stages[0])
     epoch_rows = sum(len(rows) for _, rows in stages[0])
     batch_size, steps = plan_horizon(trainer, epoch_rows)
     starts = stage_boundaries(trainer, len(stages), batch_size * trainer.settings.block_size)

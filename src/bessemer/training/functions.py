@@ -16,6 +16,7 @@ from bessemer.topology import shardings, share, unbox, validate_divisible
 from bessemer.training import microbatch
 from bessemer.training.feed import abstract_batch
 from bessemer.training.guard import spike_rule
+from bessemer.training.lookup_parts import note_path
 from bessemer.training.model_parts import compiler_options
 from bessemer.training.state import StepRules, TrainState, create_state
 
@@ -51,6 +52,7 @@ def build_functions(trainer: BaseTrainer) -> Functions:
         per_device = int(share("per-device batch size", lambda: str(per_device)))  # process 0 decides
         trainer.config.set("training/per_device_batch_size", per_device, why)
         trainer.note_derived("training.per_device_batch_size", per_device, why)
+    note_path(trainer, per_device)
     micro = per_device * trainer.topology.data_parallel
     accumulate = microbatch.accumulation(trainer.data.batch_size, per_device, trainer.topology.data_parallel)
     validation_batches = min(MAX_VALIDATION_BATCHES, -(-trainer.data.validation_count // micro))

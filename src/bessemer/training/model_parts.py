@@ -40,6 +40,15 @@ def build_model(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> ModelParts
         model.check()
     if precision_of(model) == "fp8":
         check_float8(trainer, model)
+    return describe_model(trainer, model, tokenizer)
+
+
+def with_model(trainer: BaseTrainer, model: nn.Module) -> ModelParts:
+    """The trainer's parts with another module in place of its own, such as one that has learnt of the data."""
+    return describe_model(trainer, model, trainer.tokenizer)
+
+
+def describe_model(trainer: BaseTrainer, model: Any, tokenizer: Tokenizer | None) -> ModelParts:
     block = trainer.settings.block_size
     return ModelParts(
         model,

@@ -16,6 +16,7 @@ from bessemer.data import show_progress
 from bessemer.errors import InputError, StorageError
 from bessemer.job import RunDirectory, atomic_write
 from bessemer.job.trust import mark_origin
+from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.report import write_report
 from bessemer.training.facts import compressor_baselines, write_facts
 from bessemer.training.fetch import fetch
@@ -139,6 +140,8 @@ def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: 
     (target / "config.json").write_text(json.dumps(shape, indent=1), encoding="utf-8")
     if trainer.tokenizer is not None:
         (target / "tokenizer.json").write_text(trainer.tokenizer.to_json(), encoding="utf-8")
+    if (allocation := getattr(trainer.model, "allocation", None)) is not None:
+        (target / ALLOCATION).write_text(allocation.to_json(), encoding="utf-8")
     return target
 
 

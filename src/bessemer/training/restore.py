@@ -17,6 +17,7 @@ from bessemer.checkpoint import Checkpoints
 from bessemer.errors import InputError
 from bessemer.job import Snapshot, find_run
 from bessemer.job.jobs import step_of
+from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.training.fetch import fetch
 from bessemer.training.rollback import protect_target
 from bessemer.training.state import LoopState
@@ -70,6 +71,8 @@ def snapshot(trainer: BaseTrainer) -> Snapshot:
     files = {"loop.json": trainer.loop_state.to_json(), "config.yaml": trainer.config.to_yaml()}
     if trainer.tokenizer is not None:
         files["tokenizer.json"] = trainer.tokenizer.to_json()
+    if (allocation := getattr(trainer.model, "allocation", None)) is not None:
+        files[ALLOCATION] = allocation.to_json()
     return Snapshot(trainer.step, saved_tree(trainer.state), files, meta(trainer, trainer.step))
 
 
