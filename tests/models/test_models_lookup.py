@@ -234,8 +234,8 @@ def test_scanned_layers_equal_unrolled_ones():
 def test_backout_takes_the_block_before_its_lookup(scan):
     params = [{"a": jnp.ones(()), "lookup": {"b": jnp.ones(())}} for _ in range(4)]
 
-    def step(window, p, index, x):
-        return x + p["a"]
+    def step(window, p, index, stream):
+        return stream[0] + p["a"], stream[1]
 
     def after(p, x):
         return 10 * x * p["b"]
