@@ -147,3 +147,24 @@ def test_a_read_only_directory_is_a_storage_error(tmp_path):
             subprocess.run(["umount", "-l", str(root)], check=True)
         else:
             root.chmod(0o755)
+
+
+def test_a_save_into_a_directory_deleted_meanwhile_is_never_committed(tmp_path, monkeypatch):
+    """Deleted and made again by the writer of the arrays: what it had written before is missing, so it must fail."""
+    store = Checkpoints(tmp_path / "c")
+    finish = store._writer.finish
+
+    def deleted():
+        finish()
+        temporary = tmp_path / "c/step_00000001.tmp"
+        shutil.move(temporary / "state", tmp_path / "state")
+        shutil.rmtree(tmp_path / "c")
+        temporary.mkdir(parents=True)
+        shutil.move(tmp_path / "state", temporary / "state")
+
+    monkeypatch.setattr(store._writer, "finish", deleted)
+    store.save(1, {"a": jnp.ones(3)})
+    with pytest.raises(StorageError, match="vanished"):
+        store.wait()
+    assert store.committed() == [] and list(store.root.iterdir()) == []
+    store.close()

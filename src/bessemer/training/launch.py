@@ -16,7 +16,7 @@ from bessemer.config import Config, configuration, configure, dotted, load_saved
 from bessemer.config.layers import nest
 from bessemer.errors import InputError
 from bessemer.generate.load import parse_config
-from bessemer.job import ExecutionSpec, RunDirectory, check_run_name, default_run_name, find_run
+from bessemer.job import ExecutionSpec, RunDirectory, RunLock, check_run_name, default_run_name, find_run
 from bessemer.registry import jobs
 from bessemer.selectors import SELECTORS
 from bessemer.topology import AXES, TopologySettings, make_topology, share, start_distributed
@@ -84,7 +84,11 @@ def reopen(
     """A trainer that continues `run` from its newest valid checkpoint (or `step`), or from the start if none."""
     directory = find_run(run, root)
     if not directory.config.is_file():
-        raise InputError(f"{directory.path} holds no config.yaml, so there is nothing to continue.")
+        raise InputError(
+            f"{directory.path} holds no config.yaml: the run ended before it was written, so there is nothing to "
+            "continue, and nothing is lost. Delete the directory and start the run again."
+        )
+    RunLock.check_free(directory)  # before its checkpoints are read: the owner may be deleting old ones
     check_trust(directory, trust)
     config = overridden(directory.config, overrides)
     settings = _topology_settings(config, distributed)

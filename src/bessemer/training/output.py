@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from bessemer.checkpoint.arrays import explain
 from bessemer.data import show_progress
 from bessemer.errors import BessemerError, InputError, StorageError, TrainingError
 from bessemer.job import RunDirectory, RunLock, atomic_write
+from bessemer.job.files import remove_leftovers, storage
 from bessemer.report import write_report
 from bessemer.training.facts import compressor_baselines, write_facts
 from bessemer.training.fetch import fetch
@@ -25,6 +27,17 @@ from bessemer.training.report import NonFinite
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
+
+DISK_FAILURES = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.EIO,
+    errno.ESTALE,
+)
 
 
 class Output:
@@ -98,6 +111,8 @@ def opened(trainer: BaseTrainer) -> Iterator[None]:
 
 def take_over(trainer: BaseTrainer) -> None:
     """With the lock held: remove what a killed save left, and set checkpoints beyond the restored one aside."""
+    if trainer.is_process_zero:
+        remove_leftovers(trainer.run_directory.path)
     trainer.checkpoint_manager.clean()
     if trainer.continues:
         trainer.checkpoint_manager.set_aside_after(trainer.step)
@@ -107,7 +122,7 @@ def record_failure(trainer: BaseTrainer, error: BaseException) -> None:
     """status.json and log.txt say what happened; where the disk is the problem, stderr still does."""
     code = error.exit_code if isinstance(error, BessemerError) else 1
     state = "stopped" if code == 75 else "failed"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, BessemerError):  # the first error is the one to report
         if code == 1:
             trainer.output.log_error(error)
             error.logged_in = trainer.run_directory.log  # type: ignore[attr-defined]
@@ -128,18 +143,14 @@ def explained(trainer: BaseTrainer) -> Iterator[None]:
         ) from error
     except jax.errors.JaxRuntimeError as error:
         raise _runtime_error(trainer, error) from error
+    except MemoryError as error:
+        raise _out_of_memory(trainer, error) from error
     except OSError as error:
-        if error.errno not in (
-            errno.ENOSPC,
-            errno.EROFS,
-            errno.EACCES,
-            errno.ENOENT,
-            errno.EIO,
-            errno.EDQUOT,
-        ):
+        if error.errno not in DISK_FAILURES:
             raise
         raise StorageError(
-            f"writing to the run directory failed: {error}. {_last_checkpoint(trainer)} "
+            f"reading or writing {error.filename or 'the run directory'} failed: {error.strerror}. "
+            f"{_last_checkpoint(trainer)} "
             f"Free or restore the disk, then: bessemer resume {trainer.run_directory.path}"
         ) from error
 
@@ -147,11 +158,7 @@ def explained(trainer: BaseTrainer) -> Iterator[None]:
 def _runtime_error(trainer: BaseTrainer, error: Exception) -> Exception:
     text = str(error)
     if "RESOURCE_EXHAUSTED" in text:
-        return TrainingError(
-            f"out of memory with {trainer.functions.micro} sequences in one pass "
-            f"(training.per_device_batch_size). {_last_checkpoint(trainer)} Halve training.per_device_batch_size "
-            "(the update stays the same), or set architecture.remat=block."
-        )
+        return _out_of_memory(trainer, error)
     import jax
 
     if jax.process_count() > 1:
@@ -161,6 +168,20 @@ def _runtime_error(trainer: BaseTrainer, error: Exception) -> Exception:
             f"Start all processes again with: bessemer resume {trainer.run_directory.path}"
         )
     return error
+
+
+def _out_of_memory(trainer: BaseTrainer, error: Exception) -> TrainingError:
+    """The device's or the host's memory; `during` is set on the error where it was not the step that asked."""
+    if where := getattr(error, "during", None):
+        return TrainingError(
+            f"out of memory in {where}. {_last_checkpoint(trainer)} Leave it out or make it smaller: "
+            f"bessemer resume {trainer.run_directory.path} 'eval.evaluations=[]' (or eval.limit=N)."
+        )
+    return TrainingError(
+        f"out of memory with {trainer.functions.micro} sequences in one pass "
+        f"(training.per_device_batch_size). {_last_checkpoint(trainer)} Halve training.per_device_batch_size "
+        "(the update stays the same), or set architecture.remat=block."
+    )
 
 
 def _last_checkpoint(trainer: BaseTrainer) -> str:
@@ -225,6 +246,9 @@ def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: 
             "the GPT family has no Hugging Face layout; save_pretrained(to_torch=False) writes plain safetensors."
         )
     target = Path(directory) if directory is not None else trainer.run_directory.model
+    if trainer.is_process_zero:
+        with storage("cannot create the directory for the weights"):  # never the run's own, which is there
+            target.mkdir(parents=directory is not None, exist_ok=True)
     for name, params in (("model", state.params), ("ema", state.ema)):
         if params is not None:
             write_weights(trainer, params, target / f"{name}.safetensors")
@@ -241,14 +265,18 @@ def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: 
 def write_weights(trainer: BaseTrainer, params: Any, path: Path) -> None:
     """Parameters by path, gathered one at a time (all processes take part), written by process 0."""
     from flax.traverse_util import flatten_dict
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     leaves = flatten_dict(params).items()
     flat = {"/".join(names): fetch(trainer.gather(leaf)) for names, leaf in leaves}
     if trainer.is_process_zero:
-        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".tmp")
-        save_file(flat, temporary, metadata={"format": "bessemer", "step": str(trainer.step)})
+        try:
+            save_file(flat, temporary, metadata={"format": "bessemer", "step": str(trainer.step)})
+        except SafetensorError as error:  # the library's name for a full or vanished disk
+            temporary.unlink(missing_ok=True)
+            raise explain(f"cannot write {path}", error) from error
         temporary.replace(path)
 
 
