@@ -34,10 +34,15 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "runs" / "part"
 
 
+def prepare(patch: pytest.MonkeyPatch) -> None:
+    """Runs in this process take one of its devices; their reports come without plots, which cost a second each."""
+    patch.setattr(launch, "make_topology", one_device)
+    patch.setattr("bessemer.report.markdown.write_plots", lambda summary: [])
+
+
 @pytest.fixture
 def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs in this process take one of its devices."""
-    monkeypatch.setattr(launch, "make_topology", one_device)
+    prepare(monkeypatch)
 
 
 @pytest.fixture(scope="session")
@@ -46,6 +51,6 @@ def whole_in_place(settings: dict[str, object], home: Path, tmp_path_factory: py
     run = tmp_path_factory.mktemp("undisturbed") / "whole"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BESSEMER_HOME", str(home))
-        patch.setattr(launch, "make_topology", one_device)
+        prepare(patch)
         assert ends(build(settings, run)) == (0, "")
     return run

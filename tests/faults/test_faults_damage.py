@@ -128,6 +128,18 @@ def test_a_run_killed_before_its_first_line_says_what_to_do(run: Path, home: Pat
         launch.reopen(run)
 
 
+def test_killed_while_the_report_was_written(in_place: None, whole_in_place: Path, run: Path) -> None:
+    """The state is already "done", for the report to say so; the run is not finished before the report is there."""
+    copy_unfinished(whole_in_place, run)
+    (run / "report.md").unlink()
+    status = json.loads((run / "status.json").read_text())
+    (run / "status.json").write_text(json.dumps({**status, "state": "done", "exit_code": None}))
+    assert not launch.is_finished(run) and launch.is_finished(whole_in_place)
+    assert ends(launch.reopen(run)) == (0, "")
+    assert_same_run(run, whole_in_place)
+    assert launch.is_finished(run)
+
+
 def test_the_last_deletions_are_made_up_for(in_place: None, whole_in_place: Path, run: Path) -> None:
     """Killed after the last commit, before the older checkpoints were deleted: resume deletes them."""
     copy_unfinished(whole_in_place, run)

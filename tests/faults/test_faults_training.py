@@ -101,8 +101,7 @@ def test_an_evaluation_without_memory_loses_nothing(
     evaluations.names()  # fills the registry, so that what is added goes again
     monkeypatch.setitem(evaluations._entries, "hungry", Entry("hungry", hungry))
     code, message = ends(build(settings | {"eval.evaluations": "[hungry]"}, run))
-    assert code == 3 and "out of memory in the evaluations" in message
-    assert "last good checkpoint is step 12" in message and "eval.evaluations" in message
+    assert code == 3 and "out of memory" in message and "last good checkpoint is step 12" in message
     assert 12 in assert_sound(run)
     assert ends(launch.reopen(run, {"eval.evaluations": []})) == (0, "")
     assert_same_run(run, whole_in_place, but_for=("eval/",))

@@ -191,4 +191,6 @@ def _started_here(directory: RunDirectory) -> bool:
 
 
 def is_finished(run: str | Path, root: str | Path = "runs") -> bool:
-    return find_run(run, root).read_status().get("state") == "done"
+    """Ended, report and all: the state is "done" while the report is written, the exit code comes after it."""
+    status = find_run(run, root).read_status()
+    return status.get("state") == "done" and status.get("exit_code") == 0

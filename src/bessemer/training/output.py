@@ -141,10 +141,8 @@ def explained(trainer: BaseTrainer) -> Iterator[None]:
             f"{error} {_last_checkpoint(trainer)} Try a lower optimization.lr or a longer warm-up "
             "(training.warmup_pct), or look at the data near that step."
         ) from error
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:  # the device's memory, or the host's
         raise _runtime_error(trainer, error) from error
-    except MemoryError as error:
-        raise _out_of_memory(trainer, error) from error
     except OSError as error:
         if error.errno not in DISK_FAILURES:
             raise
@@ -157,8 +155,12 @@ def explained(trainer: BaseTrainer) -> Iterator[None]:
 
 def _runtime_error(trainer: BaseTrainer, error: Exception) -> Exception:
     text = str(error)
-    if "RESOURCE_EXHAUSTED" in text:
-        return _out_of_memory(trainer, error)
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+        return TrainingError(
+            f"out of memory with {trainer.functions.micro} sequences in one pass "
+            f"(training.per_device_batch_size). {_last_checkpoint(trainer)} Halve training.per_device_batch_size "
+            "(the update stays the same), or set architecture.remat=block."
+        )
     import jax
 
     if jax.process_count() > 1:
@@ -168,20 +170,6 @@ def _runtime_error(trainer: BaseTrainer, error: Exception) -> Exception:
             f"Start all processes again with: bessemer resume {trainer.run_directory.path}"
         )
     return error
-
-
-def _out_of_memory(trainer: BaseTrainer, error: Exception) -> TrainingError:
-    """The device's or the host's memory; `during` is set on the error where it was not the step that asked."""
-    if where := getattr(error, "during", None):
-        return TrainingError(
-            f"out of memory in {where}. {_last_checkpoint(trainer)} Leave it out or make it smaller: "
-            f"bessemer resume {trainer.run_directory.path} 'eval.evaluations=[]' (or eval.limit=N)."
-        )
-    return TrainingError(
-        f"out of memory with {trainer.functions.micro} sequences in one pass "
-        f"(training.per_device_batch_size). {_last_checkpoint(trainer)} Halve training.per_device_batch_size "
-        "(the update stays the same), or set architecture.remat=block."
-    )
 
 
 def _last_checkpoint(trainer: BaseTrainer) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.evaluate import Evaluator, check_tasks
@@ -39,9 +37,5 @@ class Evaluation(Callback):
 
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
         if self.enabled and self.tasks:
-            try:
-                results = Evaluator.from_trainer(loop.trainer, tasks=self.tasks, limit=self.limit).run()
-            except (MemoryError, jax.errors.JaxRuntimeError) as error:
-                error.during = f"the evaluations of step {row['step']} ({', '.join(self.tasks)})"  # type: ignore
-                raise
+            results = Evaluator.from_trainer(loop.trainer, tasks=self.tasks, limit=self.limit).run()
             row.update({f"eval/{task}": result["value"] for task, result in results.items()})
