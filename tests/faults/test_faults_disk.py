@@ -24,6 +24,8 @@ from tests.faults.harness import (
 )
 from tests.faults.in_place import At, build, ends
 
+from bessemer.checkpoint import Checkpoints
+from bessemer.job import RunDirectory
 from bessemer.training import launch
 
 Settings = dict[str, object]
@@ -165,7 +167,9 @@ def test_a_run_directory_deleted_during_the_run(in_place: None, settings: Settin
     """Exit 4. TensorStore makes the directory of a save in progress again; it must not become a checkpoint."""
     code, message = ends(build(settings, run, At(7, lambda: vanish(run))))
     assert code == 4 and "vanished" in message and str(run) in message
-    assert not [path for path in run.rglob("*") if path.is_file()]
+    assert Checkpoints(run / "checkpoints").committed() == []
+    status = RunDirectory(run).read_status()
+    assert status.get("exit_code") in (None, 4) and status.get("state") != "done"
 
 
 @pytest.mark.parametrize("moment", ["validate", "save_pretrained"])

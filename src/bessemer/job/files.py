@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -57,7 +58,8 @@ def atomic_write(path: str | Path, data: str | bytes, *, sync: bool = False) -> 
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the disk that failed the write may fail this too
+            temporary.unlink(missing_ok=True)
         raise storage_error(f"cannot write {path}", error) from error
     if sync:
         sync_directory(path.parent)

@@ -263,7 +263,8 @@ def write_weights(trainer: BaseTrainer, params: Any, path: Path) -> None:
         try:
             save_file(flat, temporary, metadata={"format": "bessemer", "step": str(trainer.step)})
         except SafetensorError as error:  # the library's name for a full or vanished disk
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
             raise explain(f"cannot write {path}", error) from error
         temporary.replace(path)
 
