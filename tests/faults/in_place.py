@@ -17,7 +17,7 @@ from bessemer.training import launch
 from bessemer.training.callback import Callback
 from bessemer.training.trainer import BaseTrainer
 
-STEPS = {"training.steps": 12, "logging.validation_interval": 6}
+SHORT = {"training.steps": 12, "logging.validation_interval": 6}
 
 
 def one_device(settings: Any) -> Any:
@@ -35,8 +35,9 @@ class At(Callback):
             self.action()
 
 
-def build(settings: dict[str, object], run: Path, *callbacks: Callback) -> BaseTrainer:
-    overrides = words({**settings, **STEPS})
+def build(settings: dict[str, object], run: Path, *callbacks: Callback, **more: object) -> BaseTrainer:
+    """A new run of twelve steps; `more` are settings with an underscore for the dot (`logging_keep_last=2`)."""
+    overrides = words({**settings, **SHORT, **{key.replace("_", ".", 1): more[key] for key in more}})
     return launch.build_trainer("quickstart", overrides, name=run.name, root=run.parent, callbacks=callbacks)
 
 

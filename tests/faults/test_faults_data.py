@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from tests.faults.harness import call, finish, start, until, write_corpus
 
+from bessemer.data.sources import SHARD_BYTES
+
 
 def children(pid: int) -> list[int]:
     try:
@@ -27,13 +29,11 @@ def content(store: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_a_killed_worker_fails_the_preparation(tmp_path: Path, home: Path) -> None:
-    corpus = write_corpus(tmp_path / "corpus.jsonl")
-    with corpus.open("a") as file:
-        for number in range(20_000):
-            file.write(json.dumps({"text": f"the {number} red foxes run over the hill " * 10}) + "\n")
-    code, output = call(
-        home, "tokenizer", "train", str(corpus), "-o", str(tmp_path / "t"), "--vocab-size", "300"
-    )
+    small, corpus = write_corpus(tmp_path / "small.jsonl"), tmp_path / "corpus.jsonl"
+    line = json.dumps({"text": " ".join(["the red foxes run over the hill"] * 30)}) + "\n"
+    corpus.write_text(line * (SHARD_BYTES * 5 // 4 // len(line)))  # two shards, so that there are workers
+    words = ["tokenizer", "train", str(small), "-o", str(tmp_path / "t"), "--vocab-size", "300"]
+    code, output = call(home, *words)
     assert code == 0, output
 
     def prepare(store: str) -> list[str]:
