@@ -24,14 +24,18 @@ def children(pid: int) -> list[int]:
 
 
 def content(store: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in store.rglob("*") if p.is_file() and p.name != "store.json"}
+    files = (p for p in store.rglob("*") if p.is_file() and p.name != ".lock")
+    return {str(p.relative_to(store)): p.read_bytes() for p in files}
 
 
 @pytest.mark.slow
 def test_a_killed_worker_fails_the_preparation(tmp_path: Path, home: Path) -> None:
     small, corpus = write_corpus(tmp_path / "small.jsonl"), tmp_path / "corpus.jsonl"
-    line = json.dumps({"text": " ".join(["the red foxes run over the hill"] * 30)}) + "\n"
-    corpus.write_text(line * (SHARD_BYTES * 5 // 4 // len(line)))  # two shards, so that there are workers
+    lines = (
+        json.dumps({"text": f"{n} " + "the red fox runs over the hill " * 30}) + "\n" for n in range(12_000)
+    )
+    corpus.write_text("".join(lines))
+    assert corpus.stat().st_size > SHARD_BYTES, "two shards, so that there are workers"
     words = ["tokenizer", "train", str(small), "-o", str(tmp_path / "t"), "--vocab-size", "300"]
     code, output = call(home, *words)
     assert code == 0, output
