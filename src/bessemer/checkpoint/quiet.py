@@ -10,6 +10,15 @@ from contextlib import contextmanager
 from typing import Any
 
 
+class _AbandonedTasks(logging.Filter):
+    """Drops asyncio's traceback of each of a failed save's many tasks. It comes when a task is collected, often only
+    at the end of the process, so this filter stays once it is set."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return not (text.startswith("Task exception was never retrieved") and "orbax" in text)
+
+
 class _Silence:
     """Counts the saves and restores in progress: the first lowers the voices, the last restores them.
 
@@ -22,6 +31,7 @@ class _Silence:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
+        self._tasks = _AbandonedTasks()
         self._users = 0
 
     def enter(self) -> None:
@@ -29,6 +39,7 @@ class _Silence:
             self._users += 1
             if self._users > 1:
                 return
+            logging.getLogger("asyncio").addFilter(self._tasks)
             logger = logging.getLogger("absl")
             self._level, self._hook = logger.level, sys.unraisablehook
             logger.setLevel(logging.CRITICAL + 1)
