@@ -11,12 +11,13 @@ from typing import Any
 
 
 class _AbandonedTasks(logging.Filter):
-    """Drops asyncio's traceback of each of a failed save's many tasks. It comes when a task is collected, often only
+    """Drops asyncio's traceback of each of a failed save's many tasks. It comes when one is collected, often only
     at the end of the process, so this filter stays once it is set."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        return not (text.startswith("Task exception was never retrieved") and "orbax" in text)
+        unseen = text.startswith(("Task exception was never", "Future exception was never"))
+        return not (unseen and any(name in text for name in ("orbax", "OCDBT", "zarr")))
 
 
 class _Silence:
