@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +17,13 @@ class _AbandonedTasks(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        unseen = text.startswith(("Task exception was never", "Future exception was never"))
-        return not (unseen and any(name in text for name in ("orbax", "OCDBT", "zarr")))
+        if not text.startswith(("Task exception was never", "Future exception was never")):
+            return True
+        if (
+            record.exc_info and record.exc_info[1] is not None
+        ):  # whose it is shows in the text or in the frames
+            text += "".join(traceback.format_exception(record.exc_info[1]))
+        return not any(name in text for name in ("orbax", "OCDBT", "zarr"))
 
 
 class _Silence:
