@@ -10,7 +10,7 @@ from typing import Any
 
 from bessemer.config import Config, configuration, configure, dotted, load_saved, resolve
 from bessemer.errors import InputError
-from bessemer.job import ExecutionSpec, RunDirectory, check_run_name, default_run_name, find_run
+from bessemer.job import ExecutionSpec, RunDirectory, RunLock, check_run_name, default_run_name, find_run
 from bessemer.job.trust import check_trust
 from bessemer.registry import jobs
 from bessemer.topology import AXES, TopologySettings, make_topology, share, start_distributed
@@ -82,7 +82,8 @@ def reopen(
     """A trainer that continues `run` from its newest valid checkpoint (or `step`), or from the start if none."""
     directory = find_run(run, root)
     if not directory.config.is_file():
-        raise InputError(f"{directory.path} holds no config.yaml, so there is nothing to continue.")
+        raise InputError(without_config(directory))
+    RunLock.check_free(directory)  # before its checkpoints are read: the owner may be deleting old ones
     check_trust(directory, trust)
     trainer = rebuild(directory, overridden(directory.config, overrides), distributed=distributed, **parts)
     check_given(directory, trainer)
@@ -157,5 +158,20 @@ def overridden(path: Path, overrides: Overrides) -> Config:
     return config
 
 
+def without_config(directory: RunDirectory) -> str:
+    saved = sorted(directory.checkpoints.glob("step_*/config.yaml"))
+    if saved:
+        return (
+            f"{directory.path} has lost its config.yaml; the newest checkpoint holds a copy. Continue after: "
+            f"cp {saved[-1]} {directory.config}"
+        )
+    return (
+        f"{directory.path} holds no config.yaml: the run ended before it was written, so there is nothing to "
+        "continue, and nothing is lost. Delete the directory and start the run again."
+    )
+
+
 def is_finished(run: str | Path, root: str | Path = "runs") -> bool:
-    return find_run(run, root).read_status().get("state") == "done"
+    """Ended, report and all: the state is "done" while the report is written, the exit code comes after it."""
+    status = find_run(run, root).read_status()
+    return status.get("state") == "done" and status.get("exit_code") == 0

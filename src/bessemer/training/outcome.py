@@ -12,6 +12,7 @@ import jax
 
 from bessemer.errors import BessemerError, Stopped, StorageError, TrainingError
 from bessemer.job import RunLock
+from bessemer.job.files import remove_leftovers
 from bessemer.topology import absent_processes, first_line
 from bessemer.training.guard import Unstable
 from bessemer.training.output import write_setup
@@ -19,6 +20,17 @@ from bessemer.training.signals import leaving, setting_up
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
+
+DISK_FAILURES = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.EIO,
+    errno.ESTALE,
+)
 
 
 @contextlib.contextmanager
@@ -87,6 +99,8 @@ def leave(trainer: BaseTrainer, lock: RunLock | None, reason: str) -> tuple[int,
 
 def take_over(trainer: BaseTrainer) -> None:
     """With the lock held: remove what a killed save left, and set checkpoints beyond the restored one aside."""
+    if trainer.is_process_zero:
+        remove_leftovers(trainer.run_directory.path)
     trainer.checkpoint_manager.clean()
     if trainer.continues:
         trainer.checkpoint_manager.set_aside_after(trainer.step)
@@ -96,7 +110,7 @@ def record_failure(trainer: BaseTrainer, error: BaseException) -> None:
     """status.json and log.txt say what happened; where the disk is the problem, stderr still does."""
     code = error.exit_code if isinstance(error, BessemerError) else 1
     state = "stopped" if code == 75 else "failed"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, BessemerError):  # the first error is the one to report
         if code == 1:
             trainer.output.log_error(error)
             error.logged_in = trainer.run_directory.log  # type: ignore[attr-defined]
@@ -116,27 +130,21 @@ def explained(trainer: BaseTrainer) -> Iterator[None]:
             f"{error} {_last_checkpoint(trainer)} Try a new run with a lower optimization.lr or a longer warm-up "
             f"(training.warmup_pct), and look at the data near that step.{spikes}"
         ) from error
-    except jax.errors.JaxRuntimeError as error:
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:  # the device's memory, or the host's
         raise _runtime_error(trainer, error) from error
     except OSError as error:
-        if error.errno not in (
-            errno.ENOSPC,
-            errno.EROFS,
-            errno.EACCES,
-            errno.ENOENT,
-            errno.EIO,
-            errno.EDQUOT,
-        ):
+        if error.errno not in DISK_FAILURES:
             raise
         raise StorageError(
-            f"writing to the run directory failed: {error}. {_last_checkpoint(trainer)} "
+            f"reading or writing {error.filename or 'the run directory'} failed: {error.strerror}. "
+            f"{_last_checkpoint(trainer)} "
             f"Free or restore the disk, then: bessemer resume {trainer.run_directory.path}"
         ) from error
 
 
 def _runtime_error(trainer: BaseTrainer, error: Exception) -> Exception:
     text = str(error)
-    if "RESOURCE_EXHAUSTED" in text:
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         return TrainingError(
             f"out of memory in {trainer.activity.what} ({first_line(error)}). {_last_checkpoint(trainer)} "
             f"{trainer.activity.remedy}, then continue with: bessemer resume {trainer.run_directory.path}"

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from bessemer.checkpoint.arrays import explain
 from bessemer.data import show_progress
 from bessemer.errors import InputError, StorageError
 from bessemer.job import RunDirectory, atomic_write
+from bessemer.job.files import storage
 from bessemer.job.trust import mark_origin
 from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.report import write_report
@@ -130,6 +132,9 @@ def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: 
             "the GPT family has no Hugging Face layout; save_pretrained(to_torch=False) writes plain safetensors."
         )
     target = Path(directory) if directory is not None else trainer.run_directory.model
+    if trainer.is_process_zero:
+        with storage("cannot create the directory for the weights"):  # never the run's own, which is there
+            target.mkdir(parents=directory is not None, exist_ok=True)
     for name, params in (("model", state.params), ("ema", state.ema)):
         if params is not None:
             write_weights(trainer, params, target / f"{name}.safetensors")
@@ -148,14 +153,19 @@ def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: 
 def write_weights(trainer: BaseTrainer, params: Any, path: Path) -> None:
     """Parameters by path, gathered one at a time (all processes take part), written by process 0."""
     from flax.traverse_util import flatten_dict
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     leaves = flatten_dict(params).items()
     flat = {"/".join(names): fetch(trainer.gather(leaf)) for names, leaf in leaves}
     if trainer.is_process_zero:
-        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".tmp")
-        save_file(flat, temporary, metadata={"format": "bessemer", "step": str(trainer.step)})
+        try:
+            save_file(flat, temporary, metadata={"format": "bessemer", "step": str(trainer.step)})
+        except SafetensorError as error:  # the library's name for a full or vanished disk
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise explain(f"cannot write {path}", error) from error
         temporary.replace(path)
 
 
