@@ -21,7 +21,6 @@ from bessemer.models.gpt import GPT
 from bessemer.topology import TopologySettings, has_float8, make_topology, shardings
 
 AXES = (None, None)
-TENSORWISE, ROWWISE = fp8.Rule("tensorwise"), fp8.Rule("rowwise")
 TINY = {"depth": 2, "width": 128, "head_dim": 64, "vocab_size": 320, "block_size": 32}
 
 
@@ -57,12 +56,14 @@ def with_gradients(function: Any, inputs: tuple[jax.Array, ...], g: jax.Array) -
 # -- products ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", [TENSORWISE, ROWWISE], ids=lambda rule: rule.scaling)
-def test_product_and_gradients_match_a_float64_reference(rule: fp8.Rule) -> None:
+@pytest.mark.parametrize("scaling", fp8.SCALINGS)
+def test_product_and_gradients_match_a_float64_reference(scaling: str) -> None:
     """To 1e-5 with operands rounded by numpy; to the few per cent of e4m3 and e5m2 without rounding."""
     x, w, g = draw(0, 2, 24, 128), draw(1, 128, 256, scale=0.1), draw(2, 2, 24, 256, scale=1e-6)
-    y, (dx, dw) = with_gradients(partial(fp8.linear, axes=AXES, dtype=jnp.float32, rule=rule), (x, w), g)
-    by_row = rule is ROWWISE
+    y, (dx, dw) = with_gradients(
+        partial(fp8.linear, axes=AXES, dtype=jnp.float32, scaling=scaling), (x, w), g
+    )
+    by_row = scaling == fp8.ROWWISE
     e4m3, e5m2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
     x8 = rounded(x, e4m3, -1 if by_row else None)
     g8 = rounded(g, e5m2, -1 if by_row else None)
@@ -77,12 +78,12 @@ def test_product_and_gradients_match_a_float64_reference(rule: fp8.Rule) -> None
     assert distance(dw, np.einsum("btd,btf->df", wide[0], wide[2])) < (1e-5 if by_row else 0.08)
 
 
-@pytest.mark.parametrize("rule", [TENSORWISE, ROWWISE], ids=lambda rule: rule.scaling)
-def test_feed_forward_follows_the_exact_one(rule: fp8.Rule) -> None:
+@pytest.mark.parametrize("scaling", fp8.SCALINGS)
+def test_feed_forward_follows_the_exact_one(scaling: str) -> None:
     """Its gradient of u is scaled by a bound; a bound that were too low would saturate and be far off."""
     h, up, down = rms_norm(draw(0, 2, 24, 128)), draw(1, 128, 512, scale=0.1), draw(2, 512, 128, scale=0.05)
     g = draw(3, 2, 24, 128, scale=1e-6)
-    run = partial(fp8.feed_forward, axes=(AXES, AXES), dtype=jnp.float32, rule=rule, name="mlp_hidden")
+    run = partial(fp8.feed_forward, axes=(AXES, AXES), dtype=jnp.float32, scaling=scaling, name="mlp_hidden")
     y, gradients = with_gradients(run, (h, up, down), g)
     plain = with_gradients(lambda h, up, down: jnp.square(jax.nn.relu(h @ up)) @ down, (h, up, down), g)
     assert distance(y, plain[0]) < 0.08
@@ -94,9 +95,9 @@ def test_one_outlier_row_does_not_drown_the_others_in_rowwise() -> None:
     x, w = np.array(draw(0, 1, 16, 128)), draw(1, 128, 128)
     x[0, 0] *= 1e6
     errors = {}
-    for rule in (TENSORWISE, ROWWISE):
-        y = fp8.linear(jnp.asarray(x), w, AXES, jnp.float32, rule)
-        errors[rule.scaling] = distance(y[0, 1:], x[0, 1:].astype(np.float64) @ np.asarray(w, np.float64))
+    for scaling in fp8.SCALINGS:
+        y = fp8.linear(jnp.asarray(x), w, AXES, jnp.float32, scaling)
+        errors[scaling] = distance(y[0, 1:], x[0, 1:].astype(np.float64) @ np.asarray(w, np.float64))
     assert errors["rowwise"] < 0.05 < 0.5 < errors["tensorwise"]
 
 
@@ -119,14 +120,14 @@ def test_overflow_saturates_and_what_is_not_finite_stays_so() -> None:
         assert not np.isfinite(np.asarray(values, np.float32)[0] * float(scale))
 
 
-@pytest.mark.parametrize("rule", [TENSORWISE, ROWWISE], ids=lambda rule: rule.scaling)
-def test_zeros_give_zeros(rule: fp8.Rule) -> None:
+@pytest.mark.parametrize("scaling", fp8.SCALINGS)
+def test_zeros_give_zeros(scaling: str) -> None:
     """An output projection starts at 0, and so does its gradient's other factor."""
     h, up, down = jnp.zeros((1, 16, 128)), jnp.zeros((128, 512)), jnp.zeros((512, 128))
-    run = partial(fp8.feed_forward, axes=(AXES, AXES), dtype=jnp.float32, rule=rule, name="mlp_hidden")
+    run = partial(fp8.feed_forward, axes=(AXES, AXES), dtype=jnp.float32, scaling=scaling, name="mlp_hidden")
     y, gradients = with_gradients(run, (h, up, down), jnp.zeros_like(h))
     assert all(not np.any(np.asarray(a)) for a in (y, *gradients))
-    single = partial(fp8.linear, axes=AXES, dtype=jnp.float32, rule=rule)
+    single = partial(fp8.linear, axes=AXES, dtype=jnp.float32, scaling=scaling)
     y, gradients = with_gradients(single, (h, up), jnp.zeros((1, 16, 512)))
     assert all(not np.any(np.asarray(a)) for a in (y, *gradients))
 
@@ -276,12 +277,13 @@ def test_every_product_of_a_layer_runs_in_float8_units() -> None:
     up, down = draw(4, width, 4 * width, scale=0.05), draw(5, 4 * width, width, scale=0.05)
 
     def run(x: jax.Array, up: jax.Array, down: jax.Array, *weights: jax.Array) -> jax.Array:
-        mixed = sum(fp8.linear(x, w, AXES, x.dtype, TENSORWISE, math.sqrt(width)) ** 2 for w in weights)
-        ffn = fp8.feed_forward(x, up, down, (AXES, AXES), x.dtype, TENSORWISE, "mlp_hidden")
+        mixed = sum(fp8.linear(x, w, AXES, x.dtype, fp8.TENSORWISE, math.sqrt(width)) ** 2 for w in weights)
+        ffn = fp8.feed_forward(x, up, down, (AXES, AXES), x.dtype, fp8.TENSORWISE, "mlp_hidden")
         return jnp.sum((mixed + ffn).astype(jnp.float32) ** 2)
 
     gradient = jax.jit(jax.value_and_grad(run, argnums=tuple(range(6))))
-    compiled = gradient.lower(x, up, down, *weights).compile(compiler_options=fp8.GPU_OPTIONS)
+    options = {**(make_topology().compiler_options or {}), **fp8.GPU_OPTIONS}
+    compiled = gradient.lower(x, up, down, *weights).compile(compiler_options=options)
     assert compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"') == 15
     with jax.default_device(jax.devices("cpu")[0]):
         emulated = gradient(*(jax.device_put(a, jax.devices("cpu")[0]) for a in (x, up, down, *weights)))

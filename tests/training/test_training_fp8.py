@@ -102,3 +102,14 @@ def test_mfu_is_of_the_float8_peak_and_says_so(finished: Any, monkeypatch: pytes
     assert flops_share(finished, False) == finished.model.flops_per_token() / 1978.9e12
     assert mfu_peak(finished, finished.model) == "the fp8 peak of the H200, 1,979 TFLOP/s"
     assert compiler_options(finished) is None  # this mesh is a CPU's
+
+
+def test_a_gpu_is_told_to_leave_float8_products_to_cublas(
+    finished: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The topology's options and the precision's together: either alone lets bf16 copies be multiplied."""
+    monkeypatch.setattr(Topology, "platform", "gpu")
+    assert compiler_options(finished) == {
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_gpu_dot_merger_threshold_mb": 0,
+    }

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.models.axes import constrain, shards
-from bessemer.models.fp8 import Rule, head_products, over_rows
+from bessemer.models.fp8 import head_products, over_rows
 from bessemer.models.loss_kernel import softmax_gradient
 
 # Logits held at once. On accelerators 128 MiB in float32. On a CPU a tile that stays in its cache is faster (148 ms
@@ -43,7 +43,7 @@ class LossOptions:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     kernel: bool = False
-    fp8: Rule | None = None  # the head's products with their gradients in float8
+    fp8: str | None = None  # the scaling, when the head's products with their gradients are in float8
 
 
 def cross_entropy(
@@ -58,13 +58,13 @@ def cross_entropy(
     z_loss: float = 0.0,
     chunks: int | str = "auto",
     kernels: str = "xla",
-    fp8: Rule | None = None,
+    fp8: str | None = None,
 ) -> tuple[Array, Array]:
     """(Σ w·loss, Σ w·nll) in float32. hidden: (B, T, D) or (N, D); head: (D, V) float32; targets, weights: (B, T).
 
     Targets below 0 are ignored. Only the first result is differentiable, and in `hidden` and `head`; the matmuls
-    run in the dtype of `hidden`, or by the rule `fp8` in float8 when a gradient is taken. `chunks` cuts the sequence
-    axis, so a batch split over devices stays where it is.
+    run in the dtype of `hidden`, or in float8 with the scaling `fp8` when a gradient is taken. `chunks` cuts the
+    sequence axis, so a batch split over devices stays where it is.
     `kernels="pallas"`: logits are kept in the dtype of `hidden` and one kernel makes their gradient, on one device and
     for the plain loss; everything else takes the general path.
     """

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,31 +24,12 @@ from bessemer.models.axes import constrain, shards
 from bessemer.models.blocks import Axes
 
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
-# Both hide the float8 pattern from cuBLASLt, which then multiplies dequantised bf16 copies: XLA's own Triton products,
-# and merging the products of q, k and v.
-GPU_OPTIONS = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_dot_merger_threshold_mb": 0}
-SCALINGS = ("tensorwise", "rowwise")
+# Merging the products of q, k and v hides the float8 pattern from cuBLASLt, which then multiplies dequantised bf16
+# copies. So do XLA's own Triton products, which the topology's options turn off for every precision.
+GPU_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
+SCALINGS = TENSORWISE, ROWWISE = ("tensorwise", "rowwise")
 SMALLEST = 128  # sides of a converted matrix: at least this,
 MULTIPLE = 16  # and divisible by this, as the units need it
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How products are made; static. A run chooses the scaling; the rest are alternatives that benchmarks/fp8.py times.
-
-    weight_gradient: dW in float8 too, or in the compute dtype. direct: scales applied to the result, not by the unit.
-    bounds: a known bound replaces the pass for max|x|. fast: gradients accumulated like forward products.
-    """
-
-    scaling: str = "tensorwise"
-    weight_gradient: bool = True
-    direct: bool = False
-    bounds: bool = True
-    fast: bool = False
-
-    @property
-    def by_row(self) -> bool:
-        return self.scaling == "rowwise"
 
 
 class Scaled(NamedTuple):
@@ -57,6 +37,14 @@ class Scaled(NamedTuple):
 
     values: Array
     scale: Array
+
+    def wide(self, dtype: Any) -> Array:
+        """Given one scale: back in a wider dtype, exactly, as the scale is a power of two."""
+        return self.values.astype(dtype) * self.scale.astype(dtype)
+
+    def rows(self) -> Scaled:
+        """Given one scale: (B, T, D) → (B·T, D)."""
+        return Scaled(self.values.reshape(-1, self.values.shape[-1]), self.scale)
 
 
 def fits(shape: tuple[int, ...]) -> bool:
@@ -84,9 +72,7 @@ def power_of_two(x: Array) -> Array:
     return jnp.where(up == 0, 1.0, up)
 
 
-def product(
-    a: Scaled, b: Scaled, axes: tuple[int, int], dtype: Any, direct: bool = False, exact: bool = False
-) -> Array:
+def product(a: Scaled, b: Scaled, axes: tuple[int, int], dtype: Any, exact: bool = False) -> Array:
     """Σ over axis `axes[0]` of a and `axes[1]` of b, given in `dtype`.
 
     `exact` accumulates in float32; without it Hopper's units keep about 14 bits of a partial sum, which is enough
@@ -94,54 +80,52 @@ def product(
     """
     precision = jax.lax.Precision.HIGHEST if exact else None
     dims = (((axes[0] % a.values.ndim,), (axes[1],)), ((), ()))
-    if a.scale.ndim == 0 and b.scale.ndim == 0 and not direct:
+    if a.scale.ndim == 0:
         # The compiler replaces these casts and scales by one float8 product that scales its result by itself.
-        wide_a, wide_b = (t.values.astype(jnp.bfloat16) * t.scale.astype(jnp.bfloat16) for t in (a, b))
+        wide_a, wide_b = a.wide(jnp.bfloat16), b.wide(jnp.bfloat16)
         return jax.lax.dot_general(wide_a, wide_b, dims, precision, preferred_element_type=dtype)
     y = jax.lax.dot_general(a.values, b.values, dims, precision, preferred_element_type=dtype)
-    if a.scale.ndim:
-        return (y * a.scale * b.scale.reshape(-1)).astype(dtype)
-    return (y * (a.scale * b.scale)).astype(dtype)
+    return (y * a.scale * b.scale.reshape(-1)).astype(dtype)
 
 
 # -- one layer's product -----------------------------------------------------------------------------------------
 
 
-def _table(w: Array, axes: Axes, rule: Rule, summed: int) -> Scaled:
+def _table(w: Array, axes: Axes, scaling: str, summed: int) -> Scaled:
     """A parameter in float8, cast where it rests and then laid out for use: a quarter of the bytes travel."""
-    values, scale = quantise(w, FORWARD, summed if rule.by_row else None)
+    values, scale = quantise(w, FORWARD, summed if scaling == ROWWISE else None)
     return Scaled(constrain(values, *axes), scale)
 
 
-def _input(x: Array, rule: Rule, bound: Array | float | None) -> Scaled:
-    if rule.by_row:
-        return quantise(x, FORWARD, -1)
-    return quantise(x, FORWARD, bound=bound if rule.bounds else None)
+def _cast(x: Array, kind: Any, scaling: str, bound: Array | float | None = None) -> Scaled:
+    """An activation or its gradient; `bound` ≥ max|x| is of use where one scale serves the whole tensor."""
+    return quantise(x, kind, -1) if scaling == ROWWISE else quantise(x, kind, bound=bound)
 
 
-def _times(x: Scaled, w: Array, axes: Axes, dtype: Any, rule: Rule) -> Array:
-    return product(x, _table(w, axes, rule, 0), (-1, 0), dtype, rule.direct)
+def _times(
+    x: Array, w: Array, axes: Axes, dtype: Any, scaling: str, bound: Array | float | None = None
+) -> Array:
+    return product(_cast(x, FORWARD, scaling, bound), _table(w, axes, scaling, 0), (-1, 0), dtype)
 
 
 def _gradients(
-    x: Array, x8: Scaled | None, w: Array, g: Array, axes: Axes, rule: Rule, bound: Array | None = None
+    x: Array,
+    w: Array,
+    g: Array,
+    axes: Axes,
+    scaling: str,
+    x_bound: Array | float | None = None,
+    g_bound: Array | None = None,
 ) -> tuple[Array, Array]:
     """(dx, dW) of x W for the gradient g of the result. x: (B, T, D), g: (B, T, F)."""
-    g8 = quantise(g, GRADIENT, -1) if rule.by_row else quantise(g, GRADIENT, bound=bound)
-    dx = product(g8, _table(w, axes, rule, 1), (-1, 1), g.dtype, rule.direct, not rule.fast)
-    if x8 is None or rule.by_row or not rule.weight_gradient:
-        # dW sums over tokens, whose scales differ in rowwise: it stays in the compute dtype.
+    g8 = _cast(g, GRADIENT, scaling, g_bound)
+    dx = product(g8, _table(w, axes, scaling, 1), (-1, 1), g.dtype, exact=True)
+    if scaling == ROWWISE:  # dW sums over tokens, whose scales differ: it stays in the compute dtype
         return dx, _over_tokens(x, g).astype(w.dtype)
+    x8 = _cast(x, FORWARD, scaling, x_bound)
     if shards("sequence") > 1:
-        wide_x, wide_g = (t.values.astype(g.dtype) * t.scale.astype(g.dtype) for t in (x8, g8))
-        return dx, _over_tokens(wide_x, wide_g).astype(w.dtype)
-    dw = product(_rows(x8), _rows(g8), (0, 0), jnp.float32, rule.direct, not rule.fast)
-    return dx, dw.astype(w.dtype)
-
-
-def _rows(x: Scaled) -> Scaled:
-    """(B, T, D) → (B·T, D); one scale."""
-    return Scaled(x.values.reshape(-1, x.values.shape[-1]), x.scale)
+        return dx, _over_tokens(x8.wide(g.dtype), g8.wide(g.dtype)).astype(w.dtype)
+    return dx, product(x8.rows(), g8.rows(), (0, 0), jnp.float32, exact=True).astype(w.dtype)
 
 
 def _over_tokens(x: Array, g: Array) -> Array:
@@ -153,25 +137,25 @@ def _over_tokens(x: Array, g: Array) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
-def linear(x: Array, w: Array, axes: Axes, dtype: Any, rule: Rule, bound: float | None = None) -> Array:
+def linear(x: Array, w: Array, axes: Axes, dtype: Any, scaling: str, bound: float | None = None) -> Array:
     """x W with both in float8, W a float32 parameter; `bound` ≥ max|x| where it is known. x: (B, T, D)."""
-    return _times(_input(x, rule, bound), w, axes, dtype, rule)
+    return _times(x, w, axes, dtype, scaling, bound)
 
 
 def _linear_forward(
-    x: Array, w: Array, axes: Axes, dtype: Any, rule: Rule, bound: float | None
+    x: Array, w: Array, axes: Axes, dtype: Any, scaling: str, bound: float | None
 ) -> tuple[Array, Any]:
-    return linear(x, w, axes, dtype, rule, bound), (x, w)
+    return linear(x, w, axes, dtype, scaling, bound), (x, w)
 
 
 def _linear_backward(
-    axes: Axes, dtype: Any, rule: Rule, bound: float | None, residuals: Any, g: Array
+    axes: Axes, dtype: Any, scaling: str, bound: float | None, residuals: Any, g: Array
 ) -> tuple[Array, Array]:
     x, w = residuals
     # The barrier keeps the compiler from merging this cast with the forward pass's and holding a second copy of
     # every layer's input until here: x itself is kept anyway, by the norm or the attention that made it.
     x = jax.lax.optimization_barrier(x)
-    return _gradients(x, _input(x, rule, bound), w, g, axes, rule)
+    return _gradients(x, w, g, axes, scaling, bound)
 
 
 linear.defvjp(_linear_forward, _linear_backward)
@@ -182,38 +166,36 @@ linear.defvjp(_linear_forward, _linear_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def feed_forward(
-    h: Array, up: Array, down: Array, axes: tuple[Axes, Axes], dtype: Any, rule: Rule, name: str
+    h: Array, up: Array, down: Array, axes: tuple[Axes, Axes], dtype: Any, scaling: str, name: str
 ) -> Array:
     """relu(h W_up)² W_down for the output h of a norm. Keeps h and u = h W_up (called `name`) for the backward pass.
 
     One function, as the gradient of u needs a bound from both sides: |du| ≤ 2 max(u) · max‖dy‖ · max‖W_down row‖.
     """
-    return _feed_forward_forward(h, up, down, axes, dtype, rule, name)[0]
+    return _feed_forward_forward(h, up, down, axes, dtype, scaling, name)[0]
 
 
 def _feed_forward_forward(
-    h: Array, up: Array, down: Array, axes: tuple[Axes, Axes], dtype: Any, rule: Rule, name: str
+    h: Array, up: Array, down: Array, axes: tuple[Axes, Axes], dtype: Any, scaling: str, name: str
 ) -> tuple[Array, Any]:
-    u = _times(_input(h, rule, math.sqrt(h.shape[-1])), up, axes[0], dtype, rule)
+    u = _times(h, up, axes[0], dtype, scaling, math.sqrt(h.shape[-1]))
     u = constrain(checkpoint_name(u, name), "batch", "sequence", axes[0][1])
-    top = jnp.max(u)  # the largest square is top², or 0
-    squared = _input(jnp.square(jnp.maximum(u, 0)), rule, jnp.square(jnp.maximum(top, 0)))
-    return _times(squared, down, axes[1], dtype, rule), (h, u, top, up, down)
+    top = jnp.maximum(jnp.max(u), 0)  # the largest square is top²
+    y = _times(jnp.square(jnp.maximum(u, 0)), down, axes[1], dtype, scaling, jnp.square(top))
+    return y, (h, u, top, up, down)
 
 
 def _feed_forward_backward(
-    axes: tuple[Axes, Axes], dtype: Any, rule: Rule, name: str, residuals: Any, g: Array
+    axes: tuple[Axes, Axes], dtype: Any, scaling: str, name: str, residuals: Any, g: Array
 ) -> tuple[Array, Array, Array]:
     h, u, top, up, down = residuals
     h, u = jax.lax.optimization_barrier((h, u))  # as in linear: casts are made again rather than kept
-    positive = jnp.maximum(u, 0)
-    top = jnp.maximum(top, 0).astype(jnp.float32)
-    squared = _input(jnp.square(positive), rule, jnp.square(top))
-    longest = _longest_row(g) if rule.bounds else None
-    dsquared, ddown = _gradients(jnp.square(positive), squared, down, g, axes[1], rule, longest)
+    positive, top, longest = jnp.maximum(u, 0), top.astype(jnp.float32), _longest_row(g)
+    squared = jnp.square(positive)
+    dsquared, ddown = _gradients(squared, down, g, axes[1], scaling, jnp.square(top), longest)
     du = (dsquared * (2 * positive)).astype(dtype)
-    bound = None if longest is None else 2 * top * longest * _longest_row(down)
-    dh, dup = _gradients(h, _input(h, rule, math.sqrt(h.shape[-1])), up, du, axes[0], rule, bound)
+    bound = 2 * top * longest * _longest_row(down)
+    dh, dup = _gradients(h, up, du, axes[0], scaling, math.sqrt(h.shape[-1]), bound)
     return dh, dup, ddown
 
 
@@ -228,26 +210,28 @@ feed_forward.defvjp(_feed_forward_forward, _feed_forward_backward)
 # -- the head ----------------------------------------------------------------------------------------------------
 
 
-def head_products(head: Array, rule: Rule) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array]]]:
+def head_products(
+    head: Array, scaling: str
+) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array]]]:
     """The loss's products with the head (D, V), for the output h (B, t, D) of a norm; all results float32.
 
     (h → logits, (h, dlogits, bound of |dlogits|, groups) → (dh, dW (groups, D, V)))
     """
     axes = ("embed", "vocab")
-    into, back = _table(head, axes, rule, 0), _table(head, axes, rule, 1)
+    into, back = _table(head, axes, scaling, 0), _table(head, axes, scaling, 1)
 
     def cast(h: Array) -> Scaled:
-        return _input(h, rule, math.sqrt(head.shape[0]))
+        return _cast(h, FORWARD, scaling, math.sqrt(head.shape[0]))
 
     def logits(h: Array, dtype: Any = jnp.float32) -> Array:
         return constrain(product(cast(h), into, (-1, 0), dtype), "batch", "sequence", "vocab")
 
     def gradients(h: Array, dlogits: Array, bound: Array, groups: int) -> tuple[Array, Array]:
-        g8 = quantise(dlogits, GRADIENT, -1) if rule.by_row else quantise(dlogits, GRADIENT, bound=bound)
+        g8 = _cast(dlogits, GRADIENT, scaling, bound)
         dh = product(g8, back, (-1, 1), jnp.float32, exact=True)
-        if rule.by_row or groups > 1:
+        if scaling == ROWWISE or groups > 1:
             return dh, over_rows(h, dlogits.astype(h.dtype), groups)
-        return dh, product(_rows(cast(h)), _rows(g8), (0, 0), jnp.float32, exact=True)[None]
+        return dh, product(cast(h).rows(), g8.rows(), (0, 0), jnp.float32, exact=True)[None]
 
     return logits, gradients
 

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
 
 from bessemer.models import fp8
+from bessemer.models.layers import AXES
+from bessemer.topology import unbox
+
+if TYPE_CHECKING:
+    from bessemer.models.gpt import GPT
 
 TABLES = ("embedding", "value_embedding")  # looked up, not multiplied
 
@@ -30,14 +39,22 @@ class Conversion:
         return f"{line}: {', '.join(parts)}" if parts else line
 
 
-def plan_conversion(
-    matrices: Iterable[tuple[tuple[str, ...], tuple[int, ...]]], layer_names: Iterable[str], head: bool
-) -> Conversion:
-    """`matrices`: (path, shape) of every matrix that multiplies; `layer_names`: those of a block that know float8."""
+def conversion_of(model: GPT) -> Conversion:
+    """From the shapes of the model's parameters; no array is made."""
+    ids = jax.ShapeDtypeStruct((1, min(8, model.block_size)), jnp.int32)
+    tree = unbox(jax.eval_shape(model.init, jax.random.key(0), ids)["params"])
+    leaves = [(tuple(k.key for k in path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    matrices = [
+        (path, leaf.shape) for path, leaf in leaves if leaf.ndim == 2 and model.group_of(path) not in TABLES
+    ]
+    return plan_conversion(matrices, model.fp8_head)
+
+
+def plan_conversion(matrices: Iterable[tuple[tuple[str, ...], tuple[int, ...]]], head: bool) -> Conversion:
+    """`matrices`: (path, shape) of every matrix that multiplies; `head`: whether the head is wanted."""
     converted, skipped = [], []
-    known = set(layer_names)
     for path, shape in matrices:
-        in_block = path[0].startswith("blocks_") and path[-1] in known
+        in_block = path[0].startswith("blocks_") and path[-1] in AXES
         reason = None
         if min(shape) < fp8.SMALLEST:
             reason = f"a side below {fp8.SMALLEST}"

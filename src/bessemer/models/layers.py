@@ -60,6 +60,15 @@ def symmetric(bound: float) -> Callable[..., Array]:
     return init
 
 
+def ramp(first: float, last: float) -> Callable[..., Array]:
+    """Values from `first` to `last`, linear over the layers."""
+
+    def init(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        return jnp.linspace(first, last, shape[0], dtype=dtype)
+
+    return init
+
+
 def declare(
     module: nn.Module,
     name: str,
@@ -110,7 +119,7 @@ class LayerOptions:
     qk_norm: bool
     dropout: float
     kernels: str = "xla"
-    fp8: fp8.Rule | None = None  # for matrices that fit; None: all products in `dtype`
+    fp8: str | None = None  # the scaling, for matrices that fit; None: all products in `dtype`
 
 
 def layer(

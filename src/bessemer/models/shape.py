@@ -9,6 +9,25 @@ VOCAB_MULTIPLE = 64  # vocabulary rows are padded to this, so that they divide o
 WINDOW_MULTIPLE = 128  # short windows are rounded up to this, a tile of the attention kernels
 SMEAR_CHANNELS = 24
 VALUE_GATE_CHANNELS = 12
+# The optimizer group of a parameter, by its name; all others are "matrix".
+GROUPS = {
+    "embedding": "embedding",
+    "head": "head",
+    "value_table": "value_embedding",
+    "lookup_keys": "value_embedding",
+    "lookup_values": "value_embedding",
+    "value_gate": "gate",
+    "rho": "rho",
+    "xi": "xi",
+    "smear_gate": "scalar",
+    "smear_scale": "scalar",
+    "backout_scale": "scalar",
+}
+
+
+def group_of(path: tuple[str, ...]) -> str:
+    """The optimizer group of a parameter, by its path in the tree."""
+    return GROUPS.get(path[-1], "matrix")
 
 
 def round_up(value: int, multiple: int) -> int:
