@@ -16,6 +16,7 @@ import itertools
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ from bessemer.training.step import train_step
 SWEPT = ("depth", "batch", "sequence", "accumulation", "window", "window_short", "precision", "optimizer")
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -56,7 +57,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--deterministic", action="store_true", help="as topology.deterministic=true")
     parser.add_argument("--top", type=int, default=40, help="trace.py: instructions listed")
     parser.add_argument("--hlo", default="", help="trace.py: file for the compiled program's text")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def matrix_seconds(side: int, dtype: Any) -> Any:

@@ -145,9 +145,10 @@ def explained(trainer: BaseTrainer) -> Iterator[None]:
 def _runtime_error(trainer: BaseTrainer, error: Exception) -> Exception:
     text = str(error)
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+        activity = trainer.activity or stepping(trainer)
         return TrainingError(
-            f"out of memory in {trainer.activity.what} ({first_line(error)}). {_last_checkpoint(trainer)} "
-            f"{trainer.activity.remedy}, then continue with: bessemer resume {trainer.run_directory.path}"
+            f"out of memory in {activity.what} ({first_line(error)}). {_last_checkpoint(trainer)} "
+            f"{activity.remedy}, then continue with: bessemer resume {trainer.run_directory.path}"
         )
     if jax.process_count() > 1:
         absent = ", ".join(map(str, absent_processes()))

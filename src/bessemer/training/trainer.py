@@ -114,7 +114,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             restore.pin_init(self)
             self.data = self.configure_dataloaders()
             self.functions = self.configure_functions()
-        self.activity = outcome.stepping(self)
+        self.activity: outcome.Activity | None = None  # besides the steps
         self.stop_agreement = StopAgreement()
         self.start_over()
 
