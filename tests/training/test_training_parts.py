@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import bessemer as bm
-from bessemer.errors import InputError, Stopped
+from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.job import RestoreableJob
 from bessemer.topology import make_topology
 from bessemer.training import launch
@@ -58,6 +58,21 @@ def test_horizons(
     if "training.flops" in horizon:
         steps = round(1e9 / (trainer.model_parts.flops_per_token * 128))
     assert trainer.steps == steps
+
+
+def test_an_epoch_of_a_mixture_ends(tiny: dict[str, object], corpus: Path, tmp_path: Path) -> None:
+    """Two passes over all rows of all sources, though the rates use up the smaller source first."""
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(corpus.read_text().splitlines(keepends=True)[:8]))
+    settings = {
+        **without(tiny, "training.steps"),
+        "training.dataset": [{"name": str(corpus), "rate": 0.5}, {"name": str(few), "rate": 0.5}],
+        "training.epochs": 2,
+    }
+    trainer = launch.build_trainer("quickstart", settings, name="m", root=tmp_path)
+    stage = trainer.data.plan.epochs(trainer.steps)
+    assert trainer.steps == 2 * trainer.data.plan.rows // 8
+    assert max(stage.values()) > 2 > min(stage.values()) > 0
 
 
 def test_stages_change_the_data_at_their_step(tiny: dict[str, object], corpus: Path, tmp_path: Path) -> None:
@@ -196,6 +211,23 @@ def test_weights_from_one_checkpoint(tiny: dict[str, object], tmp_path: Path) ->
     with pytest.raises(InputError, match="no run 'frist'"):
         launch.build_trainer("quickstart", {**tiny, "init": "frist"}, name="fourth", root=tmp_path)
     assert not (tmp_path / "fourth").exists()
+
+
+def test_weights_of_another_shape_are_refused(tiny: dict[str, object], tmp_path: Path) -> None:
+    """Neither cut, nor filled up, nor left fresh with a warning."""
+    small = {**tiny, "model.depth": 2, "optimization.name": "adamw", "training.validation": False}
+    first = launch.build_trainer("quickstart", small, name="first", root=tmp_path)
+    first.run_directory.create()
+    first.run_directory.config.write_text(first.config.to_yaml())
+    first.save_checkpoint(wait=True)  # as it begins, without a step
+    for change, words in (
+        ({"model.width": 48}, r"has shape \(.*\) there and \(.*48\) here"),
+        ({"model.depth": 1}, "is in the checkpoint only"),
+    ):
+        other = {**small, **change, "init": "first"}
+        trainer = launch.build_trainer("quickstart", other, name="second", root=tmp_path)
+        with pytest.raises(StorageError, match=words):
+            _ = trainer.state
 
 
 def test_an_early_end_validates_once(tiny: dict[str, object], tmp_path: Path) -> None:
