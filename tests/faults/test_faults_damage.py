@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 from tests.faults.harness import assert_resumes, assert_same_run, assert_sound
-from tests.faults.in_place import ends
+from tests.faults.in_place import build, ends
 
 from bessemer.checkpoint import Checkpoints
+from bessemer.doctor import diagnose
 from bessemer.errors import InputError, StorageError
+from bessemer.generate import load_model
+from bessemer.job import RunDirectory
 from bessemer.training import launch
 
 
@@ -119,6 +122,26 @@ def test_what_kills_left_behind_is_never_taken_for_a_checkpoint_and_goes(
     assert trainer.step == 12 and ends(trainer) == (0, "")
     assert_same_run(run, whole_in_place)
     assert not [path.name for path in run.iterdir() if path.name.endswith(".tmp")]
+
+
+def test_everybody_takes_the_same_newest_checkpoint(
+    in_place: None, settings: dict[str, object], whole_in_place: Path, run: Path
+) -> None:
+    """Resume, inference, the doctor and `init`: a damaged newest one, a later save that was cut off, and time
+    stamps in the opposite order lead all of them to step 9."""
+    newest = copy_unfinished(whole_in_place, run)
+    shutil.copytree(newest, run / "checkpoints/step_00000015.tmp")
+    flip(target(newest, "data"))
+    for step in (6, 9, 12):
+        os.utime(run / f"checkpoints/step_{step:08d}", (2e9 / step, 2e9 / step))
+    child = build(settings, run.with_name("child"), init=str(run))
+    taken = {
+        "init": int(Path(child.config["init"]).name[5:]),
+        "inference": load_model(RunDirectory(run)).step,
+        "doctor": diagnose(RunDirectory(run)).step,
+        "resume": launch.reopen(run).step,
+    }
+    assert set(taken.values()) == {9}, taken
 
 
 def test_a_run_killed_before_its_first_line_says_what_to_do(run: Path, home: Path, in_place: None) -> None:
