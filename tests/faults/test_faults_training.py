@@ -45,7 +45,7 @@ def test_non_finite_batches_in_a_row_end_the_run(settings: Settings, run: Path, 
     assert code == 3
     for part in (
         "3 steps in a row gave no update",
-        "at step 10",
+        "step 10",
         "not a number",
         "weights are still those of",
     ):
