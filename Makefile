@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
+N ?= 50
 
-.PHONY: train test slow check format clean
+.PHONY: train test slow soak check format clean
 
 train: $(VENV)/.base
 	$(BIN)/bessemer train
@@ -14,6 +15,9 @@ test: $(VENV)/.test
 
 slow: $(VENV)/.test
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "slow and not gpu"
+
+soak: $(VENV)/.test
+	$(BIN)/python -m tests.faults.soak --kills $(N)
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .

@@ -116,6 +116,7 @@ def line(args: argparse.Namespace, times: dict[str, float], facts: dict[str, Any
 def ours(args: argparse.Namespace, optimizer: str) -> dict[str, Any]:
     """Our GPT, all its devices of architecture on, full attention in every layer."""
     import jax
+    from step import arguments as step_arguments
     from step import build
 
     case = {
@@ -128,7 +129,9 @@ def ours(args: argparse.Namespace, optimizer: str) -> dict[str, Any]:
         "precision": "auto",
         "optimizer": optimizer,
     }
-    step, state, batch, model = build(case, args)
+    shape = ("width", "head_dim", "vocab")
+    given = step_arguments([f"--{name}={getattr(args, name)}" for name in shape])
+    step, state, batch, model = build(case, given)
     key = jax.random.key(1)
 
     def once() -> float:

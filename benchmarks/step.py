@@ -3,9 +3,9 @@
     python benchmarks/step.py --depth 4 --vocab 4096 --batch 16 --sequence 256
     python benchmarks/step.py --depth 12 --batch 32 --sequence 2048 --accumulation 4 --window L
 
-Prints one JSON line per case: tokens/s, TFLOP/s, both MFU formulas (against the chip's peak, where it is known),
-the share of the measured matrix rate (of the model's FLOPs alone, and with the optimizer's matrix products), peak
-memory and compile seconds. Comma-separated values make several cases.
+Prints one JSON line per case: tokens/s, TFLOP/s, both MFU formulas (against the chip's peak, where it is known:
+that of float8 with --precision fp8), the share of the measured matrix rate (of the model's FLOPs alone, and with the
+optimizer's matrix products), peak memory and compile seconds. Comma-separated values make several cases.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import itertools
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bessemer.models.fp8 import GPU_OPTIONS
 from bessemer.models.gpt import GPT
 from bessemer.objectives.pretrain import PretrainSettings, pretrain
 from bessemer.optim import build_optimizer
@@ -34,7 +36,7 @@ from bessemer.training.step import train_step
 SWEPT = ("depth", "batch", "sequence", "accumulation", "window", "window_short", "precision", "optimizer")
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -44,7 +46,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--accumulation", default="1", help="micro-batches in a step")
     parser.add_argument("--window", default="SSSL", help="attention pattern: S short, L long")
     parser.add_argument("--window_short", default="0.5", help="S as a share of the sequence")
-    parser.add_argument("--precision", default="auto", help="auto, float32, bf16")
+    parser.add_argument("--precision", default="auto", help="auto, float32, bf16, fp8")
+    parser.add_argument("--fp8_scaling", default="tensorwise", help="tensorwise, rowwise")
+    parser.add_argument("--fp8_head", action="store_true", help="convert the head too")
     parser.add_argument("--optimizer", default="muon", help="a name from the optimizers registry")
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--width", type=int, default=-1, help="-1: depth × 64")
@@ -54,7 +58,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--deterministic", action="store_true", help="as topology.deterministic=true")
     parser.add_argument("--top", type=int, default=40, help="trace.py: instructions listed")
     parser.add_argument("--hlo", default="", help="trace.py: file for the compiled program's text")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def matrix_seconds(side: int, dtype: Any) -> Any:
@@ -87,6 +91,8 @@ def build(case: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any, Any
         window_short=float(case["window_short"]),
         precision=case["precision"],
         attention="xla" if args.deterministic else "auto",
+        fp8_scaling=args.fp8_scaling if case["precision"] == "fp8" else "tensorwise",
+        fp8_head=args.fp8_head and case["precision"] == "fp8",
     )
     model.check()
     apply = make_apply(model)
@@ -110,11 +116,18 @@ def build(case: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any, Any
         "segment_ids": np.ones_like(tokens[..., 1:]),
         "loss_mask": np.ones(tokens[..., 1:].shape, np.float32),
     }
-    options = make_topology(TopologySettings(deterministic=args.deterministic)).compiler_options
+    topology = make_topology(TopologySettings(deterministic=args.deterministic))
+    options = {**(topology.compiler_options or {}), **float8_options(case["precision"])}
     step = jax.jit(
-        functools.partial(train_step, accumulate_steps=shape[0]), donate_argnums=0, compiler_options=options
+        functools.partial(train_step, accumulate_steps=shape[0]),
+        donate_argnums=0,
+        compiler_options=options or None,
     )
     return step, state, jax.device_put(batch), model
+
+
+def float8_options(precision: str) -> dict[str, Any]:
+    return GPU_OPTIONS if precision == "fp8" and jax.default_backend() == "gpu" else {}
 
 
 def polar_flops(model: GPT, params: Any) -> float:
@@ -153,6 +166,7 @@ def measure(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     matrix = 2 * args.matmul**3 / statistics.median(products)
     polar = polar_flops(model, state.params) / seconds if case["optimizer"] == "muon" else 0.0
     chip = make_topology().chip
+    peak = chip.peak_flops(case["precision"]) if chip else None
     memory = jax.local_devices()[0].memory_stats() or {}
     return {
         **case,
@@ -162,8 +176,9 @@ def measure(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         "step_ms": round(seconds * 1e3, 2),
         "tflops": round(flops / 1e12, 4),
         "tflops_causal": round(causal / 1e12, 4),
-        "mfu": round(flops / chip.bf16_flops, 4) if chip else None,
-        "mfu_causal": round(causal / chip.bf16_flops, 4) if chip else None,
+        "mfu": round(flops / peak, 4) if peak else None,
+        "mfu_causal": round(causal / peak, 4) if peak else None,
+        "peak_tflops": round(peak / 1e12, 1) if peak else None,
         "matrix_tflops": round(matrix / 1e12, 4),
         "share_of_matrix_rate": round(flops / matrix, 4),
         "share_with_optimizer": round((flops + polar) / matrix, 4),

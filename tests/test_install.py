@@ -85,6 +85,25 @@ def test_every_name_of_the_package_can_be_loaded() -> None:
         assert getattr(bessemer, name) is not None
 
 
+EVERY_NAME = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_no_such_flag=1"
+import flax, jax, optax, orbax.checkpoint
+environment = dict(os.environ)  # what others set is not ours
+import bessemer
+for name in bessemer.__all__:
+    getattr(bessemer, name)
+assert dict(os.environ) == environment, "an environment variable was changed"
+assert not jax.distributed.is_initialized(), "distributed services were started"
+"""
+
+
+def test_loading_every_name_takes_no_devices_and_starts_no_service() -> None:
+    """With a compiler flag in the environment for which XLA aborts as soon as anybody asks for devices."""
+    result = fresh(EVERY_NAME)
+    assert result.returncode == 0, result.stderr
+
+
 def test_base_dependencies_are_those_of_the_design() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {Requirement(line).name for line in project["dependencies"]} == CORE

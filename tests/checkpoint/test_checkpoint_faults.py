@@ -41,7 +41,10 @@ def test_sigkill_in_the_middle_of_saves_never_leaves_a_bad_checkpoint(tmp_path):
     for _ in range(3):
         saver = subprocess.Popen([sys.executable, "-c", SAVER, str(folder)], stdout=subprocess.PIPE)
         assert saver.stdout is not None and saver.stdout.readline() == b"ready\n"
-        time.sleep(0.6 + chance.random() * 0.8)
+        while len(Checkpoints(folder).committed()) < 3:  # however slow the machine is
+            assert saver.poll() is None
+            time.sleep(0.01)
+        time.sleep(chance.random() * 0.5)
         saver.kill()
         saver.wait()
         store = Checkpoints(folder)
@@ -147,3 +150,24 @@ def test_a_read_only_directory_is_a_storage_error(tmp_path):
             subprocess.run(["umount", "-l", str(root)], check=True)
         else:
             root.chmod(0o755)
+
+
+def test_a_save_into_a_directory_deleted_meanwhile_is_never_committed(tmp_path, monkeypatch):
+    """Deleted and made again by the writer of the arrays: what it had written before is missing, so it must fail."""
+    store = Checkpoints(tmp_path / "c")
+    finish = store._writer.finish
+
+    def deleted():
+        finish()
+        temporary = tmp_path / "c/step_00000001.tmp"
+        shutil.move(temporary / "state", tmp_path / "state")
+        shutil.rmtree(tmp_path / "c")
+        temporary.mkdir(parents=True)
+        shutil.move(tmp_path / "state", temporary / "state")
+
+    monkeypatch.setattr(store._writer, "finish", deleted)
+    store.save(1, {"a": jnp.ones(3)})
+    with pytest.raises(StorageError, match="vanished"):
+        store.wait()
+    assert store.committed() == [] and list(store.root.iterdir()) == []
+    store.close()

@@ -87,7 +87,7 @@ def test_spellings_of_a_foreign_flag(flag):
         ("--max-seq-len", "architecture.block_size"),
         ("--matrix-lr", "optimization.matrix_lr"),
         ("--fp8", "architecture.precision"),
-        ("--l3-k-max=9", "not here yet"),
+        ("--l3-k-max=9", "architecture.lookup.k_max=9"),
         ("--resume-from-step", "bessemer resume RUN --step N"),
         ("--model-tag", "--name"),
         ("--nprocs", "topology.data"),

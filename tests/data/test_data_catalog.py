@@ -59,6 +59,17 @@ def test_a_store_directory_with_a_suffix_and_the_wrong_tokenizer(tmp_path):
     assert tokenizer_for("auto", [sampling]).hash == TOKENIZER.hash
 
 
+def test_a_suffix_that_nothing_would_read_is_an_error(tmp_path):
+    """A variant of a store that is not there: the plain file beside it is other data."""
+    path = text_file(tmp_path)
+    for name in (str(path), "python-stdlib"):
+        with pytest.raises(InputError, match=r"suffix '_de'.*no prepared store"):
+            open_store(Sampling(name, suffix="_de"), TOKENIZER, tmp_path / "root")
+        with pytest.raises(InputError, match=r"suffix '_de'.*no prepared store"):
+            tokenizer_for("train:300", [Sampling(name, suffix="_de")], tmp_path / "root")
+    assert not (tmp_path / "root").exists()
+
+
 def test_registered_datasets(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "_entries", dict(datasets._entries))
 

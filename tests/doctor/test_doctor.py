@@ -366,7 +366,8 @@ def test_parts_given_from_python(run: RunDirectory) -> None:
     assert found.exit_code == 4 and "derived.json is damaged" in found.verdict
 
 
-def test_another_machine_is_a_note(run: RunDirectory) -> None:
+def test_another_machine_is_a_note(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    """Here, and from resume itself, which goes on."""
     meta = run.checkpoints / NEWEST / "meta.json"
     saved = json.loads(meta.read_text())
     saved["versions"]["jax"] = saved["topology"]["jax"] = "0.9.0"
@@ -381,6 +382,9 @@ def test_another_machine_is_a_note(run: RunDirectory) -> None:
         and notes[1].startswith("cpu_threads 64 then")
     )
     assert "to rounding" in notes[0] and found.resumable
+    assert launch.reopen(run.path).step == 5
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: bits can differ")]
+    assert len(said) == 1 and "to rounding: jax 0.9.0 then" in said[0] and "cpu_threads 64 then" in said[0]
 
 
 def test_a_mesh_that_does_not_fit_here(run: RunDirectory) -> None:

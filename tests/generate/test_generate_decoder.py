@@ -103,6 +103,14 @@ def test_rows_end_at_stop_tokens_and_emit_padding_after(decoder, params):
     assert result.reasons[0] == "stop" and result.row(0) == free.ids[0].tolist()[: result.lengths[0] - 1]
 
 
+def test_the_models_own_end_token_needs_no_asking(model, decoder, params):
+    end = int(decoder(params, PROMPTS, max_tokens=10).ids[0, 4])
+    named = decoder(params, PROMPTS, max_tokens=10, stop_ids=[end])
+    own = Decoder(model, pad_id=96, end_ids=(end,))(params, PROMPTS, max_tokens=10)
+    np.testing.assert_array_equal(own.ids, named.ids)
+    assert own.reasons == named.reasons and own.reasons[0] == "stop"
+
+
 def test_calls_of_similar_size_share_one_compilation(model, params):
     decoder = Decoder(model)
     decoder(params, PROMPTS, max_tokens=10)

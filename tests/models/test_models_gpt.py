@@ -97,6 +97,14 @@ def test_flops():
     )
 
 
+def test_flops_do_not_depend_on_how_layers_are_compiled():
+    """The count is the model's own; a compiler counts the body of a scan once."""
+    wanted = GPT(depth=12, vocab_size=32_768, block_size=2048).flops_per_token(2048)
+    for settings in ({"scan_layers": True}, {"remat": "block"}, {"loss_chunks": 8}, {"precision": "float32"}):
+        model = GPT(depth=12, vocab_size=32_768, block_size=2048, **settings)
+        assert model.flops_per_token(2048) == wanted, settings
+
+
 def test_initial_values():
     model = GPT(depth=4, aspect=32, head_dim=16, vocab_size=1000, block_size=32)
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))["params"]

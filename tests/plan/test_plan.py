@@ -133,6 +133,13 @@ def test_what_is_assumed_and_what_is_refused(corpus: Path, tmp_path: Path) -> No
         planned_trainer(recipe, compiles=False)
 
 
+def test_lookup_rows_are_shared_out_evenly_without_data() -> None:
+    words = ["model.depth=4", "architecture.lookup.after_layers=[1]", "model.vocab_size=512"]
+    trainer: Any = planned_trainer("pretrain", words, compiles=False)
+    rows = trainer.model.shape.lookup.rows
+    assert trainer.model.allocation.rows == rows and "assumed" in trainer.derived["lookup rows"]["reason"]
+
+
 @pytest.mark.parametrize("name", schedules.names())
 def test_every_schedule_is_drawn_with_its_corners(name: str, tmp_path: Path) -> None:
     optimizer = build_optimizer("muon", lambda cls: cls(), 1000, schedule=name, boundaries=(0, 400))

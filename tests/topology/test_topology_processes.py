@@ -94,6 +94,14 @@ back = store.restore(step, {"x": x})["x"]
 same = all(bool((np.asarray(a.data) == np.asarray(b.data)).all())
            for a, b in zip(x.addressable_shards, back.addressable_shards))
 
+from bessemer.training.feed import device_batch
+seen = []
+def read(first, end):
+    seen.extend(range(first, end))
+    return {"x": np.zeros((end - first, 2), np.int32)}
+device_batch(read, {"x": ((2,), np.int32)}, 4, 2, NamedSharding(topology.mesh, P(None, "fsdp")))
+print("ROWS", sorted(seen), flush=True)
+
 stop = StopAgreement()
 last = 0
 for step in range(1, 12):
@@ -132,7 +140,8 @@ def test_two_processes_commit_together_and_stop_at_one_step(tmp_path):
         for index in range(2)
     ]
     outputs = [worker.communicate(timeout=120) for worker in workers]
-    for out, err in outputs:
+    for (out, err), rows in zip(outputs, ([0, 1, 4, 5], [2, 3, 6, 7]), strict=True):
+        assert f"ROWS {rows}" in out, "of two micro-batches of four rows, each process reads its own half"
         results = [line for line in out.splitlines() if line.startswith("RESULT")]
         assert results == ["RESULT 6.0 True [5] [] 5"], out + err
         assert "[Gloo]" not in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import numpy as np
 import pytest
 
 import bessemer as bm
-from bessemer.errors import InputError, Stopped
+from bessemer.data import prepare
+from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.job import RestoreableJob
+from bessemer.report import write_report
 from bessemer.topology import make_topology
 from bessemer.training import launch
+from bessemer.training.facts import write_facts
 from bessemer.training.trainer import BaseTrainer
 
 
@@ -58,6 +62,51 @@ def test_horizons(
     if "training.flops" in horizon:
         steps = round(1e9 / (trainer.model_parts.flops_per_token * 128))
     assert trainer.steps == steps
+
+
+def test_an_epoch_of_a_mixture_ends(tiny: dict[str, object], corpus: Path, tmp_path: Path) -> None:
+    """Two passes over all rows of all sources, though the rates use up the smaller source first."""
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(corpus.read_text().splitlines(keepends=True)[:8]))
+    settings = {
+        **without(tiny, "training.steps"),
+        "training.dataset": [{"name": str(corpus), "rate": 0.5}, {"name": str(few), "rate": 0.5}],
+        "training.epochs": 2,
+    }
+    trainer = launch.build_trainer("quickstart", settings, name="m", root=tmp_path)
+    stage = trainer.data.plan.epochs(trainer.steps)
+    assert trainer.steps == 2 * trainer.data.plan.rows // 8
+    assert max(stage.values()) > 2 > min(stage.values()) > 0
+
+
+def test_what_is_asked_of_prepared_data_in_vain_is_said(
+    tiny: dict[str, object], corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    store = tmp_path / "store"
+    prepare([str(corpus)], store, bm.Tokenizer.train(texts, 300), val_fraction=0.2)
+    plain = {**without(tiny, "data.val_fraction"), "training.dataset": str(store), "data.tokenizer": "auto"}
+    launch.build_trainer("quickstart", plain, name="a", root=tmp_path)
+    assert "no effect" not in capsys.readouterr().out
+    launch.build_trainer("quickstart", {**plain, "data.dedup": True}, name="a", root=tmp_path)
+    assert "note: data.dedup has no effect: the data is prepared already" in capsys.readouterr().out
+
+
+def test_what_cropping_and_truncation_leave_out_is_in_the_report(
+    tiny: dict[str, object], corpus: Path, tmp_path: Path
+) -> None:
+    """Documents of up to 60 tokens in rows of 16: the shares are numbers, from the data to report.md."""
+    styles = [{"name": str(corpus), "style": style, "rate": 0.5} for style in ("CROPPED", "PADDED")]
+    trainer = launch.build_trainer(
+        "quickstart", {**tiny, "training.dataset": styles}, name="a", root=tmp_path
+    )
+    trainer.run_directory.create()
+    write_facts(trainer)
+    cropped, padded = trainer.data.plan.stats.values()
+    assert cropped["cropped_share"] > 0.1 and padded["truncated"] > 0 and padded["truncated_tokens"] > 0
+    text = write_report(trainer.run_directory).read_text()
+    assert f"| cropped share | {cropped['cropped_share']:.2%} |" in text
+    assert re.search(rf"\| truncated \| [^|]+ \| {padded['truncated']} \|", text)
 
 
 def test_stages_change_the_data_at_their_step(tiny: dict[str, object], corpus: Path, tmp_path: Path) -> None:
@@ -196,6 +245,23 @@ def test_weights_from_one_checkpoint(tiny: dict[str, object], tmp_path: Path) ->
     with pytest.raises(InputError, match="no run 'frist'"):
         launch.build_trainer("quickstart", {**tiny, "init": "frist"}, name="fourth", root=tmp_path)
     assert not (tmp_path / "fourth").exists()
+
+
+def test_weights_of_another_shape_are_refused(tiny: dict[str, object], tmp_path: Path) -> None:
+    """Neither cut, nor filled up, nor left fresh with a warning."""
+    small = {**tiny, "model.depth": 2, "optimization.name": "adamw", "training.validation": False}
+    first = launch.build_trainer("quickstart", small, name="first", root=tmp_path)
+    first.run_directory.create()
+    first.run_directory.config.write_text(first.config.to_yaml())
+    first.save_checkpoint(wait=True)  # as it begins, without a step
+    for change, words in (
+        ({"model.width": 48}, r"has shape \(.*\) there and \(.*48\) here"),
+        ({"model.depth": 1}, "is in the checkpoint only"),
+    ):
+        other = {**small, **change, "init": "first"}
+        trainer = launch.build_trainer("quickstart", other, name="second", root=tmp_path)
+        with pytest.raises(StorageError, match=words):
+            _ = trainer.state
 
 
 def test_an_early_end_validates_once(tiny: dict[str, object], tmp_path: Path) -> None:

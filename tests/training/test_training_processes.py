@@ -1,10 +1,9 @@
-"""Real processes: signals, kill -9, two processes of one run; all through the command line."""
+"""Real processes: k steps and the rest, two processes of one run; through the command line (faults: tests/faults)."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -62,15 +61,6 @@ def longer(tiny: dict[str, object]) -> dict[str, object]:
     return {**tiny, "training.steps": 60, "logging.checkpoint_interval": 7, "logging.validation_interval": 20}
 
 
-@pytest.fixture(scope="module")
-def whole(longer: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("whole")
-    process = start(home, "train", "quickstart", *words(longer), "--runs", str(root), "--name", "whole")
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    return root / "whole"
-
-
 def wait_for_step(process: subprocess.Popen[str], path: Path, step: int) -> None:
     deadline = time.monotonic() + 200
     while time.monotonic() < deadline and process.poll() is None:
@@ -78,25 +68,6 @@ def wait_for_step(process: subprocess.Popen[str], path: Path, step: int) -> None
         if rows and rows[-1]["step"] >= step:
             return
         time.sleep(0.02)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_stops_with_a_checkpoint_and_resume_is_the_same_run(
-    number: signal.Signals, longer: dict[str, object], whole: Path, home: Path, tmp_path: Path, cli: Cli
-) -> None:
-    process = start(home, "train", "quickstart", *words(longer), "--runs", str(tmp_path), "--name", "part")
-    wait_for_step(process, tmp_path / "part", 5)
-    process.send_signal(number)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 75, output
-    assert "bessemer resume" in output
-    status = json.loads((tmp_path / "part/status.json").read_text())
-    assert status["state"] == "stopped" and status["exit_code"] == 75
-    again = cli("resume", str(tmp_path / "part"))
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert_same_run(tmp_path / "part", whole)
-    finished = cli("resume", str(tmp_path / "part"))
-    assert finished.returncode == 0 and "finished" in finished.stdout
 
 
 STOP_AT = """
@@ -132,33 +103,13 @@ def test_k_steps_a_new_process_and_the_rest(tiny: dict[str, object], tmp_path: P
         assert_same_run(tmp_path / f"k{k}", tmp_path / "whole")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_kill_9_at_any_moment(
-    seed: int, longer: dict[str, object], whole: Path, home: Path, tmp_path: Path, cli: Cli
-) -> None:
-    rng = random.Random(seed)
-    arguments = ["train", "quickstart", *words(longer), "--runs", str(tmp_path), "--name", "part"]
-    for _ in range(2):
-        process = start(home, *arguments)
-        wait_for_step(process, tmp_path / "part", rng.randrange(1, 45))
-        time.sleep(rng.random() * 0.1)
-        process.kill()
-        process.communicate()
-        arguments = ["resume", str(tmp_path / "part")]
-    last = cli(*arguments)
-    assert last.returncode == 0, last.stdout + last.stderr
-    assert_same_run(tmp_path / "part", whole)
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def test_two_processes_are_one_run(
-    longer: dict[str, object], whole: Path, home: Path, tmp_path: Path
-) -> None:
+def test_two_processes_are_one_run(longer: dict[str, object], home: Path, tmp_path: Path) -> None:
     """Two processes, one device each: the same token stream and, to rounding, the same losses; SIGTERM to one of
     them stops both at the same step, and both together resume."""
     settings = words({**longer, "training.steps": 20, "logging.validation_interval": 10})

@@ -99,3 +99,46 @@ def test_killed_after_the_final_save(
     assert (tmp_path / "part/model/model.safetensors").exists()
     samples = [path / "samples.jsonl" for path in (tmp_path / "part", undisturbed.run_directory.path)]
     assert samples[0].read_text() == samples[1].read_text()
+
+
+@pytest.fixture(scope="module")
+def staged(tiny: dict[str, object], corpus: Path) -> dict[str, object]:
+    """Six steps on one mixture and four on another, with dropout, an average of the weights and a second warm-up."""
+    return {
+        **{key: value for key, value in tiny.items() if key != "training.steps"},
+        "training.dataset": [[{"name": str(corpus)}], [{"name": str(corpus), "style": "PACKED"}]],
+        "training.tokens": [6 * 128, 4 * 128],
+        "training.ema": 0.9,
+        "architecture.dropout": 0.2,
+        "optimization.name": "adamw",
+        "optimization.schedule": "rewarm",
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed_stages(
+    staged: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory
+) -> BaseTrainer:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BESSEMER_HOME", str(home))
+        patch.setattr(launch, "make_topology", lambda settings: one_device())
+        trainer = launch.build_trainer(
+            "quickstart", staged, name="whole", root=tmp_path_factory.mktemp("runs")
+        )
+        trainer.run()
+    return trainer
+
+
+@pytest.mark.parametrize("k", [5, 6])
+def test_stages_and_dropout_go_on_as_they_would_have(
+    k: int, staged: dict[str, object], undisturbed_stages: BaseTrainer, tmp_path: Path
+) -> None:
+    """Stopped one step before the second stage, and at its beginning: stage, schedule and dropout follow from the
+    step alone."""
+    assert undisturbed_stages.data.stage_starts == [0, 6]
+    first = launch.build_trainer("quickstart", staged, name="part", root=tmp_path, callbacks=[StopAt(k)])
+    with pytest.raises(Stopped):
+        first.run()
+    second = launch.reopen(tmp_path / "part")
+    second.run()
+    assert_same(second, undisturbed_stages)

@@ -31,7 +31,12 @@ class ArrayWriter:
         # A failed computation surfaces here as itself, and is not mistaken for a failed disk.
         jax.block_until_ready([leaf for leaf in leaves.values() if isinstance(leaf, jax.Array)])
         if self._orbax is None:
-            self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(), timeout_secs=self._timeout)
+            # Made in the background, a directory that cannot be made leaves a thread waiting for it, which keeps
+            # the process from ending for minutes; made at once, it is an error at once.
+            at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
+            self._orbax = ocp.AsyncCheckpointer(
+                ocp.PyTreeCheckpointHandler(), timeout_secs=self._timeout, async_options=at_once
+            )
         # Orbax refuses arrays without elements; the manifest alone records those.
         full = {name: leaf for name, leaf in leaves.items() if leaf.size}
         try:

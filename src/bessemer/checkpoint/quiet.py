@@ -5,9 +5,25 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+
+class _AbandonedTasks(logging.Filter):
+    """Drops asyncio's traceback of each of a failed save's many tasks. It comes when one is collected, often only
+    at the end of the process, so this filter stays once it is set."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if not text.startswith(("Task exception was never", "Future exception was never")):
+            return True
+        if (
+            record.exc_info and record.exc_info[1] is not None
+        ):  # whose it is shows in the text or in the frames
+            text += "".join(traceback.format_exception(record.exc_info[1]))
+        return not any(name in text for name in ("orbax", "OCDBT", "zarr"))
 
 
 class _Silence:
@@ -22,6 +38,7 @@ class _Silence:
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
+        self._tasks = _AbandonedTasks()
         self._users = 0
 
     def enter(self) -> None:
@@ -29,6 +46,7 @@ class _Silence:
             self._users += 1
             if self._users > 1:
                 return
+            logging.getLogger("asyncio").addFilter(self._tasks)
             logger = logging.getLogger("absl")
             self._level, self._hook = logger.level, sys.unraisablehook
             logger.setLevel(logging.CRITICAL + 1)

@@ -9,6 +9,7 @@ Whatever is killed, whenever: a directory with a final name is complete, and not
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -69,6 +70,7 @@ class Checkpoints:
         self._pending: Future[None] | None = None
         self._protected: dict[str, int] = {}
         self._damaged: set[int] = set()
+        self._made: int | None = None  # process 0: the `.tmp` of the save in progress, held open
 
     def at(self, path: str | Path) -> Checkpoints:
         """The same kind of store over another directory."""
@@ -254,6 +256,8 @@ class Checkpoints:
         "committed" when there is nothing to do, else "save".
         """
         if step not in self._damaged and not self._problems(step):
+            with storage("cannot delete old checkpoints"):
+                self._retire(step)  # a kill may have come between the commit and this
             return "committed"
         with storage("cannot save a checkpoint"):
             if not self._seen:
@@ -261,6 +265,7 @@ class Checkpoints:
                 self._seen = True
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
+            self._made = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
             free = shutil.disk_usage(self.root).free
         needed = sum(int(leaf.size) * leaf.dtype.itemsize for leaf in leaves.values())
         if free < needed:
@@ -284,6 +289,7 @@ class Checkpoints:
         self._damaged.discard(step)
 
     def _commit(self, step: int, temporary: Path, beside: dict[str, bytes], tree: Signature) -> str:
+        self._check_still_there(temporary)
         for name, data in beside.items():
             (temporary / name).write_bytes(data)
         write_manifest(temporary, step, tree)
@@ -307,8 +313,22 @@ class Checkpoints:
             retention.delete(self.root, step)
         retention.drop_superseded(self.root, newest)
 
+    def _check_still_there(self, temporary: Path) -> None:
+        """TensorStore silently makes a deleted directory again: what it had written before would be missing."""
+        handle, self._made = self._made, None
+        assert handle is not None
+        try:
+            same = os.path.samestat(os.fstat(handle), os.stat(temporary))
+        finally:
+            os.close(handle)
+        if not same:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(temporary))
+
     def _abandon(self, temporary: Path) -> None:
         """Give back the space of a failed save; the last committed checkpoint is untouched."""
+        if self._made is not None:
+            os.close(self._made)
+            self._made = None
         if self.process_zero:
             shutil.rmtree(temporary, ignore_errors=True)
 

@@ -22,8 +22,6 @@ _ACCUMULATION = (
     "finds what fits)."
 )
 _MESH = "Devices form a mesh: topology.data, .fsdp, .tensor and .context are its sizes (-1 fills it)."
-_FP8 = "FP8 training is not here yet; architecture.precision is float32 or bf16."
-_LOOKUP = "Lookup layers are not here yet."
 
 # One entry a flag, spelt with underscores; dashes, a leading -- and =value are taken off before the look-up.
 FLAGS: dict[str, Here] = {
@@ -80,17 +78,17 @@ FLAGS: dict[str, Here] = {
     "max_grad_norm": Here("training.max_grad_norm"),
     "label_smoothing": Here("training.label_smoothing"),
     # precision and memory
-    "fp8": Here(None, _FP8),
-    "fp8_recipe": Here(None, _FP8),
+    "fp8": Here(None, "Write architecture.precision=fp8 (architecture.fp8.scaling, .head say how)."),
+    "fp8_recipe": Here("architecture.fp8.scaling", "It is tensorwise or rowwise."),
     "bf16": Here(None, "Write architecture.precision=bf16; auto already uses it on accelerators."),
     "gradient_checkpointing": Here(
         None, "Write architecture.remat=block (or none, or a list of tensor names)."
     ),
     # lookup layers
-    "l3_after_layers": Here(None, _LOOKUP),
-    "l3_n_emb": Here(None, _LOOKUP),
-    "l3_d_up": Here(None, _LOOKUP),
-    "l3_k_max": Here(None, _LOOKUP),
+    "l3_after_layers": Here("architecture.lookup.after_layers"),
+    "l3_n_emb": Here("architecture.lookup.rows"),
+    "l3_d_up": Here("architecture.lookup.d_up"),
+    "l3_k_max": Here("architecture.lookup.k_max"),
     # measuring, writing
     "eval_every": Here("logging.validation_interval", _STEPS),
     "eval_steps": Here("logging.validation_interval", _STEPS),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import click
 
 from bessemer.cli import BEGAN
@@ -21,7 +23,8 @@ def command(run: str, words: tuple[str, ...], step: int | None, trust: bool, roo
     """Continue a stopped or killed run: the result is bit for bit that of an undisturbed one.
 
     Only settings that cannot change the run are accepted: logging.*, topology.*, eval.*,
-    training.per_device_batch_size, training.time_limit.
+    training.per_device_batch_size, training.time_limit; with training.allow_data_change=true
+    also training.dataset and data.*, and then it is another run from there on.
 
     \b
     Examples:
@@ -29,12 +32,15 @@ def command(run: str, words: tuple[str, ...], step: int | None, trust: bool, roo
       bessemer resume mine training.time_limit=2h
       bessemer resume mine --step 512
     """
-    from bessemer.training.launch import is_finished, reopen
+    from bessemer.training.signals import before_resuming, watched
 
-    refuse_foreign(words)
-    if step is None and is_finished(run, root):
-        click.echo(f"{run} is finished; nothing to do. To train on, start a new run with init={run}.")
-        return
-    trainer = reopen(run, list(words), root=root, step=step, trust=trust, distributed=True)
-    trainer.startup.began(BEGAN)
-    trainer.run()
+    with watched(functools.partial(before_resuming, run)):
+        from bessemer.training.launch import is_finished, reopen
+
+        refuse_foreign(words)
+        if step is None and is_finished(run, root):
+            click.echo(f"{run} is finished; nothing to do. To train on, start a new run with init={run}.")
+            return
+        trainer = reopen(run, list(words), root=root, step=step, trust=trust, distributed=True)
+        trainer.startup.began(BEGAN)
+        trainer.run()

@@ -27,12 +27,15 @@ def command(words: tuple[str, ...], name: str | None, root: str) -> None:
       bessemer train quickstart training.steps=100 --name short
       bessemer train pretrain training.dataset=my.txt model.depth=4
     """
-    from bessemer.training.launch import build_trainer
+    from bessemer.training.signals import before_a_run, watched
 
-    recipe, overrides = split_words(words)
-    trainer = build_trainer(recipe, overrides, name=name, root=root, distributed=True)
-    trainer.startup.began(BEGAN)
-    trainer.run()
+    with watched(before_a_run):  # before jax is imported: that alone takes a while
+        from bessemer.training.launch import build_trainer
+
+        recipe, overrides = split_words(words)
+        trainer = build_trainer(recipe, overrides, name=name, root=root, distributed=True)
+        trainer.startup.began(BEGAN)
+        trainer.run()
 
 
 def split_words(words: tuple[str, ...], default: str = "quickstart") -> tuple[str, list[str]]:

@@ -107,7 +107,7 @@ def store_place(
     """Where the store of a source is, or will be once it is prepared."""
     options = Options(settings.val_fraction, settings.on_error, settings.text_key, settings.dedup)
     key = content_key({"train": source}, tokenizer, options)
-    label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(sampling.name).name + sampling.suffix).strip("-") or "data"
+    label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(sampling.name).name).strip("-") or "data"
     return data_root(root or settings.root) / "stores" / f"{label[:60]}-{key[:16]}"
 
 
@@ -152,9 +152,17 @@ def _written(data: Any, tokenizer: Tokenizer, stores: Path, settings: DataSettin
 
 
 def store_directory(sampling: Sampling) -> Path | None:
-    """The directory, when the name (with its suffix) is a store on disk."""
+    """The directory, when the name (with its suffix) is a store on disk. Only stores have variants: a suffix that
+    leads to none is an error, since the data without it is other data."""
     path = Path(sampling.name + sampling.suffix).expanduser()
-    return path if is_store(path) else None
+    if is_store(path):
+        return path
+    if sampling.suffix:
+        raise InputError(
+            f"dataset '{sampling.name}' with suffix '{sampling.suffix}': there is no prepared store at '{path}'. "
+            f"Prepare it with `bessemer data prepare … -o {path}`, or leave the suffix out."
+        )
+    return None
 
 
 def find_source(name: str) -> Source:

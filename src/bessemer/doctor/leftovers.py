@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
 from bessemer.checkpoint import retention
 from bessemer.doctor.findings import Diagnosis
 from bessemer.job import RunDirectory, RunLock
+from bessemer.job.files import TEMPORARY
 from bessemer.report.summary import disk_size
 from bessemer.report.table import size
-
-_TEMPORARY = re.compile(r"\..+\.\d+\.tmp")  # what job.files.atomic_write leaves when it is killed
 
 
 def stale_paths(run: RunDirectory) -> list[Path]:
     """Unfinished saves, half-finished deletions, and half-written files of killed processes."""
-    files = [path for path in sorted(run.path.glob(".*.tmp")) if _TEMPORARY.fullmatch(path.name)]
+    files = [path for path in sorted(run.path.glob(".*.tmp")) if TEMPORARY.fullmatch(path.name)]
     return [*(run.checkpoints / name for name in retention.leftovers(run.checkpoints)), *files]
 
 

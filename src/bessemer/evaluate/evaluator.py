@@ -79,7 +79,7 @@ class Evaluator(BasicJob):
             return
         directory = self.spec.run_directory.eval
         with storage("cannot create the directory for results"):
-            directory.mkdir(parents=True, exist_ok=True)
+            directory.mkdir(exist_ok=True)
         name = f"{result['task']}_step{result['step']}.json"
         atomic_write(directory / name, json.dumps(result, indent=1) + "\n")
 

@@ -22,6 +22,7 @@ from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError, StorageError
 from bessemer.generate.decoder import Decoder
 from bessemer.job import RunDirectory
+from bessemer.models.allocation import Allocation
 from bessemer.registry import models
 from bessemer.topology import Topology, shardings, unbox
 
@@ -70,9 +71,9 @@ def load_model(
             return _from_files(run, topology)
         config = parse_config(checkpoints.read(chosen, "config.yaml"), str(checkpoints.path(chosen)))
         model, unknown = build_model(config, str(checkpoints.path(chosen)))
+        tokenizer = tokenizer_in(checkpoints.path(chosen))
+        model = allocated(model, checkpoints.path(chosen), tokenizer)
         params = checkpoints.restore(chosen, abstract_params(model, topology), only="params")
-        text = checkpoints.path(chosen) / "tokenizer.json"
-        tokenizer = Tokenizer.load(text) if text.is_file() else None
     finally:
         checkpoints.close()
     return LoadedModel(model, params, tokenizer, chosen, config, run, topology, [*notes, *unknown])
@@ -111,10 +112,24 @@ def _from_files(run: RunDirectory, topology: Topology | None) -> LoadedModel:
     except (OSError, ValueError, SafetensorError) as error:
         raise StorageError(f"{run.model} cannot be read ({error}).") from error
     model, unknown = build_model(config, str(run.model))
+    tokenizer = tokenizer_in(run.model)
+    model = allocated(model, run.model, tokenizer)
     params = place(arrays, abstract_params(model, topology), weights)
-    text = run.model / "tokenizer.json"
-    tokenizer = Tokenizer.load(text) if text.is_file() else None
     return LoadedModel(model, params, tokenizer, step, config, run, topology, unknown)
+
+
+def tokenizer_in(directory: Path) -> Tokenizer | None:
+    file = directory / "tokenizer.json"
+    return Tokenizer.load(file) if file.is_file() else None
+
+
+def allocated(model: Any, directory: Path, tokenizer: Tokenizer | None) -> Any:
+    """The model with the lookup rows saved beside its weights; one without lookup layers as it is."""
+    if not getattr(model, "lookup_after_layers", ()):
+        return model
+    allocation = Allocation.read(directory)
+    allocation.check(model, tokenizer.hash if tokenizer is not None else None, str(directory))
+    return model.clone(allocation=allocation)
 
 
 def place(arrays: Mapping[str, Any], abstract: Any, where: Path) -> Any:

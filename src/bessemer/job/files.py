@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from bessemer.errors import StorageError
+
+TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")
+"""The neighbour that `atomic_write` renames."""
 
 _REMEDIES = {
     errno.ENOSPC: "The disk is full: free space (or delete old runs) and continue with `bessemer resume`.",
@@ -53,10 +58,20 @@ def atomic_write(path: str | Path, data: str | bytes, *, sync: bool = False) -> 
                 os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the disk that failed the write may fail this too
+            temporary.unlink(missing_ok=True)
         raise storage_error(f"cannot write {path}", error) from error
     if sync:
         sync_directory(path.parent)
+
+
+def remove_leftovers(directory: str | Path) -> None:
+    """Delete what processes killed inside `atomic_write` left. For the holder of the directory's lock alone."""
+    for path in Path(directory).glob(".*.tmp"):
+        owner = TEMPORARY.fullmatch(path.name)
+        if owner and int(owner.group(1)) != os.getpid():  # our own may be the heartbeat's, at this moment
+            with storage("cannot remove a file that a killed process left"):
+                path.unlink(missing_ok=True)
 
 
 def sync_directory(path: str | Path) -> None:

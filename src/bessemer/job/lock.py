@@ -57,7 +57,7 @@ class RunLock:
             locked = _flock(handle)
             owner = _read(handle)
             if locked is False or _alive_elsewhere(owner) or (locked is None and _alive_here(owner)):
-                raise InputError(self._held(owner))
+                raise InputError(_held(self.run, owner))
             if owner:
                 self.message = (
                     f"took over the lock of pid {owner.get('pid')} on {owner.get('host')}, which ended "
@@ -105,13 +105,12 @@ class RunLock:
         alive = _alive_elsewhere(owner) or (free is None and _alive_here(owner))
         return owner if alive else None
 
-    def _held(self, owner: dict[str, Any]) -> str:
-        pid, host = owner.get("pid", "?"), owner.get("host", "?")
-        return (
-            f"the run '{self.run.name}' is in use by pid {pid} on host {host} (last sign of life "
-            f"{_ago(owner)}; {self.run.lock}). Two processes cannot write one run: wait for it or stop it, "
-            "or start another run with --name."
-        )
+    @staticmethod
+    def check_free(run: RunDirectory) -> None:
+        """Raise what `acquire` would, without taking the lock: for a look at the run before working in it."""
+        owner = RunLock.owner(run)
+        if owner is not None:
+            raise InputError(_held(run, owner))
 
     def _write(self) -> None:
         assert self._handle is not None
@@ -135,6 +134,21 @@ class RunLock:
                 # A full disk, or an edited status.json. The loop's next write reports it; the lock itself
                 # is in the kernel.
                 continue
+
+
+def _held(run: RunDirectory, owner: dict[str, Any]) -> str:
+    ahead = float(owner.get("heartbeat") or 0) - time.time()
+    clocks = (
+        f" Its clock is {ahead:.0f} s ahead of ours, so its age cannot be told: if that process is gone, delete "
+        f"{run.lock}."
+        if ahead > STALE_SECONDS and owner.get("host") != socket.gethostname()
+        else ""
+    )
+    return (
+        f"the run '{run.name}' is in use by pid {owner.get('pid', '?')} on host {owner.get('host', '?')} (last "
+        f"sign of life {_ago(owner)}; {run.lock}). Two processes cannot write one run: wait for it or stop it, "
+        f"or start another run with --name.{clocks}"
+    )
 
 
 def _flock(handle: int, shared: bool = False) -> bool | None:

@@ -12,20 +12,22 @@ import flax.linen as nn
 import jax
 
 
-def mesh_axes(name: str | None) -> tuple[str, ...]:
-    """The mesh axes that the ambient rules give to the logical axis `name`; none without a mesh."""
+def mesh_axes(name: str | None, size: int | None = None) -> tuple[str, ...]:
+    """The mesh axes that split the logical axis `name`; none without a mesh, or where they do not divide `size`."""
     mesh = jax.sharding.get_abstract_mesh()
     rules = nn.get_logical_axis_rules()
     if name is None or mesh.empty or not rules:
         return ()
     axes = dict(reversed([(rule[0], rule[1]) for rule in rules])).get(name)  # the first rule of a name wins
-    names = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-    return tuple(axis for axis in names if axis in mesh.shape)
+    names = (axes,) if isinstance(axes, str) else axes or ()
+    found = tuple(axis for axis in names if mesh.shape.get(axis, 1) > 1)
+    return found if size is None or size % math.prod(mesh.shape[axis] for axis in found) == 0 else ()
 
 
 def shards(name: str | None) -> int:
     """Over how many devices the ambient rules split the logical axis `name` (1 without a mesh)."""
-    return math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in mesh_axes(name))
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in mesh_axes(name))
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:

@@ -103,6 +103,11 @@ def _rotate_norm_backward(scale: float, residuals: Any, g: Array) -> tuple[Array
 rotate_norm.defvjp(_rotate_norm_forward, _rotate_norm_backward)
 
 
+def shift(x: Array, first: Array) -> Array:
+    """x delayed by one position, `first` in front. x: (B, T, …), first: (B, 1, …)."""
+    return jnp.concatenate([first, x[:, :-1]], axis=1)
+
+
 def smear(x: Array, previous: Array, gate: Array, scale: Array, same_document: Array | None) -> Array:
     """x_t + λ · σ(W x_t[:24]) · x_{t−1}: a token sees its predecessor before any attention.
 

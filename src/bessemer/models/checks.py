@@ -5,17 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bessemer.errors import InputError
+from bessemer.models.allocation import check_rows
+from bessemer.models.axes import shards
+from bessemer.models.fp8 import SCALINGS
 from bessemer.models.layers import TENSOR_NAMES
 from bessemer.models.stack import remat_names
 
 if TYPE_CHECKING:
     from bessemer.models.gpt import GPT
 
+PRECISIONS = ("auto", "float32", "bf16", "fp8")
+
 
 def check_gpt(model: GPT) -> None:
     """Raise InputError for the first setting that cannot be built, naming it and the remedy."""
     _check_shape(model)
     _check_switches(model)
+    _check_lookup(model)
 
 
 def _require(holds: bool, message: str) -> None:
@@ -45,6 +51,11 @@ def _check_shape(model: GPT) -> None:
         f"model.kv_heads {s.kv_heads} does not divide model.heads {s.heads}; use a divisor of it.",
     )
     _require(
+        s.heads % shards("heads") == 0,
+        f"topology.tensor={shards('heads')} does not divide the {s.heads} heads of the model, so attention would be "
+        "computed whole on every device; use a divisor of model.heads.",
+    )
+    _require(
         bool(model.window) and set(model.window) <= set("SL"),
         f"model.window is '{model.window}'; it is a pattern of S (short) and L (long), such as SSSL.",
     )
@@ -56,8 +67,18 @@ def _check_shape(model: GPT) -> None:
 
 def _check_switches(model: GPT) -> None:
     _require(
-        model.precision in ("auto", "float32", "bf16"),
-        f"architecture.precision is '{model.precision}'; known: auto, float32, bf16.",
+        model.precision in PRECISIONS,
+        f"architecture.precision is '{model.precision}'; known: {', '.join(PRECISIONS)}.",
+    )
+    _require(
+        model.fp8_scaling in SCALINGS,
+        f"architecture.fp8.scaling is '{model.fp8_scaling}'; known: {', '.join(SCALINGS)}.",
+    )
+    _require(
+        model.precision == "fp8"
+        or (model.fp8_scaling == SCALINGS[0] and not model.fp8_head and not model.fp8_emulate),
+        f"architecture.fp8 is set but architecture.precision is '{model.precision}', so it would do nothing; set "
+        "architecture.precision=fp8, or leave architecture.fp8 out.",
     )
     unknown = [name for name in remat_names(model.remat) or () if name not in TENSOR_NAMES]
     _require(
@@ -73,3 +94,20 @@ def _check_switches(model: GPT) -> None:
         chunks == "auto" or (isinstance(chunks, int) and chunks >= 1),
         f"architecture.loss_chunks is {chunks!r}; it is auto or a number of at least 1.",
     )
+
+
+def _check_lookup(model: GPT) -> None:
+    layers = list(model.lookup_after_layers)
+    _require(
+        all(0 <= layer < model.depth for layer in layers) and len(set(layers)) == len(layers),
+        f"architecture.lookup.after_layers is {layers}; it lists blocks of this model, 0 to {model.depth - 1}, once "
+        "each.",
+    )
+    _require(
+        model.lookup_path in ("auto", "gather", "sorted"),
+        f"architecture.lookup.path is '{model.lookup_path}'; known: auto, gather, sorted.",
+    )
+    if model.shape.lookup is not None:
+        check_rows(model.vocab_size, model.shape.lookup.rows, model.lookup_k_max)
+        if model.allocation is not None:
+            model.allocation.check(model, None, "allocation")

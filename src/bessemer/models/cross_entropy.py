@@ -11,7 +11,7 @@ logits: dhidden and dW are made there and only scaled in the backward pass. No t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.models.axes import constrain, shards
+from bessemer.models.fp8 import head_products, over_rows
 from bessemer.models.loss_kernel import softmax_gradient
 
 # Logits held at once. On accelerators 128 MiB in float32. On a CPU a tile that stays in its cache is faster (148 ms
@@ -42,6 +43,7 @@ class LossOptions:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     kernel: bool = False
+    fp8: str | None = None  # the scaling, when the head's products with their gradients are in float8
 
 
 def cross_entropy(
@@ -56,11 +58,13 @@ def cross_entropy(
     z_loss: float = 0.0,
     chunks: int | str = "auto",
     kernels: str = "xla",
+    fp8: str | None = None,
 ) -> tuple[Array, Array]:
     """(Σ w·loss, Σ w·nll) in float32. hidden: (B, T, D) or (N, D); head: (D, V) float32; targets, weights: (B, T).
 
     Targets below 0 are ignored. Only the first result is differentiable, and in `hidden` and `head`; the matmuls
-    run in the dtype of `hidden`. `chunks` cuts the sequence axis, so a batch split over devices stays where it is.
+    run in the dtype of `hidden`, or in float8 with the scaling `fp8` when a gradient is taken. `chunks` cuts the
+    sequence axis, so a batch split over devices stays where it is.
     `kernels="pallas"`: logits are kept in the dtype of `hidden` and one kernel makes their gradient, on one device and
     for the plain loss; everything else takes the general path.
     """
@@ -74,7 +78,7 @@ def cross_entropy(
     count = choose_chunks(
         chunks, targets.shape[0], targets.shape[1], head.shape[1], KERNEL_TILE if kernel else None
     )
-    options = LossOptions(vocab_size, count, softcap, label_smoothing, z_loss, kernel)
+    options = LossOptions(vocab_size, count, softcap, label_smoothing, z_loss, kernel, fp8)
     weights = jnp.where(targets < 0, 0.0, weights.astype(jnp.float32))
     loss, nll = _cross_entropy(options, hidden, head, jnp.maximum(targets, 0), weights)
     return loss, jax.lax.stop_gradient(nll)
@@ -153,8 +157,8 @@ def _join(x: Array) -> Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def _logits(hidden: Array, table: Array) -> Array:
-    logits = jnp.einsum("btd,dv->btv", hidden, table, preferred_element_type=jnp.float32)
+def _logits(hidden: Array, table: Array, dtype: Any = jnp.float32) -> Array:
+    logits = jnp.einsum("btd,dv->btv", hidden, table, preferred_element_type=dtype)
     return constrain(logits, "batch", "sequence", "vocab")
 
 
@@ -226,7 +230,9 @@ def _forward(
     options: LossOptions, hidden: Array, head: Array, targets: Array, weights: Array
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     """Value and gradient, tile by tile. dW is kept apart per batch shard and summed over devices once, at the end."""
-    table = constrain(head.astype(hidden.dtype), "embed", "vocab")
+    logits, gradients = (
+        _products(head, hidden.dtype) if options.fp8 is None else head_products(head, options.fp8)
+    )
     groups = shards("batch") if hidden.shape[0] % shards("batch") == 0 else 1
 
     def tile(
@@ -234,10 +240,9 @@ def _forward(
     ) -> tuple[tuple[Array, Array], Array]:
         sums, dhead = carry
         h, t, w = inputs
-        loss, nll, dlogits = _loss_and_gradient(options, h, table, t, w)
-        dh = jnp.einsum("btv,dv->btd", dlogits, table, preferred_element_type=jnp.float32)
-        rows, drows = _rows(h, groups), _rows(dlogits, groups)
-        dhead += jnp.einsum("gnd,gnv->gdv", rows, drows, preferred_element_type=jnp.float32)
+        loss, nll, dlogits, bound = _loss_and_gradient(options, h, logits, t, w)
+        dh, added = gradients(h, dlogits, bound, groups)
+        dhead += added
         sums += jnp.stack([jnp.sum(w * loss), jnp.sum(w * nll)])
         return (sums, constrain(dhead, "batch", None, "vocab")), dh.astype(h.dtype)
 
@@ -250,23 +255,34 @@ def _forward(
 
 
 def _loss_and_gradient(
-    options: LossOptions, h: Array, table: Array, targets: Array, weights: Array
-) -> tuple[Array, Array, Array]:
-    """(loss, nll, ∂(Σ w·loss)/∂logits in the dtype of h) of one tile. h: (B, t, D)."""
+    options: LossOptions, h: Array, logits: Callable[..., Array], targets: Array, weights: Array
+) -> tuple[Array, Array, Array, Array]:
+    """(loss, nll, ∂(Σ w·loss)/∂logits, a bound of its entries) of one tile. h: (B, t, D)."""
     if options.kernel:
-        logits = (h[0] @ table).astype(h.dtype)
         dlogits, nll = softmax_gradient(
-            logits, targets[0], weights[0], vocab_size=options.vocab_size, softcap=options.softcap
+            logits(h, dtype=h.dtype)[0],
+            targets[0],
+            weights[0],
+            vocab_size=options.vocab_size,
+            softcap=options.softcap,
         )
-        return nll[None], nll[None], dlogits[None]
-    z, lse = _statistics(options, _logits(h, table))
+        return nll[None], nll[None], dlogits[None], jnp.max(weights)
+    z, lse = _statistics(options, logits(h))
     loss, nll = _token_loss(options, z, lse, targets)
-    return loss, nll, _logit_gradient(options, z, lse, targets, weights).astype(h.dtype)
+    bound = jnp.max(weights * (1 + 2 * options.z_loss * jnp.abs(lse)))
+    return loss, nll, _logit_gradient(options, z, lse, targets, weights), bound
 
 
-def _rows(x: Array, groups: int) -> Array:
-    """(B, t, X) → (groups, B/groups · t, X)."""
-    return x.reshape(groups, -1, x.shape[-1])
+def _products(head: Array, dtype: Any) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array]]]:
+    """(h → logits, (h, dlogits, bound of |dlogits|, groups) → (dh, dW (groups, D, V))); all results float32."""
+    table = constrain(head.astype(dtype), "embed", "vocab")
+
+    def gradients(h: Array, dlogits: Array, bound: Array, groups: int) -> tuple[Array, Array]:
+        dlogits = dlogits.astype(dtype)
+        dh = jnp.einsum("btv,dv->btd", dlogits, table, preferred_element_type=jnp.float32)
+        return dh, over_rows(h, dlogits, groups)
+
+    return partial(_logits, table=table), gradients
 
 
 def _backward(

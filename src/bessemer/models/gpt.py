@@ -11,127 +11,27 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bessemer.config import field
 from bessemer.models import blocks
 from bessemer.models.attention import attention
 from bessemer.models.axes import constrain
 from bessemer.models.cache import Cache, empty_cache, write
 from bessemer.models.checks import check_gpt
 from bessemer.models.cross_entropy import cross_entropy, soft_cap, target_weights, token_logprobs
+from bessemer.models.fp8_plan import Conversion, conversion_of
 from bessemer.models.fused import choose_kernels
-from bessemer.models.layers import TENSOR_NAMES, BlockParameters, LayerOptions, declare, layer
-from bessemer.models.shape import Shape, layer_windows, round_up
+from bessemer.models.layers import BlockParameters, LayerOptions, declare, layer, ramp
+from bessemer.models.lookup import LookupOptions, LookupParameters, lookup_layer
+from bessemer.models.settings import GPTSettings
+from bessemer.models.shape import group_of
 from bessemer.models.stack import Stream, run_layers
 from bessemer.registry import models
 
-GROUPS = {
-    "embedding": "embedding",
-    "head": "head",
-    "value_table": "value_embedding",
-    "value_gate": "gate",
-    "rho": "rho",
-    "xi": "xi",
-    "smear_gate": "scalar",
-    "smear_scale": "scalar",
-    "backout_scale": "scalar",
-}
-
 
 @models.register("gpt")
-class GPT(nn.Module):
+class GPT(GPTSettings):
     """The model of spec `model.depth=N`. Methods: logits (call), hidden, loss, token_logprobs, decode."""
 
-    depth: int = field("model/depth", default=12, minimum=1, help="layers; the dial that derives the rest")
-    aspect: int = field(
-        "model/aspect", default=64, minimum=1, help="width = depth × aspect, rounded up to head_dim"
-    )
-    head_dim: int = field("model/head_dim", default=128, minimum=2, help="size of one attention head")
-    width: int = field("model/width", default=-1, help="residual width; -1 = derived from depth and aspect")
-    heads: int = field("model/heads", default=-1, help="query heads; -1 = width / head_dim")
-    kv_heads: int = field(
-        "model/kv_heads", default=-1, help="key-value heads, a divisor of heads; -1 = heads"
-    )
-    vocab_size: int = field("model/vocab_size", default=-1, help="tokens; -1 = the tokenizer's")
-    window: str = field("model/window", default="SSSL", help="S short, L full context; tiled, last layer L")
-    window_short: float = field(
-        "model/window_short", default=0.5, help="S as a share of block_size, up to 128s"
-    )
-
-    block_size: int = field("architecture/block_size", default=512, minimum=1, help="sequence length")
-    precision: str = field(
-        "architecture/precision",
-        default="auto",
-        choices=("auto", "float32", "bf16"),
-        help="dtype of matmuls; auto = bf16 on accelerators, float32 on a CPU",
-    )
-    attention: str = field(
-        "architecture/attention",
-        default="auto",
-        choices=("auto", "xla", "cudnn"),
-        help="attention kernel; auto = cuDNN on an NVIDIA GPU in half precision, XLA elsewhere",
-    )
-    kernels: str = field(
-        "architecture/kernels",
-        default="auto",
-        choices=("auto", "xla", "pallas"),
-        help="norms and loss; auto = one-pass kernels (pallas) on a GPU, XLA elsewhere",
-    )
-    remat: list[str] = field(
-        "architecture/remat",
-        default_factory=lambda: ["none"],
-        help=f"recompute in the backward pass: none, block, or tensors of {', '.join(TENSOR_NAMES)}",
-    )
-    scan_layers: bool = field(
-        "architecture/scan_layers", default=False, help="scan repeating layers: faster compile"
-    )
-    dropout: float = field("architecture/dropout", default=0.0, minimum=0.0, maximum=1.0, help="dropout rate")
-    document_mask: bool = field(
-        "architecture/document_mask", default=False, help="documents do not see each other"
-    )
-    loss_chunks: int | str = field(
-        "architecture/loss_chunks", default="auto", help="pieces of the loss; auto by size"
-    )
-    smear: bool = field("architecture/smear", default=True, help="mix the previous token's embedding in")
-    residual_mix: bool = field(
-        "architecture/residual_mix", default=True, help="x ← ρx + ξx0 before each layer"
-    )
-    value_embeddings: bool = field(
-        "architecture/value_embeddings", default=True, help="token tables added to v"
-    )
-    backout: bool = field("architecture/backout", default=True, help="subtract the middle layer's output")
-    qk_norm: bool = field("architecture/qk_norm", default=True, help="norm queries and keys, then × 1.2")
-    softcap: float = field(
-        "architecture/softcap", default=15.0, minimum=0.0, help="c·tanh(logits/c); 0 = off"
-    )
-    rotary_base: float = field(
-        "architecture/rotary_base", default=100_000.0, help="base of rotary frequencies"
-    )
-
-    def __post_init__(self) -> None:
-        # A list would make the module unhashable, and so unusable as a static argument of jit.
-        remat = (self.remat,) if isinstance(self.remat, str) else tuple(self.remat)
-        object.__setattr__(self, "remat", remat)
-        super().__post_init__()
-
-    # -- shape ---------------------------------------------------------------------------------------------------
-
-    @property
-    def shape(self) -> Shape:
-        width = self.width if self.width > 0 else round_up(self.depth * self.aspect, self.head_dim)
-        heads = self.heads if self.heads > 0 else width // self.head_dim
-        return Shape(
-            depth=self.depth,
-            width=width,
-            heads=heads,
-            kv_heads=self.kv_heads if self.kv_heads > 0 else heads,
-            head_dim=self.head_dim,
-            vocab_size=self.vocab_size,
-            windows=layer_windows(self.window, self.depth, self.block_size, self.window_short),
-            value_embeddings=self.value_embeddings,
-            smear=self.smear,
-            residual_mix=self.residual_mix,
-            backout=self.backout,
-        )
+    # -- facts ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise InputError when the settings contradict each other; before anything is compiled."""
@@ -148,13 +48,15 @@ class GPT(nn.Module):
     @staticmethod
     def group_of(path: tuple[str, ...]) -> str:
         """The optimizer group of a parameter, by its path in the tree."""
-        return GROUPS.get(path[-1], "matrix")
+        return group_of(path)
 
-    @property
-    def compute_dtype(self) -> Any:
-        if self.precision == "auto":
-            return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-        return {"float32": jnp.float32, "bf16": jnp.bfloat16}[self.precision]
+    def fp8_conversion(self) -> Conversion:
+        """Which matrices float8 takes, from the shapes of the parameters; no array is made."""
+        return conversion_of(self)
+
+    def _fp8(self, deterministic: bool) -> str | None:
+        """The scaling of float8 products, which are for training passes alone."""
+        return None if deterministic or self.precision != "fp8" else self.fp8_scaling
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
@@ -165,9 +67,11 @@ class GPT(nn.Module):
         self.embedding = declare(self, "embedding", normal(0.8), ("vocab", "embed"), table)
         self.head = declare(self, "head", normal(0.001), ("embed", "vocab"), table[::-1])
         self.blocks = [BlockParameters(s, s.has_value_embedding(layer)) for layer in range(s.depth)]
+        if s.lookup is not None:
+            self.lookups = {str(after): LookupParameters(s.lookup, s.width) for after in s.lookup.layers}
         if self.residual_mix:
-            self.rho = declare(self, "rho", _linear(1.15, 1.05), ("layers",), (s.depth,))
-            self.xi = declare(self, "xi", _linear(0.20, 0.05), ("layers",), (s.depth,))
+            self.rho = declare(self, "rho", ramp(1.15, 1.05), ("layers",), (s.depth,))
+            self.xi = declare(self, "xi", ramp(0.20, 0.05), ("layers",), (s.depth,))
         if self.smear:
             gate = nn.initializers.uniform(0.02)
             self.smear_gate = declare(self, "smear_gate", gate, ("gate", None), (s.smear_channels, 1))
@@ -197,18 +101,18 @@ class GPT(nn.Module):
         """The normed output of the last layer, (B, T, D): what the head reads. input_ids: (B, T)."""
         if positions is None:
             positions = jnp.arange(input_ids.shape[1])[None]
-        if not self.document_mask:
-            segment_ids = None
+        documents = segment_ids if self.document_mask else None
         dropping = self.dropout > 0 and not deterministic
         key = self.make_rng("dropout") if dropping else None
         x = self._embed(input_ids)
         if self.smear:
-            same = None if segment_ids is None else segment_ids == _shift(segment_ids, segment_ids[:, :1])
-            x = self._smear(x, _shift(x, jnp.zeros_like(x[:, :1])), same)
+            same = None if documents is None else documents == blocks.shift(documents, documents[:, :1])
+            x = self._smear(x, blocks.shift(x, jnp.zeros_like(x[:, :1])), same)
         x = constrain(x, "batch", "sequence", "embed_act")
         if key is not None:
             x = blocks.dropout(x, self.dropout, jax.random.fold_in(key, self.depth))
-        x = self._run_layers(x, input_ids, positions, segment_ids, key)
+        options = self._layer_options(self._fp8(deterministic))
+        x = self._run_layers(options, x, input_ids, positions, documents, key)
         return blocks.rms_norm(x)
 
     def loss(
@@ -232,6 +136,7 @@ class GPT(nn.Module):
             z_loss=z_loss,
             chunks=self.loss_chunks,
             kernels=choose_kernels(self.kernels, self.compute_dtype),
+            fp8=self._fp8(deterministic) if self.fp8_head else None,
         )
         return loss, jnp.sum(weights), {"nll": nll}
 
@@ -273,14 +178,15 @@ class GPT(nn.Module):
         positions = cache.lengths[:, None] + jnp.arange(n)
         embedded = x = self._embed(input_ids)
         if self.smear:
-            x = self._smear(x, _shift(x, cache.previous[:, None].astype(x.dtype)), None)
+            x = self._smear(x, blocks.shift(x, cache.previous[:, None].astype(x.dtype)), None)
         rotary = blocks.rotary_table(positions, cache.capacity, self.head_dim, self.rotary_base)
         stores: list[tuple[Array, Array]] = []
         x0 = middle = x
         for index, params in enumerate(self._layer_params()):
             attend = partial(self._attend_cache, cache, index, positions, stores)
-            x, x0 = layer(self._layer_options, params, x, x0, input_ids, rotary, attend, None)
+            x, x0 = layer(self._layer_options(), params, x, x0, input_ids, rotary, attend, None)
             middle = x if index == self.depth // 2 else middle
+            x = self._look_up(input_ids, params["lookup"], x) if "lookup" in params else x
         x = blocks.rms_norm(self._back_out(x, middle))
         last = jnp.maximum(added - 1, 0)[:, None, None]
         logits = self._logits(jnp.take_along_axis(x, last, axis=1) if last_only else x)
@@ -317,24 +223,36 @@ class GPT(nn.Module):
         logits = constrain(logits, "batch", "sequence", "vocab")
         return soft_cap(logits, self.softcap)[..., : self.vocab_size]
 
-    @property
-    def _layer_options(self) -> LayerOptions:
+    def _layer_options(self, scaling: str | None = None) -> LayerOptions:
         kernels = choose_kernels(self.kernels, self.compute_dtype)
-        return LayerOptions(self.head_dim, self.compute_dtype, self.qk_norm, self.dropout, kernels)
+        return LayerOptions(self.head_dim, self.compute_dtype, self.qk_norm, self.dropout, kernels, scaling)
 
-    def _layer_params(self) -> list[dict[str, Array]]:
-        params = [block() for block in self.blocks]
+    def _look_up(self, ids: Array, params: dict[str, Array], x: Array) -> Array:
+        if self.is_initializing():  # parameters need no allocation
+            return x
+        options = LookupOptions(self.compute_dtype, self.allocation, self.lookup_path)
+        return lookup_layer(options, params, x, ids)
+
+    def _layer_params(self) -> list[dict[str, Any]]:
+        params: list[dict[str, Any]] = [block() for block in self.blocks]
+        for after in self.lookup_after_layers:
+            params[after]["lookup"] = self.lookups[str(after)]()
         if self.residual_mix:
             params = [{**p, "rho": self.rho[i], "xi": self.xi[i]} for i, p in enumerate(params)]
         return params
 
     def _run_layers(
-        self, x: Array, ids: Array, positions: Array, segment_ids: Array | None, key: Array | None
+        self,
+        options: LayerOptions,
+        x: Array,
+        ids: Array,
+        positions: Array,
+        segment_ids: Array | None,
+        key: Array | None,
     ) -> Array:
         """All layers and the backout. x: (B, T, D)."""
         length = max(self.block_size, x.shape[1])
         rotary = blocks.rotary_table(positions, length, self.head_dim, self.rotary_base)
-        options = self._layer_options
 
         def step(window: int | None, params: dict[str, Array], index: Array, stream: Stream) -> Stream:
             attend = partial(attention, window=window, segment_ids=segment_ids, implementation=self.attention)
@@ -342,19 +260,6 @@ class GPT(nn.Module):
             return layer(options, params, *stream, ids, rotary, attend, layer_key)
 
         params, windows = self._layer_params(), self.shape.windows
-        x, middle = run_layers(step, params, windows, x, scan=self.scan_layers, remat=self.remat)
+        after = partial(self._look_up, ids)
+        x, middle = run_layers(step, after, params, windows, x, scan=self.scan_layers, remat=self.remat)
         return self._back_out(x, middle)
-
-
-def _linear(first: float, last: float) -> Any:
-    """Values from `first` to `last`, linear over the layers."""
-
-    def init(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
-        return jnp.linspace(first, last, shape[0], dtype=dtype)
-
-    return init
-
-
-def _shift(x: Array, first: Array) -> Array:
-    """x delayed by one position, `first` in front. x: (B, T, …), first: (B, 1, …)."""
-    return jnp.concatenate([first, x[:, :-1]], axis=1)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
+from bessemer.models import fp8
 from bessemer.models.axes import constrain
 from bessemer.models.blocks import (
     Axes,
@@ -55,6 +56,15 @@ def symmetric(bound: float) -> Callable[..., Array]:
 
     def init(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
         return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    return init
+
+
+def ramp(first: float, last: float) -> Callable[..., Array]:
+    """Values from `first` to `last`, linear over the layers."""
+
+    def init(key: Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+        return jnp.linspace(first, last, shape[0], dtype=dtype)
 
     return init
 
@@ -109,6 +119,7 @@ class LayerOptions:
     qk_norm: bool
     dropout: float
     kernels: str = "xla"
+    fp8: str | None = None  # the scaling, for matrices that fit; None: all products in `dtype`
 
 
 def layer(
@@ -165,7 +176,7 @@ def _queries_keys_values(
     """(B, T, N, H), (B, T, K, H), (B, T, K, H); queries and keys with their positions and norm."""
     if options.qk_norm and can_pack(options.head_dim, options.kernels):
         weights = jnp.concatenate([params[name] for name in ("q", "k", "v")], axis=1)
-        packed = checkpoint_name(linear(h, weights, AXES["q"], options.dtype), "q")
+        packed = checkpoint_name(_product(options, "q", weights, h), "q")
         heads, kv_heads = (params[name].shape[1] // options.head_dim for name in ("q", "k"))
         return unpack_rotate_norm(packed, rotary, heads, kv_heads, QK_SCALE)
     q, k, v = (_project(options, params, name, h) for name in ("q", "k", "v"))
@@ -184,9 +195,22 @@ def _turn(options: LayerOptions, x: Array, rotary: tuple[Array, Array]) -> Array
 
 
 def _feed_forward(options: LayerOptions, params: dict[str, Array], h: Array) -> Array:
+    if options.fp8 is not None and fp8.fits(params["up"].shape):
+        axes = (AXES["up"], AXES["down"])
+        return fp8.feed_forward(
+            h, params["up"], params["down"], axes, options.dtype, options.fp8, "mlp_hidden"
+        )
     up = constrain(_linear(options, params, "up", h), "batch", "sequence", "mlp")
     return _linear(options, params, "down", relu_squared(up, "mlp_hidden"))
 
 
 def _linear(options: LayerOptions, params: dict[str, Array], name: str, x: Array) -> Array:
-    return linear(x, params[name], AXES[name], options.dtype)
+    return _product(options, name, params[name], x)
+
+
+def _product(options: LayerOptions, name: str, w: Array, x: Array) -> Array:
+    """x W for the matrix called `name`, in the precision of the run."""
+    if options.fp8 is None or not fp8.fits(w.shape):
+        return linear(x, w, AXES[name], options.dtype)
+    bound = None if name == "out" else math.sqrt(w.shape[0])  # the others read the output of a norm
+    return fp8.linear(x, w, AXES[name], options.dtype, options.fp8, bound)

@@ -9,10 +9,49 @@ VOCAB_MULTIPLE = 64  # vocabulary rows are padded to this, so that they divide o
 WINDOW_MULTIPLE = 128  # short windows are rounded up to this, a tile of the attention kernels
 SMEAR_CHANNELS = 24
 VALUE_GATE_CHANNELS = 12
+# The optimizer group of a parameter, by its name; all others are "matrix".
+GROUPS = {
+    "embedding": "embedding",
+    "head": "head",
+    "value_table": "value_embedding",
+    "lookup_keys": "value_embedding",
+    "lookup_values": "value_embedding",
+    "value_gate": "gate",
+    "rho": "rho",
+    "xi": "xi",
+    "smear_gate": "scalar",
+    "smear_scale": "scalar",
+    "backout_scale": "scalar",
+}
+
+
+def group_of(path: tuple[str, ...]) -> str:
+    """The optimizer group of a parameter, by its path in the tree."""
+    return GROUPS.get(path[-1], "matrix")
 
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class LookupShape:
+    """Lookup layers: after which blocks, rows and columns of their tables, and the rows a training token attends
+    to on average (measured by token frequency)."""
+
+    layers: tuple[int, ...]
+    rows: int
+    d_up: int
+    tied: bool
+    mean_k: float
+
+    def tables(self, width: int) -> int:
+        """Parameters of K and V, all layers: looked up, so not scaling parameters."""
+        return len(self.layers) * self.rows * width * (1 if self.tied else 2)
+
+    def dense(self, width: int) -> int:
+        """Parameters of W_up and W_mix, all layers."""
+        return len(self.layers) * width * (2 * self.d_up + width)
 
 
 @dataclass(frozen=True)
@@ -30,6 +69,7 @@ class Shape:
     smear: bool = True
     residual_mix: bool = True
     backout: bool = True
+    lookup: LookupShape | None = None
 
     @property
     def padded_vocab(self) -> int:
@@ -60,15 +100,21 @@ class Shape:
         return self.value_embeddings and layer % 2 == (self.depth - 1) % 2
 
     def count_parameters(self) -> dict[str, int]:
-        """Parameters by optimizer group, with `total` and `scaling` (matrices in blocks + head)."""
+        """Parameters by optimizer group, with `total` and `scaling` (matrices in blocks + head).
+
+        Lookup tables count with the value embeddings, whose optimizer group they share.
+        """
         value_layers = sum(self.has_value_embedding(layer) for layer in range(self.depth))
         per_block = 2 * self.width * (self.query_width + self.kv_width + self.mlp_width)
+        tables, dense = (
+            (self.lookup.tables(self.width), self.lookup.dense(self.width)) if self.lookup else (0, 0)
+        )
         counts = {
-            "matrix": self.depth * per_block,
+            "matrix": self.depth * per_block + dense,
             "gate": value_layers * self.gate_channels * self.kv_heads,
             "embedding": self.padded_vocab * self.width,
             "head": self.padded_vocab * self.width,
-            "value_embedding": value_layers * self.padded_vocab * self.kv_width,
+            "value_embedding": value_layers * self.padded_vocab * self.kv_width + tables,
             "rho": self.depth * self.residual_mix,
             "xi": self.depth * self.residual_mix,
             "scalar": (self.smear_channels + 1) * self.smear + int(self.backout),
@@ -79,13 +125,14 @@ class Shape:
     def flops_per_token(self, block_size: int, causal: bool = False) -> float:
         """Training FLOPs per token: 6 × (parameters in matmuls) + Σ_layers 12 · width · min(window, T).
 
-        `width` is that of the queries. With `causal` a layer counts the keys its queries really attend to, on
-        average over the row: the causal half.
+        A lookup layer is an attention over the mean k rows of a token. `width` is that of the queries. With
+        `causal` a layer counts the keys its queries really attend to, on average over the row: the causal half.
         """
         counts = self.count_parameters()
         matmul = counts["matrix"] + counts["head"] + counts["gate"] + self.smear_channels * self.smear
         keys = sum(attended_keys(window, block_size, causal) for window in self.windows)
-        return 6 * matmul + 12 * self.query_width * keys
+        looked_up = len(self.lookup.layers) * self.lookup.mean_k if self.lookup else 0
+        return 6 * matmul + 12 * self.query_width * keys + 12 * self.width * looked_up
 
 
 def explain_flops(shape: Shape, block_size: int) -> str:

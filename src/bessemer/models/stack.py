@@ -18,24 +18,30 @@ from bessemer.models.layers import TENSOR_NAMES
 from bessemer.models.shape import scan_segments
 
 Stream = tuple[Array, Array]  # x and the embeddings x0 that every layer mixes in, (B, T, D) each
-Step = Callable[
-    [int | None, dict[str, Array], Array, Stream], Stream
-]  # (window, params, index, stream) → stream
+Step = Callable[[int | None, dict[str, Any], Array, Stream], Stream]  # of window, params, index, stream
+After = Callable[[dict[str, Array], Array], Array]  # (params["lookup"], x) → x
 
 
 def run_layers(
     step: Step,
-    params: Sequence[dict[str, Array]],
+    after: After,
+    params: Sequence[dict[str, Any]],
     windows: Sequence[int | None],
     x: Array,
     *,
     scan: bool,
     remat: Sequence[str],
 ) -> tuple[Array, Array]:
-    """(output of the last layer, output of layer n//2). x: (B, T, D), the embeddings."""
+    """(output of the last layer, output of layer n//2). x: (B, T, D), the embeddings.
+
+    A layer whose parameters hold "lookup" is followed by `after` with those; its own output is the one before.
+    """
     depth = len(params)
     kinds = tuple((window, tuple(sorted(p))) for window, p in zip(windows, params, strict=True))
     segments = scan_segments(kinds) if scan else [(layer, 1, 1) for layer in range(depth)]
+
+    def look_up(p: dict[str, Any], x: Array) -> Array:
+        return rematerialised(after, remat)(p["lookup"], x) if "lookup" in p else x
 
     def group(
         start: int, carry: tuple[Stream, Array], xs: tuple[Any, Array]
@@ -44,6 +50,7 @@ def run_layers(
         for offset, p in enumerate(xs[0]):
             stream = rematerialised(partial(step, windows[start + offset]), remat)(p, xs[1] + offset, stream)
             middle = jnp.where(xs[1] + offset == depth // 2, stream[0], middle)
+            stream = (look_up(p, stream[0]), stream[1])
         return (stream, middle), None
 
     carry: tuple[Stream, Array] = ((x, x), x)
@@ -53,7 +60,8 @@ def run_layers(
             stream = rematerialised(partial(step, windows[start]), remat)(
                 params[start], jnp.int32(start), carry[0]
             )
-            carry = (stream, stream[0] if start == depth // 2 else carry[1])
+            middle = stream[0] if start == depth // 2 else carry[1]
+            carry = ((look_up(params[start], stream[0]), stream[1]), middle)
         else:
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *groups)
             starts = jnp.arange(start, start + repeats * period, period)

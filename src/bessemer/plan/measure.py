@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bessemer.topology import unbox
-from bessemer.training.model_parts import make_apply
+from bessemer.training.model_parts import compiler_options, make_apply
 from bessemer.training.trainer import BaseTrainer
 
 LAYERS = 2
@@ -87,7 +87,8 @@ def model_pass(trainer: BaseTrainer, matrix: float) -> tuple[Callable[[], float]
     """(a callable that returns the seconds of one pass, its FLOPs, what it is); None when it would take too long."""
     model: Any = trainer.model
     depth = getattr(model, "depth", None)
-    cut = model.clone(depth=LAYERS) if isinstance(depth, int) and depth > LAYERS else model
+    plain = {"lookup_after_layers": ()} if hasattr(model, "lookup_after_layers") else {}
+    cut = model.clone(depth=LAYERS, **plain) if isinstance(depth, int) and depth > LAYERS else model
     block = trainer.settings.block_size
     row_flops = cut.flops_per_token(block) * block
     if row_flops / matrix > LONGEST:
@@ -103,7 +104,7 @@ def model_pass(trainer: BaseTrainer, matrix: float) -> tuple[Callable[[], float]
 
     key = jax.random.key(0)
     params = jax.jit(lambda k: unbox(cut.init(k, batch["input_ids"][:1]))["params"])(key)
-    gradient = jax.jit(jax.grad(loss), compiler_options=trainer.topology.compiler_options)
+    gradient = jax.jit(jax.grad(loss), compiler_options=compiler_options(trainer))
 
     def once() -> float:
         start = time.perf_counter()

@@ -18,6 +18,7 @@ from bessemer.data.store import is_store
 from bessemer.data.tokenizer import FILE
 from bessemer.errors import InputError
 from bessemer.job import ExecutionSpec
+from bessemer.plan.lookup import assume_allocation
 from bessemer.registry import jobs
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import microbatch
@@ -119,6 +120,7 @@ def planned_data(trainer: WithoutData) -> DataParts:
             "training.epochs needs the length of the data, which is not prepared yet: prepare it with `bessemer data "
             "prepare`, or plan with training.tokens=N or training.steps=N."
         )
+    assume_allocation(trainer)
     batch_size, steps = plan_horizon(trainer, rows or 0)
     stages = max(1, len(trainer.settings.datasets))
     starts = stage_boundaries(trainer, stages, batch_size * block)

@@ -91,6 +91,7 @@ def _numbers(summary: Summary) -> list[str]:
         ("final training loss, smoothed", decimal(summary.last("loss_smooth"))),
         ("steps", count(summary.step)),
         ("skipped steps", count(summary.last("skipped_steps"))),
+        *_guard(summary),
         ("tokens", count(tokens)),
         ("parameters", count(parameters)),
         ("tokens : parameters", ratio),
@@ -100,11 +101,22 @@ def _numbers(summary: Summary) -> list[str]:
         ("tokens per second (median)", short(summary.typical("time/tok_per_s"))),
         ("MFU (attention counted in full)", percent(summary.typical("time/mfu"))),
         ("MFU (causal attention only)", percent(summary.typical("time/mfu_causal"))),
+        ("MFU is a share of", facts.get("mfu_peak") or MISSING),
         ("waiting for data", share_of_100(summary.typical("time/data_wait_pct"))),
         ("training time (first 10 steps of a process left out)", clock(summary.last("time/total"))),
         ("peak memory of a device", gib(summary.largest("mem/peak_gib"))),
     ]
     return ["## Numbers", "", *markdown_table(("", ""), rows)]
+
+
+def _guard(summary: Summary) -> list[tuple[str, str]]:
+    """Spikes and rollbacks, of a run that looked for them (guard.spike_sigma)."""
+    if summary.last("spikes") is None:
+        return []
+    return [
+        ("loss spikes", count(summary.last("spikes"))),
+        ("rollbacks", count(summary.last("rollbacks"))),
+    ]
 
 
 def _curves(summary: Summary, plots: list[Path]) -> list[str]:

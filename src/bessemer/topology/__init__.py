@@ -4,10 +4,12 @@ Model code knows nothing of devices: it names the axes of its arrays, and the ta
 axis each named axis rests (parameters, optimizer state) and computes (weights in use, activations).
 """
 
-from bessemer.topology.chips import CHIPS, Chip, chip_of
+from bessemer.topology.chips import CHIPS, Chip, chip_of, has_float8
 from bessemer.topology.distributed import (
     StopAgreement,
+    absent_processes,
     barrier,
+    first_line,
     process_count,
     process_index,
     share,
@@ -35,9 +37,12 @@ __all__ = [
     "StopAgreement",
     "Topology",
     "TopologySettings",
+    "absent_processes",
     "barrier",
     "check_rules",
     "chip_of",
+    "first_line",
+    "has_float8",
     "init_sharded",
     "keep_stdout_clean",
     "make_topology",

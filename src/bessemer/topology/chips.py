@@ -87,3 +87,16 @@ def chip_of(device: Any) -> Chip | None:
         if re.search(pattern, kind):
             return CHIPS[name]
     return None
+
+
+FLOAT8_CAPABILITY = 8.9
+"""NVIDIA's compute capability from which on there are float8 units (Ada, Hopper, Blackwell)."""
+
+
+def has_float8(device: Any) -> bool:
+    """Whether a device multiplies in float8: by its compute capability, or by the table where it has none."""
+    capability = getattr(device, "compute_capability", None)
+    if capability is not None:
+        return float(capability) >= FLOAT8_CAPABILITY
+    chip = chip_of(device)
+    return chip is not None and chip.fp8_flops is not None

@@ -15,6 +15,7 @@ class Callback:
     The compiled step fuses all micro-batches, so on_batch_begin, on_optimizer_step and on_batch_end fire once an
     optimizer step. After a step the order is: on_optimizer_step (nothing has been read yet), metrics (on_metrics),
     validation (on_validation), on_batch_end (evaluations and previews act here), checkpoint (on_checkpoint).
+    on_rollback fires when the run has gone back to an earlier step: forget what is known of later ones.
     """
 
     def on_train_begin(self, loop: Loop) -> None: ...
@@ -32,6 +33,8 @@ class Callback:
     def on_batch_end(self, loop: Loop) -> None: ...
 
     def on_checkpoint(self, loop: Loop, step: int) -> None: ...
+
+    def on_rollback(self, loop: Loop) -> None: ...
 
     def on_epoch_end(self, loop: Loop) -> None: ...
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bessemer.config import configure
+from bessemer.config import configure, dotted
 from bessemer.data import (
     DataPlan,
     DatasetStyle,
@@ -17,15 +17,20 @@ from bessemer.data import (
     rows_of,
     tokenizer_for,
 )
+from bessemer.data.catalog import store_directory
 from bessemer.errors import InputError
 from bessemer.scaling import stage_starts
 from bessemer.training.collate import CollatedRows
 from bessemer.training.feed import device_batch, row_fields
-from bessemer.training.horizon import plan_horizon
+from bessemer.training.horizon import asked, plan_horizon
+from bessemer.training.lookup_parts import allocate
 from bessemer.training.validation import ValidationSet
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
+
+PREPARING = ("data/val_fraction", "data/text_key", "data/on_error", "data/dedup", "data/workers")
+"""Settings that are used while a store is made, and by nobody once it is there."""
 
 
 class GivenParts(NamedTuple):
@@ -79,6 +84,7 @@ def choose_tokenizer(trainer: BaseTrainer) -> Tokenizer | None:
 def build_data(trainer: BaseTrainer) -> DataParts:
     settings = configure(DataSettings)
     stages = train_rows(trainer, settings)
+    allocate(trainer, stages[0])
     epoch_rows = sum(len(rows) for _, rows in stages[0])
     batch_size, steps = plan_horizon(trainer, epoch_rows)
     starts = stage_boundaries(trainer, len(stages), batch_size * trainer.settings.block_size)
@@ -107,10 +113,19 @@ def train_rows(trainer: BaseTrainer, settings: DataSettings) -> list[list[tuple[
     for sampling in (sampling for mixture in trainer.settings.datasets for sampling in mixture):
         if sampling.identity not in opened:
             opened[sampling.identity] = open_rows(trainer, settings, sampling, "train")
+    say_unused(trainer)
     return [
         [(sampling, opened[sampling.identity]) for sampling in mixture]
         for mixture in trainer.settings.datasets
     ]
+
+
+def say_unused(trainer: BaseTrainer) -> None:
+    """Name what the caller asked of data that was prepared before; then it was decided."""
+    samplings = [sampling for mixture in trainer.settings.datasets for sampling in mixture]
+    names = [dotted(key) for key in asked(trainer.config, PREPARING)]
+    if names and all(store_directory(sampling) is not None for sampling in samplings):
+        trainer.say(f"note: {', '.join(names)} has no effect: the data is prepared already")
 
 
 def open_rows(trainer: BaseTrainer, settings: DataSettings, sampling: Sampling, split: str) -> Any:

@@ -9,6 +9,7 @@ import numpy as np
 
 from bessemer.job import atomic_write
 from bessemer.report import baselines
+from bessemer.training.model_parts import mfu_peak
 from bessemer.training.restore import versions
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def run_facts(trainer: BaseTrainer) -> dict[str, Any]:
         "parameters": parts.counts,
         "flops_per_token": parts.flops_per_token,
         "flops_per_token_causal": parts.flops_per_token_causal,
+        "mfu_peak": mfu_peak(trainer, parts.model),
         "total_flops": trainer.calculate_number_total_flops(),
         "steps": trainer.steps,
         "tokens": trainer.steps * trainer.tokens_per_step,

@@ -15,6 +15,9 @@ from bessemer.registry import objectives
 from bessemer.topology import shardings, share, unbox, validate_divisible
 from bessemer.training import microbatch
 from bessemer.training.feed import abstract_batch
+from bessemer.training.guard import spike_rule
+from bessemer.training.lookup_parts import note_path
+from bessemer.training.model_parts import compiler_options
 from bessemer.training.state import StepRules, TrainState, create_state
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ class Functions(NamedTuple):
 
 
 def build_functions(trainer: BaseTrainer) -> Functions:
+    check_sequence(trainer.settings.block_size, trainer.topology.mesh.shape["context"])
     optimizer = make_optimizer(trainer)
     abstract, placed = abstract_state(trainer, optimizer)
     per_device = trainer.config["training/per_device_batch_size"]
@@ -48,6 +52,7 @@ def build_functions(trainer: BaseTrainer) -> Functions:
         per_device = int(share("per-device batch size", lambda: str(per_device)))  # process 0 decides
         trainer.config.set("training/per_device_batch_size", per_device, why)
         trainer.note_derived("training.per_device_batch_size", per_device, why)
+    note_path(trainer, per_device)
     micro = per_device * trainer.topology.data_parallel
     accumulate = microbatch.accumulation(trainer.data.batch_size, per_device, trainer.topology.data_parallel)
     validation_batches = min(MAX_VALIDATION_BATCHES, -(-trainer.data.validation_count // micro))
@@ -78,8 +83,17 @@ def jit_train_step(trainer: BaseTrainer, placed: TrainState, accumulate: int) ->
         functools.partial(trainer.train_step, accumulate_steps=accumulate),
         donate_argnums=0,
         out_shardings=(placed, replicated, replicated),
-        compiler_options=trainer.topology.compiler_options,
+        compiler_options=compiler_options(trainer),
     )
+
+
+def check_sequence(block_size: int, context: int) -> None:
+    """Every device of the context axis holds an equal piece of each sequence."""
+    if block_size % context:
+        raise InputError(
+            f"topology.context={context} does not divide architecture.block_size={block_size}: every device holds an "
+            "equal piece of a sequence. Use a divisor of the block size."
+        )
 
 
 def make_optimizer(trainer: BaseTrainer) -> Optimizer:
@@ -109,6 +123,7 @@ def abstract_state(trainer: BaseTrainer, optimizer: Optimizer) -> tuple[TrainSta
         ema_decay=trainer.settings.ema,
         place_gradients=functools.partial(jax.lax.with_sharding_constraint, shardings=param_shardings),
         rates=optimizer.rates,
+        spikes=spike_rule(trainer.guard, trainer.data.stage_starts[1:]),
     )
     loss_fn = objective_function(trainer)
     create = functools.partial(create_state, trainer.model_parts.apply, loss_fn, tx=optimizer.tx, rules=rules)
@@ -119,6 +134,7 @@ def abstract_state(trainer: BaseTrainer, optimizer: Optimizer) -> tuple[TrainSta
         params=param_shardings,
         opt_state=state_shardings(optimizer.tx, unbox(boxed), param_shardings, topology.replicated),
         ema=None if state.ema is None else param_shardings,
+        guard=jax.tree.map(lambda _: topology.replicated, state.guard),
     )
     located = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state, placed

@@ -79,8 +79,11 @@ def turn_dial(trainer: BaseTrainer, target: Target, sizes: Sizes) -> Dial:
             "training.batch_tokens=-1 derives the batch from model.depth, which this model has not."
         )
 
+    plain = {"lookup_after_layers": ()} if hasattr(model, "lookup_after_layers") else {}
+
     def count(depth: int) -> int:
-        return model.clone(depth=depth, width=-1, heads=-1, kv_heads=-1).count_parameters()["scaling"]
+        member = model.clone(depth=depth, width=-1, heads=-1, kv_heads=-1, **plain)
+        return member.count_parameters()["scaling"]
 
     config = trainer.config
     ratio = {} if target.ratio is None else {"ratio": target.ratio}

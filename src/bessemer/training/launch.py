@@ -10,7 +10,7 @@ from typing import Any
 
 from bessemer.config import Config, configuration, configure, dotted, load_saved, resolve
 from bessemer.errors import InputError
-from bessemer.job import ExecutionSpec, RunDirectory, check_run_name, default_run_name, find_run
+from bessemer.job import ExecutionSpec, RunDirectory, RunLock, check_run_name, default_run_name, find_run
 from bessemer.job.trust import check_trust
 from bessemer.registry import jobs
 from bessemer.topology import AXES, TopologySettings, make_topology, share, start_distributed
@@ -19,6 +19,10 @@ from bessemer.training.trainer import GIVEN, BaseTrainer
 
 RESUMABLE = ("logging/", "topology/", "eval/", "training/per_device_batch_size", "training/time_limit")
 """Settings that cannot change the run, so `resume` accepts them."""
+
+PERMISSION = "training/allow_data_change"
+DATA = (PERMISSION, "training/dataset", "data/")
+"""Settings that `resume` accepts with that permission: the run goes on as another one, and says so."""
 
 Overrides = Sequence[str] | Mapping[str, Any]
 
@@ -78,7 +82,8 @@ def reopen(
     """A trainer that continues `run` from its newest valid checkpoint (or `step`), or from the start if none."""
     directory = find_run(run, root)
     if not directory.config.is_file():
-        raise InputError(f"{directory.path} holds no config.yaml, so there is nothing to continue.")
+        raise InputError(without_config(directory))
+    RunLock.check_free(directory)  # before its checkpoints are read: the owner may be deleting old ones
     check_trust(directory, trust)
     trainer = rebuild(directory, overridden(directory.config, overrides), distributed=distributed, **parts)
     check_given(directory, trainer)
@@ -132,13 +137,20 @@ def overridden(path: Path, overrides: Overrides) -> Config:
     saved = load_saved(path, schema_of)
     config = load_saved(path, schema_of, overrides)
     changed = [key for key, value in config.values.items() if saved.get(key) != value]
+    allowed = (*RESUMABLE, *DATA) if config[PERMISSION] else RESUMABLE
     for key in changed:
-        if not key.startswith(RESUMABLE):
+        if not key.startswith(allowed):
             raise InputError(
                 f"{dotted(key)} cannot be changed on resume: the result would be another run. "
-                "Only logging.*, topology.*, eval.*, training.per_device_batch_size and training.time_limit can. "
+                "Only logging.*, topology.*, eval.*, training.per_device_batch_size and training.time_limit can, and "
+                "the data with training.allow_data_change=true. "
                 f"To train on with {dotted(key)}={config[key]}, start a new run with init=RUN."
             )
+    if "logging/checkpoint_interval" in changed and config["guard/spike_action"] == "rollback":
+        raise InputError(
+            "logging.checkpoint_interval cannot be changed on resume with guard.spike_action=rollback: it decides to "
+            "which step a rollback goes back, so the result would be another run."
+        )
     chosen = saved.provenance["training/per_device_batch_size"].startswith("chosen")
     meshes = [f"topology/{axis}" for axis in ("platform", *AXES)]
     if chosen and any(key in meshes for key in changed):
@@ -146,5 +158,20 @@ def overridden(path: Path, overrides: Overrides) -> Config:
     return config
 
 
+def without_config(directory: RunDirectory) -> str:
+    saved = sorted(directory.checkpoints.glob("step_*/config.yaml"))
+    if saved:
+        return (
+            f"{directory.path} has lost its config.yaml; the newest checkpoint holds a copy. Continue after: "
+            f"cp {saved[-1]} {directory.config}"
+        )
+    return (
+        f"{directory.path} holds no config.yaml: the run ended before it was written, so there is nothing to "
+        "continue, and nothing is lost. Delete the directory and start the run again."
+    )
+
+
 def is_finished(run: str | Path, root: str | Path = "runs") -> bool:
-    return find_run(run, root).read_status().get("state") == "done"
+    """Ended, report and all: the state is "done" while the report is written, the exit code comes after it."""
+    status = find_run(run, root).read_status()
+    return status.get("state") == "done" and status.get("exit_code") == 0

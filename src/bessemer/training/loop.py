@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from bessemer.errors import BessemerError, Stopped, StorageError
+from bessemer.topology import StopAgreement
 from bessemer.training.callback import Callbacks
-from bessemer.training.report import NonFinite, StepClock, StepLog
+from bessemer.training.guard import Unstable
+from bessemer.training.outcome import doing, smaller_batches
+from bessemer.training.report import StepClock, StepLog
+from bessemer.training.rollback import roll_back
 from bessemer.training.signals import stop_signals
 
 if TYPE_CHECKING:
@@ -29,14 +33,19 @@ class Loop:
 
     def __init__(self, trainer: BaseTrainer):
         self.trainer = trainer
-        self.loop_state = trainer.loop_state
         self.steps = trainer.steps
         self.callbacks = Callbacks(trainer.make_callbacks())
-        self.clock = StepClock(self.loop_state, trainer.tokens_per_step, trainer.steps, trainer.flops_share)
-        self.log = StepLog(self.loop_state, trainer.describe_step, self.clock, trainer.guard.max_bad_steps)
-        self.step = trainer.step
-        self.want_checkpoint = False
         self._stop_reason: str | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Take up the trainer's state: at the start, and again after a rollback."""
+        trainer = self.trainer
+        self.step = trainer.step
+        self.loop_state = trainer.loop_state
+        self.clock = StepClock(self.loop_state, trainer.tokens_per_step, trainer.steps, trainer.flops_share)
+        self.log = StepLog(self.loop_state, trainer.describe_step, self.clock, trainer.guard, trainer.say)
+        self.want_checkpoint = False
         self._running: collections.deque[jax.Array] = collections.deque()
 
     # --- what callbacks may ask for ---
@@ -57,11 +66,8 @@ class Loop:
         try:
             with trainer.topology.scope(), stop_signals(self.request_stop):
                 self.callbacks.fire("on_train_begin", self)
-                if self.step == 0:
-                    self.validate()
-                with contextlib.closing(trainer.prefetcher(self.step)) as batches:
-                    self._steps(batches)
-                self._finish()
+                while not self._train():
+                    pass
         except BaseException as error:
             self.callbacks.fire("on_error", self, error)
             if isinstance(error, BessemerError) or jax.process_count() == 1:
@@ -69,6 +75,37 @@ class Loop:
                     trainer.checkpoint_manager.close()
             raise  # with a peer lost, a save in progress can never be committed: do not wait for it
         trainer.checkpoint_manager.close()
+
+    def _train(self) -> bool:
+        """From where the trainer stands to the end; False when it was rolled back on the way."""
+        try:
+            if self.step == 0:
+                self.validate()
+            with contextlib.closing(self.trainer.prefetcher(self.step)) as batches:
+                self._steps(batches)
+            self._finish()
+        except Unstable as cause:
+            if not self.trainer.guard.rolls_back:
+                raise
+            self._roll_back(cause)
+            return False
+        return True
+
+    def _roll_back(self, cause: Unstable) -> None:
+        """Whatever was in flight is dropped; a stop that was asked for is agreed on anew."""
+        trainer, limit = self.trainer, self.trainer.guard.max_rollbacks
+        if self.loop_state.rollbacks >= limit:
+            raise Unstable(cause.step, f"{cause} {limit} rollbacks (guard.max_rollbacks) have not helped.")
+        first = self.trainer.data_offset
+        roll_back(trainer, cause.step)
+        self._begin()
+        trainer.stop_agreement = StopAgreement()
+        position = self.step + trainer.data_offset
+        trainer.say(
+            f"rollback {self.loop_state.rollbacks} of at most {limit}: {cause} Back to step {self.step}; "
+            f"batches {self.step + first} to {position - 1} are passed over"
+        )
+        self.callbacks.fire("on_rollback", self)
 
     def _steps(self, batches: Any) -> None:
         self.clock.start(self.step)
@@ -129,7 +166,7 @@ class Loop:
         """Report the rows that are due; those before a fatal step are reported all the same."""
         try:
             rows = self.log.drain(upto)
-        except NonFinite as error:
+        except Unstable as error:
             self.report(error.rows)
             raise
         self.report(rows)
@@ -149,7 +186,8 @@ class Loop:
         """Loss on the fixed held-out sequences; the row goes to on_validation."""
         if not self.trainer.validates:
             return None
-        with self.paused():
+        where = f"the validation at step {self.step}"
+        with self.paused(), doing(self.trainer, where, smaller_batches(self.trainer)):
             self.trainer.step = self.step
             row = {"step": self.step, **self.trainer.validate()}
             self.callbacks.fire("on_validation", self, row)

@@ -11,7 +11,9 @@ from flax import linen as nn
 from bessemer.config import configure
 from bessemer.data import Tokenizer
 from bessemer.errors import InputError
+from bessemer.models.fp8 import GPU_OPTIONS as FLOAT8_OPTIONS
 from bessemer.registry import models
+from bessemer.topology import has_float8
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -36,6 +38,17 @@ def build_model(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> ModelParts
         model = configure(trainer.model_class() or models.get(trainer.settings.family))
     if hasattr(model, "check"):
         model.check()
+    if precision_of(model) == "fp8":
+        check_float8(trainer, model)
+    return describe_model(trainer, model, tokenizer)
+
+
+def with_model(trainer: BaseTrainer, model: nn.Module) -> ModelParts:
+    """The trainer's parts with another module in place of its own, such as one that has learnt of the data."""
+    return describe_model(trainer, model, trainer.tokenizer)
+
+
+def describe_model(trainer: BaseTrainer, model: Any, tokenizer: Tokenizer | None) -> ModelParts:
     block = trainer.settings.block_size
     return ModelParts(
         model,
@@ -87,6 +100,46 @@ def make_apply(model: nn.Module) -> Callable[..., Any]:
     return apply
 
 
+def precision_of(model: nn.Module) -> str:
+    """A model without the setting counts as bf16."""
+    return getattr(model, "precision", "bf16")
+
+
+def check_float8(trainer: BaseTrainer, model: Any) -> None:
+    """An fp8 run needs units for it, or leave to emulate them; what is converted is printed with the reasons."""
+    device = trainer.topology.mesh.local_devices[0]
+    if not model.fp8_emulate and not has_float8(device):
+        raise InputError(
+            f"architecture.precision=fp8 needs float8 units (NVIDIA Ada, Hopper or newer), and this is a "
+            f"{device.device_kind}. Use architecture.precision=bf16 or auto; architecture.fp8.emulate=true gives the "
+            "same numbers here, slowly, for tests."
+        )
+    units = "emulated" if model.fp8_emulate and not has_float8(device) else "in float8 units"
+    peak = mfu_peak(trainer, model)
+    basis = f"; MFU is of {peak}" if peak else ""
+    trainer.note_derived(
+        "architecture.precision", "fp8", f"{model.fp8_conversion()}; {model.fp8_scaling}, {units}{basis}"
+    )
+
+
+def mfu_peak(trainer: BaseTrainer, model: nn.Module) -> str | None:
+    """What MFU is a share of, in words; None on an unknown chip."""
+    chip, precision = trainer.topology.chip, precision_of(model)
+    if chip is None:
+        return None
+    peak = chip.peak_flops(precision)
+    kind = "bf16" if peak == chip.bf16_flops else precision
+    return f"the {kind} peak of the {chip.name}, {peak / 1e12:,.0f} TFLOP/s"
+
+
+def compiler_options(trainer: BaseTrainer) -> dict[str, Any] | None:
+    """What XLA is told for the training step: the topology's wishes and the precision's."""
+    options = trainer.topology.compiler_options or {}
+    if trainer.topology.platform == "gpu" and precision_of(trainer.model) == "fp8":
+        options = {**options, **FLOAT8_OPTIONS}
+    return options or None
+
+
 def flops_share(trainer: BaseTrainer, causal: bool) -> float | None:
     """FLOPs of one token over the peak of all devices; None on a chip without a known peak."""
     chip = trainer.topology.chip
@@ -94,7 +147,7 @@ def flops_share(trainer: BaseTrainer, causal: bool) -> float | None:
         return None
     parts = trainer.model_parts
     flops = parts.flops_per_token_causal if causal else parts.flops_per_token
-    return flops / (chip.bf16_flops * trainer.topology.device_count)
+    return flops / (chip.peak_flops(precision_of(parts.model)) * trainer.topology.device_count)
 
 
 def peak_memory() -> dict[str, float]:

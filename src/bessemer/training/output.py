@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import time
 import traceback
@@ -13,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from bessemer.checkpoint.arrays import explain
 from bessemer.data import show_progress
-from bessemer.errors import BessemerError, InputError, StorageError, TrainingError
-from bessemer.job import RunDirectory, RunLock, atomic_write
+from bessemer.errors import InputError, StorageError
+from bessemer.job import RunDirectory, atomic_write
+from bessemer.job.files import storage
 from bessemer.job.trust import mark_origin
+from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.report import write_report
 from bessemer.training.facts import compressor_baselines, write_facts
 from bessemer.training.fetch import fetch
 from bessemer.training.finale import final_lines, shown
 from bessemer.training.progress import compact
-from bessemer.training.report import NonFinite
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -68,105 +69,6 @@ class Output:
             with open(self.directory.log, "a", encoding="utf-8") as log:
                 log.writelines(self._early)
             self._early = []
-
-
-@contextlib.contextmanager
-def opened(trainer: BaseTrainer) -> Iterator[None]:
-    """Own the run directory for the time of the run; the status file says how it ended, whatever the end."""
-    directory = trainer.run_directory
-    if not trainer.is_process_zero:
-        with explained(trainer):
-            take_over(trainer)
-            yield
-        return
-    directory.create(exist_ok=trainer.continues)
-    with RunLock(directory) as lock:
-        trainer.output.open_log()
-        if lock.message:
-            trainer.say(lock.message)
-        try:
-            write_setup(trainer)
-            directory.write_status(state="running", step=trainer.step, exit_code=None, message="")
-            with explained(trainer):
-                take_over(trainer)
-                yield
-            reason = trainer.loop_state.finished or ""
-            directory.write_status(state="done", step=trainer.step, exit_code=0, message=reason)
-        except BaseException as error:
-            record_failure(trainer, error)
-            raise
-
-
-def take_over(trainer: BaseTrainer) -> None:
-    """With the lock held: remove what a killed save left, and set checkpoints beyond the restored one aside."""
-    trainer.checkpoint_manager.clean()
-    if trainer.continues:
-        trainer.checkpoint_manager.set_aside_after(trainer.step)
-
-
-def record_failure(trainer: BaseTrainer, error: BaseException) -> None:
-    """status.json and log.txt say what happened; where the disk is the problem, stderr still does."""
-    code = error.exit_code if isinstance(error, BessemerError) else 1
-    state = "stopped" if code == 75 else "failed"
-    with contextlib.suppress(OSError):
-        if code == 1:
-            trainer.output.log_error(error)
-            error.logged_in = trainer.run_directory.log  # type: ignore[attr-defined]
-        trainer.run_directory.write_status(state=state, exit_code=code, message=str(error))
-
-
-@contextlib.contextmanager
-def explained(trainer: BaseTrainer) -> Iterator[None]:
-    """Turn what training can meet into errors that name cause and remedy."""
-    import jax
-
-    try:
-        yield
-    except NonFinite as error:
-        raise TrainingError(
-            f"{error} {_last_checkpoint(trainer)} Try a lower optimization.lr or a longer warm-up "
-            "(training.warmup_pct), or look at the data near that step."
-        ) from error
-    except jax.errors.JaxRuntimeError as error:
-        raise _runtime_error(trainer, error) from error
-    except OSError as error:
-        if error.errno not in (
-            errno.ENOSPC,
-            errno.EROFS,
-            errno.EACCES,
-            errno.ENOENT,
-            errno.EIO,
-            errno.EDQUOT,
-        ):
-            raise
-        raise StorageError(
-            f"writing to the run directory failed: {error}. {_last_checkpoint(trainer)} "
-            f"Free or restore the disk, then: bessemer resume {trainer.run_directory.path}"
-        ) from error
-
-
-def _runtime_error(trainer: BaseTrainer, error: Exception) -> Exception:
-    text = str(error)
-    if "RESOURCE_EXHAUSTED" in text:
-        return TrainingError(
-            f"out of memory with {trainer.functions.micro} sequences in one pass "
-            f"(training.per_device_batch_size). {_last_checkpoint(trainer)} Halve training.per_device_batch_size "
-            "(the update stays the same), or set architecture.remat=block."
-        )
-    import jax
-
-    if jax.process_count() > 1:
-        first = text.strip().splitlines()[0] if text.strip() else type(error).__name__
-        return StorageError(
-            f"another process of this run was lost ({first}). {_last_checkpoint(trainer)} "
-            f"Start all processes again with: bessemer resume {trainer.run_directory.path}"
-        )
-    return error
-
-
-def _last_checkpoint(trainer: BaseTrainer) -> str:
-    steps = trainer.checkpoint_manager.committed()
-    return f"The last good checkpoint is step {steps[-1]}." if steps else "There is no checkpoint yet."
 
 
 def write_setup(trainer: BaseTrainer) -> None:
@@ -230,6 +132,9 @@ def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: 
             "the GPT family has no Hugging Face layout; save_pretrained(to_torch=False) writes plain safetensors."
         )
     target = Path(directory) if directory is not None else trainer.run_directory.model
+    if trainer.is_process_zero:
+        with storage("cannot create the directory for the weights"):  # never the run's own, which is there
+            target.mkdir(parents=directory is not None, exist_ok=True)
     for name, params in (("model", state.params), ("ema", state.ema)):
         if params is not None:
             write_weights(trainer, params, target / f"{name}.safetensors")
@@ -240,20 +145,27 @@ def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: 
     (target / "config.json").write_text(json.dumps(shape, indent=1), encoding="utf-8")
     if trainer.tokenizer is not None:
         (target / "tokenizer.json").write_text(trainer.tokenizer.to_json(), encoding="utf-8")
+    if (allocation := getattr(trainer.model, "allocation", None)) is not None:
+        (target / ALLOCATION).write_text(allocation.to_json(), encoding="utf-8")
     return target
 
 
 def write_weights(trainer: BaseTrainer, params: Any, path: Path) -> None:
     """Parameters by path, gathered one at a time (all processes take part), written by process 0."""
     from flax.traverse_util import flatten_dict
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     leaves = flatten_dict(params).items()
     flat = {"/".join(names): fetch(trainer.gather(leaf)) for names, leaf in leaves}
     if trainer.is_process_zero:
-        path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".tmp")
-        save_file(flat, temporary, metadata={"format": "bessemer", "step": str(trainer.step)})
+        try:
+            save_file(flat, temporary, metadata={"format": "bessemer", "step": str(trainer.step)})
+        except SafetensorError as error:  # the library's name for a full or vanished disk
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise explain(f"cannot write {path}", error) from error
         temporary.replace(path)
 
 

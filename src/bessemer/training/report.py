@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any
 
-from bessemer.errors import TrainingError
 from bessemer.training.fetch import fetch, start_copy
+from bessemer.training.guard import Unstable, described
+from bessemer.training.settings import GuardSettings
 from bessemer.training.state import LoopState
 
 LAG = 2
@@ -17,8 +17,8 @@ LAG = 2
 MOST_PENDING = 64
 """Unread steps after which they are read although no report is due, so that a bad run is noticed."""
 
-COUNTED = ("loss", "target_tokens", "finite", "clipped")
-INTERNAL = ("finite", "clipped", "target_tokens")
+COUNTED = ("loss", "target_tokens", "finite", "clipped", "spike", "spike_limit")
+INTERNAL = ("finite", "clipped", "target_tokens", "spike", "spike_limit")
 
 
 class StepLog:
@@ -29,18 +29,20 @@ class StepLog:
         loop: LoopState,
         describe: Callable[[int], dict[str, Any]],
         clock: StepClock,
-        max_bad_steps: int,
+        guard: GuardSettings,
+        say: Callable[[str], None],
     ):
         self.loop = loop
         self.describe = describe
         self.clock = clock
-        self.max_bad_steps = max_bad_steps
+        self.guard = guard
+        self.say = say
         self._pending: list[tuple[int, dict[str, Any]]] = []
         self._due: list[int] = []
 
     def add(self, step: int, meta: dict[str, Any], report: bool) -> None:
         """Keep what the loop state needs of every step, and everything of a step that is reported."""
-        kept = meta if report else {name: meta[name] for name in COUNTED}
+        kept = meta if report else {name: meta[name] for name in COUNTED if name in meta}
         start_copy(kept)
         self._pending.append((step, kept))
         if report:
@@ -60,14 +62,33 @@ class StepLog:
         self._pending = self._pending[len(reading) :]
         rows: list[dict[str, Any]] = []
         for (step, _), meta in zip(reading, fetch([meta for _, meta in reading]), strict=True):
-            finite = bool(meta["finite"])
-            self.loop.count(float(meta["loss"]), float(meta["target_tokens"]), finite, bool(meta["clipped"]))
-            if self.loop.bad_steps_in_row >= self.max_bad_steps:
-                raise NonFinite(step, float(meta["loss"]), self.loop.bad_steps_in_row, rows)
+            self._take(step, meta, rows)
             if step in self._due:
                 self._due.remove(step)
                 rows.append(self._row(step, meta))
         return rows
+
+    def _take(self, step: int, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        """Count one step. A bad one is said; raises Unstable when the run must not go on from it."""
+        loss, finite, spike = float(meta["loss"]), bool(meta["finite"]), bool(meta.get("spike", False))
+        updated = finite and not (spike and self.guard.spike_action != "warn")
+        self.loop.count(loss, float(meta["target_tokens"]), updated, bool(meta["clipped"]), spike)
+        if finite and not spike:
+            return
+        limit = float(meta["spike_limit"]) if spike else None
+        what = f"step {step}: the loss is {described(loss, finite, limit)}"
+        if spike and self.guard.rolls_back:
+            raise Unstable(step, f"{what}.", rows)
+        count = self.loop.bad_steps_in_row
+        if count >= self.guard.max_bad_steps:
+            raise Unstable(
+                step,
+                f"{what}; {count} steps in a row gave no update (guard.max_bad_steps), so the weights are still "
+                f"those of step {step - count}.",
+                rows,
+            )
+        updates = f"{step - self.loop.skipped_steps} updates in {step} steps"
+        self.say(f"warning: {what}" + ("" if updated else f"; its update is left out ({updates})"))
 
     def _row(self, step: int, meta: dict[str, Any]) -> dict[str, Any]:
         row = {"step": step, **self.describe(step)}
@@ -78,26 +99,9 @@ class StepLog:
             "skipped_steps": self.loop.skipped_steps,
             "clip_share": self.loop.clipped_steps / max(1, self.loop.steps_counted),
         }
+        if "spike" in meta:
+            row |= {"spikes": self.loop.spikes, "rollbacks": self.loop.rollbacks}
         return row | self.clock.row(step)
-
-
-class NonFinite(TrainingError):
-    """Too many steps in a row gave no usable update."""
-
-    def __init__(self, step: int, loss: float, count: int, rows: list[dict[str, Any]]):
-        self.step = step
-        self.rows = rows
-        word = (
-            "not a number"
-            if math.isnan(loss)
-            else "infinite"
-            if math.isinf(loss)
-            else "finite, but its gradient is not"
-        )
-        super().__init__(
-            f"{count} steps in a row were non-finite; at step {step} the loss is {word}. "
-            f"Their updates were skipped, so the weights are still those of step {step - count}."
-        )
 
 
 class StepClock:

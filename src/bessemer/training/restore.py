@@ -17,14 +17,16 @@ from bessemer.checkpoint import Checkpoints
 from bessemer.errors import InputError
 from bessemer.job import Snapshot, find_run
 from bessemer.job.jobs import step_of
+from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.training.fetch import fetch
+from bessemer.training.rollback import protect_target
 from bessemer.training.state import LoopState
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
 
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-SAVED = ("step", "data_step", "params", "opt_state", "ema")
+SAVED = ("step", "data_step", "params", "opt_state", "ema", "guard")
 META_KEYS = ("tokenizer_hash", "data_fingerprint", "versions", "topology")
 """What `check_same_run` asks of meta.json."""
 
@@ -69,6 +71,8 @@ def snapshot(trainer: BaseTrainer) -> Snapshot:
     files = {"loop.json": trainer.loop_state.to_json(), "config.yaml": trainer.config.to_yaml()}
     if trainer.tokenizer is not None:
         files["tokenizer.json"] = trainer.tokenizer.to_json()
+    if (allocation := getattr(trainer.model, "allocation", None)) is not None:
+        files[ALLOCATION] = allocation.to_json()
     return Snapshot(trainer.step, saved_tree(trainer.state), files, meta(trainer, trainer.step))
 
 
@@ -78,6 +82,7 @@ def save(trainer: BaseTrainer, wait: bool) -> None:
     if loop.best_step == trainer.step:
         loop.best_checkpoint = trainer.step
     trainer.checkpoint_manager.protect(loop.best_checkpoint)
+    protect_target(trainer)
     trainer.save_tree(snapshot(trainer), wait=wait)
 
 
@@ -88,6 +93,7 @@ def accept(trainer: BaseTrainer, tree: Any, step: int) -> None:
     trainer.loop_state = LoopState.from_json(manager.read(step, "loop.json"))
     manager.protect(trainer.loop_state.best_checkpoint)
     trainer.step = step
+    protect_target(trainer)
     trainer.data_offset = int(fetch(trainer.state.data_step)) - step
 
 
@@ -95,13 +101,21 @@ def check_same_run(trainer: BaseTrainer, step: int) -> None:
     """Other data or another tokenizer is an error; another machine is one line, as only rounding changes."""
     saved = json.loads(trainer.checkpoint_manager.read(step, "meta.json"))
     current = meta(trainer, step)
+    changes = []
     for name, what in (("tokenizer_hash", "tokenizer"), ("data_fingerprint", "training data")):
-        if saved[name] != current[name]:
+        if saved[name] == current[name]:
+            continue
+        changes.append(f"{what} {_short(saved[name])} then, {_short(current[name])} now")
+        if not trainer.settings.allow_data_change:
             raise InputError(
                 f"the checkpoint at step {saved['step']} of {trainer.run_directory.path} was made with another {what} "
                 f"({_short(saved[name])} then, {_short(current[name])} now), so continuing would not be the same run. "
-                f"Restore the {what}, or start a new run from these weights with init={trainer.run_directory.path}."
+                f"Restore the {what}, or start a new run from these weights with init={trainer.run_directory.path}, "
+                "or go on all the same with training.allow_data_change=true."
             )
+    if changes:
+        trainer.data_change = f"from step {step} on other data: {'; '.join(changes)}"
+        trainer.say(f"note: {trainer.data_change} (training.allow_data_change); not the same run any more")
     differences = machine_differences(saved, current)
     if differences:
         trainer.say(

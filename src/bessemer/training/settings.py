@@ -24,6 +24,11 @@ class BaseTrainerConfig:
     objective: str = field(
         "objective", default="pretrain", help="which loss: a name from the objectives registry"
     )
+    allow_data_change: bool = field(
+        "training/allow_data_change",
+        default=False,
+        help="let resume go on with other data or another tokenizer; it is then another run from there on",
+    )
     init: str | None = field(
         "init", default=None, help="start from the weights of a run or of a checkpoint directory"
     )
@@ -143,5 +148,30 @@ class GuardSettings:
         "guard/max_bad_steps",
         default=3,
         minimum=1,
-        help="non-finite steps in a row that end the run (exit 3)",
+        help="steps in a row without an update (non-finite, or spikes left out) that end the run (exit 3)",
     )
+    spike_sigma: float = field(
+        "guard/spike_sigma",
+        default=0.0,
+        minimum=0,
+        help="a loss so many standard deviations above the running mean is a spike; 0 = off",
+    )
+    spike_action: str = field(
+        "guard/spike_action",
+        default="warn",
+        choices=("warn", "skip", "rollback"),
+        help="on a spike: say so; leave the update out; or go back to a checkpoint and past that data",
+    )
+    spike_window: int = field(
+        "guard/spike_window",
+        default=64,
+        minimum=2,
+        help="steps that mean and deviation look back on; nothing is a spike before as many",
+    )
+    max_rollbacks: int = field(
+        "guard/max_rollbacks", default=3, minimum=0, help="rollbacks after which the run ends (exit 3)"
+    )
+
+    @property
+    def rolls_back(self) -> bool:
+        return self.spike_sigma > 0 and self.spike_action == "rollback"

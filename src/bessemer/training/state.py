@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from flax import struct
 from flax.training import train_state
 
+from bessemer.training.guard import SpikeRule, Statistics, fresh_statistics
+
 
 class TrainState(train_state.TrainState):
     """flax's TrainState, extended.
@@ -22,10 +24,12 @@ class TrainState(train_state.TrainState):
     step:      optimizer steps taken; drives schedules and random keys (int32 from the start, or jit compiles twice)
     data_step: argument of `batch`; equal to step until a rollback moves it past poisoned data
     ema:       optional running average of the parameters
+    guard:     running mean and variance of the loss, where spikes are looked for
     """
 
     data_step: jax.Array = struct.field(default=None)
     ema: Any = None
+    guard: Statistics | None = None
     loss_fn: Callable = struct.field(pytree_node=False, default=None)
     rules: StepRules = struct.field(pytree_node=False, default=None)
 
@@ -36,6 +40,7 @@ class StepRules:
 
     max_grad_norm: float = 1.0
     ema_decay: float = 0.0
+    spikes: SpikeRule | None = None
     place_gradients: Callable[[Any], Any] = lambda grads: grads
     rates: Callable[[jax.Array], dict[str, jax.Array]] = lambda step: {}
 
@@ -51,6 +56,7 @@ def create_state(apply_fn: Callable, loss_fn: Callable, params: Any, tx: Any, ru
         tx=tx,
         opt_state=tx.init(params),
         ema=jax.tree.map(jnp.copy, params) if rules.ema_decay > 0 else None,
+        guard=None if rules.spikes is None else fresh_statistics(),
         rules=rules,
     )
 
@@ -69,6 +75,8 @@ class LoopState:
     skipped_steps: int = 0
     bad_steps_in_row: int = 0
     clipped_steps: int = 0
+    spikes: int = 0
+    rollbacks: int = 0
     best_val_loss: float | None = None
     best_step: int | None = None
     best_checkpoint: int | None = None
@@ -79,9 +87,12 @@ class LoopState:
     tracker_id: str | None = None
     finished: str | None = None
 
-    def count(self, loss: float, target_tokens: float, finite: bool, clipped: bool) -> None:
+    def count(
+        self, loss: float, target_tokens: float, updated: bool, clipped: bool, spike: bool = False
+    ) -> None:
         """Take one step's results in. A skipped step changes the counters, not the averages."""
-        if not finite:
+        self.spikes += int(spike)
+        if not updated:
             self.skipped_steps += 1
             self.bad_steps_in_row += 1
             return

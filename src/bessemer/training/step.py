@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from bessemer.models.cross_entropy import target_weights
+from bessemer.training.guard import Statistics, judge
 from bessemer.training.state import TrainState
 
 Batch = dict[str, jax.Array]
@@ -35,7 +36,8 @@ def train_step(
     if limit > 0:
         scale = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))
         grads = jax.tree.map(lambda g: g * scale, grads)
-    new_state = _updated(state, grads, finite)
+    applied, guard, spikes = judge(state.rules.spikes, state.guard, loss, finite, state.data_step)
+    new_state = _updated(state, grads, applied, guard)
     meta = {name: value / weight for name, value in sums.items() if name not in ("loss", "weight")}
     meta |= state.rules.rates(jnp.asarray(state.step)) | {
         "loss": loss,
@@ -43,6 +45,7 @@ def train_step(
         "target_tokens": weight,
         "finite": finite,
         "clipped": finite & (norm > limit) if limit > 0 else jnp.zeros((), bool),
+        **spikes,
     }
     return new_state, loss, meta
 
@@ -74,13 +77,13 @@ def _accumulate(state: TrainState, batch: Batch, key: jax.Array, accumulate_step
     return total
 
 
-def _updated(state: TrainState, grads: Any, finite: jax.Array) -> TrainState:
-    """Apply the optimizer; a non-finite step advances `step` and changes nothing else."""
+def _updated(state: TrainState, grads: Any, applied: jax.Array, guard: Statistics | None) -> TrainState:
+    """Apply the optimizer; a bad step advances `step` and changes no parameter and no moment."""
     updates, opt_state = state.tx.update(grads, state.opt_state, state.params, step=state.step)
     params = optax.apply_updates(state.params, updates)
 
     def keep(new: Any, old: Any) -> Any:
-        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+        return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)
 
     params = keep(params, state.params)
     ema = state.ema
@@ -93,6 +96,7 @@ def _updated(state: TrainState, grads: Any, finite: jax.Array) -> TrainState:
         params=params,
         opt_state=keep(opt_state, state.opt_state),
         ema=ema,
+        guard=guard,
     )
 
 

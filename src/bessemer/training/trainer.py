@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
 import jax
+import numpy as np
 from flax import linen as nn
 
 from bessemer.checkpoint import Checkpoints
@@ -24,7 +25,17 @@ from bessemer.errors import InputError
 from bessemer.job import CheckpointManager, ExecutionSpec, RestoreableJob, Snapshot
 from bessemer.registry import jobs
 from bessemer.topology import StopAgreement, Topology, TopologySettings, init_sharded
-from bessemer.training import data_parts, functions, model_parts, output, restore, schema, step, validation
+from bessemer.training import (
+    data_parts,
+    functions,
+    model_parts,
+    outcome,
+    output,
+    restore,
+    schema,
+    step,
+    validation,
+)
 from bessemer.training.cache import keep_compiled_programs
 from bessemer.training.callback import Callback
 from bessemer.training.collate import collect_function
@@ -93,6 +104,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         if named:
             self.note_derived(GIVEN, named, "brought by the caller, not by the configuration")
         self.continues = False
+        self.data_change = ""
         self._state: TrainState | None = None
         self._checkpoints: Checkpoints | None = None
         self.output = output.Output(spec.run_directory, self.topology.is_process_zero)
@@ -102,15 +114,14 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.guard = configure(GuardSettings)
             self.time_limit = seconds_of(self.settings.time_limit)
             self.model_parts = self.configure_model()
+            restore.pin_init(self)
             self.data = self.configure_dataloaders()
             self.startup.lap("data")
             keep_compiled_programs(self.config["data/root"])
             self.functions = self.configure_functions()
-            restore.pin_init(self)
-        self.loop_state = LoopState()
+        self.activity: outcome.Activity | None = None  # besides the steps
         self.stop_agreement = StopAgreement()
-        self.step = 0
-        self.data_offset = 0
+        self.start_over()
 
     # --- classes and names -------------------------------------------------------------------------------
     @classmethod
@@ -220,6 +231,18 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         """All optimizer steps taken (or an early end decided by a callback)."""
         return self.step >= self.steps or self.loop_state.finished is not None
 
+    def start_over(self) -> None:
+        """Back to step 0, as the run began; the state is made again at its first use."""
+        self._state = None
+        self.loop_state = LoopState()
+        self.step = self.data_offset = 0
+
+    def move_data(self, position: int) -> None:
+        """The next step takes batch `position`."""
+        self.data_offset = position - self.step
+        data_step = jax.device_put(np.int32(position), self.topology.replicated)
+        self.state = self.state.replace(data_step=data_step)
+
     # --- batches and steps --------------------------------------------------------------------------------
     def batch(self, slice: str = "train") -> Mapping[str, Any]:
         """The next batch as host arrays (B, T): input_ids, target_ids, positions, segment_ids, loss_mask."""
@@ -274,7 +297,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     # --- running -----------------------------------------------------------------------------------------
     def run(self) -> None:
         """Train to the end (every process calls it). Continues from what `load` restored."""
-        with output.opened(self):
+        with outcome.opened(self):
             output.header(self)
             output.compile_shown(self)
             loop = Loop(self)
@@ -362,7 +385,9 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def given_params(self, params: Any) -> Any:
         """The starting weights: those given, those of `init`, or the freshly made ones."""
         if self.given.model_state is not None:
-            return jax.device_put(self.given.model_state, jax.tree.map(lambda leaf: leaf.sharding, params))
+            placed = jax.tree.map(lambda leaf: leaf.sharding, params)
+            # a copy: the step donates its state, and these are the caller's, and needed again to start over
+            return jax.device_put(self.given.model_state, placed, may_alias=False)
         return params if self.settings.init is None else restore.initial_params(self, params)
 
     def gather(self, params: Any) -> Any:

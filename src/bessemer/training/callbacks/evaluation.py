@@ -11,6 +11,7 @@ from bessemer.evaluate import Evaluator, check_tasks
 from bessemer.registry import callbacks
 from bessemer.training.callback import Callback
 from bessemer.training.loop import Loop
+from bessemer.training.outcome import doing
 
 
 @callbacks.register("evaluation")
@@ -36,6 +37,8 @@ class Evaluation(Callback):
                 )
 
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
-        if self.enabled and self.tasks:
-            results = Evaluator.from_trainer(loop.trainer, tasks=self.tasks, limit=self.limit).run()
-            row.update({f"eval/{task}": result["value"] for task, result in results.items()})
+        for task in self.tasks if self.enabled else ():
+            remedy = f"Lower eval.limit={self.limit}, or leave it out of eval.evaluations"
+            with doing(loop.trainer, f"the evaluation '{task}' at step {row['step']}", remedy):
+                results = Evaluator.from_trainer(loop.trainer, tasks=[task], limit=self.limit).run()
+            row[f"eval/{task}"] = results[task]["value"]

@@ -22,6 +22,11 @@ class MetricLogger(Callback):
             self.file.truncate_after(loop.step if loop.step > 0 else -1)
             self.validated = {row["step"] for row in self.file.rows() if "val_loss" in row}
 
+    def on_rollback(self, loop: Loop) -> None:
+        self.on_train_begin(loop)
+        if self.file is not None:
+            loop.trainer.run_directory.write_status(step=loop.step, rollbacks=loop.loop_state.rollbacks)
+
     def on_metrics(self, loop: Loop, row: dict[str, Any]) -> None:
         if self.file is not None:
             self.file.append(row)

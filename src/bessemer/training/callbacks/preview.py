@@ -13,6 +13,7 @@ from bessemer.report.metrics import MetricsFile
 from bessemer.training.callback import Callback
 from bessemer.training.fetch import fetch
 from bessemer.training.loop import Loop
+from bessemer.training.outcome import doing
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -79,7 +80,11 @@ class Preview(Callback):
         end = (trainer.tokenizer.bos_id,)
         self.decoder = Decoder(trainer.model, pad_id=trainer.tokenizer.pad_id, end_ids=end, fetch=fetch)
         self.file = MetricsFile(trainer.run_directory.samples)
-        if trainer.is_process_zero:
+        self.on_rollback(loop)
+
+    def on_rollback(self, loop: Loop) -> None:
+        trainer, self.previewed = loop.trainer, None
+        if self.decoder is not None and trainer.is_process_zero:
             # the preview of a finished step count is made again, by all processes: a kill may have cut it short
             self.file.truncate_after(loop.step - 1 if trainer.done else loop.step if loop.step > 0 else -1)
 
@@ -98,7 +103,8 @@ class Preview(Callback):
             return
         loop.flush()
         self.previewed = loop.step
-        with loop.paused():
+        remedy = "Give fewer or shorter logging.preview_prompts"
+        with loop.paused(), doing(trainer, f"the preview at step {loop.step}", remedy):
             prompts = held_out_prompts(trainer) if self.prompts == [HELD_OUT] else self.prompts
             prompts = prompts or list(PROMPTS)
             params = trainer.state.params

@@ -25,6 +25,10 @@ class Profiler(Callback):
     def on_train_begin(self, loop: Loop) -> None:
         self.begin = loop.step + self.start
 
+    def on_rollback(self, loop: Loop) -> None:
+        self._stop()
+        self.begin = -1  # one trace a process
+
     def on_batch_begin(self, loop: Loop) -> None:
         if loop.step == self.begin and loop.trainer.is_process_zero:
             jax.profiler.start_trace(str(loop.trainer.run_directory.path / "profile"))

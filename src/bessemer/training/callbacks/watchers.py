@@ -65,6 +65,9 @@ class Watchers(Callback):
         self.measure = jax.jit(measure)
         self.values: dict[int, dict[str, jax.Array]] = {}
 
+    def on_rollback(self, loop: Loop) -> None:
+        self.values.clear()
+
     def on_optimizer_step(self, loop: Loop) -> None:
         if loop.due(loop.trainer.logging.report_interval):
             self.values[loop.step] = self.measure(loop.trainer.state.params)

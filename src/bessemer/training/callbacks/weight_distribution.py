@@ -56,6 +56,9 @@ class WeightDistribution(Callback):
             rows = MetricsFile(loop.trainer.run_directory.path / FILE)
             rows.truncate_after(loop.step if loop.step > 0 else -1)
 
+    def on_rollback(self, loop: Loop) -> None:
+        self.on_train_begin(loop)
+
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
         loop.trainer.log_weight_distribution(loop.trainer.state, row["step"])
 

@@ -1,0 +1,192 @@
+"""How a run ends: it owns its directory while it runs, and whatever the end, status and message say what and why."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+
+from bessemer.errors import BessemerError, Stopped, StorageError, TrainingError
+from bessemer.job import RunLock
+from bessemer.job.files import remove_leftovers
+from bessemer.topology import absent_processes, first_line
+from bessemer.training.guard import Unstable
+from bessemer.training.output import write_setup
+from bessemer.training.signals import leaving, setting_up
+
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
+
+DISK_FAILURES = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.EIO,
+    errno.ESTALE,
+)
+
+
+@contextlib.contextmanager
+def opened(trainer: BaseTrainer) -> Iterator[None]:
+    """Own the run directory for the time of the run; the status file says how it ended, whatever the end."""
+    directory = trainer.run_directory
+    if not trainer.is_process_zero:
+        with explained(trainer), leaving(functools.partial(leave, trainer, None)):
+            take_over(trainer)
+            yield
+        return
+    with contextlib.ExitStack() as stack:
+        with setting_up():
+            directory.create(exist_ok=trainer.continues)
+            lock = stack.enter_context(RunLock(directory))
+            trainer.output.open_log()
+            if lock.message:
+                trainer.say(lock.message)
+            stack.enter_context(leaving(functools.partial(leave, trainer, lock)))
+            stack.enter_context(recorded(trainer))
+            write_setup(trainer)
+            start_status(trainer)
+        with explained(trainer):
+            take_over(trainer)
+            yield
+        reason = trainer.loop_state.finished or ""
+        directory.write_status(state="done", step=trainer.step, exit_code=0, message=reason)
+
+
+def start_status(trainer: BaseTrainer) -> None:
+    change = {"data_change": trainer.data_change} if trainer.data_change else {}
+    trainer.run_directory.write_status(
+        state="running", step=trainer.step, exit_code=None, message="", **change
+    )
+
+
+@contextlib.contextmanager
+def recorded(trainer: BaseTrainer) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        record_failure(trainer, error)
+        raise
+
+
+def leave(trainer: BaseTrainer, lock: RunLock | None, reason: str) -> tuple[int, str]:
+    """A signal while there is no loop to finish its step: before the first step, or after the last.
+
+    Called in another thread than the run's, which is ended after this; `lock` is process 0's.
+    """
+    steps = trainer.checkpoint_manager.committed()
+    after = (
+        f"with the checkpoint of step {steps[-1]}"
+        if steps
+        else "before the first checkpoint: it starts again"
+    )
+    error = Stopped(
+        f"{reason}: stopped {after}, as the same run. "
+        f"Continue with: bessemer resume {trainer.run_directory.path}"
+    )
+    if lock is not None:
+        record_failure(trainer, error)
+        lock.release()
+    return error.exit_code, str(error)
+
+
+def take_over(trainer: BaseTrainer) -> None:
+    """With the lock held: remove what a killed save left, and set checkpoints beyond the restored one aside."""
+    if trainer.is_process_zero:
+        remove_leftovers(trainer.run_directory.path)
+    trainer.checkpoint_manager.clean()
+    if trainer.continues:
+        trainer.checkpoint_manager.set_aside_after(trainer.step)
+
+
+def record_failure(trainer: BaseTrainer, error: BaseException) -> None:
+    """status.json and log.txt say what happened; where the disk is the problem, stderr still does."""
+    code = error.exit_code if isinstance(error, BessemerError) else 1
+    state = "stopped" if code == 75 else "failed"
+    with contextlib.suppress(OSError, BessemerError):  # the first error is the one to report
+        if code == 1:
+            trainer.output.log_error(error)
+            error.logged_in = trainer.run_directory.log  # type: ignore[attr-defined]
+        trainer.run_directory.write_status(state=state, exit_code=code, message=str(error))
+
+
+@contextlib.contextmanager
+def explained(trainer: BaseTrainer) -> Iterator[None]:
+    """Turn what training can meet into errors that name cause and remedy."""
+    try:
+        yield
+    except Unstable as error:
+        spikes = (
+            " If these are no true spikes, raise guard.spike_sigma." if trainer.guard.spike_sigma > 0 else ""
+        )
+        raise TrainingError(
+            f"{error} {_last_checkpoint(trainer)} Try a new run with a lower optimization.lr or a longer warm-up "
+            f"(training.warmup_pct), and look at the data near that step.{spikes}"
+        ) from error
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:  # the device's memory, or the host's
+        raise _runtime_error(trainer, error) from error
+    except OSError as error:
+        if error.errno not in DISK_FAILURES:
+            raise
+        raise StorageError(
+            f"reading or writing {error.filename or 'the run directory'} failed: {error.strerror}. "
+            f"{_last_checkpoint(trainer)} "
+            f"Free or restore the disk, then: bessemer resume {trainer.run_directory.path}"
+        ) from error
+
+
+def _runtime_error(trainer: BaseTrainer, error: Exception) -> Exception:
+    text = str(error)
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
+        activity = trainer.activity or stepping(trainer)
+        return TrainingError(
+            f"out of memory in {activity.what} ({first_line(error)}). {_last_checkpoint(trainer)} "
+            f"{activity.remedy}, then continue with: bessemer resume {trainer.run_directory.path}"
+        )
+    if jax.process_count() > 1:
+        absent = ", ".join(map(str, absent_processes()))
+        lost = f"process {absent} gives no sign of life" if absent else "all processes still answer"
+        return StorageError(
+            f"process {jax.process_index()} could not work with the others: {lost} ({first_line(error)}). "
+            f"{_last_checkpoint(trainer)} "
+            f"Start all processes again with: bessemer resume {trainer.run_directory.path}"
+        )
+    return error
+
+
+def _last_checkpoint(trainer: BaseTrainer) -> str:
+    steps = trainer.checkpoint_manager.committed()
+    return f"The last good checkpoint is step {steps[-1]}." if steps else "There is no checkpoint yet."
+
+
+class Activity(NamedTuple):
+    """What runs now, and what to do when memory does not suffice for it."""
+
+    what: str
+    remedy: str
+
+
+def stepping(trainer: BaseTrainer) -> Activity:
+    return Activity(f"a pass over {trainer.functions.micro} sequences", smaller_batches(trainer))
+
+
+def smaller_batches(trainer: BaseTrainer) -> str:
+    size = trainer.config["training/per_device_batch_size"]
+    if size > 1:
+        return f"Set training.per_device_batch_size={size // 2} (the update stays the same)"
+    return "Spread the model (topology.fsdp), or take architecture.remat=block in a new run"
+
+
+@contextlib.contextmanager
+def doing(trainer: BaseTrainer, what: str, remedy: str) -> Iterator[None]:
+    """Something besides the steps that may run out of memory; kept on an error, so that it can be named."""
+    before, trainer.activity = trainer.activity, Activity(what, remedy)
+    yield
+    trainer.activity = before

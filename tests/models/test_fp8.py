@@ -1,0 +1,293 @@
+"""Float8 products against float64 references, and what an fp8 model does with them."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from tests.tiny_run import random_params
+
+from bessemer.errors import InputError
+from bessemer.models import fp8
+from bessemer.models.blocks import rms_norm
+from bessemer.models.gpt import GPT
+from bessemer.topology import TopologySettings, has_float8, make_topology, shardings
+
+AXES = (None, None)
+TINY = {"depth": 2, "width": 128, "head_dim": 64, "vocab_size": 320, "block_size": 32}
+
+
+def draw(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
+    return jnp.asarray(scale * np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def rounded(x: Any, kind: Any, axis: int | None = None, bound: float | None = None) -> np.ndarray:
+    """x as float8 holds it, in float64, by numpy alone; mind that float8 casts of numpy do not saturate."""
+    x = np.asarray(x, np.float64)
+    limit = float(ml_dtypes.finfo(kind).max)
+    top = np.abs(x).max(axis, keepdims=axis is not None) if bound is None else np.float64(bound)
+    scale = np.exp2(np.ceil(np.log2(np.where(top == 0, limit, top) / limit)))
+    return np.clip(x / scale, -limit, limit).astype(kind).astype(np.float64) * scale
+
+
+def distance(a: Any, b: Any) -> float:
+    """‖a − b‖ / ‖b‖."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+def with_gradients(function: Any, inputs: tuple[jax.Array, ...], g: jax.Array) -> Any:
+    """(function(*inputs), its gradients for the gradient g of the result), compiled once."""
+
+    def run(inputs: tuple[jax.Array, ...], g: jax.Array) -> Any:
+        y, back = jax.vjp(function, *inputs)
+        return y, back(g)
+
+    return jax.jit(run)(inputs, g)
+
+
+# -- products ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scaling", fp8.SCALINGS)
+def test_product_and_gradients_match_a_float64_reference(scaling: str) -> None:
+    """To 1e-5 with operands rounded by numpy; to the few per cent of e4m3 and e5m2 without rounding."""
+    x, w, g = draw(0, 2, 24, 128), draw(1, 128, 256, scale=0.1), draw(2, 2, 24, 256, scale=1e-6)
+    y, (dx, dw) = with_gradients(
+        partial(fp8.linear, axes=AXES, dtype=jnp.float32, scaling=scaling), (x, w), g
+    )
+    by_row = scaling == fp8.ROWWISE
+    e4m3, e5m2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+    x8 = rounded(x, e4m3, -1 if by_row else None)
+    g8 = rounded(g, e5m2, -1 if by_row else None)
+    assert distance(y, x8 @ rounded(w, e4m3, 0 if by_row else None)) < 1e-5
+    assert distance(dx, g8 @ rounded(w, e4m3, 1 if by_row else None).T) < 1e-5
+    left, right = (x, g) if by_row else (x8, g8)  # rowwise keeps dW in the compute dtype
+    assert distance(dw, np.einsum("btd,btf->df", *(np.asarray(a, np.float64) for a in (left, right)))) < 1e-5
+    assert dw.dtype == jnp.float32
+    wide = [np.asarray(a, np.float64) for a in (x, w, g)]
+    assert 0.01 < distance(y, wide[0] @ wide[1]) < 0.05
+    assert 0.02 < distance(dx, wide[2] @ wide[1].T) < 0.08
+    assert distance(dw, np.einsum("btd,btf->df", wide[0], wide[2])) < (1e-5 if by_row else 0.08)
+
+
+@pytest.mark.parametrize("scaling", fp8.SCALINGS)
+def test_feed_forward_follows_the_exact_one(scaling: str) -> None:
+    """Its gradient of u is scaled by a bound; a bound that were too low would saturate and be far off."""
+    h, up, down = rms_norm(draw(0, 2, 24, 128)), draw(1, 128, 512, scale=0.1), draw(2, 512, 128, scale=0.05)
+    g = draw(3, 2, 24, 128, scale=1e-6)
+    run = partial(fp8.feed_forward, axes=(AXES, AXES), dtype=jnp.float32, scaling=scaling, name="mlp_hidden")
+    y, gradients = with_gradients(run, (h, up, down), g)
+    plain = with_gradients(lambda h, up, down: jnp.square(jax.nn.relu(h @ up)) @ down, (h, up, down), g)
+    assert distance(y, plain[0]) < 0.08
+    for got, wanted in zip(gradients, plain[1], strict=True):
+        assert distance(got, wanted) < 0.12
+
+
+def test_one_outlier_row_does_not_drown_the_others_in_rowwise() -> None:
+    x, w = np.array(draw(0, 1, 16, 128)), draw(1, 128, 128)
+    x[0, 0] *= 1e6
+    errors = {}
+    for scaling in fp8.SCALINGS:
+        y = fp8.linear(jnp.asarray(x), w, AXES, jnp.float32, scaling)
+        errors[scaling] = distance(y[0, 1:], x[0, 1:].astype(np.float64) @ np.asarray(w, np.float64))
+    assert errors["rowwise"] < 0.05 < 0.5 < errors["tensorwise"]
+
+
+def test_scales_are_powers_of_two_that_hold_the_bound() -> None:
+    x = np.float32([1e-30, 0.3, 0.5, 0.50001, 1, 3, 4, 1e30])
+    scale = np.asarray(fp8.power_of_two(jnp.asarray(x)))
+    assert (
+        np.all(scale == np.exp2(np.ceil(np.log2(x.astype(np.float64)))))
+        and float(fp8.power_of_two(jnp.float32(0))) == 1
+    )
+
+
+def test_overflow_saturates_and_what_is_not_finite_stays_so() -> None:
+    values, scale = fp8.quantise(jnp.float32([1, -900, 5000]), fp8.FORWARD, bound=448.0)
+    assert values.astype(jnp.float32).tolist() == [1, -448, 448] and float(scale) == 1
+    huge = fp8.quantise(jnp.float32([3e38, -1]), fp8.GRADIENT)
+    assert np.isfinite(np.asarray(huge.values, np.float32) * np.asarray(huge.scale)).all()
+    for bad in (np.nan, np.inf):
+        values, scale = fp8.quantise(jnp.float32([bad, 1]), fp8.FORWARD)
+        assert not np.isfinite(np.asarray(values, np.float32)[0] * float(scale))
+
+
+@pytest.mark.parametrize("scaling", fp8.SCALINGS)
+def test_zeros_give_zeros(scaling: str) -> None:
+    """An output projection starts at 0, and so does its gradient's other factor."""
+    h, up, down = jnp.zeros((1, 16, 128)), jnp.zeros((128, 512)), jnp.zeros((512, 128))
+    run = partial(fp8.feed_forward, axes=(AXES, AXES), dtype=jnp.float32, scaling=scaling, name="mlp_hidden")
+    y, gradients = with_gradients(run, (h, up, down), jnp.zeros_like(h))
+    assert all(not np.any(np.asarray(a)) for a in (y, *gradients))
+    single = partial(fp8.linear, axes=AXES, dtype=jnp.float32, scaling=scaling)
+    y, gradients = with_gradients(single, (h, up), jnp.zeros((1, 16, 512)))
+    assert all(not np.any(np.asarray(a)) for a in (y, *gradients))
+
+
+@pytest.mark.parametrize(
+    ("shape", "taken"),
+    [((128, 128), True), ((768, 3072), True), ((112, 768), False), ((768, 3080), False), ((128,), False)],
+)
+def test_the_size_rule(shape: tuple[int, ...], taken: bool) -> None:
+    assert fp8.fits(shape) is taken
+
+
+# -- the model ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def params() -> Any:
+    return random_params(GPT(**TINY), scale=0.1)
+
+
+def fp8_model(**settings: Any) -> GPT:
+    return GPT(**{**TINY, "precision": "fp8", "fp8_emulate": True, **settings})
+
+
+def batch_of(rows: int = 4) -> dict[str, jax.Array]:
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 320, (rows, 33)), jnp.int32)
+    return {"input_ids": ids[:, :-1], "target_ids": ids[:, 1:]}
+
+
+def mean_loss(model: GPT, training: bool, params: Any, batch: Any) -> jax.Array:
+    loss, weight, _ = model.apply({"params": params}, batch, 0.0, 0.0, not training, method="loss")  # type: ignore
+    return loss / weight
+
+
+def test_float8_is_in_training_and_not_in_evaluation(params: Any) -> None:
+    """Validation, log-probabilities and logits are those of the same weights without fp8, bit for bit."""
+    plain, model, batch = GPT(**TINY), fp8_model(fp8_head=True), batch_of()
+
+    def text(training: bool) -> str:
+        return jax.jit(jax.grad(partial(mean_loss, model, training))).lower(params, batch).as_text()
+
+    assert "f8E4M3FN" in text(True) and "f8E5M2" in text(True)
+    assert "f8E" not in text(False)
+    for method, argument in (("token_logprobs", batch), ("__call__", batch["input_ids"])):
+        one, other = (
+            jax.jit(partial(m.apply, method=method))({"params": params}, argument) for m in (plain, model)
+        )
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def curve(model: GPT, params: Any, steps: int = 20) -> np.ndarray:
+    """Losses of Adam on one batch."""
+    tx, batch = optax.adam(3e-3), batch_of(2)
+
+    def step(carry: Any, _: None) -> Any:
+        weights, state = carry
+        loss, gradient = jax.value_and_grad(partial(mean_loss, model, True))(weights, batch)
+        updates, state = tx.update(gradient, state)
+        return (optax.apply_updates(weights, updates), state), loss
+
+    return np.asarray(jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), None, length=steps)[1])(params))
+
+
+def test_training_stays_close_to_float32() -> None:
+    """Both ways of scaling, the head included: never off by more than 1% of the way that float32 falls."""
+    small = {**TINY, "depth": 1}
+    weights = random_params(GPT(**small), scale=0.1)
+    exact = curve(GPT(**small), weights)
+    assert exact[-1] < 0.1 * exact[0]
+    for scaling in fp8.SCALINGS:
+        quantised = curve(fp8_model(depth=1, fp8_scaling=scaling, fp8_head=True), weights)
+        assert not np.array_equal(exact, quantised)
+        assert np.max(np.abs(quantised - exact)) < 0.01 * (exact[0] - exact[-1])
+
+
+@pytest.mark.slow
+def test_scanned_and_rematerialised_layers_give_the_same_gradient(params: Any) -> None:
+    gradients = [
+        jax.jit(jax.grad(partial(mean_loss, model, True)))(params, batch_of())
+        for model in (fp8_model(), fp8_model(window="L", scan_layers=True, remat=["mlp_hidden"]))
+    ]
+    for one, other in zip(*map(jax.tree.leaves, gradients), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}], ids=str
+)
+def test_a_mesh_gives_the_gradient_of_one_device(sizes: dict[str, int], params: Any) -> None:
+    """Scales are of the whole tensor wherever its parts lie. Sums in another order flip a few roundings: 2%."""
+    topology = make_topology(TopologySettings(**sizes))
+    model, batch = fp8_model(), batch_of()
+    boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+    wanted = jax.jit(jax.grad(partial(mean_loss, model, True)))(params, batch)
+    placed = jax.device_put(params, shardings(boxed, topology.mesh))
+    with topology.scope():
+        spread = jax.jit(lambda p, b: jax.grad(partial(mean_loss, model, True))(p, b))
+        got = spread(placed, jax.device_put(batch, topology.batch_sharding()))
+    got, wanted = (np.concatenate([np.ravel(g) for g in jax.tree.leaves(tree)]) for tree in (got, wanted))
+    assert distance(got, wanted) < 0.02
+
+
+def test_what_is_converted_is_said_with_the_reasons() -> None:
+    line = str(fp8_model().fp8_conversion())
+    assert line.startswith("converted 12 of 15 matrices, skipped 3: ")
+    assert "value_gate 12 × 2 (a side below 128)" in line and "architecture.fp8.head is false" in line
+    assert len(fp8_model(fp8_head=True).fp8_conversion().converted) == 13
+    narrow = fp8_model(width=136, head_dim=68).fp8_conversion()
+    assert not narrow.converted and "up 136 × 544 (a side not divisible by 16)" in str(narrow)
+
+
+def test_flops_and_parameters_are_those_of_bf16() -> None:
+    plain, model = GPT(**TINY), fp8_model()
+    assert model.flops_per_token() == plain.flops_per_token()
+    assert model.count_parameters() == plain.count_parameters()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"fp8_scaling": "rowwise"}, {"fp8_head": True}, {"fp8_emulate": True}], ids=str
+)
+def test_settings_of_fp8_without_it_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"architecture\.fp8 .* architecture\.precision=fp8"):
+        GPT(**TINY, **settings).check()
+
+
+def test_which_chips_have_float8() -> None:
+    assert has_float8("NVIDIA H200") and has_float8("NVIDIA L40S")
+    assert not has_float8("NVIDIA A100-SXM4-80GB") and not has_float8("TPU v5 lite") and not has_float8("cpu")
+
+    class Ada:
+        compute_capability = "8.9"
+        device_kind = "a card that is not in the table"
+
+    assert has_float8(Ada())
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_every_product_of_a_layer_runs_in_float8_units() -> None:
+    """Three projections and a feed-forward layer, forward and backward: 15 calls of cuBLASLt's float8 product."""
+    width = 256
+    x = rms_norm(draw(0, 2, 256, width)).astype(jnp.bfloat16)
+    weights = tuple(draw(i, width, width, scale=0.05) for i in range(3))
+    up, down = draw(4, width, 4 * width, scale=0.05), draw(5, 4 * width, width, scale=0.05)
+
+    def run(x: jax.Array, up: jax.Array, down: jax.Array, *weights: jax.Array) -> jax.Array:
+        mixed = sum(fp8.linear(x, w, AXES, x.dtype, fp8.TENSORWISE, math.sqrt(width)) ** 2 for w in weights)
+        ffn = fp8.feed_forward(x, up, down, (AXES, AXES), x.dtype, fp8.TENSORWISE, "mlp_hidden")
+        return jnp.sum((mixed + ffn).astype(jnp.float32) ** 2)
+
+    gradient = jax.jit(jax.value_and_grad(run, argnums=tuple(range(6))))
+    options = {**(make_topology().compiler_options or {}), **fp8.GPU_OPTIONS}
+    compiled = gradient.lower(x, up, down, *weights).compile(compiler_options=options)
+    assert compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"') == 15
+    with jax.default_device(jax.devices("cpu")[0]):
+        emulated = gradient(*(jax.device_put(a, jax.devices("cpu")[0]) for a in (x, up, down, *weights)))
+    for got, wanted in zip(
+        jax.tree.leaves(compiled(x, up, down, *weights)), jax.tree.leaves(emulated), strict=True
+    ):
+        assert distance(got, wanted) < 0.02

@@ -1,0 +1,65 @@
+"""docs/reliability.md cannot rot: every test it names exists, is as fast as it says, and every pitfall has one."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+PAGE = TESTS.parent / "docs" / "reliability.md"
+NAMED = r"`([\w/]+\.py)::(\w+)`(?: \((slow)\))?"
+LATER = "with fine-tuning"
+PITFALLS = ("Resume and checkpoints", "Data", "Settings and errors")
+
+
+def named() -> list[tuple[str, str, bool]]:
+    """(file, function, said to be slow) of every test on the page."""
+    return [(file, name, bool(slow)) for file, name, slow in re.findall(NAMED, PAGE.read_text("utf-8"))]
+
+
+@functools.cache
+def functions(file: str) -> dict[str, list[str]]:
+    """Test function -> the marks on it and on its module."""
+    tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
+    shared = [
+        ast.unparse(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"
+    ]
+    return {
+        node.name: [*shared, *(ast.unparse(mark) for mark in node.decorator_list)]
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef)
+    }
+
+
+@pytest.mark.parametrize("file", sorted({file for file, _, _ in named()}))
+def test_every_test_that_is_named_exists(file: str) -> None:
+    assert (TESTS / file).is_file(), f"docs/reliability.md names {file}"
+    for name in (name for other, name, _ in named() if other == file):
+        assert name in functions(file), f"docs/reliability.md names {file}::{name}"
+        assert name.startswith("test_")
+
+
+def test_slow_is_said_of_slow_tests_only() -> None:
+    """A test of which some parameters run with the fast ones is not called slow."""
+    wrong = [
+        (file, name)
+        for file, name, slow in named()
+        if slow is not ("pytest.mark.slow" in functions(file)[name])
+    ]
+    assert wrong == [], f"slow, and not said so, or the other way round: {sorted(set(wrong))}"
+
+
+@pytest.mark.parametrize("section", PITFALLS)
+def test_every_pitfall_has_a_test_or_is_not_here_yet(section: str) -> None:
+    text = PAGE.read_text("utf-8").split(f"\n### {section}\n")[1].split("\n#")[0]
+    rows = [line for line in text.splitlines() if line.startswith("|")][2:]
+    assert len(rows) >= 10
+    for row in rows:
+        pitfall, tests = (cell.strip() for cell in row.strip("|").split(" | "))
+        assert re.search(NAMED, tests) or tests == LATER, pitfall
