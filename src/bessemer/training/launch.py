@@ -151,7 +151,8 @@ def overridden(path: Path, overrides: Overrides) -> Config:
             "logging.checkpoint_interval cannot be changed on resume with guard.spike_action=rollback: it decides to "
             "which step a rollback goes back, so the result would be another run."
         )
-    chosen = saved.provenance["training/per_device_batch_size"].startswith("chosen")
+    # What the program chose for one mesh it chooses again for another; what was given now stays.
+    chosen = config.provenance["training/per_device_batch_size"].startswith("chosen")
     meshes = [f"topology/{axis}" for axis in ("platform", *AXES)]
     if chosen and any(key in meshes for key in changed):
         config.set("training/per_device_batch_size", -1, "the mesh changed")
