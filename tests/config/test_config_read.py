@@ -23,11 +23,18 @@ BY_NAME = {f"topology/{axis}" for axis in AXES}
 
 
 def parts() -> dict[str, list[type]]:
-    """Selector -> the classes of its alternatives; of each selector but `callbacks` a run has one."""
+    """Selector -> the classes of its alternatives; of each selector but `callbacks` a run has one.
+
+    Ours alone: other tests of the same process may have registered plugins.
+    """
     return {
-        name: list(dict.fromkeys(c for entry in table for c in settings_classes(entry)))
+        name: list(dict.fromkeys(c for entry in table for c in settings_classes(entry) if _is_ours(c)))
         for name, table in SELECTORS.items()
     }
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.split(".")[0] == "bessemer"
 
 
 def fields() -> list[tuple[str, Setting]]:

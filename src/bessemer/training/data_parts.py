@@ -18,6 +18,7 @@ from bessemer.data import (
     tokenizer_for,
 )
 from bessemer.data.catalog import store_directory
+from bessemer.data.mixture import check_mixture
 from bessemer.errors import InputError
 from bessemer.scaling import stage_starts
 from bessemer.training.collate import CollatedRows
@@ -64,6 +65,8 @@ class DataParts:
 
 def choose_tokenizer(trainer: BaseTrainer) -> Tokenizer | None:
     """Given, or named by data/tokenizer: a directory, a file, or `train:VOCAB` on the training sources."""
+    for mixture in trainer.settings.datasets:
+        check_mixture(mixture)  # before minutes of preparation, not after
     if trainer.given.tokenizer is not None:
         return trainer.given.tokenizer
     settings = configure(DataSettings)
