@@ -106,8 +106,9 @@ class Checkpoints:
             self._writer.start(temporary / STATE, leaves)
         except STORAGE_FAILURES as error:
             SILENCE.leave()
+            cause = self._cause(error, temporary)
             self._abandon(temporary)
-            raise explain(f"cannot save checkpoint {step}", error) from error
+            raise explain(f"cannot save checkpoint {step} in {self.root}", cause) from error
         self._pending = self._background.submit(self._finish, step, temporary, beside, signature(leaves))
         if wait:
             self.wait()
@@ -282,14 +283,16 @@ class Checkpoints:
             self._writer.finish()
             share(f"commit {self.root}", lambda: self._commit(step, temporary, beside, tree), self.timeout)
         except (*STORAGE_FAILURES, StorageError) as error:
+            cause = self._cause(error, temporary)
             self._abandon(temporary)
-            raise explain(f"cannot save checkpoint {step} in {self.root}", error) from error
+            raise explain(f"cannot save checkpoint {step} in {self.root}", cause) from error
         finally:
             SILENCE.leave()
         self._damaged.discard(step)
 
     def _commit(self, step: int, temporary: Path, beside: dict[str, bytes], tree: Signature) -> str:
         self._check_still_there(temporary)
+        self._let_go()
         for name, data in beside.items():
             (temporary / name).write_bytes(data)
         write_manifest(temporary, step, tree)
@@ -313,24 +316,31 @@ class Checkpoints:
             retention.delete(self.root, step)
         retention.drop_superseded(self.root, newest)
 
+    def _cause(self, error: BaseException, temporary: Path) -> BaseException:
+        """TensorStore has many words for a directory deleted under its hands; the cause is that one."""
+        try:
+            self._check_still_there(temporary)
+        except OSError as gone:
+            return gone
+        return error
+
     def _check_still_there(self, temporary: Path) -> None:
         """TensorStore silently makes a deleted directory again: what it had written before would be missing."""
-        handle, self._made = self._made, None
-        assert handle is not None
-        try:
-            same = os.path.samestat(os.fstat(handle), os.stat(temporary))
-        finally:
-            os.close(handle)
-        if not same:
+        if self._made is None:  # not process 0, or the files are written
+            return
+        if not os.path.samestat(os.fstat(self._made), os.stat(temporary)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(temporary))
 
     def _abandon(self, temporary: Path) -> None:
         """Give back the space of a failed save; the last committed checkpoint is untouched."""
+        self._let_go()
+        if self.process_zero:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _let_go(self) -> None:
         if self._made is not None:
             os.close(self._made)
             self._made = None
-        if self.process_zero:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _siblings(step: int, files: Mapping[str, str | bytes], meta: Mapping[str, Any]) -> dict[str, bytes]:

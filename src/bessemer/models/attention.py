@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from bessemer.errors import InputError
+
 Implementation = Literal["auto", "xla", "cudnn"]
 MAX_BLOCKS = 8  # query blocks of the XLA path: more would skip more masked keys, and compile longer
 
@@ -36,7 +38,13 @@ def attention(
         return _cached(q, k, v, window, q_positions)
     if window is not None and window >= q.shape[1]:
         window = None
-    if implementation == "cudnn" or (implementation == "auto" and _cudnn_can(q, segment_ids)):
+    possible = _cudnn_can(q, segment_ids)
+    if implementation == "cudnn" and not possible:
+        raise InputError(
+            "architecture.attention=cudnn needs an NVIDIA GPU, half precision, a head dimension of at most 128 in steps "
+            "of 8, and no document mask, which it cannot keep. Set architecture.attention=auto."
+        )
+    if possible and implementation != "xla":
         local = None if window is None else (window - 1, 0)
         return jax.nn.dot_product_attention(
             q, k, v, is_causal=True, local_window_size=local, implementation="cudnn"

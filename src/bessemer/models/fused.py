@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from bessemer.models import blocks, kernels
+from bessemer.models import blocks, kernels, rotary_kernel
 from bessemer.models.axes import mesh_axes, shards
 
 Implementation = str  # "xla" or "pallas"
@@ -57,7 +57,9 @@ def unpack_rotate_norm(
 
     def rows(packed: Array, cos: Array, sin: Array) -> tuple[Array, ...]:
         tables = (table.reshape(-1, half) for table in (cos, sin))
-        parts = kernels.rotate_norm(packed.reshape(-1, packed.shape[-1]), *tables, heads, kv_heads, scale)
+        parts = rotary_kernel.rotate_norm(
+            packed.reshape(-1, packed.shape[-1]), *tables, heads, kv_heads, scale
+        )
         return tuple(part.reshape(*packed.shape[:2], -1, 2 * half) for part in parts)
 
     tables = [jnp.broadcast_to(t[:, :, 0], (*packed.shape[:2], half)) for t in rotary]
