@@ -22,6 +22,8 @@ COMMANDS = {
     "report": "Write a run's report again: tables and curves.",
     "compare": "Put runs side by side: results, settings that differ, curves.",
     "sample": "Let a trained model continue a prompt.",
+    "chat": "Talk to a trained model.",
+    "serve": "Serve a trained model to OpenAI's clients.",
     "eval": "Measure a trained model.",
     "recipes": "List the shipped recipes.",
     "config": "Show the resolved settings of a recipe, each with its origin.",
