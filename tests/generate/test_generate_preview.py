@@ -22,6 +22,7 @@ def loop(tmp_path):
         run_directory=RunDirectory(tmp_path / "run").create(),
         is_process_zero=True,
         done=False,
+        activity=None,
         say=said.append,
     )
     return SimpleNamespace(
