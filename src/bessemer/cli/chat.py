@@ -9,7 +9,9 @@ import click
 @click.argument("run")
 @click.option("--step", type=int, help="Checkpoint to use; default: the newest valid one.")
 @click.option("--system", help="A message to the model before the conversation.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Of one answer.")
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Of one answer."
+)
 @click.option(
     "--temperature", type=float, default=0.8, show_default=True, help="0 takes the most likely token."
 )

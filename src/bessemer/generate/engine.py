@@ -328,7 +328,5 @@ class Engine:
         made = (*row.ids, *unused)
         if self.reuse and made:
             self._held[slot] = (*row.handle.request.prompt_ids, *made[:-1])
-        sample = Sample(
-            row.index, tuple(row.ids), tuple(row.logprobs), "".join(row.pieces), finish, stop
-        )
+        sample = Sample(row.index, tuple(row.ids), tuple(row.logprobs), "".join(row.pieces), finish, stop)
         row.handle.emit(Event(row.index, text, ids, logprobs, finish), sample)

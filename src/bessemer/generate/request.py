@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,7 @@ class Handle:
         self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self._samples: dict[int, Sample] = {}
         self._left = request.n  # samples whose last event has not been read
+        self._notify: Callable[[], None] | None = None
 
     @property
     def done(self) -> bool:
@@ -89,6 +90,12 @@ class Handle:
         """End what goes on at the next round, as "cancelled"; nothing if it has finished."""
         self.cancelled = True
         self._engine.wake()
+
+    def subscribe(self, notify: Callable[[], None]) -> None:
+        """Call `notify` whenever there is news, on the engine's thread, and once now: for those who wait elsewhere than
+        in `next_event`, such as an event loop, and then take events with `next_event(timeout=0)`."""
+        self._notify = notify
+        notify()
 
     def __iter__(self) -> Iterator[Event]:
         while (event := self.next_event()) is not None:
@@ -132,7 +139,12 @@ class Handle:
     def emit(self, event: Event, sample: Sample | None) -> None:
         if sample is not None:
             self._samples[sample.index] = sample
-        self._events.put(event)
+        self._put(event)
 
     def fail(self, error: BaseException) -> None:
-        self._events.put(error)
+        self._put(error)
+
+    def _put(self, news: Event | BaseException) -> None:
+        self._events.put(news)
+        if self._notify is not None:
+            self._notify()

@@ -128,7 +128,9 @@ def decode_block(model: Any, pad_id: int, steps: int, params: Any, rows: Rows) -
 
 def _take(pad_id: int, rows: Rows, logits: Array) -> tuple[Rows, Array]:
     """Choose a token for the live rows, and note which of them end with it. logits: (B, V) → rows, log p (B,)."""
-    chosen = choose(penalise(logits, rows.seen, rows.filters), row_keys(rows.streams, rows.count), rows.filters)
+    chosen = choose(
+        penalise(logits, rows.seen, rows.filters), row_keys(rows.streams, rows.count), rows.filters
+    )
     token = jnp.where(rows.live, chosen, pad_id)
     logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=-1)[:, 0]
     count, was_live = rows.count + rows.live, rows.live

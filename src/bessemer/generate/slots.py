@@ -105,9 +105,7 @@ class Slots:
             self._admit = jax.jit(
                 admit, static_argnames=("width", "reuse"), donate_argnums=1, out_shardings=places
             )
-            self._decode = jax.jit(
-                decode, donate_argnums=1, out_shardings=(places, None) if meshed else None
-            )
+            self._decode = jax.jit(decode, donate_argnums=1, out_shardings=(places, None) if meshed else None)
         return rows
 
 

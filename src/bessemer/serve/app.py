@@ -141,7 +141,9 @@ async def generation(service: Service, request: Request, chat: bool) -> Response
     if not ask.options.stream:
         return await or_disconnect(request.receive, _whole(service, ask, reply))
     pieces = _pieces(service, ask, reply)
-    first = await anext(pieces)  # a full queue or a refused prompt is a status of its own, not a broken stream
+    first = await anext(
+        pieces
+    )  # a full queue or a refused prompt is a status of its own, not a broken stream
     return EventStream(service, first, pieces)
 
 
@@ -163,7 +165,9 @@ def _check_whole(reply: Reply) -> None:
 
 def _late(service: Service) -> ApiError:
     service.metrics.late += 1
-    message = f"the answer was not ready within {service.timeout:g} seconds; what was being written is dropped."
+    message = (
+        f"the answer was not ready within {service.timeout:g} seconds; what was being written is dropped."
+    )
     return ApiError(504, message, code="timeout")
 
 

@@ -105,7 +105,13 @@ def _prompt(item: Any, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
 
 
 def _named(item: Any) -> str:
-    return "an empty array" if item == [] else "an array of other things" if isinstance(item, list) else kind(item)
+    return (
+        "an empty array"
+        if item == []
+        else "an array of other things"
+        if isinstance(item, list)
+        else kind(item)
+    )
 
 
 def _shown(ids: Sequence[int], tokenizer: Tokenizer) -> str:
@@ -137,14 +143,20 @@ def _message(item: Any, where: str) -> dict[str, str]:
     role = "system" if item.get("role") == "developer" else item.get("role")
     if role not in ROLES:
         raise wrong(f"{where}.role", f"'{where}.role' is one of {', '.join(ROLES)}.")
-    more = [name for name, value in item.items() if name not in ("role", "content") and value not in (None, [])]
+    more = [
+        name for name, value in item.items() if name not in ("role", "content") and value not in (None, [])
+    ]
     if more:
-        raise wrong(f"{where}.{more[0][:60]}", f"'{where}' has a field that is not supported: '{more[0][:60]}'.")
+        raise wrong(
+            f"{where}.{more[0][:60]}", f"'{where}' has a field that is not supported: '{more[0][:60]}'."
+        )
     content = item.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text":
-            raise wrong(f"{where}.content", f"'{where}.content' is to be a string, or an array of text parts.")
+            raise wrong(
+                f"{where}.content", f"'{where}.content' is to be a string, or an array of text parts."
+            )
     return {"role": role, "content": "".join(text(part.get("text"), f"{where}.content") for part in parts)}
 
 

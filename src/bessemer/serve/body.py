@@ -8,7 +8,7 @@ import math
 from typing import Any, NoReturn
 
 from bessemer.errors import nearest
-from bessemer.serve.errors import ApiError, wrong
+from bessemer.serve.errors import wrong
 
 # Fields that say who asks, not what is written.
 ABOUT_THE_CALLER = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")

@@ -50,8 +50,9 @@ class Chat:
                 f"the message has {len(question)} tokens and the model's context {self.engine.capacity}: too long, so "
                 "it is not part of the conversation."
             )
+        room -= min(self.max_tokens or room, room // 4)  # for the answer
         dropped = 0
-        while len(opening) + sum(map(len, self.exchanges)) + len(question) > room:
+        while self.exchanges and len(opening) + sum(map(len, self.exchanges)) + len(question) > room:
             del self.exchanges[0]
             dropped += 1
         history = [token for exchange in self.exchanges for token in exchange]
@@ -64,17 +65,18 @@ class Chat:
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None
         call = tokenizer.specials.get("<|python_end|>") if self.template.name == "chat" else None
-        said, written = "", []
+        said = ""
+        written: list[int] = []
         for _ in range(CALLS):
             sample = self._stream([*prompt, *written], call, len(written))
             said += sample.text
             written += sample.ids
-            called = call is not None and sample.stop == call
+            called = sample.stop is not None and sample.stop == call
             result = calculated(tokenizer, written) if called else []
             full = len(prompt) + len(written) + len(result) >= self.engine.capacity
             if not called or full or (self.max_tokens and len(written) + len(result) >= self.max_tokens):
                 return said, written, sample.finish if not called else "length"
-            shown = tokenizer.decode([call, *result])
+            shown = tokenizer.decode([written[-1], *result])
             self.write(shown)
             said += shown
             written += result

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 from bessemer.data.chat import render
 from bessemer.data.tokenizer import Tokenizer
@@ -23,33 +23,37 @@ TURN_TOKENS = ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assis
 Message = Mapping[str, str]  # role, content
 
 
-class Template(Protocol):
+@dataclass(frozen=True)
+class Template:
     """Messages to the tokens before the answer, at once or turn by turn; what ends the answer."""
 
-    name: str
-    stop_ids: tuple[int, ...]
-    stop_strings: tuple[str, ...]
+    tokenizer: Tokenizer
+    name: ClassVar[str]
+    stop_strings: ClassVar[tuple[str, ...]] = ()
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]: ...
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return ()
 
-    def beginning(self, system: str | None) -> list[int]: ...
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        raise NotImplementedError
+
+    def beginning(self, system: str | None) -> list[int]:
+        raise NotImplementedError
 
     def question(self, text: str) -> list[int]:
         """A message of the user, and what opens the answer."""
-        ...
+        raise NotImplementedError
 
     def answer(self, text: str, ids: Sequence[int]) -> list[int]:
         """An answer as it stays in the conversation, closed."""
-        ...
+        raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class Turns:
+class Turns(Template):
     """Each message between the tokens of its role; the answer ends with `<|assistant_end|>`."""
 
-    tokenizer: Tokenizer
-    name: str = "chat"
-    stop_strings: tuple[str, ...] = ()
+    name = "chat"
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -72,14 +76,11 @@ class Turns:
         return kept if kept[-1:] == list(self.stop_ids) else [*kept, *self.stop_ids]
 
 
-@dataclass(frozen=True)
-class Transcript:
+class Transcript(Template):
     """`User: …`, `Assistant: …` on lines of their own; the answer ends where the model writes the user's next line."""
 
-    tokenizer: Tokenizer
-    name: str = "plain"
-    stop_ids: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ("\nUser:",)
+    name = "plain"
+    stop_strings = ("\nUser:",)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         lines = [

@@ -31,7 +31,12 @@ class Metrics:
             for (endpoint, status), count in sorted(self.requests.items())
         ]
         add("requests_total", "counter", "Requests answered.", served)
-        add("disconnects_total", "counter", "Clients that left before their answer was whole.", [("", self.gone)])
+        add(
+            "disconnects_total",
+            "counter",
+            "Clients that left before their answer was whole.",
+            [("", self.gone)],
+        )
         add("timeouts_total", "counter", "Requests that ran out of time.", [("", self.late)])
         add("request_seconds", "summary", "Time of a generation request.", self.seconds.values())
         add("first_token_seconds", "summary", "Time to the first token.", self.first_token.values())

@@ -33,7 +33,9 @@ class Reply:
     whole = ""
     part = ""
 
-    def __init__(self, model: str, fingerprint: str, tokenizer: Tokenizer, end_ids: Sequence[int], echo: Sequence[str]):
+    def __init__(
+        self, model: str, fingerprint: str, tokenizer: Tokenizer, end_ids: Sequence[int], echo: Sequence[str]
+    ):
         self.tokenizer = tokenizer
         self.end_ids = frozenset(end_ids)
         self.choices = [Choice(index, [text]) for index, text in enumerate(echo)]
@@ -106,11 +108,17 @@ class CompletionReply(Reply):
             "finish_reason": choice.finish,
         }
 
-    delta = message
+    def delta(self, new: Choice, logprobs: bool) -> dict[str, Any]:
+        return self.message(new, logprobs)
 
     def _table(self, choice: Choice) -> dict[str, Any]:
         tokens = [self.token(token_id) for token_id in choice.ids[: len(choice.logprobs)]]
-        return {"tokens": tokens, "token_logprobs": choice.logprobs, "top_logprobs": None, "text_offset": None}
+        return {
+            "tokens": tokens,
+            "token_logprobs": choice.logprobs,
+            "top_logprobs": None,
+            "text_offset": None,
+        }
 
 
 class ChatReply(Reply):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.errors import InputError
-from bessemer.generate import Engine, EngineThread, LoadedModel
+from bessemer.generate import Engine, EngineThread, LoadedModel, Request
 from bessemer.serve.conversation import template_of
 from bessemer.serve.service import Service
 
@@ -122,6 +122,12 @@ def make_server(service: Service, grace: int = GRACE) -> Server:
     return Server(config)
 
 
+def warm_up(engine: Engine) -> None:
+    """Compile the programs of a short prompt: what cannot run is found out before the first client."""
+    assert engine.tokenizer is not None
+    engine.generate([Request([engine.tokenizer.bos_id], max_tokens=1)])
+
+
 def serve(load: Callable[[], LoadedModel], options: ServerOptions, say: Callable[[str], None]) -> None:
     """Serve a model until SIGTERM or Ctrl-C; `say` gets the lines to show."""
     bound = listen(options.host, options.port)
@@ -137,6 +143,7 @@ def serve(load: Callable[[], LoadedModel], options: ServerOptions, say: Callable
             timeout=options.timeout,
             token=options.token,
         )
+        warm_up(engine)
         host, port = bound.getsockname()[:2]
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         guard = "a token is required" if options.token else "this machine only"
