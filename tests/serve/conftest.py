@@ -46,6 +46,7 @@ class Gate:
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
+        self._permits = threading.Semaphore(0)
         self.shut = True
         try:
             yield

@@ -48,14 +48,15 @@ def test_a_full_queue_is_429_and_is_served_later(live: Live) -> None:
 
 
 def test_a_late_answer_is_an_error_and_its_row_is_dropped(impatient: Live) -> None:
+    late = impatient.service.metrics.late
     with impatient.gate.closed():
-        with pytest.raises(openai.InternalServerError, match="not ready within 0.05 seconds") as caught:
+        with pytest.raises(openai.InternalServerError, match=r"not ready within 0\.05 seconds") as caught:
             impatient.client.completions.create(model="tiny", prompt=PROMPT)
         assert caught.value.status_code == 504
-        with pytest.raises(openai.APIError, match="not ready within 0.05 seconds"):
+        with pytest.raises(openai.APIError, match=r"not ready within 0\.05 seconds"):
             list(impatient.client.completions.create(model="tiny", prompt=PROMPT, stream=True))
     until(lambda: impatient.engine.active == impatient.engine.waiting == 0)
-    assert impatient.service.metrics.late == 2
+    assert impatient.service.metrics.late == late + 2
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -71,7 +72,6 @@ def test_a_client_that_leaves_frees_its_slot(live: Live, stream: bool) -> None:
         until(writing)
         if stream:
             assert connection.getresponse().read(1)
-        connection.sock.shutdown(socket.SHUT_RDWR) if connection.sock else None
         connection.close()
         until(lambda: live.service.metrics.gone == gone + 1)
     until(lambda: live.engine.active == live.engine.waiting == 0)
@@ -180,7 +180,7 @@ def test_tokens_come_from_a_file_or_the_environment(tmp_path) -> None:
 def test_a_port_in_use_and_wrong_numbers_are_said() -> None:
     with listen("127.0.0.1", 0) as taken:
         taken.listen()
-        with pytest.raises(InputError, match="cannot listen on 127.0.0.1.* Choose another --port"):
+        with pytest.raises(InputError, match=r"cannot listen on 127\.0\.0\.1.* Choose another --port"):
             listen("127.0.0.1", taken.getsockname()[1])
     for wrong in ({"port": -1}, {"port": 70000}, {"slots": 0}, {"queue": 0}, {"timeout": 0.0}):
         with pytest.raises(InputError, match=f"--{next(iter(wrong))} is"):
