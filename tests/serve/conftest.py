@@ -60,11 +60,11 @@ class Gate:
 class Live:
     """A server of one service in a thread, and clients for it."""
 
-    def __init__(self, service: Service, gate: Gate):
+    def __init__(self, service: Service, gate: Gate, grace: int = 10):
         self.service, self.engine, self.gate = service, service.engine, gate
         self.socket = listen("127.0.0.1", 0)
         self.port: int = self.socket.getsockname()[1]
-        self.server = make_server(service)
+        self.server = make_server(service, grace)
         self._thread = threading.Thread(
             target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True
         )

@@ -28,6 +28,12 @@ def own(loaded: LoadedModel) -> Engine:
     return Engine.of(loaded, slots=1, reuse=True)
 
 
+@pytest.fixture(scope="module")
+def forgetful(loaded: LoadedModel) -> Engine:
+    """Prefills every prompt from its beginning."""
+    return Engine.of(loaded, slots=1)
+
+
 class Said:
     """What a conversation writes."""
 
@@ -74,11 +80,13 @@ def test_a_conversation_is_remembered_until_it_is_cleared(
 
 
 @pytest.mark.parametrize("template", ["chat", "plain"])
-def test_the_cache_changes_nothing(own: Engine, loaded: LoadedModel, template: str) -> None:
-    """Turn by turn with the kept cache == the same conversation with a fresh engine each turn."""
+def test_the_cache_changes_nothing(
+    own: Engine, forgetful: Engine, loaded: LoadedModel, template: str
+) -> None:
+    """Turn by turn with the kept cache == the whole conversation read again each turn."""
     kept = make_chat(own, loaded, template)
     talk(kept, "cats", "dogs")
-    fresh = make_chat(Engine.of(loaded, slots=1), loaded, template)
+    fresh = make_chat(forgetful, loaded, template)
     talk(fresh, "cats", "dogs")
     assert kept.write.text == fresh.write.text and kept.exchanges == fresh.exchanges
 

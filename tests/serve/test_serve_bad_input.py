@@ -25,7 +25,9 @@ BODIES = [
     ({"prompt": [300]}, "prompt", "between 0 and 299"),
     ({"prompt": ["a"] * 200}, "prompt", "at most 128 prompts"),
     (b'{"prompt": "\\ud800"}', "prompt", "half a surrogate pair"),
-    ({"prompt": "cat " * 1000}, None, f"this model's context {CONTEXT}"),
+    ({"prompt": "xyz " * 100}, None, f"this model's context {CONTEXT}"),
+    ({"prompt": "a" * 1_000_000}, None, f"cannot fit this model's context of {CONTEXT} tokens"),
+    ({"prompt": [1] * 200_000}, None, f"this model's context {CONTEXT}"),
     ({"prompt": "a", "max_tokens": 0}, "max_tokens", "between 1 and"),
     ({"prompt": "a", "max_tokens": "8"}, "max_tokens", "an integer, not a string"),
     ({"prompt": "a", "max_tokens": True}, "max_tokens", "an integer, not true or false"),
@@ -69,6 +71,7 @@ CHATS = [
     ({"messages": [{"role": "user", "content": "x"}], "logprobs": 1}, "logprobs", "true or false"),
     ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}, "top_logprobs", "not supported"),
 ]
+CHATS.append(({"messages": [{"role": "user", "content": "a" * 1000}]}, None, "cannot fit"))
 CASES = [("/v1/completions", *case) for case in BODIES] + [("/v1/chat/completions", *case) for case in CHATS]
 
 

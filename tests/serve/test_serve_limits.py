@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import subprocess
+import sys
 
 import openai
 import pytest
@@ -123,6 +125,25 @@ def test_a_failed_round_is_an_error_and_the_next_one_is_served(
         assert live.call("GET", "/health")[0] == 503
     assert live.client.completions.create(model="tiny", prompt=PROMPT).choices[0].text
     assert live.call("GET", "/health")[0] == 200
+
+
+def test_the_server_stops_though_an_answer_does_not(loaded: LoadedModel, engine: Engine, gate: Gate) -> None:
+    with gate.closed():
+        with Live(make_service(loaded, engine), gate, grace=0) as server:
+            connection = open_stream(server)
+            until(lambda: engine.waiting == 1)
+        with pytest.raises((http.client.HTTPException, OSError)):
+            connection.getresponse().read()
+        connection.close()
+    until(lambda: engine.active == engine.waiting == 0)
+
+
+def test_without_the_extra_the_command_says_what_to_install() -> None:
+    """In a process that cannot import uvicorn."""
+    code = "import sys; sys.modules['uvicorn'] = None; from bessemer.cli import main; main(['serve', 'none'])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2, result.stderr
+    assert "needs uvicorn, which is not installed: pip install 'bessemer[dash]'" in result.stderr
 
 
 def test_a_token_is_asked_for_where_one_is_set(loaded: LoadedModel, engine: Engine, gate: Gate) -> None:

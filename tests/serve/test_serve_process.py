@@ -14,6 +14,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from tests.documented import ROOT, blocks
 from tests.serve.conftest import Live, make_service
 from tests.tiny_run import make_run
 
@@ -41,7 +42,7 @@ def serving(run: Path, home: Path, *arguments: str) -> Iterator[tuple[subprocess
         process.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_lets_the_answer_finish(tmp_path: Path, home: Path, number: signal.Signals) -> None:
     run = make_run(tmp_path, steps=(20,))
     with serving(run.path, home) as (process, address):
@@ -91,3 +92,18 @@ def test_many_streams_at_once_none_lost_none_mixed(loaded: LoadedModel) -> None:
             assert text == wanted.text, number
             assert ends[-1] in ("stop", "length") and set(ends[:-1]) <= {None}
     assert len({text for text, _ in given}) > CLIENTS * 0.9, "texts that are all alike would prove nothing"
+
+
+def test_the_examples_of_the_page_work(live: Live) -> None:
+    """The Python and curl lines of docs/serving.md, at this server's port and with its model."""
+    page = ROOT / "docs" / "serving.md"
+    here = [("127.0.0.1:8000", f"127.0.0.1:{live.port}"), ('"served"', '"tiny"')]
+    [code] = blocks(page, "python")
+    lines = [line for text in blocks(page, "bash") for line in text.splitlines() if line.startswith("curl ")]
+    assert len(lines) == 3
+    for old, new in here:
+        code, lines = code.replace(old, new), [line.replace(old, new) for line in lines]
+    for words in ([sys.executable, "-c", code], *(["bash", "-c", line] for line in lines)):
+        result = subprocess.run(words, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0 and result.stdout, (words, result.stderr)
+        assert '"error"' not in result.stdout, result.stdout

@@ -15,15 +15,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from bessemer.errors import BessemerError
 from bessemer.serve.ask import Ask
 from bessemer.serve.body import parse
-from bessemer.serve.errors import ApiError
+from bessemer.serve.errors import ApiError, refusal
 from bessemer.serve.replies import Reply
 from bessemer.serve.service import Service
 
 BODY_SECONDS = 30  # for a body to arrive
 LAST_SECONDS = 5  # beyond the request's time, for a slow reader to take what is there
 OPEN = ("/health",)  # no token: whoever restarts servers asks here
+
+Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def make_app(service: Service) -> Starlette:
@@ -52,13 +55,16 @@ def make_app(service: Service) -> Starlette:
         text = service.metrics.render(service.engine)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
+    def route(path: str, endpoint: Endpoint, method: str = "GET") -> Route:
+        return Route(path, _guarded(service, path, endpoint), methods=[method])
+
     routes = [
-        Route("/v1/chat/completions", _guarded(service, chat), methods=["POST"]),
-        Route("/v1/completions", _guarded(service, completions), methods=["POST"]),
-        Route("/v1/models", _guarded(service, models)),
-        Route("/v1/models/{name:path}", _guarded(service, models)),
-        Route("/health", _guarded(service, health)),
-        Route("/metrics", _guarded(service, metrics)),
+        route("/v1/chat/completions", chat, "POST"),
+        route("/v1/completions", completions, "POST"),
+        route("/v1/models", models),
+        route("/v1/models/{name:path}", models),
+        route("/health", health),
+        route("/metrics", metrics),
     ]
     return Starlette(
         routes=routes,
@@ -66,22 +72,19 @@ def make_app(service: Service) -> Starlette:
     )
 
 
-Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
-
-
-def _guarded(service: Service, endpoint: Endpoint) -> Endpoint:
+def _guarded(service: Service, path: str, endpoint: Endpoint) -> Endpoint:
     """The endpoint behind the token, its errors as JSON, every answer counted."""
 
     async def call(request: Request) -> Response:
         try:
             admit(service, request)
             response = await endpoint(request)
-        except ApiError as error:
-            response = JSONResponse(error.document(), error.status, error.headers)
+        except (ApiError, BessemerError) as error:
+            said = error if isinstance(error, ApiError) else refusal(error)
+            response = JSONResponse(said.document(), said.status, said.headers)
         except ClientDisconnect:
             service.metrics.gone += 1
             response = Response(status_code=499)  # nobody reads it
-        path = request.scope["route"].path if "route" in request.scope else request.url.path
         service.metrics.requests[path, response.status_code] += 1
         return response
 

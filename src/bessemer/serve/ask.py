@@ -61,7 +61,43 @@ class Ask:
         ]
 
 
-def completion_ask(tree: dict[str, Any], tokenizer: Tokenizer, vocab_size: int) -> Ask:
+@dataclass(frozen=True)
+class Room:
+    """What the engine can hold: ids below `vocab_size`, `capacity` tokens a row, `queue` rows waiting."""
+
+    vocab_size: int
+    capacity: int
+    queue: int | None
+
+    def check_text(self, value: str, tokenizer: Tokenizer) -> str:
+        """A text too long even in the longest tokens is refused unread: tokenizing it would hold up everyone."""
+        most = self.capacity * int(tokenizer.token_bytes.max())
+        if len(value) > most:
+            raise wrong(
+                None,
+                f"a text of {len(value)} characters cannot fit this model's context of {self.capacity} tokens.",
+                "context_length_exceeded",
+            )
+        return value
+
+    def check(self, ask: Ask) -> Ask:
+        """What could never be served is refused at once, rather than answered with "try again"."""
+        longest = max(len(ids) for ids in ask.prompts)
+        if longest >= self.capacity:
+            raise wrong(
+                None,
+                f"the prompt has {longest} tokens and this model's context {self.capacity}, which must hold at least "
+                "one more. Shorten the prompt.",
+                "context_length_exceeded",
+            )
+        wanted = len(ask.prompts) * ask.options.n
+        if self.queue is not None and wanted > self.queue:
+            message = f"{wanted} continuations at once are more than this server's queue holds, {self.queue}."
+            raise wrong("n", message)
+        return ask
+
+
+def completion_ask(tree: dict[str, Any], tokenizer: Tokenizer, room: Room) -> Ask:
     """Body of /v1/completions. A prompt is the beginning of a document; an array of ids is taken as it is."""
     fields = Fields(tree)
     prompt = fields.take("prompt")
@@ -74,12 +110,12 @@ def completion_ask(tree: dict[str, Any], tokenizer: Tokenizer, vocab_size: int) 
     fields.finish()
     if echo and options.logprobs:
         raise wrong("echo", "'echo' with 'logprobs' is not supported: the prompt's are not computed.")
-    prompts = _prompts(prompt, tokenizer, vocab_size)
+    prompts = _prompts(prompt, tokenizer, room)
     shown = [_shown(ids, tokenizer) for ids in prompts] if echo else [""] * len(prompts)
-    return Ask(options, prompts, shown)
+    return room.check(Ask(options, prompts, shown))
 
 
-def _prompts(prompt: Any, tokenizer: Tokenizer, vocab_size: int) -> list[list[int]]:
+def _prompts(prompt: Any, tokenizer: Tokenizer, room: Room) -> list[list[int]]:
     """A string, ids, or an array of either."""
     if prompt is None:
         raise wrong("prompt", "'prompt' is missing.")
@@ -87,20 +123,20 @@ def _prompts(prompt: Any, tokenizer: Tokenizer, vocab_size: int) -> list[list[in
     given = prompt if several else [prompt]
     if len(given) > PROMPTS:
         raise wrong("prompt", f"'prompt' holds at most {PROMPTS} prompts; got {len(given)}.")
-    return [_prompt(item, tokenizer, vocab_size) for item in given]
+    return [_prompt(item, tokenizer, room) for item in given]
 
 
 def _is_id(item: Any) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
 
-def _prompt(item: Any, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+def _prompt(item: Any, tokenizer: Tokenizer, room: Room) -> list[int]:
     if isinstance(item, str):
-        return [tokenizer.bos_id, *tokenizer.encode(text(item, "prompt"))]
+        return [tokenizer.bos_id, *tokenizer.encode(room.check_text(text(item, "prompt"), tokenizer))]
     if not isinstance(item, list) or not item or not all(_is_id(token) for token in item):
         raise wrong("prompt", f"a prompt is a string or an array of token ids, not {_named(item)}.")
-    if not all(0 <= token < vocab_size for token in item):
-        raise wrong("prompt", f"token ids are between 0 and {vocab_size - 1}.")
+    if not all(0 <= token < room.vocab_size for token in item):
+        raise wrong("prompt", f"token ids are between 0 and {room.vocab_size - 1}.")
     return item
 
 
@@ -119,7 +155,7 @@ def _shown(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     return tokenizer.decode(ids[1:] if ids[0] == tokenizer.bos_id else ids)
 
 
-def chat_ask(tree: dict[str, Any], template: Template) -> Ask:
+def chat_ask(tree: dict[str, Any], template: Template, room: Room) -> Ask:
     """Body of /v1/chat/completions."""
     fields = Fields(tree)
     messages = _messages(fields.take("messages"))
@@ -127,7 +163,8 @@ def chat_ask(tree: dict[str, Any], template: Template) -> Ask:
     given = [fields.integer(name, None, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
     options = _options(fields, next((most for most in given if most is not None), None), logprobs, template)
     fields.finish()
-    return Ask(options, [template.prompt(messages)], [""], template.stop_ids)
+    room.check_text("".join(message["content"] for message in messages), template.tokenizer)
+    return room.check(Ask(options, [template.prompt(messages)], [""], template.stop_ids))
 
 
 def _messages(given: Any) -> list[dict[str, str]]:
@@ -196,18 +233,3 @@ def _share(fields: Fields, name: str) -> float:
     if value == 0:
         raise wrong(name, f"'{name}' is above 0; for the most likely token set temperature to 0.")
     return value
-
-
-def check_room(ask: Ask, capacity: int, rows: int | None) -> None:
-    """What could never be served is refused at once, rather than answered with "try again"."""
-    longest = max(len(ids) for ids in ask.prompts)
-    if longest >= capacity:
-        raise wrong(
-            None,
-            f"the prompt has {longest} tokens and this model's context {capacity}, which must hold at least one "
-            "more. Shorten the prompt.",
-            "context_length_exceeded",
-        )
-    wanted = len(ask.prompts) * ask.options.n
-    if rows is not None and wanted > rows:
-        raise wrong("n", f"{wanted} continuations at once are more than this server's queue holds, {rows}.")

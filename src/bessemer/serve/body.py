@@ -117,7 +117,7 @@ class Fields:
                 raise wrong(name, f"'{name}' is not supported by this server.", "unsupported_parameter")
             close = nearest(name, self._known)
             hint = f" Did you mean '{close}'?" if close else ""
-            raise wrong(name, f"unknown field '{name[:60]}'.{hint}", "unknown_parameter")
+            raise wrong(name[:60], f"unknown field '{name[:60]}'.{hint}", "unknown_parameter")
 
 
 def _short(value: float) -> str:

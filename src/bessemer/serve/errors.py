@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from bessemer.errors import BessemerError
+from bessemer.generate import QueueFull
+
 
 class ApiError(Exception):
     """An answer with this status; `param` is the field that is wrong, `code` is for programs."""
@@ -33,3 +36,10 @@ class ApiError(Exception):
 def wrong(param: str | None, message: str, code: str | None = None) -> ApiError:
     """400: a field of the body is wrong."""
     return ApiError(400, message, param=param, code=code)
+
+
+def refusal(error: BessemerError) -> ApiError:
+    """What the engine or the template refuses, as an answer."""
+    if isinstance(error, QueueFull):
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+    return wrong(None, str(error))

@@ -9,11 +9,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bessemer.errors import InputError
-from bessemer.generate import Engine, Event, Handle, QueueFull
-from bessemer.serve.ask import Ask, chat_ask, check_room, completion_ask
+from bessemer.generate import Engine, Event, Handle
+from bessemer.serve.ask import Ask, Room, chat_ask, completion_ask
 from bessemer.serve.conversation import Template
-from bessemer.serve.errors import ApiError, wrong
+from bessemer.serve.errors import ApiError
 from bessemer.serve.metrics import Metrics
 from bessemer.serve.replies import ChatReply, CompletionReply, Reply
 
@@ -41,13 +40,12 @@ class Service:
         return max(1 << 20, 32 * self.engine.capacity)
 
     async def ask(self, tree: dict[str, Any], chat: bool) -> Ask:
-        """A body as what it asks for. Long texts are tokenized in a thread, so that streams go on meanwhile."""
-        tokenizer = self.engine.tokenizer
-        assert tokenizer is not None  # a template needs one
+        """A body as what it asks for. Texts are tokenized in a thread, so that streams go on meanwhile."""
+        room = Room(self.engine.vocab_size, self.engine.capacity, self.engine.queue)
         if chat:
-            ask = await asyncio.to_thread(chat_ask, tree, self.template)
+            ask = await asyncio.to_thread(chat_ask, tree, self.template, room)
         else:
-            ask = await asyncio.to_thread(completion_ask, tree, tokenizer, self.engine.vocab_size)
+            ask = await asyncio.to_thread(completion_ask, tree, self.template.tokenizer, room)
         if ask.options.model not in (None, self.model):
             raise ApiError(
                 404,
@@ -55,16 +53,14 @@ class Service:
                 param="model",
                 code="model_not_found",
             )
-        check_room(ask, self.engine.capacity, self.engine.queue)
         return ask
 
     def reply(self, ask: Ask, chat: bool) -> Reply:
-        engine = self.engine
-        assert engine.tokenizer is not None
+        tokenizer = self.template.tokenizer
         echo = [text for text in ask.echo for _ in range(ask.options.n)]
         shape = ChatReply if chat else CompletionReply
-        ends = (engine.tokenizer.bos_id, *ask.stop_ids)
-        return shape(self.model, self.fingerprint, engine.tokenizer, ends, echo)
+        ends = (*self.engine.end_ids, *ask.stop_ids)
+        return shape(self.model, self.fingerprint, tokenizer, ends, echo)
 
     @contextlib.contextmanager
     def submitted(self, ask: Ask) -> Iterator[list[Handle]]:
@@ -72,9 +68,8 @@ class Service:
         handles: list[Handle] = []
         started = time.monotonic()
         try:
-            with self.in_words():
-                for request in ask.requests():
-                    handles.append(self.engine.submit(request))
+            for request in ask.requests():
+                handles.append(self.engine.submit(request))
             yield handles
             self.failure = None
             self.metrics.seconds.add(time.monotonic() - started)
@@ -82,22 +77,6 @@ class Service:
             for handle in handles:
                 if not handle.done:
                     handle.cancel()
-
-    @contextlib.contextmanager
-    def in_words(self) -> Iterator[None]:
-        """The engine's errors as answers."""
-        try:
-            yield
-        except (ApiError, TimeoutError):
-            raise
-        except QueueFull as error:
-            raise ApiError(429, f"{error}", code="queue_full", headers={"Retry-After": "1"}) from error
-        except InputError as error:
-            raise wrong(None, str(error)) from error
-        except Exception as error:  # of a round: the engine has given it to all who were in it, and goes on
-            self.failure = error
-            message = "the engine failed while it wrote this answer; the server's log says more."
-            raise ApiError(500, message, code="engine") from error
 
     async def events(self, handles: Sequence[Handle], samples: int) -> AsyncIterator[tuple[int, Event]]:
         """(choice, event) of all handles as they come; TimeoutError when the request's time is up.
@@ -131,12 +110,17 @@ class Service:
 
     def _ready(self, handle: Handle) -> Iterator[Event | None]:
         """Events that are there; None after the last one of all."""
-        with self.in_words():
-            while True:
-                try:
-                    event = handle.next_event(timeout=0)
-                except TimeoutError:
-                    return
-                yield event
-                if event is None:
-                    return
+        while True:
+            try:
+                event = handle.next_event(timeout=0)
+            except TimeoutError:
+                return
+            except (
+                Exception
+            ) as error:  # of a round: the engine has given it to all who were in it, and goes on
+                self.failure = error
+                message = "the engine failed while it wrote this answer; the server's log says more."
+                raise ApiError(500, message, code="engine") from error
+            yield event
+            if event is None:
+                return
