@@ -82,7 +82,9 @@ def test_drawn_tokens_carry_untempered_teacher_forced_log_probabilities(engine, 
 
 
 def test_a_seed_gives_the_same_text_in_any_company(engine):
-    alone = engine.generate([drawn(PROMPTS[0], 11), drawn(PROMPTS[1], 12), drawn(PROMPTS[2], 13), greedy([4])])
+    alone = engine.generate(
+        [drawn(PROMPTS[0], 11), drawn(PROMPTS[1], 12), drawn(PROMPTS[2], 13), greedy([4])]
+    )
     filtered = [
         Request(PROMPTS[4], 7, SamplingOptions(temperature=0.5, top_p=0.5, repetition_penalty=2.0), seed=seed)
         for seed in range(3)
@@ -143,7 +145,9 @@ def test_one_compilation_a_bucket_and_one_fetch_a_round(params):
     engine.update_params(tiny_params(2))
     changed = engine.generate([greedy(PROMPTS[0], 9)])
     assert engine.compilations == 2
-    assert ids_of(changed) == ids_of(Engine(tiny_model(), tiny_params(2), slots=2).generate([greedy(PROMPTS[0], 9)]))
+    assert ids_of(changed) == ids_of(
+        Engine(tiny_model(), tiny_params(2), slots=2).generate([greedy(PROMPTS[0], 9)])
+    )
 
 
 def test_end_tokens_stop_ids_and_the_context_end_a_row(engine):
@@ -174,7 +178,9 @@ def test_streamed_pieces_join_to_the_text_and_stop_strings_never_show(engine):
     assert (sample.finish, sample.stop) == ("stop", stop) and events[-1].finish == "stop"
     assert sum((event.ids for event in events), ()) == sample.ids == free.samples[0].ids[: len(sample.ids)]
     assert len(sample.logprobs) == len(sample.ids)
-    assert stop in tiny_tokenizer().decode(sample.ids) and stop not in tiny_tokenizer().decode(sample.ids[:-1])
+    assert stop in tiny_tokenizer().decode(sample.ids) and stop not in tiny_tokenizer().decode(
+        sample.ids[:-1]
+    )
 
 
 def test_cancel_frees_the_slot_at_once_and_keeps_what_was_written(engine):

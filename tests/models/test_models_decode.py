@@ -85,7 +85,14 @@ def test_a_window_keeps_only_its_own_keys_however_it_is_fed():
     cache = model.init_cache(2, 200)
     assert [store.shape[2] for store in cache.keys] == [128, 200] and cache.capacity == 200
     at = np.zeros(2, int)
-    for width, lengths in ((130, [130, 3]), (130, [40, 129]), (130, [0, 60]), (1, [1, 1]), (1, [1, 0]), (1, [1, 1])):
+    for width, lengths in (
+        (130, [130, 3]),
+        (130, [40, 129]),
+        (130, [0, 60]),
+        (1, [1, 1]),
+        (1, [1, 0]),
+        (1, [1, 1]),
+    ):
         piece = np.full((2, width), 39)
         for row, n in enumerate(lengths):
             piece[row, :n] = ids[row, at[row] : at[row] + n]

@@ -60,7 +60,10 @@ def check_request(engine: Engine, request: Request) -> None:
             all(0 <= token < size for ids in (prompt, stops) for token in ids),
             f"a prompt or stop token lies outside the model's vocabulary of {size}",
         ),
-        (len(stops) <= STOPS, f"{len(stops)} stop tokens, with the model's own; at most {STOPS} are possible"),
+        (
+            len(stops) <= STOPS,
+            f"{len(stops)} stop tokens, with the model's own; at most {STOPS} are possible",
+        ),
         (all(request.stop_strings), "a stop string is empty; it would stop before the first character"),
         (
             not request.stop_strings or engine.tokenizer is not None,

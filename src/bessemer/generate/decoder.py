@@ -97,9 +97,7 @@ class Decoder:
                 f"{full} of {count} rows stopped before {max_tokens} new tokens, because prompt and "
                 f"continuation filled the context of {block} tokens."
             )
-        return Generation(
-            ids[:count, :longest], lengths, logprobs[:count, :longest], reasons, notices
-        )
+        return Generation(ids[:count, :longest], lengths, logprobs[:count, :longest], reasons, notices)
 
     def _check(self, prompts: Sequence[Sequence[int]], max_tokens: int, stop_ids: Sequence[int]) -> None:
         if max_tokens < 1:

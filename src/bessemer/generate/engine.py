@@ -151,9 +151,10 @@ class Engine:
 
     def _seed_of(self, request: Request) -> int:
         self._submitted += 1
-        chosen = np.random.SeedSequence((self.seed, self._submitted)).generate_state(1)[0]
         named = request.seed if request.seed is not None else request.sampling.seed
-        return int(chosen if named is None else named)  # type: ignore[call-overload]
+        if isinstance(named, int):
+            return named
+        return int(np.random.SeedSequence((self.seed, self._submitted)).generate_state(1)[0])
 
     def update_params(self, params: Any) -> None:
         """Use these from the next round on; nothing is copied. Rows that are being written go on with them."""
@@ -328,7 +329,5 @@ class Engine:
         made = (*row.ids, *unused)
         if self.reuse and made:
             self._held[slot] = (*row.handle.request.prompt_ids, *made[:-1])
-        sample = Sample(
-            row.index, tuple(row.ids), tuple(row.logprobs), "".join(row.pieces), finish, stop
-        )
+        sample = Sample(row.index, tuple(row.ids), tuple(row.logprobs), "".join(row.pieces), finish, stop)
         row.handle.emit(Event(row.index, text, ids, logprobs, finish), sample)

@@ -29,7 +29,9 @@ class SamplingOptions:
     top_p: float = 1.0  # the fewest whose probabilities reach p; 1 = all
     min_p: float = 0.0  # at least min_p times the most likely one's probability; 0 = all
     seed: int | Sequence[int] | None = None  # none: 0 in a batch of prompts, the engine's choice in a request
-    repetition_penalty: float = 1.0  # logits of tokens in the row: divided by it if above 0, else multiplied; 1 = off
+    repetition_penalty: float = (
+        1.0  # logits of tokens in the row: divided by it if above 0, else multiplied; 1 = off
+    )
 
     def __post_init__(self) -> None:
         seeds = [] if self.seed is None else [self.seed] if isinstance(self.seed, int) else list(self.seed)
@@ -108,7 +110,7 @@ def penalise(logits: Array, seen: Array, filters: Filters) -> Array:
 def choose(logits: Array, keys: Array, filters: Filters) -> Array:
     """The next token of each row. logits: (B, V) float32, keys: (B,) → (B,) int32."""
     filters = filters.columns(logits.shape[0])
-    drawn = filters.temperature > 0  # (B, 1)
+    drawn = jnp.asarray(filters.temperature) > 0  # (B, 1)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw() -> Array:
@@ -136,7 +138,9 @@ def keep(logits: Array, filters: Filters) -> Array:
     stays = rank < filters.top_k
     probabilities = jax.nn.softmax(jnp.where(stays, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities  # probability of everything ranked higher
-    stays &= (before < filters.top_p) | (filters.top_p >= 1)  # a rounded sum may reach 1 before the last token
+    stays &= (before < filters.top_p) | (
+        filters.top_p >= 1
+    )  # a rounded sum may reach 1 before the last token
     stays &= probabilities >= filters.min_p * probabilities[:, :1]
     stays |= rank == 0
     back = jnp.argsort(order, axis=-1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -105,9 +106,7 @@ class Slots:
             self._admit = jax.jit(
                 admit, static_argnames=("width", "reuse"), donate_argnums=1, out_shardings=places
             )
-            self._decode = jax.jit(
-                decode, donate_argnums=1, out_shardings=(places, None) if meshed else None
-            )
+            self._decode = jax.jit(decode, donate_argnums=1, out_shardings=(places, None) if meshed else None)
         return rows
 
 
@@ -128,8 +127,8 @@ def _empty_rows(model: Any, count: int, capacity: int, params: Any) -> Rows:
         filters=jax.tree.map(jnp.asarray, Filters.rows([SamplingOptions()] * count, model.vocab_size)),
         stops=jnp.full((count, STOPS), -1, jnp.int32),
     )
-    placed = jax.tree.map(_by_rows, rows.replace(cache=None))
-    return placed.replace(cache=rows.cache)
+    placed = jax.tree.map(_by_rows, replace(rows, cache=None))
+    return replace(placed, cache=rows.cache)
 
 
 def _by_rows(leaf: Array) -> Array:
@@ -157,8 +156,8 @@ def _decode(
     """A block of steps for the slots of `mask` (S,), or for those of `index` (R,) alone."""
     if index is None:
         assert mask is not None
-        return decode_block(model, pad_id, steps, params, rows.replace(live=rows.live & mask))
+        return decode_block(model, pad_id, steps, params, replace(rows, live=rows.live & mask))
     part = take_rows(rows, index)
-    part = part.replace(live=part.live & (index < rows.live.shape[0]))
+    part = replace(part, live=part.live & (index < rows.live.shape[0]))
     part, output = decode_block(model, pad_id, steps, params, part)
     return put_rows(rows, part, index), output

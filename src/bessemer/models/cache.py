@@ -28,7 +28,9 @@ class Cache:
     values: tuple[Array, ...]
     lengths: Array  # (B,) int32
     previous: Array  # (B, D): the last token's embedding, for smear
-    empty: bool = struct.field(pytree_node=False, default=False)  # known while tracing: no row holds anything yet
+    empty: bool = struct.field(
+        pytree_node=False, default=False
+    )  # known while tracing: no row holds anything yet
 
     @property
     def capacity(self) -> int:
@@ -37,7 +39,13 @@ class Cache:
 
 
 def empty_cache(
-    windows: Sequence[int | None], batch: int, length: int, kv_heads: int, head_dim: int, width: int, dtype: Any
+    windows: Sequence[int | None],
+    batch: int,
+    length: int,
+    kv_heads: int,
+    head_dim: int,
+    width: int,
+    dtype: Any,
 ) -> Cache:
     def store(window: int | None) -> Array:
         shape = (batch, kv_heads, min(window or length, length), head_dim)
