@@ -39,6 +39,10 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
 
+    @property
+    def length(self) -> int:
+        return len(self.handle.request.prompt_ids) + len(self.ids)
+
 
 @dataclass
 class Waiting:
@@ -271,7 +275,8 @@ class Engine:
 
     def _decode(self) -> None:
         active = sorted(self._rows)
-        output, columns = self._slots.decode(self.params, active)
+        longest = max(row.length for row in self._rows.values())
+        output, columns = self._slots.decode(self.params, active, longest)
         output = self.fetch(output)
         self.rounds += 1
         for slot, column in zip(active, columns, strict=True):

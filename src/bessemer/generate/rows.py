@@ -156,13 +156,15 @@ def take_rows(tree: Any, index: Array) -> Any:
     return jax.tree.map(lambda leaf: leaf.at[index].get(mode="clip"), tree)
 
 
-def put_rows(tree: Any, part: Any, index: Array) -> Any:
-    """`part` at rows `index` (R,), all different; beyond the end: dropped. Shorter axes fill the beginning: a row
-    prefilled in a short cache lies at the same places in a long one."""
+def put_rows(tree: Any, part: Any, index: Array | None) -> Any:
+    """`part` at rows `index` (R,), all different; beyond the end: dropped; None: at all rows. Shorter axes fill the
+    beginning: a row in a short cache lies at the same places in a long one."""
 
     def put(leaf: Array, new: Array) -> Array:
-        where = (index, *(slice(0, size) for size in new.shape[1:]))
-        return leaf.at[where].set(new.astype(leaf.dtype), mode="drop", unique_indices=True)
+        beginning = tuple(slice(0, size) for size in new.shape[1:])
+        if index is None:
+            return leaf.at[(slice(None), *beginning)].set(new)
+        return leaf.at[(index, *beginning)].set(new.astype(leaf.dtype), mode="drop", unique_indices=True)
 
     return jax.tree.map(put, tree, part)
 
