@@ -8,6 +8,7 @@ import pytest
 
 from bessemer.job import RunDirectory
 from bessemer.training import fetch
+from bessemer.training.callback import Callbacks
 from bessemer.training.callbacks.preview import PROMPTS, Preview, one_line
 from tiny_run import tiny_model, tiny_params, tiny_tokenizer
 
@@ -32,6 +33,7 @@ def loop(tmp_path):
         said=said,
         flushed=flushed,
         flush=lambda: flushed.append(True),
+        callbacks=Callbacks([]),
         paused=contextlib.nullcontext,
     )
 

@@ -39,6 +39,10 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
 
+    @property
+    def length(self) -> int:
+        return len(self.handle.request.prompt_ids) + len(self.ids)
+
 
 @dataclass
 class Waiting:
@@ -151,9 +155,10 @@ class Engine:
 
     def _seed_of(self, request: Request) -> int:
         self._submitted += 1
-        chosen = np.random.SeedSequence((self.seed, self._submitted)).generate_state(1)[0]
         named = request.seed if request.seed is not None else request.sampling.seed
-        return int(chosen if named is None else named)  # type: ignore[call-overload]
+        if isinstance(named, int):
+            return named
+        return int(np.random.SeedSequence((self.seed, self._submitted)).generate_state(1)[0])
 
     def update_params(self, params: Any) -> None:
         """Use these from the next round on; nothing is copied. Rows that are being written go on with them."""
@@ -270,7 +275,8 @@ class Engine:
 
     def _decode(self) -> None:
         active = sorted(self._rows)
-        output, columns = self._slots.decode(self.params, active)
+        longest = max(row.length for row in self._rows.values())
+        output, columns = self._slots.decode(self.params, active, longest)
         output = self.fetch(output)
         self.rounds += 1
         for slot, column in zip(active, columns, strict=True):

@@ -6,7 +6,9 @@ token is left to the first step, and a prompt that fans out to n samples is pref
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -71,7 +73,10 @@ def forward(model: Any, params: Any, ids: Array, cache: Any, lengths: Array) -> 
 
 
 def in_use(model: Any, params: Any) -> Any:
-    """Parameters laid out for computing, once before a loop instead of in each of its steps."""
+    """Parameters as every step reads them, made once before a loop: matrices in the compute dtype, laid out for
+    computing. A step would do the same to each of them again."""
+    if hasattr(model, "group_of") and hasattr(model, "compute_dtype"):
+        params = jax.tree_util.tree_map_with_path(functools.partial(_cast, model), params)
     if jax.sharding.get_abstract_mesh().empty:
         return params
     ids = jax.ShapeDtypeStruct((1, min(8, model.block_size)), jnp.int32)
@@ -81,6 +86,12 @@ def in_use(model: Any, params: Any) -> Any:
         return constrain(leaf, *box.names) if isinstance(box, nn.Partitioned) else leaf
 
     return jax.tree.map(gather, boxed, params, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
+
+
+def _cast(model: Any, path: Any, leaf: Array) -> Array:
+    """Tables are left alone, of which a step reads a few rows, and gates, which are float32 in use."""
+    group = model.group_of(tuple(key.key for key in path))
+    return leaf.astype(model.compute_dtype) if group in ("matrix", "head") else leaf
 
 
 def begin_rows(vocab_size: int, cache: Any, prompts: Array, lengths: Array, asked: Asked) -> Rows:
@@ -117,7 +128,7 @@ def decode_block(model: Any, pad_id: int, steps: int, params: Any, rows: Rows) -
     def advance(carry: tuple[Array, Rows, Array, Array]) -> tuple[Array, Rows, Array, Array]:
         step, rows, ids, logprobs = carry
         logits, cache = forward(model, params, rows.token[:, None], rows.cache, rows.live.astype(jnp.int32))
-        rows, logprob = _take(pad_id, rows.replace(cache=cache), logits)
+        rows, logprob = _take(pad_id, replace(rows, cache=cache), logits)
         return step + 1, rows, ids.at[step].set(rows.token), logprobs.at[step].set(logprob)
 
     ids = jnp.full((steps, size), pad_id, jnp.int32)
@@ -137,7 +148,7 @@ def _take(pad_id: int, rows: Rows, logits: Array) -> tuple[Rows, Array]:
     stopped = jnp.any(token[:, None] == rows.stops, axis=-1)
     seen = jax.vmap(lambda seen, token, live: seen.at[token].max(live))(rows.seen, token, was_live)
     live = was_live & ~stopped & (count < rows.limit)
-    return rows.replace(token=token, count=count, live=live, seen=seen), jnp.where(was_live, logprob, 0.0)
+    return replace(rows, token=token, count=count, live=live, seen=seen), jnp.where(was_live, logprob, 0.0)
 
 
 def take_rows(tree: Any, index: Array) -> Any:
@@ -145,13 +156,15 @@ def take_rows(tree: Any, index: Array) -> Any:
     return jax.tree.map(lambda leaf: leaf.at[index].get(mode="clip"), tree)
 
 
-def put_rows(tree: Any, part: Any, index: Array) -> Any:
-    """`part` at rows `index` (R,), all different; beyond the end: dropped. Shorter axes fill the beginning: a row
-    prefilled in a short cache lies at the same places in a long one."""
+def put_rows(tree: Any, part: Any, index: Array | None) -> Any:
+    """`part` at rows `index` (R,), all different; beyond the end: dropped; None: at all rows. Shorter axes fill the
+    beginning: a row in a short cache lies at the same places in a long one."""
 
     def put(leaf: Array, new: Array) -> Array:
-        where = (index, *(slice(0, size) for size in new.shape[1:]))
-        return leaf.at[where].set(new.astype(leaf.dtype), mode="drop", unique_indices=True)
+        beginning = tuple(slice(0, size) for size in new.shape[1:])
+        if index is None:
+            return leaf.at[(slice(None), *beginning)].set(new)
+        return leaf.at[(index, *beginning)].set(new.astype(leaf.dtype), mode="drop", unique_indices=True)
 
     return jax.tree.map(put, tree, part)
 

@@ -110,7 +110,7 @@ def penalise(logits: Array, seen: Array, filters: Filters) -> Array:
 def choose(logits: Array, keys: Array, filters: Filters) -> Array:
     """The next token of each row. logits: (B, V) float32, keys: (B,) → (B,) int32."""
     filters = filters.columns(logits.shape[0])
-    drawn = filters.temperature > 0  # (B, 1)
+    drawn = jnp.asarray(filters.temperature) > 0  # (B, 1)
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def draw() -> Array:
@@ -128,12 +128,12 @@ def choose(logits: Array, keys: Array, filters: Filters) -> Array:
 def keep(logits: Array, filters: Filters) -> Array:
     """Logits with the filtered-out tokens at −∞; the most likely one always stays. logits: (B, V).
 
-    Ranks come from a stable sort, so of equal logits the lowest id is first, as in argmax: top-k 1 is greedy. A row
-    without filters comes out as it went in, whatever its neighbours ask for.
+    Each filter keeps the first of the ranking, so a row is settled by how many stay and the last one's logit. Of equal
+    logits the lowest ids are first, as in argmax: top-k 1 is greedy. A row without filters comes out as it went in,
+    whatever its neighbours ask for.
     """
     filters = filters.columns(logits.shape[0])
-    order = jnp.argsort(-logits, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(logits, order, axis=-1)
+    ranked = -jnp.sort(-logits, axis=-1)  # values alone: sorting the ids as well takes several times as long
     rank = jnp.arange(logits.shape[-1])
     stays = rank < filters.top_k
     probabilities = jax.nn.softmax(jnp.where(stays, ranked, -jnp.inf), axis=-1)
@@ -142,6 +142,8 @@ def keep(logits: Array, filters: Filters) -> Array:
         filters.top_p >= 1
     )  # a rounded sum may reach 1 before the last token
     stays &= probabilities >= filters.min_p * probabilities[:, :1]
-    stays |= rank == 0
-    back = jnp.argsort(order, axis=-1)
-    return jnp.where(jnp.take_along_axis(stays, back, axis=-1), logits, -jnp.inf)
+    count = jnp.maximum(jnp.sum(stays, axis=-1, keepdims=True), 1)
+    last = jnp.take_along_axis(ranked, count - 1, axis=-1)
+    above, equal = logits > last, logits == last
+    room = count - jnp.sum(above, axis=-1, keepdims=True)
+    return jnp.where(above | (equal & (jnp.cumsum(equal, axis=-1) <= room)), logits, -jnp.inf)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,8 @@ from bessemer.generate.sampling import Filters, SamplingOptions
 from bessemer.models.axes import constrain, shards
 from bessemer.models.shape import round_up
 
+SHORTEST = 128
+"""The least part of the capacity that is worth a program of its own."""
 FACTOR = 4
 """Buckets of rows are 1, 4, 16, …: few to compile, and at most four times the work that is needed."""
 
@@ -56,6 +59,7 @@ class Slots:
         self.rows: Rows | None = None
         start = functools.partial(_empty_rows, model, self.count, capacity)
         admit = functools.partial(_admit, model)
+        self.steps = steps
         decode = functools.partial(_decode, model, pad_id, steps)
         self._start = jax.jit(start)
         self._programs = (admit, decode)
@@ -78,20 +82,33 @@ class Slots:
         self.rows = self._ready(params)
         self.rows = self._admit(params, self.rows, admission, width=width, reuse=reuse)
 
-    def decode(self, params: Any, active: Sequence[int]) -> tuple[Output, Sequence[int]]:
-        """(output, the column of each of the `active` slots). On a mesh all slots take part: their rows stay
-        where they are."""
+    def reach(self, length: int) -> int:
+        """The part of the capacity to compute with, when no row is longer than `length` after a block."""
+        size = self.capacity
+        while size // 2 >= max(length, SHORTEST) and size % 2 == 0:
+            size //= 2
+        return size
+
+    def decode(self, params: Any, active: Sequence[int], longest: int) -> tuple[Output, Sequence[int]]:
+        """(output, the column of each of the `active` slots); `longest`: the most tokens one of them has.
+
+        Few rows, or short ones, are taken out of the slots for the block and put back: a step's cost follows what it
+        reads. On a mesh all rows take part: they stay on their devices.
+        """
         self.rows = self._ready(params)
         size = self.count if self.shards > 1 else self.bucket(len(active))
+        reach = self.reach(longest + self.steps)
+        if size * reach * 2 > self.count * self.capacity:  # copying twice would cost as much as it saves
+            size, reach = self.count, self.capacity
         if size == self.count:
-            mask = np.zeros(size, bool)
-            mask[list(active)] = True
-            self.rows, output = self._decode(params, self.rows, mask, None)
-            return output, active
-        index = np.arange(self.count, self.count + size, dtype=np.int32)
-        index[: len(active)] = active
-        self.rows, output = self._decode(params, self.rows, None, index)
-        return output, range(len(active))
+            index, columns = None, active
+        else:
+            index, columns = np.arange(self.count, self.count + size, dtype=np.int32), range(len(active))
+            index[: len(active)] = active
+        mask = np.zeros(self.count, bool)
+        mask[list(active)] = True
+        self.rows, output = self._decode(params, self.rows, mask, index, reach=reach)
+        return output, columns
 
     def _ready(self, params: Any) -> Rows:
         """The rows, made at first use; programs keep them where they were made, or they would compile twice."""
@@ -105,7 +122,8 @@ class Slots:
             self._admit = jax.jit(
                 admit, static_argnames=("width", "reuse"), donate_argnums=1, out_shardings=places
             )
-            self._decode = jax.jit(decode, donate_argnums=1, out_shardings=(places, None) if meshed else None)
+            out = (places, None) if meshed else None
+            self._decode = jax.jit(decode, static_argnames="reach", donate_argnums=1, out_shardings=out)
         return rows
 
 
@@ -126,8 +144,8 @@ def _empty_rows(model: Any, count: int, capacity: int, params: Any) -> Rows:
         filters=jax.tree.map(jnp.asarray, Filters.rows([SamplingOptions()] * count, model.vocab_size)),
         stops=jnp.full((count, STOPS), -1, jnp.int32),
     )
-    placed = jax.tree.map(_by_rows, rows.replace(cache=None))
-    return placed.replace(cache=rows.cache)
+    placed = jax.tree.map(_by_rows, replace(rows, cache=None))
+    return replace(placed, cache=rows.cache)
 
 
 def _by_rows(leaf: Array) -> Array:
@@ -150,13 +168,33 @@ def _admit(model: Any, params: Any, rows: Rows, new: Admission, *, width: int, r
 
 
 def _decode(
-    model: Any, pad_id: int, steps: int, params: Any, rows: Rows, mask: Array | None, index: Array | None
+    model: Any,
+    pad_id: int,
+    steps: int,
+    params: Any,
+    rows: Rows,
+    mask: Array,
+    index: Array | None,
+    *,
+    reach: int,
 ) -> tuple[Rows, Output]:
-    """A block of steps for the slots of `mask` (S,), or for those of `index` (R,) alone."""
-    if index is None:
-        assert mask is not None
-        return decode_block(model, pad_id, steps, params, rows.replace(live=rows.live & mask))
-    part = take_rows(rows, index)
-    part = part.replace(live=part.live & (index < rows.live.shape[0]))
+    """A block of steps for the slots of `mask` (S,), which are those of `index` (R,) if it is given."""
+    rows = replace(rows, live=rows.live & mask)
+    whole = jax.tree.leaves(rows.cache)
+    part = rows if index is None else take_rows(replace(rows, cache=None), index)
+    size = part.token.shape[0]
+    shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(size, reach)))]
+    if index is None and shapes == [leaf.shape for leaf in whole]:
+        return decode_block(model, pad_id, steps, params, rows)
+    some = [_beginning(leaf, shape, index) for leaf, shape in zip(whole, shapes, strict=True)]
+    part = replace(part, cache=jax.tree.unflatten(jax.tree.structure(rows.cache), some))
+    if index is not None:
+        part = replace(part, live=part.live & (index < rows.live.shape[0]))
     part, output = decode_block(model, pad_id, steps, params, part)
     return put_rows(rows, part, index), output
+
+
+def _beginning(leaf: Array, shape: Sequence[int], index: Array | None) -> Array:
+    """Rows `index` of an array, cut to `shape`: a short cache is the beginning of a long one."""
+    leaf = leaf[(slice(None), *(slice(0, size) for size in shape[1:]))]
+    return leaf if index is None else take_rows(leaf, index)
