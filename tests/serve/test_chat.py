@@ -14,7 +14,7 @@ from tests.serve.conftest import Gate
 from tests.tiny_run import make_run
 
 from bessemer.errors import InputError
-from bessemer.generate import Engine, LoadedModel, SamplingOptions
+from bessemer.generate import Engine, LoadedModel, Sample, SamplingOptions
 from bessemer.serve.chat import Chat, Repl
 from bessemer.serve.conversation import Transcript, Turns, remark, template_of
 
@@ -166,3 +166,33 @@ def test_the_command_talks_to_a_pipe(run: Path, home: Path) -> None:
     assert first == second and first and end == "\n"
     assert "trained on documents" in notes and "tiny, step 20, seed 1" in notes and "seed 9" in notes
     assert "Traceback" not in notes
+
+
+def test_the_calculator_answers_within_the_answer(
+    own: Engine, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first piece is scripted, as a tuned model would write it; the engine goes on after the value."""
+    pytest.importorskip("bessemer.evaluate.generative")
+    tokenizer = loaded.tokenizer
+    call = [
+        tokenizer.specials["<|python_start|>"],
+        *tokenizer.encode("12*3"),
+        tokenizer.specials["<|python_end|>"],
+    ]
+    prompts: list[list[int]] = []
+    chat = make_chat(own, loaded, "chat", GREEDY)
+    chat.max_tokens = 40
+    stream = chat._stream
+
+    def scripted(prompt: list[int], stop: int | None, used: int) -> Sample:
+        prompts.append(prompt)
+        if len(prompts) == 1:
+            return Sample(0, tuple(call), (), tokenizer.decode(call[:-1]), "stop", stop)
+        return stream(prompt, stop, used)
+
+    monkeypatch.setattr(chat, "_stream", scripted)
+    talk(chat, "what is 12*3?")
+    shown = tokenizer.decode(prompts[1])
+    assert shown.endswith("<|python_start|>12*3<|python_end|><|output_start|>36<|output_end|>")
+    assert "<|output_start|>36<|output_end|>" in chat.write.text
+    assert "<|output_start|>36" in tokenizer.decode(chat.exchanges[0])
