@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.serve.conftest import Gate
 from tests.tiny_run import make_run
 
 from bessemer.errors import InputError
@@ -113,30 +112,24 @@ def test_the_oldest_is_forgotten_when_the_context_is_full(own: Engine, loaded: L
     assert 0 < sum(map(len, chat.exchanges)) < own.capacity
 
 
-def test_ctrl_c_stops_the_answer_and_then_leaves(loaded: LoadedModel) -> None:
-    """A real signal while an answer is written: what was said stays, the conversation goes on."""
-    gate = Gate()
-    chat = make_chat(Engine.of(loaded, slots=1, scope=gate), loaded, "plain")
+def test_ctrl_c_stops_the_answer_and_twice_leaves(own: Engine, loaded: LoadedModel) -> None:
+    """A real signal while an answer is shown: what was shown stays, and nothing else; the conversation goes on."""
+    chat = make_chat(own, loaded, "plain")
     chat.max_tokens = 60
+    shown: list[str] = []
 
     def write(text: str) -> None:
-        if text.strip() and not gate.shut:
-            gate.shut = True  # the next round waits, so the answer cannot be whole
+        shown.append(text)
+        if text.strip() and len(chat.exchanges) == 0:
             os.kill(os.getpid(), signal.SIGINT)
 
     chat.write = write
-    original = chat.engine.wake
-
-    def wake() -> None:
-        gate.shut = False
-        original()
-
-    chat.engine.wake = wake  # type: ignore[method-assign] -- cancelled: the round may come
-    notes = talk(chat, "cats", "^C", "/help", "^C", "^C", "never read")
-    assert "(stopped)" in notes and len(chat.exchanges) == 1
-    assert [note for note in notes if "Ctrl-C again" in note] == [
-        "\n/quit or Ctrl-D leaves, or Ctrl-C again."
-    ] * 2
+    notes = talk(chat, "cats", "dogs", "^C", "/help", "^C", "^C", "never read")
+    assert notes[0] == "(stopped)" and len(chat.exchanges) == 2
+    first = shown.index("\n")
+    kept = Transcript(loaded.tokenizer)
+    assert chat.exchanges[0] == [*kept.question("cats"), *kept.answer("".join(shown[:first]), ())]
+    assert notes.count("\n/quit or Ctrl-D leaves, or Ctrl-C again.") == 2
 
 
 def test_a_base_model_gets_a_transcript_and_is_told_so(loaded: LoadedModel) -> None:

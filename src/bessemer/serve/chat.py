@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bessemer.data.tokenizer import Tokenizer
-from bessemer.generate import Engine, EngineThread, Request, Sample, SamplingOptions
+from bessemer.generate import Engine, EngineThread, Event, Request, Sample, SamplingOptions
 from bessemer.serve.conversation import Template
 
 HELP = """\
@@ -83,7 +83,7 @@ class Chat:
         return said, written, "length"
 
     def _stream(self, prompt: list[int], call: int | None, used: int) -> Sample:
-        """One request, shown as it comes; Ctrl-C cancels it and keeps what was written."""
+        """One request, shown as it comes. Ctrl-C cancels it; what was shown by then is the answer."""
         request = Request(
             prompt,
             max_tokens=None if self.max_tokens is None else self.max_tokens - used,
@@ -94,11 +94,15 @@ class Chat:
         )
         self.asked += 1
         handle = self.engine.submit(request)
+        shown: list[Event] = []
         try:
             for event in handle:
+                shown.append(event)
                 self.write(event.text)
         except KeyboardInterrupt:
             handle.cancel()
+            ids = tuple(token for event in shown for token in event.ids)
+            return Sample(0, ids, (), "".join(event.text for event in shown), "cancelled")
         return handle.result().samples[0]
 
 
@@ -148,10 +152,16 @@ class Repl:
                 if line.startswith("/"):
                     self.note(self.command(line))
                 elif line:
-                    remark = self.chat.say(line)
-                    self.chat.write("\n")
-                    if remark:
-                        self.note(f"({remark})")
+                    self.answer(line)
+
+    def answer(self, line: str) -> None:
+        try:
+            remark = self.chat.say(line)
+        except KeyboardInterrupt:  # before the first token, or a second time
+            remark = "stopped; the message is not part of the conversation"
+        self.chat.write("\n")
+        if remark:
+            self.note(f"({remark})")
 
     def command(self, line: str) -> str:
         """Obey a line that begins with a slash; returns what to show."""
