@@ -120,6 +120,25 @@ def test_a_chat_model_gets_the_tokens_of_turns(live: Live, loaded: LoadedModel) 
     assert given.choices[0].message.content == wanted.samples[0].text
 
 
+def test_the_token_that_ends_an_answer_is_counted_but_not_shown(live: Live, loaded: LoadedModel) -> None:
+    with Live(make_service(loaded, live.engine, "chat"), live.gate) as server:
+        for seed in range(20):
+            given = server.client.chat.completions.create(
+                model="tiny", messages=chat_messages(), seed=seed, max_tokens=40, logprobs=True
+            )
+            if given.choices[0].finish_reason == "stop":
+                break
+    choice = given.choices[0]
+    assert choice.finish_reason == "stop" and "<|assistant_end|>" not in choice.message.content
+    assert len(choice.logprobs.content) == given.usage.completion_tokens - 1
+
+
+def test_equal_prompts_of_one_request_get_different_samples(live: Live) -> None:
+    alone = live.client.completions.create(prompt=PROMPT, **ASK).choices[0].text
+    first, second = live.client.completions.create(prompt=[PROMPT, PROMPT], **ASK).choices
+    assert first.text == alone != second.text
+
+
 def test_models_health_and_metrics(live: Live) -> None:
     assert [model.id for model in live.client.models.list()] == ["tiny"]
     assert live.client.models.retrieve("tiny").id == "tiny"
