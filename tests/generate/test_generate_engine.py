@@ -212,6 +212,40 @@ def test_cancel_frees_the_slot_at_once_and_keeps_what_was_written(engine):
     running.cancel()  # nothing more
 
 
+def test_a_storm_of_requests_changes_none_of_them(engine):
+    """Random lengths, samples, settings, arrivals and cancellations; every request as if it were alone."""
+    rng = np.random.default_rng(8)
+
+    def draw(seed):
+        sampling = SamplingOptions(
+            temperature=float(rng.choice([0.0, 0.7, 1.3])),
+            top_k=int(rng.choice([0, 20])),
+            top_p=float(rng.choice([1.0, 0.9])),
+            repetition_penalty=float(rng.choice([1.0, 1.4])),
+        )
+        prompt = rng.integers(0, 300, rng.integers(1, 16)).tolist()
+        stops = [] if seed % 3 else ["e", "th"]
+        return Request(
+            prompt, int(rng.integers(1, 16)), sampling, int(rng.integers(1, 4)), (7, 8), stops, seed
+        )
+
+    requests = [draw(seed) for seed in range(24)]
+    alone = [engine.generate([request])[0] for request in requests]
+    handles, doomed = [], {5, 11, 17}
+    for number, request in enumerate(requests):
+        handles.append(engine.submit(request))
+        for _ in range(rng.integers(0, 3)):
+            engine.step()
+        if number - 1 in doomed:
+            handles[number - 1].cancel()
+    for number, (handle, expected) in enumerate(zip(handles, alone, strict=True)):
+        for sample, whole in zip(handle.result().samples, expected.samples, strict=True):
+            if number in doomed and sample.finish == "cancelled":
+                assert whole.ids[: len(sample.ids)] == sample.ids and whole.text.startswith(sample.text[:-1])
+            else:
+                assert sample == whole
+
+
 def test_a_full_queue_refuses_and_bad_requests_say_why(engine):
     engine.queue = 2
     handle = engine.submit(greedy(PROMPTS[0], 2, n=2))
