@@ -37,6 +37,18 @@ def engine(shared):
 
 
 @pytest.fixture(scope="module")
+def batch(params):
+    """The plain batch path, for four rows."""
+    decoder = Decoder(tiny_model())
+
+    def run(prompts, **options):
+        found = decoder(params, prompts, max_tokens=10, **options)
+        return [found.row(index) for index in range(len(prompts))]
+
+    return run
+
+
+@pytest.fixture(scope="module")
 def forward(params):
     """ids → log-probabilities of the full forward."""
     call = jax.jit(lambda ids: jax.nn.log_softmax(tiny_model().apply({"params": params}, ids)))
@@ -61,7 +73,7 @@ def ids_of(results):
     return [[sample.ids for sample in result.samples] for result in results]
 
 
-def test_greedy_requests_equal_the_full_forward_and_the_batch_decoder(engine, params, forward):
+def test_greedy_requests_equal_the_full_forward_and_the_batch_decoder(engine, batch, forward):
     results = engine.generate([greedy(prompt, logprobs=True) for prompt in PROMPTS])  # five, for four slots
     for prompt, result in zip(PROMPTS, results, strict=True):
         (sample,) = result.samples
@@ -69,8 +81,7 @@ def test_greedy_requests_equal_the_full_forward_and_the_batch_decoder(engine, pa
         assert scores.argmax(axis=-1).tolist() == list(sample.ids) and sample.finish == "length"
         np.testing.assert_allclose(sample.logprobs, scores[np.arange(10), sample.ids], atol=1e-4)
         assert sample.text == tiny_tokenizer().decode(sample.ids)
-    batch = Decoder(tiny_model())(params, PROMPTS[:2], max_tokens=10)
-    assert [batch.row(0), batch.row(1)] == [list(results[i].samples[0].ids) for i in range(2)]
+    assert batch(PROMPTS[:4]) == [list(results[i].samples[0].ids) for i in range(4)]
 
 
 def test_drawn_tokens_carry_untempered_teacher_forced_log_probabilities(engine, forward):
@@ -103,13 +114,13 @@ def test_seeds_are_chosen_and_told_when_none_is_given(engine):
     assert again.samples[0].ids == first.samples[0].ids
 
 
-def test_samples_of_one_prompt_equal_separate_prompts_and_share_a_prefill(engine, params):
+def test_samples_of_one_prompt_equal_separate_prompts_and_share_a_prefill(engine, batch):
     engine.prompt_tokens = 0
     (result,) = engine.generate([drawn(PROMPTS[2], 7, n=4)])
     assert engine.prompt_tokens == len(PROMPTS[2])
     options = SamplingOptions(temperature=1.2, seed=7)  # row j of a batch draws from the stream (seed, j) too
-    batch = Decoder(tiny_model())(params, [PROMPTS[2]] * 4, max_tokens=10, sampling=options)
-    assert [list(sample.ids) for sample in result.samples] == [batch.row(j) for j in range(4)]
+    separate = batch([PROMPTS[2]] * 4, sampling=options)
+    assert [list(sample.ids) for sample in result.samples] == separate
     (more,) = engine.generate([drawn(PROMPTS[2], 7, n=6)])  # more samples than slots
     assert [sample.ids for sample in more.samples[:4]] == [sample.ids for sample in result.samples]
     assert [sample.index for sample in more.samples] == list(range(6))
@@ -142,12 +153,18 @@ def test_one_compilation_a_bucket_and_one_fetch_a_round(params):
     assert engine.compilations == 2 and len(fetched) == engine.rounds == 3  # a prefill and a decode program
     engine.generate([drawn([3], 1, 5, stop_ids=[8])])
     engine.generate([Request(PROMPTS[2], 8, SamplingOptions(0.7, 5, 0.9, 0.1, 3, 1.2), logprobs=True)])
-    engine.update_params(tiny_params(2))
-    changed = engine.generate([greedy(PROMPTS[0], 9)])
     assert engine.compilations == 2
-    assert ids_of(changed) == ids_of(
-        Engine(tiny_model(), tiny_params(2), slots=2).generate([greedy(PROMPTS[0], 9)])
-    )
+
+
+def test_new_parameters_are_used_from_the_next_round_without_compiling(engine, params):
+    requests = [greedy(prompt) for prompt in PROMPTS]
+    before = engine.generate(requests)
+    compiled = engine.compilations
+    engine.update_params(tiny_params(2))
+    changed = engine.generate(requests)
+    engine.update_params(params)
+    assert engine.compilations == compiled
+    assert ids_of(changed) != ids_of(before) == ids_of(engine.generate(requests))
 
 
 def test_end_tokens_stop_ids_and_the_context_end_a_row(engine):
@@ -193,6 +210,40 @@ def test_cancel_frees_the_slot_at_once_and_keeps_what_was_written(engine):
         assert sample.finish == "cancelled" and len(sample.ids) == 4
     assert [sample.finish for sample in queued.result().samples] == ["cancelled"]
     running.cancel()  # nothing more
+
+
+def test_a_storm_of_requests_changes_none_of_them(engine):
+    """Random lengths, samples, settings, arrivals and cancellations; every request as if it were alone."""
+    rng = np.random.default_rng(8)
+
+    def draw(seed):
+        sampling = SamplingOptions(
+            temperature=float(rng.choice([0.0, 0.7, 1.3])),
+            top_k=int(rng.choice([0, 20])),
+            top_p=float(rng.choice([1.0, 0.9])),
+            repetition_penalty=float(rng.choice([1.0, 1.4])),
+        )
+        prompt = rng.integers(0, 300, rng.integers(1, 16)).tolist()
+        stops = [] if seed % 3 else ["e", "th"]
+        return Request(
+            prompt, int(rng.integers(1, 16)), sampling, int(rng.integers(1, 4)), (7, 8), stops, seed
+        )
+
+    requests = [draw(seed) for seed in range(24)]
+    alone = [engine.generate([request])[0] for request in requests]
+    handles, doomed = [], {5, 11, 17}
+    for number, request in enumerate(requests):
+        handles.append(engine.submit(request))
+        for _ in range(rng.integers(0, 3)):
+            engine.step()
+        if number - 1 in doomed:
+            handles[number - 1].cancel()
+    for number, (handle, expected) in enumerate(zip(handles, alone, strict=True)):
+        for sample, whole in zip(handle.result().samples, expected.samples, strict=True):
+            if number in doomed and sample.finish == "cancelled":
+                assert whole.ids[: len(sample.ids)] == sample.ids and whole.text.startswith(sample.text[:-1])
+            else:
+                assert sample == whole
 
 
 def test_a_full_queue_refuses_and_bad_requests_say_why(engine):

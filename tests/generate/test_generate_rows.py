@@ -12,8 +12,9 @@ from tiny_run import random_params
 
 
 def test_rows_that_outgrow_a_window_equal_the_full_forward():
-    """A window shorter than the prompt, reached while decoding, or neither; grouped queries and a lookup layer."""
-    block, vocab = 160, 60
+    """Short rows in half of the capacity, rows that outgrow it and the window while decoding, a prompt longer than the
+    window; grouped queries and a lookup layer."""
+    block, vocab = 256, 60
     model = GPT(
         depth=2,
         width=32,
@@ -32,23 +33,25 @@ def test_rows_that_outgrow_a_window_equal_the_full_forward():
     assert model.shape.windows == (128, None)
     params = random_params(model, 3, scale=0.2)
     engine = Engine(model, params, slots=4, steps=8)
+    assert [engine._slots.reach(length) for length in (1, 128, 129, 256)] == [128, 128, 256, 256]
     rng = np.random.default_rng(0)
     requests = [
-        Request(rng.integers(0, vocab, length).tolist(), 16, logprobs=True) for length in (145, 120, 3, 140)
+        Request(rng.integers(0, vocab, length).tolist(), 40, logprobs=True, n=4) for length in (100, 145)
     ]
-    results = engine.generate(requests)
+    results = [engine.generate([request])[0] for request in requests]
+    assert engine.compilations == 4  # two lengths of prompts, two of rows
     call = jax.jit(lambda ids: jax.nn.log_softmax(model.apply({"params": params}, ids)))
-    padded = np.zeros((4, block), np.int32)
+    padded = np.zeros((2, block), np.int32)
     for row, (request, result) in enumerate(zip(requests, results, strict=True)):
-        ids = [*request.prompt_ids, *result.samples[0].ids[:-1]]
+        assert len({sample.ids for sample in result.samples}) == 1  # greedy
+        ids = [*request.prompt_ids, *result.samples[0].ids]
         padded[row, : len(ids)] = ids
     full = np.asarray(call(padded))
     for row, (request, result) in enumerate(zip(requests, results, strict=True)):
-        (sample,) = result.samples
-        scores = full[row, len(request.prompt_ids) - 1 :][: len(sample.ids)]
-        assert scores.argmax(axis=-1).tolist() == list(sample.ids)
-        np.testing.assert_allclose(sample.logprobs, scores[np.arange(len(sample.ids)), sample.ids], atol=1e-4)
-    assert [len(result.samples[0].ids) for result in results] == [16, 16, 16, 16]
+        scores = full[row, len(request.prompt_ids) - 1 :][:40]
+        for sample in result.samples:
+            assert scores.argmax(axis=-1).tolist() == list(sample.ids)
+            np.testing.assert_allclose(sample.logprobs, scores[np.arange(40), sample.ids], atol=1e-4)
 
 
 def test_parameters_cast_before_a_loop_give_the_same_bits_as_cast_in_it():

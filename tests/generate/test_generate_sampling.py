@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bessemer.errors import InputError
-from bessemer.generate.sampling import Filters, SamplingOptions, choose, keep, penalise, row_keys
+from bessemer.generate.sampling import Filters, SamplingOptions, choose, keep, row_keys
 
 LOGITS = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3]]))
 
@@ -73,8 +73,9 @@ def test_draws_of_a_mixed_batch_pass_a_chi_square_test_row_by_row():
     filters = jax.tree.map(lambda value: np.repeat(value, each), filters)
     keys = row_keys(SamplingOptions(seed=2).streams(len(rows)), 0)
     table = jnp.repeat(jnp.asarray(logits, jnp.float32)[None], len(rows), axis=0)
-    lowered = penalise(table, jnp.broadcast_to(seen, table.shape), filters)
-    drawn = np.asarray(choose(lowered, keys, filters)).reshape(len(options), each)
+    drawn = np.asarray(choose(table, keys, filters, jnp.broadcast_to(seen, table.shape))).reshape(
+        len(options), each
+    )
     for sampling, tokens in zip(options[:-1], drawn[:-1], strict=True):
         statistic, freedom = chi_square(tokens, distribution(logits, seen, sampling))
         assert statistic < freedom + 5 * np.sqrt(2 * freedom), sampling  # five standard deviations

@@ -12,36 +12,20 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 import jax
 import numpy as np
 
 from bessemer.data.tokenizer import Tokenizer
+from bessemer.errors import InputError
 from bessemer.generate.admission import PROMPTS, ROWS, Joining, admission, by_width, check_request
 from bessemer.generate.load import LoadedModel
 from bessemer.generate.request import Event, Handle, QueueFull, Request, Result, Sample
+from bessemer.generate.row import Row
 from bessemer.generate.slots import Slots
 from bessemer.generate.stream import TextStream
-
-
-@dataclass
-class Row:
-    """What the host knows of a sample that is being written."""
-
-    handle: Handle
-    index: int
-    stops: frozenset[int]
-    limit: int
-    text: TextStream | None
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    pieces: list[str] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        return len(self.handle.request.prompt_ids) + len(self.ids)
 
 
 @dataclass
@@ -57,7 +41,7 @@ class Waiting:
 
 
 class Engine:
-    """`submit` requests from any thread; one thread runs `step` (an EngineThread, or whoever waits for a result).
+    """`submit` requests from any thread; an EngineThread runs the rounds, or else whoever waits for a result.
 
     model: has `decode`, `init_cache`, `vocab_size` and `block_size`; every array of its cache has the rows first.
     """
@@ -80,7 +64,9 @@ class Engine:
         seed: int = 0,
     ):
         self.model, self.tokenizer, self.params = model, tokenizer, params
-        self.capacity = min(capacity or model.block_size, model.block_size)
+        self.capacity = capacity or int(model.block_size)
+        if not 0 < self.capacity <= model.block_size:
+            raise InputError(f"capacity is {capacity}; the model's context is {model.block_size} tokens.")
         self.pad_id = pad_id if pad_id is not None else tokenizer.pad_id if tokenizer else 0
         named = end_ids if end_ids is not None else (tokenizer.bos_id,) if tokenizer else ()
         self.end_ids = tuple(named)
@@ -95,7 +81,8 @@ class Engine:
         self._held: dict[int, tuple[int, ...]] = {}  # tokens in the cache of a free slot, with `reuse`
         self._waiting: deque[Waiting] = deque()
         self._submitted = 0
-        self._lock = threading.Lock()
+        self._stepping = threading.RLock()  # held for a round
+        self._lock = threading.Lock()  # of the queue
         self._news = threading.Condition(self._lock)
 
     @classmethod
@@ -182,18 +169,19 @@ class Engine:
             pass
 
     def step(self) -> bool:
-        """One round; False if there was nothing to do. An error ends every open request with it."""
-        try:
-            with self.scope():
-                self._drop_cancelled()
-                self._admit()
-                if self._rows:
-                    self._decode()
-                    return True
-                return self.waiting > 0
-        except BaseException as error:  # also an interrupt: what the device holds is no longer known
-            self.abandon(error)
-            raise
+        """One round, by one thread at a time; False if there was nothing to do. An error ends every open request."""
+        with self._stepping:
+            try:
+                with self.scope():
+                    self._drop_cancelled()
+                    self._admit()
+                    if self._rows:
+                        self._decode()
+                        return True
+                    return self.waiting > 0
+            except BaseException as error:  # also an interrupt: what the device holds is no longer known
+                self.abandon(error)
+                raise
 
     def abandon(self, error: BaseException) -> None:
         """Every open request fails with `error`; the engine starts again with empty slots."""
@@ -208,16 +196,18 @@ class Engine:
             handle.fail(error)
 
     def cancel_all(self) -> None:
-        """End every open request as "cancelled", now; called by the thread that runs the rounds."""
-        with self._lock:
-            handles = [row.handle for row in self._rows.values()] + [item.handle for item in self._waiting]
-        for handle in handles:
-            handle.cancelled = True
-        self._drop_cancelled()
+        """End every open request as "cancelled", now."""
+        with self._stepping:
+            with self._lock:
+                handles = [row.handle for row in self._rows.values()]
+                handles += [item.handle for item in self._waiting]
+            for handle in handles:
+                handle.cancelled = True
+            self._drop_cancelled()
 
     def _drop_cancelled(self) -> None:
         for slot in [slot for slot, row in self._rows.items() if row.handle.cancelled]:
-            self._finish(slot, "", (), (), "cancelled")
+            self._hand_out(slot, self._rows[slot].cancel())
         with self._lock:
             dropped = [item for item in self._waiting if item.handle.cancelled]
             self._waiting = deque(item for item in self._waiting if not item.handle.cancelled)
@@ -284,55 +274,15 @@ class Engine:
             ids = [int(token) for token in output.ids[:made, column]]
             logprobs = [float(value) for value in output.logprobs[:made, column]]
             self.tokens += made
-            self._advance(slot, ids, logprobs, ended=not output.live[column])
+            self._hand_out(slot, self._rows[slot].take(ids, logprobs, ended=not output.live[column]))
 
-    # -- handing out ---------------------------------------------------------------------------------------------
-
-    def _advance(self, slot: int, ids: list[int], logprobs: list[float], ended: bool) -> None:
-        """New tokens of a row: their text, and whether they end it."""
+    def _hand_out(self, slot: int, event: Event) -> None:
+        """Give the event to its request; after the last one the slot is free again."""
         row = self._rows[slot]
-        stop: int | str | None = ids[-1] if ended and ids and ids[-1] in row.stops else None
-        text, taken = "", len(ids)
-        if row.text is not None:
-            text, taken = row.text.push_until_stop(ids if stop is None else ids[:-1])
-            if row.text.stop is not None:
-                stop, ended = row.text.stop, True
-            else:
-                taken = len(ids)
-            text += row.text.finish() if ended else ""
-        new, scores = tuple(ids[:taken]), tuple(logprobs[:taken]) if row.handle.request.logprobs else ()
-        if ended:
-            finish = "stop" if stop is not None else self._why_full(row)
-            self._finish(slot, text, new, scores, finish, stop, unused=ids[taken:])
-        elif new:
-            self._note(row, text, new, scores)
-            row.handle.emit(Event(row.index, text, new, scores), None)
-
-    def _why_full(self, row: Row) -> str:
-        asked = row.handle.request.max_tokens
-        return "length" if asked is not None and row.limit == asked else "context"
-
-    def _note(self, row: Row, text: str, ids: tuple[int, ...], logprobs: tuple[float, ...]) -> None:
-        row.ids += ids
-        row.logprobs += logprobs
-        row.pieces.append(text)
-
-    def _finish(
-        self,
-        slot: int,
-        text: str,
-        ids: tuple[int, ...],
-        logprobs: tuple[float, ...],
-        finish: str,
-        stop: int | str | None = None,
-        unused: Sequence[int] = (),
-    ) -> None:
-        """The last event of a row; its slot is free again. `unused`: tokens the device made beyond the end."""
-        row = self._rows.pop(slot)
-        self._free.append(slot)
-        self._note(row, text, ids, logprobs)
-        made = (*row.ids, *unused)
-        if self.reuse and made:
-            self._held[slot] = (*row.handle.request.prompt_ids, *made[:-1])
-        sample = Sample(row.index, tuple(row.ids), tuple(row.logprobs), "".join(row.pieces), finish, stop)
-        row.handle.emit(Event(row.index, text, ids, logprobs, finish), sample)
+        if event.finish is not None:
+            del self._rows[slot]
+            self._free.append(slot)
+            if self.reuse and row.made:
+                self._held[slot] = row.held
+        if event.ids or event.finish is not None:
+            row.handle.emit(event, None if event.finish is None else row.sample(event.finish))

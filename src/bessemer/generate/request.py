@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from bessemer.generate.engine import Engine
 
 
+LOOK = 0.5
+"""Seconds after which one who waits looks whether the engine's thread still runs."""
+
+
 class QueueFull(BessemerError):
     """More rows would wait than the engine allows: try again later."""
 
@@ -122,17 +126,15 @@ class Handle:
 
     def _wait(self, timeout: float | None) -> Event | BaseException:
         end = None if timeout is None else time.monotonic() + timeout
-        while not self._engine.threaded:
+        while True:
+            left = LOOK if end is None else min(LOOK, end - time.monotonic())
             try:
-                return self._events.get_nowait()
+                return self._events.get(timeout=max(left, 0.0) if self._engine.threaded else 0.0)
             except queue.Empty:
-                if end is not None and time.monotonic() > end:
+                if end is not None and time.monotonic() >= end:
                     raise TimeoutError(f"no news of the request within {timeout:g} seconds") from None
+            if not self._engine.threaded:
                 self._engine.step()
-        try:
-            return self._events.get(timeout=timeout)
-        except queue.Empty:
-            raise TimeoutError(f"no news of the request within {timeout:g} seconds") from None
 
     # -- the engine's side ---------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from flax import struct
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from bessemer.generate.sampling import Filters, choose, penalise, row_keys
+from bessemer.generate.sampling import Filters, choose, row_keys
 from bessemer.models.axes import constrain
 
 STOPS = 16
@@ -90,7 +90,7 @@ def in_use(model: Any, params: Any) -> Any:
 
 def _cast(model: Any, path: Any, leaf: Array) -> Array:
     """Tables are left alone, of which a step reads a few rows, and gates, which are float32 in use."""
-    group = model.group_of(tuple(key.key for key in path))
+    group = model.group_of(tuple(str(getattr(key, "key", key)) for key in path))
     return leaf.astype(model.compute_dtype) if group in ("matrix", "head") else leaf
 
 
@@ -139,9 +139,7 @@ def decode_block(model: Any, pad_id: int, steps: int, params: Any, rows: Rows) -
 
 def _take(pad_id: int, rows: Rows, logits: Array) -> tuple[Rows, Array]:
     """Choose a token for the live rows, and note which of them end with it. logits: (B, V) → rows, log p (B,)."""
-    chosen = choose(
-        penalise(logits, rows.seen, rows.filters), row_keys(rows.streams, rows.count), rows.filters
-    )
+    chosen = choose(logits, row_keys(rows.streams, rows.count), rows.filters, rows.seen)
     token = jnp.where(rows.live, chosen, pad_id)
     logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=-1)[:, 0]
     count, was_live = rows.count + rows.live, rows.live

@@ -97,32 +97,39 @@ class Filters:
         return jax.tree.map(lambda value: jnp.broadcast_to(jnp.reshape(value, (-1, 1)), (rows, 1)), self)
 
 
+def choose(logits: Array, keys: Array, filters: Filters, seen: Array | None = None) -> Array:
+    """The next token of each row: argmax of the scores, plus Gumbel noise where it is drawn.
+
+    logits: (B, V) float32, keys: (B,) → (B,) int32. `seen` (B, V) marks the tokens of the row, for the penalty. What no
+    row of the batch asks for is not computed; what another row asks for changes nothing.
+    """
+    filters = filters.columns(logits.shape[0])
+    drawn = jnp.asarray(filters.temperature) > 0  # (B, 1)
+    special = drawn & ~((filters.top_k >= logits.shape[-1]) & (filters.top_p >= 1) & (filters.min_p <= 0))
+    if seen is not None:
+        special |= filters.repetition_penalty != 1
+
+    def temper(logits: Array) -> Array:
+        # the most likely at 0: the smallest temperature overflows to -inf elsewhere, never to inf − inf
+        shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+        return jnp.where(drawn, shifted / jnp.where(drawn, filters.temperature, 1), logits)
+
+    def filtered() -> Array:
+        return keep(temper(logits if seen is None else penalise(logits, seen, filters)), filters)
+
+    def noisy() -> Array:
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
+        return jnp.where(drawn, scores + noise, scores)
+
+    scores = jax.lax.cond(jnp.any(special), filtered, lambda: temper(logits))
+    scores = jax.lax.cond(jnp.any(drawn), noisy, lambda: scores)
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+
+
 def penalise(logits: Array, seen: Array, filters: Filters) -> Array:
     """Logits with those of tokens already in the row lowered (CTRL, arXiv 1909.05858). logits, seen: (B, V)."""
     penalty = filters.columns(logits.shape[0]).repetition_penalty
-
-    def lowered() -> Array:
-        return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-    return jax.lax.cond(jnp.any(penalty != 1), lowered, lambda: logits)
-
-
-def choose(logits: Array, keys: Array, filters: Filters) -> Array:
-    """The next token of each row. logits: (B, V) float32, keys: (B,) → (B,) int32."""
-    filters = filters.columns(logits.shape[0])
-    drawn = jnp.asarray(filters.temperature) > 0  # (B, 1)
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    def draw() -> Array:
-        # the most likely at 0: the smallest temperature overflows to -inf elsewhere, never to inf − inf
-        shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
-        tempered = shifted / jnp.where(drawn, filters.temperature, 1)
-        plain = (filters.top_k >= logits.shape[-1]) & (filters.top_p >= 1) & (filters.min_p <= 0)
-        allowed = jax.lax.cond(jnp.all(plain | ~drawn), lambda: tempered, lambda: keep(tempered, filters))
-        chosen = jax.vmap(jax.random.categorical)(keys, allowed).astype(jnp.int32)
-        return jnp.where(drawn[:, 0], chosen, greedy)
-
-    return jax.lax.cond(jnp.any(drawn), draw, lambda: greedy)
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def keep(logits: Array, filters: Filters) -> Array:
