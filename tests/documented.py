@@ -107,7 +107,13 @@ def run(command: str, folder: Path, home: Path) -> subprocess.CompletedProcess[s
         "MPLBACKEND": "Agg",
     }
     return subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=variables, capture_output=True, text=True, timeout=300
+        ["bash", "-c", command],
+        cwd=folder,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
