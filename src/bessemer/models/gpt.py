@@ -24,6 +24,7 @@ from bessemer.models.layers import AXES, TENSOR_NAMES, BlockParameters, LayerOpt
 from bessemer.models.lookup import LookupOptions, LookupParameters, LookupSettings, lookup_layer, with_lookup
 from bessemer.models.shape import Shape, layer_windows, round_up
 from bessemer.models.stack import Stream, run_layers
+from bessemer.models.token_scores import token_scores
 from bessemer.registry import models
 from bessemer.topology import unbox
 
@@ -280,6 +281,17 @@ class GPT(LookupSettings):
     def token_logprobs(self, batch: Mapping[str, Array], deterministic: bool = True) -> Array:
         """log p(target) per token, (B, T) float32; 0 where the target is below 0."""
         return token_logprobs(
+            self._hidden_of(batch, deterministic),
+            self.head,
+            batch["target_ids"],
+            vocab_size=self.vocab_size,
+            softcap=self.softcap,
+            chunks=self.loss_chunks,
+        )
+
+    def token_scores(self, batch: Mapping[str, Array], deterministic: bool = True) -> tuple[Array, Array]:
+        """(log p(target), whether the target is the likeliest token), (B, T) each; (0, True) without a target."""
+        return token_scores(
             self._hidden_of(batch, deterministic),
             self.head,
             batch["target_ids"],
