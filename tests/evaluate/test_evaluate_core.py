@@ -129,6 +129,10 @@ def test_training_scores_core_and_the_checkpoint_gives_the_same(
     settings = {
         **tiny,
         "training.steps": 5,
+        "training.per_device_batch_size": 8,
+        "training.validation": False,
+        "optimization.name": "adamw",
+        "model.depth": 1,
         "eval.core_interval": 2,
         "eval.core_bundle": str(bundle),
         "eval.limit": 4,
@@ -157,6 +161,6 @@ def test_training_scores_core_and_the_checkpoint_gives_the_same(
 
 
 def test_an_interval_without_a_bundle_is_an_error(tiny, tmp_path, one_device):
-    settings = {**tiny, "training.steps": 5, "eval.core_interval": 2}
+    settings = {**tiny, "training.validation": False, "model.depth": 1, "eval.core_interval": 2}
     with pytest.raises(InputError, match=r"eval\.core_bundle"):
         launch.build_trainer("quickstart", settings, name="a", root=tmp_path).run()

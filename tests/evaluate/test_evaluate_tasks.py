@@ -40,6 +40,12 @@ def rows(loaded):
     ]
 
 
+def ask(kind, example, shots, delimiter, tokenizer):
+    """Rows of one example."""
+    ids = tokenizer.encode_batch(KINDS[kind].texts(example, shots, delimiter))
+    return KINDS[kind].rows(ids, example, tokenizer)
+
+
 @functools.cache
 def forward(model):
     return jax.jit(lambda params, ids: model.apply({"params": params}, ids))
@@ -99,32 +105,31 @@ def test_a_continuation_longer_than_the_context_is_never_right(loaded):
 def test_multiple_choice_scores_what_follows_the_shared_beginning(loaded):
     tokenizer = loaded.tokenizer
     example = {"query": "The", "choices": ["cats", "dogs were", "cats"], "gold": 1}
-    kind = KINDS["multiple_choice"]
-    found = kind.rows(example, "Shot.\n\n", " ", tokenizer)
+    found = ask("multiple_choice", example, "Shot.\n\n", " ", tokenizer)
     for row, choice in zip(found, example["choices"], strict=True):
         assert tokenizer.decode(row.ids) == f"<|bos|>Shot.\n\nThe {choice}"
     prefix = shared([row.ids for row in found])
     assert {row.start for row in found} == {prefix} and prefix >= len(tokenizer.encode("Shot.\n\nThe"))
-    same = kind.rows({"query": "a", "choices": ["b", "b c"], "gold": 0}, "", " ", tokenizer)
+    same = ask("multiple_choice", {"query": "a", "choices": ["b", "b c"], "gold": 0}, "", " ", tokenizer)
     assert all(row.start < len(row.ids) for row in same), "a choice that begins another has a token too"
 
 
 def test_schema_scores_the_shared_end(loaded):
     tokenizer = loaded.tokenizer
-    found = KINDS["schema"].rows(SCHEMA[0], "", " ", tokenizer)
+    found = ask("schema", SCHEMA[0], "", " ", tokenizer)
     ends = [row.ids[row.start :] for row in found]
     assert ends[0] == ends[1] and tokenizer.decode(ends[0]).endswith("in the rain.")
     assert found[0].ids[found[0].start - 1] != found[1].ids[found[1].start - 1]
 
 
 def test_an_exact_continuation_begins_where_the_prompt_ends(loaded):
-    (row,) = KINDS["language_modeling"].rows(EXACT[1], "", " ", loaded.tokenizer)
+    (row,) = ask("language_modeling", EXACT[1], "", " ", loaded.tokenizer)
     assert loaded.tokenizer.decode(row.ids[row.start :]) == " 2 dogs"
 
 
 def test_letters_are_asked_through_the_conversation(loaded):
     example = {"query": "Which?", "choices": ["cats", "dogs"], "gold": 1}
-    found = KINDS["letter"].rows(example, "", " ", loaded.tokenizer)
+    found = ask("letter", example, "", " ", loaded.tokenizer)
     text = loaded.tokenizer.decode(found[1].ids)
     assert text.startswith("<|bos|><|user_start|>Which?\nA. cats\nB. dogs\n")
     assert text.endswith("<|user_end|><|assistant_start|>B")
@@ -144,8 +149,9 @@ def test_a_task_is_judged_as_by_hand_at_any_batch_size(loaded, kind):
     random.Random(1337).shuffle(order)
     right = 0
     for index, example in enumerate(order):
-        values = [reference(loaded, row) for row in rows_of(task, order, index, loaded.tokenizer)]
-        counts = [len(row.ids) - row.start for row in rows_of(task, order, index, loaded.tokenizer)]
+        (own,) = rows_of(task, order, [index], loaded.tokenizer)
+        values = [reference(loaded, row) for row in own]
+        counts = [len(row.ids) - row.start for row in own]
         if kind == "language_modeling":
             right += values[0][1]
         else:
@@ -171,7 +177,8 @@ def test_few_shot_examples_are_drawn_from_the_others_and_always_the_same():
 def test_few_shot_texts_come_before_the_question(loaded):
     examples = choices_task(3)
     task = Task("t", "multiple_choice", examples, fewshot=2, delimiter="\nAnswer: ")
-    (text, *_) = [loaded.tokenizer.decode(row.ids) for row in rows_of(task, examples, 0, loaded.tokenizer)]
+    ((row, *_),) = rows_of(task, examples, [0], loaded.tokenizer)
+    text = loaded.tokenizer.decode(row.ids)
     solved = [
         f"{shot['query']}\nAnswer: {shot['choices'][shot['gold']]}" for shot in shots_of(examples, 0, 2)
     ]

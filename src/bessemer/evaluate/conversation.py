@@ -15,20 +15,20 @@ def can_chat(tokenizer: Tokenizer) -> bool:
 
 
 def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """bos, each message between the tokens of its role, and the token that opens the assistant's answer.
+    """The tokens of a conversation up to the answer. What looks like a special token in a message is text."""
+    return turns(tokenizer, [(one["role"], tokenizer.encode(one["content"])) for one in messages])
 
-    What looks like a special token in a message is text.
-    """
+
+def turns(tokenizer: Tokenizer, messages: Sequence[tuple[str, Sequence[int]]]) -> list[int]:
+    """bos, each message between the tokens of its role, and the token that opens the assistant's answer."""
     if not can_chat(tokenizer):
         raise InputError(
             f"{tokenizer.origin} has no tokens for the turns of a conversation (<|user_start|> and the like), "
             "which this evaluation needs."
         )
     specials, ids = tokenizer.specials, [tokenizer.bos_id]
-    for message in messages:
-        role = message["role"]
+    for role, content in messages:
         if role not in ROLES:
             raise InputError(f"a message has the role '{role}'; known: {', '.join(ROLES)}.")
-        ids += [specials[f"<|{role}_start|>"], *tokenizer.encode(message["content"])]
-        ids.append(specials[f"<|{role}_end|>"])
+        ids += [specials[f"<|{role}_start|>"], *content, specials[f"<|{role}_end|>"]]
     return [*ids, specials["<|assistant_start|>"]]

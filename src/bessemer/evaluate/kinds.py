@@ -1,6 +1,7 @@
 """How an example is asked and judged, by the likelihood of text. One class a kind.
 
-A kind gives the texts of an example, turns their tokens into rows with a scored end, and judges the scores.
+A kind gives the texts of an example, turns their tokens into rows with a scored end, and judges the scores. Texts are
+encoded by the caller, many examples at once: with few-shot examples that is most of the work on the host.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from bessemer.data import Tokenizer
-from bessemer.evaluate.conversation import prompt_ids
+from bessemer.evaluate.conversation import turns
 from bessemer.evaluate.scoring import Row, Score
 
 Example = Mapping[str, Any]
@@ -29,7 +30,13 @@ class Kind(Protocol):
         """The example with its answer, as it precedes a question."""
         ...
 
-    def rows(self, example: Example, shots: str, delimiter: str, tokenizer: Tokenizer) -> list[Row]: ...
+    def texts(self, example: Example, shots: str, delimiter: str) -> list[str]:
+        """What is to be encoded, after the solved examples `shots`."""
+        ...
+
+    def rows(self, ids: Sequence[list[int]], example: Example, tokenizer: Tokenizer) -> list[Row]:
+        """ids: of each text."""
+        ...
 
     def right(self, example: Example, scores: Sequence[Score]) -> bool: ...
 
@@ -43,9 +50,11 @@ class MultipleChoice:
     def solved(self, example: Example, delimiter: str) -> str:
         return f"{example['query']}{delimiter}{example['choices'][example['gold']]}"
 
-    def rows(self, example: Example, shots: str, delimiter: str, tokenizer: Tokenizer) -> list[Row]:
-        texts = [f"{shots}{example['query']}{delimiter}{choice}" for choice in example["choices"]]
-        ids = encode(tokenizer, texts)
+    def texts(self, example: Example, shots: str, delimiter: str) -> list[str]:
+        return [f"{shots}{example['query']}{delimiter}{choice}" for choice in example["choices"]]
+
+    def rows(self, ids: Sequence[list[int]], example: Example, tokenizer: Tokenizer) -> list[Row]:
+        ids = [[tokenizer.bos_id, *one] for one in ids]
         start = min(shared(ids), min(map(len, ids)) - 1)  # every choice has a token of its own
         return [Row(one, max(1, start)) for one in ids]
 
@@ -62,9 +71,12 @@ class Schema:
     def solved(self, example: Example, delimiter: str) -> str:
         return f"{example['context_options'][example['gold']]}{delimiter}{example['continuation']}"
 
-    def rows(self, example: Example, shots: str, delimiter: str, tokenizer: Tokenizer) -> list[Row]:
+    def texts(self, example: Example, shots: str, delimiter: str) -> list[str]:
         end = f"{delimiter}{example['continuation']}"
-        ids = encode(tokenizer, [f"{shots}{context}{end}" for context in example["context_options"]])
+        return [f"{shots}{context}{end}" for context in example["context_options"]]
+
+    def rows(self, ids: Sequence[list[int]], example: Example, tokenizer: Tokenizer) -> list[Row]:
+        ids = [[tokenizer.bos_id, *one] for one in ids]
         suffix = max(1, min(shared([one[::-1] for one in ids]), min(map(len, ids)) - 1))
         return [Row(one, len(one) - suffix) for one in ids]
 
@@ -81,10 +93,13 @@ class Continuation:
     def solved(self, example: Example, delimiter: str) -> str:
         return f"{example['context'].strip()}{delimiter}{example['continuation']}"
 
-    def rows(self, example: Example, shots: str, delimiter: str, tokenizer: Tokenizer) -> list[Row]:
+    def texts(self, example: Example, shots: str, delimiter: str) -> list[str]:
         # without the space at its end: that belongs to the first token of the continuation
         prompt = f"{shots}{example['context'].strip()}{delimiter}".rstrip()
-        before, whole = encode(tokenizer, [prompt, shots + self.solved(example, delimiter)])
+        return [prompt, shots + self.solved(example, delimiter)]
+
+    def rows(self, ids: Sequence[list[int]], example: Example, tokenizer: Tokenizer) -> list[Row]:
+        before, whole = ([tokenizer.bos_id, *one] for one in ids)
         return [Row(whole, max(1, min(shared([before, whole]), len(whole) - 1)))]
 
     def right(self, example: Example, scores: Sequence[Score]) -> bool:
@@ -105,8 +120,11 @@ class Letter:
         listed = "\n".join(f"{letter}. {choice}" for letter, choice in choices)
         return f"{example['query']}\n{listed}\nAnswer with the letter only."
 
-    def rows(self, example: Example, shots: str, delimiter: str, tokenizer: Tokenizer) -> list[Row]:
-        prompt = prompt_ids(tokenizer, [{"role": "user", "content": shots + self.question(example)}])
+    def texts(self, example: Example, shots: str, delimiter: str) -> list[str]:
+        return [shots + self.question(example)]
+
+    def rows(self, ids: Sequence[list[int]], example: Example, tokenizer: Tokenizer) -> list[Row]:
+        prompt = turns(tokenizer, [("user", ids[0])])
         letters = LETTERS[: len(example["choices"])]
         return [Row([*prompt, *tokenizer.encode(letter)], len(prompt)) for letter in letters]
 
@@ -120,11 +138,6 @@ KINDS: dict[str, Kind] = {
     "language_modeling": Continuation(),
     "letter": Letter(),
 }
-
-
-def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Each begun like a document."""
-    return [[tokenizer.bos_id, *ids] for ids in tokenizer.encode_batch(texts)]
 
 
 def shared(sequences: Sequence[Sequence[int]]) -> int:

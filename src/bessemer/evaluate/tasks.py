@@ -100,12 +100,24 @@ def shots_of(examples: Sequence[Example], index: int, count: int) -> list[Exampl
     return [examples[place] for place in drawn]
 
 
-def rows_of(task: Task, examples: Sequence[Example], index: int, tokenizer: Tokenizer) -> list[Row]:
-    """What is scored for one example."""
+def texts_of(task: Task, examples: Sequence[Example], index: int) -> list[str]:
+    """What one example has encoded: the solved ones, then the question with each answer."""
     kind = KINDS[task.kind]
     solved = [kind.solved(shot, task.delimiter) for shot in shots_of(examples, index, task.fewshot)]
     shots = "".join(text + task.separator for text in solved)
-    return kind.rows(examples[index], shots, task.delimiter, tokenizer)
+    return kind.texts(examples[index], shots, task.delimiter)
+
+
+def rows_of(
+    task: Task, examples: Sequence[Example], indices: Sequence[int], tokenizer: Tokenizer
+) -> list[list[Row]]:
+    """What is scored for each of the examples at `indices`."""
+    texts = [texts_of(task, examples, index) for index in indices]
+    ids = iter(tokenizer.encode_batch([text for own in texts for text in own]))
+    return [
+        KINDS[task.kind].rows([next(ids) for _ in own], examples[index], tokenizer)
+        for index, own in zip(indices, texts, strict=True)
+    ]
 
 
 def run_task(
@@ -147,7 +159,7 @@ def _judge_all(
     cropped = 0
     for first in range(0, len(examples), EXAMPLES_AT_ONCE):
         indices = range(first, min(first + EXAMPLES_AT_ONCE, len(examples)))
-        rows = [rows_of(task, examples, index, loaded.tokenizer) for index in indices]
+        rows = rows_of(task, examples, indices, loaded.tokenizer)
         scores = iter(score(loaded, [row for own in rows for row in own], batch_size))
         for index, own in zip(indices, rows, strict=True):
             found = [next(scores) for _ in own]
