@@ -1,6 +1,7 @@
 """CORE: both layouts of a bundle, the mean, what is missing; a trainer and its checkpoint score the same."""
 
 import json
+import types
 
 import jax
 import pytest
@@ -117,15 +118,9 @@ def test_a_file_outside_the_bundle_is_not_read(tmp_path):
         read_bundle(tmp_path / "b")
 
 
-@pytest.fixture
-def one_device(monkeypatch):
-    monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
-
-
-def test_training_scores_core_and_the_checkpoint_gives_the_same(
-    tiny, bundle, tmp_path, monkeypatch, one_device
-):
+def test_training_scores_core_and_the_checkpoint_gives_the_same(tiny, bundle, tmp_path, monkeypatch):
     """Rows at every interval and at the end; one compilation a bucket for the whole run."""
+    monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
     settings = {
         **tiny,
         "training.steps": 5,
@@ -147,8 +142,7 @@ def test_training_scores_core_and_the_checkpoint_gives_the_same(
     monkeypatch.setattr(evaluation.Evaluator, "from_trainer", spy)
     trainer = launch.build_trainer("quickstart", settings, name="a", root=tmp_path)
     trainer.run()
-    rows = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
-    scores = {row["step"]: row["core_metric"] for row in rows if "core_metric" in row}
+    scores = dict(core_rows(tmp_path / "a"))
     assert list(scores) == [2, 4, 5] and len(seen) == 3
     assert len({id(one.loaded.programs["token_scores"]) for one in seen}) == 1
     assert seen[0].loaded.programs["token_scores"]._cache_size() == 1, "all rows are of one bucket"
@@ -159,8 +153,16 @@ def test_training_scores_core_and_the_checkpoint_gives_the_same(
         n: p["accuracy"] for n, p in saved["tasks"].items()
     }
 
+    launch.reopen(tmp_path / "a", {}, step=3).run()
+    assert core_rows(tmp_path / "a") == list(scores.items()), "a resumed run has the same rows, each once"
 
-def test_an_interval_without_a_bundle_is_an_error(tiny, tmp_path, one_device):
-    settings = {**tiny, "training.validation": False, "model.depth": 1, "eval.core_interval": 2}
+
+def core_rows(run):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["core_metric"]) for row in rows if "core_metric" in row]
+
+
+def test_an_interval_without_a_bundle_is_an_error():
+    loop = types.SimpleNamespace(step=0, trainer=types.SimpleNamespace(is_process_zero=True))
     with pytest.raises(InputError, match=r"eval\.core_bundle"):
-        launch.build_trainer("quickstart", settings, name="a", root=tmp_path).run()
+        evaluation.Evaluation(core_interval=2).on_train_begin(loop)

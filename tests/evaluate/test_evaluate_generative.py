@@ -18,6 +18,7 @@ from bessemer.evaluate import Evaluator
 from bessemer.evaluate.arithmetic import problems
 from bessemer.evaluate.generative import is_right, parse_answer, question_ids, write
 from bessemer.evaluate.gsm8k import gsm8k
+from bessemer.evaluate.names import choose
 from bessemer.generate import LoadedModel
 from tiny_run import make_run, tiny_tokenizer
 
@@ -93,6 +94,7 @@ def test_gsm8k_is_scored_from_its_file(tmp_path):
     write_rows(tmp_path / "test.jsonl.gz", rows)
     found = gsm8k(loaded, source=str(tmp_path / "test.jsonl.gz"), batch_size=1)
     assert found["accuracy"] == 0.5 and found["examples"] == 2
+    assert choose(f"gsm8k:{tmp_path / 'test.jsonl.gz'}").run(loaded, limit=1)["examples"] == 1
     with pytest.raises(InputError, match="gsm8k:FILE"):
         gsm8k(loaded)
 

@@ -29,7 +29,7 @@ def split_tasks(text: str) -> list[str]:
     """Words between commas; those after `harness:` that are none of ours are its tasks: harness:piqa,copa,bpb."""
     words: list[str] = []
     for word in filter(None, (part.strip() for part in text.split(","))):
-        ours = is_task_file(word) or word.partition(":")[0] in evaluations
+        ours = is_file(word) or word.partition(":")[0] in evaluations
         if words and words[-1].startswith(LISTS) and not ours:
             words[-1] += f",{word}"
         else:
@@ -43,7 +43,7 @@ def check_tasks(tasks: Sequence[str]) -> list[str]:
     if not names:
         raise InputError(f"no task is named. Known: {known()}.")
     for name in names:
-        if is_task_file(name):
+        if is_file(name):
             if not Path(name).is_file():
                 raise InputError(f"there is no task file '{name}'.")
             continue
@@ -58,13 +58,18 @@ def check_tasks(tasks: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def is_file(name: str) -> bool:
+    """pets.jsonl is one, gsm8k:test.jsonl is an evaluation with its data."""
+    return is_task_file(name) and name.partition(":")[0] not in evaluations
+
+
 def known() -> str:
     return f"{', '.join(evaluations.names())}, and task files ({' or '.join(SUFFIXES)})"
 
 
 def choose(name: str) -> Chosen:
     """What a checked name stands for."""
-    if is_task_file(name):
+    if is_file(name):
         task = read_task(name)
 
         def run(loaded: Any, **options: Any) -> dict[str, Any]:
