@@ -255,3 +255,26 @@ def test_programs_are_handed_on(loaded, rows):
     newer = dataclasses.replace(loaded, params=jax.tree.map(lambda leaf: leaf * 2, loaded.params))
     score(newer, rows, 16)
     assert newer.programs["token_scores"]._cache_size() == before
+
+
+def test_progress_names_what_is_under_way(loaded, rows):
+    import io
+
+    from bessemer.evaluate import progress
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    with progress.shown(screen), progress.label("core"), progress.label("copa"):
+        score(loaded, rows, 16)
+    assert "core copa" in screen.getvalue() and f"{len(rows)}/{len(rows)}" in screen.getvalue()
+    progress.tick(1, 2)  # nothing is shown unless asked for
+
+
+def test_many_examples_are_taken_in_portions(loaded, monkeypatch):
+    task = Task("t", "multiple_choice", choices_task(7), fewshot=1)
+    whole = run_task(loaded, task, batch_size=16)
+    monkeypatch.setattr("bessemer.evaluate.tasks.EXAMPLES_AT_ONCE", 3)
+    assert run_task(loaded, task, batch_size=16) == whole

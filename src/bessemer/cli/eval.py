@@ -87,6 +87,9 @@ def show(results: dict[str, dict[str, Any]]) -> None:
             click.echo("\n" + table(head, lines, width=80))
         if result.get("missing"):
             click.echo(f"missing from the bundle: {', '.join(result['missing'])}")
-        for name, part in [("", result), *result.get("tasks", {}).items()]:
+        notes: dict[str, list[str]] = {}
+        for name, part in [(result["task"], result), *result.get("tasks", {}).items()]:
             if part.get("note"):
-                click.echo(f"note: {name or result['task']}: {part['note']}")
+                notes.setdefault(part["note"], []).append(name)
+        for note, names in notes.items():
+            click.echo(f"note: {note} ({', '.join(names)})")

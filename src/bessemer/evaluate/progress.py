@@ -29,7 +29,7 @@ def tick(done: int, total: int) -> None:
 def label(name: str) -> Iterator[None]:
     """What the ticks inside are about; a part of a task is shown after its name."""
     outer = _label.get()
-    token = _label.set(f"{outer} {name}".strip())
+    token = _label.set(outer if outer == name else f"{outer} {name}".strip())
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ with Random(1234 + its index) from the others.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -160,7 +161,9 @@ def _judge_all(
     for first in range(0, len(examples), EXAMPLES_AT_ONCE):
         indices = range(first, min(first + EXAMPLES_AT_ONCE, len(examples)))
         rows = rows_of(task, examples, indices, loaded.tokenizer)
-        scores = iter(score(loaded, [row for own in rows for row in own], batch_size))
+        more = len(examples) > EXAMPLES_AT_ONCE
+        with progress.label(f"from example {first + 1}") if more else contextlib.nullcontext():
+            scores = iter(score(loaded, [row for own in rows for row in own], batch_size))
         for index, own in zip(indices, rows, strict=True):
             found = [next(scores) for _ in own]
             right.append(KINDS[task.kind].right(examples[index], found))
