@@ -24,6 +24,7 @@ from bessemer.models.lookup import LookupOptions, LookupParameters, lookup_layer
 from bessemer.models.settings import GPTSettings
 from bessemer.models.shape import group_of
 from bessemer.models.stack import Stream, run_layers
+from bessemer.models.token_scores import token_scores
 from bessemer.registry import models
 
 
@@ -143,6 +144,17 @@ class GPT(GPTSettings):
     def token_logprobs(self, batch: Mapping[str, Array], deterministic: bool = True) -> Array:
         """log p(target) per token, (B, T) float32; 0 where the target is below 0."""
         return token_logprobs(
+            self._hidden_of(batch, deterministic),
+            self.head,
+            batch["target_ids"],
+            vocab_size=self.vocab_size,
+            softcap=self.softcap,
+            chunks=self.loss_chunks,
+        )
+
+    def token_scores(self, batch: Mapping[str, Array], deterministic: bool = True) -> tuple[Array, Array]:
+        """(log p(target), whether the target is the likeliest token), (B, T) each; (0, True) without a target."""
+        return token_scores(
             self._hidden_of(batch, deterministic),
             self.head,
             batch["target_ids"],
