@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -84,7 +85,7 @@ def shorten(command: str) -> str:
 
 
 def make_files(folder: Path) -> None:
-    """The files that the pages speak of: my.txt, and texts/ in two formats."""
+    """The files that the pages speak of: my.txt, texts/ in two formats, and small tasks."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -94,6 +95,22 @@ def make_files(folder: Path) -> None:
     (folder / "texts").mkdir()
     (folder / "texts" / "a.txt").write_text("".join(texts[:20]))
     pq.write_table(pa.table({"text": texts}), folder / "texts" / "b.parquet")
+    make_tasks(folder)
+
+
+def make_tasks(folder: Path) -> None:
+    """pets.jsonl with its header, gsm8k_test.jsonl, and a bundle of one task."""
+    pets = {"query": "A kitten grows up to be a", "choices": ["cat", "dog"], "gold": 0}
+    header = {"task": "pets", "kind": "multiple_choice", "fewshot": 1, "random_baseline": 0.5}
+    write_lines(folder / "pets.jsonl", [header, pets, pets])
+    write_lines(folder / "gsm8k_test.jsonl", [{"question": "What is 2 + 3?", "answer": "#### 5"}])
+    (folder / "bundle").mkdir()
+    write_lines(folder / "bundle" / "pets.jsonl", [pets, pets])
+    (folder / "bundle" / "tasks.json").write_text(json.dumps({"tasks": [{**header, "file": "pets.jsonl"}]}))
+
+
+def write_lines(path: Path, rows: list[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def run(command: str, folder: Path, home: Path) -> subprocess.CompletedProcess[str]:
@@ -107,7 +124,13 @@ def run(command: str, folder: Path, home: Path) -> subprocess.CompletedProcess[s
         "MPLBACKEND": "Agg",
     }
     return subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=variables, capture_output=True, text=True, timeout=300
+        ["bash", "-c", command],
+        cwd=folder,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 

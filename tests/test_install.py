@@ -45,6 +45,7 @@ environment = dict(os.environ)
 """
 CHECK = """
 heavy = {"jax", "jaxlib", "flax", "optax", "orbax", "matplotlib", "tokenizers", "pyarrow", "transformers"}
+heavy |= {"starlette", "uvicorn", "openai"}
 heavy &= set(sys.modules)
 assert not heavy, f"imported {sorted(heavy)}"
 assert dict(os.environ) == environment, "an environment variable was changed"

@@ -8,7 +8,9 @@ import pytest
 
 from bessemer.job import RunDirectory
 from bessemer.training import fetch
+from bessemer.training.callback import Callbacks
 from bessemer.training.callbacks.preview import PROMPTS, Preview, one_line
+from bessemer.training.callbacks.tracker import Tracker
 from tiny_run import tiny_model, tiny_params, tiny_tokenizer
 
 
@@ -32,6 +34,7 @@ def loop(tmp_path):
         said=said,
         flushed=flushed,
         flush=lambda: flushed.append(True),
+        callbacks=Callbacks([]),
         paused=contextlib.nullcontext,
     )
 
@@ -88,3 +91,12 @@ def test_without_a_tokenizer_it_says_so_and_stays_silent(loop):
 def test_one_line_fits():
     line = one_line(SimpleNamespace(prompt="a\nb", text=" c" * 80))
     assert line.startswith("a\\nb ▸ c") and len(line) == 66 and line.endswith("…")
+
+
+def test_samples_reach_the_trackers(loop):
+    tracker, written = Tracker(), []
+    tracker.sinks = [SimpleNamespace(write_samples=lambda step, lines: written.append((step, lines)))]
+    loop.callbacks = Callbacks([tracker])
+    run(loop, Preview(interval=-1, prompts=["The cat"]))
+    (row,) = rows(loop)
+    assert written == [(6, [f"The cat ▸ {row['completion']}"])]

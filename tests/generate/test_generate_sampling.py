@@ -44,6 +44,80 @@ def test_draws_follow_the_tempered_distribution():
     np.testing.assert_allclose(np.bincount(drawn, minlength=4) / rows, expected, atol=0.03)
 
 
+def chi_square(drawn, expected):
+    """Σ (observed − expected)² / expected over the tokens that can be drawn; others must never be."""
+    counts = np.bincount(drawn, minlength=len(expected))
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    wanted = expected[possible] * len(drawn)
+    return float(np.sum((counts[possible] - wanted) ** 2 / wanted)), int(possible.sum()) - 1
+
+
+def test_draws_of_a_mixed_batch_pass_a_chi_square_test_row_by_row():
+    """Every setting in one batch, each judged against its own distribution computed in float64."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=24) * 1.5
+    each = 20_000
+    options = [
+        SamplingOptions(temperature=1.0),
+        SamplingOptions(temperature=0.7, top_k=5),
+        SamplingOptions(temperature=1.3, top_p=0.6),
+        SamplingOptions(temperature=1.0, min_p=0.3),
+        SamplingOptions(temperature=1.0, repetition_penalty=1.8),
+        SamplingOptions(),
+    ]
+    seen = np.zeros(24, bool)
+    seen[[1, 4, 9]] = True
+    rows = [sampling for sampling in options for _ in range(each)]
+    filters = Filters.rows(options, 24)
+    filters = jax.tree.map(lambda value: np.repeat(value, each), filters)
+    keys = row_keys(SamplingOptions(seed=2).streams(len(rows)), 0)
+    table = jnp.repeat(jnp.asarray(logits, jnp.float32)[None], len(rows), axis=0)
+    drawn = np.asarray(choose(table, keys, filters, jnp.broadcast_to(seen, table.shape))).reshape(
+        len(options), each
+    )
+    for sampling, tokens in zip(options[:-1], drawn[:-1], strict=True):
+        statistic, freedom = chi_square(tokens, distribution(logits, seen, sampling))
+        assert statistic < freedom + 5 * np.sqrt(2 * freedom), sampling  # five standard deviations
+    assert (drawn[-1] == logits.argmax()).all()  # greedy among neighbours that draw
+
+
+def distribution(logits, seen, sampling):
+    """The filters by their definitions, in float64."""
+    scores = np.where(
+        seen,
+        np.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty),
+        logits,
+    )
+    p = np.exp(scores / sampling.temperature)
+    p /= p.sum()
+    order = np.argsort(-p)
+    allowed = np.ones(len(p), bool)
+    if sampling.top_k:
+        allowed[order[sampling.top_k :]] = False
+    if sampling.top_p < 1:
+        allowed[order[1 + np.searchsorted(np.cumsum(p[order]), sampling.top_p) :]] = False
+    allowed &= p >= sampling.min_p * p.max()
+    return np.where(allowed, p, 0) / p[allowed].sum()
+
+
+def test_a_row_is_not_changed_by_the_filters_of_its_neighbours():
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(3, 5000)) * 4, jnp.float32)
+    alone = SamplingOptions(temperature=1.0)
+    mixed = Filters.rows([alone, SamplingOptions(temperature=1.0, top_p=0.1), alone], 5000)
+    np.testing.assert_array_equal(np.asarray(keep(logits, mixed))[[0, 2]], np.asarray(logits)[[0, 2]])
+    keys = row_keys(SamplingOptions(seed=3).streams(3), 7)
+    together = choose(logits, keys, mixed)
+    single = choose(logits, keys, Filters.of(alone, 5000))
+    assert together.tolist()[::2] == single.tolist()[::2]
+
+
+def test_the_smallest_temperature_is_greedy_not_nan():
+    keys = row_keys(SamplingOptions(seed=1).streams(1), 0)
+    filters = Filters.of(SamplingOptions(temperature=1e-38), 4)
+    assert choose(LOGITS * 30 + 50, keys, filters).tolist() == [1]
+
+
 def test_keys_belong_to_rows():
     words = jax.random.key_data(row_keys(SamplingOptions(seed=4).streams(3), 5))
     assert len({tuple(row) for row in np.asarray(words).tolist()}) == 3
@@ -62,6 +136,7 @@ def test_keys_belong_to_rows():
         {"top_p": 0.0},
         {"min_p": 2.0},
         {"seed": -1},
+        {"repetition_penalty": 0.0},
     ],
 )
 def test_impossible_options_are_input_errors(bad):

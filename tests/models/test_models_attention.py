@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bessemer.models.attention import attention, block_length
+from bessemer.models.attention import attention, block_length, cached_attention
 
 
 def draw(*shape: int, seed: int = 0) -> np.ndarray:
@@ -69,13 +69,18 @@ def test_cached_queries_see_the_keys_up_to_their_position():
     positions = np.array([[4, 5, 6], [11, 12, 13]])
     keys = np.arange(20)[None, None]
     allowed = (keys <= positions[..., None]) & (keys > positions[..., None] - 5)
-    got = attention(q, k, v, window=5, q_positions=jnp.asarray(positions))
+    # places of a cache are in any order, and some are empty
+    order = np.random.default_rng(3).permutation(20)
+    held = np.concatenate([np.broadcast_to(order, (2, 20)), np.full((2, 4), -1)], axis=1)
+    k_held, v_held = (np.pad(x[:, order], ((0, 0), (0, 4), (0, 0), (0, 0))).swapaxes(1, 2) for x in (k, v))
+    got = cached_attention(q, k_held, v_held, window=5, q_positions=positions, k_positions=held)
     np.testing.assert_allclose(got, reference(q, k, v, allowed), atol=2e-6)
 
 
 def test_a_query_without_keys_gives_zeros_not_the_mean():
     q, k, v = draw(1, 1, 2, 8), draw(1, 6, 2, 8), draw(1, 6, 2, 8)
-    got = attention(q, k, v, q_positions=jnp.array([[-1]]))
+    held, nowhere = jnp.arange(6)[None], jnp.array([[-1]])
+    got = cached_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), q_positions=nowhere, k_positions=held)
     assert np.all(np.asarray(got) == 0)
 
 

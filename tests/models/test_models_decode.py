@@ -77,6 +77,32 @@ def test_windows_while_decoding():
         np.testing.assert_allclose(logits[:, 0], full[:, t], atol=1e-5)
 
 
+def test_a_window_keeps_only_its_own_keys_however_it_is_fed():
+    """Rows of different lengths, pieces longer and shorter than what is left of the ring, padding, a row that rests."""
+    model, params, decode = make(block_size=256, window="SL", depth=2)
+    ids = tokens(2, 200)
+    full = forward(model, params, ids)
+    cache = model.init_cache(2, 200)
+    assert [store.shape[2] for store in cache.keys] == [128, 200] and cache.capacity == 200
+    at = np.zeros(2, int)
+    for width, lengths in (
+        (130, [130, 3]),
+        (130, [40, 129]),
+        (130, [0, 60]),
+        (1, [1, 1]),
+        (1, [1, 0]),
+        (1, [1, 1]),
+    ):
+        piece = np.full((2, width), 39)
+        for row, n in enumerate(lengths):
+            piece[row, :n] = ids[row, at[row] : at[row] + n]
+        logits, cache = decode(piece, cache, jnp.array(lengths))
+        for row, n in enumerate(lengths):
+            np.testing.assert_allclose(logits[row, :n], full[row, at[row] : at[row] + n], atol=2e-5)
+            at[row] += n
+    assert cache.lengths.tolist() == at.tolist()
+
+
 def test_rows_of_different_lengths_padded_on_the_right():
     model, params, decode = make()
     ids = tokens(3, 12)

@@ -26,6 +26,8 @@ COMMANDS = {
     "report": "Write a run's report again: tables and curves.",
     "compare": "Put runs side by side: results, settings that differ, curves.",
     "sample": "Let a trained model continue a prompt.",
+    "chat": "Talk to a trained model.",
+    "serve": "Serve a trained model to OpenAI's clients.",
     "eval": "Measure a trained model.",
     "recipes": "List the shipped recipes.",
     "plan": "Say what a recipe will take: sizes, schedules, memory, time.",

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
 
 @click.command("eval")
 @click.argument("run")
-@click.option("--tasks", required=True, help="Evaluations by name, separated by commas: bpb.")
+@click.option(
+    "--tasks",
+    required=True,
+    help="Separated by commas: bpb, loss, core:DIR, gsm8k:FILE, arithmetic, harness:TASK, or a task file.",
+)
 @click.option("--step", type=int, help="Checkpoint to use; default: the newest valid one.")
 @click.option(
     "--limit", type=int, help="Examples at most; for bpb sequences, default as many as in training."
@@ -26,13 +31,14 @@ def command(
     Examples:
       bessemer eval runs/mine --tasks bpb
       bessemer eval mine --tasks bpb --step 512 --limit 64 --json
+      bessemer eval mine --tasks core:bundle --limit 100
     """
-    from bessemer.evaluate import Evaluator, check_tasks
+    from bessemer.evaluate import Evaluator, check_tasks, split_tasks
+    from bessemer.evaluate.progress import shown
     from bessemer.job import find_run
-    from bessemer.report.table import table
     from bessemer.topology import make_topology
 
-    names = check_tasks(tasks.split(","))
+    names = check_tasks(split_tasks(tasks))
     found = find_run(run, root)
     topology = make_topology()
     evaluator = Evaluator.from_run(
@@ -45,13 +51,45 @@ def command(
     )
     for note in evaluator.loaded.notes:
         click.echo(f"note: {note}", err=True)
-    results = evaluator.run()
+    with shown():
+        results = evaluator.run()
     if as_json:
         click.echo(json.dumps({"run": str(found.path), "step": evaluator.loaded.step, "results": results}))
         return
+    click.echo(f"{found.name}, step {evaluator.loaded.step}")
+    show(results)
+
+
+def show(results: dict[str, dict[str, Any]]) -> None:
+    """A line a task, and the parts of those that have parts."""
+    from bessemer.report.table import number, table
+
     rows = [
         (task, result["metric"], f"{result['value']:.4f}", f"{result['seconds']:.1f} s")
         for task, result in results.items()
     ]
-    click.echo(f"{found.name}, step {evaluator.loaded.step}")
-    click.echo(table(("task", "metric", "value", "time"), rows))
+    click.echo(table(("task", "metric", "value", "time"), rows, width=80))
+    for result in results.values():
+        parts = [(name, part) for name, part in result.get("tasks", {}).items() if "centred" in part]
+        if parts:
+            head = ("task", "accuracy", "centred", "examples", "cropped", "time")
+            lines = [
+                (
+                    name,
+                    number(part["accuracy"]),
+                    number(part["centred"]),
+                    str(part["examples"]),
+                    str(part["cropped"]),
+                    f"{part['seconds']:.1f} s",
+                )
+                for name, part in parts
+            ]
+            click.echo("\n" + table(head, lines, width=80))
+        if result.get("missing"):
+            click.echo(f"missing from the bundle: {', '.join(result['missing'])}")
+        notes: dict[str, list[str]] = {}
+        for name, part in [(result["task"], result), *result.get("tasks", {}).items()]:
+            if part.get("note"):
+                notes.setdefault(part["note"], []).append(name)
+        for note, names in notes.items():
+            click.echo(f"note: {note} ({', '.join(names)})")

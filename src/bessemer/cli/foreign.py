@@ -95,9 +95,7 @@ FLAGS: dict[str, Here] = {
     "eval_tokens": Here(
         None, "Write training.validation_steps=N: it counts sequences, so divide by architecture.block_size."
     ),
-    "core_metric_every": Here(
-        "logging.validation_interval", "Evaluations of eval.evaluations run with each validation."
-    ),
+    "core_metric_every": Here("eval.core_interval", "And eval.core_bundle=DIR says where its tasks are."),
     "core_metric_max_per_task": Here("eval.limit"),
     "sample_every": Here("logging.preview_interval", _STEPS),
     "save_every": Here("logging.checkpoint_interval", _STEPS),

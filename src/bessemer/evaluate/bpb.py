@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,19 +15,18 @@ import numpy as np
 
 from bessemer.data import Validation
 from bessemer.errors import InputError
+from bessemer.evaluate import progress
 from bessemer.evaluate.held_out import held_out
+from bessemer.evaluate.scoring import check_batch, rows_in_a_pass
 from bessemer.generate import LoadedModel
 from bessemer.registry import evaluations
-
-TOKENS_IN_A_PASS = 16_384
-"""Tokens in one forward pass when no batch size is given."""
 
 
 @evaluations.register("bpb")
 def bpb(loaded: LoadedModel, *, limit: int | None = None, batch_size: int | None = None) -> dict[str, Any]:
     """Plain values. `limit`: sequences in all; `batch_size`: in one pass, all devices together."""
     rows = held_out(loaded, limit)
-    totals = measure(loaded, rows, batch_size or max(1, TOKENS_IN_A_PASS // loaded.model.block_size))
+    totals = measure(loaded, rows, batch_size)
     if totals["bytes"] == 0:
         raise InputError(
             "no target of the held-out sequences stands for a byte: bits per byte are not defined."
@@ -37,39 +35,43 @@ def bpb(loaded: LoadedModel, *, limit: int | None = None, batch_size: int | None
         "metric": "bits per byte",
         "value": totals["nats"] / (math.log(2) * totals["bytes"]),
         "loss": totals["loss"] / totals["weight"],
+        "perplexity": math.exp(totals["loss"] / totals["weight"]),
         "sequences": len(rows),
         "targets": int(totals["weight"]),
         "bytes": int(totals["bytes"]),
     }
 
 
-def measure(loaded: LoadedModel, rows: Validation, batch_size: int) -> dict[str, float]:
+def measure(loaded: LoadedModel, rows: Validation, batch_size: int | None = None) -> dict[str, float]:
     """Σ loss and Σ weight of all targets, Σ nats and Σ bytes of those with bytes.
 
     The device gives sums of single rows, which are added exactly on the host: batching does not matter.
     """
-    if batch_size < 1:
-        raise InputError(f"the batch size is {batch_size}; give at least 1.")
-    everywhere = None
-    if loaded.topology is not None:
-        parallel, everywhere = loaded.topology.data_parallel, loaded.topology.replicated
-        batch_size = -(-batch_size // parallel) * parallel
-    model = loaded.model
+    check_batch(batch_size)
+    size = rows_in_a_pass(loaded, loaded.model.block_size, batch_size)
+    run = loaded.program("row_sums", lambda: _compiled(loaded))
+    found = []
+    with loaded.scope():
+        for number, batch in enumerate(batches(loaded, rows, size), start=1):
+            found.append(run(loaded.params, batch))
+            progress.tick(min(number * size, len(rows)), len(rows))
+        table = np.concatenate(loaded.fetch(found), axis=1)
+    return {
+        name: math.fsum(row) for name, row in zip(("loss", "weight", "nats", "bytes"), table, strict=True)
+    }
 
-    @partial(jax.jit, out_shardings=everywhere)
-    def sums(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
+
+def _compiled(loaded: LoadedModel) -> Any:
+    model, everywhere = loaded.model, None if loaded.topology is None else loaded.topology.replicated
+
+    def row_sums(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         logprobs = model.apply({"params": params}, batch, method="token_logprobs")  # (B, T)
         weights = jnp.where(batch["target_ids"] >= 0, batch["loss_mask"], 0.0)
         counted = weights * (batch["target_bytes"] > 0)
         parts = (-logprobs * weights, weights, -logprobs * counted, counted * batch["target_bytes"])
         return jnp.stack([part.sum(axis=1) for part in parts])  # (4, B)
 
-    with loaded.scope():
-        found = [sums(loaded.params, batch) for batch in batches(loaded, rows, batch_size)]
-    table = np.concatenate(jax.device_get(found), axis=1)
-    return {
-        name: math.fsum(row) for name, row in zip(("loss", "weight", "nats", "bytes"), table, strict=True)
-    }
+    return jax.jit(row_sums, out_shardings=everywhere)
 
 
 def batches(loaded: LoadedModel, rows: Validation, batch_size: int) -> Iterator[dict[str, Any]]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from bessemer.errors import InputError, nearest
+import jax
+
+from bessemer.evaluate import progress
+from bessemer.evaluate.names import check_tasks, choose
 from bessemer.generate import LoadedModel, load_model
 from bessemer.job import BasicJob, ExecutionSpec, RunDirectory, atomic_write
 from bessemer.job.files import storage
-from bessemer.registry import evaluations
 from bessemer.topology import Topology
 
 
@@ -46,8 +49,18 @@ class Evaluator(BasicJob):
         return cls(spec, load_model(run, step, topology=topology), **options)
 
     @classmethod
-    def from_trainer(cls, trainer: Any, **options: Any) -> Self:
-        """Of a live trainer: its parameters as they are now, not copied."""
+    def from_trainer(
+        cls,
+        trainer: Any,
+        *,
+        fetch: Callable[[Any], Any] = jax.device_get,
+        programs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """Of a live trainer: its parameters as they are now, not copied.
+
+        `programs` is a dictionary that keeps what is compiled; give the same one each time.
+        """
         loaded = LoadedModel(
             trainer.model,
             trainer.state.params,
@@ -56,22 +69,27 @@ class Evaluator(BasicJob):
             trainer.config.tree(),
             trainer.run_directory,
             trainer.topology,
+            fetch=fetch,
+            programs={} if programs is None else programs,
         )
         return cls(trainer.spec, loaded, **options)
 
     @property
     def done(self) -> bool:
-        return all(task in self.results for task in self.tasks)
+        return len(self.results) == len(self.tasks)
 
     def run(self) -> dict[str, dict[str, Any]]:
-        """Task → result, each also in a file of its own."""
+        """Label → result, each also in a file of its own. The label of `core:DIR` is core, of a task file its name."""
         for task in self.tasks:
             begun = time.monotonic()
-            found = evaluations.get(task)(self.loaded, limit=self.limit, batch_size=self.batch_size)
-            result = {"task": task, "step": self.loaded.step, **found, "seconds": time.monotonic() - begun}
-            self.results[task] = result
+            chosen = choose(task)
+            label = task if chosen.label in self.results else chosen.label
+            with progress.label(label):
+                found = chosen.run(self.loaded, limit=self.limit, batch_size=self.batch_size)
+            result = {"task": label, "step": self.loaded.step, **found, "seconds": time.monotonic() - begun}
+            self.results[label] = result
             self._write(result)
-            self.say(f"{task}: {result['metric']} {result['value']:.4f}")
+            self.say(f"{label}: {result['metric']} {result['value']:.4f}")
         return self.results
 
     def _write(self, result: dict[str, Any]) -> None:
@@ -80,18 +98,5 @@ class Evaluator(BasicJob):
         directory = self.spec.run_directory.eval
         with storage("cannot create the directory for results"):
             directory.mkdir(exist_ok=True)
-        name = f"{result['task']}_step{result['step']}.json"
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{result['task']}_step{result['step']}.json")
         atomic_write(directory / name, json.dumps(result, indent=1) + "\n")
-
-
-def check_tasks(tasks: Sequence[str]) -> list[str]:
-    """The names without repetition. Only registered ones, never code; an unknown one lists them."""
-    names = [name.strip() for name in tasks if name.strip()]
-    if not names:
-        raise InputError(f"no task is named. Known: {', '.join(evaluations.names())}.")
-    for name in names:
-        if name not in evaluations:
-            close = nearest(name, evaluations.names())
-            hint = f" Did you mean '{close}'?" if close else ""
-            raise InputError(f"unknown evaluation '{name}'.{hint} Known: {', '.join(evaluations.names())}.")
-    return list(dict.fromkeys(names))

@@ -1,16 +1,30 @@
-"""Text from models: loading a run for inference, choosing tokens, and the compiled decoder."""
+"""Text from models: loading a run for inference, choosing tokens, batch decoding, and the engine for requests."""
 
 from bessemer.generate.decoder import Decoder, Generation
+from bessemer.generate.engine import Engine
 from bessemer.generate.load import LoadedModel, load_model
+from bessemer.generate.request import Event, Handle, QueueFull, Request, Result, Sample
 from bessemer.generate.sampling import SamplingOptions
+from bessemer.generate.stream import StopDetector, TextStream
 from bessemer.generate.text import Completion, complete, sample
+from bessemer.generate.thread import EngineThread
 
 __all__ = [
     "Completion",
     "Decoder",
+    "Engine",
+    "EngineThread",
+    "Event",
     "Generation",
+    "Handle",
     "LoadedModel",
+    "QueueFull",
+    "Request",
+    "Result",
+    "Sample",
     "SamplingOptions",
+    "StopDetector",
+    "TextStream",
     "complete",
     "load_model",
     "sample",

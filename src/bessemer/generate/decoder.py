@@ -12,17 +12,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec
 
 from bessemer.errors import InputError
-from bessemer.generate.sampling import Filters, SamplingOptions, choose, row_keys
-from bessemer.models.cache import Cache
+from bessemer.generate.rows import Asked, Output, begin_rows, decode_block, forward, stop_table
+from bessemer.generate.sampling import Filters, SamplingOptions
 
 SMALLEST = 16
 """The shortest bucket of prompts and of new tokens."""
@@ -44,35 +42,11 @@ class Generation:
         return [int(token) for token in self.ids[index, : self.lengths[index] - stop]]
 
 
-class Request(NamedTuple):
-    """One call as arrays; B, P and V are the buckets and the vocabulary."""
-
-    prompts: Any  # (B, P) int32
-    lengths: Any  # (B,) real tokens of each prompt
-    limits: Any  # (B,) new tokens allowed; 0 for rows that only fill the bucket
-    streams: Any  # (B, 2) uint32, the random stream of each row
-    filters: Filters
-    stops: Any  # (V,) bool
-
-
-class State(NamedTuple):
-    """What the loop carries."""
-
-    step: Array  # new tokens so far
-    cache: Cache
-    token: Array  # (B,) the newest token
-    done: Array  # (B,)
-    ids: Array  # (B, N)
-    logprobs: Array  # (B, N)
-    lengths: Array  # (B,)
-    stopped: Array  # (B,) ended by an end token
-
-
 class Decoder:
     """Generates with any parameters of one model: `decoder(params, prompts, max_tokens=…)`.
 
     model: has `decode`, `init_cache`, `vocab_size` and `block_size`. `end_ids` end a row, as does any stop id
-    of the call. `fetch` reads the results from the device.
+    of the call. `fetch` reads the results from the device. For requests that come and go there is `Engine`.
     """
 
     def __init__(
@@ -87,7 +61,7 @@ class Decoder:
         self.pad_id = pad_id
         self.end_ids = tuple(end_ids)
         self.fetch = fetch
-        self._run = jax.jit(functools.partial(_run, model, pad_id), static_argnames="tokens")
+        self._run = jax.jit(functools.partial(run_rows, model, pad_id), static_argnames="tokens")
 
     @property
     def compilations(self) -> int:
@@ -108,20 +82,22 @@ class Decoder:
         block = self.model.block_size
         rows, notices = crop(prompts, max_tokens, block)
         limits = [min(max_tokens, block - len(row) + 1) for row in rows]
-        request = self._request(rows, limits, sampling or SamplingOptions(), stop_ids)
+        stops = {*self.end_ids, *stop_ids}
+        arguments = self._arguments(rows, limits, sampling or SamplingOptions(), stops)
         tokens = bucket(min(max_tokens, block), block)
-        ids, logprobs, lengths, stopped = self.fetch(self._run(params, request, tokens=tokens))
+        output = self.fetch(self._run(params, *arguments, tokens=tokens))
         count, longest = len(rows), max(limits)
-        reasons = tuple(_reason(bool(stopped[i]), limits[i] < max_tokens) for i in range(count))
+        ids, logprobs, lengths = output.ids.T, output.logprobs.T, output.made[:count]
+        reasons = tuple(
+            _reason(int(ids[i, lengths[i] - 1]) in stops, limits[i] < max_tokens) for i in range(count)
+        )
         full = reasons.count("context")
         if full:
             notices.append(
                 f"{full} of {count} rows stopped before {max_tokens} new tokens, because prompt and "
                 f"continuation filled the context of {block} tokens."
             )
-        return Generation(
-            ids[:count, :longest], lengths[:count], logprobs[:count, :longest], reasons, notices
-        )
+        return Generation(ids[:count, :longest], lengths, logprobs[:count, :longest], reasons, notices)
 
     def _check(self, prompts: Sequence[Sequence[int]], max_tokens: int, stop_ids: Sequence[int]) -> None:
         if max_tokens < 1:
@@ -132,31 +108,28 @@ class Decoder:
         if not all(0 <= token < size for ids in (*prompts, self.end_ids, stop_ids) for token in ids):
             raise InputError(f"a prompt or stop token lies outside the model's vocabulary of {size}.")
 
-    def _request(
+    def _arguments(
         self,
         rows: Sequence[Sequence[int]],
         limits: Sequence[int],
         sampling: SamplingOptions,
-        stop_ids: Sequence[int],
-    ) -> Request:
-        count, vocab_size = len(rows), self.model.vocab_size
+        stops: set[int],
+    ) -> tuple[np.ndarray, np.ndarray, Asked]:
+        """Prompts (B, P), lengths (B,) and the rest; B and P are buckets."""
+        count = len(rows)
         height = 1 << (count - 1).bit_length()
         width = bucket(max(len(row) for row in rows), self.model.block_size)
         prompts = np.full((height, width), self.pad_id, np.int32)
         for index, row in enumerate(rows):
             prompts[index, : len(row)] = row
         filler = height - count
-        stops = np.zeros(vocab_size, bool)
-        stops[[*self.end_ids, *stop_ids]] = True
-        streams = sampling.streams(count)
-        return Request(
-            prompts,
-            np.array([len(row) for row in rows] + [1] * filler, np.int32),
+        asked = Asked(
             np.array([*limits, *[0] * filler], np.int32),
-            np.pad(streams, ((0, filler), (0, 0))),
-            Filters.of(sampling, vocab_size),
-            stops,
+            np.pad(sampling.streams(count), ((0, filler), (0, 0))),
+            Filters.rows([sampling] * height, self.model.vocab_size),
+            stop_table([stops] * height),
         )
+        return prompts, np.array([len(row) for row in rows] + [1] * filler, np.int32), asked
 
 
 def bucket(size: int, most: int) -> int:
@@ -185,60 +158,14 @@ def _reason(stopped: bool, short: bool) -> str:
     return "stop" if stopped else "context" if short else "length"
 
 
-def _run(model: Any, pad_id: int, params: Any, request: Request, tokens: int) -> tuple[Array, ...]:
-    """Prefill and loop; (ids (B, N), logprobs (B, N), lengths (B,), stopped (B,)) with N = `tokens`."""
-    rows, width = request.prompts.shape
-    capacity = min(width + tokens, model.block_size)
-
-    def forward(ids: Array, cache: Cache, lengths: Array) -> tuple[Array, Cache]:
-        variables = {"params": params}
-        logits, cache = model.apply(variables, ids, cache, lengths, last_only=True, method="decode")
-        return logits[:, 0], cache
-
-    def goes_on(state: State) -> Array:
-        return (state.step < tokens) & ~jnp.all(state.done)
-
-    def advance(state: State) -> State:
-        logits, cache = forward(state.token[:, None], state.cache, (~state.done).astype(jnp.int32))
-        return _take(request, pad_id, state, logits, cache)
-
-    logits, cache = forward(request.prompts, model.init_cache(rows, capacity), request.lengths)
-    nothing = jnp.zeros(rows, jnp.int32)
-    start = State(
-        step=jnp.zeros((), jnp.int32),
-        cache=cache,
-        token=nothing,
-        done=request.limits < 1,
-        ids=jnp.full((rows, tokens), pad_id, jnp.int32),
-        logprobs=jnp.zeros((rows, tokens), jnp.float32),
-        lengths=nothing,
-        stopped=jnp.zeros(rows, bool),
-    )
-    end = jax.lax.while_loop(goes_on, advance, _take(request, pad_id, start, logits, cache))
-    return tuple(_everywhere(array) for array in (end.ids, end.logprobs, end.lengths, end.stopped))
-
-
-def _take(request: Request, pad_id: int, state: State, logits: Array, cache: Cache) -> State:
-    """Choose a token for the rows that go on, and note which of them end with it. logits: (B, V)."""
-    chosen = choose(logits, row_keys(request.streams, state.step), request.filters)
-    token = jnp.where(state.done, pad_id, chosen)
-    logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=-1)[:, 0]
-    lengths = state.lengths + ~state.done
-    stopped = state.stopped | (~state.done & request.stops[token])
-    return State(
-        step=state.step + 1,
-        cache=cache,
-        token=token,
-        done=state.done | stopped | (lengths >= request.limits),
-        ids=state.ids.at[:, state.step].set(token),
-        logprobs=state.logprobs.at[:, state.step].set(jnp.where(state.done, 0.0, logprob)),
-        lengths=lengths,
-        stopped=stopped,
-    )
-
-
-def _everywhere(array: Array) -> Array:
-    """Replicated over the mesh, if there is one: every process reads the whole result."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return array
-    return jax.lax.with_sharding_constraint(array, PartitionSpec())
+def run_rows(
+    model: Any, pad_id: int, params: Any, prompts: Array, lengths: Array, asked: Asked, *, tokens: int
+) -> Output:
+    """Prefill and loop to the end of every row. prompts: (B, P), right-padded; lengths, `asked`: (B·n,), n samples of
+    a prompt in sequence; `tokens` is the most a row may make."""
+    width, each = prompts.shape[1], lengths.shape[0] // prompts.shape[0]
+    cache = model.init_cache(prompts.shape[0], min(width + tokens, model.block_size))
+    _, cache = forward(model, params, prompts, cache, lengths[::each] - 1)
+    cache, prompts = jax.tree.map(lambda leaf: jax.numpy.repeat(leaf, each, axis=0), (cache, prompts))
+    rows = begin_rows(model.vocab_size, cache, prompts, lengths, asked)
+    return decode_block(model, pad_id, tokens, params, rows)[1]

@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,11 @@ FAMILY = "model/family"
 
 @dataclasses.dataclass
 class LoadedModel:
-    """A module, its parameters and its tokenizer. `config` is the saved tree; `notes` are lines to show."""
+    """A module, its parameters and its tokenizer. `config` is the saved tree; `notes` are lines to show.
+
+    `fetch` reads device values. `programs` keeps what was compiled for this model and mesh; who loads the same
+    model again, with newer parameters, hands it on.
+    """
 
     model: Any
     params: Any
@@ -42,13 +45,25 @@ class LoadedModel:
     run: RunDirectory | None = None
     topology: Topology | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
+    fetch: Callable[[Any], Any] = jax.device_get
+    programs: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
 
-    @cached_property
+    @property
     def decoder(self) -> Decoder:
         """Ends rows at the document token."""
+        return self.program("decoder", self._make_decoder)
+
+    def _make_decoder(self) -> Decoder:
         if self.tokenizer is None:
-            return Decoder(self.model)
-        return Decoder(self.model, pad_id=self.tokenizer.pad_id, end_ids=(self.tokenizer.bos_id,))
+            return Decoder(self.model, fetch=self.fetch)
+        end = (self.tokenizer.bos_id,)
+        return Decoder(self.model, pad_id=self.tokenizer.pad_id, end_ids=end, fetch=self.fetch)
+
+    def program(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` returned when `name` was first asked for."""
+        if name not in self.programs:
+            self.programs[name] = make()
+        return self.programs[name]
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:

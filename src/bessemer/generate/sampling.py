@@ -1,7 +1,8 @@
 """How the next token is chosen from its logits: greedy, or drawn, with filters; one random stream a row.
 
-Everything is an array, so that one compiled decoder serves every setting. Filters are applied to the tempered
-distribution in this order: top-k by rank, top-p of what is left, min-p against the most likely token.
+Everything is an array, one entry a row, so that one compiled program serves every mixture of settings. Tokens already
+in the row are penalised first; filters are then applied to the tempered distribution in this order: top-k by rank,
+top-p of what is left, min-p against the most likely token.
 """
 
 from __future__ import annotations
@@ -27,46 +28,53 @@ class SamplingOptions:
     top_k: int = 0  # the k most likely; 0 = all
     top_p: float = 1.0  # the fewest whose probabilities reach p; 1 = all
     min_p: float = 0.0  # at least min_p times the most likely one's probability; 0 = all
-    seed: int | Sequence[int] = 0
+    seed: int | Sequence[int] | None = None  # none: 0 in a batch of prompts, the engine's choice in a request
+    repetition_penalty: float = (
+        1.0  # logits of tokens in the row: divided by it if above 0, else multiplied; 1 = off
+    )
 
     def __post_init__(self) -> None:
-        seeds = [self.seed] if isinstance(self.seed, int) else list(self.seed)
+        seeds = [] if self.seed is None else [self.seed] if isinstance(self.seed, int) else list(self.seed)
+        penalty = self.repetition_penalty
         for holds, problem in (
             (math.isfinite(self.temperature) and self.temperature >= 0, "temperature is at least 0"),
             (self.top_k >= 0, "top-k is at least 1, or 0 for no limit"),
             (0 < self.top_p <= 1, "top-p is above 0 and at most 1"),
             (0 <= self.min_p <= 1, "min-p is between 0 and 1"),
             (all(0 <= seed < 2**32 for seed in seeds), "a seed is between 0 and 4294967295"),
+            (math.isfinite(penalty) and penalty > 0, "repetition penalty is above 0"),
         ):
             if not holds:
                 raise InputError(f"{problem}; got {self}.")
 
     def streams(self, rows: int) -> np.ndarray:
         """(rows, 2) uint32, the pair (seed, number) that `row_keys` makes a row's random stream of."""
-        if isinstance(self.seed, int):
-            return np.stack([np.full(rows, self.seed, np.uint32), np.arange(rows, dtype=np.uint32)], axis=1)
-        if len(self.seed) != rows:
-            raise InputError(f"{len(self.seed)} seeds for {rows} prompts: give one, or one a prompt.")
-        return np.stack([np.asarray(self.seed, np.uint32), np.zeros(rows, np.uint32)], axis=1)
+        seed = 0 if self.seed is None else self.seed
+        if isinstance(seed, int):
+            return np.stack([np.full(rows, seed, np.uint32), np.arange(rows, dtype=np.uint32)], axis=1)
+        if len(seed) != rows:
+            raise InputError(f"{len(seed)} seeds for {rows} prompts: give one, or one a prompt.")
+        return np.stack([np.asarray(seed, np.uint32), np.zeros(rows, np.uint32)], axis=1)
 
 
 def row_keys(streams: Array, step: Array | int) -> Array:
-    """(B,) keys of one step: fold_in(fold_in(key(seed), number), step). streams: (B, 2)."""
+    """(B,) keys of one step: fold_in(fold_in(key(seed), number), step). streams: (B, 2); step: () or (B,)."""
 
-    def key(stream: Array) -> Array:
+    def key(stream: Array, step: Array) -> Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(stream[0]), stream[1]), step)
 
-    return jax.vmap(key)(streams)
+    return jax.vmap(key)(streams, jnp.broadcast_to(jnp.asarray(step), streams.shape[:1]))
 
 
 @struct.dataclass
 class Filters:
-    """The settings of all rows as scalars on the device."""
+    """The settings as arrays: (B,), one entry a row, or () for all rows alike."""
 
-    temperature: Array | np.float32
-    top_k: Array | np.int32
-    top_p: Array | np.float32
-    min_p: Array | np.float32
+    temperature: Array | np.ndarray | np.float32
+    top_k: Array | np.ndarray | np.int32
+    top_p: Array | np.ndarray | np.float32
+    min_p: Array | np.ndarray | np.float32
+    repetition_penalty: Array | np.ndarray | np.float32
 
     @classmethod
     def of(cls, sampling: SamplingOptions, vocab_size: int) -> Filters:
@@ -75,37 +83,74 @@ class Filters:
             top_k=np.int32(min(sampling.top_k or vocab_size, vocab_size)),
             top_p=np.float32(sampling.top_p),
             min_p=np.float32(sampling.min_p),
+            repetition_penalty=np.float32(sampling.repetition_penalty),
         )
 
+    @classmethod
+    def rows(cls, options: Sequence[SamplingOptions], vocab_size: int) -> Filters:
+        """One entry for each of `options`."""
+        each = [cls.of(sampling, vocab_size) for sampling in options]
+        return jax.tree.map(lambda *values: np.stack(values), *each)
 
-def choose(logits: Array, keys: Array, filters: Filters) -> Array:
-    """The next token of each row. logits: (B, V) float32, keys: (B,) → (B,) int32."""
+    def columns(self, rows: int) -> Filters:
+        """(B, 1) each, to stand beside logits (B, V)."""
+        return jax.tree.map(lambda value: jnp.broadcast_to(jnp.reshape(value, (-1, 1)), (rows, 1)), self)
 
-    def draw() -> Array:
-        tempered = logits / filters.temperature
-        unfiltered = (filters.top_k >= logits.shape[-1]) & (filters.top_p >= 1) & (filters.min_p <= 0)
-        allowed = jax.lax.cond(unfiltered, lambda: tempered, lambda: keep(tempered, filters))
-        return jax.vmap(jax.random.categorical)(keys, allowed).astype(jnp.int32)
 
-    def greedy() -> Array:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+def choose(logits: Array, keys: Array, filters: Filters, seen: Array | None = None) -> Array:
+    """The next token of each row: argmax of the scores, plus Gumbel noise where it is drawn.
 
-    return jax.lax.cond(filters.temperature > 0, draw, greedy)
+    logits: (B, V) float32, keys: (B,) → (B,) int32. `seen` (B, V) marks the tokens of the row, for the penalty. What no
+    row of the batch asks for is not computed; what another row asks for changes nothing.
+    """
+    filters = filters.columns(logits.shape[0])
+    drawn = jnp.asarray(filters.temperature) > 0  # (B, 1)
+    special = drawn & ~((filters.top_k >= logits.shape[-1]) & (filters.top_p >= 1) & (filters.min_p <= 0))
+    if seen is not None:
+        special |= filters.repetition_penalty != 1
+
+    def temper(logits: Array) -> Array:
+        # the most likely at 0: the smallest temperature overflows to -inf elsewhere, never to inf − inf
+        shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
+        return jnp.where(drawn, shifted / jnp.where(drawn, filters.temperature, 1), logits)
+
+    def filtered() -> Array:
+        return keep(temper(logits if seen is None else penalise(logits, seen, filters)), filters)
+
+    def noisy() -> Array:
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
+        return jnp.where(drawn, scores + noise, scores)
+
+    scores = jax.lax.cond(jnp.any(special), filtered, lambda: temper(logits))
+    scores = jax.lax.cond(jnp.any(drawn), noisy, lambda: scores)
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+
+
+def penalise(logits: Array, seen: Array, filters: Filters) -> Array:
+    """Logits with those of tokens already in the row lowered (CTRL, arXiv 1909.05858). logits, seen: (B, V)."""
+    penalty = filters.columns(logits.shape[0]).repetition_penalty
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def keep(logits: Array, filters: Filters) -> Array:
     """Logits with the filtered-out tokens at −∞; the most likely one always stays. logits: (B, V).
 
-    Ranks come from a stable sort, so of equal logits the lowest id is first, as in argmax: top-k 1 is greedy.
+    Each filter keeps the first of the ranking, so a row is settled by how many stay and the last one's logit. Of equal
+    logits the lowest ids are first, as in argmax: top-k 1 is greedy. A row without filters comes out as it went in,
+    whatever its neighbours ask for.
     """
-    order = jnp.argsort(-logits, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(logits, order, axis=-1)
+    filters = filters.columns(logits.shape[0])
+    ranked = -jnp.sort(-logits, axis=-1)  # values alone: sorting the ids as well takes several times as long
     rank = jnp.arange(logits.shape[-1])
     stays = rank < filters.top_k
     probabilities = jax.nn.softmax(jnp.where(stays, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities  # probability of everything ranked higher
-    stays &= before < filters.top_p
+    stays &= (before < filters.top_p) | (
+        filters.top_p >= 1
+    )  # a rounded sum may reach 1 before the last token
     stays &= probabilities >= filters.min_p * probabilities[:, :1]
-    stays |= rank == 0
-    back = jnp.argsort(order, axis=-1)
-    return jnp.where(jnp.take_along_axis(stays, back, axis=-1), logits, -jnp.inf)
+    count = jnp.maximum(jnp.sum(stays, axis=-1, keepdims=True), 1)
+    last = jnp.take_along_axis(ranked, count - 1, axis=-1)
+    above, equal = logits > last, logits == last
+    room = count - jnp.sum(above, axis=-1, keepdims=True)
+    return jnp.where(above | (equal & (jnp.cumsum(equal, axis=-1) <= room)), logits, -jnp.inf)

@@ -25,17 +25,12 @@ def attention(
     *,
     window: int | None = None,
     segment_ids: Array | None = None,
-    q_positions: Array | None = None,
     implementation: Implementation | str = "auto",
 ) -> Array:
-    """softmax(q kᵀ / √d) v over the allowed keys. q: (B, T, N, H); k, v: (B, S, K, H), K divides N → (B, T, N, H).
+    """softmax(q kᵀ / √d) v over the allowed keys. q: (B, T, N, H); k, v: (B, T, K, H), K divides N → (B, T, N, H).
 
-    Without `q_positions` this is self-attention (T = S): query t sees keys ≤ t, and with `segment_ids` (B, T) only
-    those of its own segment. With `q_positions` (B, T) the keys are a cache: query t of row b sees the keys
-    0 … q_positions[b, t]. A query with no allowed key gives zeros.
+    Query t sees keys ≤ t, and with `segment_ids` (B, T) only those of its own segment.
     """
-    if q_positions is not None:
-        return _cached(q, k, v, window, q_positions)
     if window is not None and window >= q.shape[1]:
         window = None
     possible = _cudnn_can(q, segment_ids)
@@ -91,12 +86,19 @@ def block_length(length: int) -> int:
     return size
 
 
-def _cached(q: Array, k: Array, v: Array, window: int | None, q_positions: Array) -> Array:
-    keys, queries = jnp.arange(k.shape[1]), q_positions[..., None]
-    allowed = keys <= queries  # (B, T, S)
+def cached_attention(
+    q: Array, k: Array, v: Array, *, q_positions: Array, k_positions: Array, window: int | None = None
+) -> Array:
+    """Attention to a cache. q: (B, T, N, H); k, v: (B, K, S, H), head-major → (B, T, N, H).
+
+    The query at position q_positions[b, t] (B, T) sees the keys at k_positions (B, S) from 0 to its own; a key at a
+    negative position is none. A query with no allowed key gives zeros.
+    """
+    keys, queries = k_positions[:, None], q_positions[..., None]
+    allowed = (keys >= 0) & (keys <= queries)  # (B, T, S)
     if window is not None:
         allowed &= keys > queries - window
-    return _token_major(_attend(*_head_major(q, k, v), allowed))
+    return _token_major(_attend(_grouped(q, k.shape[1]), k, v, allowed))
 
 
 def _head_major(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
@@ -104,9 +106,13 @@ def _head_major(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
 
     The order of the matmuls' batch axes, turned once: otherwise every block is turned by itself.
     """
+    return _grouped(q, k.shape[2]), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+
+
+def _grouped(q: Array, kv_heads: int) -> Array:
     batch, length, heads, head_dim = q.shape
-    q = q.reshape(batch, length, k.shape[2], heads // k.shape[2], head_dim)
-    return q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    q = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
+    return q.transpose(0, 2, 3, 1, 4)
 
 
 def _token_major(out: Array) -> Array:

@@ -13,6 +13,7 @@ from jax import Array
 
 from bessemer.config import field
 from bessemer.models.cross_entropy import LossOptions, _pick, _statistics, _token_loss, target_weights
+from bessemer.models.token_scores import scores_of
 from bessemer.topology import unbox
 
 
@@ -59,6 +60,12 @@ class LanguageModel(nn.Module):
         logits = self._logits_of(batch, deterministic)
         z, lse = _statistics(LossOptions(logits.shape[-1], 1), logits)
         return jnp.where(targets < 0, 0.0, _pick(z, jnp.maximum(targets, 0)) - lse)
+
+    def token_scores(self, batch: Mapping[str, Array], deterministic: bool = True) -> tuple[Array, Array]:
+        """(log p(target), whether the target is the likeliest token), (B, T) each; (0, True) without a target."""
+        targets = batch["target_ids"]
+        logits = self._logits_of(batch, deterministic)
+        return scores_of(LossOptions(logits.shape[-1], 1), logits, targets)
 
     def _logits_of(self, batch: Mapping[str, Array], deterministic: bool) -> Array:
         positions, segments = batch.get("positions"), batch.get("segment_ids")

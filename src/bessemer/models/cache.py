@@ -1,9 +1,15 @@
-"""The key-value cache of incremental decoding: one per-row length, keys and values of each layer."""
+"""The key-value cache of incremental decoding: keys and values of each layer, one length a row.
+
+A layer that looks back w tokens keeps w of them: the token at position p lies at place p mod S, S being the window or
+the capacity. What a place holds therefore follows from the row's length alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
@@ -13,33 +19,72 @@ from bessemer.models.axes import constrain
 
 @struct.dataclass
 class Cache:
-    """What decoding must remember. Rows advance independently: `lengths[b]` tokens of row b are held."""
+    """What decoding must remember. Rows advance independently: row b has seen `lengths[b]` tokens.
 
-    keys: tuple[Array, ...]  # per layer (B, L, K, H)
+    Keys and values are head-major, (B, K, S, H), as the matmuls of a step read them: no transposed copy of the cache.
+    """
+
+    keys: tuple[Array, ...]  # per layer (B, K, S, H)
     values: tuple[Array, ...]
     lengths: Array  # (B,) int32
     previous: Array  # (B, D): the last token's embedding, for smear
+    empty: bool = struct.field(
+        pytree_node=False, default=False
+    )  # known while tracing: no row holds anything yet
 
     @property
     def capacity(self) -> int:
-        return self.keys[0].shape[1]
+        """Tokens a row can have in all; the last layer sees every one of them."""
+        return max(keys.shape[2] for keys in self.keys)
 
 
 def empty_cache(
-    depth: int, batch: int, length: int, kv_heads: int, head_dim: int, width: int, dtype: Any
+    windows: Sequence[int | None],
+    batch: int,
+    length: int,
+    kv_heads: int,
+    head_dim: int,
+    width: int,
+    dtype: Any,
 ) -> Cache:
-    def store() -> Array:
-        return constrain(jnp.zeros((batch, length, kv_heads, head_dim), dtype), "batch", None, "kv", None)
+    def store(window: int | None) -> Array:
+        shape = (batch, kv_heads, min(window or length, length), head_dim)
+        return constrain(jnp.zeros(shape, dtype), "batch", "kv", None, None)
 
     return Cache(  # a buffer of its own for each layer, so that the cache can be donated
-        keys=tuple(store() for _ in range(depth)),
-        values=tuple(store() for _ in range(depth)),
+        keys=tuple(store(window) for window in windows),
+        values=tuple(store(window) for window in windows),
         lengths=jnp.zeros((batch,), jnp.int32),
-        previous=jnp.zeros((batch, width), dtype),
+        previous=constrain(jnp.zeros((batch, width), dtype), "batch", None),
+        empty=True,
     )
 
 
-def write(store: Array, new: Array, positions: Array) -> Array:
-    """Put `new` (B, n, K, H) at `positions` (B, n) of each row. Positions beyond the capacity are dropped."""
-    rows = jnp.arange(store.shape[0])[:, None]
-    return store.at[rows, positions].set(new.astype(store.dtype), mode="drop", unique_indices=True)
+def held_positions(size: int, lengths: Array) -> Array:
+    """(B, S): the position of the token at each of a row's S places; below 0 where nothing is. lengths: (B,)."""
+    last = lengths[:, None] - 1
+    return last - (last - jnp.arange(size)) % size
+
+
+def write(store: Array, new: Array, lengths: Array, added: Array) -> Array:
+    """Append the first `added` (B,) of `new` (B, n, K, H) to rows of `lengths` (B,). store: (B, K, S, H).
+
+    Of more than S tokens the last S stay. Padding is never written: in a full window it would replace a real key.
+    """
+    size, n = store.shape[2], new.shape[1]
+    offset = jnp.arange(n)
+    kept = (offset < added[:, None]) & (offset >= added[:, None] - size)
+    place = jnp.where(kept, (lengths[:, None] + offset) % size, size + offset)  # beyond the end: dropped
+
+    def row(store: Array, new: Array, place: Array) -> Array:
+        return store.at[:, place].set(new.swapaxes(0, 1), mode="drop", unique_indices=True)
+
+    # vmap, not an index of rows: the rows of a mesh stay where they are
+    return jax.vmap(row)(store, new.astype(store.dtype), place)
+
+
+def begin(store: Array, new: Array, lengths: Array, added: Array) -> Array:
+    """`write` into an empty store; a plain copy where everything fits (padding is then hidden by the length)."""
+    if new.shape[1] > store.shape[2]:
+        return write(store, new, lengths, added)
+    return store.at[:, :, : new.shape[1]].set(new.swapaxes(1, 2).astype(store.dtype))

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.models import blocks
-from bessemer.models.attention import attention
+from bessemer.models.attention import attention, cached_attention
 from bessemer.models.axes import constrain
-from bessemer.models.cache import Cache, empty_cache, write
+from bessemer.models.cache import Cache, begin, empty_cache, held_positions, write
 from bessemer.models.checks import check_gpt
 from bessemer.models.cross_entropy import cross_entropy, soft_cap, target_weights, token_logprobs
 from bessemer.models.fp8_plan import Conversion, conversion_of
@@ -24,6 +24,7 @@ from bessemer.models.lookup import LookupOptions, LookupParameters, lookup_layer
 from bessemer.models.settings import GPTSettings
 from bessemer.models.shape import group_of
 from bessemer.models.stack import Stream, run_layers
+from bessemer.models.token_scores import token_scores
 from bessemer.registry import models
 
 
@@ -151,6 +152,17 @@ class GPT(GPTSettings):
             chunks=self.loss_chunks,
         )
 
+    def token_scores(self, batch: Mapping[str, Array], deterministic: bool = True) -> tuple[Array, Array]:
+        """(log p(target), whether the target is the likeliest token), (B, T) each; (0, True) without a target."""
+        return token_scores(
+            self._hidden_of(batch, deterministic),
+            self.head,
+            batch["target_ids"],
+            vocab_size=self.vocab_size,
+            softcap=self.softcap,
+            chunks=self.loss_chunks,
+        )
+
     def _hidden_of(self, batch: Mapping[str, Array], deterministic: bool) -> Array:
         return self.hidden(
             batch["input_ids"], batch.get("positions"), batch.get("segment_ids"), deterministic
@@ -162,7 +174,7 @@ class GPT(GPTSettings):
         """An empty cache for `batch` rows of up to `length` tokens; a plain function, needs no parameters."""
         s = self.shape
         dtype = dtype or self.compute_dtype
-        return empty_cache(s.depth, batch, length, s.kv_heads, s.head_dim, s.width, dtype)
+        return empty_cache(s.windows, batch, length, s.kv_heads, s.head_dim, s.width, dtype)
 
     def decode(
         self, input_ids: Array, cache: Cache, lengths: Array | None = None, last_only: bool = False
@@ -179,11 +191,12 @@ class GPT(GPTSettings):
         embedded = x = self._embed(input_ids)
         if self.smear:
             x = self._smear(x, blocks.shift(x, cache.previous[:, None].astype(x.dtype)), None)
-        rotary = blocks.rotary_table(positions, cache.capacity, self.head_dim, self.rotary_base)
+        # n more than the capacity: padding may lie beyond it, and its NaN would reach real rows as 0 · NaN
+        rotary = blocks.rotary_table(positions, cache.capacity + n, self.head_dim, self.rotary_base)
         stores: list[tuple[Array, Array]] = []
         x0 = middle = x
         for index, params in enumerate(self._layer_params()):
-            attend = partial(self._attend_cache, cache, index, positions, stores)
+            attend = partial(self._attend_cache, cache, index, positions, added, stores)
             x, x0 = layer(self._layer_options(), params, x, x0, input_ids, rotary, attend, None)
             middle = x if index == self.depth // 2 else middle
             x = self._look_up(input_ids, params["lookup"], x) if "lookup" in params else x
@@ -199,12 +212,33 @@ class GPT(GPTSettings):
         )
 
     def _attend_cache(
-        self, cache: Cache, index: int, positions: Array, stores: list[Any], q: Array, k: Array, v: Array
+        self,
+        cache: Cache,
+        index: int,
+        positions: Array,
+        added: Array,
+        stores: list[Any],
+        q: Array,
+        k: Array,
+        v: Array,
     ) -> Array:
-        keys = write(cache.keys[index], k, positions)
-        values = write(cache.values[index], v, positions)
+        """Attention of new tokens, whose keys and values go to `stores`. positions: (B, n); added: (B,)."""
+        window, old = self.shape.windows[index], (cache.keys[index], cache.values[index])
+        put = begin if cache.empty else write
+        keys, values = (put(store, new, cache.lengths, added) for store, new in zip(old, (k, v), strict=True))
         stores.append((keys, values))
-        return attention(q, keys, values, window=self.shape.windows[index], q_positions=positions)
+        if cache.empty:
+            return attention(q, k, v, window=window, implementation=self.attention)
+        size = keys.shape[2]
+        if q.shape[1] == 1:
+            held = held_positions(size, cache.lengths + added)
+        else:  # a window may lose keys to the last of these tokens that the first of them still sees
+            keys, values = (
+                jnp.concatenate([store, new.swapaxes(1, 2).astype(store.dtype)], axis=2)
+                for store, new in zip(old, (k, v), strict=True)
+            )
+            held = jnp.concatenate([held_positions(size, cache.lengths), positions], axis=1)
+        return cached_attention(q, keys, values, window=window, q_positions=positions, k_positions=held)
 
     # -- parts ---------------------------------------------------------------------------------------------------
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bessemer.generate import Completion
     from bessemer.training.loop import Loop
 
 
@@ -14,7 +15,8 @@ class Callback:
 
     The compiled step fuses all micro-batches, so on_batch_begin, on_optimizer_step and on_batch_end fire once an
     optimizer step. After a step the order is: on_optimizer_step (nothing has been read yet), metrics (on_metrics),
-    validation (on_validation), on_batch_end (evaluations and previews act here), checkpoint (on_checkpoint).
+    validation (on_validation), on_batch_end (evaluations and previews act here; then on_samples), checkpoint
+    (on_checkpoint).
     on_rollback fires when the run has gone back to an earlier step: forget what is known of later ones.
     """
 
@@ -31,6 +33,8 @@ class Callback:
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None: ...
 
     def on_batch_end(self, loop: Loop) -> None: ...
+
+    def on_samples(self, loop: Loop, samples: Sequence[Completion]) -> None: ...
 
     def on_checkpoint(self, loop: Loop, step: int) -> None: ...
 

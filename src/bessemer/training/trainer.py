@@ -21,13 +21,14 @@ from flax import linen as nn
 from bessemer.checkpoint import Checkpoints
 from bessemer.config import Config, configuration, configure
 from bessemer.data import Prefetcher, Tokenizer
-from bessemer.errors import InputError
+from bessemer.generate.results import GenerationConfig, GenerationResults
 from bessemer.job import CheckpointManager, ExecutionSpec, RestoreableJob, Snapshot
 from bessemer.registry import jobs
 from bessemer.topology import StopAgreement, Topology, TopologySettings, init_sharded
 from bessemer.training import (
     data_parts,
     functions,
+    generation,
     model_parts,
     outcome,
     output,
@@ -46,11 +47,6 @@ from bessemer.training.startup import StartUp
 from bessemer.training.state import LoopState, TrainState
 
 GIVEN = "given from Python"
-
-NOT_YET = (
-    "BaseTrainer.generate comes with the generation engine. Until then sample a saved run: "
-    "bm.Run(directory).sample(prompt), or `bessemer sample RUN --prompt TEXT`."
-)
 
 C = TypeVar("C", bound=BaseTrainerConfig)
 M = TypeVar("M", bound=nn.Module)
@@ -103,6 +99,8 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         named += ["callbacks"] if self.given_callbacks else []
         if named:
             self.note_derived(GIVEN, named, "brought by the caller, not by the configuration")
+        self.generate_program: Any = None  # made at first use, as is the preview
+        self.preview: Any = None
         self.continues = False
         self.data_change = ""
         self._state: TrainState | None = None
@@ -412,17 +410,53 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
         append_weights(self.run_directory.path / FILE, state.params, step, write=self.is_process_zero)
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Comes with the generation engine."""
-        raise InputError(NOT_YET)
+    # --- text --------------------------------------------------------------------------------------------
+    def generate(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        prompts: Any = None,
+        *,
+        state: TrainState | None = None,
+        apply_chat_template: bool = False,
+        generation_config: GenerationConfig | Mapping[str, Any] | None = None,
+        config_overrides: Mapping[str, Any] | None = None,
+        shard_inputs: bool | None = None,
+        return_metadata: bool = False,
+        all_gather: bool = False,
+        **sampling: Any,
+    ) -> GenerationResults:
+        """Continue prompts (a text, chat messages, or a list of either) or left-padded `input_ids` (B, T) with the
+        parameters of `state` (default: the live ones). Every process gives the same prompts.
 
-    def create_generate_function(self, *args: Any, **kwargs: Any) -> Any:
-        """Comes with the generation engine."""
-        raise InputError(NOT_YET)
+        Settings are those of GenerationConfig: `generation_config`, then `config_overrides`, then `sampling` over it.
+        shard_inputs: rows over the mesh (default), or False: whole on every device. return_metadata: log-probabilities,
+        lengths and why each row ended. all_gather: prompts and sequences as NumPy arrays on every process; otherwise
+        they stay on the devices. Neither prompts nor ids: ValueError.
+        """
+        return generation.generate(
+            self,
+            input_ids,
+            attention_mask,
+            prompts,
+            generation.settings_of(generation_config, config_overrides, sampling),
+            state=self.state if state is None else state,
+            apply_chat_template=apply_chat_template,
+            shard_inputs=shard_inputs,
+            return_metadata=return_metadata,
+            all_gather=all_gather,
+        )
+
+    def create_generate_function(
+        self, generation_config: GenerationConfig | Mapping[str, Any] | None = None, **sampling: Any
+    ) -> generation.GenerateFunction:
+        """The compiled function (state, ids, mask) → (sequences, ids, mask) of left-padded (B, T); compiled once."""
+        return generation.generate_function(self, generation.settings_of(generation_config, sampling))
 
     def maybe_generate(self, state: TrainState, step: int, metrics: Any = None) -> None:
-        """Comes with the generation engine; the callback `preview` shows samples until then."""
-        raise InputError(NOT_YET)
+        """Preview `state` if one is due at `step` (logging.preview_interval): in samples.jsonl and on the screen; the
+        samples are added to `metrics`, for trackers."""
+        generation.maybe_preview(self, state, step, metrics)
 
     def create_collect_function(
         self, max_sequence_length: int, truncation_mode: str = "keep_end"

@@ -1,4 +1,4 @@
-"""Registered evaluations during training (eval.evaluations=[bpb]): with each validation, the last one included."""
+"""Evaluations during training: eval.evaluations=[bpb] with each validation, CORE every eval.core_interval steps."""
 
 from __future__ import annotations
 
@@ -8,16 +8,24 @@ from typing import Any
 from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.evaluate import Evaluator, check_tasks
+from bessemer.evaluate.bundle import read_bundle
 from bessemer.registry import callbacks
+from bessemer.report.metrics import MetricsFile
 from bessemer.training.callback import Callback
+from bessemer.training.fetch import fetch
 from bessemer.training.loop import Loop
 from bessemer.training.outcome import doing
+
+CORE = "core_metric"
 
 
 @callbacks.register("evaluation")
 @dataclass
 class Evaluation(Callback):
-    """Results go to RUN/eval and, as eval/TASK, into the metrics. The final save comes before the last one."""
+    """Results go to RUN/eval and, as eval/TASK and core_metric, into the metrics.
+
+    The final save comes before the last ones. What is compiled is kept from one evaluation to the next.
+    """
 
     tasks: list[str] = field(
         "eval/evaluations", default_factory=list, help="evaluations run with each validation"
@@ -25,9 +33,18 @@ class Evaluation(Callback):
     limit: int = field(
         "eval/limit", default=500, minimum=1, help="examples of one evaluation during training"
     )
+    core_interval: int = field(
+        "eval/core_interval",
+        default=0,
+        minimum=-1,
+        help="steps between CORE scores; 0 = none, -1 = at the end",
+    )
+    core_bundle: str = field("eval/core_bundle", default="", help="directory of the CORE tasks")
     enabled: bool = field("training/evaluate", default=True, help="run the evaluations of eval.evaluations")
 
     def on_train_begin(self, loop: Loop) -> None:
+        self.programs: dict[str, Any] = {}
+        self.on_rollback(loop)
         if self.tasks:
             check_tasks(self.tasks)
             if not loop.trainer.validates:
@@ -35,10 +52,52 @@ class Evaluation(Callback):
                     "eval.evaluations run with each validation, but this run has none: set training.validation=true "
                     "and give held-out data, or eval.evaluations=[]."
                 )
+        if self.core_interval and self.enabled:
+            if not self.core_bundle:
+                raise InputError(
+                    "eval.core_interval is set, but not where the tasks of CORE are: set eval.core_bundle."
+                )
+            missing = [task.name for task in read_bundle(self.core_bundle) if task.path is None]
+            if missing:
+                loop.trainer.say(f"CORE: the bundle lacks {', '.join(missing)}")
+
+    def on_rollback(self, loop: Loop) -> None:
+        self.scored: set[int] = set()
+        if self.core_interval and loop.trainer.is_process_zero and loop.step > 0:
+            rows = MetricsFile(loop.trainer.run_directory.metrics).rows()
+            self.scored = {row["step"] for row in rows if CORE in row and row["step"] <= loop.step}
 
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
         for task in self.tasks if self.enabled else ():
-            remedy = f"Lower eval.limit={self.limit}, or leave it out of eval.evaluations"
-            with doing(loop.trainer, f"the evaluation '{task}' at step {row['step']}", remedy):
-                results = Evaluator.from_trainer(loop.trainer, tasks=[task], limit=self.limit).run()
-            row[f"eval/{task}"] = results[task]["value"]
+            result = self.evaluate(loop, task, "eval.evaluations")
+            row[f"eval/{result['task']}"] = result["value"]
+
+    def on_batch_end(self, loop: Loop) -> None:
+        if self.core_interval > 0 and loop.step % self.core_interval == 0 and loop.step < loop.steps:
+            self.score_core(loop)
+
+    def on_train_end(self, loop: Loop) -> None:
+        if self.core_interval:
+            self.score_core(loop)
+
+    def score_core(self, loop: Loop) -> None:
+        """One row a step: a run killed after its last one scores it again on resume, and does not write it twice."""
+        if not self.enabled:
+            return
+        loop.flush()
+        with loop.paused():
+            loop.trainer.step = loop.step
+            result = self.evaluate(loop, f"core:{self.core_bundle}", "eval.core_interval")
+        loop.trainer.say(f"step {loop.step:>6}  {result['metric']} {result['value']:.4f}")
+        if loop.step not in self.scored:
+            self.scored.add(loop.step)
+            loop.report([{"step": loop.step, CORE: result["value"]}])
+
+    def evaluate(self, loop: Loop, task: str, setting: str) -> dict[str, Any]:
+        remedy = f"Lower eval.limit={self.limit}, or leave it out of {setting}"
+        with doing(loop.trainer, f"the evaluation '{task}' at step {loop.step}", remedy):
+            evaluator = Evaluator.from_trainer(
+                loop.trainer, tasks=[task], limit=self.limit, fetch=fetch, programs=self.programs
+            )
+            (result,) = evaluator.run().values()
+        return result

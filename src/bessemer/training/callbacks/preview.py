@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bessemer.config import field
 from bessemer.generate import Completion, Decoder, complete
@@ -70,9 +70,13 @@ class Preview(Callback):
     )
 
     def on_train_begin(self, loop: Loop) -> None:
-        trainer = loop.trainer
-        self.decoder: Decoder | None = None
         self.previewed: int | None = None
+        self.prepare(loop.trainer)
+        self.on_rollback(loop)
+
+    def prepare(self, trainer: BaseTrainer) -> None:
+        """Make the decoder, or say why there is none."""
+        self.decoder: Decoder | None = None
         if trainer.tokenizer is None or not hasattr(trainer.model, "decode"):
             missing = "tokenizer" if trainer.tokenizer is None else "model that can decode"
             trainer.say(f"no previews: they need a {missing}")
@@ -80,7 +84,9 @@ class Preview(Callback):
         end = (trainer.tokenizer.bos_id,)
         self.decoder = Decoder(trainer.model, pad_id=trainer.tokenizer.pad_id, end_ids=end, fetch=fetch)
         self.file = MetricsFile(trainer.run_directory.samples)
-        self.on_rollback(loop)
+
+    def due(self, step: int) -> bool:
+        return self.interval > 0 and step % self.interval == 0
 
     def on_rollback(self, loop: Loop) -> None:
         trainer, self.previewed = loop.trainer, None
@@ -89,7 +95,7 @@ class Preview(Callback):
             self.file.truncate_after(loop.step - 1 if trainer.done else loop.step if loop.step > 0 else -1)
 
     def on_batch_end(self, loop: Loop) -> None:
-        if self.interval > 0 and loop.step % self.interval == 0 and loop.step < loop.steps:
+        if self.due(loop.step) and loop.step < loop.steps:
             self.preview(loop)
 
     def on_train_end(self, loop: Loop) -> None:
@@ -97,24 +103,31 @@ class Preview(Callback):
             self.preview(loop)
 
     def preview(self, loop: Loop) -> None:
-        """Sample, write, and say the first few."""
+        """Sample, write, say the first few, and tell the other callbacks."""
         trainer = loop.trainer
-        if self.decoder is None or trainer.tokenizer is None:
+        if self.decoder is None:
             return
         loop.flush()
         self.previewed = loop.step
         remedy = "Give fewer or shorter logging.preview_prompts"
         with loop.paused(), doing(trainer, f"the preview at step {loop.step}", remedy):
-            prompts = held_out_prompts(trainer) if self.prompts == [HELD_OUT] else self.prompts
-            prompts = prompts or list(PROMPTS)
-            params = trainer.state.params
-            found, notices = complete(self.decoder, params, trainer.tokenizer, prompts, max_tokens=TOKENS)
-            if trainer.is_process_zero:
-                self.write(loop.step, found)
-            for notice in notices:
-                trainer.say(f"preview: {notice}")
-            for completion in found[:SHOWN]:
-                trainer.say(f"step {loop.step:>6}  {one_line(completion)}")
+            found = self.show(trainer, trainer.state.params, loop.step)
+            loop.callbacks.fire("on_samples", loop, found)
+
+    def show(self, trainer: BaseTrainer, params: Any, step: int) -> list[Completion]:
+        """Continue the prompts with `params`; into the file, and the first few on the screen."""
+        if self.decoder is None or trainer.tokenizer is None:
+            return []
+        prompts = held_out_prompts(trainer) if self.prompts == [HELD_OUT] else self.prompts
+        prompts = prompts or list(PROMPTS)
+        found, notices = complete(self.decoder, params, trainer.tokenizer, prompts, max_tokens=TOKENS)
+        if trainer.is_process_zero:
+            self.write(step, found)
+        for notice in notices:
+            trainer.say(f"preview: {notice}")
+        for completion in found[:SHOWN]:
+            trainer.say(f"step {step:>6}  {one_line(completion)}")
+        return found
 
     def write(self, step: int, found: Sequence[Completion]) -> None:
         for completion in found:

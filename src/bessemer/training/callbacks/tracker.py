@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from bessemer.errors import InputError
+from bessemer.generate import Completion
 from bessemer.registry import callbacks
 from bessemer.training.callback import Callback
 from bessemer.training.loop import Loop
+
+SAMPLES = "samples"
+DT_STRING = 7  # of TensorBoard's types.proto
 
 
 def _require(module: str, setting: str) -> Any:
@@ -42,6 +47,9 @@ class WandbSink:
     def write(self, row: dict[str, Any]) -> None:
         self.run.log({name: value for name, value in row.items() if value is not None}, step=row["step"])
 
+    def write_samples(self, step: int, lines: list[str]) -> None:
+        self.run.log({SAMPLES: "\n".join(lines)}, step=step)
+
     def close(self) -> None:
         self.run.finish()
 
@@ -61,6 +69,15 @@ class TensorboardSink:
         ]
         self.writer.add_event(
             self.event(wall_time=time.time(), step=row["step"], summary=self.summary(value=values))
+        )
+
+    def write_samples(self, step: int, lines: list[str]) -> None:
+        value = self.summary.Value(tag=f"{SAMPLES}/text_summary")
+        value.metadata.plugin_data.plugin_name = "text"
+        value.tensor.dtype = DT_STRING
+        value.tensor.string_val.append("\n\n".join(lines).encode())
+        self.writer.add_event(
+            self.event(wall_time=time.time(), step=step, summary=self.summary(value=[value]))
         )
 
     def close(self) -> None:
@@ -87,6 +104,10 @@ class Tracker(Callback):
 
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
         self._write(row)
+
+    def on_samples(self, loop: Loop, samples: Sequence[Completion]) -> None:
+        for sink in self.sinks:
+            sink.write_samples(loop.step, [f"{sample.prompt} ▸ {sample.text}" for sample in samples])
 
     def on_train_end(self, loop: Loop) -> None:
         for sink in self.sinks:

@@ -1,0 +1,150 @@
+"""A bundle of tasks: a directory with a list of tasks and their examples.
+
+The list is tasks.json, core.yaml, core.json, or the only YAML file. Each task has a label, a kind, a few-shot
+count, a delimiter and a file, under the names of either layout (see NAMES). Baselines stand in the list as fractions
+(random_baseline), or in a CSV with the columns `Eval Task` and `Random baseline`, in percent. Files lie in the
+directory or its eval_data, plain or gzip.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bessemer.errors import InputError
+from bessemer.evaluate.task_file import read_rows
+from bessemer.evaluate.tasks import Task
+
+LISTS = ("tasks.json", "core.yaml", "core.yml", "core.json")
+NAMES = {
+    "name": ("label", "task"),
+    "kind": ("icl_task_type", "kind"),
+    "fewshot": ("num_fewshot", "fewshot"),
+    "delimiter": ("continuation_delimiter", "delimiter"),
+    "file": ("dataset_uri", "file"),
+}
+SEPARATOR = "\n\n"
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A task of the list; `path` is None when its file is not there."""
+
+    name: str
+    kind: str
+    fewshot: int
+    delimiter: str
+    baseline: float
+    separator: str
+    path: Path | None
+
+    def read(self) -> Task:
+        """With its examples."""
+        assert self.path is not None
+        return Task(
+            self.name,
+            self.kind,
+            read_rows(self.path),
+            fewshot=self.fewshot,
+            delimiter=self.delimiter,
+            baseline=self.baseline,
+            separator=self.separator,
+            where=str(self.path),
+        )
+
+
+def read_bundle(directory: str | Path) -> list[Listed]:
+    """All tasks of the list, in its order, those without a file too."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise InputError(f"there is no bundle of tasks at '{directory}': it is not a directory.")
+    where = _list_of(directory)
+    described = _parse(where)
+    tasks = described.get("icl_tasks", described.get("tasks"))
+    if not isinstance(tasks, list) or not tasks:
+        raise InputError(f"{where} has no list 'icl_tasks' or 'tasks'.")
+    baselines = _baselines(directory)
+    separator = str(described.get("fewshot_separator", SEPARATOR))
+    listed = [_listed(entry, where, baselines, separator) for entry in tasks]
+    if all(task.path is None for task in listed):
+        raise InputError(
+            f"{where} lists {len(listed)} tasks, but the file of none of them is in {directory}."
+        )
+    return listed
+
+
+def _list_of(directory: Path) -> Path:
+    candidates = [directory / name for name in LISTS if (directory / name).is_file()]
+    candidates += sorted([*directory.glob("*.yaml"), *directory.glob("*.yml")])
+    if not candidates:
+        raise InputError(f"'{directory}' has no list of tasks: one of {', '.join(LISTS)}.")
+    return candidates[0]
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InputError(f"{path} cannot be read as a list of tasks ({error}).") from error
+    if isinstance(found, list):
+        return {"tasks": found}
+    if not isinstance(found, dict):
+        raise InputError(f"{path} is no list of tasks.")
+    return found
+
+
+def _listed(entry: Any, where: Path, baselines: Mapping[str, float], separator: str) -> Listed:
+    if not isinstance(entry, dict):
+        raise InputError(f"{where}: a task is {entry!r}, not a mapping.")
+    values = {
+        ours: next((entry[name] for name in names if name in entry), None) for ours, names in NAMES.items()
+    }
+    name = str(values["name"] or "")
+    if not name or not values["kind"]:
+        raise InputError(f"{where}: a task has no label or no kind: {entry!r}.")
+    fewshot = values["fewshot"]
+    fewshot = fewshot[0] if isinstance(fewshot, list) and fewshot else fewshot or 0
+    baseline = entry.get("random_baseline", baselines.get(name))
+    if baseline is None:
+        raise InputError(
+            f"{where}: nothing says how often guessing is right in '{name}'. Give its random_baseline as a fraction, "
+            "or a CSV beside the list with the columns 'Eval Task' and 'Random baseline' (percent)."
+        )
+    try:
+        count, chance = int(fewshot), float(baseline)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{where}: the few-shot count or baseline of '{name}' is no number.") from error
+    delimiter = " " if values["delimiter"] is None else str(values["delimiter"])
+    path = _find(where.parent, values["file"])
+    return Listed(name, str(values["kind"]), count, delimiter, chance, separator, path)
+
+
+def _find(directory: Path, named: Any) -> Path | None:
+    if not named:
+        return None
+    for place in (directory / named, directory / "eval_data" / named, directory / Path(named).name):
+        for path in (place, place.with_name(place.name + ".gz")):
+            if path.is_file() and path.resolve().is_relative_to(directory.resolve()):
+                return path
+    return None
+
+
+def _baselines(directory: Path) -> dict[str, float]:
+    """Task → fraction, from every CSV with the two columns."""
+    found: dict[str, float] = {}
+    for path in sorted(directory.glob("*.csv")):
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            for row in csv.DictReader(file):
+                if row.get("Eval Task") and row.get("Random baseline"):
+                    try:
+                        found[row["Eval Task"].strip()] = float(row["Random baseline"]) / 100
+                    except ValueError as error:
+                        raise InputError(f"{path}: {error}.") from error
+    return found

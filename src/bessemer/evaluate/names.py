@@ -1,0 +1,81 @@
+"""Which evaluation a word names: a registered one (`bpb`), one with its data (`core:DIR`), a task file (`my.jsonl`).
+
+Only registered names are followed, never code: what a run's configuration names is not imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bessemer.errors import InputError, nearest
+from bessemer.evaluate.task_file import SUFFIXES, evaluate_task, is_task_file, read_task
+from bessemer.registry import evaluations
+
+LISTS = "harness:"
+
+
+class Chosen(NamedTuple):
+    """`run(loaded, limit=, batch_size=)` gives plain values with `metric` and `value`."""
+
+    label: str
+    run: Callable[..., dict[str, Any]]
+
+
+def split_tasks(text: str) -> list[str]:
+    """Words between commas; those after `harness:` that are none of ours are its tasks: harness:piqa,copa,bpb."""
+    words: list[str] = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        ours = is_file(word) or word.partition(":")[0] in evaluations
+        if words and words[-1].startswith(LISTS) and not ours:
+            words[-1] += f",{word}"
+        else:
+            words.append(word)
+    return words
+
+
+def check_tasks(tasks: Sequence[str]) -> list[str]:
+    """The names without repetition; an unknown one lists what there is."""
+    names = [name.strip() for name in tasks if name.strip()]
+    if not names:
+        raise InputError(f"no task is named. Known: {known()}.")
+    for name in names:
+        if is_file(name):
+            if not Path(name).is_file():
+                raise InputError(f"there is no task file '{name}'.")
+            continue
+        word, colon, source = name.partition(":")
+        if word not in evaluations:
+            close = nearest(word, evaluations.names())
+            hint = f" Did you mean '{close}'?" if close else ""
+            raise InputError(f"unknown evaluation '{name}'.{hint} Known: {known()}.")
+        if colon and (not source or "source" not in inspect.signature(evaluations.get(word)).parameters):
+            reason = "takes nothing" if source else "has nothing"
+            raise InputError(f"'{name}': {word} {reason} after the colon.")
+    return list(dict.fromkeys(names))
+
+
+def is_file(name: str) -> bool:
+    """pets.jsonl is one, gsm8k:test.jsonl is an evaluation with its data."""
+    return is_task_file(name) and name.partition(":")[0] not in evaluations
+
+
+def known() -> str:
+    return f"{', '.join(evaluations.names())}, and task files ({' or '.join(SUFFIXES)})"
+
+
+def choose(name: str) -> Chosen:
+    """What a checked name stands for."""
+    if is_file(name):
+        task = read_task(name)
+
+        def run(loaded: Any, **options: Any) -> dict[str, Any]:
+            return evaluate_task(loaded, task, **options)
+
+        return Chosen(task.name, run)
+    word, colon, source = name.partition(":")
+    function = evaluations.get(word)
+    return Chosen(word, partial(function, source=source) if colon else function)

@@ -1,0 +1,88 @@
+"""Tasks from files: JSON lines, plain or gzip.
+
+A task of its own has a header as its first line, and is then named by its path:
+
+    {"task": "capitals", "kind": "multiple_choice", "fewshot": 2, "delimiter": " ", "random_baseline": 0.25}
+    {"query": "The capital of France is", "choices": ["Rome", "Paris", "Oslo", "Bonn"], "gold": 1}
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bessemer.errors import InputError
+from bessemer.evaluate.tasks import Task, run_task
+from bessemer.generate import LoadedModel
+
+SUFFIXES = (".jsonl", ".jsonl.gz")
+HEADER = {
+    "task": str,
+    "kind": str,
+    "fewshot": int,
+    "delimiter": str,
+    "separator": str,
+    "random_baseline": (int, float),
+    "max_tokens": int,
+}
+RENAMED = {"task": "name", "random_baseline": "baseline"}
+
+
+def is_task_file(name: str) -> bool:
+    return name.endswith(SUFFIXES)
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """One object a line; empty lines are passed over, anything else is an error with its line."""
+    path = Path(path)
+    opener: Any = gzip.open if path.name.endswith(".gz") else open
+    rows = []
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    rows.append(json.loads(line))
+                    if not isinstance(rows[-1], dict):
+                        raise InputError(f"{path} line {number} is not a JSON object.")
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} line {number} is not valid JSON ({error.msg}).") from error
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read ({error}).") from error
+    return rows
+
+
+def read_task(path: str | Path) -> Task:
+    """The task that a file with a header describes."""
+    path = Path(path)
+    rows = read_rows(path)
+    if not rows or "kind" not in rows[0]:
+        raise InputError(
+            f"{path} does not begin with a header, so it does not say how its examples are asked. Put one in its "
+            'first line: {"task": "NAME", "kind": "multiple_choice"}.'
+        )
+    header = rows[0]
+    for name, value in header.items():
+        if name not in HEADER:
+            raise InputError(f"{path}: unknown word '{name}' in the header. Known: {', '.join(HEADER)}.")
+        if not isinstance(value, HEADER[name]):  # type: ignore[arg-type]
+            raise InputError(f"{path}: '{name}' in the header is {value!r}.")
+    return Task(examples=rows[1:], where=str(path), **task_options({"task": stem(path), **header}))
+
+
+def task_options(header: Mapping[str, Any]) -> dict[str, Any]:
+    return {RENAMED.get(name, name): value for name, value in header.items()}
+
+
+def stem(path: Path) -> str:
+    return path.name.removesuffix(".gz").removesuffix(".jsonl")
+
+
+def evaluate_task(
+    loaded: LoadedModel, task: Task, *, limit: int | None = None, batch_size: int | None = None
+) -> dict[str, Any]:
+    """One task as an evaluation of its own."""
+    found = run_task(loaded, task, limit=limit, batch_size=batch_size)
+    return {"metric": "accuracy", "value": found["accuracy"], "kind": task.kind, **found}

@@ -1,0 +1,171 @@
+"""A task: examples of one kind and how they are asked. Its score does not depend on the batch size.
+
+Examples are shuffled with Random(1337), then capped by the limit. The solved examples before a question are drawn
+with Random(1234 + its index) from the others.
+
+    centred = (accuracy − baseline) / (1 − baseline)      0 = guessing, 1 = all right
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bessemer.data import Tokenizer
+from bessemer.errors import InputError
+from bessemer.evaluate import progress
+from bessemer.evaluate.generative import GENERATIVE, answer_all
+from bessemer.evaluate.kinds import KINDS, LETTERS, Example
+from bessemer.evaluate.scoring import Row, score
+from bessemer.generate import LoadedModel
+
+SHUFFLE_SEED, FEWSHOT_SEED = 1337, 1234
+EXAMPLES_AT_ONCE = 1024
+"""Examples whose tokens are held at the same time."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """`baseline` is the accuracy of guessing; `where` is named in errors."""
+
+    name: str
+    kind: str
+    examples: Sequence[Example]
+    fewshot: int = 0
+    delimiter: str = " "
+    baseline: float = 0.0
+    separator: str = "\n\n"
+    max_tokens: int = 256  # generative: of an answer
+    where: str = ""
+
+    def __post_init__(self) -> None:
+        where = self.where or self.name
+        if self.kind not in kinds():
+            raise InputError(f"{where}: unknown kind '{self.kind}'. Known: {', '.join(kinds())}.")
+        if not 0 <= self.baseline < 1:
+            raise InputError(f"{where}: the random baseline is {self.baseline}; it is at least 0, below 1.")
+        if self.fewshot < 0:
+            raise InputError(f"{where}: {self.fewshot} few-shot examples; give 0 or more.")
+        if not self.examples:
+            raise InputError(f"{where} holds no examples.")
+        for number, example in enumerate(self.examples):
+            problem = check_example(self.kind, example)
+            if problem:
+                raise InputError(f"{where}: example {number + 1} {problem}.")
+
+    def chosen(self, limit: int | None = None) -> list[Example]:
+        """Shuffled, then capped."""
+        if limit is not None and limit < 1:
+            raise InputError(f"the limit is {limit} examples; give at least 1.")
+        examples = list(self.examples)
+        random.Random(SHUFFLE_SEED).shuffle(examples)
+        return examples[:limit]
+
+
+def kinds() -> list[str]:
+    return [*KINDS, GENERATIVE]
+
+
+def check_example(kind: str, example: Any) -> str | None:
+    """What is wrong with it; None: nothing."""
+    if not isinstance(example, dict):
+        return "is not a JSON object"
+    if kind == GENERATIVE:
+        missing = [name for name in ("question", "answer") if not isinstance(example.get(name), str)]
+        return f"has no text '{missing[0]}'" if missing else None
+    rules = KINDS[kind]
+    for column in rules.columns:
+        if column not in example:
+            return f"has no '{column}' (it has {', '.join(map(str, example)) or 'nothing'})"
+        if column not in ("gold", rules.options) and not isinstance(example[column], str):
+            return f"'s {column} is not text"
+    if rules.options is None:
+        return None
+    options, gold = example[rules.options], example["gold"]
+    if not isinstance(options, list) or not options or not all(isinstance(o, str) for o in options):
+        return f"'s {rules.options} is not a list of texts"
+    if kind == "letter" and len(options) > len(LETTERS):
+        return f"has {len(options)} choices, more than letters"
+    if not isinstance(gold, int) or not 0 <= gold < len(options):
+        return f"'s gold is {gold!r}, not one of its {len(options)} {rules.options}"
+    return None
+
+
+def shots_of(examples: Sequence[Example], index: int, count: int) -> list[Example]:
+    """`count` of the others, or all of them if they are fewer."""
+    others = [place for place in range(len(examples)) if place != index]
+    drawn = random.Random(FEWSHOT_SEED + index).sample(others, min(count, len(others)))
+    return [examples[place] for place in drawn]
+
+
+def texts_of(task: Task, examples: Sequence[Example], index: int) -> list[str]:
+    """What one example has encoded: the solved ones, then the question with each answer."""
+    kind = KINDS[task.kind]
+    solved = [kind.solved(shot, task.delimiter) for shot in shots_of(examples, index, task.fewshot)]
+    shots = "".join(text + task.separator for text in solved)
+    return kind.texts(examples[index], shots, task.delimiter)
+
+
+def rows_of(
+    task: Task, examples: Sequence[Example], indices: Sequence[int], tokenizer: Tokenizer
+) -> list[list[Row]]:
+    """What is scored for each of the examples at `indices`."""
+    texts = [texts_of(task, examples, index) for index in indices]
+    ids = iter(tokenizer.encode_batch([text for own in texts for text in own]))
+    return [
+        KINDS[task.kind].rows([next(ids) for _ in own], examples[index], tokenizer)
+        for index, own in zip(indices, texts, strict=True)
+    ]
+
+
+def run_task(
+    loaded: LoadedModel, task: Task, *, limit: int | None = None, batch_size: int | None = None
+) -> dict[str, Any]:
+    """Plain values: accuracy, centred accuracy, and what had to be cut."""
+    if loaded.tokenizer is None:
+        raise InputError("this model has no tokenizer, so it cannot read the examples of a task.")
+    examples = task.chosen(limit)
+    with progress.label(task.name):
+        if task.kind == GENERATIVE:
+            right, cropped = answer_all(loaded, examples, task.max_tokens, batch_size)
+        else:
+            right, cropped = _judge_all(loaded, task, examples, batch_size)
+    accuracy = sum(right) / len(right)
+    result: dict[str, Any] = {
+        "accuracy": accuracy,
+        "centred": centred(accuracy, task.baseline),
+        "baseline": task.baseline,
+        "examples": len(right),
+        "fewshot": task.fewshot,
+        "cropped": cropped,
+    }
+    if 0 < len(examples) - 1 < task.fewshot:
+        result["note"] = f"{len(examples)} examples leave {len(examples) - 1} few-shot examples"
+    return result
+
+
+def centred(accuracy: float, baseline: float) -> float:
+    return (accuracy - baseline) / (1 - baseline)
+
+
+def _judge_all(
+    loaded: LoadedModel, task: Task, examples: Sequence[Example], batch_size: int | None
+) -> tuple[list[bool], int]:
+    """(right or not of each example, how many lost tokens to the length of the context)."""
+    assert loaded.tokenizer is not None
+    right: list[bool] = []
+    cropped = 0
+    for first in range(0, len(examples), EXAMPLES_AT_ONCE):
+        indices = range(first, min(first + EXAMPLES_AT_ONCE, len(examples)))
+        rows = rows_of(task, examples, indices, loaded.tokenizer)
+        more = len(examples) > EXAMPLES_AT_ONCE
+        with progress.label(f"from example {first + 1}") if more else contextlib.nullcontext():
+            scores = iter(score(loaded, [row for own in rows for row in own], batch_size))
+        for index, own in zip(indices, rows, strict=True):
+            found = [next(scores) for _ in own]
+            right.append(KINDS[task.kind].right(examples[index], found))
+            cropped += any(one.cropped for one in found)
+    return right, cropped

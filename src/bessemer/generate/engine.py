@@ -1,0 +1,288 @@
+"""Continuous batching: requests join a running batch and leave it, over one model and its live parameters.
+
+A round admits waiting requests into free slots, runs a block of decode steps on the device, reads its tokens once,
+and hands them out. Rows never see each other: with the same seed a request has the same text in any company (exactly
+so in float32 on a CPU within one bucket; elsewhere rounding may choose another of two nearly equal tokens).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from bessemer.data.tokenizer import Tokenizer
+from bessemer.errors import InputError
+from bessemer.generate.admission import PROMPTS, ROWS, Joining, admission, by_width, check_request
+from bessemer.generate.load import LoadedModel
+from bessemer.generate.request import Event, Handle, QueueFull, Request, Result, Sample
+from bessemer.generate.row import Row
+from bessemer.generate.slots import Slots
+from bessemer.generate.stream import TextStream
+
+
+@dataclass
+class Waiting:
+    """A request in the queue; its samples up to `begun` are in slots already."""
+
+    handle: Handle
+    begun: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.handle.request.n - self.begun
+
+
+class Engine:
+    """`submit` requests from any thread; an EngineThread runs the rounds, or else whoever waits for a result.
+
+    model: has `decode`, `init_cache`, `vocab_size` and `block_size`; every array of its cache has the rows first.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        params: Any,
+        *,
+        slots: int = 16,
+        capacity: int | None = None,  # tokens of a row, prompt and continuation; none: the model's block
+        tokenizer: Tokenizer | None = None,  # for text and stop strings
+        pad_id: int | None = None,
+        end_ids: Sequence[int] | None = None,  # end every row; none: the tokenizer's document token
+        steps: int = 16,  # decode steps a round
+        queue: int | None = None,  # rows that may wait; none: any number
+        reuse: bool = False,  # a prompt that continues what a free slot holds is prefilled from there (chat)
+        fetch: Callable[[Any], Any] = jax.device_get,
+        scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        seed: int = 0,
+    ):
+        self.model, self.tokenizer, self.params = model, tokenizer, params
+        self.capacity = capacity or int(model.block_size)
+        if not 0 < self.capacity <= model.block_size:
+            raise InputError(f"capacity is {capacity}; the model's context is {model.block_size} tokens.")
+        self.pad_id = pad_id if pad_id is not None else tokenizer.pad_id if tokenizer else 0
+        named = end_ids if end_ids is not None else (tokenizer.bos_id,) if tokenizer else ()
+        self.end_ids = tuple(named)
+        self.queue, self.reuse, self.seed = queue, reuse, seed
+        self.fetch, self.scope = fetch, scope
+        self.threaded = False  # an EngineThread runs the rounds
+        self.rounds = self.tokens = self.prompt_tokens = 0
+        with scope():
+            self._slots = Slots(model, slots, self.capacity, steps, self.pad_id)
+        self._rows: dict[int, Row] = {}  # by slot
+        self._free = deque(range(self._slots.count))  # longest free first
+        self._held: dict[int, tuple[int, ...]] = {}  # tokens in the cache of a free slot, with `reuse`
+        self._waiting: deque[Waiting] = deque()
+        self._submitted = 0
+        self._stepping = threading.RLock()  # held for a round
+        self._lock = threading.Lock()  # of the queue
+        self._news = threading.Condition(self._lock)
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, **options: Any) -> Self:
+        """Of a loaded run: its parameters, tokenizer and mesh."""
+        return cls(
+            loaded.model, loaded.params, **{"tokenizer": loaded.tokenizer, "scope": loaded.scope, **options}
+        )
+
+    @property
+    def slots(self) -> int:
+        return self._slots.count
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.vocab_size)
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far: one a bucket of prompts, one a bucket of rows."""
+        return self._slots.compilations
+
+    @property
+    def active(self) -> int:
+        """Rows that are being written."""
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> int:
+        """Rows in the queue."""
+        with self._lock:
+            return sum(waiting.rows for waiting in self._waiting)
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> Handle:
+        """Queue a request. InputError when it cannot be served, QueueFull when too many rows wait already."""
+        return self._submit([request], self.queue)[0]
+
+    def generate(self, requests: Sequence[Request]) -> list[Result]:
+        """All of them, in order, whatever the bound of the queue."""
+        return [handle.result() for handle in self._submit(requests, None)]
+
+    def _submit(self, requests: Sequence[Request], bound: int | None) -> list[Handle]:
+        for request in requests:
+            check_request(self, request)
+        with self._news:
+            rows = sum(waiting.rows for waiting in self._waiting) + sum(request.n for request in requests)
+            if bound is not None and rows > bound:
+                raise QueueFull(
+                    f"{rows} rows would wait for {self.slots} slots, and {bound} may: try again later."
+                )
+            handles = [Handle(self, request, self._seed_of(request)) for request in requests]
+            self._waiting += [Waiting(handle) for handle in handles]
+            self._news.notify_all()
+        return handles
+
+    def _seed_of(self, request: Request) -> int:
+        self._submitted += 1
+        named = request.seed if request.seed is not None else request.sampling.seed
+        if isinstance(named, int):
+            return named
+        return int(np.random.SeedSequence((self.seed, self._submitted)).generate_state(1)[0])
+
+    def update_params(self, params: Any) -> None:
+        """Use these from the next round on; nothing is copied. Rows that are being written go on with them."""
+        self.params = params
+        self._held.clear()  # computed with the old ones
+
+    def wake(self) -> None:
+        with self._news:
+            self._news.notify_all()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until a request is submitted or cancelled."""
+        with self._news:
+            if not self._waiting:
+                self._news.wait(timeout)
+
+    # -- rounds --------------------------------------------------------------------------------------------------
+
+    def run_until_idle(self) -> None:
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """One round, by one thread at a time; False if there was nothing to do. An error ends every open request."""
+        with self._stepping:
+            try:
+                with self.scope():
+                    self._drop_cancelled()
+                    self._admit()
+                    if self._rows:
+                        self._decode()
+                        return True
+                    return self.waiting > 0
+            except BaseException as error:  # also an interrupt: what the device holds is no longer known
+                self.abandon(error)
+                raise
+
+    def abandon(self, error: BaseException) -> None:
+        """Every open request fails with `error`; the engine starts again with empty slots."""
+        with self._lock:
+            handles = [row.handle for row in self._rows.values()] + [item.handle for item in self._waiting]
+            self._waiting.clear()
+        self._rows.clear()
+        self._held.clear()
+        self._free = deque(range(self._slots.count))
+        self._slots.rows = None
+        for handle in dict.fromkeys(handles):
+            handle.fail(error)
+
+    def cancel_all(self) -> None:
+        """End every open request as "cancelled", now."""
+        with self._stepping:
+            with self._lock:
+                handles = [row.handle for row in self._rows.values()]
+                handles += [item.handle for item in self._waiting]
+            for handle in handles:
+                handle.cancelled = True
+            self._drop_cancelled()
+
+    def _drop_cancelled(self) -> None:
+        for slot in [slot for slot, row in self._rows.items() if row.handle.cancelled]:
+            self._hand_out(slot, self._rows[slot].cancel())
+        with self._lock:
+            dropped = [item for item in self._waiting if item.handle.cancelled]
+            self._waiting = deque(item for item in self._waiting if not item.handle.cancelled)
+        for item in dropped:
+            for index in range(item.begun, item.handle.request.n):
+                sample = Sample(index, (), (), "", "cancelled")
+                item.handle.emit(Event(index, "", (), (), "cancelled"), sample)
+
+    def _admit(self) -> None:
+        """Waiting requests into free slots, in their order; as many as fit."""
+        joining: list[Joining] = []
+        with self._lock:
+            free = len(self._free)
+            while self._waiting and free:
+                item = self._waiting[0]
+                count = min(item.rows, free, ROWS)
+                joining.append(Joining(item.handle, range(item.begun, item.begun + count)))
+                item.begun += count
+                free -= count
+                if not item.rows:
+                    self._waiting.popleft()
+        for one in joining:
+            self._place(one)
+        for group, width in by_width(joining, self.capacity, PROMPTS, ROWS):
+            new = admission(group, self._slots, self.pad_id, self.end_ids)
+            self._slots.admit(self.params, new, width, reuse=group[0].held > 0)
+
+    def _place(self, one: Joining) -> None:
+        """Give it slots, if it can one that holds the beginning of its prompt."""
+        request, prompt = one.handle.request, tuple(one.handle.request.prompt_ids)
+        slot = self._slot_holding(prompt) if one.count == 1 else None
+        if slot is not None:
+            self._free.remove(slot)
+            one.held, one.slots = len(self._held[slot]), [slot]
+        else:
+            one.slots = [self._free.popleft() for _ in range(one.count)]
+        stops = frozenset((*self.end_ids, *request.stop_ids))
+        one.limit = self.capacity - len(prompt) + 1
+        if request.max_tokens is not None:
+            one.limit = min(one.limit, request.max_tokens)
+        for slot, index in zip(one.slots, one.indices, strict=True):
+            self._held.pop(slot, None)
+            text = TextStream(self.tokenizer, request.stop_strings) if self.tokenizer else None
+            self._rows[slot] = Row(one.handle, index, stops, one.limit, text)
+        self.prompt_tokens += len(prompt)
+
+    def _slot_holding(self, prompt: tuple[int, ...]) -> int | None:
+        """The free slot that holds most of the prompt, and nothing else."""
+        found = {
+            slot: len(held)
+            for slot, held in self._held.items()
+            if 0 < len(held) < len(prompt) and prompt[: len(held)] == held
+        }
+        return max(found, key=lambda slot: found[slot], default=None)
+
+    def _decode(self) -> None:
+        active = sorted(self._rows)
+        longest = max(row.length for row in self._rows.values())
+        output, columns = self._slots.decode(self.params, active, longest)
+        output = self.fetch(output)
+        self.rounds += 1
+        for slot, column in zip(active, columns, strict=True):
+            made = int(output.made[column])
+            ids = [int(token) for token in output.ids[:made, column]]
+            logprobs = [float(value) for value in output.logprobs[:made, column]]
+            self.tokens += made
+            self._hand_out(slot, self._rows[slot].take(ids, logprobs, ended=not output.live[column]))
+
+    def _hand_out(self, slot: int, event: Event) -> None:
+        """Give the event to its request; after the last one the slot is free again."""
+        row = self._rows[slot]
+        if event.finish is not None:
+            del self._rows[slot]
+            self._free.append(slot)
+            if self.reuse and row.made:
+                self._held[slot] = row.held
+        if event.ids or event.finish is not None:
+            row.handle.emit(event, None if event.finish is None else row.sample(event.finish))

@@ -1,0 +1,174 @@
+"""Rows of tokens that grow on the device: prefill, and a loop of decode steps that never asks the host.
+
+A row's cache holds all of its tokens but the newest; a step reads that one and chooses the next. So a prompt's last
+token is left to the first step, and a prompt that fans out to n samples is prefilled once and copied n times.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from bessemer.generate.sampling import Filters, choose, row_keys
+from bessemer.models.axes import constrain
+
+STOPS = 16
+"""Stop tokens of a row; more are rounded up to a multiple, which compiles again."""
+
+
+@struct.dataclass
+class Rows:
+    """B rows; every array has them first."""
+
+    cache: Any
+    token: Array  # (B,) the newest token, not in the cache yet
+    count: Array  # (B,) new tokens so far
+    live: Array  # (B,) bool
+    seen: Array  # (B, V) bool: tokens of the row, for the repetition penalty
+    limit: Array  # (B,) new tokens allowed
+    streams: Array  # (B, 2) uint32, see `row_keys`
+    filters: Filters  # (B,)
+    stops: Array  # (B, STOPS) int32, -1 where there is none
+
+
+class Asked(NamedTuple):
+    """What the host says about B new rows."""
+
+    limit: Any  # (B,); 0 for a row that only fills the bucket
+    streams: Any  # (B, 2)
+    filters: Filters
+    stops: Any  # (B, STOPS)
+
+
+class Output(NamedTuple):
+    """What a block of steps made. Row b made the first `made[b]` of its column."""
+
+    ids: Array  # (steps, B) int32
+    logprobs: Array  # (steps, B) float32: log p(token) of the model itself
+    made: Array  # (B,)
+    live: Array  # (B,)
+
+
+def stop_table(stops: Sequence[Iterable[int]]) -> np.ndarray:
+    """(B, a multiple of STOPS) int32."""
+    each = [sorted(set(ids)) for ids in stops]
+    width = max(1, *(-(-len(ids) // STOPS) for ids in each)) * STOPS if each else STOPS
+    return np.array([ids + [-1] * (width - len(ids)) for ids in each], np.int32).reshape(len(each), width)
+
+
+def forward(model: Any, params: Any, ids: Array, cache: Any, lengths: Array) -> tuple[Array, Any]:
+    """(logits (B, V) of each row's last real token, cache). ids: (B, n); lengths: (B,)."""
+    logits, cache = model.apply({"params": params}, ids, cache, lengths, last_only=True, method="decode")
+    return logits[:, 0], cache
+
+
+def in_use(model: Any, params: Any) -> Any:
+    """Parameters as every step reads them, made once before a loop: matrices in the compute dtype, laid out for
+    computing. A step would do the same to each of them again."""
+    if hasattr(model, "group_of") and hasattr(model, "compute_dtype"):
+        params = jax.tree_util.tree_map_with_path(functools.partial(_cast, model), params)
+    if jax.sharding.get_abstract_mesh().empty:
+        return params
+    ids = jax.ShapeDtypeStruct((1, min(8, model.block_size)), jnp.int32)
+    boxed = jax.eval_shape(model.init, jax.random.key(0), ids)["params"]
+
+    def gather(box: Any, leaf: Array) -> Array:
+        return constrain(leaf, *box.names) if isinstance(box, nn.Partitioned) else leaf
+
+    return jax.tree.map(gather, boxed, params, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
+
+
+def _cast(model: Any, path: Any, leaf: Array) -> Array:
+    """Tables are left alone, of which a step reads a few rows, and gates, which are float32 in use."""
+    group = model.group_of(tuple(str(getattr(key, "key", key)) for key in path))
+    return leaf.astype(model.compute_dtype) if group in ("matrix", "head") else leaf
+
+
+def begin_rows(vocab_size: int, cache: Any, prompts: Array, lengths: Array, asked: Asked) -> Rows:
+    """Rows whose cache holds all of their prompt but its last token. prompts: (B, P), right-padded; lengths: (B,)."""
+    rows = prompts.shape[0]
+    token = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)[:, 0]
+    real = jnp.arange(prompts.shape[1]) < lengths[:, None]
+
+    def tokens_of(ids: Array) -> Array:
+        return jnp.zeros(vocab_size, bool).at[ids].set(True, mode="drop")
+
+    return Rows(
+        cache=cache,
+        token=token,
+        count=jnp.zeros(rows, jnp.int32),
+        live=asked.limit > 0,
+        seen=jax.vmap(tokens_of)(jnp.where(real, prompts, vocab_size)),
+        limit=asked.limit,
+        streams=asked.streams,
+        filters=asked.filters,
+        stops=asked.stops,
+    )
+
+
+def decode_block(model: Any, pad_id: int, steps: int, params: Any, rows: Rows) -> tuple[Rows, Output]:
+    """Up to `steps` tokens for every live row; ends early when none is left."""
+    params = in_use(model, params)
+    size = rows.token.shape[0]
+    before = rows.count
+
+    def goes_on(carry: tuple[Array, Rows, Array, Array]) -> Array:
+        return (carry[0] < steps) & jnp.any(carry[1].live)
+
+    def advance(carry: tuple[Array, Rows, Array, Array]) -> tuple[Array, Rows, Array, Array]:
+        step, rows, ids, logprobs = carry
+        logits, cache = forward(model, params, rows.token[:, None], rows.cache, rows.live.astype(jnp.int32))
+        rows, logprob = _take(pad_id, replace(rows, cache=cache), logits)
+        return step + 1, rows, ids.at[step].set(rows.token), logprobs.at[step].set(logprob)
+
+    ids = jnp.full((steps, size), pad_id, jnp.int32)
+    start = (jnp.zeros((), jnp.int32), rows, ids, jnp.zeros((steps, size), jnp.float32))
+    _, rows, ids, logprobs = jax.lax.while_loop(goes_on, advance, start)
+    return rows, Output(*map(everywhere, (ids, logprobs, rows.count - before, rows.live)))
+
+
+def _take(pad_id: int, rows: Rows, logits: Array) -> tuple[Rows, Array]:
+    """Choose a token for the live rows, and note which of them end with it. logits: (B, V) → rows, log p (B,)."""
+    chosen = choose(logits, row_keys(rows.streams, rows.count), rows.filters, rows.seen)
+    token = jnp.where(rows.live, chosen, pad_id)
+    logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=-1)[:, 0]
+    count, was_live = rows.count + rows.live, rows.live
+    stopped = jnp.any(token[:, None] == rows.stops, axis=-1)
+    seen = jax.vmap(lambda seen, token, live: seen.at[token].max(live))(rows.seen, token, was_live)
+    live = was_live & ~stopped & (count < rows.limit)
+    return replace(rows, token=token, count=count, live=live, seen=seen), jnp.where(was_live, logprob, 0.0)
+
+
+def take_rows(tree: Any, index: Array) -> Any:
+    """The rows `index` (R,) of every array; an index beyond the end gives any row."""
+    return jax.tree.map(lambda leaf: leaf.at[index].get(mode="clip"), tree)
+
+
+def put_rows(tree: Any, part: Any, index: Array | None) -> Any:
+    """`part` at rows `index` (R,), all different; beyond the end: dropped; None: at all rows. Shorter axes fill the
+    beginning: a row in a short cache lies at the same places in a long one."""
+
+    def put(leaf: Array, new: Array) -> Array:
+        beginning = tuple(slice(0, size) for size in new.shape[1:])
+        if index is None:
+            return leaf.at[(slice(None), *beginning)].set(new)
+        return leaf.at[(index, *beginning)].set(new.astype(leaf.dtype), mode="drop", unique_indices=True)
+
+    return jax.tree.map(put, tree, part)
+
+
+def everywhere(array: Array) -> Array:
+    """Replicated over the mesh, if there is one: every process reads the whole result."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return array
+    return jax.lax.with_sharding_constraint(array, PartitionSpec())

@@ -1,0 +1,260 @@
+"""The endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from bessemer.errors import BessemerError
+from bessemer.serve.ask import Ask
+from bessemer.serve.body import parse
+from bessemer.serve.errors import ApiError, refusal
+from bessemer.serve.replies import Reply
+from bessemer.serve.service import Service
+
+BODY_SECONDS = 30  # for a body to arrive
+LAST_SECONDS = 5  # beyond the request's time, for a slow reader to take what is there
+OPEN = ("/health",)  # no token: whoever restarts servers asks here
+
+Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+def make_app(service: Service) -> Starlette:
+    """The application of one model."""
+
+    async def chat(request: Request) -> Response:
+        return await generation(service, request, chat=True)
+
+    async def completions(request: Request) -> Response:
+        return await generation(service, request, chat=False)
+
+    async def models(request: Request) -> Response:
+        entry = {"id": service.model, "object": "model", "created": 0, "owned_by": "bessemer"}
+        name = request.path_params.get("name")
+        if name not in (None, service.model):
+            message = f"the model '{name[:100]}' is not served here; '{service.model}' is."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return JSONResponse(entry if name else {"object": "list", "data": [entry]})
+
+    async def health(request: Request) -> Response:
+        state = "ok" if service.failure is None else "the engine failed at its last request"
+        document = {"status": state, "model": service.model, "step": service.step}
+        return JSONResponse(document, 200 if service.failure is None else 503)
+
+    async def metrics(request: Request) -> Response:
+        text = service.metrics.render(service.engine)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    def route(path: str, endpoint: Endpoint, method: str = "GET") -> Route:
+        return Route(path, _guarded(service, path, endpoint), methods=[method])
+
+    routes = [
+        route("/v1/chat/completions", chat, "POST"),
+        route("/v1/completions", completions, "POST"),
+        route("/v1/models", models),
+        route("/v1/models/{name:path}", models),
+        route("/health", health),
+        route("/metrics", metrics),
+    ]
+    return Starlette(
+        routes=routes,
+        exception_handlers={HTTPException: _plain_error, Exception: _bug},
+    )
+
+
+def _guarded(service: Service, path: str, endpoint: Endpoint) -> Endpoint:
+    """The endpoint behind the token, its errors as JSON, every answer counted."""
+
+    async def call(request: Request) -> Response:
+        try:
+            admit(service, request)
+            response = await endpoint(request)
+        except (ApiError, BessemerError) as error:
+            said = error if isinstance(error, ApiError) else refusal(error)
+            response = JSONResponse(said.document(), said.status, said.headers)
+        except ClientDisconnect:
+            service.metrics.gone += 1
+            response = Response(status_code=499)  # nobody reads it
+        service.metrics.requests[path, response.status_code] += 1
+        return response
+
+    return call
+
+
+def admit(service: Service, request: Request) -> None:
+    """The token where one is set. Without one only names of this machine are answered: a web page that a browser
+    here shows cannot make its own name point at us and read along."""
+    if service.token is not None:
+        given = request.headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given[2].strip().encode(), service.token.encode())
+        if request.url.path not in OPEN and not (given[0].lower() == "bearer" and right):
+            message = "a token is needed: send the header Authorization: Bearer TOKEN."
+            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+    elif not is_loopback(_host_name(request.headers.get("host", ""))):
+        raise ApiError(421, "without a token this server answers to localhost and 127.0.0.1 only.")
+
+
+def _host_name(header: str) -> str:
+    """A Host header without its port."""
+    return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, as long as it is no longer than `limit` bytes and arrives in time."""
+    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if declared != "application/json":
+        raise ApiError(415, "send JSON with the header Content-Type: application/json.")
+    too_long = ApiError(413, f"the body is longer than {limit} bytes.", code="body_too_long")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > limit:
+        raise too_long
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > limit:
+                    raise too_long
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS} seconds.") from None
+    return bytes(data)
+
+
+async def generation(service: Service, request: Request, chat: bool) -> Response:
+    """Both generating endpoints: whole, or as a stream of server-sent events."""
+    ask = await service.ask(parse(await read_body(request, service.body_limit)), chat)
+    reply = service.reply(ask, chat)
+    if not ask.options.stream:
+        return await or_disconnect(request.receive, _whole(service, ask, reply))
+    pieces = _pieces(service, ask, reply)
+    first = await anext(
+        pieces
+    )  # a full queue or a refused prompt is a status of its own, not a broken stream
+    return EventStream(service, first, pieces)
+
+
+async def _whole(service: Service, ask: Ask, reply: Reply) -> Response:
+    with service.submitted(ask) as handles:
+        try:
+            async for index, event in service.events(handles, ask.options.n):
+                reply.add(index, event)
+        except TimeoutError:
+            raise _late(service) from None
+    _check_whole(reply)
+    return JSONResponse(reply.document(sum(map(len, ask.prompts)), ask.options.logprobs))
+
+
+def _check_whole(reply: Reply) -> None:
+    if any(choice.finish == "cancelled" for choice in reply.choices):
+        raise ApiError(503, "the server is going down.", code="shutdown")
+
+
+def _late(service: Service) -> ApiError:
+    service.metrics.late += 1
+    message = (
+        f"the answer was not ready within {service.timeout:g} seconds; what was being written is dropped."
+    )
+    return ApiError(504, message, code="timeout")
+
+
+async def _pieces(service: Service, ask: Ask, reply: Reply) -> AsyncIterator[str]:
+    """The answer as the data of server-sent events. The first piece comes when the request is in the queue."""
+    options = ask.options
+    with service.submitted(ask) as handles:
+        yield "".join(_sse(reply.chunk([choice])) for choice in reply.opening())
+        try:
+            async for index, event in service.events(handles, options.n):
+                new = reply.add(index, event)
+                if event.finish == "cancelled":
+                    raise ApiError(503, "the server is going down.", code="shutdown")
+                if new.finish or "".join(new.text) or new.logprobs:
+                    yield _sse(reply.chunk([reply.delta(new, options.logprobs)]))
+        except TimeoutError:
+            yield _sse(_late(service).document())
+            return
+        except ApiError as error:
+            yield _sse(error.document())
+            return
+    if options.usage:
+        yield _sse(reply.chunk([], reply.usage(sum(map(len, ask.prompts)))))
+    yield "data: [DONE]\n\n"
+
+
+def _sse(document: dict[str, Any]) -> str:
+    return f"data: {json.dumps(document, ensure_ascii=False)}\n\n"
+
+
+class EventStream(Response):
+    """Pieces sent as they come. When the client leaves, or does not read, the generator is closed: that frees its
+    slots."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, service: Service, first: str, pieces: AsyncIterator[str]):
+        super().__init__(headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self.service, self.first, self.pieces = service, first, pieces
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            async with asyncio.timeout(self.service.timeout + LAST_SECONDS):
+                await or_disconnect(receive, self._send(send))
+        except (ClientDisconnect, TimeoutError, OSError):
+            self.service.metrics.gone += 1
+        finally:
+            await self.pieces.aclose()  # type: ignore[attr-defined]
+
+    async def _send(self, send: Any) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.first.encode(), "more_body": True})
+        async for piece in self.pieces:
+            await send({"type": "http.response.body", "body": piece.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def or_disconnect(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, Any]) -> Any:
+    """The work's result; ClientDisconnect, and the work is cancelled, when the client leaves first."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(gone())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()
+        raise ClientDisconnect
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _plain_error(request: Request, error: Exception) -> Response:
+    """404 and 405 in the protocol's shape."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path[:100]}: {error.detail}."
+    return JSONResponse(ApiError(error.status_code, message).document(), error.status_code, error.headers)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    """A bug here; the traceback is in the server's own output, not in the answer."""
+    return JSONResponse(ApiError(500, "an error inside the server; its log says more.").document(), 500)

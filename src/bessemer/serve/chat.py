@@ -1,0 +1,192 @@
+"""`bessemer chat`: a conversation in the terminal, streamed, with a calculator for models that know how to ask it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from bessemer.data.tokenizer import Tokenizer
+from bessemer.generate import Engine, EngineThread, Event, Request, Sample, SamplingOptions
+from bessemer.serve.conversation import Template
+
+HELP = """\
+/clear     forget the conversation
+/seed N    answers repeat with the same seed (/seed alone shows it)
+/help      this list
+/quit      leave (so does Ctrl-D)
+Ctrl-C     stop the answer that is being written"""
+CALLS = 16  # of the calculator in one answer
+SEEDS = 2**32
+
+
+@dataclass
+class Chat:
+    """The state of a conversation: token by token as the model saw it, so that the engine's cache goes on."""
+
+    engine: Engine
+    template: Template
+    sampling: SamplingOptions
+    seed: int
+    max_tokens: int | None = None
+    system: str | None = None
+    write: Callable[[str], None] = lambda text: print(text, end="", flush=True)
+    exchanges: list[list[int]] = field(default_factory=list)
+    asked: int = 0  # requests since the seed was set: each draws from a seed of its own
+
+    def clear(self) -> None:
+        self.exchanges.clear()
+
+    def reseed(self, seed: int) -> None:
+        self.seed, self.asked = seed, 0
+
+    def say(self, text: str) -> str | None:
+        """Answer a message, streamed to `write`. Returns a line for the user where there is something to know."""
+        question = self.template.question(text)
+        opening = self.template.beginning(self.system)
+        room = self.engine.capacity - 1
+        if len(opening) + len(question) > room:
+            return (
+                f"the message has {len(question)} tokens and the model's context {self.engine.capacity}: too long, so "
+                "it is not part of the conversation."
+            )
+        room -= min(self.max_tokens or room, room // 4)  # for the answer
+        dropped = 0
+        while self.exchanges and len(opening) + sum(map(len, self.exchanges)) + len(question) > room:
+            del self.exchanges[0]
+            dropped += 1
+        history = [token for exchange in self.exchanges for token in exchange]
+        said, written, finish = self._answer([*opening, *history, *question])
+        self.exchanges.append([*question, *self.template.answer(said, written)])
+        return _remark(finish, dropped)
+
+    def _answer(self, prompt: list[int]) -> tuple[str, list[int], str]:
+        """(text, tokens, why it ended). A call of the calculator interrupts it, and its value is part of it."""
+        tokenizer = self.engine.tokenizer
+        assert tokenizer is not None
+        call = tokenizer.specials.get("<|python_end|>") if self.template.name == "chat" else None
+        said = ""
+        written: list[int] = []
+        for _ in range(CALLS):
+            sample = self._stream([*prompt, *written], call, len(written))
+            said += sample.text
+            written += sample.ids
+            called = sample.stop is not None and sample.stop == call
+            result = calculated(tokenizer, written) if called else []
+            full = len(prompt) + len(written) + len(result) >= self.engine.capacity
+            if not called or full or (self.max_tokens and len(written) + len(result) >= self.max_tokens):
+                return said, written, sample.finish if not called else "length"
+            shown = tokenizer.decode([written[-1], *result])
+            self.write(shown)
+            said += shown
+            written += result
+        return said, written, "length"
+
+    def _stream(self, prompt: list[int], call: int | None, used: int) -> Sample:
+        """One request, shown as it comes. Ctrl-C cancels it; what was shown by then is the answer."""
+        request = Request(
+            prompt,
+            max_tokens=None if self.max_tokens is None else self.max_tokens - used,
+            sampling=self.sampling,
+            stop_ids=(*self.template.stop_ids, *([] if call is None else [call])),
+            stop_strings=self.template.stop_strings,
+            seed=(self.seed + self.asked) % SEEDS,
+        )
+        self.asked += 1
+        handle = self.engine.submit(request)
+        shown: list[Event] = []
+        try:
+            for event in handle:
+                shown.append(event)
+                self.write(event.text)
+        except KeyboardInterrupt:
+            handle.cancel()
+            ids = tuple(token for event in shown for token in event.ids)
+            return Sample(0, ids, (), "".join(event.text for event in shown), "cancelled")
+        return handle.result().samples[0]
+
+
+def _remark(finish: str, dropped: int) -> str | None:
+    ends = {
+        "length": "cut off at the most tokens of one answer (--max-tokens)",
+        "context": "cut off: the model's context is full; /clear makes room",
+        "cancelled": "stopped",
+    }
+    lines = [ends[finish]] if finish in ends else []
+    if dropped:
+        lines.append(f"the context is full: the oldest {dropped} exchange(s) are forgotten")
+    return "; ".join(lines) or None
+
+
+def calculated(tokenizer: Tokenizer, written: list[int]) -> list[int]:
+    """The tokens of the calculator's answer to the expression just closed; none where it is no arithmetic."""
+    from bessemer.evaluate.generative import output_ids
+
+    return output_ids(tokenizer, written)
+
+
+class Repl:
+    """Reads lines until /quit or the end of input. `read` raises EOFError there, KeyboardInterrupt at Ctrl-C."""
+
+    def __init__(self, chat: Chat, read: Callable[[], str], note: Callable[[str], None]):
+        self.chat, self.read, self.note = chat, read, note
+
+    def run(self) -> None:
+        interrupted = False
+        with EngineThread(self.chat.engine):
+            while True:
+                try:
+                    line = self.read().strip()
+                except EOFError:
+                    self.chat.write("\n")
+                    return
+                except KeyboardInterrupt:
+                    if interrupted:
+                        return
+                    interrupted = True
+                    self.note("\n/quit or Ctrl-D leaves, or Ctrl-C again.")
+                    continue
+                interrupted = False
+                if line == "/quit":
+                    return
+                if line.startswith("/"):
+                    self.note(self.command(line))
+                elif line:
+                    self.answer(line)
+
+    def answer(self, line: str) -> None:
+        try:
+            remark = self.chat.say(line)
+        except KeyboardInterrupt:  # before the first token, or a second time
+            remark = "stopped; the message is not part of the conversation"
+        self.chat.write("\n")
+        if remark:
+            self.note(f"({remark})")
+
+    def command(self, line: str) -> str:
+        """Obey a line that begins with a slash; returns what to show."""
+        word, _, rest = line.partition(" ")
+        if word == "/clear":
+            self.chat.clear()
+            return "the conversation is forgotten."
+        if word == "/seed":
+            if rest.strip().isdecimal() and int(rest) < SEEDS:
+                self.chat.reseed(int(rest))
+            elif rest:
+                return f"a seed is a number between 0 and {SEEDS - 1}."
+            return f"seed {self.chat.seed}"
+        return HELP if word == "/help" else f"unknown command {word}.\n{HELP}"
+
+
+def read_line(prompt: str = "> ") -> str:
+    """A line of the terminal, with editing and history; of a pipe, without a prompt."""
+    if sys.stdin.isatty():
+        import contextlib
+
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401 -- input() uses it from then on
+        return input(prompt)
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line

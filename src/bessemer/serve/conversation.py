@@ -1,0 +1,128 @@
+"""How a conversation is put to a model: with the tokens of its turns, or as a plain transcript.
+
+A tokenizer of ours always has the tokens `<|user_start|>` …, but only fine-tuning teaches a model what they mean. A
+model that has seen nothing but documents is given what it knows: a text with names and colons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from bessemer.data.chat import render
+from bessemer.data.tokenizer import Tokenizer
+from bessemer.errors import InputError
+from bessemer.generate import LoadedModel
+
+ROLES = ("system", "user", "assistant")
+TEMPLATES = ("auto", "chat", "plain")
+ON_DOCUMENTS = ("pretrain", "kl")  # objectives that train on text without turns
+TURN_TOKENS = ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>")
+
+Message = Mapping[str, str]  # role, content
+
+
+@dataclass(frozen=True)
+class Template:
+    """Messages to the tokens before the answer, at once or turn by turn; what ends the answer."""
+
+    tokenizer: Tokenizer
+    name: ClassVar[str]
+    stop_strings: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return ()
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        raise NotImplementedError
+
+    def beginning(self, system: str | None) -> list[int]:
+        raise NotImplementedError
+
+    def question(self, text: str) -> list[int]:
+        """A message of the user, and what opens the answer."""
+        raise NotImplementedError
+
+    def answer(self, text: str, ids: Sequence[int]) -> list[int]:
+        """An answer as it stays in the conversation, closed."""
+        raise NotImplementedError
+
+
+class Turns(Template):
+    """Each message between the tokens of its role; the answer ends with `<|assistant_end|>`."""
+
+    name = "chat"
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return (self.tokenizer.specials["<|assistant_end|>"],)
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        return render(messages, self.tokenizer, generation_prompt=True)
+
+    def beginning(self, system: str | None) -> list[int]:
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        return render(messages, self.tokenizer, generation_prompt=False)
+
+    def question(self, text: str) -> list[int]:
+        ids = self.prompt([{"role": "user", "content": text}])
+        return ids[len(self.beginning(None)) :]
+
+    def answer(self, text: str, ids: Sequence[int]) -> list[int]:
+        """The very tokens that were written: the engine finds them in its cache."""
+        kept = [token for token in ids if token != self.tokenizer.bos_id]
+        return kept if kept[-1:] == list(self.stop_ids) else [*kept, *self.stop_ids]
+
+
+class Transcript(Template):
+    """`User: …`, `Assistant: …` on lines of their own; the answer ends where the model writes the user's next line."""
+
+    name = "plain"
+    stop_strings = ("\nUser:",)
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        lines = [
+            message["content"]
+            if message["role"] == "system"
+            else f"{message['role'].capitalize()}: {message['content']}"
+            for message in messages
+        ]
+        return [self.tokenizer.bos_id, *self.tokenizer.encode("\n".join([*lines, "Assistant:"]))]
+
+    def beginning(self, system: str | None) -> list[int]:
+        return [self.tokenizer.bos_id, *([] if system is None else self.tokenizer.encode(f"{system}\n"))]
+
+    def question(self, text: str) -> list[int]:
+        return self.tokenizer.encode(f"User: {text}\nAssistant:")
+
+    def answer(self, text: str, ids: Sequence[int]) -> list[int]:
+        return self.tokenizer.encode(f"{text.rstrip()}\n")
+
+
+def template_of(loaded: LoadedModel, wanted: str = "auto") -> Template:
+    """`auto`: the tokens of turns for a model that was trained on conversations, else a transcript."""
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
+        raise InputError("this model was trained on token ids without a tokenizer, so it cannot read text.")
+    knows = all(name in tokenizer.specials for name in TURN_TOKENS)
+    if wanted == "chat" and not knows:
+        raise InputError(
+            f"--template chat needs a tokenizer with {', '.join(TURN_TOKENS)}; {tokenizer.origin} lacks some. "
+            "Use --template plain."
+        )
+    trained = knows and loaded.config.get("objective") not in ON_DOCUMENTS
+    if wanted == "chat" or (wanted == "auto" and trained):
+        return Turns(tokenizer)
+    return Transcript(tokenizer)
+
+
+def remark(template: Template, wanted: str) -> str | None:
+    """What a user should know about a template that was chosen for him."""
+    if wanted != "auto" or template.name == "chat":
+        return None
+    return (
+        "this model was trained on documents, not on conversations: it is given a plain transcript (User: … "
+        "Assistant: …) to continue. --template chat uses the tokens of turns instead."
+    )

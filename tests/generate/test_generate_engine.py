@@ -1,0 +1,337 @@
+"""The engine: requests join and leave a running batch, and none can tell that it was not alone."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bessemer.errors import InputError
+from bessemer.generate import Decoder, Engine, EngineThread, QueueFull, Request, SamplingOptions
+from bessemer.topology import TopologySettings, make_topology, shardings
+from tiny_run import tiny_model, tiny_params, tiny_tokenizer
+
+BLOCK = 32
+PROMPTS = [[1, 5, 9, 2], [1, 7], [1, 3, 3, 8, 20, 41, 66], [4], [1, 250, 17]]
+DRAWN = SamplingOptions(temperature=1.0, seed=5)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return tiny_params(1)
+
+
+@pytest.fixture(scope="module")
+def shared(params):
+    return Engine(tiny_model(), params, slots=4, steps=4, tokenizer=tiny_tokenizer(), end_ids=(), seed=3)
+
+
+@pytest.fixture
+def engine(shared):
+    """One engine for all tests, so that little is compiled; every test leaves it idle."""
+    yield shared
+    assert shared.active == 0 and shared.waiting == 0 and len(shared._free) == shared.slots
+    shared.end_ids, shared.queue, shared.reuse = (), None, False
+    shared._held.clear()
+
+
+@pytest.fixture(scope="module")
+def batch(params):
+    """The plain batch path, for four rows."""
+    decoder = Decoder(tiny_model())
+
+    def run(prompts, **options):
+        found = decoder(params, prompts, max_tokens=10, **options)
+        return [found.row(index) for index in range(len(prompts))]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def forward(params):
+    """ids → log-probabilities of the full forward."""
+    call = jax.jit(lambda ids: jax.nn.log_softmax(tiny_model().apply({"params": params}, ids)))
+
+    def run(ids):
+        padded = np.zeros((1, BLOCK), np.int32)
+        padded[0, : len(ids)] = ids
+        return np.asarray(call(padded))[0, : len(ids)]
+
+    return run
+
+
+def greedy(prompt, tokens=10, **options):
+    return Request(prompt, tokens, **options)
+
+
+def drawn(prompt, seed, tokens=10, **options):
+    return Request(prompt, tokens, SamplingOptions(temperature=1.2), seed=seed, **options)
+
+
+def ids_of(results):
+    return [[sample.ids for sample in result.samples] for result in results]
+
+
+def test_greedy_requests_equal_the_full_forward_and_the_batch_decoder(engine, batch, forward):
+    results = engine.generate([greedy(prompt, logprobs=True) for prompt in PROMPTS])  # five, for four slots
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        (sample,) = result.samples
+        scores = forward([*prompt, *sample.ids])[len(prompt) - 1 : -1]
+        assert scores.argmax(axis=-1).tolist() == list(sample.ids) and sample.finish == "length"
+        np.testing.assert_allclose(sample.logprobs, scores[np.arange(10), sample.ids], atol=1e-4)
+        assert sample.text == tiny_tokenizer().decode(sample.ids)
+    assert batch(PROMPTS[:4]) == [list(results[i].samples[0].ids) for i in range(4)]
+
+
+def test_drawn_tokens_carry_untempered_teacher_forced_log_probabilities(engine, forward):
+    options = SamplingOptions(temperature=2.0, top_k=40, top_p=0.9, min_p=0.01, repetition_penalty=1.3)
+    (result,) = engine.generate([Request(PROMPTS[0], 12, options, seed=1, logprobs=True)])
+    (sample,) = result.samples
+    scores = forward([*PROMPTS[0], *sample.ids])[len(PROMPTS[0]) - 1 : -1]
+    np.testing.assert_allclose(sample.logprobs, scores[np.arange(12), sample.ids], atol=1e-4)
+
+
+def test_a_seed_gives_the_same_text_in_any_company(engine):
+    alone = engine.generate(
+        [drawn(PROMPTS[0], 11), drawn(PROMPTS[1], 12), drawn(PROMPTS[2], 13), greedy([4])]
+    )
+    filtered = [
+        Request(PROMPTS[4], 7, SamplingOptions(temperature=0.5, top_p=0.5, repetition_penalty=2.0), seed=seed)
+        for seed in range(3)
+    ]
+    mixed = engine.generate([*filtered, drawn(PROMPTS[2], 13), greedy([4]), drawn(PROMPTS[0], 11)])
+    assert [mixed[i].samples[0].ids for i in (5, 3, 4)] == [alone[i].samples[0].ids for i in (0, 2, 3)]
+    other = engine.generate([drawn(PROMPTS[0], 14)])
+    assert other[0].samples[0].ids != alone[0].samples[0].ids
+
+
+def test_seeds_are_chosen_and_told_when_none_is_given(engine):
+    request = Request(PROMPTS[0], 10, SamplingOptions(temperature=1.5))
+    first, second = engine.generate([request, request])
+    assert first.seed != second.seed and first.samples[0].ids != second.samples[0].ids
+    (again,) = engine.generate([Request(PROMPTS[0], 10, SamplingOptions(temperature=1.5, seed=first.seed))])
+    assert again.samples[0].ids == first.samples[0].ids
+
+
+def test_samples_of_one_prompt_equal_separate_prompts_and_share_a_prefill(engine, batch):
+    engine.prompt_tokens = 0
+    (result,) = engine.generate([drawn(PROMPTS[2], 7, n=4)])
+    assert engine.prompt_tokens == len(PROMPTS[2])
+    options = SamplingOptions(temperature=1.2, seed=7)  # row j of a batch draws from the stream (seed, j) too
+    separate = batch([PROMPTS[2]] * 4, sampling=options)
+    assert [list(sample.ids) for sample in result.samples] == separate
+    (more,) = engine.generate([drawn(PROMPTS[2], 7, n=6)])  # more samples than slots
+    assert [sample.ids for sample in more.samples[:4]] == [sample.ids for sample in result.samples]
+    assert [sample.index for sample in more.samples] == list(range(6))
+
+
+def test_requests_join_a_running_batch_and_slots_are_used_again(engine):
+    long = [engine.submit(greedy(PROMPTS[i], 20)) for i in range(3)]
+    engine.step()
+    assert engine.active == 3 and all(not handle.done for handle in long)
+    late = [engine.submit(greedy([4], 3)), engine.submit(greedy([1, 7], 5))]
+    engine.step()
+    assert late[0].done and engine.active == 3 and engine.waiting == 1  # admitted, written, gone in one round
+    engine.step()
+    engine.step()
+    assert late[1].done and not long[0].done
+    engine.run_until_idle()
+    expected = engine.generate([greedy(PROMPTS[i], 20) for i in range(3)])
+    assert [handle.result().samples[0].ids for handle in long] == [r.samples[0].ids for r in expected]
+
+
+def test_one_compilation_a_bucket_and_one_fetch_a_round(params):
+    fetched = []
+
+    def fetch(tree):
+        fetched.append(tree)
+        return jax.device_get(tree)
+
+    engine = Engine(tiny_model(), params, slots=2, steps=4, fetch=fetch)
+    engine.generate([greedy(PROMPTS[0], 9)])
+    assert engine.compilations == 2 and len(fetched) == engine.rounds == 3  # a prefill and a decode program
+    engine.generate([drawn([3], 1, 5, stop_ids=[8])])
+    engine.generate([Request(PROMPTS[2], 8, SamplingOptions(0.7, 5, 0.9, 0.1, 3, 1.2), logprobs=True)])
+    assert engine.compilations == 2
+
+
+def test_new_parameters_are_used_from_the_next_round_without_compiling(engine, params):
+    requests = [greedy(prompt) for prompt in PROMPTS]
+    before = engine.generate(requests)
+    compiled = engine.compilations
+    engine.update_params(tiny_params(2))
+    changed = engine.generate(requests)
+    engine.update_params(params)
+    assert engine.compilations == compiled
+    assert ids_of(changed) != ids_of(before) == ids_of(engine.generate(requests))
+
+
+def test_end_tokens_stop_ids_and_the_context_end_a_row(engine):
+    (free,) = engine.generate([greedy(PROMPTS[0], 12)])
+    tokens = free.samples[0].ids
+    stop = tokens[5]
+    end = tokens.index(stop) + 1
+    (stopped,) = engine.generate([greedy(PROMPTS[0], 12, stop_ids=[stop], logprobs=True)])
+    (sample,) = stopped.samples
+    assert sample.ids == tokens[:end] and (sample.finish, sample.stop) == ("stop", stop)
+    assert sample.text == tiny_tokenizer().decode(tokens[: end - 1]) and len(sample.logprobs) == end
+    engine.end_ids = (stop,)
+    assert engine.generate([greedy(PROMPTS[0], 12)])[0].samples[0].ids == tokens[:end]
+    engine.end_ids = ()
+    full, short = engine.generate([Request(PROMPTS[0]), greedy([1] * 30, 20)])
+    assert (len(full.samples[0].ids), full.samples[0].finish) == (BLOCK - 3, "context")
+    assert (len(short.samples[0].ids), short.samples[0].finish) == (3, "context")
+
+
+def test_streamed_pieces_join_to_the_text_and_stop_strings_never_show(engine):
+    (free,) = engine.generate([drawn(PROMPTS[1], 2, 20)])
+    text = free.samples[0].text
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    handle = engine.submit(drawn(PROMPTS[1], 2, 20, stop_strings=["never comes", stop], logprobs=True))
+    events = list(handle)
+    (sample,) = handle.result().samples
+    assert sample.text == "".join(event.text for event in events) == text[: text.find(stop)]
+    assert (sample.finish, sample.stop) == ("stop", stop) and events[-1].finish == "stop"
+    assert sum((event.ids for event in events), ()) == sample.ids == free.samples[0].ids[: len(sample.ids)]
+    assert len(sample.logprobs) == len(sample.ids)
+    assert stop in tiny_tokenizer().decode(sample.ids) and stop not in tiny_tokenizer().decode(
+        sample.ids[:-1]
+    )
+
+
+def test_cancel_frees_the_slot_at_once_and_keeps_what_was_written(engine):
+    running, queued = engine.submit(greedy(PROMPTS[0], 25, n=4)), engine.submit(greedy(PROMPTS[1], 25))
+    engine.step()
+    running.cancel()
+    queued.cancel()
+    assert not engine.step() and engine.active == 0
+    for sample in running.result().samples:
+        assert sample.finish == "cancelled" and len(sample.ids) == 4
+    assert [sample.finish for sample in queued.result().samples] == ["cancelled"]
+    running.cancel()  # nothing more
+
+
+def test_a_storm_of_requests_changes_none_of_them(engine):
+    """Random lengths, samples, settings, arrivals and cancellations; every request as if it were alone."""
+    rng = np.random.default_rng(8)
+
+    def draw(seed):
+        sampling = SamplingOptions(
+            temperature=float(rng.choice([0.0, 0.7, 1.3])),
+            top_k=int(rng.choice([0, 20])),
+            top_p=float(rng.choice([1.0, 0.9])),
+            repetition_penalty=float(rng.choice([1.0, 1.4])),
+        )
+        prompt = rng.integers(0, 300, rng.integers(1, 16)).tolist()
+        stops = [] if seed % 3 else ["e", "th"]
+        return Request(
+            prompt, int(rng.integers(1, 16)), sampling, int(rng.integers(1, 4)), (7, 8), stops, seed
+        )
+
+    requests = [draw(seed) for seed in range(24)]
+    alone = [engine.generate([request])[0] for request in requests]
+    handles, doomed = [], {5, 11, 17}
+    for number, request in enumerate(requests):
+        handles.append(engine.submit(request))
+        for _ in range(rng.integers(0, 3)):
+            engine.step()
+        if number - 1 in doomed:
+            handles[number - 1].cancel()
+    for number, (handle, expected) in enumerate(zip(handles, alone, strict=True)):
+        for sample, whole in zip(handle.result().samples, expected.samples, strict=True):
+            if number in doomed and sample.finish == "cancelled":
+                assert whole.ids[: len(sample.ids)] == sample.ids and whole.text.startswith(sample.text[:-1])
+            else:
+                assert sample == whole
+
+
+def test_a_full_queue_refuses_and_bad_requests_say_why(engine):
+    engine.queue = 2
+    handle = engine.submit(greedy(PROMPTS[0], 2, n=2))
+    with pytest.raises(QueueFull, match="3 rows would wait for 4 slots, and 2 may"):
+        engine.submit(greedy(PROMPTS[0]))
+    handle.result()
+    engine.submit(greedy(PROMPTS[0], 1)).result()
+    for request, words in (
+        (Request([]), "no tokens"),
+        (Request([300]), "vocabulary"),
+        (Request([1] * 33), "33 tokens and the context 32"),
+        (Request([1], 0), "max tokens"),
+        (Request([1], n=0), "n is 0"),
+        (Request([1], stop_ids=range(17)), "17 stop tokens"),
+        (Request([1], stop_strings=[""]), "empty"),
+        (Request([1], sampling=SamplingOptions(seed=[1, 2])), "one seed"),
+        (Request([1], seed=-1), "seed"),
+    ):
+        with pytest.raises(InputError, match=words):
+            engine.submit(request)
+    with pytest.raises(InputError, match="tokenizer"):
+        Engine(tiny_model(), {}).submit(Request([1], stop_strings=["a"]))
+
+
+def test_a_prompt_that_continues_a_finished_row_is_prefilled_from_there(engine, forward):
+    engine.reuse = True
+    (first,) = engine.generate([greedy(PROMPTS[2], 6)])
+    prompt = [*PROMPTS[2], *first.samples[0].ids, 9, 2]
+    handle = engine.submit(greedy(prompt, 8, logprobs=True))
+    engine._drop_cancelled()
+    assert engine._slot_holding(tuple(prompt)) is not None
+    (sample,) = handle.result().samples
+    scores = forward([*prompt, *sample.ids])[len(prompt) - 1 : -1]
+    np.testing.assert_allclose(sample.logprobs, scores[np.arange(8), sample.ids], atol=1e-4)
+    engine.update_params(engine.params)
+    assert engine._slot_holding((*prompt, *sample.ids, 1)) is None
+
+
+def test_an_error_reaches_every_open_request_and_the_engine_goes_on(engine):
+    handles = [engine.submit(greedy(PROMPTS[0], 20)) for _ in range(5)]
+    engine.step()
+    fetch = engine.fetch
+    engine.fetch = lambda tree: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.fetch = fetch
+    for handle in handles:
+        with pytest.raises(ZeroDivisionError):
+            handle.result()
+    assert len(engine.submit(greedy(PROMPTS[0], 3)).result().samples[0].ids) == 3
+
+
+def test_many_threads_share_a_running_engine(engine):
+    seeds = range(12)
+    expected = ids_of(engine.generate([drawn(PROMPTS[seed % 5], seed, 8) for seed in seeds]))
+    found = {}
+
+    def ask(seed):
+        handle = engine.submit(drawn(PROMPTS[seed % 5], seed, 8))
+        events = list(handle)
+        assert sum((event.ids for event in events), ()) == handle.result().samples[0].ids
+        found[seed] = [handle.result().samples[0].ids]
+
+    with EngineThread(engine):
+        threads = [threading.Thread(target=ask, args=(seed,)) for seed in seeds]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        with pytest.raises(TimeoutError):
+            engine.submit(greedy(PROMPTS[0], 20)).result(timeout=0.0)
+        open_at_the_end = engine.submit(greedy(PROMPTS[0], 29, n=40))
+    assert [found[seed] for seed in seeds] == expected
+    assert {sample.finish for sample in open_at_the_end.result().samples} <= {"cancelled", "length"}
+
+
+def test_a_mesh_of_eight_gives_the_same_tokens_from_parameters_where_they_rest(engine, params):
+    topology = make_topology(TopologySettings(data=2, fsdp=2, tensor=2))
+    model = tiny_model()
+    with topology.scope():
+        boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))["params"]
+        placed = jax.device_put(params, shardings(boxed, topology.mesh, topology.rest_rules))
+    meshed = Engine(model, placed, slots=3, steps=4, scope=topology.scope)
+    assert meshed.slots == 4  # rows divide over data and fsdp
+    requests = [drawn(PROMPTS[i], i, 6 + i) for i in range(3)] + [drawn(PROMPTS[3], 9, n=3)]
+    assert ids_of(meshed.generate(requests)) == ids_of(engine.generate(requests))
+    before = meshed.compilations
+    assert ids_of(meshed.generate(requests)) == ids_of(engine.generate(requests))
+    assert meshed.compilations == before

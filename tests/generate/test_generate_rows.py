@@ -1,0 +1,80 @@
+"""The programs under the engine: rings of windows, lookup layers, half precision, rows copied between caches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bessemer.generate import Engine, Request
+from bessemer.generate.rows import forward, in_use, put_rows, stop_table, take_rows
+from bessemer.models.allocation import Allocation
+from bessemer.models.gpt import GPT
+from tiny_run import random_params
+
+
+def test_rows_that_outgrow_a_window_equal_the_full_forward():
+    """Short rows in half of the capacity, rows that outgrow it and the window while decoding, a prompt longer than the
+    window; grouped queries and a lookup layer."""
+    block, vocab = 256, 60
+    model = GPT(
+        depth=2,
+        width=32,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        vocab_size=vocab,
+        block_size=block,
+        window="SL",
+        precision="float32",
+        lookup_after_layers=[0],
+        lookup_rows=128,
+        lookup_d_up=32,
+        allocation=Allocation.of(np.where(np.arange(vocab) < 4, 18, 1)),
+    )
+    assert model.shape.windows == (128, None)
+    params = random_params(model, 3, scale=0.2)
+    engine = Engine(model, params, slots=4, steps=8)
+    assert [engine._slots.reach(length) for length in (1, 128, 129, 256)] == [128, 128, 256, 256]
+    rng = np.random.default_rng(0)
+    requests = [
+        Request(rng.integers(0, vocab, length).tolist(), 40, logprobs=True, n=4) for length in (100, 145)
+    ]
+    results = [engine.generate([request])[0] for request in requests]
+    assert engine.compilations == 4  # two lengths of prompts, two of rows
+    call = jax.jit(lambda ids: jax.nn.log_softmax(model.apply({"params": params}, ids)))
+    padded = np.zeros((2, block), np.int32)
+    for row, (request, result) in enumerate(zip(requests, results, strict=True)):
+        assert len({sample.ids for sample in result.samples}) == 1  # greedy
+        ids = [*request.prompt_ids, *result.samples[0].ids]
+        padded[row, : len(ids)] = ids
+    full = np.asarray(call(padded))
+    for row, (request, result) in enumerate(zip(requests, results, strict=True)):
+        scores = full[row, len(request.prompt_ids) - 1 :][:40]
+        for sample in result.samples:
+            assert scores.argmax(axis=-1).tolist() == list(sample.ids)
+            np.testing.assert_allclose(sample.logprobs, scores[np.arange(40), sample.ids], atol=1e-4)
+
+
+def test_parameters_cast_before_a_loop_give_the_same_bits_as_cast_in_it():
+    model = GPT(depth=2, width=32, head_dim=16, vocab_size=60, block_size=16, precision="bf16")
+    params = random_params(model, 4)
+    cast = in_use(model, params)
+    assert cast["blocks_0"]["q"].dtype == cast["head"].dtype == jnp.bfloat16
+    assert cast["embedding"].dtype == cast["blocks_1"]["value_gate"].dtype == jnp.float32
+    ids, lengths = jnp.arange(8).reshape(2, 4), jnp.array([4, 3])
+    step = jax.jit(lambda params: forward(model, params, ids, model.init_cache(2, 16), lengths)[0])
+    np.testing.assert_array_equal(step(params), step(cast))
+
+
+def test_rows_are_copied_into_the_beginning_of_longer_ones():
+    tree = {"a": jnp.zeros((4, 3)), "b": jnp.arange(4)}
+    part = {"a": jnp.ones((3, 2)), "b": jnp.array([7, 8, 9])}
+    found = put_rows(tree, part, jnp.array([2, 5, 0]))  # one beyond the end is dropped
+    assert found["b"].tolist() == [9, 1, 7, 3]
+    assert found["a"].tolist() == [[1, 1, 0], [0, 0, 0], [1, 1, 0], [0, 0, 0]]
+    assert take_rows(found, jnp.array([2, 0, 9]))["b"].tolist() == [7, 9, 3]
+
+
+def test_stop_tables_are_as_wide_as_they_must_be():
+    assert stop_table([]).shape == (0, 16) and stop_table([(), (3,)]).shape == (2, 16)
+    table = stop_table([(5, 3, 5), range(17)])
+    assert table.shape == (2, 32) and table[0, :3].tolist() == [3, 5, -1]
