@@ -36,8 +36,8 @@ def attention(
     possible = _cudnn_can(q, segment_ids)
     if implementation == "cudnn" and not possible:
         raise InputError(
-            "architecture.attention=cudnn needs an NVIDIA GPU, half precision, a head dimension of at most 128 in steps "
-            "of 8, and no document mask, which it cannot keep. Set architecture.attention=auto."
+            "architecture.attention=cudnn needs an NVIDIA GPU, half precision, a head dimension of at most 128 in "
+            "steps of 8, and no document mask, which it cannot keep. Set architecture.attention=auto."
         )
     if possible and implementation != "xla":
         local = None if window is None else (window - 1, 0)
