@@ -12,9 +12,10 @@ import importlib.util
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from bessemer.errors import InputError, nearest
@@ -24,11 +25,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered thing. `settings` are the dataclasses whose fields become settings when it is selected."""
+    """One registered thing. `settings` are the dataclasses whose fields become settings when it is selected; `traits`
+    say what it asks of whoever uses it."""
 
     name: str
     value: Any
     settings: tuple[type, ...] = ()
+    traits: Mapping[str, Any] = MappingProxyType({})
 
 
 class Registry:
@@ -42,7 +45,7 @@ class Registry:
         self._discovered = package is None
 
     def register(
-        self, name: str, *, aliases: tuple[str, ...] = (), settings: tuple[type, ...] = ()
+        self, name: str, *, aliases: tuple[str, ...] = (), settings: tuple[type, ...] = (), **traits: Any
     ) -> Callable[[T], T]:
         """Decorator. A second, different thing under a taken name is an error."""
 
@@ -54,7 +57,7 @@ class Registry:
                         f"{self.kind} '{word}' is registered twice: by {_origin(taken.value)} and by "
                         f"{_origin(value)}. Rename one of them."
                     )
-            self._entries[name] = Entry(name, value, settings)
+            self._entries[name] = Entry(name, value, settings, traits)
             self._aliases.update(dict.fromkeys(aliases, name))
             return value
 

@@ -21,19 +21,23 @@ def render(
 ) -> list[int]:
     """Ids of a conversation; with `generation_prompt` the assistant's turn is opened. Content is text: the name of a
     special token in it stays text."""
-    ids = [tokenizer.bos_id]
+    ids, _ = supervised(messages, tokenizer)
+    return [*ids, role_token(tokenizer, "assistant", "start")] if generation_prompt else ids
+
+
+def supervised(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """(ids, mask) of a whole conversation; mask 1: a token to learn, which is what the assistant says and its end."""
+    ids, mask = [tokenizer.bos_id], [0]
     for message in messages:
         role, content = message.get("role"), message.get("content")
         if role not in ROLES or not isinstance(content, str):
             raise InputError(
                 f"a chat message is {{'role': one of {', '.join(ROLES)}, 'content': text}}; got {dict(message)!r:.200}."
             )
-        ids += [
-            role_token(tokenizer, role, "start"),
-            *tokenizer.encode(content),
-            role_token(tokenizer, role, "end"),
-        ]
-    return [*ids, role_token(tokenizer, "assistant", "start")] if generation_prompt else ids
+        said = [*tokenizer.encode(content), role_token(tokenizer, role, "end")]
+        ids += [role_token(tokenizer, role, "start"), *said]
+        mask += [0, *([int(role == "assistant")] * len(said))]
+    return ids, mask
 
 
 def role_token(tokenizer: Tokenizer, role: str, end: str) -> int:
