@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bessemer.errors import InputError
 from bessemer.models.attention import attention, block_length, cached_attention
+from bessemer.models.gpt import GPT
 
 
 def draw(*shape: int, seed: int = 0) -> np.ndarray:
@@ -94,3 +96,17 @@ def test_cudnn_equals_xla(window):
     q, k, v = (jnp.asarray(draw(2, 512, n, 64, seed=n), jnp.bfloat16) for n in (4, 2, 2))
     got = [attention(q, k, v, window=window, implementation=name) for name in ("cudnn", "xla")]
     np.testing.assert_allclose(got[0].astype(jnp.float32), got[1].astype(jnp.float32), atol=2e-2)
+
+
+@pytest.mark.parametrize("segments", [None, np.ones((1, 8), np.int32)])
+def test_cudnn_by_name_is_refused_where_it_cannot(segments):
+    """Above all with a document mask, which it would drop."""
+    q = jnp.zeros((1, 8, 2, 16))
+    with pytest.raises(InputError, match="architecture.attention=auto"):
+        attention(q, q, q, segment_ids=segments, implementation="cudnn")
+
+
+def test_what_is_chosen_is_said():
+    chosen = GPT(depth=1, width=32, head_dim=16, vocab_size=64, document_mask=True).chosen_kernels()
+    assert chosen["attention"] == ("xla", "for float32, head dimension 16, with a document mask")
+    assert chosen["kernels"][0] == "xla"

@@ -6,7 +6,7 @@ Window convention: a query attends to exactly `window` keys, **itself included**
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +33,7 @@ def attention(
     """
     if window is not None and window >= q.shape[1]:
         window = None
-    possible = _cudnn_can(q, segment_ids)
-    if implementation == "cudnn" and not possible:
-        raise InputError(
-            "architecture.attention=cudnn needs an NVIDIA GPU, half precision, a head dimension of at most 128 in "
-            "steps of 8, and no document mask, which it cannot keep. Set architecture.attention=auto."
-        )
-    if possible and implementation != "xla":
+    if choose_attention(implementation, q.dtype, q.shape[-1], segment_ids is not None) == "cudnn":
         local = None if window is None else (window - 1, 0)
         return jax.nn.dot_product_attention(
             q, k, v, is_causal=True, local_window_size=local, implementation="cudnn"
@@ -47,15 +41,19 @@ def attention(
     return _blocked(q, k, v, window, segment_ids)
 
 
-def _cudnn_can(q: Array, segment_ids: Array | None) -> bool:
-    """cuDNN takes half precision, head dimensions up to 128 in steps of 8, and no segment ids."""
-    return (
-        jax.default_backend() == "gpu"
-        and segment_ids is None
-        and q.dtype in (jnp.bfloat16, jnp.float16)
-        and q.shape[-1] % 8 == 0
-        and q.shape[-1] <= 128
+def choose_attention(implementation: str, dtype: Any, head_dim: int, masked: bool) -> str:
+    """`architecture/attention`: auto takes cuDNN where it can, which is in half precision on an NVIDIA GPU, with head
+    dimensions up to 128 in steps of 8, and without a document mask."""
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    possible = (
+        jax.default_backend() == "gpu" and half and head_dim % 8 == 0 and head_dim <= 128 and not masked
     )
+    if implementation == "cudnn" and not possible:
+        raise InputError(
+            "architecture.attention=cudnn needs an NVIDIA GPU, half precision, a head dimension of at most 128 in "
+            "steps of 8, and no document mask, which it cannot keep. Set architecture.attention=auto."
+        )
+    return "cudnn" if possible and implementation != "xla" else "xla"
 
 
 def _blocked(q: Array, k: Array, v: Array, window: int | None, segment_ids: Array | None) -> Array:

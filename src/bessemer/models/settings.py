@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from bessemer.config import field
+from bessemer.models.attention import choose_attention
 from bessemer.models.checks import PRECISIONS
 from bessemer.models.fp8 import SCALINGS
+from bessemer.models.fused import choose_kernels
 from bessemer.models.layers import TENSOR_NAMES
 from bessemer.models.lookup import LookupSettings, with_lookup
 from bessemer.models.shape import Shape, layer_windows, round_up
@@ -128,3 +130,15 @@ class GPTSettings(LookupSettings):
         if self.precision in ("auto", "fp8"):
             return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         return {"float32": jnp.float32, "bf16": jnp.bfloat16}[self.precision]
+
+    def chosen_kernels(self) -> dict[str, tuple[str, str]]:
+        """Setting -> (what runs on this backend, why), for those that are chosen by themselves."""
+        dtype = self.compute_dtype
+        attention = choose_attention(self.attention, dtype, self.head_dim, self.document_mask)
+        rows = choose_kernels(self.kernels, dtype)
+        why = f"{jnp.dtype(dtype).name}, head dimension {self.head_dim}"
+        masked = ", with a document mask" if self.document_mask else ""
+        return {
+            "attention": (attention, f"for {why}{masked}"),
+            "kernels": (rows, f"norms and loss for {jnp.dtype(dtype).name}"),
+        }
