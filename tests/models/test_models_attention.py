@@ -102,7 +102,7 @@ def test_cudnn_equals_xla(window):
 def test_cudnn_by_name_is_refused_where_it_cannot(segments):
     """Above all with a document mask, which it would drop."""
     q = jnp.zeros((1, 8, 2, 16))
-    with pytest.raises(InputError, match="architecture.attention=auto"):
+    with pytest.raises(InputError, match=r"architecture\.attention=auto"):
         attention(q, q, q, segment_ids=segments, implementation="cudnn")
 
 
