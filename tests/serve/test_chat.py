@@ -165,7 +165,6 @@ def test_the_calculator_answers_within_the_answer(
     own: Engine, loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first piece is scripted, as a tuned model would write it; the engine goes on after the value."""
-    pytest.importorskip("bessemer.evaluate.generative")
     tokenizer = loaded.tokenizer
     call = [
         tokenizer.specials["<|python_start|>"],

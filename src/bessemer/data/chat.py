@@ -9,11 +9,17 @@ from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 
 ROLES = ("system", "user", "assistant")
+TURN_TOKENS = tuple(f"<|{role}_{end}|>" for role in ROLES for end in ("start", "end"))
 
 
 def is_messages(value: Any) -> bool:
     """A conversation: a non-empty list of mappings."""
     return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(item, Mapping) for item in value)
+
+
+def can_chat(tokenizer: Tokenizer) -> bool:
+    """Whether it has a way to write conversations."""
+    return all(name in tokenizer.specials for name in TURN_TOKENS)
 
 
 def render(
@@ -38,6 +44,11 @@ def supervised(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> t
         ids += [role_token(tokenizer, role, "start"), *said]
         mask += [0, *([int(role == "assistant")] * len(said))]
     return ids, mask
+
+
+def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What ends the assistant's turn: at least one token."""
+    return (role_token(tokenizer, "assistant", "end"),)
 
 
 def role_token(tokenizer: Tokenizer, role: str, end: str) -> int:

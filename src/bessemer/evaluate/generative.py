@@ -1,8 +1,4 @@
-"""Questions answered in words: the model writes greedily, with the calculator, and its answer is parsed.
-
-A model that knows the calculator writes <|python_start|> expression <|python_end|>; the value is put after it,
-between <|output_start|> and <|output_end|>, and the model writes on.
-"""
+"""Questions answered in words: the model writes greedily, with the calculator, and its answer is parsed."""
 
 from __future__ import annotations
 
@@ -13,17 +9,17 @@ from fractions import Fraction
 from typing import Any
 
 from bessemer.data import Tokenizer
+from bessemer.data.chat import can_chat, stop_ids
 from bessemer.errors import InputError
 from bessemer.evaluate import progress
-from bessemer.evaluate.conversation import can_chat, prompt_ids
+from bessemer.evaluate.conversation import prompt_ids
 from bessemer.evaluate.scoring import check_batch
-from bessemer.generate import LoadedModel
-from bessemer.generate.calculator import NotArithmetic, calculate
+from bessemer.generate import Engine, LoadedModel, Request, Sample
+from bessemer.generate.decoder import bucket, crop
+from bessemer.generate.tools import CALLS, call_id, output_ids
 
 GENERATIVE = "generative"
 ROWS = 16
-CALLS = 16
-"""Calculations in one answer; whoever wants more has lost the thread."""
 
 NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 MARK = "####"
@@ -50,10 +46,14 @@ def is_right(text: str, answer: str) -> bool:
 class Answer:
     """One answer as it grows. `written` are the ids after the prompt, calculator outputs included."""
 
-    prompt: list[int]
+    prompt: Sequence[int]
     written: list[int] = field(default_factory=list)
     calls: int = 0
     done: bool = False
+
+    @property
+    def ids(self) -> list[int]:
+        return [*self.prompt, *self.written]
 
 
 def answer_all(
@@ -64,16 +64,10 @@ def answer_all(
     assert loaded.tokenizer is not None
     if not hasattr(loaded.model, "decode"):
         raise InputError(f"{type(loaded.model).__name__} cannot decode, so it cannot answer in words.")
-    right: list[bool] = []
-    cropped, size = 0, batch_size or ROWS
-    for first in range(0, len(examples), size):
-        group = examples[first : first + size]
-        prompts = [question_ids(loaded.tokenizer, example["question"]) for example in group]
-        cropped += sum(len(prompt) > loaded.model.block_size for prompt in prompts)
-        texts = write(loaded, prompts, max_tokens)
-        right += [is_right(text, example["answer"]) for text, example in zip(texts, group, strict=True)]
-        progress.tick(len(right), len(examples))
-    return right, cropped
+    prompts = [question_ids(loaded.tokenizer, example["question"]) for example in examples]
+    texts = write(loaded, prompts, max_tokens, batch_size)
+    right = [is_right(text, example["answer"]) for text, example in zip(texts, examples, strict=True)]
+    return right, sum(len(prompt) > loaded.model.block_size for prompt in prompts)
 
 
 def question_ids(tokenizer: Tokenizer, question: str) -> list[int]:
@@ -83,46 +77,48 @@ def question_ids(tokenizer: Tokenizer, question: str) -> list[int]:
     return [tokenizer.bos_id, *tokenizer.encode(f"Question: {question}\nAnswer:")]
 
 
-def write(loaded: LoadedModel, prompts: Sequence[list[int]], max_tokens: int) -> list[str]:
-    """Greedy answers of up to `max_tokens` tokens, the calculator's outputs counted."""
+def write(
+    loaded: LoadedModel, prompts: Sequence[list[int]], max_tokens: int, batch_size: int | None = None
+) -> list[str]:
+    """Greedy answers of up to `max_tokens` tokens, the calculator's outputs counted; `batch_size` rows at a time."""
     assert loaded.tokenizer is not None
-    answers = [Answer(list(prompt)) for prompt in prompts]
-    with loaded.scope():
-        while going := [answer for answer in answers if not answer.done]:
-            _write_on(loaded, loaded.tokenizer, going, max_tokens)
+    block = loaded.model.block_size
+    answers = [Answer(prompt) for prompt in crop(prompts, max_tokens, block)[0]]
+    capacity = bucket(max(len(answer.prompt) for answer in answers) + max_tokens, block)
+    engine = _engine(loaded, batch_size or ROWS, capacity)
+    while going := [answer for answer in answers if not answer.done]:
+        handles = [engine.submit(_request(answer, loaded.tokenizer, max_tokens)) for answer in going]
+        for answer, handle in zip(going, handles, strict=True):
+            _take(answer, handle.result().samples[0], loaded.tokenizer, max_tokens, capacity)
+            progress.tick(sum(answer.done for answer in answers), len(answers))
+    engine.release()
     return [loaded.tokenizer.decode(answer.written) for answer in answers]
 
 
-def _write_on(loaded: LoadedModel, tokenizer: Tokenizer, going: list[Answer], max_tokens: int) -> None:
-    """Decode until every row stops; rows that stopped for the calculator get its output and go on."""
-    specials = tokenizer.specials
-    call = specials.get("<|python_end|>")
-    stops = [specials[name] for name in ("<|assistant_end|>", "<|python_end|>") if name in specials]
-    left = max(max_tokens - len(answer.written) for answer in going)
-    ids = [[*answer.prompt, *answer.written] for answer in going]
-    result = loaded.decoder(loaded.params, ids, max_tokens=left, stop_ids=stops)
-    for number, answer in enumerate(going):
-        room = max_tokens - len(answer.written)
-        made = [int(token) for token in result.ids[number, : result.lengths[number]]][:room]
-        called = result.reasons[number] == "stop" and bool(made) and made[-1] == call
-        answer.written += made if called else result.row(number)[:room]
-        answer.calls += called
-        if called:
-            answer.written += output_ids(tokenizer, answer.written)
-        full = len(answer.prompt) + len(answer.written) >= loaded.model.block_size
-        answer.done = not called or full or answer.calls >= CALLS or len(answer.written) >= max_tokens
+def _engine(loaded: LoadedModel, slots: int, capacity: int) -> Engine:
+    """The one of this size, with the parameters of now."""
+    made = loaded.program(
+        f"engine of {slots} rows of {capacity}",
+        lambda: Engine.of(loaded, slots=slots, capacity=capacity, fetch=loaded.fetch),
+    )
+    made.update_params(loaded.params)
+    return made
 
 
-def output_ids(tokenizer: Tokenizer, written: Sequence[int]) -> list[int]:
-    """What the calculator says to the expression just closed; nothing where it is no arithmetic."""
-    specials, before = tokenizer.specials, list(written[:-1])
-    names = ("<|python_start|>", "<|output_start|>", "<|output_end|>")
-    if not all(name in specials for name in names) or specials[names[0]] not in before:
-        return []
-    start, opened, closed = (specials[name] for name in names)
-    begin = len(before) - before[::-1].index(start)  # just after the last opening
-    try:
-        value = calculate(tokenizer.decode(before[begin:]))
-    except NotArithmetic:
-        return []
-    return [opened, *tokenizer.encode(value), closed]
+def _request(answer: Answer, tokenizer: Tokenizer, max_tokens: int) -> Request:
+    """What is left of an answer, up to its end or the next call of the calculator."""
+    call = call_id(tokenizer)
+    ends = stop_ids(tokenizer) if can_chat(tokenizer) else ()
+    stops = (*ends, *([] if call is None else [call]))
+    return Request(answer.ids, max_tokens - len(answer.written), stop_ids=stops)
+
+
+def _take(answer: Answer, sample: Sample, tokenizer: Tokenizer, max_tokens: int, capacity: int) -> None:
+    """Add what was written; after a call the calculator's output too, and then it may go on."""
+    called = sample.stop is not None and sample.stop == call_id(tokenizer)
+    answer.written += sample.ids[:-1] if sample.finish == "stop" and not called else sample.ids
+    answer.calls += called
+    if called:
+        answer.written += output_ids(tokenizer, answer.written)
+    full = len(answer.ids) >= capacity or len(answer.written) >= max_tokens
+    answer.done = not called or full or answer.calls >= CALLS

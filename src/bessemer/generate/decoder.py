@@ -20,7 +20,7 @@ from jax import Array
 
 from bessemer.errors import InputError
 from bessemer.generate.rows import Asked, Output, begin_rows, decode_block, forward, stop_table
-from bessemer.generate.sampling import Filters, SamplingOptions
+from bessemer.generate.sampling import Filters, SamplingOptions, Way, way_of
 
 SMALLEST = 16
 """The shortest bucket of prompts and of new tokens."""
@@ -61,7 +61,7 @@ class Decoder:
         self.pad_id = pad_id
         self.end_ids = tuple(end_ids)
         self.fetch = fetch
-        self._run = jax.jit(functools.partial(run_rows, model, pad_id), static_argnames="tokens")
+        self._run = jax.jit(functools.partial(run_rows, model, pad_id), static_argnames=("tokens", "way"))
 
     @property
     def compilations(self) -> int:
@@ -83,9 +83,10 @@ class Decoder:
         rows, notices = crop(prompts, max_tokens, block)
         limits = [min(max_tokens, block - len(row) + 1) for row in rows]
         stops = {*self.end_ids, *stop_ids}
-        arguments = self._arguments(rows, limits, sampling or SamplingOptions(), stops)
+        sampling = sampling or SamplingOptions()
+        arguments = self._arguments(rows, limits, sampling, stops)
         tokens = bucket(min(max_tokens, block), block)
-        output = self.fetch(self._run(params, *arguments, tokens=tokens))
+        output = self.fetch(self._run(params, *arguments, tokens=tokens, way=way_of([sampling])))
         count, longest = len(rows), max(limits)
         ids, logprobs, lengths = output.ids.T, output.logprobs.T, output.made[:count]
         reasons = tuple(
@@ -159,13 +160,21 @@ def _reason(stopped: bool, short: bool) -> str:
 
 
 def run_rows(
-    model: Any, pad_id: int, params: Any, prompts: Array, lengths: Array, asked: Asked, *, tokens: int
+    model: Any,
+    pad_id: int,
+    params: Any,
+    prompts: Array,
+    lengths: Array,
+    asked: Asked,
+    *,
+    tokens: int,
+    way: Way | None,
 ) -> Output:
     """Prefill and loop to the end of every row. prompts: (B, P), right-padded; lengths, `asked`: (B·n,), n samples of
-    a prompt in sequence; `tokens` is the most a row may make."""
+    a prompt in sequence; `tokens` is the most a row may make, `way` of choosing them."""
     width, each = prompts.shape[1], lengths.shape[0] // prompts.shape[0]
     cache = model.init_cache(prompts.shape[0], min(width + tokens, model.block_size))
     _, cache = forward(model, params, prompts, cache, lengths[::each] - 1)
     cache, prompts = jax.tree.map(lambda leaf: jax.numpy.repeat(leaf, each, axis=0), (cache, prompts))
     rows = begin_rows(model.vocab_size, cache, prompts, lengths, asked)
-    return decode_block(model, pad_id, tokens, params, rows)[1]
+    return decode_block(model, pad_id, tokens, params, rows, way)[1]

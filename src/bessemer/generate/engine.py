@@ -24,6 +24,7 @@ from bessemer.generate.admission import PROMPTS, ROWS, Joining, admission, by_wi
 from bessemer.generate.load import LoadedModel
 from bessemer.generate.request import Event, Handle, QueueFull, Request, Result, Sample
 from bessemer.generate.row import Row
+from bessemer.generate.sampling import way_of
 from bessemer.generate.slots import Slots
 from bessemer.generate.stream import TextStream
 
@@ -152,6 +153,13 @@ class Engine:
         self.params = params
         self._held.clear()  # computed with the old ones
 
+    def release(self) -> None:
+        """Give the memory of the slots back, once nothing is being written; the next request takes it again."""
+        with self._stepping:
+            if not self._rows:
+                self._held.clear()
+                self._slots.rows = None
+
     def wake(self) -> None:
         with self._news:
             self._news.notify_all()
@@ -266,15 +274,18 @@ class Engine:
     def _decode(self) -> None:
         active = sorted(self._rows)
         longest = max(row.length for row in self._rows.values())
-        output, columns = self._slots.decode(self.params, active, longest)
+        way = way_of(row.handle.request.sampling for row in self._rows.values())
+        output, columns = self._slots.decode(self.params, active, longest, way)
         output = self.fetch(output)
         self.rounds += 1
+        tokens, scores, counts, live = (array.T.tolist() for array in output)
         for slot, column in zip(active, columns, strict=True):
-            made = int(output.made[column])
-            ids = [int(token) for token in output.ids[:made, column]]
-            logprobs = [float(value) for value in output.logprobs[:made, column]]
+            made = counts[column]
             self.tokens += made
-            self._hand_out(slot, self._rows[slot].take(ids, logprobs, ended=not output.live[column]))
+            event = self._rows[slot].take(
+                tokens[column][:made], scores[column][:made], ended=not live[column]
+            )
+            self._hand_out(slot, event)
 
     def _hand_out(self, slot: int, event: Event) -> None:
         """Give the event to its request; after the last one the slot is free again."""

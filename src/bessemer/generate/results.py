@@ -13,7 +13,7 @@ from jax import Array
 from bessemer.errors import InputError, nearest
 from bessemer.generate.decoder import run_rows
 from bessemer.generate.rows import Asked, Output
-from bessemer.generate.sampling import Filters, SamplingOptions
+from bessemer.generate.sampling import Filters, SamplingOptions, Way
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def generate_rows(
     stops: Array,
     *,
     tokens: int,
+    way: Way | None,
 ) -> tuple[Array, Array, Array, Output]:
     """(sequences, ids, mask, output) of left-padded prompts. ids, mask: (B, T); streams: (B·n, 2); stops: (1, …).
 
@@ -105,5 +106,5 @@ def generate_rows(
         filters=jax.tree.map(lambda value: jnp.broadcast_to(value, (rows,)), filters),
         stops=jnp.broadcast_to(stops, (rows, stops.shape[1])),
     )
-    output = run_rows(model, pad_id, params, right, jnp.maximum(lengths, 1), asked, tokens=tokens)
+    output = run_rows(model, pad_id, params, right, jnp.maximum(lengths, 1), asked, tokens=tokens, way=way)
     return jnp.concatenate([ids, output.ids.T], axis=1), ids, mask, output

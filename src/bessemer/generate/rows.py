@@ -7,6 +7,7 @@ token is left to the first step, and a prompt that fans out to n samples is pref
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,11 +20,13 @@ from flax import struct
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from bessemer.generate.sampling import Filters, choose, row_keys
+from bessemer.generate.sampling import Filters, Way, choose, row_keys
 from bessemer.models.axes import constrain
 
 STOPS = 16
 """Stop tokens of a row; more are rounded up to a multiple, which compiles again."""
+BETWEEN_LOOKS = 8
+"""Steps between two looks at whether any row is left: a GPU asks the host at each."""
 
 
 @struct.dataclass
@@ -116,8 +119,10 @@ def begin_rows(vocab_size: int, cache: Any, prompts: Array, lengths: Array, aske
     )
 
 
-def decode_block(model: Any, pad_id: int, steps: int, params: Any, rows: Rows) -> tuple[Rows, Output]:
-    """Up to `steps` tokens for every live row; ends early when none is left."""
+def decode_block(
+    model: Any, pad_id: int, steps: int, params: Any, rows: Rows, way: Way | None = None
+) -> tuple[Rows, Output]:
+    """Up to `steps` tokens for every live row; ends early when none is left. `way`: see `sampling.way_of`."""
     params = in_use(model, params)
     size = rows.token.shape[0]
     before = rows.count
@@ -125,27 +130,30 @@ def decode_block(model: Any, pad_id: int, steps: int, params: Any, rows: Rows) -
     def goes_on(carry: tuple[Array, Rows, Array, Array]) -> Array:
         return (carry[0] < steps) & jnp.any(carry[1].live)
 
-    def advance(carry: tuple[Array, Rows, Array, Array]) -> tuple[Array, Rows, Array, Array]:
+    def advance(_: int, carry: tuple[Array, Rows, Array, Array]) -> tuple[Array, Rows, Array, Array]:
         step, rows, ids, logprobs = carry
         logits, cache = forward(model, params, rows.token[:, None], rows.cache, rows.live.astype(jnp.int32))
-        rows, logprob = _take(pad_id, replace(rows, cache=cache), logits)
+        rows, logprob = _take(pad_id, replace(rows, cache=cache), logits, way)
         return step + 1, rows, ids.at[step].set(rows.token), logprobs.at[step].set(logprob)
 
+    some = functools.partial(jax.lax.fori_loop, 0, math.gcd(steps, BETWEEN_LOOKS), advance)
     ids = jnp.full((steps, size), pad_id, jnp.int32)
     start = (jnp.zeros((), jnp.int32), rows, ids, jnp.zeros((steps, size), jnp.float32))
-    _, rows, ids, logprobs = jax.lax.while_loop(goes_on, advance, start)
+    _, rows, ids, logprobs = jax.lax.while_loop(goes_on, some, start)
     return rows, Output(*map(everywhere, (ids, logprobs, rows.count - before, rows.live)))
 
 
-def _take(pad_id: int, rows: Rows, logits: Array) -> tuple[Rows, Array]:
+def _take(pad_id: int, rows: Rows, logits: Array, way: Way | None) -> tuple[Rows, Array]:
     """Choose a token for the live rows, and note which of them end with it. logits: (B, V) → rows, log p (B,)."""
-    chosen = choose(logits, row_keys(rows.streams, rows.count), rows.filters, rows.seen)
+    chosen = choose(logits, row_keys(rows.streams, rows.count), rows.filters, rows.seen, way)
     token = jnp.where(rows.live, chosen, pad_id)
     logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=-1)[:, 0]
     count, was_live = rows.count + rows.live, rows.live
     stopped = jnp.any(token[:, None] == rows.stops, axis=-1)
-    seen = jax.vmap(lambda seen, token, live: seen.at[token].max(live))(rows.seen, token, was_live)
     live = was_live & ~stopped & (count < rows.limit)
+    seen = rows.seen
+    if way is None or way >= Way.FILTERED:  # a row with a penalty never decodes otherwise
+        seen = jax.vmap(lambda seen, token, live: seen.at[token].max(live))(seen, token, was_live)
     return replace(rows, token=token, count=count, live=live, seen=seen), jnp.where(was_live, logprob, 0.0)
 
 

@@ -8,8 +8,9 @@ top-p of what is left, min-p against the most likely token.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,32 @@ class SamplingOptions:
         return np.stack([np.asarray(seed, np.uint32), np.zeros(rows, np.uint32)], axis=1)
 
 
+class Way(IntEnum):
+    """What choosing takes; a batch takes the most that one of its rows does."""
+
+    GREEDY = 0
+    DRAWN = 1  # noise
+    FILTERED = 2  # noise, the ranking of all tokens, and those seen
+
+
+def way_of(options: Iterable[SamplingOptions]) -> Way | None:
+    """The way of a batch where it is worth a program of its own; None: the program finds out, step by step.
+
+    On a CPU that costs nothing. A GPU waits for the host at every branch, several times a step.
+    """
+    if jax.default_backend() == "cpu":
+        return None
+    return max((_way(sampling) for sampling in options), default=Way.GREEDY)
+
+
+def _way(sampling: SamplingOptions) -> Way:
+    drawn = sampling.temperature > 0
+    some = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    if (drawn and some) or sampling.repetition_penalty != 1:
+        return Way.FILTERED
+    return Way.DRAWN if drawn else Way.GREEDY
+
+
 def row_keys(streams: Array, step: Array | int) -> Array:
     """(B,) keys of one step: fold_in(fold_in(key(seed), number), step). streams: (B, 2); step: () or (B,)."""
 
@@ -97,11 +124,13 @@ class Filters:
         return jax.tree.map(lambda value: jnp.broadcast_to(jnp.reshape(value, (-1, 1)), (rows, 1)), self)
 
 
-def choose(logits: Array, keys: Array, filters: Filters, seen: Array | None = None) -> Array:
+def choose(
+    logits: Array, keys: Array, filters: Filters, seen: Array | None = None, way: Way | None = None
+) -> Array:
     """The next token of each row: argmax of the scores, plus Gumbel noise where it is drawn.
 
     logits: (B, V) float32, keys: (B,) → (B,) int32. `seen` (B, V) marks the tokens of the row, for the penalty. What no
-    row of the batch asks for is not computed; what another row asks for changes nothing.
+    row of the batch asks for is not computed (`way`: see `way_of`); what another row asks for changes nothing.
     """
     filters = filters.columns(logits.shape[0])
     drawn = jnp.asarray(filters.temperature) > 0  # (B, 1)
@@ -121,8 +150,13 @@ def choose(logits: Array, keys: Array, filters: Filters, seen: Array | None = No
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
         return jnp.where(drawn, scores + noise, scores)
 
-    scores = jax.lax.cond(jnp.any(special), filtered, lambda: temper(logits))
-    scores = jax.lax.cond(jnp.any(drawn), noisy, lambda: scores)
+    def either(least: Way, needed: Array, yes: Callable[[], Array], no: Callable[[], Array]) -> Array:
+        if way is None:
+            return jax.lax.cond(jnp.any(needed), yes, no)
+        return yes() if way >= least else no()
+
+    scores = either(Way.FILTERED, special, filtered, lambda: temper(logits))
+    scores = either(Way.DRAWN, drawn, noisy, lambda: scores)
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 

@@ -27,7 +27,7 @@ from bessemer.generate.rows import (
     put_rows,
     take_rows,
 )
-from bessemer.generate.sampling import Filters, SamplingOptions
+from bessemer.generate.sampling import Filters, SamplingOptions, Way
 from bessemer.models.axes import constrain, shards
 from bessemer.models.shape import round_up
 
@@ -89,8 +89,11 @@ class Slots:
             size //= 2
         return size
 
-    def decode(self, params: Any, active: Sequence[int], longest: int) -> tuple[Output, Sequence[int]]:
-        """(output, the column of each of the `active` slots); `longest`: the most tokens one of them has.
+    def decode(
+        self, params: Any, active: Sequence[int], longest: int, way: Way | None
+    ) -> tuple[Output, Sequence[int]]:
+        """(output, the column of each of the `active` slots); `longest`: the most tokens one of them has, `way`: of
+        choosing their tokens.
 
         Few rows, or short ones, are taken out of the slots for the block and put back: a step's cost follows what it
         reads. On a mesh all rows take part: they stay on their devices.
@@ -107,7 +110,7 @@ class Slots:
             index[: len(active)] = active
         mask = np.zeros(self.count, bool)
         mask[list(active)] = True
-        self.rows, output = self._decode(params, self.rows, mask, index, reach=reach)
+        self.rows, output = self._decode(params, self.rows, mask, index, reach=reach, way=way)
         return output, columns
 
     def _ready(self, params: Any) -> Rows:
@@ -123,7 +126,9 @@ class Slots:
                 admit, static_argnames=("width", "reuse"), donate_argnums=1, out_shardings=places
             )
             out = (places, None) if meshed else None
-            self._decode = jax.jit(decode, static_argnames="reach", donate_argnums=1, out_shardings=out)
+            self._decode = jax.jit(
+                decode, static_argnames=("reach", "way"), donate_argnums=1, out_shardings=out
+            )
         return rows
 
 
@@ -177,6 +182,7 @@ def _decode(
     index: Array | None,
     *,
     reach: int,
+    way: Way | None,
 ) -> tuple[Rows, Output]:
     """A block of steps for the slots of `mask` (S,), which are those of `index` (R,) if it is given."""
     rows = replace(rows, live=rows.live & mask)
@@ -185,12 +191,12 @@ def _decode(
     size = part.token.shape[0]
     shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(size, reach)))]
     if index is None and shapes == [leaf.shape for leaf in whole]:
-        return decode_block(model, pad_id, steps, params, rows)
+        return decode_block(model, pad_id, steps, params, rows, way)
     some = [_beginning(leaf, shape, index) for leaf, shape in zip(whole, shapes, strict=True)]
     part = replace(part, cache=jax.tree.unflatten(jax.tree.structure(rows.cache), some))
     if index is not None:
         part = replace(part, live=part.live & (index < rows.live.shape[0]))
-    part, output = decode_block(model, pad_id, steps, params, part)
+    part, output = decode_block(model, pad_id, steps, params, part, way)
     return put_rows(rows, part, index), output
 
 

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bessemer.data.tokenizer import Tokenizer
 from bessemer.generate import Engine, EngineThread, Event, Request, Sample, SamplingOptions
+from bessemer.generate.tools import CALLS, call_id, output_ids
 from bessemer.serve.conversation import Template
 
 HELP = """\
@@ -16,7 +16,6 @@ HELP = """\
 /help      this list
 /quit      leave (so does Ctrl-D)
 Ctrl-C     stop the answer that is being written"""
-CALLS = 16  # of the calculator in one answer
 SEEDS = 2**32
 
 
@@ -64,7 +63,7 @@ class Chat:
         """(text, tokens, why it ended). A call of the calculator interrupts it, and its value is part of it."""
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None
-        call = tokenizer.specials.get("<|python_end|>") if self.template.name == "chat" else None
+        call = call_id(tokenizer) if self.template.name == "chat" else None
         said = ""
         written: list[int] = []
         for _ in range(CALLS):
@@ -72,7 +71,7 @@ class Chat:
             said += sample.text
             written += sample.ids
             called = sample.stop is not None and sample.stop == call
-            result = calculated(tokenizer, written) if called else []
+            result = output_ids(tokenizer, written) if called else []
             full = len(prompt) + len(written) + len(result) >= self.engine.capacity
             if not called or full or (self.max_tokens and len(written) + len(result) >= self.max_tokens):
                 return said, written, sample.finish if not called else "length"
@@ -116,13 +115,6 @@ def _remark(finish: str, dropped: int) -> str | None:
     if dropped:
         lines.append(f"the context is full: the oldest {dropped} exchange(s) are forgotten")
     return "; ".join(lines) or None
-
-
-def calculated(tokenizer: Tokenizer, written: list[int]) -> list[int]:
-    """The tokens of the calculator's answer to the expression just closed; none where it is no arithmetic."""
-    from bessemer.evaluate.generative import output_ids
-
-    return output_ids(tokenizer, written)
 
 
 class Repl:

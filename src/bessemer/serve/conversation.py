@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from bessemer.data.chat import render
+from bessemer.data.chat import TURN_TOKENS, can_chat, render, stop_ids
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate import LoadedModel
@@ -18,7 +18,6 @@ from bessemer.generate import LoadedModel
 ROLES = ("system", "user", "assistant")
 TEMPLATES = ("auto", "chat", "plain")
 ON_DOCUMENTS = ("pretrain", "kl")  # objectives that train on text without turns
-TURN_TOKENS = ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>")
 
 Message = Mapping[str, str]  # role, content
 
@@ -57,7 +56,7 @@ class Turns(Template):
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        return (self.tokenizer.specials["<|assistant_end|>"],)
+        return stop_ids(self.tokenizer)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         return render(messages, self.tokenizer, generation_prompt=True)
@@ -106,7 +105,7 @@ def template_of(loaded: LoadedModel, wanted: str = "auto") -> Template:
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise InputError("this model was trained on token ids without a tokenizer, so it cannot read text.")
-    knows = all(name in tokenizer.specials for name in TURN_TOKENS)
+    knows = can_chat(tokenizer)
     if wanted == "chat" and not knows:
         raise InputError(
             f"--template chat needs a tokenizer with {', '.join(TURN_TOKENS)}; {tokenizer.origin} lacks some. "

@@ -11,12 +11,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bessemer.config import configuration, configure
-from bessemer.data.chat import is_messages, render
+from bessemer.data.chat import can_chat, is_messages, render, stop_ids
 from bessemer.errors import InputError
 from bessemer.generate.decoder import bucket, crop
 from bessemer.generate.results import GenerationConfig, GenerationResults, generate_rows
 from bessemer.generate.rows import Output, stop_table
-from bessemer.generate.sampling import Filters
+from bessemer.generate.sampling import Filters, way_of
 from bessemer.models.shape import round_up
 from bessemer.training.fetch import fetch
 
@@ -35,7 +35,7 @@ def program(trainer: BaseTrainer) -> Any:
                 "docs/extending.md."
             )
         call = functools.partial(generate_rows, trainer.model, pad_id(trainer))
-        trainer.generate_program = jax.jit(call, static_argnames="tokens")
+        trainer.generate_program = jax.jit(call, static_argnames=("tokens", "way"))
     return trainer.generate_program
 
 
@@ -48,8 +48,7 @@ def end_ids(trainer: BaseTrainer) -> set[int]:
     tokenizer = trainer.tokenizer
     if tokenizer is None:
         return set()
-    named = tokenizer.specials.get("<|assistant_end|>")
-    return {tokenizer.bos_id, *([] if named is None else [named])}
+    return {tokenizer.bos_id, *(stop_ids(tokenizer) if can_chat(tokenizer) else ())}
 
 
 def generate_function(trainer: BaseTrainer, config: GenerationConfig) -> GenerateFunction:
@@ -73,7 +72,10 @@ def run(
     streams = config.sampling.streams(rows)
     filters = Filters.of(config.sampling, trainer.model.vocab_size)
     stops = stop_table([end_ids(trainer) | set(config.stop_ids)])
-    return program(trainer)(state.whole(), state.step, ids, mask, streams, filters, stops, tokens=tokens)
+    way = way_of([config.sampling])
+    return program(trainer)(
+        state.whole(), state.step, ids, mask, streams, filters, stops, tokens=tokens, way=way
+    )
 
 
 def generate(
