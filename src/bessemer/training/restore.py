@@ -72,7 +72,7 @@ def snapshot(trainer: BaseTrainer) -> Snapshot:
     """Everything a checkpoint holds, as of the current step."""
     files = {"loop.json": trainer.loop_state.to_json(), "config.yaml": trainer.config.to_yaml()}
     if trainer.tokenizer is not None:
-        files["tokenizer.json"] = trainer.tokenizer.to_json()
+        files |= trainer.tokenizer.files
     if (allocation := getattr(trainer.model, "allocation", None)) is not None:
         files[ALLOCATION] = allocation.to_json()
     return Snapshot(trainer.step, saved_tree(trainer.state), files, meta(trainer, trainer.step))
