@@ -114,7 +114,7 @@ def _text(about: dict[str, Any]) -> str:
     """A store.json in a few lines; everything left out is counted."""
     lines = [
         f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens, {split['bytes']:,} bytes of "
-        f"text"
+        f"text{_supervised(split)}"
         for name, split in about["splits"].items()
     ]
     lines.append(f"split: {about['split']}")
@@ -123,3 +123,11 @@ def _text(about: dict[str, Any]) -> str:
     lines.append("left out: " + ", ".join(f"{count:,} {name}" for name, count in left_out.items()))
     lines += [f"  skipped {where}" for where in about["skipped_where"]]
     return "\n".join(lines)
+
+
+def _supervised(split: dict[str, Any]) -> str:
+    """What part of supervised data is trained on; nothing is said of text, where that is all."""
+    if "supervised" not in split:
+        return ""
+    share = split["supervised"] / max(1, split["tokens"])
+    return f"; {split['supervised']:,} tokens ({share:.1%}) are trained on, {1 - share:.1%} are masked"

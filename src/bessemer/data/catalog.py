@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bessemer.data.chat import spoken
 from bessemer.data.lock import exclusive
 from bessemer.data.making import make_rows
 from bessemer.data.mixture import DatasetStyle, Sampling
@@ -299,5 +300,7 @@ def _texts(source: Source, text_key: str | None) -> Iterator[str]:
     else:
         reads = documents_of(source.items, text_key)
     for read in reads:
-        if isinstance(read, Document) and read.text:
+        if isinstance(read, Document) and read.messages:
+            yield spoken(read.messages)
+        elif isinstance(read, Document) and read.text:
             yield read.text
