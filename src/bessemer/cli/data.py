@@ -79,8 +79,8 @@ def inspect(directory: str, as_json: bool) -> None:
 def _text(about: dict[str, Any]) -> str:
     """A store.json in a few lines; everything left out is counted."""
     lines = [
-        f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens, {split['bytes']:,} bytes of "
-        f"text"
+        f"{name}: {split['documents']:,} {'pairs' if about['kind'] == 'pairs' else 'documents'}, "
+        f"{split['tokens']:,} tokens, {split['bytes']:,} bytes of text"
         for name, split in about["splits"].items()
     ]
     lines.append(f"split: {about['split']}")

@@ -41,15 +41,15 @@ def pack(offsets: np.ndarray, block_size: int) -> Plan:
     whole_starts = offsets[owner] + number * block_size
     documents = np.flatnonzero(rest)
     rest_starts = (offsets[:-1] + full * block_size)[documents]
-    order, widths = _best_fit(rest[documents], block_size)
+    order, widths = best_fit(rest[documents], block_size)
     starts = np.concatenate([whole_starts, rest_starts[order]]).astype(np.int64)
     lengths = np.concatenate([np.full(len(owner), block_size), rest[documents][order]]).astype(np.int32)
     first = np.cumsum(np.concatenate([[0], np.ones(len(owner), np.int64), widths]), dtype=np.int64)
     return Plan(starts, lengths, first)
 
 
-def _best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pieces in the order of their rows, and how many pieces each row has. All sizes are in [1, capacity)."""
+def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pieces in the order of their rows, and how many pieces each row has. All sizes are in [1, capacity]."""
     by_size = np.argsort(sizes, kind="stable")
     counts = np.bincount(sizes, minlength=capacity + 1).tolist()
     cursor = (np.cumsum(counts) - counts).tolist()  # next unused piece of each size, in by_size

@@ -8,19 +8,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bessemer.data.preference import COLUMNS, Pair, is_pair, read_pair
 from bessemer.data.sources import Piece
 from bessemer.errors import InputError
 
-LATER = ("messages", "prompt", "chosen", "instruction")
+LATER = ("messages", "prompt", "instruction")
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document: text, or ids that are already tokens (with an optional loss mask of the same length)."""
+    """One document: text, or ids that are already tokens (with an optional loss mask of the same length), or a
+    preference pair."""
 
     text: str | None = None
     ids: list[int] | None = None
     mask: list[int] | None = None
+    pair: Pair | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +49,17 @@ def read_piece(piece: Piece, text_key: str | None = None) -> Iterator[Document |
 
 
 def document_of(value: Any, where: str, text_key: str | None = None) -> Document | Bad:
-    """A document from a text or a mapping; the column is `text_key`, else `input_ids`, else `text`."""
+    """A document from a text or a mapping; the column is `text_key`, else `input_ids`, else `chosen` and
+    `rejected`, else `text`."""
     if isinstance(value, str):
         return _checked(value, where)
     if not isinstance(value, Mapping):
         return Bad(where, f"expected a text or a mapping, not {type(value).__name__}")
     if text_key is None and "input_ids" in value:
         return _tokens(value, where)
+    if text_key is None and is_pair(value):
+        pair = read_pair(value)
+        return Bad(where, pair) if isinstance(pair, str) else Document(pair=pair)
     key = text_key or "text"
     if key not in value:
         return Bad(where, _missing(key, list(value)))
@@ -64,7 +71,7 @@ def document_of(value: Any, where: str, text_key: str | None = None) -> Document
 def _missing(key: str, columns: list[str]) -> str:
     chat = [c for c in LATER if c in columns]
     if chat and key == "text":
-        return f"'{chat[0]}' rows are chat or preference data, which cannot be prepared yet"
+        return f"'{chat[0]}' rows are chat data, which cannot be prepared yet"
     return f"no '{key}' (it has {', '.join(map(str, columns)) or 'nothing'}); name the column with --text-key"
 
 
@@ -216,4 +223,6 @@ def _columns(names: list[str], text_key: str | None) -> list[str]:
         return [text_key] if text_key in names else []
     if "input_ids" in names:
         return [n for n in ("input_ids", "loss_mask") if n in names]
+    if "chosen" in names and "rejected" in names:
+        return [n for n in COLUMNS if n in names]
     return ["text"] if "text" in names else []

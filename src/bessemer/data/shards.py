@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from bessemer.data.preference import encode_pair
 from bessemer.data.readers import Bad, Document
 from bessemer.data.store import token_dtype, write_json
 from bessemer.data.tokenizer import Tokenizer
@@ -35,6 +36,7 @@ class Counts:
     skipped: int = 0
     empty: int = 0
     masked: bool = False
+    pairs: int = 0
     where: tuple[str, ...] = ()
 
 
@@ -78,6 +80,9 @@ class ShardWriter:
             if isinstance(read, Bad):
                 self._bad(read)
                 continue
+            if read.pair is not None:
+                self.counts.pairs += 1
+                read = Document(None, *encode_pair(read.pair, self.tokenizer))
             if not (read.text or read.ids):
                 self.counts.empty += 1
                 continue
