@@ -15,16 +15,15 @@ from bessemer.data.merge import kind_of
 from bessemer.data.mixture import DatasetStyle
 from bessemer.data.packing import Plan, crop, pack
 from bessemer.data.pairs import PairRows
-from bessemer.data.pieces import CroppedRows, PieceRows, supervised
+from bessemer.data.pieces import CroppedRows, PieceRows
 from bessemer.data.preference import KIND as PAIRS
-from bessemer.data.preference import encode_pair
-from bessemer.data.readers import Bad, Document, document_of
-from bessemer.data.rows import PmdRows, Rows, check_length
+from bessemer.data.readers import Bad, document_of
+from bessemer.data.rows import PmdRows, Rows, check_length, supervised
 from bessemer.data.store import ArrayStore, Store, TokenStore
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 
-VERSION = 1  # of the plans; raised when packing changes
+VERSION = 2  # of the plans; raised when packing changes
 
 
 def make_rows(
@@ -38,7 +37,7 @@ def make_rows(
     allow_short: bool = False,
     text_key: str | None = None,
 ) -> Rows:
-    """Rows of `data`: a store, or anything with `len` and `[i]` (texts, {"text"}, {"input_ids",
+    """Rows of `data`: a store, or anything with `len` and `[i]` (texts, {"text"}, {"messages"}, {"input_ids",
     "loss_mask"}), which is encoded into memory with `tokenizer`.
 
     truncation: which end of a PADDED example too long for a row stays; on_empty: what to do with a PADDED or
@@ -56,8 +55,7 @@ def make_rows(
     if style is DatasetStyle.PADDED:
         return _padded(store, block_size, truncation, on_empty)
     if style is DatasetStyle.PACKED:
-        plan = _kept_plan(store, f"packed-{block_size}", lambda: pack(store.offsets, block_size))
-        return PieceRows(store, block_size, plan, "PACKED", {})
+        return _packed(store, block_size)
     if style is DatasetStyle.CROPPED and len(store.tokens) > block_size:
         plan = _kept_plan(store, f"cropped-{block_size}", lambda: crop(store.offsets, block_size))
         return CroppedRows(store, block_size, plan)
@@ -92,12 +90,10 @@ def store_of(items: Any, tokenizer: Tokenizer | None, text_key: str | None = Non
     masks: list[np.ndarray] = []
     masked, pairs = False, 0
     for number in range(len(items)):
-        read = document_of(items[number], f"example {number}", text_key)
+        read = document_of(items[number], f"example {number}", text_key, tokenizer)
         if isinstance(read, Bad):
             raise InputError(f"{read}.")
-        if read.pair is not None:
-            pairs += 1
-            read = Document(None, *encode_pair(read.pair, tokenizer))
+        pairs += read.pair is not None
         ids = [tokenizer.bos_id, *tokenizer.encode(read.text)] if read.text is not None else read.ids or []
         arrays.append(np.array(ids, np.int64))
         if len(ids) and not 0 <= arrays[-1].min() <= arrays[-1].max() < tokenizer.vocab_size:
@@ -109,6 +105,17 @@ def store_of(items: Any, tokenizer: Tokenizer | None, text_key: str | None = Non
     info = {"vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id, "tokenizer": tokenizer.hash}
     info["kind"] = kind_of(pairs, len(arrays))
     return ArrayStore.of(arrays, masks if masked else None, info)
+
+
+def _packed(store: Store, block_size: int) -> Rows:
+    """Best fit. Of supervised data, pieces without a trained token are left out: a whole row of them has no loss."""
+    plan = _kept_plan(store, f"packed-{block_size}", lambda: pack(store.offsets, block_size, store.mask))
+    if store.mask is None:
+        return PieceRows(store, block_size, plan, "PACKED", {})
+    if not len(plan):
+        raise InputError("no token of the data is trained on: all of its mask is 0.")
+    left_out = int(np.maximum(np.diff(store.offsets) - 1, 0).sum()) - int(plan.lengths.sum(dtype=np.int64))
+    return PieceRows(store, block_size, plan, "PACKED", {"untrained_tokens": left_out})
 
 
 def _padded(store: Store, block_size: int, truncation: str, on_empty: str) -> Rows:

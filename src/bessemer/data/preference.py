@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bessemer.data.chat import is_messages, supervised
+from bessemer.data.chat import is_messages, spoken, supervised
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 
@@ -106,7 +106,7 @@ def encode_pair(pair: Pair, tokenizer: Tokenizer) -> tuple[list[int], list[int]]
         sides = [_answer(messages, pair.prompt, tokenizer) for messages in (pair.chosen, pair.rejected)]
     (chosen, chosen_mask), (rejected, rejected_mask) = sides
     if not (chosen and rejected):
-        raise InputError("a preference row has an empty 'chosen' or 'rejected': remove it.")
+        raise InputError("'chosen' or 'rejected' is empty.")
     return [*chosen, *rejected], [*chosen_mask, rejected_mask[0] | BEGINS, *rejected_mask[1:]]
 
 
@@ -118,9 +118,13 @@ def _answer(messages: Messages, prompt: int, tokenizer: Tokenizer) -> tuple[list
     return list(ids), list(mask)
 
 
+def pair_bytes(pair: Pair) -> int:
+    """Bytes of its text, the prompt once; 0 for ids."""
+    return sum(len(text.encode()) for text in texts_of(pair))
+
+
 def texts_of(pair: Pair) -> Iterator[str]:
     """Its texts, prompt once; for training a tokenizer."""
     if pair.masks is None:
-        for message in [*pair.chosen, *pair.rejected[pair.prompt :]]:
-            if isinstance(message.get("content"), str):
-                yield message["content"]
+        yield spoken(pair.chosen)
+        yield spoken(pair.rejected[pair.prompt :])

@@ -16,7 +16,6 @@ from typing import BinaryIO
 
 import numpy as np
 
-from bessemer.data.preference import encode_pair
 from bessemer.data.readers import Bad, Document
 from bessemer.data.store import token_dtype, write_json
 from bessemer.data.tokenizer import Tokenizer
@@ -80,9 +79,7 @@ class ShardWriter:
             if isinstance(read, Bad):
                 self._bad(read)
                 continue
-            if read.pair is not None:
-                self.counts.pairs += 1
-                read = Document(None, *encode_pair(read.pair, self.tokenizer))
+            self.counts.pairs += read.pair is not None
             if not (read.text or read.ids):
                 self.counts.empty += 1
                 continue
@@ -108,7 +105,7 @@ class ShardWriter:
         texts = iter(raw)
         bos = self.tokenizer.bos_id
         arrays: list[np.ndarray] = []
-        sizes: list[int] = []  # bytes of text, 0 for documents given as ids
+        sizes: list[int] = []  # bytes of text, 0 for ids of unknown origin
         for document in documents:
             if document.ids is None:
                 arrays.append(np.array([bos, *next(encoded)], self.dtype))
@@ -116,7 +113,7 @@ class ShardWriter:
                 sizes.append(len(content))
             else:
                 arrays.append(self._given(document.ids))
-                sizes.append(0)
+                sizes.append(document.bytes)
                 content = arrays[-1].tobytes() + bytes(document.mask or ())
             self.hashes.append(hashlib.blake2b(content, digest_size=16).digest())
         lengths = np.array([len(a) for a in arrays], np.int64)
