@@ -113,8 +113,8 @@ def tasks(name: str | None, out: str | None, count: int | None, seed: int, split
 def _text(about: dict[str, Any]) -> str:
     """A store.json in a few lines; everything left out is counted."""
     lines = [
-        f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens, {split['bytes']:,} bytes of "
-        f"text{_supervised(split)}"
+        f"{name}: {split['documents']:,} {'pairs' if about['kind'] == 'pairs' else 'documents'}, "
+        f"{split['tokens']:,} tokens, {split['bytes']:,} bytes of text{_supervised(split)}"
         for name, split in about["splits"].items()
     ]
     lines.append(f"split: {about['split']}")

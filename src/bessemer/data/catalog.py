@@ -21,6 +21,7 @@ from bessemer.data.lock import exclusive
 from bessemer.data.making import make_rows
 from bessemer.data.mixture import DatasetStyle, Sampling
 from bessemer.data.permutation import permute
+from bessemer.data.preference import texts_of
 from bessemer.data.prepare import Options, as_source, content_key, documents_of, prepare, source_key
 from bessemer.data.progress import Callback
 from bessemer.data.readers import Bad, Document, read_piece
@@ -304,3 +305,5 @@ def _texts(source: Source, text_key: str | None) -> Iterator[str]:
             yield spoken(read.messages)
         elif isinstance(read, Document) and read.text:
             yield read.text
+        elif isinstance(read, Document) and read.pair is not None:
+            yield from texts_of(read.pair)

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from bessemer.data.preference import ANSWER, BEGINS
+from bessemer.data.preference import KIND as PAIRS
 from bessemer.data.store import TokenStore
 from bessemer.data.tokenizer import FILE, Tokenizer
 
@@ -24,9 +26,24 @@ def describe_store(path: str | Path) -> dict[str, Any]:
         lengths = np.diff(part.offsets)
         marks = np.quantile(lengths, (0, 0.5, 0.9, 1), method="lower").tolist() if len(lengths) else [0] * 4
         facts["lengths"][name] = dict(zip(("min", "median", "p90", "max"), marks, strict=True))
-        starts = part.offsets[: min(SHOWN, len(lengths))]
-        ends = np.minimum(part.offsets[1 : len(starts) + 1], starts + WIDTH)
-        facts["examples"][name] = [
-            tokenizer.decode(part.tokens[a:b]) for a, b in zip(starts, ends, strict=True)
-        ]
+        show = _pair if part.info["kind"] == PAIRS else _beginning
+        facts["examples"][name] = [show(part, n, tokenizer) for n in range(min(SHOWN, len(lengths)))]
     return facts
+
+
+def _beginning(part: TokenStore, number: int, tokenizer: Tokenizer) -> str:
+    start, end = part.offsets[number], part.offsets[number + 1]
+    return tokenizer.decode(part.tokens[start : min(end, start + WIDTH)])
+
+
+def _pair(part: TokenStore, number: int, tokenizer: Tokenizer) -> str:
+    """The end of the prompt and the beginning of both answers."""
+    assert part.mask is not None
+    start, end = part.offsets[number], part.offsets[number + 1]
+    ids, marks = part.tokens[start:end], part.mask[start:end]
+    cut = int(np.flatnonzero(marks & BEGINS)[0])
+    sides = [(ids[:cut], marks[:cut] & ANSWER), (ids[cut:], marks[cut:] & ANSWER)]
+    first = int(np.argmax(sides[0][1]))
+    prompt = tokenizer.decode(ids[max(0, first - WIDTH) : first])
+    chosen, rejected = (tokenizer.decode(side[mask == 1][:WIDTH]) for side, mask in sides)
+    return f"{prompt} ▸ chosen: {chosen} ▸ rejected: {rejected}"

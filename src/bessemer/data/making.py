@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from bessemer.data.merge import kind_of
 from bessemer.data.mixture import DatasetStyle
 from bessemer.data.packing import Plan, crop, pack
+from bessemer.data.pairs import PairRows
 from bessemer.data.pieces import CroppedRows, PieceRows
+from bessemer.data.preference import KIND as PAIRS
 from bessemer.data.readers import Bad, document_of
 from bessemer.data.rows import PmdRows, Rows, check_length, supervised
 from bessemer.data.store import ArrayStore, Store, TokenStore
@@ -37,16 +40,16 @@ def make_rows(
     """Rows of `data`: a store, or anything with `len` and `[i]` (texts, {"text"}, {"messages"}, {"input_ids",
     "loss_mask"}), which is encoded into memory with `tokenizer`.
 
-    truncation: which end of a PADDED example too long for a row stays; on_empty: what to do with a PADDED
-    example that has no trained token (fail, skip); allow_short: accept less data than one row (validation).
+    truncation: which end of a PADDED example too long for a row stays; on_empty: what to do with a PADDED or
+    CONTRASTIVE example that has no trained token (fail, skip); allow_short: accept less data than one row
+    (validation).
     """
     store = data if isinstance(data, (TokenStore, ArrayStore)) else store_of(data, tokenizer, text_key)
     if len(store.tokens) < 2:
         raise InputError(f"the data has {len(store.tokens)} tokens; rows need at least two.")
+    check_kind(store, style)
     if style is DatasetStyle.CONTRASTIVE:
-        raise InputError(
-            "style CONTRASTIVE (chosen and rejected rows) is not available yet; use PADDED or PACKED."
-        )
+        return PairRows(store, block_size, on_empty)
     if style is not DatasetStyle.PADDED and not allow_short:
         check_length(store, block_size)
     if style is DatasetStyle.PADDED:
@@ -57,6 +60,21 @@ def make_rows(
         plan = _kept_plan(store, f"cropped-{block_size}", lambda: crop(store.offsets, block_size))
         return CroppedRows(store, block_size, plan)
     return PmdRows(store, block_size)
+
+
+def check_kind(store: Store, style: DatasetStyle) -> None:
+    """Pairs are rows of CONTRASTIVE and of nothing else."""
+    pairs = store.info.get("kind") == PAIRS
+    if pairs and style is not DatasetStyle.CONTRASTIVE:
+        raise InputError(
+            f"the data holds preference pairs, which are no documents to read as {style.name}: name it with its "
+            "style, as in training.dataset=pairs.jsonl:CONTRASTIVE, for an objective that compares (dpo, reward)."
+        )
+    if style is DatasetStyle.CONTRASTIVE and not pairs:
+        raise InputError(
+            "style CONTRASTIVE needs preference rows, each with 'chosen' and 'rejected' (docs/dpo.md shows their "
+            "forms); this data has documents of another kind."
+        )
 
 
 def store_of(items: Any, tokenizer: Tokenizer | None, text_key: str | None = None) -> ArrayStore:
@@ -70,11 +88,12 @@ def store_of(items: Any, tokenizer: Tokenizer | None, text_key: str | None = Non
         )
     arrays: list[np.ndarray] = []
     masks: list[np.ndarray] = []
-    masked = False
+    masked, pairs = False, 0
     for number in range(len(items)):
         read = document_of(items[number], f"example {number}", text_key, tokenizer)
         if isinstance(read, Bad):
             raise InputError(f"{read}.")
+        pairs += read.pair is not None
         ids = [tokenizer.bos_id, *tokenizer.encode(read.text)] if read.text is not None else read.ids or []
         arrays.append(np.array(ids, np.int64))
         if len(ids) and not 0 <= arrays[-1].min() <= arrays[-1].max() < tokenizer.vocab_size:
@@ -84,6 +103,7 @@ def store_of(items: Any, tokenizer: Tokenizer | None, text_key: str | None = Non
         masked = masked or read.mask is not None
         masks.append(np.ones(len(ids), np.uint8) if read.mask is None else np.array(read.mask, np.uint8))
     info = {"vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id, "tokenizer": tokenizer.hash}
+    info["kind"] = kind_of(pairs, len(arrays))
     return ArrayStore.of(arrays, masks if masked else None, info)
 
 

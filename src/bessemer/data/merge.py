@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from bessemer.data.preference import KIND as PAIRS
 from bessemer.data.store import FORMAT, offsets_of, token_dtype, write_json
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
@@ -66,6 +67,7 @@ def write_split(shards: Shards, keep: np.ndarray, out: Path, tokenizer: Tokenize
     """Write the kept documents of the shards as one split; returns its store.json."""
     out.mkdir(parents=True)
     masked = any(read_counts(s)["masked"] for s in shards)
+    kind = kind_of(sum(read_counts(s).get("pairs", 0) for s in shards), len(keep))
     digest = hashlib.sha256()
     trained = 0
     for name in ["tokens.bin", "mask.bin"] if masked else ["tokens.bin"]:
@@ -83,7 +85,7 @@ def write_split(shards: Shards, keep: np.ndarray, out: Path, tokenizer: Tokenize
     digest.update(offsets.tobytes())
     info = {
         "format": FORMAT,
-        "kind": "tokens",
+        "kind": kind,
         "fields": ["input_ids", "loss_mask"] if masked else ["input_ids"],
         "dtype": str(token_dtype(tokenizer.vocab_size)),
         "documents": len(offsets) - 1,
@@ -100,6 +102,15 @@ def write_split(shards: Shards, keep: np.ndarray, out: Path, tokenizer: Tokenize
         info["supervised"] = trained
     write_json(out / "store.json", info)
     return info
+
+
+def kind_of(pairs: int, documents: int) -> str:
+    """What a store holds: preference pairs, or documents to learn as they are. Never both, as rows differ."""
+    if 0 < pairs < documents:
+        raise InputError(
+            f"{pairs} of {documents} documents are preference pairs and the others are not: prepare them as two stores."
+        )
+    return PAIRS if pairs else "tokens"
 
 
 def _per_shard(shards: Shards, keep: np.ndarray) -> list[np.ndarray]:

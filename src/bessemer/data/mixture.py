@@ -17,7 +17,7 @@ class DatasetStyle(Enum):
     PACKED = "packed"  # whole documents by best fit, nothing dropped
     CROPPED = "cropped"  # best fit, rows always full, the overhang cropped and counted
     PADDED = "padded"  # one example a row
-    CONTRASTIVE = "contrastive"  # chosen and rejected rows of one prompt
+    CONTRASTIVE = "contrastive"  # whole pairs, chosen and rejected side by side
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def pack(offsets: np.ndarray, block_size: int, mask: np.ndarray | None = None) -
         whole_starts = whole_starts[supervised(mask, whole_starts + 1, np.full(len(owner), block_size)) > 0]
         trained = supervised(mask, rest_starts + 1, rests) > 0
         rest_starts, rests = rest_starts[trained], rests[trained]
-    order, widths = _best_fit(rests, block_size)
+    order, widths = best_fit(rests, block_size)
     wholes = len(whole_starts)
     starts = np.concatenate([whole_starts, rest_starts[order]]).astype(np.int64)
     lengths = np.concatenate([np.full(wholes, block_size), rests[order]]).astype(np.int32)
@@ -56,8 +56,8 @@ def pack(offsets: np.ndarray, block_size: int, mask: np.ndarray | None = None) -
     return Plan(starts, lengths, first)
 
 
-def _best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pieces in the order of their rows, and how many pieces each row has. All sizes are in [1, capacity)."""
+def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pieces in the order of their rows, and how many pieces each row has. All sizes are in [1, capacity]."""
     by_size = np.argsort(sizes, kind="stable")
     counts = np.bincount(sizes, minlength=capacity + 1).tolist()
     cursor = (np.cumsum(counts) - counts).tolist()  # next unused piece of each size, in by_size

@@ -253,9 +253,8 @@ class _Preparation:
         for name, kept in keep.items():
             shutil.rmtree(self.target / name, ignore_errors=True)  # left by a join that was killed
             info = merge.write_split(shards[name], kept, self.target / name, self.tokenizer)
-            splits[name] = {
-                k: info[k] for k in ("documents", "tokens", "bytes", "sha256", "supervised") if k in info
-            }
+            kept_facts = ("documents", "tokens", "bytes", "sha256", "kind", "supervised")
+            splits[name] = {k: info[k] for k in kept_facts if k in info}
         self.tokenizer.save(self.target)
         return self._about(shards, splits, duplicates)
 
@@ -269,7 +268,7 @@ class _Preparation:
         return {
             "format": FORMAT,
             "key": self.key,
-            "kind": "tokens",
+            "kind": splits["train"]["kind"],
             "tokenizer": self.tokenizer.hash,
             "vocab_size": self.tokenizer.vocab_size,
             "sources": {name: _described(source) for name, source in self.groups.items()},

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from bessemer.data import chat
+from bessemer.data.preference import COLUMNS, Pair, encode_pair, is_pair, pair_bytes, read_pair
 from bessemer.data.sources import Piece
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 
-LATER = ("chosen", "rejected")
 CONVERSATIONS = (("messages",), ("prompt", "completion"), ("instruction", "output"))  # columns that make one
 
 
@@ -22,6 +22,7 @@ class Document:
     """One document: text, or ids that are already tokens (with an optional loss mask of the same length).
 
     A conversation that no tokenizer has written yet is its `messages`; `bytes` is how much text the ids of one hold.
+    The document of a preference pair has it in `pair`, and ids once a tokenizer has written it.
     """
 
     text: str | None = None
@@ -29,6 +30,7 @@ class Document:
     mask: list[int] | None = None
     messages: list[chat.Message] | None = None
     bytes: int = 0
+    pair: Pair | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +69,16 @@ def read_piece(
 def document_of(
     value: Any, where: str, text_key: str | None = None, tokenizer: Tokenizer | None = None
 ) -> Document | Bad:
-    """A document from a text or a mapping; the column is `text_key`, else `input_ids`, else `text`, else those of a
-    conversation."""
+    """A document from a text or a mapping; the column is `text_key`, else `input_ids`, else `chosen` and `rejected`,
+    else `text`, else those of a conversation."""
     if isinstance(value, str):
         return _checked(value, where)
     if not isinstance(value, Mapping):
         return Bad(where, f"expected a text or a mapping, not {type(value).__name__}")
     if text_key is None and "input_ids" in value:
         return _tokens(value, where)
+    if text_key is None and is_pair(value):
+        return _pair(value, where, tokenizer)
     key = text_key or "text"
     chosen = {"messages": value[key]} if text_key and chat.is_messages(value.get(key)) else None
     if chosen or (key not in value and text_key is None):
@@ -100,10 +104,21 @@ def _conversation(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | Non
     return Document(ids=ids, mask=mask, bytes=len(chat.spoken(messages).encode()))
 
 
+def _pair(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Document | Bad:
+    """Ids and mask of a preference row, or the pair alone while there is no tokenizer."""
+    pair = read_pair(row)
+    if isinstance(pair, str):
+        return Bad(where, pair)
+    if tokenizer is None:
+        return Document(pair=pair)
+    try:
+        ids, mask = encode_pair(pair, tokenizer)
+    except InputError as error:
+        return Bad(where, str(error).removesuffix("."))
+    return Document(ids=ids, mask=mask, bytes=pair_bytes(pair), pair=pair)
+
+
 def _missing(key: str, columns: list[str]) -> str:
-    pairs = [c for c in LATER if c in columns]
-    if pairs and key == "text":
-        return f"'{pairs[0]}' rows are preference data, which cannot be prepared yet"
     return f"no '{key}' (it has {', '.join(map(str, columns)) or 'nothing'}); name the column with --text-key"
 
 
@@ -255,6 +270,8 @@ def _columns(names: list[str], text_key: str | None) -> list[str]:
         return [text_key] if text_key in names else []
     if "input_ids" in names:
         return [n for n in ("input_ids", "loss_mask") if n in names]
+    if "chosen" in names and "rejected" in names:
+        return [n for n in COLUMNS if n in names]
     if "text" in names:
         return ["text"]
     chats = next((columns for columns in CONVERSATIONS if set(columns) <= set(names)), ())

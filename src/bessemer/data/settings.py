@@ -48,7 +48,7 @@ class DataSettings:
         "data/on_empty",
         default="fail",
         choices=("fail", "skip"),
-        help="a PADDED example without a trained token: fail, or skip and count",
+        help="a PADDED or CONTRASTIVE example without a trained token in a row: fail, or skip and count",
     )
     crossfade: str = field(
         "data/crossfade",

@@ -35,6 +35,7 @@ class Counts:
     skipped: int = 0
     empty: int = 0
     masked: bool = False
+    pairs: int = 0
     where: tuple[str, ...] = ()
 
 
@@ -78,6 +79,7 @@ class ShardWriter:
             if isinstance(read, Bad):
                 self._bad(read)
                 continue
+            self.counts.pairs += read.pair is not None
             if not (read.text or read.ids):
                 self.counts.empty += 1
                 continue

@@ -46,6 +46,8 @@ class Validation:
         batch["target_ids"][~real] = -1
         batch["segment_ids"][~real] = 0
         batch["loss_mask"][~real] = 0
+        if "pair_ids" in batch:
+            batch["pair_ids"][~real] = -1
         return batch
 
 

@@ -20,6 +20,7 @@ from bessemer.data.catalog import store_directory
 from bessemer.data.mixture import check_mixture
 from bessemer.errors import InputError
 from bessemer.scaling import stage_starts
+from bessemer.training import reference_logps
 from bessemer.training.collate import CollatedRows
 from bessemer.training.feed import device_batch, row_fields
 from bessemer.training.horizon import asked, plan_horizon
@@ -135,7 +136,7 @@ def open_rows(trainer: BaseTrainer, settings: DataSettings, sampling: Sampling, 
     """Rows of a named dataset; prepared first, with progress, when it is not a store yet."""
     assert trainer.tokenizer is not None
     with trainer.output.preparing(sampling.name) as progress:
-        return open_dataset(
+        rows = open_dataset(
             sampling,
             trainer.tokenizer,
             split=split,
@@ -143,6 +144,7 @@ def open_rows(trainer: BaseTrainer, settings: DataSettings, sampling: Sampling, 
             settings=settings,
             progress=progress,
         )
+    return reference_logps.attach(trainer, rows)
 
 
 def given_rows(trainer: BaseTrainer, source: Any) -> Any:
@@ -155,7 +157,8 @@ def given_rows(trainer: BaseTrainer, source: Any) -> Any:
         raise InputError(
             "examples given from Python need a tokenizer (tokenizer=… or data.tokenizer) or a data_collator."
         )
-    return rows_of(source, trainer.tokenizer, style, block, settings=configure(DataSettings))
+    rows = rows_of(source, trainer.tokenizer, style, block, settings=configure(DataSettings))
+    return reference_logps.attach(trainer, rows)
 
 
 def stage_boundaries(trainer: BaseTrainer, stages: int, batch_tokens: int) -> list[int]:

@@ -110,6 +110,10 @@ def header(trainer: BaseTrainer) -> None:
     )
     for name, stats in data.plan.stats.items():
         known = [f"{stats[key]:,} {key}" for key in ("documents", "tokens") if key in stats]
+        if "pairs" in stats:
+            known = [f"{stats['pairs']:,} pairs in {stats['rows']:,} rows", *known[1:]]
+            known += [f"{stats['padding_share']:.1%} padding", f"{stats['truncated']:,} prompts truncated"]
+            known += [f"{stats['without_targets']:,} left out"]
         trainer.say(f"data       {shown(name)}: {', '.join(known)}; {data.validation_count:,} rows held out")
     epochs = data.plan.epoch(data.steps)
     trainer.say(

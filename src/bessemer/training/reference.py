@@ -20,6 +20,7 @@ from bessemer.config import configure
 from bessemer.errors import StorageError
 from bessemer.job.files import storage
 from bessemer.registry import objectives
+from bessemer.training import reference_logps
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -44,6 +45,7 @@ def ensure(trainer: BaseTrainer) -> None:
     """Before the first step: a state that should have a reference and has none takes it now."""
     if trainer.functions.abstract_state.reference is not None and trainer.state.reference is None:
         take(trainer)
+    reference_logps.ensure(trainer)
 
 
 def take(trainer: BaseTrainer) -> None:
@@ -83,9 +85,10 @@ def drop_after(trainer: BaseTrainer, step: int) -> None:
 
 
 def identity(trainer: BaseTrainer, step: int) -> dict[str, Any] | None:
-    """Which reference is in force at `step`, for meta.json: its step, and the hash of its manifest."""
+    """Which reference is in force at `step`, for meta.json: its step, and the hash of its manifest; or which cached
+    log-probabilities."""
     if trainer.functions.abstract_state.reference is None:
-        return None
+        return reference_logps.identity(trainer)
     manager = store(trainer)
     known = [taken for taken in manager.committed() if taken <= step]
     if not known:

@@ -1,0 +1,140 @@
+"""Direct preference optimisation and its family: learn from pairs of answers, without a reward model.
+
+    L = −log σ(β·Δ),   Δ = [log π(y_w) − log π_ref(y_w)] − [log π(y_l) − log π_ref(y_l)]
+
+per pair, then the mean over pairs. log π(y) sums the log-probabilities of the answer's tokens alone, in float32.
+Source: Rafailov et al. 2023. The other members (dpo_losses.py) change the function of the two answers, never what it
+is averaged over. `dpo/sft_alpha` adds −α·log π(y_w)/|y_w| per pair (Pang et al. 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from bessemer.config import field
+from bessemer.data.mixture import DatasetStyle
+from bessemer.errors import InputError
+from bessemer.objectives.dpo_losses import LOSSES, REFERENCE_FREE, SMOOTHED, WITH_SFT, Answers
+from bessemer.objectives.pairs import answer_logps, answer_tokens, real_pairs
+from bessemer.registry import objectives
+
+
+@dataclass(frozen=True)
+class DpoSettings:
+    loss: str = field(
+        "dpo/loss",
+        default="sigmoid",
+        choices=tuple(LOSSES),
+        help="member of the family; sigmoid is DPO itself",
+    )
+    beta: float = field(
+        "dpo/beta", default=0.1, help="β: how far a preference may move the policy; larger keeps it closer"
+    )
+    label_smoothing: float = field(
+        "dpo/label_smoothing",
+        default=0.0,
+        minimum=0.0,
+        maximum=0.5,
+        help=f"ε: share of pairs labelled the wrong way round ({', '.join(SMOOTHED)})",
+    )
+    gamma: float = field("dpo/gamma", default=0.5, minimum=0.0, help="γ: the margin that simpo asks for")
+    sft_alpha: float | None = field(
+        "dpo/sft_alpha",
+        default=None,
+        minimum=0.0,
+        help="α: weight of the chosen answers' likelihood; none: 1 for cpo and orpo, 0 for the others",
+    )
+    reference: str = field(
+        "dpo/reference",
+        default="cached",
+        choices=("cached", "live"),
+        help="log π_ref: computed once and kept on disk, or by frozen weights at every step",
+    )
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0:
+            raise InputError(f"dpo.beta is {self.beta}; it must be above 0.")
+        if self.label_smoothing and self.loss not in SMOOTHED:
+            raise InputError(
+                f"dpo.label_smoothing is used by {', '.join(SMOOTHED)}, and dpo.loss is {self.loss}: leave it at 0."
+            )
+        if self.loss == "robust" and self.label_smoothing >= 0.5:
+            raise InputError(
+                "dpo.loss=robust needs dpo.label_smoothing below 0.5: at 0.5 labels say nothing."
+            )
+
+    @property
+    def compares(self) -> bool:
+        """Whether the loss looks at a reference at all."""
+        return self.loss not in REFERENCE_FREE
+
+    @property
+    def alpha(self) -> float:
+        return float(self.loss in WITH_SFT) if self.sft_alpha is None else self.sft_alpha
+
+
+@objectives.register(
+    "dpo",
+    settings=(DpoSettings,),
+    own_validation=True,
+    style=DatasetStyle.CONTRASTIVE,
+    document_mask=True,
+    reference=lambda settings: settings.compares and settings.reference == "live",
+    reference_logps=lambda settings: settings.compares and settings.reference == "cached",
+)
+def dpo(
+    apply: Callable[..., Any],
+    params: Any,
+    batch: Mapping[str, Array],
+    key: Array | None,
+    settings: DpoSettings,
+    reference: Any = None,
+) -> tuple[Array, Array, dict[str, Array]]:
+    """Σ over pairs of L, the number of pairs, and Σ over pairs of what is logged.
+
+    log π_ref: `reference_logps` (B, P, 2) of the batch, or of the weights `reference`. Without a key (evaluation)
+    there is no dropout; the reference never has any.
+    """
+    real = real_pairs(batch)
+    against = reference_of(apply, batch, settings, reference)
+    answers = Answers(answer_logps(apply, params, batch, key), against, answer_tokens(batch), real)
+    loss = LOSSES[settings.loss](answers, settings)
+    metrics = logged(answers, settings)
+    if settings.alpha:
+        likelihood = -answers.mean_logps[..., 0]
+        loss = loss + settings.alpha * likelihood
+        metrics["sft_loss"] = likelihood
+    sums = {name: jax.lax.stop_gradient((real * value).sum()) for name, value in metrics.items()}
+    return (real * loss).sum(), real.sum(), sums
+
+
+def reference_of(
+    apply: Callable[..., Any], batch: Mapping[str, Array], settings: DpoSettings, reference: Any
+) -> Array | None:
+    """log π_ref of each answer, (B, P, 2); None for a loss that has no reference."""
+    if not settings.compares:
+        return None
+    if "reference_logps" in batch:
+        return batch["reference_logps"]
+    assert reference is not None, "dpo.reference=live: the step brings the reference weights"
+    return jax.lax.stop_gradient(answer_logps(apply, reference, batch))
+
+
+def logged(answers: Answers, settings: DpoSettings) -> dict[str, Array]:
+    """Per pair (B, P). A reward is β·log π/π_ref; β·log π without a reference (per token where the loss is)."""
+    rewards = settings.beta * (answers.mean_logps if settings.loss in ("simpo", "orpo") else answers.ratios)
+    margin = rewards[..., 0] - rewards[..., 1]
+    return {
+        "margin": margin,
+        "pref_acc": (margin > 0).astype(jnp.float32),
+        "reward/chosen": rewards[..., 0],
+        "reward/rejected": rewards[..., 1],
+        "logps/chosen": answers.logps[..., 0],
+        "logps/rejected": answers.logps[..., 1],
+    }
