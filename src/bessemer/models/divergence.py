@@ -63,7 +63,7 @@ def compare(
         head=None if reference.head is None else jax.lax.stop_gradient(reference.head),
     )
     columns = policy.hidden.shape[-1] if policy.head is None else policy.head.shape[1]
-    count = choose_chunks(policy.chunks, *targets.shape, 2 * columns)
+    count = choose_chunks(policy.chunks, targets.shape[0], targets.shape[1], 2 * columns)
     options = LossOptions(policy.vocab_size, count, policy.softcap, label_smoothing, z_loss)
     tables = [_table(model) for model in (policy, reference)]
 
@@ -72,8 +72,11 @@ def compare(
         mine, its, t = inputs
         z, lse = _statistics(options, _logits_of(mine, tables[0]))
         z_ref, lse_ref = _statistics(options, _logits_of(its, tables[1]))
-        found = _losses(options, z, lse, t) + _losses(options, z_ref, lse_ref, t)
-        found += _divergences(options, z, lse, z_ref, lse_ref)
+        found = Compared(
+            *_token_loss(options, z, lse, jnp.maximum(t, 0)),
+            *_token_loss(options, z_ref, lse_ref, jnp.maximum(t, 0)),
+            *_divergences(options, z, lse, z_ref, lse_ref),
+        )
         return None, Compared(*(jnp.where(t < 0, 0.0, value) for value in found))
 
     pieces = (
@@ -91,10 +94,6 @@ def _table(model: Projection) -> Array | None:
 
 def _logits_of(hidden: Array, table: Array | None) -> Array:
     return hidden.astype(jnp.float32) if table is None else _logits(hidden, table)
-
-
-def _losses(options: LossOptions, z: Array, lse: Array, targets: Array) -> tuple[Array, Array]:
-    return _token_loss(options, z, lse, jnp.maximum(targets, 0))
 
 
 def _divergences(

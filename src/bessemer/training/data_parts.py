@@ -182,8 +182,8 @@ def stage_boundaries(trainer: BaseTrainer, stages: int, batch_tokens: int, steps
     starts = [steps * sum(tokens[:number]) // sum(tokens) for number in range(stages)]
     if len({*starts, steps}) <= stages:
         raise InputError(
-            f"{steps} steps are too few for {stages} stages in the proportions of training.tokens={tokens}: every stage "
-            "needs at least one."
+            f"{steps} steps are too few for {stages} stages in the proportions of training.tokens={tokens}: every "
+            "stage needs at least one."
         )
     trainer.note_derived(
         "stages", starts, f"{steps} steps in the proportions of training.tokens; first steps"

@@ -20,8 +20,8 @@ from bessemer.config import configure, field
 from bessemer.data.mixture import Sampling
 from bessemer.errors import InputError
 from bessemer.objectives.kl import KLConfig
-from bessemer.registry import jobs
-from bessemer.training import stages
+from bessemer.registry import jobs, objectives
+from bessemer.training import schema, stages
 from bessemer.training.settings import BaseTrainerConfig
 from bessemer.training.state import TrainState
 from bessemer.training.trainer import BaseTrainer
@@ -74,16 +74,10 @@ class KLDivergenceTrainer(BaseTrainer[C, M], Generic[C, M]):
 
     @classmethod
     def config_class(cls) -> type[Any]:
-        given = super().config_class()
-        return given if issubclass(given, KLDivergenceTrainerConfig) else KLDivergenceTrainerConfig
+        return schema.generic_argument(cls, BaseTrainer, 0) or KLDivergenceTrainerConfig
 
     def plan_stages(self) -> tuple[stages.Stage, ...]:
-        if self.settings.objective != "kl":
-            raise InputError(
-                f"job=KLDivergenceTrainer holds objective=kl to a reference; objective={self.settings.objective} is for "
-                "another job."
-            )
-        kl, starts = configure(KLConfig), self.data.stage_starts
+        kl, starts = self.kl_settings(), self.data.stage_starts
         if len(starts) == 1 and self.settings.init is None and any(kl.beta):
             raise InputError(
                 "a single stage from fresh weights has nothing to be held to: give training.tokens (and "
@@ -94,6 +88,16 @@ class KLDivergenceTrainer(BaseTrainer[C, M], Generic[C, M]):
         if kl.estimator == "nll" and any(betas):
             self.note_derived("optimization.kl.estimator", "nll", NO_STEERING)
         return stages.plan(starts, self.steps, betas=betas, refresh=refresh)
+
+    def kl_settings(self) -> KLConfig:
+        """Of the objective, which is `kl` or one of your own whose settings extend KLConfig."""
+        entry = objectives.entry(self.settings.objective)
+        if not (entry.settings and issubclass(entry.settings[0], KLConfig)):
+            raise InputError(
+                f"job=KLDivergenceTrainer is for objective=kl, but objective={entry.name}. Leave that setting out, or "
+                "take job=BaseTrainer."
+            )
+        return configure(entry.settings[0])
 
     def describe_step(self, step: int) -> dict[str, Any]:
         stage = stages.current(self, step)
