@@ -1,8 +1,8 @@
-"""The embedded corpus: the source code of Python's own standard library, so that a first run needs no
-download."""
+"""The embedded corpora: what comes with every Python, so that a first run needs no download."""
 
 from __future__ import annotations
 
+import ast
 import os
 import sysconfig
 from pathlib import Path
@@ -31,3 +31,20 @@ def python_stdlib() -> Files:
         )
     ordered = sorted(found, key=lambda path: path.relative_to(root).as_posix())
     return Files(tuple(file_of(path, "txt") for path in ordered), label="python-stdlib")
+
+
+@datasets.register("python-reference")
+def python_reference() -> list[dict[str, str]]:
+    """The language reference behind `help()`: about 80 topics, 450 KB of English. What to train on after code."""
+    path = Path(sysconfig.get_paths()["stdlib"], "pydoc_data", "topics.py")
+    try:
+        (assigned,) = (
+            node for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.Assign)
+        )
+        topics = ast.literal_eval(assigned.value)
+    except (OSError, ValueError, SyntaxError) as error:
+        raise InputError(
+            f"dataset 'python-reference' needs the topics of `help()`, but '{path}' cannot be read ({error}): this "
+            f"Python comes without them. Use another Python, or name a text file: training.dataset=my.txt."
+        ) from error
+    return [{"text": topics[name]} for name in sorted(topics)]

@@ -14,6 +14,7 @@ from jax import Array
 from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.models.cross_entropy import LossOptions, _pick, _statistics, _token_loss, target_weights
+from bessemer.models.divergence import Projection
 from bessemer.models.token_scores import scores_of
 from bessemer.topology import unbox
 
@@ -73,6 +74,11 @@ class LanguageModel(nn.Module):
         targets = batch["target_ids"]
         logits = self._logits_of(batch, deterministic)
         return scores_of(LossOptions(logits.shape[-1], 1), logits, targets)
+
+    def projection(self, batch: Mapping[str, Array], deterministic: bool = True) -> Projection:
+        """The logits, for losses that compare whole distributions."""
+        logits = self._logits_of(batch, deterministic)
+        return Projection(logits, None, logits.shape[-1])
 
     def _logits_of(self, batch: Mapping[str, Array], deterministic: bool) -> Array:
         positions, segments = batch.get("positions"), batch.get("segment_ids")

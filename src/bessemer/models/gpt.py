@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from bessemer.models.axes import constrain
 from bessemer.models.cache import Cache, begin, empty_cache, held_positions, write
 from bessemer.models.checks import check_gpt
 from bessemer.models.cross_entropy import cross_entropy, soft_cap, target_weights, token_logprobs
+from bessemer.models.divergence import Projection
 from bessemer.models.fp8_plan import Conversion, conversion_of
 from bessemer.models.fused import choose_kernels
 from bessemer.models.layers import BlockParameters, LayerOptions, declare, layer, ramp
@@ -149,18 +150,19 @@ class GPT(GPTSettings):
 
     def token_logprobs(self, batch: Mapping[str, Array], deterministic: bool = True) -> Array:
         """log p(target) per token, (B, T) float32; 0 where the target is below 0."""
-        return token_logprobs(
-            self._hidden_of(batch, deterministic),
-            self.head,
-            batch["target_ids"],
-            vocab_size=self.vocab_size,
-            softcap=self.softcap,
-            chunks=self.loss_chunks,
-        )
+        return self._per_target(token_logprobs, batch, deterministic)
 
     def token_scores(self, batch: Mapping[str, Array], deterministic: bool = True) -> tuple[Array, Array]:
         """(log p(target), whether the target is the likeliest token), (B, T) each; (0, True) without a target."""
-        return token_scores(
+        return self._per_target(token_scores, batch, deterministic)
+
+    def projection(self, batch: Mapping[str, Array], deterministic: bool = True) -> Projection:
+        """Hidden states and head: for losses that compare whole distributions without holding the logits."""
+        hidden = self._hidden_of(batch, deterministic)
+        return Projection(hidden, self.head, self.vocab_size, self.softcap, self.loss_chunks)
+
+    def _per_target(self, score: Callable[..., Any], batch: Mapping[str, Array], deterministic: bool) -> Any:
+        return score(
             self._hidden_of(batch, deterministic),
             self.head,
             batch["target_ids"],

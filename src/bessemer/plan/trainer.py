@@ -23,7 +23,7 @@ from bessemer.plan.lookup import assume_allocation
 from bessemer.registry import jobs
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import microbatch
-from bessemer.training.data_parts import DataParts, stage_boundaries
+from bessemer.training.data_parts import DataParts, stage_boundaries, stage_count
 from bessemer.training.first import planned_from
 from bessemer.training.functions import Functions, build_functions
 from bessemer.training.horizon import plan_horizon, target_of
@@ -129,8 +129,8 @@ def planned_data(trainer: WithoutData) -> DataParts:
         )
     assume_allocation(trainer)
     batch_size, steps = plan_horizon(trainer, rows or 0)
-    stages = max(1, len(trainer.settings.datasets))
-    starts = stage_boundaries(trainer, stages, batch_size * block)
+    stages = stage_count(trainer)
+    starts = stage_boundaries(trainer, stages, batch_size * block, steps)
     if rows is not None and stages == 1:
         trainer.epochs = steps * batch_size / rows
     fields = {name: ((block,), np.dtype(kind)) for name, kind in ROW_TYPES.items()}

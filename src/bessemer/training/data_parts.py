@@ -91,7 +91,7 @@ def build_data(trainer: BaseTrainer) -> DataParts:
     allocate(trainer, stages[0])
     epoch_rows = sum(len(rows) for _, rows in stages[0])
     batch_size, steps = plan_horizon(trainer, epoch_rows)
-    starts = stage_boundaries(trainer, len(stages), batch_size * trainer.settings.block_size)
+    starts = stage_boundaries(trainer, len(stages), batch_size * trainer.settings.block_size, steps)
     held_out = validation_mixture(trainer, settings) if trainer.settings.validate else ()
     plan = DataPlan(
         stages,
@@ -110,18 +110,20 @@ def build_data(trainer: BaseTrainer) -> DataParts:
 
 
 def train_rows(trainer: BaseTrainer, settings: DataSettings) -> list[list[tuple[Sampling, Any]]]:
-    """Rows of every source of every stage; a source used twice is opened once."""
+    """Rows of every source of every stage; a source used twice is opened once. A single mixture is that of all."""
+    count = stage_count(trainer)
     if trainer.given.dataset_train is not None:
-        return [[(Sampling("given"), given_rows(trainer, trainer.given.dataset_train))]]
+        return [[(Sampling("given"), given_rows(trainer, trainer.given.dataset_train))]] * count
     opened: dict[Any, Any] = {}
     for sampling in (sampling for mixture in trainer.settings.datasets for sampling in mixture):
         if sampling.identity not in opened:
             opened[sampling.identity] = open_rows(trainer, settings, sampling, "train")
     say_unused(trainer)
-    return [
+    stages = [
         [(sampling, opened[sampling.identity]) for sampling in mixture]
         for mixture in trainer.settings.datasets
     ]
+    return stages * count if len(stages) == 1 else stages
 
 
 def say_unused(trainer: BaseTrainer) -> None:
@@ -161,8 +163,15 @@ def given_rows(trainer: BaseTrainer, source: Any) -> Any:
     return reference_logps.attach(trainer, rows)
 
 
-def stage_boundaries(trainer: BaseTrainer, stages: int, batch_tokens: int) -> list[int]:
-    """First step of each stage. Several stages need one horizon each."""
+def stage_count(trainer: BaseTrainer) -> int:
+    """As many as there are mixtures, or numbers of tokens for a single mixture."""
+    mixtures, tokens = trainer.settings.datasets, trainer.settings.total_tokens or []
+    return len(mixtures) if len(mixtures) > 1 else max(1, len(tokens))
+
+
+def stage_boundaries(trainer: BaseTrainer, stages: int, batch_tokens: int, steps: int) -> list[int]:
+    """First step of each stage. Several stages need one horizon each; a horizon of another kind (training.steps=…) is
+    divided as training.tokens are."""
     tokens = trainer.settings.total_tokens or []
     if stages == 1:
         return [0]
@@ -171,7 +180,18 @@ def stage_boundaries(trainer: BaseTrainer, stages: int, batch_tokens: int) -> li
             f"training.dataset has {stages} stages but training.tokens has {len(tokens)} entries; give one number of "
             "tokens a stage, such as training.tokens=[1e9,1e8]."
         )
-    return stage_starts(tokens, batch_tokens)
+    if steps == sum(tokens) // batch_tokens:
+        return stage_starts(tokens, batch_tokens)
+    starts = [steps * sum(tokens[:number]) // sum(tokens) for number in range(stages)]
+    if len({*starts, steps}) <= stages:
+        raise InputError(
+            f"{steps} steps are too few for {stages} stages in the proportions of training.tokens={tokens}: every "
+            "stage needs at least one."
+        )
+    trainer.note_derived(
+        "stages", starts, f"{steps} steps in the proportions of training.tokens; first steps"
+    )
+    return starts
 
 
 def validation_mixture(trainer: BaseTrainer, settings: DataSettings) -> list[tuple[Sampling, Any]]:

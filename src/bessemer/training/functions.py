@@ -18,7 +18,7 @@ from bessemer.training.feed import abstract_batch
 from bessemer.training.guard import spike_rule
 from bessemer.training.lookup_parts import note_path
 from bessemer.training.model_parts import compiler_options
-from bessemer.training.state import StepRules, TrainState, create_state
+from bessemer.training.state import StepRules, TrainState, added_fields, create_state
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -65,7 +65,7 @@ def build_functions(trainer: BaseTrainer) -> Functions:
         placed,
         key,
         jit_train_step(trainer, placed, accumulate),
-        jax.jit(trainer.val_step, compiler_options=trainer.topology.compiler_options),
+        jit_val_step(trainer),
         accumulate,
         micro,
         max(1, validation_batches),
@@ -85,6 +85,10 @@ def jit_train_step(trainer: BaseTrainer, placed: TrainState, accumulate: int) ->
         out_shardings=(placed, replicated, replicated),
         compiler_options=compiler_options(trainer),
     )
+
+
+def jit_val_step(trainer: BaseTrainer) -> Any:
+    return jax.jit(trainer.val_step, compiler_options=trainer.topology.compiler_options)
 
 
 def check_sequence(block_size: int, context: int) -> None:
@@ -127,7 +131,10 @@ def abstract_state(trainer: BaseTrainer, optimizer: Optimizer) -> tuple[TrainSta
         own_validation=bool(objectives.entry(trainer.settings.objective).traits.get("own_validation")),
     )
     loss_fn = objective_function(trainer)
-    create = functools.partial(create_state, trainer.model_parts.apply, loss_fn, tx=optimizer.tx, rules=rules)
+    kind = trainer.state_class
+    create = functools.partial(
+        create_state, trainer.model_parts.apply, loss_fn, tx=optimizer.tx, rules=rules, kind=kind
+    )
     state = jax.eval_shape(create, unbox(boxed))
     placed = state.replace(
         step=topology.replicated,
@@ -136,6 +143,7 @@ def abstract_state(trainer: BaseTrainer, optimizer: Optimizer) -> tuple[TrainSta
         opt_state=state_shardings(optimizer.tx, unbox(boxed), param_shardings, topology.replicated),
         ema=None if state.ema is None else param_shardings,
         guard=jax.tree.map(lambda _: topology.replicated, state.guard),
+        **dict.fromkeys(added_fields(kind), topology.replicated),
     )
     if trainer.wants_reference():
         state, placed = state.replace(reference=unbox(boxed)), placed.replace(reference=param_shardings)
@@ -167,7 +175,8 @@ def initial_state(trainer: BaseTrainer) -> TrainState:
 
     def create(key: jax.Array) -> TrainState:
         params = unbox(init_variables(trainer, jax.random.fold_in(key, INIT)))["params"]
-        return create_state(abstract.apply_fn, abstract.loss_fn, params, abstract.tx, abstract.rules)
+        fixed = (abstract.tx, abstract.rules, trainer.state_class)
+        return create_state(abstract.apply_fn, abstract.loss_fn, params, *fixed)
 
     with trainer.topology.scope():
         born = functions.state_shardings.replace(reference=None)  # taken when the run begins

@@ -15,7 +15,7 @@ import jax
 
 from bessemer.errors import BessemerError, Stopped, StorageError
 from bessemer.topology import StopAgreement
-from bessemer.training import reference
+from bessemer.training import stages
 from bessemer.training.callback import Callbacks
 from bessemer.training.guard import Unstable
 from bessemer.training.outcome import doing, smaller_batches
@@ -80,7 +80,7 @@ class Loop:
     def _train(self) -> bool:
         """From where the trainer stands to the end; False when it was rolled back on the way."""
         try:
-            reference.ensure(self.trainer)
+            stages.ready(self.trainer)
             if self.step == 0:
                 self.validate()
             with contextlib.closing(self.trainer.prefetcher(self.step)) as batches:
@@ -122,6 +122,8 @@ class Loop:
 
     def _one_step(self, batches: Any) -> None:
         trainer = self.trainer
+        if stages.begins(trainer, self.step):
+            self._begin_stage()
         new_epoch = trainer.starts_epoch(self.step)
         if new_epoch:
             self.callbacks.fire("on_epoch_begin", self)
@@ -140,14 +142,23 @@ class Loop:
         self.log.add(self.step, meta, report)
         self.callbacks.fire("on_optimizer_step", self)
 
+    def _begin_stage(self) -> None:
+        """Another program, reference or optimizer state may follow; none of it counts as time of a step."""
+        with self.paused():
+            self.trainer.step = self.step
+            stages.begin(self.trainer)
+
     def due(self, interval: int) -> bool:
         return self.step == self.steps or (interval > 0 and self.step % interval == 0)
 
     def _after_step(self) -> None:
         """metrics → validation → evaluation, previews (callbacks) → checkpoint."""
         trainer, last = self.trainer, self.step == self.steps
-        validate = trainer.validates and self.due(trainer.logging.validation_interval) and not last
-        checkpoint = self.due(trainer.logging.checkpoint_interval) and not last
+        boundary = stages.begins(trainer, self.step)
+        validate = (
+            trainer.validates and (boundary or self.due(trainer.logging.validation_interval)) and not last
+        )
+        checkpoint = (boundary or self.due(trainer.logging.checkpoint_interval)) and not last
         if validate or checkpoint or last:
             self.flush()
         elif (due := self.log.ready(self.step)) is not None:

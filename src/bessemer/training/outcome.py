@@ -14,6 +14,7 @@ from bessemer.errors import BessemerError, Stopped, StorageError, TrainingError
 from bessemer.job import RunLock
 from bessemer.job.files import remove_leftovers
 from bessemer.topology import absent_processes, first_line
+from bessemer.training import reference
 from bessemer.training.guard import Unstable
 from bessemer.training.output import write_setup
 from bessemer.training.signals import leaving, setting_up
@@ -104,6 +105,7 @@ def take_over(trainer: BaseTrainer) -> None:
     trainer.checkpoint_manager.clean()
     if trainer.continues:
         trainer.checkpoint_manager.set_aside_after(trainer.step)
+        reference.drop_after(trainer, trainer.step)
 
 
 def record_failure(trainer: BaseTrainer, error: BaseException) -> None:

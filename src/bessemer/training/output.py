@@ -20,6 +20,7 @@ from bessemer.job.files import storage
 from bessemer.job.trust import mark_origin
 from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.report import write_report
+from bessemer.training import stages
 from bessemer.training.facts import compressor_baselines, write_facts
 from bessemer.training.fetch import fetch
 from bessemer.training.finale import final_lines, shown
@@ -75,6 +76,10 @@ def write_setup(trainer: BaseTrainer) -> None:
     """config.yaml with every key, and derived.json with each derived or chosen number and its reason."""
     atomic_write(trainer.run_directory.config, trainer.config.to_yaml(), sync=True)
     atomic_write(trainer.run_directory.derived, json.dumps(trainer.derived, indent=1))
+    if len(trainer.stages) > 1:
+        atomic_write(
+            trainer.run_directory.path / "stages.json", json.dumps(stages.described(trainer), indent=1)
+        )
     try:
         mark_origin(trainer.run_directory, trainer.config.tree())
     except StorageError as error:

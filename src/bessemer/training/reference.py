@@ -3,7 +3,8 @@ devices as `state.reference`, and written once to RUN/reference/step_N, not into
 
     reference in force at step s  =  the newest taken at a step ≤ s
 
-so a restart at any step finds the one that was in force. It is on the disk before the first step that uses it.
+so a restart at any step finds the one that was in force. It is on the disk before the first step that uses it. What is
+taken where a stage begins comes after that step's checkpoint, whose state was still trained against the one before.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bessemer.config import configure
 from bessemer.errors import StorageError
 from bessemer.job.files import storage
 from bessemer.registry import objectives
-from bessemer.training import reference_logps
+from bessemer.training import reference_logps, stages
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -66,7 +67,7 @@ def restore(trainer: BaseTrainer, step: int) -> Any:
     if abstract is None:
         return None
     manager = store(trainer)
-    known = [taken for taken in manager.committed() if taken <= step]
+    known = in_force(trainer, manager, step)
     if not known:
         return None  # stopped before the first one was taken: `ensure` will
     if problems := manager.verify(known[-1]):
@@ -75,6 +76,12 @@ def restore(trainer: BaseTrainer, step: int) -> Any:
             "once; put them back from a copy, or start a new run with init=."
         )
     return manager.restore(known[-1], {"params": abstract})["params"]
+
+
+def in_force(trainer: BaseTrainer, manager: Checkpoints, step: int) -> list[int]:
+    """Steps of the references that a state saved at `step` may have known; the last is the one it had."""
+    last = step - 1 if any(stage.end == step for stage in stages.followed(trainer)) else step
+    return [taken for taken in manager.committed() if taken <= last]
 
 
 def drop_after(trainer: BaseTrainer, step: int) -> None:
@@ -90,7 +97,7 @@ def identity(trainer: BaseTrainer, step: int) -> dict[str, Any] | None:
     if trainer.functions.abstract_state.reference is None:
         return reference_logps.identity(trainer)
     manager = store(trainer)
-    known = [taken for taken in manager.committed() if taken <= step]
+    known = in_force(trainer, manager, step)
     if not known:
         return None
     manifest = (manager.path(known[-1]) / COMMIT).read_bytes()

@@ -17,10 +17,10 @@ from bessemer.errors import InputError, StorageError
 from bessemer.job import Snapshot
 from bessemer.job.jobs import step_of
 from bessemer.models.allocation import FILE as ALLOCATION
-from bessemer.training import reference
+from bessemer.training import reference, stages
 from bessemer.training.fetch import fetch
 from bessemer.training.rollback import protect_target
-from bessemer.training.state import LoopState
+from bessemer.training.state import LoopState, added_fields
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -32,12 +32,15 @@ META_KEYS = ("tokenizer_hash", "data_fingerprint", "versions", "topology")
 
 
 def open_checkpoints(trainer: BaseTrainer) -> Checkpoints:
-    return Checkpoints(
+    manager = Checkpoints(
         trainer.run_directory.checkpoints,
         keep_last=trainer.logging.keep_last,
         keep_every=trainer.logging.keep_every,
         process_zero=trainer.is_process_zero,
     )
+    for stage in stages.followed(trainer):
+        manager.protect(stage.end, stage.name)
+    return manager
 
 
 def versions() -> dict[str, str]:
@@ -46,7 +49,8 @@ def versions() -> dict[str, str]:
 
 def saved_tree(state: Any) -> dict[str, Any]:
     """The arrays of a state (what is static is rebuilt from the configuration)."""
-    return {name: getattr(state, name) for name in SAVED if getattr(state, name) is not None}
+    names = (*SAVED, *added_fields(type(state)))
+    return {name: getattr(state, name) for name in names if getattr(state, name) is not None}
 
 
 def meta(trainer: BaseTrainer, step: int) -> dict[str, Any]:
@@ -90,7 +94,7 @@ def save(trainer: BaseTrainer, wait: bool) -> None:
 def accept(trainer: BaseTrainer, tree: Any, step: int) -> None:
     """Go on from a restored tree."""
     manager = trainer.checkpoint_manager
-    reference.drop_after(trainer, step)
+    stages.select(trainer, step)
     against = reference.restore(trainer, step)
     trainer.state = trainer.functions.abstract_state.replace(**tree, reference=against)
     trainer.loop_state = LoopState.from_json(manager.read(step, "loop.json"))
@@ -103,6 +107,7 @@ def accept(trainer: BaseTrainer, tree: Any, step: int) -> None:
 def check_same_run(trainer: BaseTrainer, step: int) -> None:
     """Other data or another tokenizer is an error; another machine is one line, as only rounding changes."""
     saved = json.loads(trainer.checkpoint_manager.read(step, "meta.json"))
+    stages.select(trainer, step)
     current = meta(trainer, step)
     changes = []
     for name, what in (("tokenizer_hash", "tokenizer"), ("data_fingerprint", "training data")):

@@ -131,10 +131,12 @@ def _has_settings(name: str) -> bool:
 
 
 def generic_argument(cls: type, base: type, position: int) -> Any:
-    """Argument number `position` of `base[...]` in the class statement of `cls` or the nearest ancestor."""
+    """Argument number `position` of `base[...]` in the class statement of `cls` or the nearest ancestor; a generic
+    subclass of `base` takes the same arguments."""
     for ancestor in cls.__mro__:
         for generic in getattr(ancestor, "__orig_bases__", ()):
-            if typing.get_origin(generic) is base:
+            origin = typing.get_origin(generic)
+            if isinstance(origin, type) and issubclass(origin, base):
                 argument = typing.get_args(generic)[position]
                 if not isinstance(argument, typing.TypeVar):
                     return argument

@@ -96,6 +96,11 @@ class BaseTrainerConfig:
         default=None,
         help="a name from the schedules registry; none: the optimizer's own",
     )
+    stage_reset: bool = field(
+        "optimization/stage_reset",
+        default=False,
+        help="begin every stage after the first with fresh optimizer moments",
+    )
     callbacks: list[str] = field(
         "callbacks", default_factory=list, help="extra callbacks: registered names or module:Class"
     )

@@ -65,9 +65,22 @@ class StepRules:
     own_validation: bool = False  # held-out rows are judged by the objective, not by plain likelihood
 
 
-def create_state(apply_fn: Callable, loss_fn: Callable, params: Any, tx: Any, rules: StepRules) -> TrainState:
+def added_fields(kind: type[TrainState]) -> tuple[str, ...]:
+    """What a subclass of TrainState carries besides: saved in checkpoints, whole on every device."""
+    known = {entry.name for entry in dataclasses.fields(TrainState)}
+    return tuple(entry.name for entry in dataclasses.fields(kind) if entry.name not in known)
+
+
+def create_state(
+    apply_fn: Callable,
+    loss_fn: Callable,
+    params: Any,
+    tx: Any,
+    rules: StepRules,
+    kind: type[TrainState] = TrainState,
+) -> TrainState:
     """The state of step 0. Call it under jit with out_shardings: arrays are then born on their devices."""
-    return TrainState(
+    return kind(
         step=jnp.zeros((), jnp.int32),
         data_step=jnp.zeros((), jnp.int32),
         apply_fn=apply_fn,

@@ -36,6 +36,7 @@ from bessemer.training import (
     reference,
     restore,
     schema,
+    stages,
     step,
     validation,
 )
@@ -72,6 +73,8 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         "tracker",
         "garbage_collector",
     )
+
+    state_class: ClassVar[type[TrainState]] = TrainState
 
     def __init__(
         self,
@@ -117,6 +120,10 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             if (taken := inherit.describe(self.config)) is not None:
                 self.note_derived("init", self.settings.init, taken)
             self.data = self.configure_dataloaders()
+            self.stages = self.plan_stages()
+            self.other_functions: functions.Functions | None = (
+                None  # of the stages that are not the present one's kind
+            )
             self.startup.lap("data")
             keep_compiled_programs(self.config["data/root"])
             self.functions = self.configure_functions()
@@ -163,6 +170,10 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def configure_functions(self) -> functions.Functions:
         """Optimizer, state shardings and the jitted steps."""
         return functions.build_functions(self)
+
+    def plan_stages(self) -> tuple[stages.Stage, ...]:
+        """What each stage of training.tokens is; one stage is the whole run."""
+        return stages.plan(self.data.stage_starts, self.steps, referred=self.wants_reference())
 
     @staticmethod
     def sharded_init(
@@ -246,6 +257,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         self._state = None
         self.loop_state = LoopState()
         self.step = self.data_offset = 0
+        stages.select(self, 0)
 
     def move_data(self, position: int) -> None:
         """The next step takes batch `position`."""

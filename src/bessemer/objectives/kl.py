@@ -1,0 +1,100 @@
+"""Cross-entropy with a leash: a penalty for leaving the distribution of a frozen reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from bessemer.config import field
+from bessemer.errors import InputError
+from bessemer.models.cross_entropy import target_weights
+from bessemer.models.divergence import Compared, compare
+from bessemer.objectives.pretrain import PretrainSettings, pretrain
+from bessemer.registry import objectives
+
+ESTIMATORS: dict[str, Callable[[Compared], Array]] = {
+    "nll": lambda c: c.loss - jax.lax.stop_gradient(c.reference_loss),
+    "exact": lambda c: c.kl,
+    "reverse": lambda c: c.reverse,
+}
+
+
+@dataclass(frozen=True)
+class KLConfig(PretrainSettings):
+    beta: tuple[float, ...] = field(
+        "optimization/kl/beta",
+        default=(0.1,),
+        minimum=0.0,
+        help="weight of the penalty, one a stage; a single one holds for all stages but the first (0)",
+    )
+    estimator: str = field(
+        "optimization/kl/estimator",
+        default="nll",
+        choices=tuple(ESTIMATORS),
+        help="exact: KL(policy ‖ reference); reverse: KL(reference ‖ policy); nll: difference of the losses",
+    )
+    refresh: tuple[bool, ...] = field(
+        "optimization/kl/refresh",
+        default=(False,),
+        help="take a new reference where a stage begins, one answer a stage; the first penalty always does",
+    )
+
+
+def compares(settings: KLConfig) -> bool:
+    return any(beta > 0 for beta in settings.beta)
+
+
+@objectives.register("kl", settings=(KLConfig,), reference=compares)
+def kl(
+    apply: Callable[..., Any],
+    params: Any,
+    batch: Mapping[str, Array],
+    key: Array | None,
+    settings: KLConfig,
+    reference: Any = None,
+    beta: Array | float | None = None,
+) -> tuple[Array, Array, dict[str, Array]]:
+    """Σ_t w_t · [loss_t + β · D_t] with D by estimator:
+
+        exact    Σ_v p (log p − log q)              KL(policy ‖ reference)
+        reverse  Σ_v q (log q − log p)              KL(reference ‖ policy)
+        nll      loss_t − stop_gradient(loss_t of the reference)
+
+    p is the policy's distribution at the token, q the reference's (without dropout), loss as in `pretrain`. The
+    gradient of `nll` is (1 + β)·∇loss: the reference does not steer it. Without a reference this is `pretrain`, and
+    costs as much. β is the stage's; None: the only one of the settings. kl (exact) and kl_nll are always logged.
+    Source: KL control, Jaques et al. 2017; exact sums instead of samples, as in distillation (Hinton et al. 2015).
+    """
+    if reference is None:
+        return pretrain(apply, params, batch, key, settings)
+    weight = only_beta(settings) if beta is None else beta
+    rngs = None if key is None else {"dropout": key}
+    policy = apply(params, batch, key is None, method="projection", rngs=rngs)
+    frozen = apply(jax.lax.stop_gradient(reference), batch, True, method="projection")
+    compared = compare(
+        policy,
+        frozen,
+        batch["target_ids"],
+        label_smoothing=settings.label_smoothing,
+        z_loss=settings.z_loss,
+    )
+    w = target_weights(batch)
+    loss = compared.loss + weight * ESTIMATORS[settings.estimator](compared)
+    logged = {"nll": compared.nll, "kl": compared.kl, "kl_nll": compared.nll - compared.reference_nll}
+    if settings.estimator == "reverse":
+        logged["kl_reverse"] = compared.reverse
+    sums = {name: jax.lax.stop_gradient(jnp.sum(w * value)) for name, value in logged.items()}
+    return jnp.sum(w * loss), jnp.sum(w), sums
+
+
+def only_beta(settings: KLConfig) -> float:
+    if len(settings.beta) > 1:
+        raise InputError(
+            "optimization.kl.beta has one weight a stage, which job=KLDivergenceTrainer goes by; another job takes one."
+        )
+    return settings.beta[0]

@@ -1,0 +1,104 @@
+"""KLDivergenceTrainer: pretraining, then training on other data while held near what was learnt first.
+
+    L = CE + β_k · D(policy, reference)        in stage k; β is 0 in the first
+
+The two-stage form of training/stages.py; lists of any length make more stages. Formula and estimators of D are in
+objectives/kl.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import struct
+
+from bessemer.config import configure, field
+from bessemer.data.mixture import Sampling
+from bessemer.errors import InputError
+from bessemer.objectives.kl import KLConfig
+from bessemer.registry import jobs, objectives
+from bessemer.training import schema, stages
+from bessemer.training.settings import BaseTrainerConfig
+from bessemer.training.state import TrainState
+from bessemer.training.trainer import BaseTrainer
+
+NO_STEERING = (
+    "the penalty is β·(policy loss − reference loss), whose gradient is β·∇CE: the reference does not steer the update "
+    "(optimization.kl.estimator=exact does)"
+)
+
+
+@dataclass
+class KLDivergenceTrainerConfig(BaseTrainerConfig):
+    """Two stages of the same data unless told otherwise."""
+
+    job: str = field("job", default="KLDivergenceTrainer", help="trainer class")
+    objective: str = field("objective", default="kl", help="which loss: a name from the objectives registry")
+    total_tokens: list[int] | None = field(
+        "training/tokens",
+        default_factory=lambda: [1_000_000_000, 100_000_000],
+        help="horizon: tokens of each stage",
+    )
+    datasets: list[list[Sampling]] = field(
+        "training/dataset",
+        default_factory=lambda: [[Sampling("fineweb")], [Sampling("fineweb")]],
+        help="what to train on, one list of samplings a stage",
+    )
+
+
+class KLDivergenceTrainState(TrainState):
+    """beta: weight of the penalty in the present stage; 0 in the first."""
+
+    beta: jax.Array = struct.field(default_factory=lambda: jnp.zeros((), jnp.float32))
+
+    def objective(self, params: Any, rows: Any, key: jax.Array | None) -> tuple[jax.Array, jax.Array, Any]:
+        if self.reference is None:
+            return super().objective(params, rows, key)
+        against = {"reference": self.reference, "beta": self.beta}
+        return self.loss_fn(self.apply_fn, self.whole(params), rows, key, **against)
+
+
+C = TypeVar("C", bound=KLDivergenceTrainerConfig)
+M = TypeVar("M", bound=nn.Module)
+
+
+@jobs.register("KLDivergenceTrainer")
+class KLDivergenceTrainer(BaseTrainer[C, M], Generic[C, M]):
+    """A run whose later stages pay for leaving what the earlier ones learnt."""
+
+    state_class = KLDivergenceTrainState
+
+    @classmethod
+    def config_class(cls) -> type[Any]:
+        return schema.generic_argument(cls, BaseTrainer, 0) or KLDivergenceTrainerConfig
+
+    def plan_stages(self) -> tuple[stages.Stage, ...]:
+        kl, starts = self.kl_settings(), self.data.stage_starts
+        if len(starts) == 1 and self.settings.init is None and any(kl.beta):
+            raise InputError(
+                "a single stage from fresh weights has nothing to be held to: give training.tokens (and "
+                "training.dataset) one entry a stage, or the weights to begin with (init=RUN)."
+            )
+        betas = stages.one_each("optimization.kl.beta", kl.beta, len(starts), 0.0)
+        refresh = stages.one_each("optimization.kl.refresh", kl.refresh, len(starts), False)
+        if kl.estimator == "nll" and any(betas):
+            self.note_derived("optimization.kl.estimator", "nll", NO_STEERING)
+        return stages.plan(starts, self.steps, betas=betas, refresh=refresh)
+
+    def kl_settings(self) -> KLConfig:
+        """Of the objective, which is `kl` or one of your own whose settings extend KLConfig."""
+        entry = objectives.entry(self.settings.objective)
+        if not (entry.settings and issubclass(entry.settings[0], KLConfig)):
+            raise InputError(
+                f"job=KLDivergenceTrainer is for objective=kl, but objective={entry.name}. Leave that setting out, or "
+                "take job=BaseTrainer."
+            )
+        return configure(entry.settings[0])
+
+    def describe_step(self, step: int) -> dict[str, Any]:
+        stage = stages.current(self, step)
+        return {**super().describe_step(step), "stage": stage.number, "beta": stage.beta}
