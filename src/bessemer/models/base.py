@@ -13,7 +13,7 @@ from jax import Array
 
 from bessemer.config import field
 from bessemer.models.cross_entropy import LossOptions, _pick, _statistics, _token_loss, target_weights
-from bessemer.models.token_scores import scores_of
+from bessemer.models.token_scores import policy_scores_of, scores_of
 from bessemer.topology import unbox
 
 
@@ -66,6 +66,13 @@ class LanguageModel(nn.Module):
         targets = batch["target_ids"]
         logits = self._logits_of(batch, deterministic)
         return scores_of(LossOptions(logits.shape[-1], 1), logits, targets)
+
+    def policy_scores(
+        self, batch: Mapping[str, Array], temperature: float = 1.0, deterministic: bool = True
+    ) -> tuple[Array, Array]:
+        """(log π(target), entropy of π), (B, T) each, of π = softmax(logits / temperature); (0, 0) without a target."""
+        logits = self._logits_of(batch, deterministic)
+        return policy_scores_of(LossOptions(logits.shape[-1], 1), logits, batch["target_ids"], temperature)
 
     def _logits_of(self, batch: Mapping[str, Array], deterministic: bool) -> Array:
         positions, segments = batch.get("positions"), batch.get("segment_ids")

@@ -24,7 +24,7 @@ from bessemer.models.lookup import LookupOptions, LookupParameters, lookup_layer
 from bessemer.models.settings import GPTSettings
 from bessemer.models.shape import group_of
 from bessemer.models.stack import Stream, run_layers
-from bessemer.models.token_scores import token_scores
+from bessemer.models.token_scores import policy_scores, token_scores
 from bessemer.registry import models
 
 
@@ -143,25 +143,24 @@ class GPT(GPTSettings):
 
     def token_logprobs(self, batch: Mapping[str, Array], deterministic: bool = True) -> Array:
         """log p(target) per token, (B, T) float32; 0 where the target is below 0."""
-        return token_logprobs(
-            self._hidden_of(batch, deterministic),
-            self.head,
-            batch["target_ids"],
-            vocab_size=self.vocab_size,
-            softcap=self.softcap,
-            chunks=self.loss_chunks,
-        )
+        return token_logprobs(*self._scored(batch, deterministic), **self._scoring())
 
     def token_scores(self, batch: Mapping[str, Array], deterministic: bool = True) -> tuple[Array, Array]:
         """(log p(target), whether the target is the likeliest token), (B, T) each; (0, True) without a target."""
-        return token_scores(
-            self._hidden_of(batch, deterministic),
-            self.head,
-            batch["target_ids"],
-            vocab_size=self.vocab_size,
-            softcap=self.softcap,
-            chunks=self.loss_chunks,
-        )
+        return token_scores(*self._scored(batch, deterministic), **self._scoring())
+
+    def policy_scores(
+        self, batch: Mapping[str, Array], temperature: float = 1.0, deterministic: bool = True
+    ) -> tuple[Array, Array]:
+        """(log π(target), entropy of π), (B, T) each, of π = softmax(logits / temperature); (0, 0) without a target."""
+        options = self._scoring()
+        return policy_scores(*self._scored(batch, deterministic), temperature=temperature, **options)
+
+    def _scored(self, batch: Mapping[str, Array], deterministic: bool) -> tuple[Array, Array, Array]:
+        return self._hidden_of(batch, deterministic), self.head, batch["target_ids"]
+
+    def _scoring(self) -> dict[str, Any]:
+        return {"vocab_size": self.vocab_size, "softcap": self.softcap, "chunks": self.loss_chunks}
 
     def _hidden_of(self, batch: Mapping[str, Array], deterministic: bool) -> Array:
         return self.hidden(

@@ -109,7 +109,7 @@ def header(trainer: BaseTrainer) -> None:
         f"model      {trainer.settings.family}, {counts['total']:,} parameters ({counts['scaling']:,} scaling)"
     )
     for name, stats in data.plan.stats.items():
-        known = [f"{stats[key]:,} {key}" for key in ("documents", "tokens") if key in stats]
+        known = [f"{stats[key]:,} {key}" for key in ("documents", "prompts", "tokens") if key in stats]
         trainer.say(f"data       {shown(name)}: {', '.join(known)}; {data.validation_count:,} rows held out")
     epochs = data.plan.epoch(data.steps)
     trainer.say(
