@@ -203,6 +203,14 @@ class Engine:
         for handle in dict.fromkeys(handles):
             handle.fail(error)
 
+    def reset(self) -> None:
+        """End what is open, and let the cache go: what comes next finds the engine as it was made."""
+        with self._stepping:
+            self.cancel_all()
+            self._held.clear()
+            self._free = deque(range(self._slots.count))
+            self._slots.rows = None
+
     def cancel_all(self) -> None:
         """End every open request as "cancelled", now."""
         with self._stepping:

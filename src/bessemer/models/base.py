@@ -15,7 +15,7 @@ from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.models.cross_entropy import LossOptions, _pick, _statistics, _token_loss, target_weights
 from bessemer.models.divergence import Projection
-from bessemer.models.token_scores import scores_of
+from bessemer.models.token_scores import policy_scores_of, scores_of
 from bessemer.topology import unbox
 
 
@@ -79,6 +79,13 @@ class LanguageModel(nn.Module):
         """The logits, for losses that compare whole distributions."""
         logits = self._logits_of(batch, deterministic)
         return Projection(logits, None, logits.shape[-1])
+
+    def policy_scores(
+        self, batch: Mapping[str, Array], temperature: float = 1.0, deterministic: bool = True
+    ) -> tuple[Array, Array]:
+        """(log π(target), entropy of π), (B, T) each, of π = softmax(logits / temperature); (0, 0) without a target."""
+        logits = self._logits_of(batch, deterministic)
+        return policy_scores_of(LossOptions(logits.shape[-1], 1), logits, batch["target_ids"], temperature)
 
     def _logits_of(self, batch: Mapping[str, Array], deterministic: bool) -> Array:
         positions, segments = batch.get("positions"), batch.get("segment_ids")

@@ -25,7 +25,7 @@ from bessemer.models.lookup import LookupOptions, LookupParameters, lookup_layer
 from bessemer.models.settings import GPTSettings
 from bessemer.models.shape import group_of
 from bessemer.models.stack import Stream, run_layers
-from bessemer.models.token_scores import token_scores
+from bessemer.models.token_scores import policy_scores, token_scores
 from bessemer.registry import models
 
 
@@ -161,7 +161,15 @@ class GPT(GPTSettings):
         hidden = self._hidden_of(batch, deterministic)
         return Projection(hidden, self.head, self.vocab_size, self.softcap, self.loss_chunks)
 
-    def _per_target(self, score: Callable[..., Any], batch: Mapping[str, Array], deterministic: bool) -> Any:
+    def policy_scores(
+        self, batch: Mapping[str, Array], temperature: float = 1.0, deterministic: bool = True
+    ) -> tuple[Array, Array]:
+        """(log π(target), entropy of π), (B, T) each, of π = softmax(logits / temperature); (0, 0) without a target."""
+        return self._per_target(policy_scores, batch, deterministic, temperature=temperature)
+
+    def _per_target(
+        self, score: Callable[..., Any], batch: Mapping[str, Array], deterministic: bool, **options: Any
+    ) -> Any:
         return score(
             self._hidden_of(batch, deterministic),
             self.head,
@@ -169,6 +177,7 @@ class GPT(GPTSettings):
             vocab_size=self.vocab_size,
             softcap=self.softcap,
             chunks=self.loss_chunks,
+            **options,
         )
 
     def _hidden_of(self, batch: Mapping[str, Array], deterministic: bool, noise: float = 0.0) -> Array:

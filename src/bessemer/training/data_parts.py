@@ -55,10 +55,11 @@ class DataParts:
     stage_starts: list[int]
     prefetch: int
     fields: dict[str, Any]
+    held_out: int = 0  # examples that are judged in another way than by `validation`
 
     @property
     def validation_count(self) -> int:
-        return 0 if self.validation is None else self.validation.count
+        return self.held_out if self.validation is None else self.validation.count
 
     def starts_epoch(self, step: int) -> bool:
         return step == 0 or int(self.plan.epoch(step)) != int(self.plan.epoch(step - 1))

@@ -114,7 +114,7 @@ def header(trainer: BaseTrainer) -> None:
         f"model      {trainer.settings.family}, {counts['total']:,} parameters ({counts['scaling']:,} scaling)"
     )
     for name, stats in data.plan.stats.items():
-        known = [f"{stats[key]:,} {key}" for key in ("documents", "tokens") if key in stats]
+        known = [f"{stats[key]:,} {key}" for key in ("documents", "prompts", "tokens") if key in stats]
         if "pairs" in stats:
             known = [f"{stats['pairs']:,} pairs in {stats['rows']:,} rows", *known[1:]]
             known += [f"{stats['padding_share']:.1%} padding", f"{stats['truncated']:,} prompts truncated"]

@@ -88,7 +88,7 @@ def save(trainer: BaseTrainer, wait: bool) -> None:
         loop.best_checkpoint = trainer.step
     trainer.checkpoint_manager.protect(loop.best_checkpoint)
     protect_target(trainer)
-    trainer.save_tree(snapshot(trainer), wait=wait)
+    trainer.save_tree(trainer.snapshot(), wait=wait)
 
 
 def accept(trainer: BaseTrainer, tree: Any, step: int) -> None:

@@ -20,7 +20,9 @@ class MetricLogger(Callback):
         if loop.trainer.is_process_zero:
             self.file = MetricsFile(loop.trainer.run_directory.metrics)
             self.file.truncate_after(loop.step if loop.step > 0 else -1)
-            self.validated = {row["step"] for row in self.file.rows() if "val_loss" in row}
+            self.validated = {
+                row["step"] for row in self.file.rows() if "val_loss" in row or "val_reward" in row
+            }
 
     def on_rollback(self, loop: Loop) -> None:
         self.on_train_begin(loop)

@@ -11,10 +11,11 @@ from bessemer.training.loop import Loop
 
 @callbacks.register("validation")
 class Validation(Callback):
-    """One line a validation: loss, bits per byte where the tokenizer knows bytes, and whether it is the best."""
+    """One line a validation: loss (or reward), bits per byte where they are known, and whether it is the best."""
 
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
-        line = f"step {row['step']:>6}  val loss {row['val_loss']:.4f}"
+        name = "val_loss" if "val_loss" in row else "val_reward"
+        line = f"step {row['step']:>6}  {name.replace('_', ' ')} {row[name]:.4f}"
         if row.get("val_bpb") is not None:
             line += f"  bits/byte {row['val_bpb']:.4f}"
         best = loop.loop_state.best_step == row["step"] and row["step"] > 0

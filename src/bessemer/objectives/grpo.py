@@ -1,0 +1,195 @@
+"""GRPO and its family: policy gradients from groups of completions of one prompt.
+
+For completion i of a group, token t, advantage A_i (advantages.py), ρ = π_θ / π_old of the token:
+
+    L_t = −min(ρ·A, clip(ρ, 1 − ε_lo, 1 + ε_hi)·A) + β·KL_t          d = log π_θ − log π_ref
+
+    KL_t:  squared d²;  k1 d;  k3 exp(−d) − 1 + d                    (Schulman 2020, "Approximating KL divergence")
+    loss:  token  Σ L_t / Σ tokens;   sequence  mean_i (Σ_t L_t / tokens_i);   fixed  Σ L_t / (rows · longest)
+
+π_old is the policy that sampled, at its temperature; π_ref a frozen copy. All three denominators are sums over the
+global batch. Sources: PPO (arXiv 1707.06347), GRPO (2402.03300), Dr. GRPO (2503.20783), DAPO (2503.14476), GSPO
+(2507.18071), RLOO (2402.14740), REINFORCE (Williams 1992).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from bessemer.config import field
+from bessemer.errors import InputError
+from bessemer.registry import objectives
+
+TOKENS = "trained_tokens"
+"""Name of the sum Σ mask: every other metric here is a sum over these tokens, whatever the loss is divided by."""
+
+
+@dataclass(frozen=True)
+class GrpoSettings:
+    """What the loss and the advantages need. A variant is the same class with other defaults."""
+
+    clip_eps: float = field(
+        "grpo/clip_eps", default=0.2, minimum=0, help="ε of the ratio's clip; 0 = no clip"
+    )
+    clip_eps_high: float | None = field(
+        "grpo/clip_eps_high", default=None, minimum=0, help="ε above 1; none: the same as clip_eps"
+    )
+    kl_coef: float = field(
+        "grpo/kl_coef", default=0.01, minimum=0, help="β of the KL to the reference; 0 = no reference is kept"
+    )
+    kl_estimator: str = field(
+        "grpo/kl_estimator",
+        default="squared",
+        choices=("squared", "k1", "k3"),
+        help="how the KL is estimated",
+    )
+    ratio: str = field(
+        "grpo/ratio",
+        default="token",
+        choices=("token", "sequence"),
+        help="ρ of each token, or the geometric mean over the completion",
+    )
+    normalisation: str = field(
+        "grpo/normalisation",
+        default="token",
+        choices=("token", "sequence", "fixed"),
+        help="what the sum of token losses is divided by",
+    )
+    baseline: str = field(
+        "grpo/baseline",
+        default="group",
+        choices=("group", "leave_one_out", "rollout", "none"),
+        help="what is taken off a reward: mean of its group, of the others in it, of the whole rollout, nothing",
+    )
+    scale: bool = field(
+        "grpo/scale", default=True, help="divide advantages by the group's standard deviation"
+    )
+    temperature: float = field(
+        "grpo/temperature", default=1.0, minimum=1e-3, help="of sampling, and of the policy that is trained"
+    )
+    max_completion_length: int = field(
+        "grpo/max_completion_length", default=64, minimum=1, help="tokens of a completion at most"
+    )
+    overlong: str = field(
+        "grpo/overlong",
+        default="keep",
+        choices=("keep", "mask"),
+        help="completions cut at that length: train on them, or leave their tokens out",
+    )
+    offline: str = field(
+        "grpo/offline",
+        default="no",
+        choices=("no", "reference", "logprobs"),
+        help="train on stored completions: ρ is to the reference, or to their stored log-probabilities",
+    )
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """(ε_lo, ε_hi); infinite without a clip."""
+        if self.clip_eps == 0:
+            return float("inf"), float("inf")
+        return self.clip_eps, self.clip_eps if self.clip_eps_high is None else self.clip_eps_high
+
+
+def needs_reference(settings: GrpoSettings) -> bool:
+    return settings.kl_coef > 0 or settings.offline == "reference"
+
+
+def grpo(
+    apply: Callable[..., Any],
+    params: Any,
+    batch: Mapping[str, Array],
+    key: Array | None,
+    settings: GrpoSettings,
+    reference: Any = None,
+) -> tuple[Array, Array, dict[str, Array]]:
+    """(Σ loss, Σ weight, sums over tokens) of the module's formula; no dropout, as ρ compares like with like.
+
+    batch, (B, T) each: input_ids, target_ids, loss_mask (1 on completion tokens and their end), advantages (the same
+    on every token of a row), old_logprobs (absent: those of the reference).
+    """
+    if "advantages" not in batch:
+        raise InputError("this objective trains on completions with advantages: add job=GRPOTrainer.")
+
+    def scores(weights: Any) -> tuple[Array, Array]:
+        return apply(weights, batch, settings.temperature, True, method="policy_scores")
+
+    logprobs, entropy = scores(params)
+    against = None if reference is None else jax.lax.stop_gradient(scores(reference)[0])
+    old = batch.get("old_logprobs", against)
+    if old is None:
+        raise InputError("stored completions without log-probabilities need grpo.offline=reference.")
+    mask = batch["loss_mask"].astype(jnp.float32)
+    loss, weight, sums = policy_loss(logprobs, old, against, batch["advantages"], mask, settings)
+    return loss, weight, {**sums, "entropy": jnp.sum(mask * entropy)}
+
+
+def policy_loss(
+    logprobs: Array,
+    old: Array,
+    reference: Array | None,
+    advantages: Array,
+    mask: Array,
+    settings: GrpoSettings,
+) -> tuple[Array, Array, dict[str, Array]]:
+    """The loss from log-probabilities; all arrays (B, T), float32. Only `logprobs` is differentiated."""
+    lengths = jnp.sum(mask, axis=-1, keepdims=True)  # (B, 1)
+    shares = mask / jnp.maximum(lengths, 1.0)
+    log_ratio = jnp.where(mask > 0, logprobs - old, 0.0)
+    if settings.ratio == "sequence":
+        log_ratio = jnp.broadcast_to(jnp.sum(shares * log_ratio, axis=-1, keepdims=True), mask.shape)
+    ratio = jnp.exp(log_ratio)
+    low, high = settings.clip
+    gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - low, 1 + high) * advantages)
+    clipped = ((ratio < 1 - low) & (advantages < 0)) | ((ratio > 1 + high) & (advantages > 0))
+    losses, sums = -gain, {TOKENS: jnp.sum(mask), "clip_frac": jnp.sum(mask * clipped)}
+    if reference is not None:
+        divergence = kl_estimate(jnp.where(mask > 0, logprobs - reference, 0.0), settings.kl_estimator)
+        losses = losses + settings.kl_coef * divergence
+        sums["kl"] = jnp.sum(mask * divergence)
+    if settings.normalisation == "sequence":
+        return jnp.sum(shares * losses), jnp.sum(lengths > 0).astype(jnp.float32), sums
+    total = jnp.sum(mask * losses)
+    if settings.normalisation == "token":
+        return total, jnp.sum(mask), sums
+    return total, jnp.float32(mask.shape[0] * settings.max_completion_length), sums
+
+
+def kl_estimate(d: Array, estimator: str) -> Array:
+    """KL(π_θ ‖ π_ref) from one sample of π_θ, d = log π_θ − log π_ref."""
+    if estimator == "squared":
+        return jnp.square(d)
+    return d if estimator == "k1" else jnp.exp(-d) - 1 + d
+
+
+def variant(**defaults: Any) -> type[GrpoSettings]:
+    """GrpoSettings with other defaults."""
+    known = {one.name: one for one in dataclasses.fields(GrpoSettings)}
+    changed = [
+        (name, known[name].type, dataclasses.field(default=value, metadata=known[name].metadata))
+        for name, value in defaults.items()
+    ]
+    made = dataclasses.make_dataclass("GrpoSettings", changed, bases=(GrpoSettings,), frozen=True)
+    made.__module__ = __name__
+    return made
+
+
+VARIANTS: dict[str, type[GrpoSettings]] = {
+    "grpo": GrpoSettings,
+    "dr_grpo": variant(scale=False, normalisation="fixed"),
+    "dapo": variant(clip_eps_high=0.28, kl_coef=0.0, overlong="mask"),
+    "gspo": variant(
+        ratio="sequence", normalisation="sequence", clip_eps=3e-4, clip_eps_high=4e-4, kl_coef=0.0
+    ),
+    "rloo": variant(baseline="leave_one_out", scale=False, normalisation="fixed"),
+    "reinforce": variant(baseline="rollout", scale=False, normalisation="fixed", clip_eps=0.0),
+}
+for _name, _settings in VARIANTS.items():
+    objectives.register(_name, settings=(_settings,), reference=needs_reference, rollouts=True)(grpo)

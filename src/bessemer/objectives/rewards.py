@@ -1,0 +1,193 @@
+"""Rewards: `(prompts, completions, **columns) -> list[float]`, one number a completion, by name or `module:function`.
+
+Every column of the dataset reaches them, repeated for each completion of its row, so a reward can know the answer:
+
+    def my_reward(prompts, completions, answer, **columns):
+        return [float(text == right) for text, right in zip(completions, answer)]
+
+A reward that raises, or returns something else than one finite number a completion, ends the run with its name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as plain_field
+from typing import Any
+
+import numpy as np
+
+from bessemer.errors import BessemerError, InputError, TrainingError
+from bessemer.registry import rewards
+
+Reward = Callable[..., Sequence[float]]
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """One entry of grpo/rewards. `options` go to the function as they are."""
+
+    name: str
+    weight: float = 1.0
+    options: dict[str, Any] = plain_field(default_factory=dict)
+
+    @classmethod
+    def from_string(cls, text: str) -> RewardSpec:
+        """A name with weight 1."""
+        return cls(text)
+
+
+class Rewards:
+    """The rewards of a run, weighted and summed."""
+
+    def __init__(self, specs: Sequence[RewardSpec]):
+        if not specs:
+            raise InputError(f"grpo.rewards is empty: name at least one of {', '.join(rewards.names())}.")
+        if len({spec.name for spec in specs}) < len(specs):
+            raise InputError("grpo.rewards names one reward twice; add their weights up.")
+        self.specs = list(specs)
+        self.functions: list[Reward] = [rewards.get(spec.name) for spec in specs]
+
+    def check_columns(self, columns: Sequence[str]) -> None:
+        """Before anything is sampled: a reward whose column is not in the data says so."""
+        for spec, function in zip(self.specs, self.functions, strict=True):
+            given = {"prompts", "completions", *columns, *spec.options}
+            missing = [
+                name
+                for name, one in inspect.signature(function).parameters.items()
+                if one.default is one.empty
+                and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+                and name not in given
+            ]
+            if missing:
+                raise InputError(
+                    f"the reward '{spec.name}' needs {', '.join(missing)}, and the data has the columns "
+                    f"{', '.join(sorted(columns)) or '(none)'}. Rename a column, or give it under the reward's "
+                    "options."
+                )
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
+    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """(Σ weight · reward, each reward unweighted), float64 (n,)."""
+        each = {
+            spec.name: self._score(spec, function, prompts, completions, columns)
+            for spec, function in zip(self.specs, self.functions, strict=True)
+        }
+        total = np.zeros(len(completions))
+        for spec in self.specs:
+            total = total + spec.weight * each[spec.name]
+        return total, each
+
+    def _score(
+        self,
+        spec: RewardSpec,
+        function: Reward,
+        prompts: Sequence[Any],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> np.ndarray:
+        kept = accepted(
+            function, {name: value for name, value in columns.items() if name not in spec.options}
+        )
+        try:
+            found = function(prompts=list(prompts), completions=list(completions), **kept, **spec.options)
+        except BessemerError:
+            raise
+        except Exception as error:  # any code of the user's
+            raise TrainingError(
+                f"the reward '{spec.name}' failed: {type(error).__name__}: {error}. It was called with "
+                f"{len(completions)} completions and the columns {', '.join(sorted(kept)) or '(none)'}."
+            ) from error
+        return checked(spec.name, found, len(completions), completions)
+
+
+def accepted(function: Reward, columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """All columns; for a function without **columns those that it names."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return {name: list(column) for name, column in columns.items() if takes_all or name in parameters}
+
+
+def checked(name: str, found: Any, count: int, completions: Sequence[str]) -> np.ndarray:
+    """The result as float64 (count,), or the error that says what is wrong with it."""
+    try:
+        values = np.asarray(found, np.float64)
+    except (TypeError, ValueError) as error:
+        raise TrainingError(f"the reward '{name}' returned no list of numbers ({error}).") from error
+    if values.shape != (count,):
+        raise TrainingError(
+            f"the reward '{name}' returned values of shape {values.shape} for {count} completions: one number each."
+        )
+    for place, value in enumerate(values.tolist()):
+        if not math.isfinite(value):
+            raise TrainingError(
+                f"the reward '{name}' returned {value} for the completion {completions[place]!r:.200}: rewards are "
+                "finite."
+            )
+    return values
+
+
+@rewards.register("exact_match")
+def exact_match(
+    prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any], **columns: Any
+) -> list[float]:
+    """1 where the completion is the answer, surrounding white space apart."""
+    return [
+        float(text.strip() == str(right).strip()) for text, right in zip(completions, answer, strict=True)
+    ]
+
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
+CALCULATION = re.compile(
+    r"<<[^<>]*>>|<\|python_start\|>.*?<\|python_end\|>|<\|output_start\|>.*?<\|output_end\|>"
+)
+MARK = "####"
+
+
+def gsm8k_number(text: str) -> float | None:
+    """The number after the last ####; None without one. Calculations in << >> or calculator tokens are left out."""
+    _, mark, after = CALCULATION.sub("", text).rpartition(MARK)
+    found = NUMBER.search(after.replace("$", "")) if mark else None
+    return float(found.group().replace(",", "")) if found else None
+
+
+@rewards.register("gsm8k")
+def gsm8k(
+    prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **columns: Any
+) -> list[float]:
+    """1 where the number after #### is that of the answer (1,000 is 1000.0); an answer may be the number alone."""
+    scores = []
+    for text, right in zip(completions, answer, strict=True):
+        marked = str(right) if MARK in str(right) else f"{MARK} {right}"
+        wanted = gsm8k_number(marked)
+        if wanted is None:
+            raise InputError(f"the gsm8k reward found no number in the answer {right!r:.200}.")
+        scores.append(float(gsm8k_number(text) == wanted))
+    return scores
+
+
+@rewards.register("regex", aliases=("format",))
+def regex(prompts: Sequence[Any], completions: Sequence[str], pattern: str, **columns: Any) -> list[float]:
+    """1 where the whole completion has the form `pattern` (Python's re, dots match line ends)."""
+    try:
+        form = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise InputError(f"the reward regex: {pattern!r} is no regular expression ({error}).") from error
+    return [float(form.fullmatch(text.strip()) is not None) for text in completions]
+
+
+@rewards.register("length_penalty")
+def length_penalty(
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    completion_tokens: Sequence[int],
+    free: int = 0,
+    scale: float = 100.0,
+    **columns: Any,
+) -> list[float]:
+    """−(tokens beyond `free`) / `scale`, never below −1."""
+    return [-min(1.0, max(0, tokens - free) / scale) for tokens in completion_tokens]

@@ -1,0 +1,219 @@
+"""GRPOTrainer: reinforcement from groups of completions, sampled by the engine from the live parameters, or stored.
+
+The loop is BaseTrainer's. A step takes a part of the current rollout; when its passes are over, the next one is
+sampled, which is the only time the loop waits for the device. The rollout in use is part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, cast
+
+import jax
+
+from bessemer.config import configure, field
+from bessemer.data import Prefetcher
+from bessemer.errors import InputError
+from bessemer.job import CheckpointManager, Snapshot
+from bessemer.objectives.grpo import TOKENS, GrpoSettings
+from bessemer.objectives.rewards import Rewards, RewardSpec
+from bessemer.registry import jobs, objectives
+from bessemer.training import reference, step
+from bessemer.training.data_parts import DataParts
+from bessemer.training.feed import device_batch
+from bessemer.training.offline import StoredPlan, build_stored
+from bessemer.training.outcome import doing
+from bessemer.training.prompt_plan import PromptPlan, build_prompts
+from bessemer.training.rollout import FILE, Rollout
+from bessemer.training.sampler import Sampler
+from bessemer.training.settings import BaseTrainerConfig
+from bessemer.training.state import TrainState
+from bessemer.training.trainer import BaseTrainer, M
+
+PER_TOKEN = ("clip_frac", "kl", "entropy")
+
+
+@dataclass
+class GRPOTrainerConfig(BaseTrainerConfig):
+    """Settings of rollouts; those of the loss and the advantages are the objective's."""
+
+    job: str = field(
+        "job", default="GRPOTrainer", help="trainer class: a registered name or module:Class of your own"
+    )
+    objective: str = field("objective", default="grpo", help="grpo, dr_grpo, dapo, gspo, rloo or reinforce")
+    group_size: int = field("grpo/group_size", default=4, minimum=1, help="completions of one prompt")
+    num_iterations: int = field("grpo/num_iterations", default=1, minimum=1, help="passes over one rollout")
+    mini_batches: int = field(
+        "grpo/mini_batches",
+        default=1,
+        minimum=1,
+        help="optimizer steps in one pass, batch_size completions each",
+    )
+    sync_interval: int = field(
+        "grpo/sync_interval",
+        default=200,
+        minimum=0,
+        help="steps after which the reference is taken anew; 0 = never",
+    )
+    max_prompt_length: int | None = field(
+        "grpo/max_prompt_length",
+        default=None,
+        minimum=1,
+        help="longer prompts are left out, counted; none: what the block leaves beside a completion",
+    )
+    top_p: float = field("grpo/top_p", default=1.0, minimum=0, maximum=1, help="of sampling; 1 = off")
+    top_k: int = field("grpo/top_k", default=0, minimum=0, help="of sampling; 0 = off")
+    old_logprobs: str = field(
+        "grpo/old_logprobs",
+        default="forward",
+        choices=("forward", "sampler"),
+        help="of the policy that sampled: from a training pass over the rollout, or as the sampler gave them",
+    )
+    rewards: list[RewardSpec] = field(
+        "grpo/rewards",
+        default_factory=lambda: [RewardSpec("exact_match")],
+        help="names or {name, weight, options}; the reward is their weighted sum",
+    )
+    chat: bool = field("grpo/chat", default=True, help="a text prompt is a user's message; false: plain text")
+    slots: int = field("grpo/slots", default=64, minimum=1, help="completions written at the same time")
+
+
+@jobs.register("GRPOTrainer")
+class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
+    """Online unless grpo.offline says otherwise."""
+
+    policy: GrpoSettings
+    rewards: Rewards
+    rollout: Rollout | None
+
+    def configure_dataloaders(self) -> DataParts:
+        entry = objectives.entry(self.settings.objective)
+        if not entry.traits.get("rollouts"):
+            family = [one.name for one in objectives if one.traits.get("rollouts")]
+            raise InputError(f"job=GRPOTrainer trains {', '.join(family)}, not objective={entry.name}.")
+        self.policy = configure(entry.settings[0])
+        self.sampler = Sampler(self)
+        if self.offline:
+            data, self.passes = build_stored(self)
+            return data
+        if jax.process_count() > 1:
+            raise InputError("rollouts are sampled by one process; use its devices, or grpo.offline.")
+        if self.settings.old_logprobs == "sampler" and self.policy.temperature != 1:
+            raise InputError(
+                "grpo.old_logprobs=sampler gives the log-probabilities of temperature 1, and grpo.temperature="
+                f"{self.policy.temperature} is trained: use grpo.old_logprobs=forward."
+            )
+        self.rewards = Rewards(self.settings.rewards)
+        data, self.passes = build_prompts(self)
+        self.rewards.check_columns([*cast(PromptPlan, data.plan).columns, "completion_tokens"])
+        self.note_derived(
+            "prompts a rollout",
+            self.passes.prompts,
+            f"{self.passes.rows} completions in groups of {self.passes.group_size}, {self.passes.steps} steps each",
+        )
+        return data
+
+    @property
+    def offline(self) -> bool:
+        return self.policy.offline != "no"
+
+    @property
+    def prompts(self) -> PromptPlan:
+        """The plan of an online run."""
+        return cast(PromptPlan, self.data.plan)
+
+    # --- batches -----------------------------------------------------------------------------------------
+    def start_over(self) -> None:
+        super().start_over()
+        self.rollout = None
+
+    def prefetcher(self, step: int) -> Prefetcher:
+        """Made when asked for: a rollout is sampled from the parameters of that moment."""
+        return (
+            super().prefetcher(step)
+            if self.offline
+            else Prefetcher(self.device_part, step + self.data_offset, 0)
+        )
+
+    def batch(self, slice: str = "train") -> Mapping[str, Any]:
+        if self.offline:
+            return super().batch(slice)
+        return self.part(self.step + self.data_offset)
+
+    def part(self, position: int) -> Mapping[str, Any]:
+        """The rows of one step, from the rollout in use or a new one."""
+        number, within = self.passes.place(position)
+        if self.rollout is None or self.rollout.number != number:
+            self.rollout = None  # let go before the next one is made
+            remedy = "Lower grpo.slots, or grpo.mini_batches in a new run"
+            with doing(self, f"the sampling of rollout {number}", remedy):
+                self.rollout = self.sampler.rollout(number)
+        return self.passes.take(self.rollout, within)
+
+    def device_part(self, position: int) -> dict[str, Any]:
+        rows, functions = self.part(position), self.functions
+        return device_batch(
+            lambda first, end: {name: array[first:end] for name, array in rows.items()},
+            self.data.fields,
+            functions.micro,
+            functions.accumulate_steps,
+            self.topology.batch_sharding(1),
+        )
+
+    # --- steps -------------------------------------------------------------------------------------------
+    @classmethod
+    def train_step(
+        cls, state: TrainState, batch: step.Batch, key: jax.Array, accumulate_steps: int
+    ) -> tuple[TrainState, jax.Array, step.Meta]:
+        """As ever; metrics of tokens are means over tokens whatever the loss is divided by."""
+        state, loss, meta = super().train_step(state, batch, key, accumulate_steps)
+        share = meta.pop(TOKENS)
+        meta |= {name: meta[name] / share for name in PER_TOKEN if name in meta}
+        return state, loss, meta | {"target_tokens": meta["target_tokens"] * share}
+
+    def on_step_end(self, state: TrainState, metrics: step.Meta, step: int) -> tuple[TrainState, step.Meta]:
+        """What is known of the rollout joins the row; the reference is renewed where that is due."""
+        interval = self.settings.sync_interval
+        if state.reference is not None and interval and step % interval == 0 and step < self.steps:
+            self.step, self.state = step, state.replace(reference=None)  # one copy at a time
+            reference.take(self)
+            state = self.state
+        known: dict[str, Any] = {}
+        if isinstance(self.data.plan, StoredPlan):
+            known = self.data.plan.metrics(step - 1 + self.data_offset)
+        elif self.rollout is not None:
+            known = self.rollout.metrics
+        return state, {**metrics, **known}
+
+    # --- validation --------------------------------------------------------------------------------------
+    @property
+    def validates(self) -> bool:
+        return not self.offline and bool(self.prompts.held_out)
+
+    def validate(self) -> dict[str, Any]:
+        """val_reward: the mean reward of greedy completions of held-out prompts."""
+        with self.topology.scope():
+            row: dict[str, Any] = self.sampler.validate()
+        loop, score = self.loop_state, -row["val_reward"]  # smaller is better there
+        if loop.best_val_loss is None or score < loop.best_val_loss:
+            loop.best_val_loss, loop.best_step, loop.stale_validations = score, self.step, 0
+        elif loop.best_step != self.step:
+            loop.stale_validations += 1
+        loop.last_validation = self.step
+        return row
+
+    # --- checkpoints -------------------------------------------------------------------------------------
+    def snapshot(self) -> Snapshot:
+        made = super().snapshot()
+        number, within = self.passes.place(self.step + self.data_offset)
+        if self.rollout is None or within == 0:
+            return made
+        assert self.rollout.number == number
+        return dataclasses.replace(made, files={**made.files, FILE: self.rollout.to_bytes()})
+
+    def accept(self, tree: Any, step: int, files: CheckpointManager) -> None:
+        super().accept(tree, step, files)
+        path = self.checkpoint_manager.path(step) / FILE
+        self.rollout = Rollout.load(path) if path.is_file() else None

@@ -1,0 +1,154 @@
+"""Which prompts a rollout samples from: a pure function of (data, seed, rollout number), as batches are of the step."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from bessemer.config import configure
+from bessemer.data import DataPlan, DataSettings, Sampling, Validation
+from bessemer.data.prompts import PromptRows, read_split
+from bessemer.errors import InputError
+from bessemer.training.data_parts import DataParts
+from bessemer.training.horizon import plan_horizon
+from bessemer.training.rollout import FIELDS, Passes
+
+if TYPE_CHECKING:
+    from bessemer.training.grpo import GRPOTrainer
+
+Chosen = list[tuple[PromptRows, int]]
+"""Prompts, each as its source and its number there."""
+
+
+class PromptPlan:
+    """Prompts of every rollout, and the held-out ones. Where others count batches, this counts steps of rollouts."""
+
+    validation = None  # rows of tokens are not what is held out here
+
+    def __init__(
+        self,
+        mixture: Sequence[tuple[Sampling, PromptRows]],
+        held_out: Sequence[tuple[Sampling, PromptRows]],
+        passes: Passes,
+        validation_count: int,
+    ):
+        self.passes = passes
+        self.inner = DataPlan([list(mixture)], passes.prompts, passes.seed)
+        kept = [(sampling, rows) for sampling, rows in held_out if len(rows)]
+        chosen = Validation(kept, validation_count) if kept else None
+        self.held_out: Chosen = []
+        if chosen is not None:
+            pairs = zip(chosen.source.tolist(), chosen.index.tolist(), strict=True)
+            self.held_out = [(kept[source][1], index) for source, index in pairs]
+
+    def prompts(self, number: int) -> Chosen:
+        batch = self.inner.batch(number)
+        pairs = zip(batch["source"].tolist(), batch["prompt"].tolist(), strict=True)
+        return [(self.sources[source], index) for source, index in pairs]
+
+    @property
+    def sources(self) -> list[PromptRows]:
+        return self.inner.sources  # type: ignore[return-value]
+
+    @cached_property
+    def columns(self) -> list[str]:
+        """Columns that every row has: those that rewards are given."""
+        every = [
+            rows.column_names()
+            for rows in {id(r): r for r in [*self.sources, *self._held_sources()]}.values()
+        ]
+        return sorted(set.intersection(*every))
+
+    def _held_sources(self) -> list[PromptRows]:
+        return [rows for rows, _ in self.held_out]
+
+    def epoch(self, step: int) -> float:
+        """How often the prompts have been sampled from before the step."""
+        return self.inner.epoch(1) * step / self.passes.steps
+
+    @property
+    def stats(self) -> dict[str, dict[str, Any]]:
+        return self.inner.stats
+
+    @property
+    def fingerprint(self) -> str:
+        facts = [self.inner.fingerprint, dataclasses.astuple(self.passes)]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def build_prompts(trainer: GRPOTrainer) -> tuple[DataParts, Passes]:
+    """The data of an online run: no rows, but prompts to make them from."""
+    settings, block = trainer.settings, trainer.settings.block_size
+    mixture, held_out = read_prompts(trainer)
+    each = settings.group_size * settings.num_iterations
+    batch_size, steps = plan_horizon(trainer, sum(len(rows) for _, rows in mixture) * each)
+    check_groups(batch_size, settings.group_size)
+    passes = Passes(
+        batch_size, settings.group_size, settings.mini_batches, settings.num_iterations, settings.seed
+    )
+    plan = PromptPlan(mixture, held_out, passes, settings.validation_steps)
+    fields = {name: ((block,), dtype) for name, dtype in FIELDS.items()}
+    return DataParts(plan, None, batch_size, steps, [0], 0, fields, len(plan.held_out)), passes  # type: ignore[arg-type]
+
+
+def read_prompts(trainer: GRPOTrainer) -> tuple[list[Any], list[Any]]:
+    """(training, held-out) prompts of every source."""
+    settings, data, tokenizer = trainer.settings, configure(DataSettings), trainer.tokenizer
+    if tokenizer is None:
+        raise InputError("prompts need a tokenizer: set data.tokenizer, or init=RUN to take that of a run.")
+    if len(settings.datasets) > 1:
+        raise InputError("training.dataset has several stages; reinforcement has one mixture of prompts.")
+    longest = longest_prompt(trainer)
+    given = trainer.given.dataset_train is not None
+    mixture: list[Any] = []
+    held_out: list[Any] = []
+    for number, sampling in enumerate([Sampling("given")] if given else settings.datasets[0]):
+        if given:
+            parts = [list(trainer.given.dataset_train), list(trainer.given.dataset_eval or [])]
+        else:
+            parts = list(read_split(sampling, data.val_fraction if settings.validate else 0.0))
+        for rows, into in zip(parts, (mixture, held_out), strict=True):
+            made = PromptRows(
+                rows,
+                sampling.name,
+                tokenizer,
+                settings.block_size,
+                longest=longest,
+                chat=settings.chat,
+                number=number,
+            )
+            into.append((sampling, made))
+            if made.stats["too_long"]:
+                trainer.say(
+                    f"note: {made.stats['too_long']} of {len(rows)} prompts of {sampling.name} are longer than "
+                    f"{longest} tokens (grpo.max_prompt_length) and left out"
+                )
+        if not mixture[-1][1]:
+            raise InputError(f"{sampling.name} holds no prompt to train on.")
+    return mixture, held_out if settings.validate else []
+
+
+def longest_prompt(trainer: GRPOTrainer) -> int:
+    """grpo/max_prompt_length, or what the block leaves beside a completion."""
+    block, longest = trainer.settings.block_size, trainer.policy.max_completion_length
+    room = block + 1 - longest  # the last token of a row is a target only
+    given = trainer.settings.max_prompt_length
+    if room < 1 or (given is not None and given > room):
+        prompt = "a prompt" if given is None else f"grpo.max_prompt_length={given}"
+        raise InputError(
+            f"{prompt} and grpo.max_completion_length={longest} do not fit into architecture.block_size={block}: "
+            "shorten them, or lengthen the block."
+        )
+    return room if given is None else given
+
+
+def check_groups(batch_size: int, group_size: int) -> None:
+    if batch_size % group_size:
+        raise InputError(
+            f"training.batch_size={batch_size} is not a whole number of groups of grpo.group_size={group_size}: it "
+            "counts completions. Make it a multiple."
+        )

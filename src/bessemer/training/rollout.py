@@ -1,0 +1,148 @@
+"""A rollout: completions sampled from the live parameters, their rewards and advantages, as rows to train on.
+
+A row is a prompt with one completion, so they can never be parted:
+
+    input_ids      prompt … completion … pad        loss_mask   1 where the target is a completion token or its end
+    target_ids     the next token, −1 in the prompt and the padding
+    old_logprobs   log π of each target under the policy that sampled        advantages   of the row, on every token
+
+Of one rollout `iterations × parts` steps are taken: in each pass the groups are shuffled anew and dealt to the parts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bessemer.data import key_of, permute
+from bessemer.errors import StorageError
+
+FILE = "rollout.safetensors"
+"""Beside loop.json in a checkpoint that was taken between two steps of one rollout."""
+
+FIELDS: dict[str, Any] = {
+    "input_ids": np.int32,
+    "target_ids": np.int32,
+    "positions": np.int32,
+    "segment_ids": np.int32,
+    "loss_mask": np.float32,
+    "advantages": np.float32,
+    "old_logprobs": np.float32,
+}
+
+
+@dataclass
+class Rollout:
+    """`rows`: arrays (N, T), groups one after the other. `rewards`: (N,) by name. `metrics`: what its steps report."""
+
+    number: int
+    rows: dict[str, np.ndarray]
+    rewards: dict[str, np.ndarray] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """As safetensors: exact, and no code is run to read it."""
+        from safetensors.numpy import save
+
+        arrays = {f"rows/{name}": array for name, array in self.rows.items()}
+        arrays |= {f"rewards/{name}": array for name, array in self.rewards.items()}
+        about = {"number": str(self.number), "metrics": json.dumps(self.metrics)}
+        return save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata=about)
+
+    @classmethod
+    def load(cls, path: Any) -> Rollout:
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="np") as file:
+                about = file.metadata() or {}
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- not a mapping
+            parts: dict[str, dict[str, np.ndarray]] = {"rows": {}, "rewards": {}}
+            for name, array in arrays.items():
+                part, _, rest = name.partition("/")
+                parts[part][rest] = array
+            return cls(int(about["number"]), parts["rows"], parts["rewards"], json.loads(about["metrics"]))
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise StorageError(f"the rollout {path} cannot be read ({error}).") from error
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Which rows of a rollout a step takes. `batch_size` rows in each of `parts` parts, `iterations` times over."""
+
+    batch_size: int
+    group_size: int
+    parts: int = 1
+    iterations: int = 1
+    seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of one rollout."""
+        return self.parts * self.iterations
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of one rollout."""
+        return self.batch_size * self.parts // self.group_size
+
+    @property
+    def rows(self) -> int:
+        return self.batch_size * self.parts
+
+    def place(self, position: int) -> tuple[int, int]:
+        """(rollout, step within it) of a data position."""
+        return divmod(position, self.steps)
+
+    def indices(self, number: int, within: int) -> np.ndarray:
+        """(batch_size,) rows of rollout `number` for step `within` of it: whole groups."""
+        turn, part = divmod(within, self.parts)
+        groups = permute(range(self.prompts), self.prompts, key_of(self.seed, "pass", number, turn))
+        each = self.batch_size // self.group_size
+        chosen = groups[part * each : (part + 1) * each]
+        return (chosen[:, None] * self.group_size + np.arange(self.group_size)).ravel()
+
+    def take(self, rollout: Rollout, within: int) -> dict[str, np.ndarray]:
+        """The rows of one step, (batch_size, T). If none of them has a token left to train on (all were cut and are
+        masked), they are trained with advantage 0: only the KL counts, and the step has a denominator."""
+        chosen = self.indices(rollout.number, within)
+        rows = {name: array[chosen] for name, array in rollout.rows.items()}
+        if not rows["loss_mask"].any():
+            rows["loss_mask"] = (rows["target_ids"] >= 0).astype(np.float32)
+            rows["advantages"] = np.zeros_like(rows["advantages"])
+        return rows
+
+
+def completion_rows(
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+    masks: Sequence[Sequence[float]],
+    block_size: int,
+    pad_id: int,
+) -> dict[str, np.ndarray]:
+    """Rows (N, T) of prompts with their completions (end tokens included); masks: one value a completion token."""
+    shape = (len(prompts), block_size)
+    rows = {name: np.zeros(shape, dtype) for name, dtype in FIELDS.items()}
+    rows["input_ids"][:] = pad_id
+    rows["target_ids"][:] = -1
+    for row, (prompt, completion, mask) in enumerate(zip(prompts, completions, masks, strict=True)):
+        tokens = np.asarray([*prompt, *completion], np.int32)
+        length, first = len(tokens) - 1, len(prompt) - 1
+        rows["input_ids"][row, :length] = tokens[:-1]
+        rows["target_ids"][row, first:length] = completion
+        rows["positions"][row, :length] = np.arange(length)
+        rows["segment_ids"][row, :length] = 1
+        rows["loss_mask"][row, first:length] = mask
+    return rows
+
+
+def spread(values: Sequence[Sequence[float]], rows: Mapping[str, np.ndarray]) -> np.ndarray:
+    """One value a completion token → (N, T), at the targets of `rows`; 0 elsewhere."""
+    out = np.zeros(rows["target_ids"].shape, np.float32)
+    for row, given in enumerate(values):
+        out[row, rows["target_ids"][row] >= 0] = given
+    return out

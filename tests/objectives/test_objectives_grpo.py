@@ -1,0 +1,233 @@
+"""The GRPO family against TRL's numbers (stored), numpy in float64, and the model's own logits."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bessemer.config import declared
+from bessemer.errors import InputError
+from bessemer.models.gpt import GPT
+from bessemer.objectives.advantages import group_advantages
+from bessemer.objectives.grpo import TOKENS, VARIANTS, GrpoSettings, grpo, policy_loss
+from bessemer.registry import objectives
+
+REFERENCE = Path(__file__).parent.parent / "reference" / "grpo_trl.json"
+STORED = json.loads(REFERENCE.read_text())
+OURS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "fixed"}
+GROUP, LONGEST = 4, 9
+
+
+def arrays() -> dict[str, np.ndarray]:
+    data = {name: np.asarray(value, np.float64) for name, value in STORED["inputs"].items()}
+    advantages = np.asarray(STORED["advantages"])[:, None] * np.ones_like(data["mask"])
+    return {**data, "advantages": advantages}
+
+
+def settings_of(case: dict) -> GrpoSettings:
+    return GrpoSettings(
+        clip_eps=case["low"],
+        clip_eps_high=case["high"],
+        kl_coef=case["beta"],
+        kl_estimator="k3",
+        ratio=case["level"],
+        normalisation=OURS[case["loss_type"]],
+        max_completion_length=LONGEST,
+    )
+
+
+def run(data: dict[str, np.ndarray], settings: GrpoSettings):
+    """(loss, gradient, metrics as means over tokens) of one batch."""
+    x = {name: jnp.asarray(value, jnp.float32) for name, value in data.items()}
+
+    def mean(logprobs):
+        loss, weight, sums = policy_loss(
+            logprobs, x["old"], x["reference"], x["advantages"], x["mask"], settings
+        )
+        return loss / weight, sums
+
+    (loss, sums), gradient = jax.value_and_grad(mean, has_aux=True)(x["logprobs"])
+    return loss, gradient, {name: value / sums[TOKENS] for name, value in sums.items()}
+
+
+@pytest.mark.parametrize("case", STORED["cases"], ids=lambda c: f"{c['loss_type']}-{c['level']}-{c['beta']}")
+def test_loss_gradient_and_clipped_share_are_those_of_trl(case):
+    loss, gradient, metrics = run(arrays(), settings_of(case))
+    np.testing.assert_allclose(loss, case["loss"], rtol=2e-6, atol=2e-7)
+    np.testing.assert_allclose(gradient, case["gradient"], rtol=1e-5, atol=1e-7)
+    if case["level"] == "token":  # TRL counts sequences there, we their tokens
+        np.testing.assert_allclose(metrics["clip_frac"], case["clip_frac"], rtol=1e-6)
+
+
+def test_the_stored_numbers_are_what_trl_gives_now():
+    pytest.importorskip("trl")
+    import torch
+
+    spec = importlib.util.spec_from_file_location("grpo_trl", REFERENCE.with_suffix(".py"))
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    assert made.inputs() == STORED["inputs"]
+    advantages = torch.tensor(STORED["advantages"], dtype=torch.float64)
+    for case, stored in zip(made.CASES, STORED["cases"], strict=True):
+        found = made.trl_case(case, made.inputs(), advantages)
+        np.testing.assert_allclose(found["loss"], stored["loss"], rtol=1e-9)
+
+
+def by_hand(data: dict[str, np.ndarray], s: GrpoSettings) -> float:
+    """The formula in loops, float64."""
+    low, high = s.clip
+    rows, total, tokens = data["mask"].shape[0], 0.0, 0.0
+    per_row = []
+    for i in range(rows):
+        places = [t for t in range(data["mask"].shape[1]) if data["mask"][i, t]]
+        logs = [data["logprobs"][i, t] - data["old"][i, t] for t in places]
+        if s.ratio == "sequence":
+            logs = [sum(logs) / len(logs)] * len(logs)
+        losses = []
+        for t, log in zip(places, logs, strict=True):
+            a, ratio = data["advantages"][i, t], np.exp(log)
+            d = data["logprobs"][i, t] - data["reference"][i, t]
+            kl = {"squared": d * d, "k1": d, "k3": np.exp(-d) - 1 + d}[s.kl_estimator]
+            inside = min(max(ratio, 1 - low), 1 + high)
+            losses.append(-min(ratio * a, inside * a) + s.kl_coef * kl)
+        per_row.append(sum(losses) / len(losses))
+        total, tokens = total + sum(losses), tokens + len(losses)
+    if s.normalisation == "sequence":
+        return float(np.mean(per_row))
+    return total / (tokens if s.normalisation == "token" else rows * s.max_completion_length)
+
+
+@pytest.mark.parametrize("normalisation", ["token", "sequence", "fixed"])
+@pytest.mark.parametrize("estimator", ["squared", "k1", "k3"])
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_equals_numpy_and_its_differences(normalisation, estimator, ratio):
+    settings = GrpoSettings(
+        normalisation=normalisation, kl_estimator=estimator, ratio=ratio, kl_coef=0.3, max_completion_length=7
+    )
+    data = arrays()
+    loss, gradient, _ = run(data, settings)
+    np.testing.assert_allclose(loss, by_hand(data, settings), rtol=2e-6, atol=1e-7)
+    step = 1e-6
+    for place in [(0, 0), (2, 0), (5, 0), (7, 0)]:
+        moved = {sign: {**data, "logprobs": data["logprobs"].copy()} for sign in (-1, 1)}
+        for sign, other in moved.items():
+            other["logprobs"][place] += sign * step
+        slope = (by_hand(moved[1], settings) - by_hand(moved[-1], settings)) / (2 * step)
+        np.testing.assert_allclose(gradient[place], slope, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("normalisation", ["token", "sequence", "fixed"])
+def test_parts_of_a_batch_add_up_to_the_batch(normalisation):
+    """Accumulation: sums and weights of uneven micro-batches are those of the whole."""
+    settings, data = GrpoSettings(normalisation=normalisation), arrays()
+    names = ("logprobs", "old", "reference", "advantages", "mask")
+
+    def sums(rows):
+        return policy_loss(*(jnp.asarray(data[name][rows], jnp.float32) for name in names), settings)
+
+    whole, parts = sums(slice(None)), [sums(rows) for rows in (slice(0, 1), slice(1, 3), slice(3, 8))]
+    for which in (0, 1):
+        np.testing.assert_allclose(whole[which], sum(part[which] for part in parts), rtol=1e-6)
+    for name, value in whole[2].items():
+        np.testing.assert_allclose(value, sum(part[2][name] for part in parts), rtol=1e-6)
+
+
+def test_a_negative_advantage_is_not_rescued_by_the_clip():
+    """min, not max: where the policy has moved towards a bad completion the gradient stays."""
+    one = {name: np.zeros((1, 1)) for name in ("old", "reference")} | {"mask": np.ones((1, 1))}
+    settings = GrpoSettings(kl_coef=0.0)
+    for logprob, advantage, moves in ((0.5, -1, True), (-0.5, -1, False), (0.5, 1, False), (-0.5, 1, True)):
+        data = one | {"logprobs": np.full((1, 1), logprob), "advantages": np.full((1, 1), float(advantage))}
+        _, gradient, metrics = run(data, settings)
+        assert bool(gradient[0, 0] != 0) is moves
+        assert metrics["clip_frac"] == (0.0 if moves else 1.0)
+
+
+def test_advantages():
+    rewards = np.array([[1.0, 0, 0, 3], [2, 2, 2, 2]])
+    np.testing.assert_allclose(
+        group_advantages(np.asarray(STORED["inputs"]["rewards"]).reshape(-1, GROUP)).ravel(),
+        STORED["advantages"],
+        rtol=1e-7,  # TRL corrects the deviation in float32
+    )
+    np.testing.assert_array_equal(group_advantages(rewards)[1], 0)
+    np.testing.assert_allclose(group_advantages(rewards, scale=False)[0], [0, -1, -1, 2])
+    np.testing.assert_allclose(group_advantages(rewards, "leave_one_out", False)[0], [0, -4 / 3, -4 / 3, 8 / 3])
+    np.testing.assert_allclose(group_advantages(rewards, "rollout", False), rewards - 1.5)
+    np.testing.assert_array_equal(group_advantages(rewards, "none", False), rewards)
+    assert np.isfinite(group_advantages(rewards[:, :1])).all()
+
+
+def test_variants_are_other_defaults_of_the_same_settings():
+    assert set(VARIANTS) == {"grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce"}
+    for name, cls in VARIANTS.items():
+        entry = objectives.entry(name)
+        assert entry.value is grpo and entry.settings == (cls,)
+        assert {s.key: s.type for s in declared(cls).values()} == {
+            s.key: s.type for s in declared(GrpoSettings).values()
+        }
+        assert entry.traits["reference"](cls()) is (cls().kl_coef > 0)
+    assert VARIANTS["dapo"]().clip == (0.2, 0.28) and VARIANTS["grpo"]().clip == (0.2, 0.2)
+    assert VARIANTS["reinforce"]().clip == (float("inf"), float("inf"))
+    assert entry.traits["reference"](VARIANTS["dapo"](offline="reference"))
+
+
+@pytest.fixture(scope="module")
+def parts():
+    model = GPT(
+        depth=2, width=32, head_dim=16, vocab_size=30, block_size=12, loss_chunks=3, precision="float32", dropout=0.3
+    )
+    params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))["params"]
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape).astype(np.float32), params)
+    ids = rng.integers(0, 30, (4, 13)).astype(np.int32)
+    mask = np.zeros((4, 12), np.float32)
+    for row, (first, end) in enumerate([(3, 12), (2, 5), (7, 8), (1, 11)]):
+        mask[row, first:end] = 1
+    targets = np.where(mask > 0, ids[:, 1:], -1)
+    advantages = np.array([1.0, -1, 0.5, -0.2], np.float32)[:, None] * np.ones_like(mask)
+    batch = {"input_ids": ids[:, :-1], "target_ids": targets, "loss_mask": mask, "advantages": advantages}
+
+    def apply(params, *args, method=None, rngs=None, **kwargs):
+        return model.apply({"params": params}, *args, method=method, rngs=rngs, **kwargs)
+
+    return apply, params, batch
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_on_a_model_the_policy_is_the_one_that_sampled(parts, temperature):
+    """Log-probabilities and entropy are of softmax(logits / T), without dropout; KL to other weights is seen."""
+    apply, params, batch = parts
+    logits = np.asarray(apply(params, batch["input_ids"]), np.float64) / temperature
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    picked = np.take_along_axis(logp, np.maximum(batch["target_ids"], 0)[..., None], -1)[..., 0]
+    entropy = -(np.exp(logp) * logp).sum(-1)
+    settings = GrpoSettings(temperature=temperature, kl_coef=0.0)
+    rows = {**batch, "old_logprobs": (picked * batch["loss_mask"]).astype(np.float32)}
+    loss, weight, sums = jax.jit(lambda p, b: grpo(apply, p, b, jax.random.key(1), settings))(params, rows)
+    np.testing.assert_allclose(loss, -(batch["advantages"] * batch["loss_mask"]).sum(), rtol=1e-5)  # ρ = 1
+    assert weight == batch["loss_mask"].sum() and sums["clip_frac"] == 0 and "kl" not in sums
+    np.testing.assert_allclose(sums["entropy"], (entropy * batch["loss_mask"]).sum(), rtol=1e-5)
+    other = jax.tree.map(lambda x: x * 1.05, params)
+    _, _, moved = grpo(apply, params, rows, None, replace(settings, kl_coef=0.1), reference=other)
+    assert moved["kl"] > 0
+
+
+def test_without_stored_logprobs_the_ratio_is_to_the_reference(parts):
+    apply, params, batch = parts
+    settings = GrpoSettings(offline="reference", kl_coef=0.0)
+    loss, _, sums = grpo(apply, params, batch, None, settings, reference=params)
+    np.testing.assert_allclose(loss, -(batch["advantages"] * batch["loss_mask"]).sum(), rtol=1e-5)
+    assert sums["kl"] == 0
+    with pytest.raises(InputError, match="grpo.offline"):
+        grpo(apply, params, batch, None, settings)
+    with pytest.raises(InputError, match="GRPOTrainer"):
+        grpo(apply, params, {k: v for k, v in batch.items() if k != "advantages"}, None, settings)
