@@ -78,7 +78,12 @@ def plain(prompts, completions):
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("fails", "KeyError: 'colour'"), ("short", "shape"), ("infinite", "nan"), ("words", "no list of numbers")],
+    [
+        ("fails", "KeyError: 'colour'"),
+        ("short", "shape"),
+        ("infinite", "nan"),
+        ("words", "no list of numbers"),
+    ],
 )
 def test_a_bad_reward_ends_the_run_with_its_name(name, says):
     with pytest.raises(TrainingError, match=f"{name}.*{says}") as error:
@@ -98,9 +103,9 @@ def test_every_column_reaches_a_reward_by_module_and_function():
 
 
 def test_what_is_wrong_before_the_first_completion():
-    with pytest.raises(InputError, match="needs answer.*columns"):
+    with pytest.raises(InputError, match=r"needs answer.*columns"):
         score(["exact_match"], ["a"])
-    with pytest.raises(InputError, match="grpo.rewards is empty"):
+    with pytest.raises(InputError, match=r"grpo\.rewards is empty"):
         Rewards([])
     with pytest.raises(InputError, match="twice"):
         Rewards([RewardSpec("regex"), RewardSpec("regex")])

@@ -170,7 +170,9 @@ def test_a_reference_from_the_second_stage_on(whole: tuple[Any, Watch]) -> None:
     logged = [row for row in rows(trainer.run_directory.path) if "loss" in row]
     assert [row["stage"] for row in logged] == [1] * 5 + [2] * 4
     assert ["kl" in row and "kl_nll" in row for row in logged] == [False] * 5 + [True] * 4
-    assert abs(logged[5]["kl"]) < 1e-6 < logged[-1]["kl"], "the first update of the stage starts from the reference"
+    assert abs(logged[5]["kl"]) < 1e-6 < logged[-1]["kl"], (
+        "the first update of the stage starts from the reference"
+    )
     np.testing.assert_allclose(logged[-1]["loss"], logged[-1]["nll"] + 0.5 * logged[-1]["kl"], rtol=1e-6)
 
 
