@@ -33,6 +33,12 @@ def one_device() -> Any:
     return make_topology(devices=jax.devices()[:1])
 
 
+@pytest.fixture(scope="module")
+def tiny(tiny: dict[str, object]) -> dict[str, object]:
+    """With a preview at the end: it too must be made once, and be the same."""
+    return {**tiny, "logging.preview_interval": -1, "logging.preview_prompts": ["a"]}
+
+
 @pytest.fixture(autouse=True)
 def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())

@@ -35,15 +35,15 @@ TITLES = {
 }
 
 
-def write_report(run: RunDirectory) -> Path:
-    """(Re)write RUN/report.md and RUN/plots; returns the report's path."""
+def write_report(run: RunDirectory, curves: bool = True) -> Path:
+    """(Re)write RUN/report.md and, with `curves`, RUN/plots; returns the report's path."""
     summary = summarise(run)
-    plots = write_plots(summary)
+    plots = write_plots(summary) if curves else None
     atomic_write(run.report, render(summary, plots))
     return run.report
 
 
-def render(summary: Summary, plots: list[Path]) -> str:
+def render(summary: Summary, plots: list[Path] | None) -> str:
     parts = [
         _headline(summary),
         _numbers(summary),
@@ -119,7 +119,13 @@ def _guard(summary: Summary) -> list[tuple[str, str]]:
     ]
 
 
-def _curves(summary: Summary, plots: list[Path]) -> list[str]:
+def _curves(summary: Summary, plots: list[Path] | None) -> list[str]:
+    if plots is None:
+        return [
+            "## Curves",
+            "",
+            "Not drawn, as logging.plots=false: `bessemer report` on this run draws them.",
+        ]
     if not plots:
         return ["## Curves", "", f"Metrics: {MISSING}."]
     return [

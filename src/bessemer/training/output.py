@@ -94,7 +94,7 @@ def conclude(trainer: BaseTrainer) -> None:
     compressors = compressor_baselines(trainer)
     write_facts(trainer, baselines=compressors)
     trainer.run_directory.write_status(state="done", step=trainer.step)
-    write_report(trainer.run_directory)
+    write_report(trainer.run_directory, curves=trainer.logging.plots)
     for line in final_lines(trainer, compressors):
         trainer.say(line)
 

@@ -142,6 +142,11 @@ class LoggingSettings:
         choices=("auto", "rich", "tqdm", "json", "plain", "none"),
         help="how progress is shown; auto: rich on a terminal, plain lines otherwise",
     )
+    plots: bool = field(
+        "logging/plots",
+        default=True,
+        help="draw the curves when the run ends; `bessemer report` does at any time",
+    )
     wandb: bool = field("logging/wandb", default=False, help="also log to Weights & Biases (extra: track)")
     tensorboard: bool = field(
         "logging/tensorboard", default=False, help="also log to TensorBoard (extra: track)"

@@ -61,7 +61,9 @@ class Preview(Callback):
     """
 
     interval: int = field(
-        "logging/preview_interval", default=512, help="steps between previews; -1 = only at the end"
+        "logging/preview_interval",
+        default=512,
+        help="steps between previews; -1 = only at the end, 0 = never",
     )
     prompts: list[str] = field(
         "logging/preview_prompts",
@@ -77,6 +79,8 @@ class Preview(Callback):
     def prepare(self, trainer: BaseTrainer) -> None:
         """Make the decoder, or say why there is none."""
         self.decoder: Decoder | None = None
+        if self.interval == 0:
+            return
         if trainer.tokenizer is None or not hasattr(trainer.model, "decode"):
             missing = "tokenizer" if trainer.tokenizer is None else "model that can decode"
             trainer.say(f"no previews: they need a {missing}")
