@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bessemer.registry import objectives
 from bessemer.report.metrics import MetricsFile
 from bessemer.training.progress import clock, compact
 
@@ -19,17 +20,25 @@ def final_lines(trainer: BaseTrainer, compressors: dict[str, float]) -> list[str
     lines = ["", *result_table(validations, compressors), *rates(rows), ""]
     lines += sample_lines(trainer)
     path = shown(trainer.run_directory.path)
-    can_sample = trainer.tokenizer is not None and hasattr(trainer.model, "decode")
     return [
         *lines,
         f"run     {path}",
         f"report  {path}/report.md, curves in {path}/plots",
         "",
         "next",
-        *([f"  bessemer sample {path} --prompt {shlex.quote(a_prompt(trainer))}"] if can_sample else []),
+        *words_with(trainer, path),
         f"  bessemer eval {path} --tasks bpb",
         "  bessemer train training.dataset=my.txt     # the same on your own text",
     ]
+
+
+def words_with(trainer: BaseTrainer, path: str) -> list[str]:
+    """How to let the model write: a conversation where it learnt them, else a text to go on with."""
+    if trainer.tokenizer is None or not hasattr(trainer.model, "decode"):
+        return []
+    if objectives.entry(trainer.settings.objective).traits.get("chat"):
+        return [f"  bessemer chat {path}"]
+    return [f"  bessemer sample {path} --prompt {shlex.quote(a_prompt(trainer))}"]
 
 
 def shown(path: str | Path) -> str:
