@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bessemer.config import field
+from bessemer.data.chat import can_chat
 from bessemer.generate import Completion, Decoder, complete
-from bessemer.registry import callbacks
+from bessemer.registry import callbacks, objectives
 from bessemer.report.metrics import MetricsFile
 from bessemer.training.callback import Callback
 from bessemer.training.fetch import fetch
@@ -55,7 +56,8 @@ def held_out_prompts(trainer: BaseTrainer, count: int = len(PROMPTS)) -> list[st
 @callbacks.register("preview")
 @dataclass
 class Preview(Callback):
-    """16 tokens at temperature 0 from each prompt, with the live parameters (they are read, never copied).
+    """16 tokens at temperature 0 from each prompt, with the live parameters (they are read, never copied). With an
+    objective that teaches conversations (the trait `chat`) a prompt is what a user says.
 
     Every process takes part; process 0 writes. The preview after the last step comes after the final save.
     """
@@ -120,7 +122,10 @@ class Preview(Callback):
             return []
         prompts = held_out_prompts(trainer) if self.prompts == [HELD_OUT] else self.prompts
         prompts = prompts or list(PROMPTS)
-        found, notices = complete(self.decoder, params, trainer.tokenizer, prompts, max_tokens=TOKENS)
+        chat = "chat" in objectives.entry(trainer.settings.objective).traits and can_chat(trainer.tokenizer)
+        found, notices = complete(
+            self.decoder, params, trainer.tokenizer, prompts, max_tokens=TOKENS, chat=chat
+        )
         if trainer.is_process_zero:
             self.write(step, found)
         for notice in notices:
