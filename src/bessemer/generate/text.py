@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bessemer.data.chat import render
-from bessemer.data.chat import stop_ids as turn_ends
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate.decoder import Decoder
@@ -35,18 +33,13 @@ def complete(
     max_tokens: int,
     sampling: SamplingOptions | None = None,
     stop_ids: Sequence[int] = (),
-    chat: bool = False,
+    ids: Sequence[Sequence[int]] | None = None,
 ) -> tuple[list[Completion], list[str]]:
-    """(continuations, notices). A prompt is the beginning of a document: bos, then its tokens; with `chat` it is what a
-    user says, and the continuation is the assistant's answer.
+    """(continuations, notices). A prompt is the beginning of a document: bos, then its tokens; or it is `ids`.
 
     What looks like a special token in a prompt is text. Bytes of a character that was cut off show as U+FFFD.
     """
-    if chat:
-        ids = [render([{"role": "user", "content": prompt}], tokenizer) for prompt in prompts]
-        stop_ids = (*stop_ids, *turn_ends(tokenizer))
-    else:
-        ids = [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in prompts]
+    ids = ids or [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in prompts]
     result = decoder(params, ids, max_tokens=max_tokens, sampling=sampling, stop_ids=stop_ids)
     completions = []
     for index, prompt in enumerate(prompts):
