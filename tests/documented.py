@@ -86,7 +86,7 @@ def shorten(command: str) -> str:
 
 
 def make_files(folder: Path) -> None:
-    """The files that the pages speak of: my.txt, texts/ in two formats, and small tasks."""
+    """The files that the pages speak of: my.txt, texts/ in two formats, conversations, and small tasks."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -96,6 +96,8 @@ def make_files(folder: Path) -> None:
     (folder / "texts").mkdir()
     (folder / "texts" / "a.txt").write_text("".join(texts[:20]))
     pq.write_table(pa.table({"text": texts}), folder / "texts" / "b.parquet")
+    asked = [{"instruction": f"Say {word}.", "output": f"The {word}."} for word in WORDS * 4]
+    write_lines(folder / "said.jsonl", asked)
     make_tasks(folder)
 
 
