@@ -196,8 +196,10 @@ def test_the_end_of_a_stage_is_judged_and_kept(whole: tuple[Any, Watch]) -> None
         ("stage-1", 0.0, None),
         ("stage-2", 0.5, FIRST),
     ]
+    with pytest.raises(InputError, match="it has stage-1, stage-2"):
+        load_model(directory, step="stage-3")
     assert all((directory.path / stage["checkpoint"] / "COMMIT").is_file() for stage in listed)
-    assert same_leaves(load_model(directory, step=FIRST).params, watch.params[FIRST])
+    assert same_leaves(load_model(directory, step="stage-1").params, watch.params[FIRST])
 
 
 def test_the_optimizer_begins_anew(whole: tuple[Any, Watch]) -> None:
@@ -344,7 +346,7 @@ def test_names_and_defaults() -> None:
         ),
         ({"training.tokens": 1280, "training.dataset": "A"}, "nothing to be held to"),
         ({"objective": "pretrain"}, "is for objective=kl"),
-        ({"training.steps": 1}, "too few for 2 stages"),
+        ({"training.steps": 1, "training.tokens": None}, "too few for 2 stages"),
     ],
     ids=["weights", "one-stage", "objective", "steps"],
 )
@@ -356,14 +358,17 @@ def test_what_cannot_be(
         settings["training.dataset"] = str(corpus)
     if "objective" in change:
         settings = {key: value for key, value in settings.items() if not key.startswith("optimization.kl")}
+    settings = {key: value for key, value in settings.items() if value is not None}
     with pytest.raises(InputError, match=message):
-        launch.build_trainer("quickstart", settings, name="a", root=tmp_path)
+        launch.build_trainer("kl", settings, name="a", root=tmp_path)
 
 
 def test_a_horizon_in_steps_is_divided_as_the_tokens_are(leashed: dict[str, object], tmp_path: Path) -> None:
-    settings = {**leashed, "training.steps": 18, "optimization.kl.estimator": "nll"}
-    trainer = launch.build_trainer("quickstart", settings, name="a", root=tmp_path)
-    assert trainer.data.stage_starts == [0, 10] and trainer.steps == 18
+    """The recipe's stages are as 5 to 2."""
+    settings = {key: value for key, value in leashed.items() if key != "training.tokens"}
+    settings |= {"training.steps": 14, "optimization.kl.estimator": "nll"}
+    trainer = launch.build_trainer("kl", settings, name="a", root=tmp_path)
+    assert trainer.data.stage_starts == [0, 10] and trainer.steps == 14
     assert "does not steer" in trainer.derived["optimization.kl.estimator"]["reason"], "said at the start"
 
 
