@@ -6,10 +6,12 @@ import os
 
 import click
 
+from bessemer.cli.step import STEP
+
 
 @click.command("serve")
 @click.argument("run")
-@click.option("--step", type=int, help="Checkpoint to use; default: the newest valid one.")
+@click.option("--step", type=STEP, help="Checkpoint to use, or stage-N; default: the newest valid one.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Any other needs a token.")
 @click.option("--port", type=int, default=8000, show_default=True, help="0 takes any that is free.")
 @click.option(
@@ -28,7 +30,7 @@ import click
 @click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
 def command(
     run: str,
-    step: int | None,
+    step: int | str | None,
     host: str,
     port: int,
     token_file: str | None,

@@ -73,13 +73,15 @@ class LoadedModel:
 
 
 def load_model(
-    run: RunDirectory, step: int | None = None, *, topology: Topology | None = None
+    run: RunDirectory, step: int | str | None = None, *, topology: Topology | None = None
 ) -> LoadedModel:
-    """The model of checkpoint `step`, or of the newest valid one, or of RUN/model when there is none.
+    """The model of checkpoint `step` (a number, or a stage's name for its end), or of the newest valid one, or of
+    RUN/model when there is none.
 
     Parameters go to the first device, or where `topology` rests them.
     """
     checkpoints = Checkpoints(run.checkpoints)
+    step = run.step_of_stage(step) if isinstance(step, str) else step
     try:
         chosen, notes = _choose(checkpoints, run, step)
         if chosen is None:

@@ -156,8 +156,9 @@ class GPT(GPTSettings):
 
     def projection(self, batch: Mapping[str, Array], deterministic: bool = True) -> Projection:
         """Hidden states and head: for losses that compare whole distributions without holding the logits."""
-        hidden = self._hidden_of(batch, deterministic)
-        return Projection(hidden, self.head, self.vocab_size, self.softcap, self.loss_chunks)
+        hidden, fp8 = self._hidden_of(batch, deterministic), self._fp8(deterministic)
+        fp8 = fp8 if self.fp8_head else None
+        return Projection(hidden, self.head, self.vocab_size, self.softcap, self.loss_chunks, fp8)
 
     def policy_scores(
         self, batch: Mapping[str, Array], temperature: float = 1.0, deterministic: bool = True

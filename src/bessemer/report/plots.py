@@ -25,6 +25,7 @@ def write_plots(summary: Summary) -> list[Path]:
         ("bits_per_byte", _bits_per_byte),
         ("learning_rate", _learning_rate),
         ("grad_norm", _grad_norm),
+        ("kl", _divergence),
         ("throughput", _throughput),
     ):
         figure, axes = new_figure()
@@ -88,6 +89,13 @@ def _grad_norm(axes: Axes, summary: Summary) -> bool:
     if values and min(values) > 0 and max(values) > 20 * min(values):
         axes.set_yscale("log")
     finish(axes, "gradient norm, before clipping")
+    return some
+
+
+def _divergence(axes: Axes, summary: Summary) -> bool:
+    some = line(axes, summary, "kl", "exact", color=INK)
+    some |= line(axes, summary, "kl_nll", "difference of the losses", color=ACCENT)
+    finish(axes, "KL to the reference (nats per token)")
     return some
 
 

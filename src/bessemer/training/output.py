@@ -77,9 +77,7 @@ def write_setup(trainer: BaseTrainer) -> None:
     atomic_write(trainer.run_directory.config, trainer.config.to_yaml(), sync=True)
     atomic_write(trainer.run_directory.derived, json.dumps(trainer.derived, indent=1))
     if len(trainer.stages) > 1:
-        atomic_write(
-            trainer.run_directory.path / "stages.json", json.dumps(stages.described(trainer), indent=1)
-        )
+        atomic_write(trainer.run_directory.stages, json.dumps(stages.described(trainer), indent=1))
     try:
         mark_origin(trainer.run_directory, trainer.config.tree())
     except StorageError as error:
