@@ -21,11 +21,12 @@ from bessemer.data import data_root
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError
 from bessemer.generate.load import abstract_params
-from bessemer.job import atomic_write, find_run
+from bessemer.job import RunDirectory, atomic_write, find_run
 from bessemer.job.files import storage
 from bessemer.job.jobs import step_of
 from bessemer.job.trust import saved_tree
 from bessemer.registry import models
+from bessemer.report.phases import FOLDER, has_phases, phases_of
 from bessemer.training.restore import taken_over
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ def find_start(init: str, root: str | Path) -> tuple[Path, list[str]]:
     named = Path(init)
     is_step = re.fullmatch(r"step_\d+", named.name) is not None
     run = find_run(named.parent.parent if is_step else init, root)
+    if has_phases(run) and (phases := phases_of(run)):
+        run = RunDirectory(run.path / FOLDER / phases[-1])
     checkpoints = Checkpoints(run.checkpoints)
     try:
         if is_step:
