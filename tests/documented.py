@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -80,12 +81,13 @@ def shorten(command: str) -> str:
     other = any(word.startswith(OTHER_MODEL) for word in words)
     sizes = {key: value for key, value in SIZES.items() if not (other and key in OF_GPT and key not in given)}
     kept = [word for word in words if word.partition("=")[0] not in (*sizes, *HORIZONS)]
-    added = sizes | {key: value for key, value in QUICK.items() if key not in given}
+    quick = {key: value for key, value in QUICK.items() if not (key == "data.tokenizer" and "init" in given)}
+    added = sizes | {key: value for key, value in quick.items() if key not in given}
     return " ".join([*kept, *(f"{key}={shlex.quote(value)}" for key, value in added.items())])
 
 
 def make_files(folder: Path) -> None:
-    """The files that the pages speak of: my.txt, texts/ in two formats, and small tasks."""
+    """The files that the pages speak of: my.txt, texts/ in two formats, pairs of answers, and small tasks."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -95,6 +97,8 @@ def make_files(folder: Path) -> None:
     (folder / "texts").mkdir()
     (folder / "texts" / "a.txt").write_text("".join(texts[:20]))
     pq.write_table(pa.table({"text": texts}), folder / "texts" / "b.parquet")
+    pairs = [{"prompt": a, "chosen": b, "rejected": a} for a, b in itertools.pairwise(WORDS)]
+    write_lines(folder / "pairs.jsonl", pairs * 4)
     make_tasks(folder)
 
 
