@@ -25,7 +25,9 @@ from bessemer.job import RunDirectory, atomic_write, find_run
 from bessemer.job.files import storage
 from bessemer.job.jobs import step_of
 from bessemer.job.trust import saved_tree
+from bessemer.registry import models
 from bessemer.report.phases import FOLDER, has_phases, phases_of
+from bessemer.training.restore import taken_over
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -104,8 +106,16 @@ def inherited(tree: Mapping[str, Any], config: Config) -> dict[str, Any]:
     return {
         key: value
         for key, value in flat.items()
-        if not key.startswith(OWN) and not (key in BELOW_RECIPE and key in config and config.is_set(key))
+        if not key.startswith(OWN)
+        and not (key in BELOW_RECIPE and key in config and config.is_set(key))
+        and not (key == "model/family" and _is_built_on(config[key], value))
     }
+
+
+def _is_built_on(family: str, other: str) -> bool:
+    """A family that extends the one of the weights (gpt-reward: a gpt and one head more) stays what it is."""
+    classes = [models.get(name) for name in (family, other)]
+    return classes[0] is not classes[1] and issubclass(*classes)
 
 
 def _flatten(tree: Mapping[str, Any], prefix: str, into: dict[str, Any]) -> None:
@@ -159,7 +169,8 @@ def check_start(trainer: BaseTrainer) -> None:
             f"data.tokenizer out, and it is taken over; or use data.tokenizer={path / FILE}"
         )
     try:
-        manager.check_fits(step, abstract_params(trainer.model), only="params")
+        known = taken_over(trainer.model, abstract_params(trainer.model), manager.leaves(step))
+        manager.check_fits(step, known, only="params")
     except StorageError as error:
         problem = str(error).partition(": ")[2].partition(". Use the configuration")[0]
         given = differences(path, trainer.config)

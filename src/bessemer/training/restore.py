@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +160,17 @@ def initial_params(trainer: BaseTrainer, params: Any) -> Any:
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params
     )
-    restored = manager.restore(step_of(path.name), abstract, only="params")
-    trainer.say(f"weights    from {path}")
-    return restored
+    step = step_of(path.name)
+    known = taken_over(trainer.model, abstract, manager.leaves(step))
+    restored = manager.restore(step, known, only="params")
+    new = {name: part for name, part in params.items() if name not in known}
+    trainer.say(f"weights    from {path}{'; new: ' + ', '.join(new) if new else ''}")
+    return {**restored, **new}
+
+
+def taken_over(model: Any, params: Any, saved: Iterable[str]) -> Any:
+    """The parameters to take from a checkpoint with the arrays `saved`: all but those that the model declares as new
+    (`new_parameters`) and that are not there."""
+    there = {name.split("/")[1] for name in saved if name.startswith("params/")}
+    new = set(getattr(model, "new_parameters", ())) - there
+    return {name: part for name, part in params.items() if name not in new}
