@@ -98,9 +98,9 @@ def test_every_column_reaches_a_reward_by_module_and_function():
 
 
 def test_what_is_wrong_before_the_first_completion():
-    with pytest.raises(InputError, match="needs answer.*columns"):
+    with pytest.raises(InputError, match=r"needs answer.*columns"):
         score(["exact_match"], ["a"])
-    with pytest.raises(InputError, match="grpo.rewards is empty"):
+    with pytest.raises(InputError, match=r"grpo\.rewards is empty"):
         Rewards([])
     with pytest.raises(InputError, match="twice"):
         Rewards([RewardSpec("regex"), RewardSpec("regex")])
