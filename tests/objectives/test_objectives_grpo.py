@@ -160,7 +160,9 @@ def test_advantages():
     )
     np.testing.assert_array_equal(group_advantages(rewards)[1], 0)
     np.testing.assert_allclose(group_advantages(rewards, scale=False)[0], [0, -1, -1, 2])
-    np.testing.assert_allclose(group_advantages(rewards, "leave_one_out", False)[0], [0, -4 / 3, -4 / 3, 8 / 3])
+    np.testing.assert_allclose(
+        group_advantages(rewards, "leave_one_out", False)[0], [0, -4 / 3, -4 / 3, 8 / 3]
+    )
     np.testing.assert_allclose(group_advantages(rewards, "rollout", False), rewards - 1.5)
     np.testing.assert_array_equal(group_advantages(rewards, "none", False), rewards)
     assert np.isfinite(group_advantages(rewards[:, :1])).all()
@@ -183,7 +185,14 @@ def test_variants_are_other_defaults_of_the_same_settings():
 @pytest.fixture(scope="module")
 def parts():
     model = GPT(
-        depth=2, width=32, head_dim=16, vocab_size=30, block_size=12, loss_chunks=3, precision="float32", dropout=0.3
+        depth=2,
+        width=32,
+        head_dim=16,
+        vocab_size=30,
+        block_size=12,
+        loss_chunks=3,
+        precision="float32",
+        dropout=0.3,
     )
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))["params"]
     rng = np.random.default_rng(0)

@@ -78,7 +78,12 @@ def plain(prompts, completions):
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("fails", "KeyError: 'colour'"), ("short", "shape"), ("infinite", "nan"), ("words", "no list of numbers")],
+    [
+        ("fails", "KeyError: 'colour'"),
+        ("short", "shape"),
+        ("infinite", "nan"),
+        ("words", "no list of numbers"),
+    ],
 )
 def test_a_bad_reward_ends_the_run_with_its_name(name, says):
     with pytest.raises(TrainingError, match=f"{name}.*{says}") as error:
