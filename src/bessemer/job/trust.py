@@ -48,7 +48,14 @@ def named_code(tree: Mapping[str, Any]) -> list[str]:
         for word in _texts(_below(_below(tree, "training"), "dataset"))
         if ":" in word and not Path(word).exists()
     ]
-    return [*_texts(tree.get("plugins")), *words, *datasets]
+    rewards = [word for word in _reward_names(_below(_below(tree, "grpo"), "rewards")) if ":" in word]
+    return [*_texts(tree.get("plugins")), *words, *datasets, *rewards]
+
+
+def _reward_names(value: Any) -> list[str]:
+    """Names in grpo/rewards, which are entries or plain names; what else an entry holds is no code."""
+    entries = value if isinstance(value, list) else [value]
+    return [word for entry in entries for word in _texts(_below(entry, "name") or entry if entry else None)]
 
 
 def check_trust(run: RunDirectory, trust: bool = False, config: Path | None = None) -> None:
