@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 N ?= 50
 
-.PHONY: train test slow soak check format clean
+.PHONY: train test slow soak prove check format clean
 
 train: $(VENV)/.base
 	$(BIN)/bessemer train
@@ -18,6 +18,9 @@ slow: $(VENV)/.test
 
 soak: $(VENV)/.test
 	$(BIN)/python -m tests.faults.soak --kills $(N)
+
+prove: $(VENV)/.test
+	$(BIN)/python -m tests.prove
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .

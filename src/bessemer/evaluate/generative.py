@@ -13,9 +13,10 @@ from fractions import Fraction
 from typing import Any
 
 from bessemer.data import Tokenizer
+from bessemer.data.chat import can_chat, stop_ids
 from bessemer.errors import InputError
 from bessemer.evaluate import progress
-from bessemer.evaluate.conversation import can_chat, prompt_ids
+from bessemer.evaluate.conversation import prompt_ids
 from bessemer.evaluate.scoring import check_batch
 from bessemer.generate import LoadedModel
 from bessemer.generate.calculator import NotArithmetic, calculate
@@ -97,7 +98,8 @@ def _write_on(loaded: LoadedModel, tokenizer: Tokenizer, going: list[Answer], ma
     """Decode until every row stops; rows that stopped for the calculator get its output and go on."""
     specials = tokenizer.specials
     call = specials.get("<|python_end|>")
-    stops = [specials[name] for name in ("<|assistant_end|>", "<|python_end|>") if name in specials]
+    ends = stop_ids(tokenizer) if can_chat(tokenizer) else ()
+    stops = [*ends, *([] if call is None else [call])]
     left = max(max_tokens - len(answer.written) for answer in going)
     ids = [[*answer.prompt, *answer.written] for answer in going]
     result = loaded.decoder(loaded.params, ids, max_tokens=left, stop_ids=stops)

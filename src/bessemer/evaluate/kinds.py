@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from bessemer.data import Tokenizer
-from bessemer.evaluate.conversation import turns
+from bessemer.evaluate.conversation import prompt_ids
 from bessemer.evaluate.scoring import Row, Score
 
 Example = Mapping[str, Any]
@@ -124,7 +124,7 @@ class Letter:
         return [shots + self.question(example)]
 
     def rows(self, ids: Sequence[list[int]], example: Example, tokenizer: Tokenizer) -> list[Row]:
-        prompt = turns(tokenizer, [("user", ids[0])])
+        prompt = prompt_ids(tokenizer, [{"role": "user", "content": tokenizer.decode(ids[0])}])
         letters = LETTERS[: len(example["choices"])]
         return [Row([*prompt, *tokenizer.encode(letter)], len(prompt)) for letter in letters]
 

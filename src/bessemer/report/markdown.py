@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.job import RunDirectory, atomic_write
+from bessemer.report.phases import has_phases, write_phases_report
 from bessemer.report.plots import write_plots
 from bessemer.report.summary import Row, Summary, is_number, summarise
 from bessemer.report.table import markdown_table
@@ -37,6 +38,8 @@ TITLES = {
 
 def write_report(run: RunDirectory) -> Path:
     """(Re)write RUN/report.md and RUN/plots; returns the report's path."""
+    if has_phases(run):
+        return write_phases_report(run)
     summary = summarise(run)
     plots = write_plots(summary)
     atomic_write(run.report, render(summary, plots))

@@ -9,6 +9,7 @@ import numpy as np
 
 from bessemer.job import atomic_write
 from bessemer.report import baselines
+from bessemer.training.finale import teaches_chat
 from bessemer.training.model_parts import mfu_peak
 from bessemer.training.restore import versions
 
@@ -64,5 +65,5 @@ def validation_text(trainer: BaseTrainer) -> bytes | None:
 
 def compressor_baselines(trainer: BaseTrainer) -> dict[str, float]:
     """Bits per byte of gzip -9 and xz -9e on the validation text; empty when it is not known."""
-    text = validation_text(trainer)
+    text = None if teaches_chat(trainer) else validation_text(trainer)
     return baselines(text) if text else {}

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bessemer.registry import objectives
 from bessemer.report.metrics import MetricsFile
 from bessemer.training.progress import clock, compact
 
@@ -16,16 +17,25 @@ if TYPE_CHECKING:
 def final_lines(trainer: BaseTrainer, compressors: dict[str, float]) -> list[str]:
     rows = list(MetricsFile(trainer.run_directory.metrics).rows())
     validations = [row for row in rows if row.get("val_loss") is not None]
-    lines = ["", *reward_line(rows), *result_table(validations, compressors), *rates(rows), ""]
+    results = [*reward_line(rows), *result_table(validations, compressors), *evaluated(validations)]
+    lines = ["", *results, *rates(rows), ""]
     lines += sample_lines(trainer)
     path = shown(trainer.run_directory.path)
-    can_sample = trainer.tokenizer is not None and hasattr(trainer.model, "decode")
     return [
         *lines,
         f"run     {path}",
         f"report  {path}/report.md, curves in {path}/plots",
         "",
         "next",
+        *next_commands(trainer, path),
+    ]
+
+
+def next_commands(trainer: BaseTrainer, path: str) -> list[str]:
+    if teaches_chat(trainer):
+        return [f"  bessemer chat {path}", f"  bessemer serve {path}"]
+    can_sample = trainer.tokenizer is not None and hasattr(trainer.model, "decode")
+    return [
         *([f"  bessemer sample {path} --prompt {shlex.quote(a_prompt(trainer))}"] if can_sample else []),
         f"  bessemer eval {path} --tasks bpb",
         "  bessemer train training.dataset=my.txt     # the same on your own text",
@@ -44,6 +54,11 @@ def reward_line(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def teaches_chat(trainer: BaseTrainer) -> bool:
+    """Whether the objective teaches conversations, so that compressing text is not what it is about."""
+    return "chat" in objectives.entry(trainer.settings.objective).traits
+
+
 def shown(path: str | Path) -> str:
     """A path as the user would type it."""
     here = Path.cwd()
@@ -59,7 +74,7 @@ def result_table(validations: list[dict[str, Any]], compressors: dict[str, float
     values |= {{"gzip": "gzip -9", "xz": "xz -9e"}[name]: value for name, value in compressors.items()}
     values["this model, trained"] = known[-1]["val_bpb"]
     width = 24 / max(values.values())
-    lines = ["bits per byte of held-out text (lower is better)"]
+    lines = [f"bits per byte of held-out {'text' if compressors else 'data'} (lower is better)"]
     for name, value in sorted(values.items(), key=lambda item: -item[1]):
         lines.append(f"  {name:<22} {value:6.3f}  {'█' * max(1, round(value * width))}")
     if "gzip" in compressors:
@@ -67,6 +82,18 @@ def result_table(validations: list[dict[str, Any]], compressors: dict[str, float
         word = "fewer" if gain >= 0 else "more"
         lines.append(f"  {abs(gain):.1%} {word} bits than gzip -9")
     return lines
+
+
+def evaluated(validations: list[dict[str, Any]]) -> list[str]:
+    """Each evaluation before the first step and after the last."""
+    if not validations:
+        return []
+    first, last = validations[0], validations[-1]
+    return [
+        f"  {key.removeprefix('eval/')}: {first[key]:.4f} before, {last[key]:.4f} after"
+        for key in last
+        if key.startswith("eval/") and key in first and first["step"] == 0 < last["step"]
+    ]
 
 
 def rates(rows: list[dict[str, Any]]) -> list[str]:
@@ -92,5 +119,6 @@ def sample_lines(trainer: BaseTrainer) -> list[str]:
     if not samples:
         return []
     last = samples[-1]
-    text = (last["prompt"] + last["completion"]).splitlines()
+    between = "▸" if teaches_chat(trainer) else ""
+    text = (last["prompt"] + between + last["completion"]).splitlines()
     return ["sample", *(f"  | {line}" for line in text[:6]), ""]

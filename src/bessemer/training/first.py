@@ -13,6 +13,7 @@ from bessemer.config import Config, dotted, resolve
 from bessemer.config.layers import Layer, override_layer
 from bessemer.config.values import plain
 from bessemer.errors import InputError, Stopped
+from bessemer.generate.load import FAMILY
 from bessemer.job import RunDirectory
 from bessemer.job.trust import saved_tree
 from bessemer.topology import process_index, share
@@ -27,7 +28,7 @@ PASSED = ("topology/", "data/root", "logging/progress", "plugins")
 def trained_first(config: Config, root: str | Path) -> Config:
     """`config` with `init` naming a finished run where it named a recipe."""
     init = config["init"]
-    if init is None or not init.startswith(PREFIX):
+    if init is None or not init.startswith(PREFIX) or FAMILY not in config:
         return config
     recipe = init.removeprefix(PREFIX)
     directory = RunDirectory(Path(root) / f"{Path(recipe).stem}-base")

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bessemer.config import configuration, configure
-from bessemer.data.chat import is_messages, render
+from bessemer.data.chat import can_chat, is_messages, render, stop_ids
 from bessemer.errors import InputError
 from bessemer.generate.decoder import bucket, crop
 from bessemer.generate.results import GenerationConfig, GenerationResults, generate_rows
@@ -48,8 +48,7 @@ def end_ids(trainer: BaseTrainer) -> set[int]:
     tokenizer = trainer.tokenizer
     if tokenizer is None:
         return set()
-    named = tokenizer.specials.get("<|assistant_end|>")
-    return {tokenizer.bos_id, *([] if named is None else [named])}
+    return {tokenizer.bos_id, *(stop_ids(tokenizer) if can_chat(tokenizer) else ())}
 
 
 def generate_function(trainer: BaseTrainer, config: GenerationConfig) -> GenerateFunction:

@@ -20,11 +20,12 @@ from bessemer.config.values import plain
 from bessemer.data import data_root
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError
-from bessemer.generate.load import abstract_params
-from bessemer.job import atomic_write, find_run
+from bessemer.generate.load import FAMILY, abstract_params
+from bessemer.job import RunDirectory, atomic_write, find_run
 from bessemer.job.files import storage
 from bessemer.job.jobs import step_of
 from bessemer.job.trust import saved_tree
+from bessemer.report.phases import FOLDER, has_phases, phases_of
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -54,7 +55,7 @@ Resolve = Callable[[tuple[Layer, ...]], Config]
 def begun_from(resolve: Resolve, config: Config, root: str | Path) -> Config:
     """`config`, or the one that `resolve` gives with what is inherited from its `init`, pinned to a checkpoint."""
     init = config["init"]
-    if init is None:
+    if init is None or FAMILY not in config:  # a job without a model hands it on to those that have one
         return config
     if init.startswith("recipe:"):
         raise InputError(f"init={init} is trained first by `bessemer train` and bm.train; here name a run.")
@@ -79,6 +80,8 @@ def find_start(init: str, root: str | Path) -> tuple[Path, list[str]]:
     named = Path(init)
     is_step = re.fullmatch(r"step_\d+", named.name) is not None
     run = find_run(named.parent.parent if is_step else init, root)
+    if has_phases(run) and (phases := phases_of(run)):
+        run = RunDirectory(run.path / FOLDER / phases[-1])
     checkpoints = Checkpoints(run.checkpoints)
     try:
         if is_step:

@@ -33,7 +33,9 @@ def schema_of(values: Mapping[str, Any]) -> Schema:
     """The schema of a run whose recipe and overrides gave `values` (flat, unchecked)."""
     for plugin in _words(values.get("plugins")):
         import_plugin(plugin)
-    return trainer_schema(jobs.get(str(values.get("job") or DEFAULT_JOB)), values)
+    job = jobs.get(str(values.get("job") or DEFAULT_JOB))
+    own = getattr(job, "settings_schema", None)  # of a job that is no trainer
+    return trainer_schema(job, values) if own is None else own(values)
 
 
 def trainer_schema(trainer: type[BaseTrainer], values: Mapping[str, Any]) -> Schema:

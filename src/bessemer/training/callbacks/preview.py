@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from bessemer.config import field
+from bessemer.data import Tokenizer
+from bessemer.data.chat import render, stop_ids
 from bessemer.generate import Completion, Decoder, complete
-from bessemer.registry import callbacks
+from bessemer.registry import callbacks, objectives
 from bessemer.report.metrics import MetricsFile
 from bessemer.training.callback import Callback
 from bessemer.training.fetch import fetch
@@ -50,6 +54,21 @@ def held_out_prompts(trainer: BaseTrainer, count: int = len(PROMPTS)) -> list[st
         if start.strip():
             prompts.append(start)
     return list(dict.fromkeys(prompts))[:count]
+
+
+def held_out_questions(trainer: BaseTrainer, count: int = len(PROMPTS)) -> dict[str, list[int]]:
+    """Held-out conversations up to the first answer: how they look, and their tokens."""
+    held_out, tokenizer = trainer.data.validation, trainer.tokenizer
+    if held_out is None or tokenizer is None:
+        return {}
+    found: dict[str, list[int]] = {}
+    for row in range(min(count, held_out.count)):
+        batch = held_out.read(row, 1)
+        answers = np.flatnonzero(batch["target_ids"][0] >= 0)
+        if len(answers):
+            ids = batch["input_ids"][0][: answers[0] + 1].tolist()
+            found[tokenizer.special_names.sub("", tokenizer.decode(ids))] = ids
+    return found
 
 
 @callbacks.register("preview")
@@ -118,9 +137,16 @@ class Preview(Callback):
         """Continue the prompts with `params`; into the file, and the first few on the screen."""
         if self.decoder is None or trainer.tokenizer is None:
             return []
-        prompts = held_out_prompts(trainer) if self.prompts == [HELD_OUT] else self.prompts
-        prompts = prompts or list(PROMPTS)
-        found, notices = complete(self.decoder, params, trainer.tokenizer, prompts, max_tokens=TOKENS)
+        asked, stops = self.starts(trainer, trainer.tokenizer)
+        found, notices = complete(
+            self.decoder,
+            params,
+            trainer.tokenizer,
+            list(asked),
+            max_tokens=TOKENS,
+            stop_ids=stops,
+            ids=list(asked.values()),
+        )
         if trainer.is_process_zero:
             self.write(step, found)
         for notice in notices:
@@ -128,6 +154,19 @@ class Preview(Callback):
         for completion in found[:SHOWN]:
             trainer.say(f"step {step:>6}  {one_line(completion)}")
         return found
+
+    def starts(
+        self, trainer: BaseTrainer, tokenizer: Tokenizer
+    ) -> tuple[dict[str, list[int]], tuple[int, ...]]:
+        """(prompts with their tokens, what ends an answer). An objective of the trait `chat` is asked questions."""
+        held_out = self.prompts == [HELD_OUT]
+        if objectives.entry(trainer.settings.objective).traits.get("chat"):
+            asked = held_out_questions(trainer) if held_out else {}
+            texts = [] if asked else list(PROMPTS) if held_out or not self.prompts else self.prompts
+            asked |= {text: render([{"role": "user", "content": text}], tokenizer) for text in texts}
+            return asked, stop_ids(tokenizer)
+        texts = (held_out_prompts(trainer) if held_out else self.prompts) or list(PROMPTS)
+        return {text: [tokenizer.bos_id, *tokenizer.encode(text)] for text in texts}, ()
 
     def write(self, step: int, found: Sequence[Completion]) -> None:
         for completion in found:
