@@ -36,6 +36,7 @@ QUICK = {
 }
 HORIZONS = ("training.tokens", "training.flops", "training.epochs", "training.ratio")
 OF_GPT = ("model.depth", "model.head_dim")
+INHERITED = ("model.depth", "model.width", "model.head_dim", "data.tokenizer")  # with init=RUN
 OTHER_MODEL = ("model.family=", "job=")
 WORDS = [
     "the",
@@ -81,8 +82,9 @@ def shorten(command: str) -> str:
     other = any(word.startswith(OTHER_MODEL) for word in words)
     sizes = {key: value for key, value in SIZES.items() if not (other and key in OF_GPT and key not in given)}
     kept = [word for word in words if word.partition("=")[0] not in (*sizes, *HORIZONS)]
-    quick = {key: value for key, value in QUICK.items() if not (key == "data.tokenizer" and "init" in given)}
-    added = sizes | {key: value for key, value in quick.items() if key not in given}
+    added = sizes | {key: value for key, value in QUICK.items() if key not in given}
+    if "init" in given:
+        added = {key: value for key, value in added.items() if key not in INHERITED}
     return " ".join([*kept, *(f"{key}={shlex.quote(value)}" for key, value in added.items())])
 
 
@@ -102,6 +104,22 @@ def make_files(folder: Path) -> None:
     pairs = [{"prompt": a, "chosen": b, "rejected": a} for a, b in itertools.pairwise(WORDS)]
     write_lines(folder / "pairs.jsonl", pairs * 4)
     make_tasks(folder)
+    make_prompts(folder)
+
+
+def make_prompts(folder: Path) -> None:
+    """prompts.jsonl, gsm8k_train.jsonl, and completions.jsonl with groups of four."""
+    sums = [(a, b) for a in range(1, 9) for b in range(1, 9)]
+    write_lines(
+        folder / "prompts.jsonl", [{"prompt": f"Add {a} and {b}", "answer": str(a + b)} for a, b in sums]
+    )
+    asked = [
+        {"question": f"{a} + {b}?", "answer": f"{a}+{b}=<<{a}+{b}={a + b}>>{a + b}\n#### {a + b}"}
+        for a, b in sums
+    ]
+    write_lines(folder / "gsm8k_train.jsonl", asked)
+    said = [{"prompt": f"Add {a} and {b}", "completions": [str(a + b), "1", "2", "30"]} for a, b in sums]
+    write_lines(folder / "completions.jsonl", [{**row, "rewards": [1, 0, 0, 0]} for row in said])
 
 
 def make_tasks(folder: Path) -> None:

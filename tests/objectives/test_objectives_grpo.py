@@ -236,7 +236,7 @@ def test_without_stored_logprobs_the_ratio_is_to_the_reference(parts):
     loss, _, sums = grpo(apply, params, batch, None, settings, reference=params)
     np.testing.assert_allclose(loss, -(batch["advantages"] * batch["loss_mask"]).sum(), rtol=1e-5)
     assert sums["kl"] == 0
-    with pytest.raises(InputError, match="grpo.offline"):
+    with pytest.raises(InputError, match=r"grpo\.offline"):
         grpo(apply, params, batch, None, settings)
     with pytest.raises(InputError, match="GRPOTrainer"):
         grpo(apply, params, {k: v for k, v in batch.items() if k != "advantages"}, None, settings)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bessemer.data.catalog import find_source
-from bessemer.data.chat import is_messages, render
+from bessemer.data.chat import can_chat, is_messages, render, stop_ids
 from bessemer.data.mixture import Sampling
 from bessemer.data.rows import Batch
 from bessemer.data.sources import File, Files
@@ -137,9 +137,15 @@ def prompt_ids(prompt: Any, tokenizer: Tokenizer, chat: bool) -> list[int]:
     tokens of a conversation) plain text."""
     if not isinstance(prompt, str):
         return render(prompt, tokenizer)
-    if chat and "<|assistant_start|>" in tokenizer.specials:
+    if chat and can_chat(tokenizer):
         return render([{"role": "user", "content": prompt}], tokenizer)
     return [tokenizer.bos_id, *tokenizer.encode(prompt)]
+
+
+def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What ends a completion: the document token, and the end of the assistant's turn, first where there is one."""
+    turns = stop_ids(tokenizer) if can_chat(tokenizer) else ()
+    return tuple(dict.fromkeys((*turns, tokenizer.bos_id)))
 
 
 class PromptRows:

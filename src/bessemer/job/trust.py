@@ -49,7 +49,14 @@ def named_code(tree: Mapping[str, Any]) -> list[str]:
         for word in _texts(_below(_below(tree, "training"), "dataset"))
         if ":" in word and not Path(word).exists()
     ]
-    return [*_texts(tree.get("plugins")), *words, *datasets, *_of_phases(tree)]
+    rewards = [word for word in _reward_names(_below(_below(tree, "grpo"), "rewards")) if ":" in word]
+    return [*_texts(tree.get("plugins")), *words, *datasets, *rewards, *_of_phases(tree)]
+
+
+def _reward_names(value: Any) -> list[str]:
+    """Names in grpo/rewards, which are entries or plain names; what else an entry holds is no code."""
+    entries = value if isinstance(value, list) else [value]
+    return [word for entry in entries for word in _texts(_below(entry, "name") or entry if entry else None)]
 
 
 def _of_phases(tree: Mapping[str, Any]) -> list[str]:

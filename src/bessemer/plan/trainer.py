@@ -137,7 +137,10 @@ def planned_data(trainer: WithoutData) -> DataParts:
     starts = stage_boundaries(trainer, stages, batch_size * block, steps)
     if rows is not None and stages == 1:
         trainer.epochs = steps * batch_size / rows
-    fields = {name: ((block,), np.dtype(kind)) for name, kind in ROW_TYPES.items()}
+    kinds = getattr(
+        trainer, "row_types", ROW_TYPES
+    )  # a trainer that makes rows of its own says what they hold
+    fields = {name: ((block,), np.dtype(kind)) for name, kind in kinds.items()}
     return DataParts(cast(DataPlan, None), None, batch_size, steps, starts, settings.prefetch, fields)
 
 

@@ -70,6 +70,11 @@ def _headline(summary: Summary) -> list[str]:
     if best is not None and is_number(final):
         lowest = f"lowest {best[0]:.4f} at step {best[1]}"
         lines.append(f"**{final:.4f} bits per byte** on held-out text after {done} ({lowest}).")
+    elif is_number(reward := summary.last("val_reward")):
+        first = next(row["val_reward"] for row in summary.rows_with("val_reward"))
+        lines.append(
+            f"**Reward {reward:.4f}** of greedy answers to held-out prompts after {done} (first {first:.4f})."
+        )
     elif (loss := summary.last("val_loss") or summary.last("loss")) is not None:
         lines.append(f"**Loss {loss:.4f}** after {done}; bits per byte: {MISSING}.")
     else:
@@ -87,7 +92,9 @@ def _numbers(summary: Summary) -> list[str]:
     tokens = summary.last("tokens") or facts.get("tokens")
     parameters = _total(facts.get("parameters"))
     ratio = f"{tokens / parameters:.2f}" if is_number(tokens) and parameters else MISSING
+    rewards = summary.last("val_reward")
     rows = [
+        *([] if rewards is None else [("final reward on held-out prompts", decimal(rewards))]),
         ("final bits per byte", decimal(summary.last("val_bpb"))),
         ("minimum bits per byte", MISSING if best is None else f"{best[0]:.4f} (step {best[1]})"),
         ("final validation loss", decimal(summary.last("val_loss"))),

@@ -23,6 +23,7 @@ def write_plots(summary: Summary) -> list[Path]:
     for name, draw in (
         ("loss", _loss),
         ("bits_per_byte", _bits_per_byte),
+        ("reward", _reward),
         ("learning_rate", _learning_rate),
         ("grad_norm", _grad_norm),
         ("kl", _divergence),
@@ -71,6 +72,15 @@ def _bits_per_byte(axes: Axes, summary: Summary) -> bool:
             color=GREY,
         )
     finish(axes, "validation bits per byte")
+    return some
+
+
+def _reward(axes: Axes, summary: Summary) -> bool:
+    some = line(axes, summary, "reward", "sampled, training prompts", color=PALE, linewidth=1)
+    some |= line(
+        axes, summary, "val_reward", "greedy, held-out prompts", color=ACCENT, marker="o", markersize=3.5
+    )
+    finish(axes, "reward")
     return some
 
 

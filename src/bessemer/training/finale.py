@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def final_lines(trainer: BaseTrainer, compressors: dict[str, float]) -> list[str]:
     rows = list(MetricsFile(trainer.run_directory.metrics).rows())
     validations = [row for row in rows if row.get("val_loss") is not None]
-    lines = ["", *result_table(validations, compressors), *evaluated(validations), *rates(rows), ""]
+    results = [*reward_line(rows), *result_table(validations, compressors), *evaluated(validations)]
+    lines = ["", *results, *rates(rows), ""]
     lines += sample_lines(trainer)
     path = shown(trainer.run_directory.path)
     return [
@@ -38,6 +39,18 @@ def next_commands(trainer: BaseTrainer, path: str) -> list[str]:
         *([f"  bessemer sample {path} --prompt {shlex.quote(a_prompt(trainer))}"] if can_sample else []),
         f"  bessemer eval {path} --tasks bpb",
         "  bessemer train training.dataset=my.txt     # the same on your own text",
+    ]
+
+
+def reward_line(rows: list[dict[str, Any]]) -> list[str]:
+    """From the first to the last greedy reward on held-out prompts, of a run that has rewards."""
+    found = [row for row in rows if row.get("val_reward") is not None]
+    if not found:
+        return []
+    first, last = found[0], found[-1]
+    return [
+        f"reward on held-out prompts, greedy: {first['val_reward']:.3f} at step {first['step']}, "
+        f"{last['val_reward']:.3f} at step {last['step']}"
     ]
 
 

@@ -26,7 +26,7 @@ from bessemer.training.feed import device_batch
 from bessemer.training.offline import StoredPlan, build_stored
 from bessemer.training.outcome import doing
 from bessemer.training.prompt_plan import PromptPlan, build_prompts
-from bessemer.training.rollout import FILE, Rollout
+from bessemer.training.rollout import FIELDS, FILE, Rollout
 from bessemer.training.sampler import Sampler
 from bessemer.training.settings import BaseTrainerConfig
 from bessemer.training.state import TrainState
@@ -84,6 +84,7 @@ class GRPOTrainerConfig(BaseTrainerConfig):
 class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
     """Online unless grpo.offline says otherwise."""
 
+    row_types = FIELDS
     policy: GrpoSettings
     rewards: Rewards
     rollout: Rollout | None
