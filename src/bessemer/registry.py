@@ -13,9 +13,8 @@ import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from bessemer.errors import InputError, nearest
@@ -31,7 +30,7 @@ class Entry:
     name: str
     value: Any
     settings: tuple[type, ...] = ()
-    traits: Mapping[str, Any] = MappingProxyType({})
+    traits: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Registry:

@@ -13,6 +13,7 @@ from jax import Array
 
 from bessemer.config import field
 from bessemer.models.cross_entropy import LossOptions, _pick, _statistics, _token_loss, target_weights
+from bessemer.models.readout import Readout
 from bessemer.models.token_scores import scores_of
 from bessemer.topology import unbox
 
@@ -66,6 +67,10 @@ class LanguageModel(nn.Module):
         targets = batch["target_ids"]
         logits = self._logits_of(batch, deterministic)
         return scores_of(LossOptions(logits.shape[-1], 1), logits, targets)
+
+    def readout(self, batch: Mapping[str, Array], deterministic: bool = True) -> Readout:
+        """The logits, for comparing with another model's."""
+        return Readout(self._logits_of(batch, deterministic), None, self.vocab_size)
 
     def _logits_of(self, batch: Mapping[str, Array], deterministic: bool) -> Array:
         positions, segments = batch.get("positions"), batch.get("segment_ids")

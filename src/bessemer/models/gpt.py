@@ -21,6 +21,7 @@ from bessemer.models.fp8_plan import Conversion, conversion_of
 from bessemer.models.fused import choose_kernels
 from bessemer.models.layers import BlockParameters, LayerOptions, declare, layer, ramp
 from bessemer.models.lookup import LookupOptions, LookupParameters, lookup_layer
+from bessemer.models.readout import Readout
 from bessemer.models.settings import GPTSettings
 from bessemer.models.shape import group_of
 from bessemer.models.stack import Stream, run_layers
@@ -162,6 +163,10 @@ class GPT(GPTSettings):
             softcap=self.softcap,
             chunks=self.loss_chunks,
         )
+
+    def readout(self, batch: Mapping[str, Array], deterministic: bool = True) -> Readout:
+        """What the logits are made of: to be compared with another model's without making them."""
+        return Readout(self._hidden_of(batch, deterministic), self.head, self.vocab_size, self.softcap)
 
     def _hidden_of(self, batch: Mapping[str, Array], deterministic: bool) -> Array:
         return self.hidden(
