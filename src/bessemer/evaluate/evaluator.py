@@ -63,7 +63,7 @@ class Evaluator(BasicJob):
         """
         loaded = LoadedModel(
             trainer.model,
-            trainer.state.params,
+            trainer.full_params(),
             trainer.tokenizer,
             trainer.step,
             trainer.config.tree(),

@@ -124,6 +124,7 @@ def abstract_state(trainer: BaseTrainer, optimizer: Optimizer) -> tuple[TrainSta
         place_gradients=functools.partial(jax.lax.with_sharding_constraint, shardings=param_shardings),
         rates=optimizer.rates,
         spikes=spike_rule(trainer.guard, trainer.data.stage_starts[1:]),
+        own_validation=bool(objectives.entry(trainer.settings.objective).traits.get("own_validation")),
     )
     loss_fn = objective_function(trainer)
     create = functools.partial(create_state, trainer.model_parts.apply, loss_fn, tx=optimizer.tx, rules=rules)
@@ -136,6 +137,8 @@ def abstract_state(trainer: BaseTrainer, optimizer: Optimizer) -> tuple[TrainSta
         ema=None if state.ema is None else param_shardings,
         guard=jax.tree.map(lambda _: topology.replicated, state.guard),
     )
+    if trainer.wants_reference():
+        state, placed = state.replace(reference=unbox(boxed)), placed.replace(reference=param_shardings)
     located = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state, placed
     )
@@ -167,9 +170,8 @@ def initial_state(trainer: BaseTrainer) -> TrainState:
         return create_state(abstract.apply_fn, abstract.loss_fn, params, abstract.tx, abstract.rules)
 
     with trainer.topology.scope():
-        state = jax.jit(create, out_shardings=functions.state_shardings)(
-            jax.random.key(trainer.settings.seed)
-        )
+        born = functions.state_shardings.replace(reference=None)  # taken when the run begins
+        state = jax.jit(create, out_shardings=born)(jax.random.key(trainer.settings.seed))
     params = trainer.given_params(state.params)
     if params is state.params:
         return state

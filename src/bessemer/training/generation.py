@@ -73,7 +73,7 @@ def run(
     streams = config.sampling.streams(rows)
     filters = Filters.of(config.sampling, trainer.model.vocab_size)
     stops = stop_table([end_ids(trainer) | set(config.stop_ids)])
-    return program(trainer)(state.params, state.step, ids, mask, streams, filters, stops, tokens=tokens)
+    return program(trainer)(state.whole(), state.step, ids, mask, streams, filters, stops, tokens=tokens)
 
 
 def generate(
@@ -227,6 +227,6 @@ def maybe_preview(trainer: BaseTrainer, state: Any, step: int, metrics: Any) -> 
         trainer.preview.prepare(trainer)
     if trainer.preview.due(step):
         with trainer.topology.scope():
-            found = trainer.preview.show(trainer, state.params, step)
+            found = trainer.preview.show(trainer, state.whole(), step)
         if metrics is not None:
             metrics["samples"] = [f"{sample.prompt} ▸ {sample.text}" for sample in found]

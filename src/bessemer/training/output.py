@@ -135,7 +135,7 @@ def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: 
     if trainer.is_process_zero:
         with storage("cannot create the directory for the weights"):  # never the run's own, which is there
             target.mkdir(parents=directory is not None, exist_ok=True)
-    for name, params in (("model", state.params), ("ema", state.ema)):
+    for name, params in (("model", state.whole()), ("ema", state.ema and state.whole(state.ema))):
         if params is not None:
             write_weights(trainer, params, target / f"{name}.safetensors")
     if not trainer.is_process_zero:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.errors import InputError
+from bessemer.errors import InputError, StorageError
 from bessemer.job import Snapshot, find_run
 from bessemer.job.jobs import step_of
 from bessemer.models.allocation import FILE as ALLOCATION
+from bessemer.training import reference
 from bessemer.training.fetch import fetch
 from bessemer.training.rollback import protect_target
 from bessemer.training.state import LoopState
@@ -62,6 +63,7 @@ def meta(trainer: BaseTrainer, step: int) -> dict[str, Any]:
         "tokenizer_hash": trainer.tokenizer.hash if trainer.tokenizer else None,
         "data_fingerprint": trainer.data.plan.fingerprint,
         "topology": trainer.topology.describe(),
+        "reference": reference.identity(trainer, step),
         "val_loss": trainer.loop_state.best_val_loss if trainer.loop_state.best_step == step else None,
     }
 
@@ -89,7 +91,9 @@ def save(trainer: BaseTrainer, wait: bool) -> None:
 def accept(trainer: BaseTrainer, tree: Any, step: int) -> None:
     """Go on from a restored tree."""
     manager = trainer.checkpoint_manager
-    trainer.state = trainer.functions.abstract_state.replace(**tree)
+    reference.drop_after(trainer, step)
+    against = reference.restore(trainer, step)
+    trainer.state = trainer.functions.abstract_state.replace(**tree, reference=against)
     trainer.loop_state = LoopState.from_json(manager.read(step, "loop.json"))
     manager.protect(trainer.loop_state.best_checkpoint)
     trainer.step = step
@@ -113,6 +117,11 @@ def check_same_run(trainer: BaseTrainer, step: int) -> None:
                 f"Restore the {what}, or start a new run from these weights with init={trainer.run_directory.path}, "
                 "or go on all the same with training.allow_data_change=true."
             )
+    if saved.get("reference") != current["reference"]:
+        raise StorageError(
+            f"the reference weights of {trainer.run_directory.path} are not those that checkpoint {step} was "
+            "trained against: the folder reference/ was changed or deleted. Put it back from a copy."
+        )
     if changes:
         trainer.data_change = f"from step {step} on other data: {'; '.join(changes)}"
         trainer.say(f"note: {trainer.data_change} (training.allow_data_change); not the same run any more")

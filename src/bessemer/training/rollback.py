@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bessemer.topology import share
+from bessemer.training import reference
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -25,6 +26,7 @@ def roll_back(trainer: BaseTrainer, poisoned: int) -> None:
     manager.wait()  # the save of the last regular checkpoint may still be in progress
     step = int(share("rollback", lambda: str(find_target(trainer, poisoned))))
     manager.set_aside_after(step)
+    reference.drop_after(trainer, step)
     trainer.start_over()  # let go of the poisoned state first: there may be no memory for two
     if step > 0:
         trainer.accept(manager.restore(step, trainer.abstract_state()), step, manager)

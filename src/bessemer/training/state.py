@@ -25,13 +25,31 @@ class TrainState(train_state.TrainState):
     data_step: argument of `batch`; equal to step until a rollback moves it past poisoned data
     ema:       optional running average of the parameters
     guard:     running mean and variance of the loss, where spikes are looked for
+    frozen:    the part of the parameters that is not trained; `rules.complete` puts both together
+    reference: whole parameters the objective compares with (training/reference.py); written once, not saved here
     """
 
     data_step: jax.Array = struct.field(default=None)
     ema: Any = None
     guard: Statistics | None = None
+    frozen: Any = None
+    reference: Any = None
     loss_fn: Callable = struct.field(pytree_node=False, default=None)
     rules: StepRules = struct.field(pytree_node=False, default=None)
+
+    def whole(self, params: Any = None) -> Any:
+        """The model's parameters, complete: the trained ones (or `params` in their place) and the frozen ones."""
+        return self.rules.complete(self.params if params is None else params, self.frozen)
+
+    def objective(self, params: Any, rows: Any, key: jax.Array | None) -> tuple[jax.Array, jax.Array, Any]:
+        """(Σ loss, Σ weight, sums) of the run's objective for `params` in place of the trained ones."""
+        against = {} if self.reference is None else {"reference": self.reference}
+        return self.loss_fn(self.apply_fn, self.whole(params), rows, key, **against)
+
+
+def untouched(params: Any, frozen: Any) -> Any:
+    """`complete` of a state in which every parameter is trained."""
+    return params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +61,8 @@ class StepRules:
     spikes: SpikeRule | None = None
     place_gradients: Callable[[Any], Any] = lambda grads: grads
     rates: Callable[[jax.Array], dict[str, jax.Array]] = lambda step: {}
+    complete: Callable[[Any, Any], Any] = untouched
+    own_validation: bool = False  # held-out rows are judged by the objective, not by plain likelihood
 
 
 def create_state(apply_fn: Callable, loss_fn: Callable, params: Any, tx: Any, rules: StepRules) -> TrainState:

@@ -55,7 +55,7 @@ def _accumulate(state: TrainState, batch: Batch, key: jax.Array, accumulate_step
 
     def micro(params: Any, rows: Batch, index: jax.Array) -> tuple[Meta, Any]:
         def loss_of(p: Any) -> tuple[jax.Array, Meta]:
-            loss, weight, metrics = state.loss_fn(state.apply_fn, p, rows, jax.random.fold_in(key, index))
+            loss, weight, metrics = state.objective(p, rows, jax.random.fold_in(key, index))
             return loss, {"loss": loss, "weight": weight, **metrics}
 
         grads, sums = jax.grad(loss_of, has_aux=True)(params)
@@ -103,15 +103,16 @@ def _updated(state: TrainState, grads: Any, applied: jax.Array, guard: Statistic
 def val_step(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, Meta]:
     """Σ loss, Σ weight over S micro-batches, and the sums that make bits per byte.
 
-    Token batches are measured by their plain negative log-likelihood (no smoothing, no z-loss);
+    Token batches are measured by their plain negative log-likelihood (no smoothing, no z-loss), unless the objective
+    has the trait `own_validation`;
     bits per byte = nats / (ln 2 · bytes) over targets that stand for bytes, so specials do not count.
     """
 
     def micro(rows: Batch) -> Meta:
-        if "target_ids" not in rows:
-            loss, weight, metrics = state.loss_fn(state.apply_fn, state.params, rows, None)
+        if state.rules.own_validation or "target_ids" not in rows:
+            loss, weight, metrics = state.objective(state.params, rows, None)
             return {"loss": loss, "weight": weight, **metrics}
-        logprobs = state.apply_fn(state.params, rows, method="token_logprobs")
+        logprobs = state.apply_fn(state.whole(), rows, method="token_logprobs")
         weights = target_weights(rows)
         sums = {"loss": -(logprobs * weights).sum(), "weight": weights.sum()}
         if "target_bytes" in rows:

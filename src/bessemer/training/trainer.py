@@ -32,6 +32,7 @@ from bessemer.training import (
     model_parts,
     outcome,
     output,
+    reference,
     restore,
     schema,
     step,
@@ -199,7 +200,15 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     @property
     def model_state(self) -> Any:
         """The parameters as they are now."""
-        return self.state.params
+        return self.full_params()
+
+    def full_params(self, state: TrainState | None = None) -> Any:
+        """The model's parameters, trained and frozen ones together, of `state` (default: the live one)."""
+        return (self.state if state is None else state).whole()
+
+    def wants_reference(self) -> bool:
+        """Whether the step compares with frozen reference weights (`state.reference`)."""
+        return reference.wanted(self)
 
     @property
     def steps(self) -> int:

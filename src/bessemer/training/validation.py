@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
 
 
+KNOWN = ("loss", "weight", "nats", "bytes")
+"""Sums of every validation; what else an objective returns is shown under its own name."""
+
+
 class ValidationSet:
     """The data's fixed held-out rows, each target with its length in bytes."""
 
@@ -49,7 +53,8 @@ def validate(trainer: BaseTrainer) -> dict[str, Any]:
         bits = sums["nats"] / (math.log(2) * sums["bytes"])
         state.min_val_bpb = bits if state.min_val_bpb is None else min(bits, state.min_val_bpb)
         row |= {"val_bpb": bits, "min_val_bpb": state.min_val_bpb}
-    return row
+    further = {f"val_{name}": value / sums["weight"] for name, value in sums.items() if name not in KNOWN}
+    return row | further
 
 
 def validation_sums(trainer: BaseTrainer) -> dict[str, float]:

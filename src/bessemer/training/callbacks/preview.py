@@ -111,7 +111,7 @@ class Preview(Callback):
         self.previewed = loop.step
         remedy = "Give fewer or shorter logging.preview_prompts"
         with loop.paused(), doing(trainer, f"the preview at step {loop.step}", remedy):
-            found = self.show(trainer, trainer.state.params, loop.step)
+            found = self.show(trainer, trainer.full_params(), loop.step)
             loop.callbacks.fire("on_samples", loop, found)
 
     def show(self, trainer: BaseTrainer, params: Any, step: int) -> list[Completion]:

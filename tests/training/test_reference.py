@@ -1,0 +1,79 @@
+"""Frozen reference weights: taken once, on the disk before they are used, in force again after any restart."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
+
+from bessemer.errors import Stopped, StorageError
+from bessemer.registry import objectives
+from bessemer.training import launch, reference
+
+
+@objectives.register("held", reference=True)
+def held(apply: Any, params: Any, batch: Any, key: Any, settings: Any, reference: Any = None) -> Any:
+    """Cross-entropy + Σ_θ (θ − θ_ref)²; logged: how far θ has gone."""
+    loss, weight, _ = apply(params, batch, 0.0, 0.0, True, method="loss")
+    apart = sum(
+        jnp.sum((a - b) ** 2) for a, b in zip(*map(jax.tree.leaves, (params, reference)), strict=True)
+    )
+    return loss + weight * apart, weight, {"apart": weight * apart}
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+
+
+@pytest.fixture
+def settings(tiny: dict[str, object]) -> dict[str, object]:
+    return {**tiny, "objective": "held", "logging.validation_interval": -1}
+
+
+def test_taken_once_and_in_force_after_a_restart(settings: dict[str, object], tmp_path: Path) -> None:
+    whole = launch.build_trainer("quickstart", settings, name="whole", root=tmp_path)
+    start = jax.tree.map(np.asarray, whole.state.params)
+    whole.run()
+    apart = [row["apart"] for row in rows(whole.run_directory.path) if "apart" in row]
+    assert apart[0] == 0 and apart[-1] > 0
+    jax.tree.map(np.testing.assert_array_equal, start, jax.tree.map(np.asarray, whole.state.reference))
+    assert reference.store(whole).committed() == [0]
+
+    first = launch.build_trainer("quickstart", settings, name="part", root=tmp_path, callbacks=[StopAt(4)])
+    with pytest.raises(Stopped):
+        first.run()
+    assert "reference" not in first.abstract_state()  # not in each checkpoint
+    second = launch.reopen(tmp_path / "part")
+    second.run()
+    assert_same(second, whole)
+
+
+def test_a_reference_that_is_gone_or_changed_is_refused(settings: dict[str, object], tmp_path: Path) -> None:
+    first = launch.build_trainer("quickstart", settings, name="part", root=tmp_path, callbacks=[StopAt(2)])
+    with pytest.raises(Stopped):
+        first.run()
+    shutil.rmtree(tmp_path / "part" / "reference")
+    with pytest.raises(StorageError, match="reference weights"):
+        launch.reopen(tmp_path / "part")
+
+
+def test_a_later_reference_replaces_it_in_the_state_and_stands_beside_it_on_the_disk(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
+    trainer = launch.build_trainer("quickstart", settings, name="synced", root=tmp_path)
+    trainer.run()
+    reference.take(trainer)
+    assert reference.store(trainer).committed() == [0, 10]
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *(jax.tree.map(np.asarray, tree) for tree in (trainer.state.params, trainer.state.reference)),
+    )
+    reference.drop_after(trainer, 9)
+    assert reference.store(trainer).committed() == [0]
