@@ -66,7 +66,7 @@ def distillation_loss(
     """(Σ w·loss, Σ w·KL, Σ w·nll) in float32; the first is differentiable, in the student. targets, weights: (B, T)."""
     live = isinstance(teacher, Readout)
     columns = (student.hidden if student.head is None else student.head).shape[-1]
-    count = choose_chunks(chunks, *targets.shape, columns * (2 if live else 1))
+    count = choose_chunks(chunks, targets.shape[0], targets.shape[1], columns * (2 if live else 1))
     options = DistillOptions(
         alpha,
         temperature,
@@ -182,7 +182,6 @@ def _forward(
 
     start = (jnp.zeros(3, jnp.float32), None if head is None else jnp.zeros(head.shape, jnp.float32))
     (sums, dhead), dhidden = jax.lax.scan(tile, start, _pieces(options, hidden, held))
-    dhead = None if head is None else dhead.astype(head.dtype)
     return sums, (_join(dhidden)[:, : hidden.shape[1]], dhead)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +62,11 @@ def merged(w: Array, a: Array, b: Array, scale: float) -> Array:
     """W + scale·A·B in the dtype of W. The product is made with all bits of float32: it is small beside W' x."""
     product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
     return (w + scale * product).astype(w.dtype)
+
+
+def group_of_adapted(group_of: Callable[[Path], str], path: Path) -> str:
+    """An adapter is of the kind of its matrix: what the optimizer does with that one, it does with A and with B."""
+    return group_of(path[:-1] if path[-1] in (A, B) else path)
 
 
 def adapter_shapes(path: Path, box: Any, rank: int) -> dict[str, Any]:

@@ -19,20 +19,11 @@ import jax
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from bessemer.config import field
+from bessemer.config import declared
 from bessemer.errors import InputError, nearest
 from bessemer.models.lora import A, B, LoraSettings, Path, adapter_shapes, fresh_adapter, merged
 
 GroupOf = Callable[[Path], str]
-
-
-@dataclass(frozen=True)
-class FreezeSettings:
-    freeze: tuple[str, ...] = field(
-        "training/freeze",
-        default=(),
-        help="patterns (* and ?) over parameter paths that are not trained, such as embedding or blocks_0/*",
-    )
 
 
 @dataclass(frozen=True)
@@ -84,6 +75,28 @@ class Split:
             flat[path] = merged(flat[path], given[(*path, A)], given[(*path, B)], self.lora.scale)
         return unflatten_dict(flat)
 
+    def base(self, params: Any, frozen: Any) -> Any:
+        """The same without the adapters: no array is made."""
+        if self.everything:
+            return params
+        given, flat = flatten_dict(params), flatten_dict(frozen)
+        return unflatten_dict(flat | {path: given[path] for path in self.trained})
+
+    def onto(self, whole: Any, params: Any) -> tuple[Any, Any]:
+        """(trained, frozen) with the values of `whole`; adapters stay those of `params`."""
+        if self.everything:
+            return whole, None
+        given, flat = flatten_dict(params), flatten_dict(whole)
+        kept = {path: flat[path] for path in (*self.frozen, *self.adapted)}
+        return unflatten_dict(given | {path: flat[path] for path in self.trained}), unflatten_dict(kept)
+
+    def idle(self, boxed: Any, group_of: GroupOf | None) -> int:
+        """Parameters in matrix products whose gradient is never made; that of an adapted matrix is, on the way."""
+        flat = flatten_dict(boxed)
+        return sum(
+            math.prod(_shape(flat[path])) for path in self.frozen if _multiplies(path, flat[path], group_of)
+        )
+
     def count(self, boxed: Any) -> tuple[int, int]:
         """(parameters that are trained, parameters of the model)."""
         return _size(self.shapes(boxed)[0]), _size(boxed)
@@ -124,10 +137,9 @@ def make_split(
 
 def split_of(config: Mapping[str, Any], boxed: Any, group_of: GroupOf | None = None) -> Split:
     """The split of a saved configuration (flat: section/name → value); one without these settings trains all."""
+    settings = declared(LoraSettings)
     given = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name in LoraSettings.__dataclass_fields__
-        if (value := config.get(f"lora/{name}")) is not None
+        name: s.check(config[s.key], "the saved config") for name, s in settings.items() if s.key in config
     }
     return make_split(boxed, config.get("training/freeze") or (), LoraSettings(**given), group_of)
 
@@ -170,6 +182,13 @@ def _matrices(flat: Mapping[Path, Any], group_of: GroupOf | None) -> dict[Path, 
         )
 
     return {path: None for path, leaf in flat.items() if is_matrix(path, leaf)}
+
+
+def _multiplies(path: Path, leaf: Any, group_of: GroupOf | None) -> bool:
+    """Whether a parameter is in a matrix product, as a model's count of FLOPs sees it."""
+    if group_of is not None:
+        return group_of(path) in ("matrix", "gate", "head")
+    return len(_shape(leaf)) > 1 and not any("embed" in name.lower() for name in path)
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

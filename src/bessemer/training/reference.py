@@ -50,7 +50,7 @@ def take(trainer: BaseTrainer) -> None:
     """The parameters as they are become the reference, here and on the disk. Every process calls it."""
     placed = jax.tree.map(lambda leaf: leaf.sharding, trainer.functions.abstract_state.reference)
     copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=placed)
-    reference = copy(trainer.full_params())
+    reference = copy(trainer.state.params)  # the frozen ones are what they were
     manager = store(trainer)
     manager.save(trainer.step, {"params": reference}, meta={"kind": "reference"}, wait=True)
     _prune(trainer, manager)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -11,14 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from bessemer.checkpoint import Checkpoints
 from bessemer.errors import InputError, StorageError
+from bessemer.generate.load import flat, located, parse_config, read_whole
 from bessemer.job import Snapshot, find_run
 from bessemer.job.jobs import step_of
 from bessemer.models.allocation import FILE as ALLOCATION
-from bessemer.training import reference
+from bessemer.models.split import split_of
+from bessemer.training import frozen, reference
 from bessemer.training.fetch import fetch
 from bessemer.training.rollback import protect_target
 from bessemer.training.state import LoopState
@@ -64,6 +65,7 @@ def meta(trainer: BaseTrainer, step: int) -> dict[str, Any]:
         "data_fingerprint": trainer.data.plan.fingerprint,
         "topology": trainer.topology.describe(),
         "reference": reference.identity(trainer, step),
+        "frozen": frozen.identity(trainer),
         "val_loss": trainer.loop_state.best_val_loss if trainer.loop_state.best_step == step else None,
     }
 
@@ -93,7 +95,8 @@ def accept(trainer: BaseTrainer, tree: Any, step: int) -> None:
     manager = trainer.checkpoint_manager
     reference.drop_after(trainer, step)
     against = reference.restore(trainer, step)
-    trainer.state = trainer.functions.abstract_state.replace(**tree, reference=against)
+    kept = frozen.restore(trainer)
+    trainer.state = trainer.functions.abstract_state.replace(**tree, reference=against, frozen=kept)
     trainer.loop_state = LoopState.from_json(manager.read(step, "loop.json"))
     manager.protect(trainer.loop_state.best_checkpoint)
     trainer.step = step
@@ -117,11 +120,12 @@ def check_same_run(trainer: BaseTrainer, step: int) -> None:
                 f"Restore the {what}, or start a new run from these weights with init={trainer.run_directory.path}, "
                 "or go on all the same with training.allow_data_change=true."
             )
-    if saved.get("reference") != current["reference"]:
-        raise StorageError(
-            f"the reference weights of {trainer.run_directory.path} are not those that checkpoint {step} was "
-            "trained against: the folder reference/ was changed or deleted. Put it back from a copy."
-        )
+    for name, use in (("reference", "trained against"), ("frozen", "trained with")):
+        if saved.get(name) != current[name]:
+            raise StorageError(
+                f"the {name} weights of {trainer.run_directory.path} are not those that checkpoint {step} was {use}: "
+                "the folder reference/ was changed or deleted. Put it back from a copy."
+            )
     if changes:
         trainer.data_change = f"from step {step} on other data: {'; '.join(changes)}"
         trainer.say(f"note: {trainer.data_change} (training.allow_data_change); not the same run any more")
@@ -180,10 +184,10 @@ def initial_params(trainer: BaseTrainer, params: Any) -> Any:
     """The weights of the pinned `init`, into freshly made parameters of the same shapes."""
     assert trainer.settings.init is not None
     path = Path(trainer.settings.init)
-    manager = trainer.checkpoint_manager.at(path.parent)
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params
-    )
-    restored = manager.restore(step_of(path.name), abstract, only="params")
+    manager, step = trainer.checkpoint_manager.at(path.parent), step_of(path.name)
+    parts, topology = trainer.model_parts, trainer.topology
+    config = parse_config(manager.read(step, "config.yaml"), str(path))
+    split = split_of(flat(config), parts.boxed, getattr(parts.model, "group_of", None))
+    restored = read_whole(manager, step, split, parts.boxed, functools.partial(located, topology=topology))
     trainer.say(f"weights    from {path}")
     return restored

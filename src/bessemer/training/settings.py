@@ -93,6 +93,11 @@ class BaseTrainerConfig:
         default=None,
         help="a name from the schedules registry; none: the optimizer's own",
     )
+    freeze: list[str] = field(
+        "training/freeze",
+        default_factory=list,
+        help="patterns (* and ?) over parameter paths that are not trained, such as embedding or blocks_0/*",
+    )
     callbacks: list[str] = field(
         "callbacks", default_factory=list, help="extra callbacks: registered names or module:Class"
     )

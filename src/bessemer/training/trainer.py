@@ -23,6 +23,7 @@ from bessemer.config import Config, configuration, configure
 from bessemer.data import Prefetcher, Tokenizer
 from bessemer.generate.results import GenerationConfig, GenerationResults
 from bessemer.job import CheckpointManager, ExecutionSpec, RestoreableJob, Snapshot
+from bessemer.models.lora import LoraSettings
 from bessemer.registry import jobs
 from bessemer.topology import StopAgreement, Topology, TopologySettings, init_sharded
 from bessemer.training import (
@@ -111,6 +112,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.settings: C = configure(self.config_class())
             self.logging = configure(LoggingSettings)
             self.guard = configure(GuardSettings)
+            self.lora = configure(LoraSettings)
             self.time_limit = seconds_of(self.settings.time_limit)
             self.model_parts = self.configure_model()
             restore.pin_init(self)
