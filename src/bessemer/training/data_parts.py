@@ -25,6 +25,7 @@ from bessemer.training.collate import CollatedRows
 from bessemer.training.feed import device_batch, row_fields
 from bessemer.training.horizon import asked, plan_horizon
 from bessemer.training.lookup_parts import allocate
+from bessemer.training.taught import taught
 from bessemer.training.validation import ValidationSet
 
 if TYPE_CHECKING:
@@ -111,11 +112,11 @@ def build_data(trainer: BaseTrainer) -> DataParts:
 def train_rows(trainer: BaseTrainer, settings: DataSettings) -> list[list[tuple[Sampling, Any]]]:
     """Rows of every source of every stage; a source used twice is opened once."""
     if trainer.given.dataset_train is not None:
-        return [[(Sampling("given"), given_rows(trainer, trainer.given.dataset_train))]]
+        return [[(Sampling("given"), taught(trainer, given_rows(trainer, trainer.given.dataset_train)))]]
     opened: dict[Any, Any] = {}
     for sampling in (sampling for mixture in trainer.settings.datasets for sampling in mixture):
         if sampling.identity not in opened:
-            opened[sampling.identity] = open_rows(trainer, settings, sampling, "train")
+            opened[sampling.identity] = taught(trainer, open_rows(trainer, settings, sampling, "train"))
     say_unused(trainer)
     return [
         [(sampling, opened[sampling.identity]) for sampling in mixture]

@@ -128,6 +128,7 @@ def abstract_state(trainer: BaseTrainer, optimizer: Optimizer) -> tuple[TrainSta
         rates=optimizer.rates,
         spikes=spike_rule(trainer.guard, trainer.data.stage_starts[1:]),
         split=None if split.everything else split,
+        teacher=trainer.teacher is not None,
         own_validation=bool(objectives.entry(trainer.settings.objective).traits.get("own_validation")),
     )
     loss_fn = objective_function(trainer)
@@ -146,6 +147,9 @@ def abstract_state(trainer: BaseTrainer, optimizer: Optimizer) -> tuple[TrainSta
         state = state.replace(frozen=unbox(kept))
     if trainer.wants_reference():
         state, placed = state.replace(reference=unbox(boxed)), placed.replace(reference=param_shardings)
+    if trainer.teacher is not None and trainer.teacher.live:
+        there = shardings(trainer.teacher.boxed, topology.mesh, topology.rest_rules)
+        state, placed = state.replace(reference=unbox(trainer.teacher.boxed)), placed.replace(reference=there)
     located = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state, placed
     )
@@ -158,7 +162,10 @@ def objective_function(trainer: BaseTrainer) -> Callable[..., Any]:
     if len(entry.settings) > 1:
         raise InputError(f"objective '{entry.name}' registers several settings classes; join them into one.")
     settings = configure(entry.settings[0]) if entry.settings else None
-    return functools.partial(entry.value, settings=settings)
+    taught = (
+        {"teacher": trainer.teacher.apply} if trainer.teacher is not None and trainer.teacher.live else {}
+    )
+    return functools.partial(entry.value, settings=settings, **taught)
 
 
 def initial_state(trainer: BaseTrainer) -> TrainState:

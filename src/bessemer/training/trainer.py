@@ -37,6 +37,7 @@ from bessemer.training import (
     restore,
     schema,
     step,
+    teacher,
     validation,
 )
 from bessemer.training.cache import keep_compiled_programs
@@ -116,6 +117,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.time_limit = seconds_of(self.settings.time_limit)
             self.model_parts = self.configure_model()
             restore.pin_init(self)
+            self.teacher = teacher.find_teacher(self)
             self.data = self.configure_dataloaders()
             self.startup.lap("data")
             keep_compiled_programs(self.config["data/root"])
