@@ -39,6 +39,7 @@ def short(tiny: dict[str, object]) -> dict[str, object]:
         "logging.checkpoint_interval": 2,
         "architecture.precision": "float32",
         "optimization.name": "adamw",
+        "optimization.lr": 0.02,
     }
 
 
