@@ -1,9 +1,10 @@
-"""`bessemer data prepare` and `bessemer data inspect`."""
+"""`bessemer data prepare`, `bessemer data inspect` and `bessemer data tasks`."""
 
 from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import click
@@ -11,13 +12,14 @@ import click
 
 @click.group("data")
 def command() -> None:
-    """Prepare text for training, and look at what was prepared.
+    """Prepare text for training, look at what was prepared, and make synthetic task sets.
 
     \b
     Examples:
       bessemer data prepare texts/*.parquet -o data/mine --tokenizer tokenizer --val-fraction 0.01
       bessemer data inspect data/mine
       bessemer train pretrain training.dataset=data/mine data.tokenizer=auto
+      bessemer data tasks toy-reverse -o reverse.jsonl
     """
 
 
@@ -76,11 +78,43 @@ def inspect(directory: str, as_json: bool) -> None:
             click.echo(f"  {split} | {text!r}")
 
 
+@command.command("tasks")
+@click.argument("name", required=False)
+@click.option("-o", "--out", metavar="FILE", help="A .jsonl file to write.")
+@click.option("--count", type=int, metavar="N", help="Rows; default: as many as the registered dataset has.")
+@click.option("--seed", type=int, default=1337, show_default=True, metavar="S", help="Which rows are drawn.")
+@click.option(
+    "--split", type=click.Choice(["train", "val"]), default="train", show_default=True, help="Which part."
+)
+def tasks(name: str | None, out: str | None, count: int | None, seed: int, split: str) -> None:
+    """Write a synthetic task set to a file; without NAME list them. The two parts never share a question.
+
+    \b
+    Examples:
+      bessemer data tasks
+      bessemer data tasks toy-reverse -o reverse.jsonl
+      bessemer data tasks toy-sort -o test.jsonl --split val --count 100
+    """
+    from bessemer.data.tasks import TASKS, task_rows
+    from bessemer.errors import InputError
+    from bessemer.job.files import atomic_write
+
+    if name is None:
+        for known, (about, _) in TASKS.items():
+            click.echo(f"{known:<16} {about}")
+        return
+    rows = task_rows(name, split, count, seed)
+    if out is None:
+        raise InputError(f"say where the rows of {name} go: -o FILE.jsonl.")
+    atomic_write(Path(out), "".join(json.dumps(row) + "\n" for row in rows))
+    click.echo(f"{out}: {len(rows):,} rows of {name}, {split} part, seed {seed}")
+
+
 def _text(about: dict[str, Any]) -> str:
     """A store.json in a few lines; everything left out is counted."""
     lines = [
         f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens, {split['bytes']:,} bytes of "
-        f"text"
+        f"text{_supervised(split)}"
         for name, split in about["splits"].items()
     ]
     lines.append(f"split: {about['split']}")
@@ -89,3 +123,11 @@ def _text(about: dict[str, Any]) -> str:
     lines.append("left out: " + ", ".join(f"{count:,} {name}" for name, count in left_out.items()))
     lines += [f"  skipped {where}" for where in about["skipped_where"]]
     return "\n".join(lines)
+
+
+def _supervised(split: dict[str, Any]) -> str:
+    """What part of supervised data is trained on; nothing is said of text, where that is all."""
+    if "supervised" not in split:
+        return ""
+    share = split["supervised"] / max(1, split["tokens"])
+    return f"; {split['supervised']:,} tokens ({share:.1%}) are trained on, {1 - share:.1%} are masked"

@@ -73,15 +73,17 @@ def resolve(
     *,
     source: str = "command line",
     allow_open: bool = False,
+    between: Sequence[Layer] = (),
 ) -> Config:
     """The configuration of a run.
 
     `schema_of` sees the raw values given (flat, "model/family" and the like) and answers with the schema
     that these select. `recipe` is a shipped name, a path or a mapping; `source` is the origin of `overrides`.
     `allow_open` keeps what the recipe leaves open as ???, to be shown; such a configuration cannot be run.
+    `between` are layers over the recipe and under `overrides`.
     """
     layers = [] if recipe is None else read_recipe(recipe).layers
-    return _build(schema_of, [*layers, override_layer(overrides, source)], allow_open)
+    return _build(schema_of, [*layers, *between, override_layer(overrides, source)], allow_open)
 
 
 def load_saved(

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bessemer.data.chat import spoken
 from bessemer.data.lock import exclusive
 from bessemer.data.making import make_rows
 from bessemer.data.mixture import DatasetStyle, Sampling
@@ -79,13 +80,15 @@ def open_store(
     if existing is not None:
         return existing
     source = find_source(sampling.name)
+    held_out = held_out_source(sampling.name)
     out = store_place(sampling, source, tokenizer, root, settings=chosen)
     if not is_store(out):
         prepare(
             source,
             out,
             tokenizer,
-            val_fraction=chosen.val_fraction,
+            val=held_out,
+            val_fraction=chosen.val_fraction if held_out is None else 0.0,
             on_error=chosen.on_error,
             workers=chosen.workers,
             text_key=chosen.text_key,
@@ -105,8 +108,10 @@ def store_place(
     settings: DataSettings,
 ) -> Path:
     """Where the store of a source is, or will be once it is prepared."""
-    options = Options(settings.val_fraction, settings.on_error, settings.text_key, settings.dedup)
-    key = content_key({"train": source}, tokenizer, options)
+    held_out = held_out_source(sampling.name)
+    groups = {"train": source} if held_out is None else {"train": source, "val": held_out}
+    share = settings.val_fraction if held_out is None else 0.0
+    key = content_key(groups, tokenizer, Options(share, settings.on_error, settings.text_key, settings.dedup))
     label = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(sampling.name).name).strip("-") or "data"
     return data_root(root or settings.root) / "stores" / f"{label[:60]}-{key[:16]}"
 
@@ -176,6 +181,14 @@ def find_source(name: str) -> Source:
         if re.fullmatch(r"[\w-]+", name):
             raise InputError(f"{error} Registered datasets: {', '.join(datasets.names())}.") from error
         raise
+
+
+def held_out_source(name: str) -> Source | None:
+    """The held-out part of a registered dataset that has one of its own (the trait `held_out`)."""
+    if name not in datasets:
+        return None
+    held_out = datasets.entry(name).traits.get("held_out")
+    return None if held_out is None else as_source(held_out())
 
 
 def tokenizer_for(
@@ -287,5 +300,7 @@ def _texts(source: Source, text_key: str | None) -> Iterator[str]:
     else:
         reads = documents_of(source.items, text_key)
     for read in reads:
-        if isinstance(read, Document) and read.text:
+        if isinstance(read, Document) and read.messages:
+            yield spoken(read.messages)
+        elif isinstance(read, Document) and read.text:
             yield read.text

@@ -13,14 +13,14 @@ import numpy as np
 
 from bessemer.data.mixture import DatasetStyle
 from bessemer.data.packing import Plan, crop, pack
-from bessemer.data.pieces import CroppedRows, PieceRows, supervised
+from bessemer.data.pieces import CroppedRows, PieceRows
 from bessemer.data.readers import Bad, document_of
-from bessemer.data.rows import PmdRows, Rows, check_length
+from bessemer.data.rows import PmdRows, Rows, check_length, supervised
 from bessemer.data.store import ArrayStore, Store, TokenStore
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 
-VERSION = 1  # of the plans; raised when packing changes
+VERSION = 2  # of the plans; raised when packing changes
 
 
 def make_rows(
@@ -34,7 +34,7 @@ def make_rows(
     allow_short: bool = False,
     text_key: str | None = None,
 ) -> Rows:
-    """Rows of `data`: a store, or anything with `len` and `[i]` (texts, {"text"}, {"input_ids",
+    """Rows of `data`: a store, or anything with `len` and `[i]` (texts, {"text"}, {"messages"}, {"input_ids",
     "loss_mask"}), which is encoded into memory with `tokenizer`.
 
     truncation: which end of a PADDED example too long for a row stays; on_empty: what to do with a PADDED
@@ -52,8 +52,7 @@ def make_rows(
     if style is DatasetStyle.PADDED:
         return _padded(store, block_size, truncation, on_empty)
     if style is DatasetStyle.PACKED:
-        plan = _kept_plan(store, f"packed-{block_size}", lambda: pack(store.offsets, block_size))
-        return PieceRows(store, block_size, plan, "PACKED", {})
+        return _packed(store, block_size)
     if style is DatasetStyle.CROPPED and len(store.tokens) > block_size:
         plan = _kept_plan(store, f"cropped-{block_size}", lambda: crop(store.offsets, block_size))
         return CroppedRows(store, block_size, plan)
@@ -73,7 +72,7 @@ def store_of(items: Any, tokenizer: Tokenizer | None, text_key: str | None = Non
     masks: list[np.ndarray] = []
     masked = False
     for number in range(len(items)):
-        read = document_of(items[number], f"example {number}", text_key)
+        read = document_of(items[number], f"example {number}", text_key, tokenizer)
         if isinstance(read, Bad):
             raise InputError(f"{read}.")
         ids = [tokenizer.bos_id, *tokenizer.encode(read.text)] if read.text is not None else read.ids or []
@@ -86,6 +85,17 @@ def store_of(items: Any, tokenizer: Tokenizer | None, text_key: str | None = Non
         masks.append(np.ones(len(ids), np.uint8) if read.mask is None else np.array(read.mask, np.uint8))
     info = {"vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id, "tokenizer": tokenizer.hash}
     return ArrayStore.of(arrays, masks if masked else None, info)
+
+
+def _packed(store: Store, block_size: int) -> Rows:
+    """Best fit. Of supervised data, pieces without a trained token are left out: a whole row of them has no loss."""
+    plan = _kept_plan(store, f"packed-{block_size}", lambda: pack(store.offsets, block_size, store.mask))
+    if store.mask is None:
+        return PieceRows(store, block_size, plan, "PACKED", {})
+    if not len(plan):
+        raise InputError("no token of the data is trained on: all of its mask is 0.")
+    left_out = int(np.maximum(np.diff(store.offsets) - 1, 0).sum()) - int(plan.lengths.sum(dtype=np.int64))
+    return PieceRows(store, block_size, plan, "PACKED", {"untrained_tokens": left_out})
 
 
 def _padded(store: Store, block_size: int, truncation: str, on_empty: str) -> Rows:

@@ -67,12 +67,14 @@ def write_split(shards: Shards, keep: np.ndarray, out: Path, tokenizer: Tokenize
     out.mkdir(parents=True)
     masked = any(read_counts(s)["masked"] for s in shards)
     digest = hashlib.sha256()
+    trained = 0
     for name in ["tokens.bin", "mask.bin"] if masked else ["tokens.bin"]:
         with open(out / name, "wb") as file:
             for shard, chosen in zip(shards, _per_shard(shards, keep), strict=True):
                 for block in _kept(shard, name, chosen, tokenizer):
                     file.write(block)
                     digest.update(block)
+                    trained += block.count(1) if name == "mask.bin" else 0
             file.flush()
             os.fsync(file.fileno())
     sizes = sizes_of(shards)[keep]
@@ -94,6 +96,8 @@ def write_split(shards: Shards, keep: np.ndarray, out: Path, tokenizer: Tokenize
         "tokenizer": tokenizer.hash,
         "sha256": digest.hexdigest(),
     }
+    if masked:
+        info["supervised"] = trained
     write_json(out / "store.json", info)
     return info
 

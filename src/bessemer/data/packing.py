@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bessemer.data.rows import supervised
+
 BUFFER = 1000  # documents CROPPED chooses among
 
 
@@ -26,13 +28,14 @@ class Plan:
         return len(self.first) - 1
 
 
-def pack(offsets: np.ndarray, block_size: int) -> Plan:
+def pack(offsets: np.ndarray, block_size: int, mask: np.ndarray | None = None) -> Plan:
     """Best fit: each row takes the longest piece that fits, then the longest that fits what is left, and so
     on.
 
     A document of L tokens is L − 1 (input, target) pairs. More than a row of them is split: full rows, and a
     rest. Rows filled alike are dealt together: a filling is computed once and repeated while all its lengths
-    last, so the work grows with the number of different lengths, not of documents.
+    last, so the work grows with the number of different lengths, not of documents. With a mask, pieces without a
+    trained token are left out.
     """
     pairs = np.maximum(np.diff(offsets) - 1, 0)
     full, rest = np.divmod(pairs, block_size)
@@ -40,11 +43,16 @@ def pack(offsets: np.ndarray, block_size: int) -> Plan:
     number = np.arange(len(owner)) - np.repeat(np.cumsum(full) - full, full)
     whole_starts = offsets[owner] + number * block_size
     documents = np.flatnonzero(rest)
-    rest_starts = (offsets[:-1] + full * block_size)[documents]
-    order, widths = _best_fit(rest[documents], block_size)
+    rest_starts, rests = (offsets[:-1] + full * block_size)[documents], rest[documents]
+    if mask is not None:
+        whole_starts = whole_starts[supervised(mask, whole_starts + 1, np.full(len(owner), block_size)) > 0]
+        trained = supervised(mask, rest_starts + 1, rests) > 0
+        rest_starts, rests = rest_starts[trained], rests[trained]
+    order, widths = _best_fit(rests, block_size)
+    wholes = len(whole_starts)
     starts = np.concatenate([whole_starts, rest_starts[order]]).astype(np.int64)
-    lengths = np.concatenate([np.full(len(owner), block_size), rest[documents][order]]).astype(np.int32)
-    first = np.cumsum(np.concatenate([[0], np.ones(len(owner), np.int64), widths]), dtype=np.int64)
+    lengths = np.concatenate([np.full(wholes, block_size), rests[order]]).astype(np.int32)
+    first = np.cumsum(np.concatenate([[0], np.ones(wholes, np.int64), widths]), dtype=np.int64)
     return Plan(starts, lengths, first)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from bessemer.data.packing import Plan
-from bessemer.data.rows import Batch, base_stats, fingerprint_of, finish, padding, ragged
+from bessemer.data.rows import Batch, base_stats, fingerprint_of, finish, padding, ragged, supervised
 from bessemer.data.store import Store
 
 
@@ -107,17 +107,6 @@ def lay_out(values: np.ndarray, used: np.ndarray, shape: tuple[int, int], fill: 
         return values.reshape(shape)
     out = np.full(shape, fill, values.dtype)
     out[np.arange(shape[1]) < used[:, None]] = values
-    return out
-
-
-def supervised(mask: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """(pieces,) how many of the `counts` tokens from each start are trained on; in blocks of bounded
-    memory."""
-    out = np.zeros(len(starts), np.int64)
-    for block in np.array_split(np.arange(len(starts)), max(1, len(starts) // 4096)):
-        piece, offset = ragged(counts[block].astype(np.int64))
-        values = mask[starts[block][piece] + offset]
-        out[block] = np.bincount(piece, weights=values, minlength=len(block))
     return out
 
 

@@ -145,12 +145,14 @@ def source_key(source: Source) -> str:
     return digest.hexdigest()
 
 
-def documents_of(items: Any, text_key: str | None) -> Iterator[Document | Bad]:
+def documents_of(
+    items: Any, text_key: str | None, tokenizer: Tokenizer | None = None
+) -> Iterator[Document | Bad]:
     """Documents from Python, by index where there is one."""
     length = len(items) if hasattr(items, "__len__") else None
     values = items if length is None else (items[i] for i in range(length))
     for number, value in enumerate(values):
-        yield document_of(value, f"document {number}", text_key)
+        yield document_of(value, f"document {number}", text_key, tokenizer)
 
 
 def _existing(target: Path, key: str) -> StoreInfo:
@@ -196,7 +198,7 @@ class _Preparation:
         if isinstance(source, Files):
             return self._encode_files(name, source, workers, progress)
         tally = Tally(f"preparing {name}", 0, progress)
-        items = documents_of(source.items, self.options.text_key)
+        items = documents_of(source.items, self.options.text_key, self.tokenizer)
         shards: list[Path] = []
         while block := list(islice(items, SHARD_DOCUMENTS)):
             shards.append(self.work / f"{name}-{len(shards):06d}")
@@ -219,7 +221,11 @@ class _Preparation:
             Pool(workers, settings, tally).run(missing)
         else:
             for shard, pieces in missing:
-                reads = (read for piece in pieces for read in read_piece(piece, self.options.text_key))
+                reads = (
+                    read
+                    for piece in pieces
+                    for read in read_piece(piece, self.options.text_key, self.tokenizer)
+                )
                 self._writer(shard, tally).write(reads)
                 tally.add(done=sum(p.size for p in pieces))
         return [shard for shard, _ in tasks]
@@ -247,7 +253,9 @@ class _Preparation:
         for name, kept in keep.items():
             shutil.rmtree(self.target / name, ignore_errors=True)  # left by a join that was killed
             info = merge.write_split(shards[name], kept, self.target / name, self.tokenizer)
-            splits[name] = {k: info[k] for k in ("documents", "tokens", "bytes", "sha256")}
+            splits[name] = {
+                k: info[k] for k in ("documents", "tokens", "bytes", "sha256", "supervised") if k in info
+            }
         self.tokenizer.save(self.target)
         return self._about(shards, splits, duplicates)
 

@@ -8,19 +8,27 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from bessemer.data import chat
 from bessemer.data.sources import Piece
+from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 
-LATER = ("messages", "prompt", "chosen", "instruction")
+LATER = ("chosen", "rejected")
+CONVERSATIONS = (("messages",), ("prompt", "completion"), ("instruction", "output"))  # columns that make one
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document: text, or ids that are already tokens (with an optional loss mask of the same length)."""
+    """One document: text, or ids that are already tokens (with an optional loss mask of the same length).
+
+    A conversation that no tokenizer has written yet is its `messages`; `bytes` is how much text the ids of one hold.
+    """
 
     text: str | None = None
     ids: list[int] | None = None
     mask: list[int] | None = None
+    messages: list[chat.Message] | None = None
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +42,33 @@ class Bad:
         return f"{self.where}: {self.reason}"
 
 
-def read_piece(piece: Piece, text_key: str | None = None) -> Iterator[Document | Bad]:
+@dataclass(frozen=True)
+class Reading:
+    """How rows become documents: the column with the text, and what writes conversations (None: left as messages)."""
+
+    text_key: str | None = None
+    tokenizer: Tokenizer | None = None
+
+
+def read_piece(
+    piece: Piece, text_key: str | None = None, tokenizer: Tokenizer | None = None
+) -> Iterator[Document | Bad]:
     """Every document of the piece, in order."""
+    reading = Reading(text_key, tokenizer)
     if piece.kind == "parquet":
-        return _parquet(piece, text_key)
+        return _parquet(piece, reading)
     if piece.kind == "txt":
         return _text(piece)
     if piece.kind == "jsonl":
-        return _lines(piece, text_key)
-    return _compressed(piece, text_key)
+        return _lines(piece, reading)
+    return _compressed(piece, reading)
 
 
-def document_of(value: Any, where: str, text_key: str | None = None) -> Document | Bad:
-    """A document from a text or a mapping; the column is `text_key`, else `input_ids`, else `text`."""
+def document_of(
+    value: Any, where: str, text_key: str | None = None, tokenizer: Tokenizer | None = None
+) -> Document | Bad:
+    """A document from a text or a mapping; the column is `text_key`, else `input_ids`, else `text`, else those of a
+    conversation."""
     if isinstance(value, str):
         return _checked(value, where)
     if not isinstance(value, Mapping):
@@ -54,6 +76,9 @@ def document_of(value: Any, where: str, text_key: str | None = None) -> Document
     if text_key is None and "input_ids" in value:
         return _tokens(value, where)
     key = text_key or "text"
+    chosen = {"messages": value[key]} if text_key and chat.is_messages(value.get(key)) else None
+    if chosen or (key not in value and text_key is None):
+        return _conversation(chosen or value, where, tokenizer) or Bad(where, _missing(key, list(value)))
     if key not in value:
         return Bad(where, _missing(key, list(value)))
     if not isinstance(value[key], str):
@@ -61,10 +86,24 @@ def document_of(value: Any, where: str, text_key: str | None = None) -> Document
     return _checked(value[key], where)
 
 
+def _conversation(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Document | Bad | None:
+    """Ids and mask of a chat row, or its messages while there is no tokenizer; None: it is no chat row."""
+    try:
+        messages = chat.conversation_of(row)
+        if messages is None:
+            return None
+        if tokenizer is None:
+            return Document(messages=messages)
+        ids, mask = chat.supervised(messages, tokenizer)
+    except InputError as error:
+        return Bad(where, str(error).removesuffix("."))
+    return Document(ids=ids, mask=mask, bytes=len(chat.spoken(messages).encode()))
+
+
 def _missing(key: str, columns: list[str]) -> str:
-    chat = [c for c in LATER if c in columns]
-    if chat and key == "text":
-        return f"'{chat[0]}' rows are chat or preference data, which cannot be prepared yet"
+    pairs = [c for c in LATER if c in columns]
+    if pairs and key == "text":
+        return f"'{pairs[0]}' rows are preference data, which cannot be prepared yet"
     return f"no '{key}' (it has {', '.join(map(str, columns)) or 'nothing'}); name the column with --text-key"
 
 
@@ -88,7 +127,7 @@ def _tokens(value: Mapping[str, Any], where: str) -> Document | Bad:
     return Document(ids=ids, mask=mask)
 
 
-def _line(line: bytes, where: str, text_key: str | None) -> Document | Bad | None:
+def _line(line: bytes, where: str, reading: Reading) -> Document | Bad | None:
     if not line.strip():
         return None
     try:
@@ -99,10 +138,10 @@ def _line(line: bytes, where: str, text_key: str | None) -> Document | Bad | Non
         return Bad(where, f"not valid JSON ({error.msg} at column {error.colno})")
     if isinstance(value, str):
         return Bad(where, "expected a JSON object, not a string")
-    return document_of(value, where, text_key)
+    return document_of(value, where, reading.text_key, reading.tokenizer)
 
 
-def _lines(piece: Piece, text_key: str | None) -> Iterator[Document | Bad]:
+def _lines(piece: Piece, reading: Reading) -> Iterator[Document | Bad]:
     """Lines that begin inside [start, stop). The line before `start` belongs to the piece before."""
     with open(piece.path, "rb") as file:
         if piece.start:
@@ -113,7 +152,7 @@ def _lines(piece: Piece, text_key: str | None) -> Iterator[Document | Bad]:
         while position < piece.stop:
             line = file.readline()
             number += 1
-            read = _line(line, "", text_key)
+            read = _line(line, "", reading)
             if isinstance(read, Bad):
                 if base is None:  # counting the lines before this piece is only worth it for a message
                     base = _count_lines(piece.path, piece.start)
@@ -133,7 +172,7 @@ def _count_lines(path: str, start: int) -> int:
     return count
 
 
-def _compressed(piece: Piece, text_key: str | None) -> Iterator[Document | Bad]:
+def _compressed(piece: Piece, reading: Reading) -> Iterator[Document | Bad]:
     import pyarrow as pa
 
     number = 0
@@ -141,7 +180,7 @@ def _compressed(piece: Piece, text_key: str | None) -> Iterator[Document | Bad]:
         with pa.input_stream(piece.path, compression=piece.kind.partition("+")[2]) as stream:
             for line in io.BufferedReader(stream, 1 << 20):
                 number += 1
-                read = _line(line, f"{piece.path} line {number}", text_key)
+                read = _line(line, f"{piece.path} line {number}", reading)
                 if read is not None:
                     yield read
     except (OSError, pa.ArrowException) as error:
@@ -192,21 +231,21 @@ def _boundary(file: io.BufferedReader, mark: int, window: int, size: int) -> int
     return mark + skip if mark + window < size else size
 
 
-def _parquet(piece: Piece, text_key: str | None) -> Iterator[Document | Bad]:
+def _parquet(piece: Piece, reading: Reading) -> Iterator[Document | Bad]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(piece.path) as file:
             names = file.schema_arrow.names
-            columns = _columns(names, text_key)
+            columns = _columns(names, reading.text_key)
             if not columns:
-                raise InputError(f"{piece.path}: {_missing(text_key or 'text', names)}.")
+                raise InputError(f"{piece.path}: {_missing(reading.text_key or 'text', names)}.")
             row = sum(file.metadata.row_group(g).num_rows for g in range(piece.start))
             for batch in file.iter_batches(1024, row_groups=range(piece.start, piece.stop), columns=columns):
                 for value in batch.to_pylist():
                     row += 1
-                    yield document_of(value, f"{piece.path} row {row}", text_key)
+                    yield document_of(value, f"{piece.path} row {row}", reading.text_key, reading.tokenizer)
     except (pa.ArrowException, OSError) as error:
         yield Bad(f"{piece.path} row group {piece.start}", f"damaged parquet ({error}); copy the file again")
 
@@ -216,4 +255,7 @@ def _columns(names: list[str], text_key: str | None) -> list[str]:
         return [text_key] if text_key in names else []
     if "input_ids" in names:
         return [n for n in ("input_ids", "loss_mask") if n in names]
-    return ["text"] if "text" in names else []
+    if "text" in names:
+        return ["text"]
+    chats = next((columns for columns in CONVERSATIONS if set(columns) <= set(names)), ())
+    return [*chats, *(["input"] if "instruction" in chats and "input" in names else [])]

@@ -101,6 +101,17 @@ def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return groups, np.arange(len(groups)) - starts[groups]
 
 
+def supervised(mask: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """(pieces,) how many of the `counts` tokens from each start are trained on; in blocks of bounded
+    memory."""
+    out = np.zeros(len(starts), np.int64)
+    for block in np.array_split(np.arange(len(starts)), max(1, len(starts) // 4096)):
+        piece, offset = ragged(counts[block].astype(np.int64))
+        values = mask[starts[block][piece] + offset]
+        out[block] = np.bincount(piece, weights=values, minlength=len(block))
+    return out
+
+
 def finish(
     windows: np.ndarray, left: np.ndarray, segments: np.ndarray, trained: np.ndarray | None, pad: int
 ) -> Batch:

@@ -103,7 +103,7 @@ class ShardWriter:
         texts = iter(raw)
         bos = self.tokenizer.bos_id
         arrays: list[np.ndarray] = []
-        sizes: list[int] = []  # bytes of text, 0 for documents given as ids
+        sizes: list[int] = []  # bytes of text, 0 for ids of unknown origin
         for document in documents:
             if document.ids is None:
                 arrays.append(np.array([bos, *next(encoded)], self.dtype))
@@ -111,7 +111,7 @@ class ShardWriter:
                 sizes.append(len(content))
             else:
                 arrays.append(self._given(document.ids))
-                sizes.append(0)
+                sizes.append(document.bytes)
                 content = arrays[-1].tobytes() + bytes(document.mask or ())
             self.hashes.append(hashlib.blake2b(content, digest_size=16).digest())
         lengths = np.array([len(a) for a in arrays], np.int64)

@@ -4,7 +4,7 @@ The split before BPE is GPT-4's with one change: digits come in groups of one or
 vocabulary every three-digit number as a token of its own wastes a thousand rows of the embedding. There is no
 normaliser, and every byte has a token, so `decode(encode(text)) == text` for any text. Ordinary text never
 becomes a special token: a document that contains the characters `<|bos|>` is encoded as those seven
-characters.
+characters. A chat template that lies beside the file (tokenizer_config.json) is part of the tokenizer.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bessemer.data.templates import CONFIG, ChatTemplate
 from bessemer.errors import InputError
 
 if TYPE_CHECKING:
@@ -60,11 +61,15 @@ FILE = "tokenizer.json"
 
 
 class Tokenizer:
-    """A tokenizer and its table of bytes per token. Build one with `train`, `load` or from its JSON text."""
+    """A tokenizer and its table of bytes per token. Build one with `train`, `load` or from its JSON text.
 
-    def __init__(self, text: str, origin: str = FILE) -> None:
+    `chat_template`: how its conversations are written; None: with our tokens, where it has them.
+    """
+
+    def __init__(self, text: str, origin: str = FILE, chat_template: ChatTemplate | None = None) -> None:
         self._text = text
         self.origin = origin
+        self.chat_template = chat_template
         self._plain = _backend(text, origin)
         self._plain.encode_special_tokens = True  # "<|bos|>" in a document is text, not a control token
         described = json.loads(text)
@@ -75,7 +80,7 @@ class Tokenizer:
         self.specials: dict[str, int] = {
             token.content: index for index, token in added.items() if token.special
         }
-        self._added = set(added)
+        self._added = added
         self._vocabulary: dict[str, int] = self._plain.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(self._vocabulary.values(), default=-1) + 1
         self.bos_id: int = self._required(BOS_NAMES)
@@ -85,11 +90,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """From a `tokenizer.json`, or from a directory that holds one."""
+        """From a `tokenizer.json`, or from a directory that holds one; with the chat template beside it."""
         file = Path(path)
         file = file / FILE if file.is_dir() else file
         try:
-            return cls(file.read_text(encoding="utf-8"), str(file))
+            return cls(file.read_text(encoding="utf-8"), str(file), ChatTemplate.beside(file))
         except FileNotFoundError:
             raise InputError(
                 f"no tokenizer at '{path}': expected a {FILE} or a directory with one. Train one with "
@@ -131,25 +136,48 @@ class Tokenizer:
         return cls(backend.to_str(), f"trained, {vocab_size} tokens")
 
     def save(self, directory: str | Path) -> Path:
-        """Write `tokenizer.json` into the directory (made when missing); returns the file."""
-        file = Path(directory) / FILE
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(self._text, encoding="utf-8")
-        return file
+        """Write `files` into the directory (made when missing); returns tokenizer.json."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in self.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        return folder / FILE
+
+    @property
+    def files(self) -> dict[str, str]:
+        """Everything the tokenizer is, by file name: tokenizer.json, and tokenizer_config.json for a template."""
+        if self.chat_template is None:
+            return {FILE: self._text}
+        return {FILE: self._text, CONFIG: self.chat_template.to_json()}
 
     def to_json(self) -> str:
         return self._text
 
     @cached_property
     def hash(self) -> str:
-        """sha256 of tokenizer.json; part of every store."""
-        return hashlib.sha256(self._text.encode()).hexdigest()
+        """sha256 of the files; part of every store."""
+        return hashlib.sha256("".join(self.files.values()).encode()).hexdigest()
 
-    def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
+    def encode(self, text: str, *, allow_special: bool = False, continued: bool = False) -> list[int]:
         """Ids of the text, without bos. `allow_special`: names like `<|bos|>` in it become their special
-        ids."""
-        backend = self._special if allow_special else self._plain
+        ids. `continued`: the text goes on after other tokens, so no space is put before it."""
+        backend = self._special if allow_special else self._continued if continued else self._plain
         return backend.encode(text, add_special_tokens=False).ids
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token by its name."""
+        return self._vocabulary.get(token)
+
+    def strips(self, token: str) -> tuple[bool, bool]:
+        """Whether a special token swallows the white space before and after it."""
+        added = self._added.get(self._vocabulary.get(token, -1))
+        return (added.lstrip, added.rstrip) if added else (False, False)
+
+    @cached_property
+    def special_names(self) -> re.Pattern[str]:
+        """Matches the name of any special token; the longest first, since one may begin another."""
+        named = {*self.specials, *(self.chat_template.tokens.values() if self.chat_template else ())}
+        return re.compile("|".join(map(re.escape, sorted(named, key=len, reverse=True))) or r"(?!)")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         encoded = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -182,6 +210,16 @@ class Tokenizer:
     def _special(self) -> Backend:
         return _backend(self._text, self.origin)
 
+    @cached_property
+    def _continued(self) -> Backend:
+        """Some tokenizers put a space before the first word of a text; this one does not."""
+        described = json.loads(self._text)
+        if not _drop_first_space(described.get("pre_tokenizer")):
+            return self._plain
+        backend = _backend(json.dumps(described), self.origin)
+        backend.encode_special_tokens = True
+        return backend
+
     def _required(self, names: tuple[str, ...]) -> int:
         for name in names:
             if name in self._vocabulary:
@@ -190,6 +228,17 @@ class Tokenizer:
             f"{self.origin} has no token to begin a document with; looked for {', '.join(names)}. Add one of "
             f"them to its added_tokens as a special token."
         )
+
+
+def _drop_first_space(part: Any) -> bool:
+    """Change a described pre-tokenizer in place; whether there was anything to change."""
+    if not isinstance(part, dict):
+        return False
+    changed = [_drop_first_space(below) for below in part.get("pretokenizers", [])]
+    if part.get("type") == "Metaspace" and part.get("prepend_scheme") == "first":
+        part["prepend_scheme"] = "never"
+        return True
+    return any(changed)
 
 
 def _backend(text: str, origin: str) -> Backend:

@@ -32,7 +32,7 @@ def serve(requests: TextIO, replies: TextIO) -> None:
     for line in requests:
         shard = json.loads(line)
         pieces = [Piece(*values) for values in shard["pieces"]]
-        documents = (read for piece in pieces for read in read_piece(piece, settings["text_key"]))
+        documents = (read for piece in pieces for read in read_piece(piece, settings["text_key"], tokenizer))
         writer = ShardWriter(
             Path(shard["out"]), tokenizer, settings["on_error"], lambda d, t: reply(documents=d, tokens=t)
         )

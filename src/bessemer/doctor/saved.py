@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from typing import Any
 
 from bessemer.checkpoint import Checkpoints, retention
 from bessemer.checkpoint.manifest import Progress, step_name, unlisted_files
+from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.doctor.findings import Diagnosis
-from bessemer.errors import StorageError
+from bessemer.errors import InputError, StorageError
 from bessemer.job import RunDirectory
 from bessemer.report.table import size
 from bessemer.training.restore import META_KEYS
@@ -83,8 +83,11 @@ def _beside(checkpoints: Checkpoints, step: int, found: Diagnosis) -> None:
     except (StorageError, ValueError, TypeError) as error:
         found.add("checkpoints", "error", f"{step_name(step)}: loop.json is not usable ({error}).", older)
     expected = meta.get("tokenizer_hash")
-    path = checkpoints.path(step) / "tokenizer.json"
-    actual = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    path = checkpoints.path(step) / FILE
+    try:
+        actual = Tokenizer.load(path).hash if path.is_file() else None
+    except InputError:
+        actual = None
     if expected != actual:
         text = f"{step_name(step)}: its tokenizer.json is not the one that meta.json names."
         found.add("checkpoints", "error", text, older)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.config import field
+from bessemer.errors import InputError
 from bessemer.models.cross_entropy import LossOptions, _pick, _statistics, _token_loss, target_weights
 from bessemer.models.readout import Readout
 from bessemer.models.token_scores import scores_of
@@ -45,8 +46,14 @@ class LanguageModel(nn.Module):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         deterministic: bool = True,
+        embedding_noise: float = 0.0,
     ) -> tuple[Array, Array, dict[str, Array]]:
         """(Σ w·loss, Σ w, {"nll": Σ w·nll}). w is `loss_mask` (1 without one), 0 where the target is below 0."""
+        if embedding_noise:
+            raise InputError(
+                f"{type(self).__name__} does not say where its embeddings are, so it cannot add noise to them: set "
+                "sft.neftune_alpha=0, or give it a `loss` that takes embedding_noise."
+            )
         targets = batch["target_ids"]
         weights = target_weights(batch)
         logits = self._logits_of(batch, deterministic)

@@ -6,6 +6,7 @@ gates are float32 inside.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -124,6 +125,12 @@ def dropout(x: Array, rate: float, key: Array | None) -> Array:
     if key is None or rate == 0.0:
         return x
     return jnp.where(jax.random.bernoulli(key, 1.0 - rate, x.shape), x / (1.0 - rate), 0).astype(x.dtype)
+
+
+def add_noise(x: Array, alpha: float, key: Array) -> Array:
+    """x + U(−1, 1)·α/√(T·D), whatever the number of rows. x: (B, T, D)."""
+    scale = alpha / math.sqrt(x.shape[1] * x.shape[2])
+    return x + scale * jax.random.uniform(key, x.shape, x.dtype, -1.0, 1.0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -99,14 +99,19 @@ class GPT(GPTSettings):
         positions: Array | None = None,
         segment_ids: Array | None = None,
         deterministic: bool = True,
+        embedding_noise: float = 0.0,
     ) -> Array:
-        """The normed output of the last layer, (B, T, D): what the head reads. input_ids: (B, T)."""
+        """The normed output of the last layer, (B, T, D): what the head reads. input_ids: (B, T).
+
+        `embedding_noise` α adds U(−1, 1)·α/√(T·D), drawn from the stream "noise"."""
         if positions is None:
             positions = jnp.arange(input_ids.shape[1])[None]
         documents = segment_ids if self.document_mask else None
         dropping = self.dropout > 0 and not deterministic
         key = self.make_rng("dropout") if dropping else None
         x = self._embed(input_ids)
+        if embedding_noise > 0:
+            x = blocks.add_noise(x, embedding_noise, self.make_rng("noise"))
         if self.smear:
             same = None if documents is None else documents == blocks.shift(documents, documents[:, :1])
             x = self._smear(x, blocks.shift(x, jnp.zeros_like(x[:, :1])), same)
@@ -123,12 +128,13 @@ class GPT(GPTSettings):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         deterministic: bool = True,
+        embedding_noise: float = 0.0,
     ) -> tuple[Array, Array, dict[str, Array]]:
         """(Σ w·loss, Σ w, {"nll": Σ w·nll}). w is `loss_mask` (1 without one), 0 where the target is below 0."""
         targets = batch["target_ids"]
         weights = target_weights(batch)
         loss, nll = cross_entropy(
-            self._hidden_of(batch, deterministic),
+            self._hidden_of(batch, deterministic, embedding_noise),
             self.head,
             targets,
             weights,
@@ -168,9 +174,9 @@ class GPT(GPTSettings):
         """What the logits are made of: to be compared with another model's without making them."""
         return Readout(self._hidden_of(batch, deterministic), self.head, self.vocab_size, self.softcap)
 
-    def _hidden_of(self, batch: Mapping[str, Array], deterministic: bool) -> Array:
+    def _hidden_of(self, batch: Mapping[str, Array], deterministic: bool, noise: float = 0.0) -> Array:
         return self.hidden(
-            batch["input_ids"], batch.get("positions"), batch.get("segment_ids"), deterministic
+            batch["input_ids"], batch.get("positions"), batch.get("segment_ids"), deterministic, noise
         )
 
     # -- decoding ------------------------------------------------------------------------------------------------

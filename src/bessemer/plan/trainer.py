@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 
 from bessemer.config import Config, configuration, configure, dotted, resolve
+from bessemer.config.layers import Layer
 from bessemer.data import DataPlan, DataSettings, Sampling, Tokenizer, find_source, open_dataset
 from bessemer.data.catalog import store_directory, store_place, tokenizer_place
 from bessemer.data.store import is_store
@@ -23,8 +24,10 @@ from bessemer.registry import jobs
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import microbatch
 from bessemer.training.data_parts import DataParts, stage_boundaries
+from bessemer.training.first import planned_from
 from bessemer.training.functions import Functions, build_functions
 from bessemer.training.horizon import plan_horizon, target_of
+from bessemer.training.inherit import begun_from
 from bessemer.training.launch import Overrides
 from bessemer.training.model_parts import ModelParts, build_model
 from bessemer.training.schema import schema_of
@@ -45,7 +48,11 @@ ROW_TYPES = {
 
 def planned_trainer(recipe: Any, overrides: Overrides = (), *, compiles: bool = True) -> BaseTrainer:
     """Resolve and build as `bessemer train` does, with assumptions in place of data. Nothing is written."""
-    config = resolve(schema_of, recipe, overrides, allow_open=True)
+
+    def resolved(between: tuple[Layer, ...] = ()) -> Config:
+        return resolve(schema_of, recipe, overrides, allow_open=True, between=between)
+
+    config = begun_from(resolved, planned_from(resolved, resolved()), "runs")
     close(config)
     with configuration(config):
         topology = make_topology(configure(TopologySettings))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bessemer.config import configure, dotted
 from bessemer.data import (
     DataPlan,
-    DatasetStyle,
     DataSettings,
     Sampling,
     Tokenizer,
@@ -27,6 +26,7 @@ from bessemer.training.horizon import asked, plan_horizon
 from bessemer.training.lookup_parts import allocate
 from bessemer.training.taught import taught
 from bessemer.training.validation import ValidationSet
+from bessemer.training.wishes import usual_style
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -151,7 +151,7 @@ def given_rows(trainer: BaseTrainer, source: Any) -> Any:
     block = trainer.settings.block_size
     if trainer.given.data_collator is not None:
         return CollatedRows(source, trainer.given.data_collator, block)
-    style = trainer.settings.datasets[0][0].style if trainer.settings.datasets else DatasetStyle.PMD
+    style = trainer.settings.datasets[0][0].style if trainer.settings.datasets else usual_style(trainer)
     if trainer.tokenizer is None:
         raise InputError(
             "examples given from Python need a tokenizer (tokenizer=… or data.tokenizer) or a data_collator."

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bessemer.config import Config, configuration, configure, dotted, load_saved, resolve
+from bessemer.config.layers import Layer
 from bessemer.errors import InputError
 from bessemer.job import ExecutionSpec, RunDirectory, RunLock, check_run_name, default_run_name, find_run
 from bessemer.job.trust import check_trust
 from bessemer.registry import jobs
 from bessemer.topology import AXES, TopologySettings, make_topology, share, start_distributed
+from bessemer.training.first import trained_first
+from bessemer.training.inherit import begun_from
 from bessemer.training.schema import schema_of
 from bessemer.training.trainer import GIVEN, BaseTrainer
 
@@ -39,12 +43,21 @@ def build_trainer(
     """Resolve, check and build a new run. Everything that can be wrong is found before anything is written."""
     if name is not None:
         check_run_name(name)
-    config = resolve(schema_of, recipe, overrides)
+
+    def resolved(between: tuple[Layer, ...] = ()) -> Config:
+        return resolve(schema_of, recipe, overrides, between=between)
+
+    config = resolved()
     topology_settings = _topology_settings(config, distributed)
     name = share("run name", lambda: new_name(recipe, name, root))
-    with configuration(config):
+    begun = time.monotonic()
+    config = trained_first(config, root)
+    elsewhere = time.monotonic() - begun
+    with configuration(begun_from(resolved, config, root)):
         spec = ExecutionSpec.local(root, name, make_topology(topology_settings))
-        return jobs.get(config["job"])(spec, **parts)
+        trainer = jobs.get(config["job"])(spec, **parts)
+    trainer.startup.elsewhere = elsewhere
+    return trainer
 
 
 def new_name(recipe: Any, name: str | None, root: str | Path) -> str:

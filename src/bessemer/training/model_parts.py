@@ -15,6 +15,7 @@ from bessemer.models.fp8 import GPU_OPTIONS as FLOAT8_OPTIONS
 from bessemer.models.split import Split, make_split
 from bessemer.registry import models
 from bessemer.topology import has_float8
+from bessemer.training.wishes import grant_wishes
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -34,6 +35,7 @@ class ModelParts(NamedTuple):
 
 
 def build_model(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> ModelParts:
+    grant_wishes(trainer)
     model = trainer.given.model
     if model is None:
         fit_vocabulary(trainer, tokenizer)

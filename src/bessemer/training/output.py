@@ -158,7 +158,7 @@ def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: 
     shape = {name: tree.get(name, {}) for name in ("model", "architecture")}
     (target / "config.json").write_text(json.dumps(shape, indent=1), encoding="utf-8")
     if trainer.tokenizer is not None:
-        (target / "tokenizer.json").write_text(trainer.tokenizer.to_json(), encoding="utf-8")
+        trainer.tokenizer.save(target)
     if (allocation := getattr(trainer.model, "allocation", None)) is not None:
         (target / ALLOCATION).write_text(allocation.to_json(), encoding="utf-8")
     return target

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from bessemer.checkpoint import Checkpoints
 from bessemer.errors import InputError, StorageError
 from bessemer.generate.load import flat, located, parse_config, read_whole
-from bessemer.job import Snapshot, find_run
+from bessemer.job import Snapshot
 from bessemer.job.jobs import step_of
 from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.models.split import split_of
@@ -74,7 +73,7 @@ def snapshot(trainer: BaseTrainer) -> Snapshot:
     """Everything a checkpoint holds, as of the current step."""
     files = {"loop.json": trainer.loop_state.to_json(), "config.yaml": trainer.config.to_yaml()}
     if trainer.tokenizer is not None:
-        files["tokenizer.json"] = trainer.tokenizer.to_json()
+        files |= trainer.tokenizer.files
     if (allocation := getattr(trainer.model, "allocation", None)) is not None:
         files[ALLOCATION] = allocation.to_json()
     return Snapshot(trainer.step, saved_tree(trainer.state), files, meta(trainer, trainer.step))
@@ -150,34 +149,6 @@ def machine_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) ->
 
 def _short(value: Any) -> str:
     return str(value)[:12]
-
-
-def pin_init(trainer: BaseTrainer) -> None:
-    """Resolve `init` to one checkpoint before anything is written, and keep that choice: a restart takes the same."""
-    path = trainer.settings.init
-    if path is None:
-        return
-    named = Path(path)
-    step = step_of(named.name) if re.fullmatch(r"step_\d+", named.name) else None
-    run = find_run(named.parent.parent if step is not None else path, trainer.spec.root)
-    manager = trainer.checkpoint_manager.at(run.checkpoints)
-    if step is None:
-        step, messages = manager.newest_valid()
-        for message in messages:
-            trainer.say(f"warning: {message}")
-    elif problems := manager.verify(step):
-        raise InputError(f"init={path} cannot be used: {'; '.join(problems)}.")
-    if step is None:
-        raise InputError(f"init={path}: the run has no checkpoint to take weights from.")
-    saved = json.loads(manager.read(step, "meta.json"))
-    if trainer.tokenizer is not None and saved["tokenizer_hash"] != trainer.tokenizer.hash:
-        raise InputError(
-            f"init={path}: those weights were trained with another tokenizer, so ids would mean other words. "
-            f"Use it here too: data.tokenizer={manager.path(step) / 'tokenizer.json'}"
-        )
-    if not trainer.config.provenance["init"].startswith("chosen"):
-        trainer.config.set("init", str(manager.path(step)), f"the newest checkpoint of {path}")
-        trainer.settings.init = str(manager.path(step))
 
 
 def initial_params(trainer: BaseTrainer, params: Any) -> Any:

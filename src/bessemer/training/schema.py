@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import typing
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bessemer import config as config_room
 from bessemer.config import Config, Schema, gather, slashed
+from bessemer.config.layers import Layer
 from bessemer.data import DataSettings
 from bessemer.errors import InputError
 from bessemer.models.lora import LoraSettings
@@ -19,6 +21,7 @@ from bessemer.registry import callbacks, import_plugin, jobs, models, objectives
 from bessemer.selectors import explain_unselected
 from bessemer.topology import TopologySettings
 from bessemer.training.callback import Callback
+from bessemer.training.inherit import begun_from, is_begun
 from bessemer.training.settings import GuardSettings, LoggingSettings
 
 if TYPE_CHECKING:
@@ -65,17 +68,24 @@ def optimizer_names(trainer: type[BaseTrainer], values: Mapping[str, Any]) -> tu
     )
 
 
-def config_for(trainer: type[BaseTrainer], arguments: Mapping[str, Any] | None) -> Config:
-    """The configuration in force, or the class's defaults; `arguments` override either."""
+def config_for(
+    trainer: type[BaseTrainer], arguments: Mapping[str, Any] | None, root: str | Path = "runs"
+) -> Config:
+    """The configuration in force, or the class's defaults; `arguments` override either. `root`: where `init` is."""
     ambient = config_room.current()
-    if ambient is not None and not arguments:
+    if ambient is not None and not arguments and is_begun(ambient):
         record_class(ambient, trainer)
         return ambient
-    given = {} if ambient is None else {key: ambient[key] for key in ambient.values if ambient.is_set(key)}
+    origins = {} if ambient is None else ambient.provenance
+    given = {} if ambient is None else ambient.given()
+    recipe = {key: given.pop(key) for key in list(given) if origins[key].startswith("recipe")}
     given |= {slashed(key): value for key, value in (arguments or {}).items()}
-    config = config_room.resolve(
-        lambda values: trainer_schema(trainer, values), overrides=given, source="python"
-    )
+
+    def resolved(between: tuple[Layer, ...] = ()) -> Config:
+        schema = functools.partial(trainer_schema, trainer)
+        return config_room.resolve(schema, recipe, given, source="python", between=between)
+
+    config = begun_from(resolved, resolved(), root)
     record_class(config, trainer)
     return config
 

@@ -30,7 +30,10 @@ class BaseTrainerConfig:
         help="let resume go on with other data or another tokenizer; it is then another run from there on",
     )
     init: str | None = field(
-        "init", default=None, help="start from the weights of a run or of a checkpoint directory"
+        "init",
+        default=None,
+        help="start from the weights of a run or checkpoint, whose tokenizer and shapes it takes over; recipe:NAME "
+        "trains that recipe first, once",
     )
     seed: int = field("seed", default=1337, minimum=0, help="the only source of randomness")
     family: str = field("model/family", default="gpt", help="model family: a name from the models registry")

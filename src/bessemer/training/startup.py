@@ -15,12 +15,15 @@ class StartUp:
         self.parts: dict[str, float] = {}
         self.compiled = Programs()
         self.done = False
+        self.elsewhere = (
+            0.0  # seconds before there was a trainer that another run took: one that is started from
+        )
         self._made = self._last = time.monotonic()
         self._programs = programs_so_far()
 
     def began(self, moment: float, name: str = "imports and devices") -> None:
         """The program began at `moment` (of time.monotonic), before there was a trainer to be timed."""
-        self.parts = {name: max(0.0, self._made - moment), **self.parts}
+        self.parts = {name: max(0.0, self._made - moment - self.elsewhere), **self.parts}
 
     def lap(self, name: str) -> None:
         if self.done:

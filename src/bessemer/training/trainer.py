@@ -30,6 +30,7 @@ from bessemer.training import (
     data_parts,
     functions,
     generation,
+    inherit,
     model_parts,
     outcome,
     output,
@@ -89,7 +90,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     ):
         assert spec.topology is not None, "the spec has no topology: use ExecutionSpec.local(root, name=...)"
         super().__init__(spec)
-        self.config: Config = schema.config_for(type(self), arguments)
+        self.config: Config = schema.config_for(type(self), arguments, spec.root)
         self.topology: Topology = spec.topology
         self.given_callbacks = tuple(callbacks)
         self.given = data_parts.GivenParts(
@@ -116,12 +117,14 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.lora = configure(LoraSettings)
             self.time_limit = seconds_of(self.settings.time_limit)
             self.model_parts = self.configure_model()
-            restore.pin_init(self)
+            if (taken := inherit.describe(self.config)) is not None:
+                self.note_derived("init", self.settings.init, taken)
             self.teacher = teacher.find_teacher(self)
             self.data = self.configure_dataloaders()
             self.startup.lap("data")
             keep_compiled_programs(self.config["data/root"])
             self.functions = self.configure_functions()
+            inherit.check_start(self)
         self.activity: outcome.Activity | None = None  # besides the steps
         self.stop_agreement = StopAgreement()
         self.start_over()

@@ -1,0 +1,51 @@
+"""Supervised fine-tuning: cross-entropy of what the assistant says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import Array
+
+from bessemer.config import field
+from bessemer.data.mixture import DatasetStyle
+from bessemer.registry import objectives
+
+NOISE = 1  # purpose folded into the step's key; dropout takes the key itself
+
+
+@dataclass(frozen=True)
+class SftSettings:
+    neftune_alpha: float = field(
+        "sft/neftune_alpha",
+        default=0.0,
+        minimum=0.0,
+        help="α of NEFTune: noise on the embeddings while training, uniform in ±α/√(T·D); 0 = off, 5 is usual",
+    )
+
+
+@objectives.register("sft", settings=(SftSettings,), style=DatasetStyle.PACKED, document_mask=True)
+def sft(
+    apply: Callable[..., Any],
+    params: Any,
+    batch: Mapping[str, Array],
+    key: Array | None,
+    settings: SftSettings,
+) -> tuple[Array, Array, dict[str, Array]]:
+    """Σ_t w_t · (−log p(target_t)), its weight Σ w, and Σ w·nll.
+
+    w is `loss_mask`, and 0 where the target is below 0 (−1 here, −100 elsewhere): prompts, tool outputs and padding
+    weigh nothing, also in the denominator, which is the number of supervised tokens of the whole global batch. With α
+    the embeddings get ε ~ U(−1, 1)·α/√(T·D), never in evaluation (no key). Source of the noise: NEFTune, Jain et al.
+    2023, arXiv 2310.05914.
+    """
+    if key is None:
+        return apply(params, batch, method="loss")
+    rngs = {"dropout": key}
+    noise: dict[str, float] = {}
+    if settings.neftune_alpha > 0:
+        rngs["noise"] = jax.random.fold_in(key, NOISE)
+        noise["embedding_noise"] = settings.neftune_alpha
+    return apply(params, batch, deterministic=False, method="loss", rngs=rngs, **noise)

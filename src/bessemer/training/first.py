@@ -1,0 +1,115 @@
+"""`init=recipe:NAME`: the run to start from is that recipe's own, trained first and once, beside this run.
+
+It is an ordinary run, RUNS/NAME-base: the next that asks for it finds it finished, and one that was stopped is
+continued. Recipes may begin from each other in a row (dpo from sft, sft from a tiny pretrained model).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from bessemer.config import Config, dotted, resolve
+from bessemer.config.layers import Layer, override_layer
+from bessemer.config.values import plain
+from bessemer.errors import InputError, Stopped
+from bessemer.job import RunDirectory
+from bessemer.job.trust import saved_tree
+from bessemer.topology import process_index, share
+from bessemer.training.inherit import ORIGIN, Resolve, inherited
+from bessemer.training.schema import schema_of
+
+PREFIX = "recipe:"
+PASSED = ("topology/", "data/root", "logging/progress", "plugins")
+"""What that run takes from the one that asks for it, since it cannot change its weights."""
+
+
+def trained_first(config: Config, root: str | Path) -> Config:
+    """`config` with `init` naming a finished run where it named a recipe."""
+    init = config["init"]
+    if init is None or not init.startswith(PREFIX):
+        return config
+    recipe = init.removeprefix(PREFIX)
+    directory = RunDirectory(Path(root) / f"{Path(recipe).stem}-base")
+    passed = {key: config[key] for key in config.given() if key.startswith(PASSED)}
+    state = share(f"the run of {init}", lambda: state_of(directory, recipe))
+    if state != "done":
+        word = "continued" if state == "begun" else "trained"
+        say(f"init       {init} is {word} first, once: {directory.path}")
+        try:
+            _train(recipe, directory, passed, state, root)
+        except Stopped as error:
+            raise Stopped(
+                f"{error} Or run the same command again: it goes on there, then with its own run."
+            ) from None
+        say(f"init       {init} is done; now the run itself")
+    config.set("init", str(directory.path), f"the run of {init}")
+    return config
+
+
+def planned_from(resolved: Resolve, config: Config) -> Config:
+    """`config` as it would be once the recipes it begins from were trained; nothing is trained."""
+    init = config["init"]
+    if init is None or not init.startswith(PREFIX):
+        return config
+
+    def of_recipe(between: tuple[Layer, ...] = ()) -> Config:
+        return resolve(schema_of, init.removeprefix(PREFIX), between=between)
+
+    base = planned_from(of_recipe, of_recipe())
+    values = {**inherited(base.tree(), config), "data/tokenizer": base["data/tokenizer"]}
+    found = resolved((override_layer(values, f"{ORIGIN}{init}"),))
+    found.set("init", None, f"{init} is not trained for a plan")
+    return found
+
+
+def state_of(directory: RunDirectory, recipe: str) -> str:
+    """ "new", "begun" or "done"; a run there that is not of this recipe is refused."""
+    if not directory.config.is_file():
+        return "new"
+    wanted, saved = resolve(schema_of, recipe), _flat(saved_tree(directory.config))
+    changed = [
+        f"{dotted(key)} {saved.get(key)} there, {plain(wanted[key])} in the recipe"
+        for key, origin in wanted.provenance.items()
+        if origin.startswith("recipe") and key != "init" and _differs(key, saved, wanted)
+    ]
+    if changed:
+        raise InputError(
+            f"{directory.path} is not what recipe {recipe} would train: {'; '.join(changed[:3])}. Delete it to have it "
+            f"trained again, or start from it as it is: init={directory.path}"
+        )
+    status = directory.read_status()
+    return "done" if status.get("state") == "done" and status.get("exit_code") == 0 else "begun"
+
+
+def _differs(key: str, saved: dict[str, Any], wanted: Config) -> bool:
+    origin = str(saved.get("provenance", {}).get(dotted(key), ""))
+    own = key.startswith(("logging/", "eval/", *PASSED)) or not origin.startswith("recipe")
+    return not own and saved.get(key) != plain(wanted[key])
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and name != "provenance":
+            flat |= _flat(value, f"{prefix}{name}/")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _train(
+    recipe: str, directory: RunDirectory, passed: dict[str, Any], state: str, root: str | Path
+) -> None:
+    from bessemer.training import launch  # which begins every run, this one too
+
+    if state == "begun":
+        kept = {key: value for key, value in passed.items() if key.startswith(launch.RESUMABLE)}
+        launch.reopen(directory.path, kept, root=root).run()
+    else:
+        launch.build_trainer(recipe, passed, name=directory.name, root=root).run()
+
+
+def say(text: str) -> None:
+    if process_index() == 0:
+        print(text, flush=True)

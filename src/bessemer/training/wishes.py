@@ -1,0 +1,50 @@
+"""What an objective asks of the rest of a run: rows of a style, documents that do not see each other.
+
+They are traits of its registration (`style`, `document_mask`). A style given for a dataset and a value given for the
+setting win; what is filled in here is said with its reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from bessemer.data import DatasetStyle, Sampling
+from bessemer.registry import objectives
+
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
+
+MASK = "architecture/document_mask"
+DATASET = "training/dataset"
+
+
+def usual_style(trainer: BaseTrainer) -> DatasetStyle:
+    """Rows of data that is named without a style."""
+    return objectives.entry(trainer.settings.objective).traits.get("style", DatasetStyle.PMD)
+
+
+def grant_wishes(trainer: BaseTrainer) -> None:
+    """Before the model is made."""
+    entry, config = objectives.entry(trainer.settings.objective), trainer.config
+    style = usual_style(trainer)
+    if any(sampling.style is DatasetStyle.PMD for sampling in _samplings(trainer)) and style.name != "PMD":
+        trainer.settings.datasets = [
+            [_restyled(sampling, style) for sampling in mixture] for mixture in trainer.settings.datasets
+        ]
+        # The origin stays the user's: who reads the configuration again must find the data as it was trained on.
+        config.values[DATASET] = trainer.settings.datasets
+        why = f"objective {entry.name}: windows of PMD would cut examples apart"
+        trainer.note_derived("training.dataset style", style.name, why)
+    if entry.traits.get("document_mask") and MASK in config and not config.is_set(MASK):
+        config.set(MASK, True, f"objective {entry.name}")
+        why = f"objective {entry.name}: examples of one row do not see each other"
+        trainer.note_derived("architecture.document_mask", True, why)
+
+
+def _samplings(trainer: BaseTrainer) -> list[Sampling]:
+    return [sampling for mixture in trainer.settings.datasets for sampling in mixture]
+
+
+def _restyled(sampling: Sampling, style: DatasetStyle) -> Sampling:
+    return dataclasses.replace(sampling, style=style) if sampling.style is DatasetStyle.PMD else sampling

@@ -1,0 +1,143 @@
+"""`init`: a run takes tokenizer and shapes from the one it starts from, and refuses what contradicts the weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import pytest
+from tests.faults.in_place import one_device
+from tests.tiny_run import make_run, tiny_params
+
+from bessemer.errors import InputError
+from bessemer.job import RunDirectory
+from bessemer.plan.trainer import planned_trainer
+from bessemer.training import launch
+from bessemer.training.first import state_of
+from bessemer.training.trainer import BaseTrainer
+
+SETTINGS = {
+    "training.steps": 2,
+    "training.batch_size": 8,
+    "training.per_device_batch_size": 8,
+    "training.validation_steps": 8,
+    "data.val_fraction": 0.2,
+    "optimization.name": "adamw",
+    "logging.progress": "none",
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device, and no plots."""
+    monkeypatch.setattr(launch, "make_topology", one_device)
+    monkeypatch.setattr("bessemer.report.markdown.write_plots", lambda summary: [])
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Path:
+    """A run with the settings depth 2, width 32, 300 tokens, and weights at steps 10 and 20."""
+    return make_run(tmp_path, "start").path
+
+
+def build(start: Path, recipe: str = "quickstart", **settings: object) -> BaseTrainer:
+    data = {"training.dataset": str(start.parent.parent / "cats.jsonl")}
+    given = SETTINGS | data | {key.replace("__", "."): value for key, value in settings.items()}
+    return launch.build_trainer(recipe, {**given}, name="child", root=start.parent)
+
+
+def same_weights(trainer: BaseTrainer, step: int) -> bool:
+    same = jax.tree.map(
+        lambda one, other: bool((one == other).all()), trainer.state.params, tiny_params(step)
+    )
+    return all(jax.tree.leaves(same))
+
+
+def test_tokenizer_and_shapes_come_from_the_start_over_the_recipe(start: Path) -> None:
+    trainer = build(start, init=str(start))
+    assert trainer.model.width == 32 and trainer.model.depth == 2  # the recipe says 128 and 3
+    assert trainer.tokenizer is not None and trainer.tokenizer.vocab_size == 300  # the recipe says train:4096
+    assert trainer.model.block_size == 128  # what the recipe or the caller says about the length stays
+    assert trainer.config["init"].endswith("step_00000020")
+    note = trainer.derived["init"]
+    assert "the tokenizer" in note["reason"] and "model.width=32" in note["reason"]
+    assert same_weights(trainer, 20)
+
+
+def test_an_older_checkpoint_and_the_callers_own_words(start: Path) -> None:
+    trainer = build(
+        start, init=str(start / "checkpoints/step_00000010"), architecture__block_size=16, model__depth=2
+    )
+    assert trainer.config["init"].endswith("step_00000010") and trainer.model.block_size == 16
+    assert same_weights(trainer, 10)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ({"model__depth": 3}, r"do not fit this model.*Leave out model.depth=3 \(it was 2\)"),
+        ({"architecture__value_embeddings": False}, "Leave out architecture.value_embeddings=False"),
+        ({"data__tokenizer": "train:290"}, "another tokenizer.*Leave data.tokenizer out"),
+    ],
+)
+def test_a_contradiction_is_bad_input_with_the_fix(start: Path, setting: dict, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        build(start, init=str(start), **setting)
+    assert not (start.parent / "child").exists()
+
+
+@pytest.mark.slow
+def test_the_run_goes_on_when_its_start_is_gone(start: Path) -> None:
+    """config.yaml is complete and the tokenizer kept: a killed run is the same run, wherever the start went."""
+    trainer = build(start, init=str(start), architecture__block_size=16)
+    trainer.run()
+    saved = trainer.run_directory.config.read_text()
+    shutil.rmtree(start)
+    again = launch.reopen(start.parent / "child")
+    assert again.step == 2 and again.config.to_yaml() == saved
+    assert again.tokenizer is not None and again.tokenizer.vocab_size == 300
+
+
+def test_a_plan_of_a_chain_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("second.yaml").write_text(
+        "training: {dataset: toy-text, steps: 3, batch_size: 8}\ninit: recipe:toy\n"
+    )
+    planned = planned_trainer("second.yaml", ["init=recipe:second.yaml"], compiles=False)
+    assert planned.model.width == 64 and planned.model.vocab_size == 268 and not Path("runs").exists()
+
+
+RECIPE = """\
+training: {dataset: DATA, steps: 2, batch_size: 8, per_device_batch_size: 8, validation_steps: 8}
+data: {val_fraction: 0.2}
+logging: {progress: none, preview_interval: 0}
+"""
+SHAPES = "model: {depth: 2, width: 32, head_dim: 16, window: L}\narchitecture: {block_size: 16}\n"
+
+
+@pytest.mark.slow
+def test_a_recipe_is_trained_first_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """A chain of two; found again by the next run, continued when it was stopped, refused when the recipe changed."""
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path)
+    recipe = RECIPE.replace("DATA", "cats.jsonl")
+    Path("one.yaml").write_text(recipe + SHAPES + "data.tokenizer: train:300\n")
+    Path("two.yaml").write_text(recipe + "init: recipe:one.yaml\n")
+    launch.build_trainer("two.yaml", ["init=recipe:two.yaml"], name="last")
+    assert "recipe:two.yaml is trained first" in capsys.readouterr().out
+    runs = [json.loads(Path(f"runs/{name}-base/status.json").read_text()) for name in ("one", "two")]
+    assert [(run["state"], run["step"]) for run in runs] == [("done", 2)] * 2
+    assert "one-base/checkpoints/step_00000002" in Path("runs/two-base/config.yaml").read_text()
+
+    Path("runs/two-base/status.json").write_text(json.dumps({"state": "stopped", "exit_code": 75, "step": 2}))
+    last = launch.build_trainer("quickstart", {**SETTINGS, "init": "recipe:two.yaml"}, name="other")
+    assert "two.yaml is continued first" in capsys.readouterr().out
+    assert last.model.width == 32 and last.config["init"].endswith("two-base/checkpoints/step_00000002")
+
+    Path("two.yaml").write_text(recipe.replace("steps: 2", "steps: 3") + "init: recipe:one.yaml\n")
+    with pytest.raises(InputError, match=r"training.steps 2 there, 3 in the recipe.*init=.*two-base"):
+        state_of(RunDirectory(Path("runs/two-base")), "two.yaml")
