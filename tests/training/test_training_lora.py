@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file
+from tests.tiny_run import make_run, tiny_params
 from tests.training import test_reference  # noqa: F401 -- registers the objective `held`
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.generate.load import load_model
+from bessemer.job import RunDirectory
 from bessemer.topology import make_topology
 from bessemer.training import launch, reference, restore
 
@@ -30,44 +32,45 @@ def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def short(tiny: dict[str, object]) -> dict[str, object]:
+def base(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A model to start from: random weights at step 20."""
+    return make_run(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def start(base: RunDirectory) -> dict[str, object]:
     return {
-        **tiny,
+        "init": str(base.path),
+        "training.dataset": str(base.path.parent.parent / "cats.jsonl"),
+        "training.batch_size": 8,
+        "training.per_device_batch_size": 4,
         "training.steps": 4,
-        "logging.validation_interval": -1,
-        "logging.preview_interval": -1,
-        "logging.checkpoint_interval": 2,
+        "training.validation": False,
+        "architecture.block_size": 16,
         "architecture.precision": "float32",
         "optimization.name": "adamw",
         "optimization.lr": 0.02,
+        "logging.report_interval": 1,
+        "logging.preview_interval": -1,
+        "logging.checkpoint_interval": 2,
+        "logging.progress": "none",
     }
 
 
-@pytest.fixture(scope="module")
-def base(short: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A trained model to start from."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BESSEMER_HOME", str(home))
-        patch.setattr(launch, "make_topology", lambda settings: one_device())
-        trainer = launch.build_trainer("quickstart", short, name="base", root=tmp_path_factory.mktemp("runs"))
-        trainer.run()
-    return trainer
-
-
-def lora(short: dict[str, object], base: Any, **more: object) -> dict[str, object]:
-    start = {"init": str(base.run_directory.path), "lora.rank": 4, "lora.alpha": 8}
-    return {**short, **start, **{key.replace("_", ".", 1): value for key, value in more.items()}}
+BASE = tiny_params(20)
 
 
 @pytest.fixture(scope="module")
-def adapted(short: dict[str, object], base: Any, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def lora(start: dict[str, object]) -> dict[str, object]:
+    return {**start, "lora.rank": 4, "lora.alpha": 8}
+
+
+@pytest.fixture(scope="module")
+def adapted(lora: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BESSEMER_HOME", str(home))
         patch.setattr(launch, "make_topology", lambda settings: one_device())
-        settings = lora(short, base)
-        trainer = launch.build_trainer(
-            "quickstart", settings, name="lora", root=tmp_path_factory.mktemp("runs")
-        )
+        trainer = launch.build_trainer("quickstart", lora, name="lora", root=tmp_path_factory.mktemp("runs"))
         trainer.run()
     return trainer
 
@@ -83,32 +86,34 @@ def assert_equal(one: Any, other: Any) -> None:
         np.testing.assert_array_equal(one[path], other[path], err_msg="/".join(path))
 
 
-def test_only_adapters_are_trained_and_saved(adapted: Any, base: Any) -> None:
+def test_only_adapters_are_trained_and_saved(adapted: Any) -> None:
     """No optimizer state, no gradient and no checkpoint byte for anything else; the base is as it was, bit for bit."""
     trained = adapted.model_parts.split.count(adapted.model_parts.boxed)[0]
     assert sum(leaf.size for leaf in jax.tree.leaves(adapted.state.params)) == trained
     moments = sum(leaf.size for leaf in jax.tree.leaves(adapted.state.opt_state))
     assert 2 * trained <= moments <= 2 * trained + 8  # AdamW's two, and counters
-    assert_equal(adapted.state.frozen, base.state.params)
+    assert_equal(adapted.state.frozen, BASE)
     manager = adapted.checkpoint_manager
     saved = {name.split("/")[-1] for name in manager.leaves(4) if name.startswith("params/")}
     assert saved == {"lora_a", "lora_b"}
-    assert manager.size(4) < base.checkpoint_manager.size(4) / 2
+    assert (
+        manager.size(4) < 3 * 4 * adapted.model_parts.counts["total"] / 2
+    )  # half of weights and two moments
     log = adapted.run_directory.log.read_text()
     assert f"trains     {trained:,} of {adapted.model_parts.counts['total']:,} parameters" in log
 
 
-def test_it_learns_from_where_the_base_stood(adapted: Any, base: Any) -> None:
+def test_it_learns_from_where_the_base_stood(adapted: Any) -> None:
     losses = [row["loss"] for row in rows(adapted.run_directory.path) if "loss" in row]
     assert losses[-1] < losses[0]
     start = launch.rebuild(adapted.run_directory, launch.overridden(adapted.run_directory.config, ()))
-    assert_equal(start.full_params(), base.state.params)  # the adapters add nothing yet
+    assert_equal(start.full_params(), BASE)  # the adapters add nothing yet
     assert any(
         np.abs(leaf).max() > 0 for path, leaf in arrays(adapted.state.params).items() if path[-1] == "lora_b"
     )
 
 
-def test_everything_else_sees_the_merged_weights(adapted: Any, base: Any, short: dict[str, object]) -> None:
+def test_everything_else_sees_the_merged_weights(adapted: Any, start: dict[str, object]) -> None:
     """The loaded run, the file of the finished model, and a run that starts from it."""
     whole = adapted.full_params()
     loaded = load_model(adapted.run_directory, 4)
@@ -124,31 +129,23 @@ def test_everything_else_sees_the_merged_weights(adapted: Any, base: Any, short:
     assert set(adapters) == {"/".join(path) for path in flatten_dict(adapted.state.params)}
     about = json.loads((folder / "adapters.json").read_text())
     assert about["rank"] == 4 and about["scale"] == 2.0 and len(about["adapted"]) == 12
-    settings = {**short, "init": str(adapted.run_directory.path)}
+    settings = {**start, "init": str(adapted.run_directory.path)}
     on = launch.build_trainer("quickstart", settings, name="on", root=adapted.run_directory.path.parent)
     assert_equal(on.state.params, whole)
 
 
-def test_resumed_adapters_are_the_same_run(
-    adapted: Any, base: Any, short: dict[str, object], tmp_path: Path
-) -> None:
-    first = launch.build_trainer(
-        "quickstart", lora(short, base), name="part", root=tmp_path, callbacks=[StopAt(3)]
-    )
+def test_resumed_adapters_are_the_same_run(adapted: Any, lora: dict[str, object], tmp_path: Path) -> None:
+    first = launch.build_trainer("quickstart", lora, name="part", root=tmp_path, callbacks=[StopAt(3)])
     with pytest.raises(Stopped):
         first.run()
     second = launch.reopen(tmp_path / "part")
     second.run()
     assert_same(second, adapted)
-    assert_equal(second.state.frozen, base.state.params)
+    assert_equal(second.state.frozen, BASE)
 
 
-def test_frozen_weights_that_are_gone_are_refused(
-    base: Any, short: dict[str, object], tmp_path: Path
-) -> None:
-    first = launch.build_trainer(
-        "quickstart", lora(short, base), name="part", root=tmp_path, callbacks=[StopAt(2)]
-    )
+def test_frozen_weights_that_are_gone_are_refused(lora: dict[str, object], tmp_path: Path) -> None:
+    first = launch.build_trainer("quickstart", lora, name="part", root=tmp_path, callbacks=[StopAt(2)])
     with pytest.raises(Stopped):
         first.run()
     file = next(
@@ -164,24 +161,25 @@ def test_frozen_weights_that_are_gone_are_refused(
 
 
 def test_the_reference_of_adapters_is_the_base_without_a_copy_of_it(
-    base: Any, short: dict[str, object], tmp_path: Path
+    lora: dict[str, object], tmp_path: Path
 ) -> None:
-    settings = lora(short, base) | {"objective": "held"}  # an objective that compares with a reference
+    settings = lora | {"objective": "held"}  # an objective that compares with a reference
     trainer = launch.build_trainer("quickstart", settings, name="held", root=tmp_path)
     trainer.run_directory.create()
     reference.take(trainer)
     state = trainer.state
     assert jax.tree.structure(state.reference) == jax.tree.structure(state.params)  # adapters alone
     state = state.replace(params=jax.tree.map(lambda leaf: leaf + 1, state.params))
-    assert_equal(state.whole(state.reference), base.state.params)
+    assert_equal(state.whole(state.reference), BASE)
 
 
+@pytest.mark.slow
 def test_eight_devices_are_one(
-    base: Any, short: dict[str, object], adapted: Any, tmp_path: Path, monkeypatch: Any
+    lora: dict[str, object], adapted: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """fsdp 2 × tensor 2 × data 2, remat and scan: the same losses to rounding, adapters split as their matrices are."""
     monkeypatch.setattr(launch, "make_topology", make_topology)
-    settings = lora(short, base) | {"topology.fsdp": 2, "topology.tensor": 2, "topology.data": 2}
+    settings = lora | {"topology.fsdp": 2, "topology.tensor": 2, "topology.data": 2}
     settings |= {
         "training.per_device_batch_size": 1,
         "architecture.remat": ["block"],
@@ -199,23 +197,19 @@ def test_eight_devices_are_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor", "lion"])
-def test_other_optimizers_take_adapters(
-    optimizer: str, base: Any, short: dict[str, object], tmp_path: Path
-) -> None:
-    settings = lora(short, base) | {"optimization.name": optimizer, "training.steps": 2}
+def test_other_optimizers_take_adapters(optimizer: str, lora: dict[str, object], tmp_path: Path) -> None:
+    settings = lora | {"optimization.name": optimizer, "training.steps": 2}
     trainer = launch.build_trainer("quickstart", settings, name=optimizer, root=tmp_path)
     trainer.run()
-    assert_equal(trainer.state.frozen, base.state.params)
+    assert_equal(trainer.state.frozen, BASE)
     assert all(np.abs(leaf).max() > 0 for leaf in arrays(trainer.state.params).values())
 
 
-def test_frozen_parameters_stay_and_have_no_moments(
-    short: dict[str, object], base: Any, tmp_path: Path
-) -> None:
-    settings = {**short, "init": str(base.run_directory.path), "training.freeze": ["embedding", "blocks_0/*"]}
+def test_frozen_parameters_stay_and_have_no_moments(start: dict[str, object], tmp_path: Path) -> None:
+    settings = {**start, "training.freeze": ["embedding", "blocks_0/*"]}
     trainer = launch.build_trainer("quickstart", settings, name="frozen", root=tmp_path)
     trainer.run()
-    before, after = arrays(base.state.params), arrays(trainer.full_params())
+    before, after = arrays(BASE), arrays(trainer.full_params())
     for path, leaf in before.items():
         held = path[0] in ("embedding", "blocks_0")
         assert np.array_equal(leaf, after[path]) == held, path
@@ -232,11 +226,11 @@ def test_frozen_parameters_stay_and_have_no_moments(
     assert_same(second, trainer)
 
 
-def test_flops_leave_out_the_gradients_that_are_not_made(short: dict[str, object], tmp_path: Path) -> None:
-    settings = {**short, "training.freeze": ["head"]}
+def test_flops_leave_out_the_gradients_that_are_not_made(start: dict[str, object], tmp_path: Path) -> None:
+    settings = {**start, "training.freeze": ["head"]}
     trainer = launch.build_trainer("quickstart", settings, name="flops", root=tmp_path)
     head = np.prod(trainer.model_parts.boxed["head"].value.shape)
     assert trainer.model_parts.flops_per_token == trainer.model.flops_per_token(16) - 2 * head
     with pytest.raises(InputError, match="Did you mean 'head'"):
-        launch.build_trainer("quickstart", {**short, "training.freeze": ["haed"]}, name="no", root=tmp_path)
+        launch.build_trainer("quickstart", {**start, "training.freeze": ["haed"]}, name="no", root=tmp_path)
     assert "frozen" not in restore.saved_tree(trainer.functions.abstract_state)

@@ -233,6 +233,15 @@ def read_whole(
     return split.complete(params, store.restore(0, locate(kept), only="params"))
 
 
+def check_whole(checkpoints: Checkpoints, step: int, config: Mapping[str, Any], parts: Any) -> None:
+    """Raise the error that names the arrays which `read_whole` would refuse; none is read. parts: `boxed`, `model`."""
+    split = split_of(flat(config), parts.boxed, getattr(parts.model, "group_of", None))
+    trained, kept = split.shapes(parts.boxed)
+    checkpoints.check_fits(step, unbox(trained), only="params")
+    if kept is not None:
+        frozen_store(RunDirectory(checkpoints.root.parent)).check_fits(0, unbox(kept), only="params")
+
+
 def abstract_params(model: Any, topology: Topology | None = None) -> Any:
     """Shapes, dtypes and places of the parameters; no array is made."""
     return located(boxed_params(model, topology), topology)

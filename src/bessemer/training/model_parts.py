@@ -32,6 +32,7 @@ class ModelParts(NamedTuple):
     flops_per_token_causal: float
     boxed: Any  # the parameters as shapes, with their axes
     split: Split  # which of them are trained
+    idle: int  # parameters in matrix products that get no gradient
 
 
 def build_model(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> ModelParts:
@@ -58,16 +59,17 @@ def describe_model(trainer: BaseTrainer, model: Any, tokenizer: Tokenizer | None
     boxed = jax.eval_shape(lambda key: init_variables(model, block, key), jax.random.key(0))["params"]
     group_of = getattr(model, "group_of", None)
     split = make_split(boxed, trainer.settings.freeze, trainer.lora, group_of)
-    idle = 2 * split.idle(boxed, group_of)  # FLOPs of weight gradients that are not made
+    idle = split.idle(boxed, group_of)
     return ModelParts(
         model,
         tokenizer,
         make_apply(model),
         model.count_parameters(),
-        model.flops_per_token(block) - idle,
-        model.flops_per_token(block, causal=True) - idle,
+        model.flops_per_token(block) - 2 * idle,
+        model.flops_per_token(block, causal=True) - 2 * idle,
         boxed,
         split,
+        idle,
     )
 
 

@@ -156,9 +156,9 @@ def initial_params(trainer: BaseTrainer, params: Any) -> Any:
     assert trainer.settings.init is not None
     path = Path(trainer.settings.init)
     manager, step = trainer.checkpoint_manager.at(path.parent), step_of(path.name)
-    parts, topology = trainer.model_parts, trainer.topology
+    parts, locate = trainer.model_parts, functools.partial(located, topology=trainer.topology)
     config = parse_config(manager.read(step, "config.yaml"), str(path))
     split = split_of(flat(config), parts.boxed, getattr(parts.model, "group_of", None))
-    restored = read_whole(manager, step, split, parts.boxed, functools.partial(located, topology=topology))
+    restored = read_whole(manager, step, split, parts.boxed, locate)
     trainer.say(f"weights    from {path}")
     return restored

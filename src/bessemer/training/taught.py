@@ -39,11 +39,11 @@ ABOUT = "about.json"
 
 
 class TaughtRows:
-    """Rows with the teacher's likeliest tokens as two more columns, (n, T, K) each."""
+    """Rows with the teacher's likeliest tokens as two more columns, (n, T, K) each. Their order stays the same."""
 
     def __init__(self, rows: Rows, folder: Path) -> None:
         self.rows, self.block_size, self.stats = rows, rows.block_size, rows.stats
-        self.fingerprint = hashlib.sha256(f"{rows.fingerprint}/{folder.name}".encode()).hexdigest()
+        self.fingerprint = rows.fingerprint
         self.columns = {name: np.load(folder / file, mmap_mode="r") for name, (file, _) in FILES.items()}
 
     def __len__(self) -> int:

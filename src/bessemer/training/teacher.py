@@ -7,26 +7,28 @@ from then on the run needs the teacher's own directory no more. With `distill.to
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.config import configure
+from bessemer.config import configure, resolve
 from bessemer.data.tokenizer import FILE as TOKENIZER
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate import load
-from bessemer.job import find_run
 from bessemer.job.jobs import step_of
 from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.models.split import split_of
 from bessemer.registry import objectives
 from bessemer.training.model_parts import make_apply
+from bessemer.training.schema import schema_of
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
+
+
+PREFIX = "recipe:"
 
 
 class Teacher(NamedTuple):
@@ -48,8 +50,8 @@ def find_teacher(trainer: BaseTrainer) -> Teacher | None:
     settings: Any = configure(entry.settings[0])
     if settings.teacher is None:
         raise InputError(f"objective={entry.name} learns from another run: give distill.teacher=RUN.")
-    place = kept_place(trainer) or pinned_place(trainer, settings.teacher)
-    config = load.parse_config((place / "config.yaml").read_text(encoding="utf-8"), str(place))
+    place = kept_place(trainer) or Path(settings.teacher)
+    config = config_of(trainer, place)
     model, _ = load.build_model(config, str(place))
     tokenizer = Tokenizer.load(place) if (place / TOKENIZER).is_file() else None
     model = load.allocated(model, place, tokenizer)
@@ -69,26 +71,17 @@ def kept_place(trainer: BaseTrainer) -> Path | None:
     return store.path(0) if 0 in store.committed() and (store.path(0) / "config.yaml").is_file() else None
 
 
-def pinned_place(trainer: BaseTrainer, named: str) -> Path:
-    """The teacher's checkpoint: the one that is named, or its run's newest, which is then kept in the configuration."""
-    place, notes = find_checkpoint(named, trainer.spec.root)
-    for note in notes:
-        trainer.say(f"warning: {note}")
-    if str(place) != named:
-        trainer.config.set("distill/teacher", str(place), f"the newest checkpoint of {named}")
-    return place
-
-
-def find_checkpoint(named: str, root: Path) -> tuple[Path, list[str]]:
-    """The checkpoint directory that is named, or the newest valid one of a run."""
-    path = Path(named)
-    if re.fullmatch(r"step_\d+", path.name) and (path / "config.yaml").is_file():
-        return path.absolute(), []
-    checkpoints = Checkpoints(find_run(named, root).checkpoints)
-    step, messages = checkpoints.newest_valid()
-    if step is None:
-        raise InputError(f"distill.teacher={named}: the run has no checkpoint to take weights from.")
-    return checkpoints.path(step), messages
+def config_of(trainer: BaseTrainer, place: Path) -> dict[str, Any]:
+    """The teacher's configuration; of one that a plan would train first, its recipe's."""
+    if str(place).startswith(PREFIX):
+        tree = resolve(schema_of, str(place).removeprefix(PREFIX)).tree()
+        return {**tree, "model": {**tree["model"], "vocab_size": trainer.model.vocab_size}}
+    file = place / "config.yaml"
+    if not file.is_file():
+        raise InputError(
+            f"distill.teacher={place} is gone, and the run holds no copy of it yet. Put it back."
+        )
+    return load.parse_config(file.read_text(encoding="utf-8"), str(place))
 
 
 def check_teacher(trainer: BaseTrainer, model: Any, tokenizer: Tokenizer | None, place: Path) -> None:
