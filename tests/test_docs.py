@@ -21,6 +21,7 @@ from bessemer.training.settings import BaseTrainerConfig, GuardSettings, Logging
 NOT_RUN = {
     r"bessemer eval .* harness:.*": "needs the extra `eval`: tests/evaluate/test_evaluate_harness.py",
     r"bessemer train … topology\.coordinator=.*": "two processes at once: tests/training/test_training_processes.py",
+    r"bessemer train distill .*": "trains a teacher too: tests/training/test_training_distill.py",
     r"bessemer serve .*": "it serves until it is stopped: tests/serve/test_serve_process.py",
 }
 RUN_ELSEWHERE = {"extending.md": "tests/test_extending.py"}

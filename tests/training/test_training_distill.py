@@ -13,6 +13,7 @@ from tests.training.test_training_resume import StopAt, assert_same, one_device,
 
 from bessemer.errors import InputError, Stopped
 from bessemer.job import RunDirectory
+from bessemer.plan.trainer import planned_trainer
 from bessemer.training import launch
 
 
@@ -103,3 +104,23 @@ def test_a_teacher_that_does_not_fit_is_refused(student: dict[str, object], tmp_
     for key, (value, message) in wrong.items():
         with pytest.raises(InputError, match=message):
             launch.build_trainer("quickstart", student | {key: value}, name="wrong", root=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_recipe_trains_its_teacher_first(
+    student: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `bessemer train distill` does, with a smaller recipe in place of toy; a plan trains nothing."""
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(
+        "extends: toy\nmodel: {width: 32}\ntraining: {steps: 2, batch_size: 8, validation: false}\n"
+    )
+    few = {"distill.teacher": "recipe:small.yaml", "training.steps": 2, "training.batch_size": 8}
+    planned = planned_trainer("distill", few, compiles=False)
+    assert planned.teacher is not None and planned.teacher.model.width == 32 and not Path("runs").exists()
+    trainer = launch.build_trainer("distill", few | {"logging.progress": "none"}, name="d", root="runs")
+    assert Path("runs/small-base/report.md").is_file() and trainer.model.depth == 1
+    assert trainer.config["distill/teacher"].endswith("small-base/checkpoints/step_00000002")
+    assert trainer.tokenizer is not None and trainer.tokenizer.vocab_size == trainer.teacher.model.vocab_size
+    trainer.run()
+    assert launch.is_finished("runs/d")

@@ -117,7 +117,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.lora = configure(LoraSettings)
             self.time_limit = seconds_of(self.settings.time_limit)
             self.model_parts = self.configure_model()
-            if (taken := inherit.describe(self.config)) is not None:
+            if self.settings.init is not None and (taken := inherit.describe(self.config)) is not None:
                 self.note_derived("init", self.settings.init, taken)
             self.teacher = teacher.find_teacher(self)
             self.data = self.configure_dataloaders()
