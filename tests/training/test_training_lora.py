@@ -196,9 +196,10 @@ def test_eight_devices_are_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["muon", "adafactor", "lion"])
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
 def test_other_optimizers_take_adapters(optimizer: str, lora: dict[str, object], tmp_path: Path) -> None:
-    settings = lora | {"optimization.name": optimizer, "training.steps": 2}
+    settings = {key: value for key, value in lora.items() if key != "optimization.lr"}  # its own rates
+    settings |= {"optimization.name": optimizer, "training.steps": 2}
     trainer = launch.build_trainer("quickstart", settings, name=optimizer, root=tmp_path)
     trainer.run()
     assert_equal(trainer.state.frozen, BASE)
