@@ -31,7 +31,8 @@ model: {{family: gpt, depth: {depth}, width: 64, head_dim: 16, kv_heads: 4, wind
 architecture: {{block_size: {block}, precision: float32, loss_chunks: 1}}
 training: {{dataset: '{data}', batch_size: 8, per_device_batch_size: 8, steps: {steps}, validation: false}}
 data: {{tokenizer: '{tokenizer}', val_fraction: 0, prefetch: 0}}
-logging: {{report_interval: 1, checkpoint_interval: 2, keep_last: 20, progress: none, plots: false, preview_interval: 0}}
+logging: {{report_interval: 1, checkpoint_interval: 2, keep_last: 20, progress: none,
+          plots: false, preview_interval: 0}}
 plugins: ['{recorder}']
 callbacks: [record_batches]
 """

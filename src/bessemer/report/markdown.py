@@ -87,6 +87,12 @@ def _headline(summary: Summary) -> list[str]:
     return lines
 
 
+def _trained(facts: Mapping[str, Any], parameters: Any) -> list[tuple[str, str]]:
+    """Only where a part of the parameters is frozen."""
+    trained = facts.get("trained_parameters")
+    return [] if trained is None or trained == parameters else [("trained parameters", count(trained))]
+
+
 def _numbers(summary: Summary) -> list[str]:
     facts, best = summary.facts, summary.best("val_bpb")
     tokens = summary.last("tokens") or facts.get("tokens")
@@ -104,6 +110,7 @@ def _numbers(summary: Summary) -> list[str]:
         *_guard(summary),
         ("tokens", count(tokens)),
         ("parameters", count(parameters)),
+        *_trained(facts, parameters),
         ("tokens : parameters", ratio),
         ("FLOPs per token", short(facts.get("flops_per_token"))),
         ("FLOPs per token, causal attention only", short(facts.get("flops_per_token_causal"))),

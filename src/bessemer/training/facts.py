@@ -27,6 +27,7 @@ def run_facts(trainer: BaseTrainer) -> dict[str, Any]:
         "data": trainer.data.plan.stats,
         "validation_sequences": trainer.data.validation_count,
         "parameters": parts.counts,
+        "trained_parameters": parts.split.count(parts.boxed)[0],
         "flops_per_token": parts.flops_per_token,
         "flops_per_token_causal": parts.flops_per_token_causal,
         "mfu_peak": mfu_peak(trainer, parts.model),

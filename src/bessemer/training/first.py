@@ -17,7 +17,7 @@ from bessemer.generate.load import FAMILY
 from bessemer.job import RunDirectory
 from bessemer.job.trust import saved_tree
 from bessemer.topology import process_index, share
-from bessemer.training.inherit import ORIGIN, Resolve, inherited
+from bessemer.training.inherit import INIT, ORIGIN, PLANNED, TEACHER, Resolve, inherited
 from bessemer.training.schema import schema_of
 
 PREFIX = "recipe:"
@@ -26,30 +26,42 @@ PASSED = ("topology/", "data/root", "logging/progress", "plugins")
 
 
 def trained_first(config: Config, root: str | Path) -> Config:
-    """`config` with `init` naming a finished run where it named a recipe."""
-    init = config["init"]
-    if init is None or not init.startswith(PREFIX) or FAMILY not in config:
+    """`config` with `init` (and a teacher) naming a finished run where it named a recipe."""
+    if FAMILY not in config:  # a job without a model hands it on to those that have one
         return config
+    for key in (INIT, TEACHER):
+        if str(config.get(key)).startswith(PREFIX):
+            _train_first(config, key, root)
+    return config
+
+
+def _train_first(config: Config, key: str, root: str | Path) -> None:
+    init = config[key]
     recipe = init.removeprefix(PREFIX)
     directory = RunDirectory(Path(root) / f"{Path(recipe).stem}-base")
     passed = {key: config[key] for key in config.given() if key.startswith(PASSED)}
     state = share(f"the run of {init}", lambda: state_of(directory, recipe))
     if state != "done":
         word = "continued" if state == "begun" else "trained"
-        say(f"init       {init} is {word} first, once: {directory.path}")
+        what = "teacher" if key == TEACHER else "init"
+        say(f"{what:<10} {init} is {word} first, once: {directory.path}")
         try:
             _train(recipe, directory, passed, state, root)
         except Stopped as error:
             raise Stopped(
                 f"{error} Or run the same command again: it goes on there, then with its own run."
             ) from None
-        say(f"init       {init} is done; now the run itself")
-    config.set("init", str(directory.path), f"the run of {init}")
-    return config
+        say(f"{what:<10} {init} is done; now the run itself")
+    config.set(key, str(directory.path), f"the run of {init}")
 
 
 def planned_from(resolved: Resolve, config: Config) -> Config:
     """`config` as it would be once the recipes it begins from were trained; nothing is trained."""
+    teacher = config.get(TEACHER)
+    if teacher is not None and teacher.startswith(PREFIX):
+        tokenizer = resolve(schema_of, teacher.removeprefix(PREFIX))["data/tokenizer"]
+        config = resolved((override_layer({"data/tokenizer": tokenizer}, f"{ORIGIN}{teacher}"),))
+        config.set(TEACHER, teacher, PLANNED.removeprefix("chosen: "))
     init = config["init"]
     if init is None or not init.startswith(PREFIX):
         return config

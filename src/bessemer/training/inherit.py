@@ -20,7 +20,7 @@ from bessemer.config.values import plain
 from bessemer.data import data_root
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError
-from bessemer.generate.load import FAMILY, abstract_params
+from bessemer.generate.load import FAMILY, check_whole
 from bessemer.job import RunDirectory, atomic_write, find_run
 from bessemer.job.files import storage
 from bessemer.job.jobs import step_of
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
 
 ORIGIN = "inherited from "
+INIT, TEACHER = "init", "distill/teacher"
+"""Settings that name another run."""
+PLANNED = "chosen: not trained for a plan"
 SECTIONS = ("model", "architecture")
 OWN = (
     "architecture/precision",
@@ -55,30 +58,48 @@ Resolve = Callable[[tuple[Layer, ...]], Config]
 
 
 def begun_from(resolve: Resolve, config: Config, root: str | Path) -> Config:
-    """`config`, or the one that `resolve` gives with what is inherited from its `init`, pinned to a checkpoint."""
-    init = config["init"]
-    if init is None or FAMILY not in config:  # a job without a model hands it on to those that have one
+    """`config`, or the one that `resolve` gives with what is inherited from its `init`, pinned to a checkpoint. From a
+    teacher only the tokenizer is."""
+    if FAMILY not in config:  # a job without a model hands it on to those that have one
         return config
-    if init.startswith("recipe:"):
-        raise InputError(f"init={init} is trained first by `bessemer train` and bm.train; here name a run.")
-    start, notes = find_start(init, root)
-    values = inherited(saved_tree(start / "config.yaml"), config)
-    tokenizer = keep_tokenizer(start, config["data/root"])
-    if tokenizer is not None:
-        values["data/tokenizer"] = tokenizer
-    found = resolve((override_layer(values, f"{ORIGIN}{start}"),))
-    found.set("init", str(start), "as given" if Path(init) == start else f"the newest checkpoint of {init}")
+    named = [(key, str(config[key])) for key in (TEACHER, INIT) if config.get(key) is not None]
+    layers: list[Layer] = []
+    pinned: list[tuple[str, str, str]] = []
+    notes: list[str] = []
+    for key, given in named:
+        if given.startswith("recipe:") and config.provenance[key] == PLANNED:
+            continue
+        if given.startswith("recipe:"):
+            raise InputError(
+                f"{dotted(key)}={given} is trained first by `bessemer train` and bm.train; here name a run."
+            )
+        start, said = find_start(given, root, dotted(key))
+        values = inherited(saved_tree(start / "config.yaml"), config) if key == INIT else {}
+        tokenizer = keep_tokenizer(start, config["data/root"])
+        if tokenizer is not None:
+            values["data/tokenizer"] = tokenizer
+        layers.append(override_layer(values, f"{ORIGIN}{start}"))
+        pinned.append(
+            (key, str(start), "as given" if Path(given) == start else f"the newest checkpoint of {given}")
+        )
+        notes += said
+    if not pinned:
+        return config
+    found = resolve(tuple(layers))
+    for key, value, why in pinned:
+        found.set(key, value, why)
     found.notes += notes
     return found
 
 
 def is_begun(config: Config) -> bool:
     """Whether what there is to inherit has been."""
-    return config["init"] is None or config.provenance["init"].startswith("chosen")
+    named = [key for key in (INIT, TEACHER) if config.get(key) is not None]
+    return all(config.provenance[key].startswith("chosen") for key in named)
 
 
-def find_start(init: str, root: str | Path) -> tuple[Path, list[str]]:
-    """The checkpoint that `init` names, a run (its newest valid one) or a checkpoint directory, and lines to show."""
+def find_start(init: str, root: str | Path, setting: str = INIT) -> tuple[Path, list[str]]:
+    """The checkpoint that is named, by a run (its newest valid one) or a checkpoint directory, and lines to show."""
     named = Path(init)
     is_step = re.fullmatch(r"step_\d+", named.name) is not None
     run = find_run(named.parent.parent if is_step else init, root)
@@ -88,12 +109,12 @@ def find_start(init: str, root: str | Path) -> tuple[Path, list[str]]:
     try:
         if is_step:
             if problems := checkpoints.verify(step_of(named.name)):
-                raise InputError(f"init={init} cannot be used: {'; '.join(problems)}.")
+                raise InputError(f"{setting}={init} cannot be used: {'; '.join(problems)}.")
             return named.absolute(), []
         step, messages = checkpoints.newest_valid()
         if step is None:
-            raise InputError(f"init={init}: the run has no checkpoint to take weights from.")
-        return checkpoints.path(step), [f"init: {message}" for message in messages]
+            raise InputError(f"{setting}={init}: the run has no checkpoint to take weights from.")
+        return checkpoints.path(step), [f"{setting}: {message}" for message in messages]
     finally:
         checkpoints.close()
 
@@ -169,8 +190,9 @@ def check_start(trainer: BaseTrainer) -> None:
             f"data.tokenizer out, and it is taken over; or use data.tokenizer={path / FILE}"
         )
     try:
-        known = taken_over(trainer.model, abstract_params(trainer.model), manager.leaves(step))
-        manager.check_fits(step, known, only="params")
+        boxed = taken_over(trainer.model, trainer.model_parts.boxed, manager.leaves(step))
+        group_of = getattr(trainer.model, "group_of", None)
+        check_whole(manager, step, saved_tree(path / "config.yaml"), boxed, group_of)
     except StorageError as error:
         problem = str(error).partition(": ")[2].partition(". Use the configuration")[0]
         given = differences(path, trainer.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -10,14 +11,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from bessemer.checkpoint import Checkpoints
 from bessemer.errors import InputError, StorageError
+from bessemer.generate.load import flat, located, parse_config, read_whole
 from bessemer.job import Snapshot
 from bessemer.job.jobs import step_of
 from bessemer.models.allocation import FILE as ALLOCATION
-from bessemer.training import reference, stages
+from bessemer.models.split import split_of
+from bessemer.training import frozen, reference, stages
 from bessemer.training.fetch import fetch
 from bessemer.training.rollback import protect_target
 from bessemer.training.state import LoopState, added_fields
@@ -67,6 +68,7 @@ def meta(trainer: BaseTrainer, step: int) -> dict[str, Any]:
         "data_fingerprint": trainer.data.plan.fingerprint,
         "topology": trainer.topology.describe(),
         "reference": reference.identity(trainer, step),
+        "frozen": frozen.identity(trainer),
         "val_loss": trainer.loop_state.best_val_loss if trainer.loop_state.best_step == step else None,
     }
 
@@ -96,7 +98,8 @@ def accept(trainer: BaseTrainer, tree: Any, step: int) -> None:
     manager = trainer.checkpoint_manager
     stages.select(trainer, step)
     against = reference.restore(trainer, step)
-    trainer.state = trainer.functions.abstract_state.replace(**tree, reference=against)
+    kept = frozen.restore(trainer)
+    trainer.state = trainer.functions.abstract_state.replace(**tree, reference=against, frozen=kept)
     trainer.loop_state = LoopState.from_json(manager.read(step, "loop.json"))
     manager.protect(trainer.loop_state.best_checkpoint)
     trainer.step = step
@@ -121,11 +124,12 @@ def check_same_run(trainer: BaseTrainer, step: int) -> None:
                 f"Restore the {what}, or start a new run from these weights with init={trainer.run_directory.path}, "
                 "or go on all the same with training.allow_data_change=true."
             )
-    if saved.get("reference") != current["reference"]:
-        raise StorageError(
-            f"the reference weights of {trainer.run_directory.path} are not those that checkpoint {step} was "
-            "trained against: the folder reference/ was changed or deleted. Put it back from a copy."
-        )
+    for name, use in (("reference", "trained against"), ("frozen", "trained with")):
+        if saved.get(name) != current[name]:
+            raise StorageError(
+                f"the {name} weights of {trainer.run_directory.path} are not those that checkpoint {step} was {use}: "
+                "the folder reference/ was changed or deleted. Put it back from a copy."
+            )
     if changes:
         trainer.data_change = f"from step {step} on other data: {'; '.join(changes)}"
         trainer.say(f"note: {trainer.data_change} (training.allow_data_change); not the same run any more")
@@ -156,14 +160,13 @@ def initial_params(trainer: BaseTrainer, params: Any) -> Any:
     """The weights of the pinned `init`, into freshly made parameters of the same shapes."""
     assert trainer.settings.init is not None
     path = Path(trainer.settings.init)
-    manager = trainer.checkpoint_manager.at(path.parent)
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params
-    )
-    step = step_of(path.name)
-    known = taken_over(trainer.model, abstract, manager.leaves(step))
-    restored = manager.restore(step, known, only="params")
-    new = {name: part for name, part in params.items() if name not in known}
+    manager, step = trainer.checkpoint_manager.at(path.parent), step_of(path.name)
+    model, locate = trainer.model, functools.partial(located, topology=trainer.topology)
+    boxed = taken_over(model, trainer.model_parts.boxed, manager.leaves(step))
+    config = parse_config(manager.read(step, "config.yaml"), str(path))
+    split = split_of(flat(config), boxed, getattr(model, "group_of", None))
+    restored = read_whole(manager, step, split, boxed, locate)
+    new = {name: part for name, part in params.items() if name not in boxed}
     trainer.say(f"weights    from {path}{'; new: ' + ', '.join(new) if new else ''}")
     return {**restored, **new}
 

@@ -15,6 +15,7 @@ from bessemer.config import Config, Schema, gather, slashed
 from bessemer.config.layers import Layer
 from bessemer.data import DataSettings
 from bessemer.errors import InputError
+from bessemer.models.lora import LoraSettings
 from bessemer.optim import settings_classes
 from bessemer.registry import callbacks, import_plugin, jobs, models, objectives
 from bessemer.selectors import explain_unselected
@@ -49,6 +50,7 @@ def trainer_schema(trainer: type[BaseTrainer], values: Mapping[str, Any]) -> Sch
         GuardSettings,
         DataSettings,
         TopologySettings,
+        LoraSettings,
         model,
     ]
     classes += settings_classes(*optimizer_names(trainer, chosen))

@@ -101,6 +101,11 @@ class BaseTrainerConfig:
         default=False,
         help="begin every stage after the first with fresh optimizer moments",
     )
+    freeze: list[str] = field(
+        "training/freeze",
+        default_factory=list,
+        help="patterns (* and ?) over parameter paths that are not trained, such as embedding or blocks_0/*",
+    )
     callbacks: list[str] = field(
         "callbacks", default_factory=list, help="extra callbacks: registered names or module:Class"
     )

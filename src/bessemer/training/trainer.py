@@ -23,6 +23,7 @@ from bessemer.config import Config, configuration, configure
 from bessemer.data import Prefetcher, Tokenizer
 from bessemer.generate.results import GenerationConfig, GenerationResults
 from bessemer.job import CheckpointManager, ExecutionSpec, RestoreableJob, Snapshot
+from bessemer.models.lora import LoraSettings
 from bessemer.registry import jobs
 from bessemer.topology import StopAgreement, Topology, TopologySettings, init_sharded
 from bessemer.training import (
@@ -38,6 +39,7 @@ from bessemer.training import (
     schema,
     stages,
     step,
+    teacher,
     validation,
 )
 from bessemer.training.cache import keep_compiled_programs
@@ -115,10 +117,12 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.settings: C = configure(self.config_class())
             self.logging = configure(LoggingSettings)
             self.guard = configure(GuardSettings)
+            self.lora = configure(LoraSettings)
             self.time_limit = seconds_of(self.settings.time_limit)
             self.model_parts = self.configure_model()
-            if (taken := inherit.describe(self.config)) is not None:
+            if self.settings.init is not None and (taken := inherit.describe(self.config)) is not None:
                 self.note_derived("init", self.settings.init, taken)
+            self.teacher = teacher.find_teacher(self)
             self.data = self.configure_dataloaders()
             self.stages = self.plan_stages()
             self.other_functions: functions.Functions | None = (
