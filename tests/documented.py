@@ -33,6 +33,8 @@ QUICK = {
     "logging.progress": "none",
     "logging.report_interval": "1",
     "logging.checkpoint_interval": "2",
+    "logging.preview_interval": "0",
+    "logging.plots": "false",
 }
 HORIZONS = ("training.tokens", "training.flops", "training.epochs", "training.ratio")
 OF_GPT = ("model.depth", "model.head_dim")
