@@ -12,7 +12,7 @@ One JSON line a case: prefill and decode tokens/s, time to the first token (ours
 and the share of the limit: what a step must read, the weights of its products and the keys and values so far, over the
 memory bandwidth, which is measured in the same process unless --bandwidth says it. (A toy that fits into a CPU's
 caches is faster than that limit.) Then one line a batch with the ratios of ours over transformers. On a CPU that others
-use too, pin the run to one core (taskset -c 0) and read processor_ms, the processor time of a decode step.
+use too, pin the run to one core (taskset -c 0) and read the processor times: of the prefill, and of a decode step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ from peers import PEER, feed_forward_width
 
 OURS = "ours"
 SHAPE = ("depth", "width", "head_dim", "vocab", "batch", "prompt", "new")
-RATIOS = ("prefill_tokens_per_s", "decode_tokens_per_s", "first_token_ms", "processor_ms")
+RATIOS = (
+    "prefill_tokens_per_s",
+    "decode_tokens_per_s",
+    "first_token_ms",
+    "prefill_processor_ms",
+    "processor_ms",
+)
 
 
 class Pass(NamedTuple):
@@ -42,8 +48,9 @@ class Pass(NamedTuple):
     first: float
     prefill: float
     decode: float
-    processor: float  # of those steps, all threads
     steps: int
+    prefill_processor: float  # processor time of the prefill and of those steps, all threads
+    processor: float
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -88,10 +95,9 @@ def best_bandwidth(read: Callable[[], None], size: int) -> float:
 def line(args: argparse.Namespace, passes: Sequence[Pass], facts: dict[str, Any]) -> dict[str, Any]:
     """What every system reports, in the same words."""
     batch = int(args.batch)
-    first, prefill, decode, processor = (
-        statistics.median(values) for values in list(zip(*passes, strict=True))[:4]
+    first, prefill, decode, steps, prefill_processor, processor = (
+        statistics.median(values) for values in zip(*passes, strict=True)
     )
-    steps = passes[0].steps
     seconds = decode / steps
     held = args.prompt + args.new - steps / 2  # tokens of a row in the cache, on average of those steps
     size = facts["weight_bytes"] + batch * held * facts.pop("token_bytes")
@@ -105,6 +111,7 @@ def line(args: argparse.Namespace, passes: Sequence[Pass], facts: dict[str, Any]
         "prefill_tokens_per_s": round(batch * args.prompt / prefill, 1),
         "first_token_ms": round(first * 1e3, 2),
         "step_ms": round(seconds * 1e3, 3),
+        "prefill_processor_ms": round(prefill_processor * 1e3, 3),
         "processor_ms": round(processor / steps * 1e3, 3),
         "limit_ms": round(limit * 1e3, 4),
         "share_of_limit": round(limit / seconds, 4),
@@ -136,15 +143,17 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     requests = [Request(prompt, args.new) for prompt in prompts]
 
     def once() -> Pass:
-        handles = [engine.submit(request) for request in requests]
         marks = [(time.perf_counter(), time.process_time())]
+        handles = [engine.submit(request) for request in requests]
         while not all(handle.done for handle in handles):
             engine.step()  # the first one prefills; each reads its tokens
             marks.append((time.perf_counter(), time.process_time()))
         rounds = len(marks) - 2
+        first, first_processor = (marks[1][i] - marks[0][i] for i in (0, 1))
         decode, processor = (marks[-1][i] - marks[1][i] for i in (0, 1))
-        first = marks[1][0] - marks[0][0]
-        return Pass(first, max(first - decode / rounds, 1e-9), decode, processor, rounds * args.steps)
+        prefill = max(first - decode / rounds, 1e-9)  # the first round writes tokens too
+        before = max(first_processor - processor / rounds, 1e-9)
+        return Pass(first, prefill, decode, rounds * args.steps, before, processor)
 
     start = time.perf_counter()
     once()
@@ -222,8 +231,9 @@ def transformers_llama(args: argparse.Namespace) -> dict[str, Any]:
             )
         mark()
         assert made.shape == (batch, args.prompt + args.new), "it stopped early"
-        first = marks[1][0] - marks[0][0]
-        return Pass(first, first, marks[2][0] - marks[1][0], marks[2][1] - marks[1][1], args.new - 1)
+        first, before = (marks[1][i] - marks[0][i] for i in (0, 1))
+        decode, processor = (marks[2][i] - marks[1][i] for i in (0, 1))
+        return Pass(first, first, decode, args.new - 1, before, processor)
 
     start = time.perf_counter()
     once()
