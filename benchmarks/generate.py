@@ -108,7 +108,9 @@ def line(args: argparse.Namespace, passes: Sequence[Pass], facts: dict[str, Any]
         **{name: getattr(args, name) for name in SHAPE},
         "batch": batch,
         "decode_tokens_per_s": round(batch / seconds, 1),
-        "prefill_tokens_per_s": round(batch * args.prompt / prefill, 1),
+        "prefill_tokens_per_s": round(batch * args.prompt / prefill, 1)
+        if prefill > 0
+        else None,  # lost in noise
         "first_token_ms": round(first * 1e3, 2),
         "step_ms": round(seconds * 1e3, 3),
         "prefill_processor_ms": round(prefill_processor * 1e3, 3),
@@ -151,8 +153,8 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         rounds = len(marks) - 2
         first, first_processor = (marks[1][i] - marks[0][i] for i in (0, 1))
         decode, processor = (marks[-1][i] - marks[1][i] for i in (0, 1))
-        prefill = max(first - decode / rounds, 1e-9)  # the first round writes tokens too
-        before = max(first_processor - processor / rounds, 1e-9)
+        # the first round writes tokens too, in the time of any other
+        prefill, before = first - decode / rounds, first_processor - processor / rounds
         return Pass(first, prefill, decode, rounds * args.steps, before, processor)
 
     start = time.perf_counter()
@@ -292,7 +294,8 @@ def ratios(mine: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any] | None:
     """Ours over the peer's, for what both measured."""
     if not all("decode_tokens_per_s" in row for row in (mine, peer)):
         return None
-    return {"batch": mine["batch"], "ratios": {name: round(mine[name] / peer[name], 3) for name in RATIOS}}
+    both = [name for name in RATIOS if mine[name] and peer[name]]
+    return {"batch": mine["batch"], "ratios": {name: round(mine[name] / peer[name], 3) for name in both}}
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -97,10 +97,8 @@ def write(
 
 
 def _engine(loaded: LoadedModel, slots: int, capacity: int) -> Engine:
-    """The one of this size, with the parameters of now."""
-    scope = (
-        contextlib.nullcontext if loaded.topology is None else loaded.topology.scope
-    )  # keeps no parameters
+    """The one of this size, with the parameters of now; it keeps none of earlier ones."""
+    scope = contextlib.nullcontext if loaded.topology is None else loaded.topology.scope
     options = {"slots": slots, "capacity": capacity, "fetch": loaded.fetch, "scope": scope}
     made = loaded.program(f"engine of {slots} rows of {capacity}", lambda: Engine.of(loaded, **options))
     made.update_params(loaded.params)
