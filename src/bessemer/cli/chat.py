@@ -56,10 +56,12 @@ def command(
     from bessemer.job import find_run
     from bessemer.serve.chat import Chat, Repl, read_line
     from bessemer.serve.conversation import remark, template_of
+    from bessemer.training.cache import keep_compiled_programs
 
     chosen = secrets.randbits(32) if seed is None else seed
     sampling = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=chosen)
     found = find_run(run, root)
+    keep_compiled_programs(None)
     loaded = load_model(found, step)
     form = template_of(loaded, template)
     for note in (*loaded.notes, remark(form, template)):

@@ -45,9 +45,11 @@ def command(
     from bessemer.evaluate.progress import shown
     from bessemer.job import find_run
     from bessemer.topology import make_topology
+    from bessemer.training.cache import keep_compiled_programs
 
     names = check_tasks(split_tasks(tasks))
     found = find_run(run, root)
+    keep_compiled_programs(None)
     topology = make_topology()
     evaluator = Evaluator.from_run(
         found,

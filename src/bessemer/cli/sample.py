@@ -50,9 +50,11 @@ def command(
     """
     from bessemer.generate import SamplingOptions, load_model, sample
     from bessemer.job import find_run
+    from bessemer.training.cache import keep_compiled_programs
 
     sampling = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     found = find_run(run, root)
+    keep_compiled_programs(None)
     loaded = load_model(found, step)
     completions, notices = sample(loaded, [prompt], max_tokens=max_tokens, sampling=sampling)
     for note in (*loaded.notes, *notices):

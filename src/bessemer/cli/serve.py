@@ -54,12 +54,14 @@ def command(
     from bessemer.job import find_run
     from bessemer.serve.conversation import remark, template_of
     from bessemer.serve.server import TOKEN_VARIABLE, ServerOptions, read_token, serve
+    from bessemer.training.cache import keep_compiled_programs
 
     token = read_token(token_file, os.environ.get(TOKEN_VARIABLE))
     options = ServerOptions(host, port, token, slots, queue, timeout, template)
     found = find_run(run, root)
 
     def load() -> LoadedModel:
+        keep_compiled_programs(None)
         loaded = load_model(found, step)
         for note in (*loaded.notes, remark(template_of(loaded, template), template)):
             if note:
