@@ -44,7 +44,7 @@ def of_logits(logits: np.ndarray, batch: dict[str, np.ndarray]):
         assert metrics.keys() == {"nll"}
         return loss / weight
 
-    loss, gradient = jax.value_and_grad(mean)({"logits": jnp.asarray(logits)})
+    loss, gradient = jax.jit(jax.value_and_grad(mean))({"logits": jnp.asarray(logits)})
     return float(loss), np.asarray(gradient["logits"])
 
 

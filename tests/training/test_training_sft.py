@@ -39,7 +39,8 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]
         "model.depth": 1,
         "training.per_device_batch_size": 8,
         "sft.neftune_alpha": 1.0,
-        "optimization.lr_multiplier": 4,
+        "optimization.name": "adamw",
+        "optimization.lr": 0.02,
     }
 
 
