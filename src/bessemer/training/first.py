@@ -12,8 +12,9 @@ from typing import Any
 from bessemer.config import Config, dotted, resolve
 from bessemer.config.layers import Layer, override_layer
 from bessemer.config.values import plain
+from bessemer.data import DatasetStyle
 from bessemer.errors import InputError, Stopped
-from bessemer.generate.load import FAMILY
+from bessemer.generate.load import FAMILY, flat
 from bessemer.job import RunDirectory
 from bessemer.job.trust import saved_tree
 from bessemer.topology import process_index, share
@@ -38,6 +39,7 @@ def trained_first(config: Config, root: str | Path) -> Config:
 def _train_first(config: Config, key: str, root: str | Path) -> None:
     init = config[key]
     recipe = init.removeprefix(PREFIX)
+    check_circle(recipe)
     directory = RunDirectory(Path(root) / f"{Path(recipe).stem}-base")
     passed = {key: config[key] for key in config.given() if key.startswith(PASSED)}
     state = share(f"the run of {init}", lambda: state_of(directory, recipe))
@@ -55,6 +57,20 @@ def _train_first(config: Config, key: str, root: str | Path) -> None:
     config.set(key, str(directory.path), f"the run of {init}")
 
 
+def check_circle(recipe: str) -> None:
+    """A recipe that begins from itself, by way of others or not, could never begin."""
+    seen: list[str] = []
+    while recipe not in seen:
+        seen.append(recipe)
+        init = resolve(schema_of, recipe).get("init")
+        if init is None or not init.startswith(PREFIX):
+            return
+        recipe = init.removeprefix(PREFIX)
+    raise InputError(
+        f"recipes begin from each other in a circle: {' from '.join([*seen, recipe])}. Change one `init`."
+    )
+
+
 def planned_from(resolved: Resolve, config: Config) -> Config:
     """`config` as it would be once the recipes it begins from were trained; nothing is trained."""
     teacher = config.get(TEACHER)
@@ -65,6 +81,7 @@ def planned_from(resolved: Resolve, config: Config) -> Config:
     init = config["init"]
     if init is None or not init.startswith(PREFIX):
         return config
+    check_circle(init.removeprefix(PREFIX))
 
     def of_recipe(between: tuple[Layer, ...] = ()) -> Config:
         return resolve(schema_of, init.removeprefix(PREFIX), between=between)
@@ -80,11 +97,18 @@ def state_of(directory: RunDirectory, recipe: str) -> str:
     """ "new", "begun" or "done"; a run there that is not of this recipe is refused."""
     if not directory.config.is_file():
         return "new"
-    wanted, saved = resolve(schema_of, recipe), _flat(saved_tree(directory.config))
+    wanted, tree = resolve(schema_of, recipe), saved_tree(directory.config)
+    origins, saved = tree.pop("provenance", {}), flat(tree)
+    compared = [
+        key
+        for key, origin in wanted.provenance.items()
+        if origin.startswith("recipe") and str(origins.get(dotted(key))).startswith("recipe")
+    ]
     changed = [
         f"{dotted(key)} {saved.get(key)} there, {plain(wanted[key])} in the recipe"
-        for key, origin in wanted.provenance.items()
-        if origin.startswith("recipe") and key != "init" and _differs(key, saved, wanted)
+        for key in compared
+        if not key.startswith(("logging/", "eval/", *PASSED))
+        and _unstyled(saved.get(key), plain(wanted[key])) != plain(wanted[key])
     ]
     if changed:
         raise InputError(
@@ -95,20 +119,13 @@ def state_of(directory: RunDirectory, recipe: str) -> str:
     return "done" if status.get("state") == "done" and status.get("exit_code") == 0 else "begun"
 
 
-def _differs(key: str, saved: dict[str, Any], wanted: Config) -> bool:
-    origin = str(saved.get("provenance", {}).get(dotted(key), ""))
-    own = key.startswith(("logging/", "eval/", *PASSED)) or not origin.startswith("recipe")
-    return not own and saved.get(key) != plain(wanted[key])
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict) and name != "provenance":
-            flat |= _flat(value, f"{prefix}{name}/")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
+def _unstyled(saved: Any, wanted: Any) -> Any:
+    """`saved` without the styles that the objective chose (wishes.py) for data which `wanted` names without one."""
+    if isinstance(saved, list) and isinstance(wanted, list) and len(saved) == len(wanted):
+        return [_unstyled(*both) for both in zip(saved, wanted, strict=True)]
+    if isinstance(saved, dict) and isinstance(wanted, dict) and wanted.get("style") == DatasetStyle.PMD.name:
+        return saved | {"style": wanted["style"]}
+    return saved
 
 
 def _train(
