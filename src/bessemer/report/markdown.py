@@ -70,6 +70,8 @@ def _headline(summary: Summary) -> list[str]:
     if best is not None and is_number(final):
         lowest = f"lowest {best[0]:.4f} at step {best[1]}"
         lines.append(f"**{final:.4f} bits per byte** on held-out text after {done} ({lowest}).")
+    elif is_number(right := summary.last("val_pref_acc")):
+        lines.append(f"**{right:.1%} of held-out pairs ranked right** after {done}.")
     elif (loss := summary.last("val_loss") or summary.last("loss")) is not None:
         lines.append(f"**Loss {loss:.4f}** after {done}; bits per byte: {MISSING}.")
     else:
@@ -95,6 +97,7 @@ def _numbers(summary: Summary) -> list[str]:
         ("steps", count(summary.step)),
         ("skipped steps", count(summary.last("skipped_steps"))),
         *_guard(summary),
+        *_pairs(summary),
         ("tokens", count(tokens)),
         ("parameters", count(parameters)),
         ("tokens : parameters", ratio),
@@ -119,6 +122,16 @@ def _guard(summary: Summary) -> list[tuple[str, str]]:
     return [
         ("loss spikes", count(summary.last("spikes"))),
         ("rollbacks", count(summary.last("rollbacks"))),
+    ]
+
+
+def _pairs(summary: Summary) -> list[tuple[str, str]]:
+    """Of a run that compares answers."""
+    if summary.last("val_pref_acc") is None:
+        return []
+    return [
+        ("held-out pairs ranked right", percent(summary.last("val_pref_acc"))),
+        ("margin of held-out pairs", decimal(summary.last("val_margin"))),
     ]
 
 
