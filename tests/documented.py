@@ -87,7 +87,7 @@ def shorten(command: str) -> str:
 
 
 def make_files(folder: Path) -> None:
-    """The files that the pages speak of: my.txt, texts/ in two formats, pairs of answers, and small tasks."""
+    """The files that the pages speak of: my.txt, texts/ in two formats, conversations, pairs of answers, small tasks."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -97,6 +97,8 @@ def make_files(folder: Path) -> None:
     (folder / "texts").mkdir()
     (folder / "texts" / "a.txt").write_text("".join(texts[:20]))
     pq.write_table(pa.table({"text": texts}), folder / "texts" / "b.parquet")
+    asked = [{"instruction": f"Say {word}.", "output": f"The {word}."} for word in WORDS * 4]
+    write_lines(folder / "said.jsonl", asked)
     pairs = [{"prompt": a, "chosen": b, "rejected": a} for a, b in itertools.pairwise(WORDS)]
     write_lines(folder / "pairs.jsonl", pairs * 4)
     make_tasks(folder)

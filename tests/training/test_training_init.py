@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -15,6 +16,7 @@ from bessemer.errors import InputError
 from bessemer.job import RunDirectory
 from bessemer.plan.trainer import planned_trainer
 from bessemer.training import launch
+from bessemer.training.callbacks.evaluation import Evaluation
 from bessemer.training.first import state_of
 from bessemer.training.trainer import BaseTrainer
 
@@ -98,6 +100,34 @@ def test_the_run_goes_on_when_its_start_is_gone(start: Path) -> None:
     again = launch.reopen(start.parent / "child")
     assert again.step == 2 and again.config.to_yaml() == saved
     assert again.tokenizer is not None and again.tokenizer.vocab_size == 300
+
+
+def test_data_of_ones_own_is_not_judged_by_the_demonstration(
+    start: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """`bessemer train sft init=RUN training.dataset=FILE`: nothing about reversing strings is measured."""
+    rows = [{"prompt": f"Say {n}.", "completion": f"It is {n}."} for n in range(60)]
+    file = start.parent / "said.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trainer = build(start, "sft", init=str(start), architecture__block_size=32, training__dataset=str(file))
+    (callback,) = [one for one in trainer.make_callbacks() if isinstance(one, Evaluation)]
+    callback.leave_out_the_demonstration(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
+    assert callback.tasks == [] and "exact:toy-reverse is left out" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_fine_tuning_learns_a_toy_task(tmp_path: Path) -> None:
+    """The demonstration, shorter than `bessemer train sft`: reversed strings that it has never seen."""
+    quiet = {"logging.progress": "none", "logging.validation_interval": -1}
+    launch.build_trainer("toy", {**quiet, "training.steps": 200}, name="base", root=tmp_path).run()
+    tuned = {**quiet, "init": "base", "training.steps": 100, "eval.limit": 128}
+    launch.build_trainer("sft", tuned, name="tuned", root=tmp_path).run()
+    results = [
+        json.loads(path.read_text()) for path in (tmp_path / "tuned/eval").glob("exact-toy-reverse_*.json")
+    ]
+    before, after = sorted(results, key=lambda result: result["step"])
+    assert before["value"] < 0.1 and after["value"] > 0.6, (before["value"], after["value"], after["wrong"])
+    assert "exact:toy-reverse" in (tmp_path / "tuned/report.md").read_text()
 
 
 def test_a_plan_of_a_chain_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 from bessemer.config import Config, dotted, resolve
 from bessemer.config.layers import Layer, override_layer
 from bessemer.config.values import plain
+from bessemer.data import DatasetStyle
 from bessemer.errors import InputError, Stopped
+from bessemer.generate.load import FAMILY
 from bessemer.job import RunDirectory
 from bessemer.job.trust import saved_tree
 from bessemer.topology import process_index, share
@@ -27,7 +29,7 @@ PASSED = ("topology/", "data/root", "logging/progress", "plugins")
 def trained_first(config: Config, root: str | Path) -> Config:
     """`config` with `init` naming a finished run where it named a recipe."""
     init = config["init"]
-    if init is None or not init.startswith(PREFIX):
+    if init is None or not init.startswith(PREFIX) or FAMILY not in config:
         return config
     recipe = init.removeprefix(PREFIX)
     directory = RunDirectory(Path(root) / f"{Path(recipe).stem}-base")
@@ -85,7 +87,16 @@ def state_of(directory: RunDirectory, recipe: str) -> str:
 def _differs(key: str, saved: dict[str, Any], wanted: Config) -> bool:
     origin = str(saved.get("provenance", {}).get(dotted(key), ""))
     own = key.startswith(("logging/", "eval/", *PASSED)) or not origin.startswith("recipe")
-    return not own and saved.get(key) != plain(wanted[key])
+    return not own and _unstyled(saved.get(key), plain(wanted[key])) != plain(wanted[key])
+
+
+def _unstyled(saved: Any, wanted: Any) -> Any:
+    """`saved` without the styles that the objective chose (wishes.py) for data which `wanted` names without one."""
+    if isinstance(saved, list) and isinstance(wanted, list) and len(saved) == len(wanted):
+        return [_unstyled(*both) for both in zip(saved, wanted, strict=True)]
+    if isinstance(saved, dict) and isinstance(wanted, dict) and wanted.get("style") == DatasetStyle.PMD.name:
+        return saved | {"style": wanted["style"]}
+    return saved
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -20,7 +20,7 @@ from bessemer.config.values import plain
 from bessemer.data import data_root
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError
-from bessemer.generate.load import abstract_params
+from bessemer.generate.load import FAMILY, abstract_params
 from bessemer.job import RunDirectory, atomic_write, find_run
 from bessemer.job.files import storage
 from bessemer.job.jobs import step_of
@@ -57,7 +57,7 @@ Resolve = Callable[[tuple[Layer, ...]], Config]
 def begun_from(resolve: Resolve, config: Config, root: str | Path) -> Config:
     """`config`, or the one that `resolve` gives with what is inherited from its `init`, pinned to a checkpoint."""
     init = config["init"]
-    if init is None:
+    if init is None or FAMILY not in config:  # a job without a model hands it on to those that have one
         return config
     if init.startswith("recipe:"):
         raise InputError(f"init={init} is trained first by `bessemer train` and bm.train; here name a run.")
