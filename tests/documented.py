@@ -87,7 +87,7 @@ def shorten(command: str) -> str:
 
 
 def make_files(folder: Path) -> None:
-    """The files that the pages speak of: my.txt, texts/ in two formats, conversations, pairs of answers, small tasks."""
+    """The files the pages speak of: my.txt, texts/ in two formats, conversations, pairs of answers, small tasks."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
