@@ -55,7 +55,6 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
         "logging.report_interval": 1,
         "logging.validation_interval": 4,
         "logging.checkpoint_interval": 3,
-        "logging.preview_interval": 0,
         "logging.keep_last": 20,
         "logging.progress": "none",
     }

@@ -75,6 +75,8 @@ def _headline(summary: Summary) -> list[str]:
         lines.append(
             f"**Reward {reward:.4f}** of greedy answers to held-out prompts after {done} (first {first:.4f})."
         )
+    elif is_number(right := summary.last("val_pref_acc")):
+        lines.append(f"**{right:.1%} of held-out pairs ranked right** after {done}.")
     elif (loss := summary.last("val_loss") or summary.last("loss")) is not None:
         lines.append(f"**Loss {loss:.4f}** after {done}; bits per byte: {MISSING}.")
     else:
@@ -108,6 +110,7 @@ def _numbers(summary: Summary) -> list[str]:
         ("steps", count(summary.step)),
         ("skipped steps", count(summary.last("skipped_steps"))),
         *_guard(summary),
+        *_pairs(summary),
         ("tokens", count(tokens)),
         ("parameters", count(parameters)),
         *_trained(facts, parameters),
@@ -133,6 +136,16 @@ def _guard(summary: Summary) -> list[tuple[str, str]]:
     return [
         ("loss spikes", count(summary.last("spikes"))),
         ("rollbacks", count(summary.last("rollbacks"))),
+    ]
+
+
+def _pairs(summary: Summary) -> list[tuple[str, str]]:
+    """Of a run that compares answers."""
+    if summary.last("val_pref_acc") is None:
+        return []
+    return [
+        ("held-out pairs ranked right", percent(summary.last("val_pref_acc"))),
+        ("margin of held-out pairs", decimal(summary.last("val_margin"))),
     ]
 
 

@@ -24,6 +24,8 @@ def write_plots(summary: Summary) -> list[Path]:
         ("loss", _loss),
         ("bits_per_byte", _bits_per_byte),
         ("reward", _reward),
+        ("preference", _preference),
+        ("margin", _margin),
         ("learning_rate", _learning_rate),
         ("grad_norm", _grad_norm),
         ("kl", _divergence),
@@ -81,6 +83,21 @@ def _reward(axes: Axes, summary: Summary) -> bool:
         axes, summary, "val_reward", "greedy, held-out prompts", color=ACCENT, marker="o", markersize=3.5
     )
     finish(axes, "reward")
+    return some
+
+
+def _preference(axes: Axes, summary: Summary) -> bool:
+    some = line(axes, summary, "pref_acc", "training", color=PALE)
+    some |= line(axes, summary, "val_pref_acc", "held out", color=ACCENT, marker="o", markersize=3.5)
+    axes.set_ylim(0, 1.05)
+    finish(axes, "share of pairs whose chosen answer gets the larger reward")
+    return some
+
+
+def _margin(axes: Axes, summary: Summary) -> bool:
+    some = line(axes, summary, "margin", "training", color=PALE)
+    some |= line(axes, summary, "val_margin", "held out", color=ACCENT, marker="o", markersize=3.5)
+    finish(axes, "margin: reward of the chosen answer less that of the rejected one")
     return some
 
 

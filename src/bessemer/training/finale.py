@@ -69,7 +69,10 @@ def result_table(validations: list[dict[str, Any]], compressors: dict[str, float
     """Bits per byte of the held-out text, worst first, with a bar each: shorter is better."""
     known = [row for row in validations if row.get("val_bpb") is not None]
     if not known:
-        return [f"validation loss {row['val_loss']:.4f} at step {row['step']}" for row in validations[-1:]]
+        return [
+            f"validation loss {row['val_loss']:.4f} at step {row['step']}{ranked(row)}"
+            for row in validations[-1:]
+        ]
     values = {"this model, untrained": known[0]["val_bpb"]} if known[0]["step"] == 0 else {}
     values |= {{"gzip": "gzip -9", "xz": "xz -9e"}[name]: value for name, value in compressors.items()}
     values["this model, trained"] = known[-1]["val_bpb"]
@@ -94,6 +97,13 @@ def evaluated(validations: list[dict[str, Any]]) -> list[str]:
         for key in last
         if key.startswith("eval/") and key in first and first["step"] == 0 < last["step"]
     ]
+
+
+def ranked(row: dict[str, Any]) -> str:
+    """Of a run that compares answers."""
+    if "val_pref_acc" not in row:
+        return ""
+    return f"; {row['val_pref_acc']:.1%} of held-out pairs ranked right, margin {row['val_margin']:.3f}"
 
 
 def rates(rows: list[dict[str, Any]]) -> list[str]:
