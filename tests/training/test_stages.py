@@ -362,7 +362,7 @@ def test_what_cannot_be(
 
 
 def test_a_horizon_in_steps_is_divided_as_the_tokens_are(leashed: dict[str, object], tmp_path: Path) -> None:
-    """The recipe's stages are as 5 to 2."""
+    """The recipe's stages are as 8 to 3."""
     settings = {key: value for key, value in leashed.items() if key != "training.tokens"}
     settings |= {"training.steps": 14, "optimization.kl.estimator": "nll"}
     trainer = launch.build_trainer("kl", settings, name="a", root=tmp_path)
