@@ -41,7 +41,8 @@ class Proof:
 
 PROOFS = {
     "sft": Proof("sft", "eval/exact:toy-reverse", before=0.05, after=0.95, first=("toy",)),
-    # dpo, grpo, kl: one line each, when their recipes are here.
+    "grpo": Proof("grpo", "val_reward", before=0.3, after=0.8, first=("toy", "toy-start")),
+    # dpo, kl: one line each, when their recipes are here.
 }
 
 
