@@ -62,8 +62,8 @@ def held_out_questions(trainer: BaseTrainer, count: int = len(PROMPTS)) -> dict[
     if tokenizer is None:
         return {}
     asked: list[list[int]] = []
-    for row in range(0 if held_out is None else min(count, held_out.count)):
-        batch = held_out.read(row, 1)
+    rows = [] if held_out is None else [held_out.read(row, 1) for row in range(min(count, held_out.count))]
+    for batch in rows:
         answers = np.flatnonzero(batch["target_ids"][0] >= 0)
         if len(answers):
             asked.append(batch["input_ids"][0][: answers[0] + 1].tolist())
