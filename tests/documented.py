@@ -35,7 +35,6 @@ QUICK = {
 }
 HORIZONS = ("training.tokens", "training.flops", "training.epochs", "training.ratio")
 OF_GPT = ("model.depth", "model.head_dim")
-INHERITED = ("model.depth", "model.width", "model.head_dim", "data.tokenizer")  # with init=RUN
 OTHER_MODEL = ("model.family=", "job=")
 WORDS = [
     "the",
@@ -81,14 +80,13 @@ def shorten(command: str) -> str:
     other = any(word.startswith(OTHER_MODEL) for word in words)
     sizes = {key: value for key, value in SIZES.items() if not (other and key in OF_GPT and key not in given)}
     kept = [word for word in words if word.partition("=")[0] not in (*sizes, *HORIZONS)]
-    added = sizes | {key: value for key, value in QUICK.items() if key not in given}
-    if "init" in given:
-        added = {key: value for key, value in added.items() if key not in INHERITED}
+    quick = {key: value for key, value in QUICK.items() if not (key == "data.tokenizer" and "init" in given)}
+    added = sizes | {key: value for key, value in quick.items() if key not in given}
     return " ".join([*kept, *(f"{key}={shlex.quote(value)}" for key, value in added.items())])
 
 
 def make_files(folder: Path) -> None:
-    """The files that the pages speak of: my.txt, texts/ in two formats, and small tasks."""
+    """The files that the pages speak of: my.txt, texts/ in two formats, conversations, and small tasks."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -98,6 +96,8 @@ def make_files(folder: Path) -> None:
     (folder / "texts").mkdir()
     (folder / "texts" / "a.txt").write_text("".join(texts[:20]))
     pq.write_table(pa.table({"text": texts}), folder / "texts" / "b.parquet")
+    asked = [{"instruction": f"Say {word}.", "output": f"The {word}."} for word in WORDS * 4]
+    write_lines(folder / "said.jsonl", asked)
     make_tasks(folder)
     make_prompts(folder)
 

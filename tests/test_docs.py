@@ -20,7 +20,8 @@ from bessemer.training.settings import BaseTrainerConfig, GuardSettings, Logging
 NOT_RUN = {
     r"bessemer eval .* harness:.*": "needs the extra `eval`: tests/evaluate/test_evaluate_harness.py",
     r"bessemer train … topology\.coordinator=.*": "two processes at once: tests/training/test_training_processes.py",
-    r"bessemer train grpo --name demo": "minutes: tests/prove",
+    r"bessemer (train|resume) (speedrun|runs/road).*": "minutes, and killed: tests/training/test_training_phases.py",
+    r"bessemer train (sft|grpo) --name \w+": "its whole demonstration, with the model before it: make prove",
     r"bessemer serve .*": "it serves until it is stopped: tests/serve/test_serve_process.py",
 }
 RUN_ELSEWHERE = {"extending.md": "tests/test_extending.py"}

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tests.tiny_run import make_run
 
-from bessemer.config import load_saved
+from bessemer.doctor import examine
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory
 from bessemer.job.trust import named_code
@@ -21,7 +21,6 @@ from bessemer.report import write_report
 from bessemer.training import launch
 from bessemer.training.inherit import find_start
 from bessemer.training.phases import Phases
-from bessemer.training.schema import schema_of
 
 TWO = {"job": "phases", "phases": {"pretrain": {"recipe": "toy"}, "sft": {"recipe": "sft"}}}
 
@@ -88,12 +87,16 @@ def test_the_report_and_what_starts_from_the_job(tmp_path: Path) -> None:
     assert start == job.path / "phases/two/checkpoints/step_00000020"
 
 
+SIZES = "model.width=32 model.head_dim=16 architecture.block_size=32 training.batch_size=8 training.steps=8"
+QUICK = "logging.checkpoint_interval=2 logging.validation_interval=-1 training.validation_steps=8"
 SMALL = [
+    *(f"phases.pretrain.{word}" for word in f"{SIZES} {QUICK}".split()),
+    *(f"phases.sft.{word}" for word in f"{QUICK} training.batch_size=8 training.steps=8".split()),
+    "phases.sft.architecture.block_size=32",
+    "phases.sft.eval.evaluations=[]",
     "phases.grpo=null",
-    "phases.pretrain.training.steps=200",
-    "phases.sft.training.steps=120",
-    "phases.sft.logging.checkpoint_interval=20",
-    "phases.sft.logging.validation_interval=-1",
+    "eval.evaluations=[bpb]",
+    "eval.limit=8",
     "logging.progress=none",
 ]
 
@@ -106,23 +109,23 @@ def start(runs: Path, home: Path, *words: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_killed_in_every_phase_it_goes_on_and_learns(tmp_path: Path, home: Path) -> None:
-    """kill -9 while pretraining, while fine-tuning, and while the result is judged; then SIGTERM, then the end."""
+def test_killed_in_every_phase_it_goes_on(tmp_path: Path, home: Path) -> None:
+    """kill -9 while pretraining, SIGTERM while fine-tuning, kill -9 while the result is judged; then to the end."""
     job = tmp_path / "job"
     moments = [
-        ("phases/pretrain/checkpoints/step_00000200", signal.SIGKILL),
-        ("phases/sft/checkpoints/step_00000040", signal.SIGTERM),
+        ("phases/pretrain/checkpoints/step_00000002", signal.SIGKILL),
+        ("phases/sft/checkpoints/step_00000002", signal.SIGTERM),
         ("eval/pretrain.json", signal.SIGKILL),
     ]
     command = ["train", "speedrun", *SMALL, "--name", "job"]
     for place, number in moments:
         process = start(tmp_path, home, *command)
         while not (job / place).exists() and process.poll() is None:
-            time.sleep(0.05)
+            time.sleep(0.02)
         process.send_signal(number)
         _, errors = process.communicate(timeout=300)
         assert process.returncode in (-number, 75), errors
-        if number == signal.SIGTERM:
+        if process.returncode == 75:
             assert f"bessemer resume {job}" in errors
             assert json.loads((job / "status.json").read_text())["state"] == "stopped"
         command = ["resume", str(job)]
@@ -130,13 +133,12 @@ def test_killed_in_every_phase_it_goes_on_and_learns(tmp_path: Path, home: Path)
     _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
 
-    for phase, steps in (("pretrain", 200), ("sft", 120)):
+    for phase in ("pretrain", "sft"):
         rows = [
             json.loads(line) for line in (job / "phases" / phase / "metrics.jsonl").read_text().splitlines()
         ]
         seen = [row["step"] for row in rows if "loss" in row]
-        assert seen == sorted(set(seen)) and seen[-1] == steps
-    judged = {path.stem: json.loads(path.read_text())[0]["value"] for path in (job / "eval").glob("*.json")}
-    assert judged["pretrain"] < 0.1 and judged["sft"] > 0.5, judged
-    assert load_saved(job / "config.yaml", schema_of)["job"] == "phases"
+        assert seen == sorted(set(seen)) and seen[-1] == 8
+    assert {path.stem for path in (job / "eval").glob("*.json")} == {"pretrain", "sft"}
     assert (job / "model/model.safetensors").is_file() and "State: done." in (job / "report.md").read_text()
+    assert examine(RunDirectory(job)).state == "done"

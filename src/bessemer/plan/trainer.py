@@ -18,6 +18,7 @@ from bessemer.data.catalog import store_directory, store_place, tokenizer_place
 from bessemer.data.store import is_store
 from bessemer.data.tokenizer import FILE
 from bessemer.errors import InputError
+from bessemer.generate.load import FAMILY
 from bessemer.job import ExecutionSpec
 from bessemer.plan.lookup import assume_allocation
 from bessemer.registry import jobs
@@ -52,7 +53,10 @@ def planned_trainer(recipe: Any, overrides: Overrides = (), *, compiles: bool = 
     def resolved(between: tuple[Layer, ...] = ()) -> Config:
         return resolve(schema_of, recipe, overrides, allow_open=True, between=between)
 
-    config = begun_from(resolved, planned_from(resolved, resolved()), "runs")
+    config = resolved()
+    if FAMILY not in config:
+        raise InputError(f"'{recipe}' is a job of phases: plan the recipes of its phases, one at a time.")
+    config = begun_from(resolved, planned_from(resolved, config), "runs")
     close(config)
     with configuration(config):
         topology = make_topology(configure(TopologySettings))

@@ -79,6 +79,10 @@ class Phases(BasicJob):
         self.check_phases()
 
     @classmethod
+    def config_class(cls) -> type[PhasesConfig]:
+        return PhasesConfig
+
+    @classmethod
     def settings_schema(cls, values: Mapping[str, Any]) -> Schema:
         return gather(PhasesConfig, TopologySettings)
 
