@@ -38,7 +38,6 @@ QUICK = {
 }
 HORIZONS = ("training.tokens", "training.flops", "training.epochs", "training.ratio")
 OF_GPT = ("model.depth", "model.head_dim")
-INHERITED = ("model.depth", "model.width", "model.head_dim", "data.tokenizer")  # with init=RUN
 OTHER_MODEL = ("model.family=", "job=")
 WORDS = [
     "the",

@@ -107,7 +107,7 @@ def test_the_rollout_is_in_a_checkpoint_between_its_steps_only(whole: Any) -> No
     assert held == {2: True, 4: False, 6: True, 7: True}
 
 
-@pytest.mark.parametrize("k", [3, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2, 4, 5))])
+@pytest.mark.parametrize("k", [3, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 5))])
 def test_stopped_in_the_middle_of_a_rollout_and_resumed(
     k: int, settings: dict[str, Any], whole: Any, tmp_path: Path
 ) -> None:
@@ -159,6 +159,10 @@ def test_on_a_mesh_the_same_completions_and_the_same_update(
         "architecture.precision": "float32",
     }
     given |= {"grpo.group_size": 8, "training.batch_size": 16, "grpo.mini_batches": 1}
+    given |= {
+        "optimization.name": "sgd",
+        "optimization.lr": 0.1,
+    }  # Adam would make a step of a rounding error
     made = []
     for name, mesh, devices in (("one", {}, 1), ("eight", {"data": 4, "fsdp": 2}, 8)):
         topology = make_topology(TopologySettings(**mesh), devices=jax.devices()[:devices])
@@ -172,7 +176,7 @@ def test_on_a_mesh_the_same_completions_and_the_same_update(
     for left, right in zip(
         jax.tree.leaves(one.state.params), jax.tree.leaves(eight.state.params), strict=True
     ):
-        np.testing.assert_allclose(np.asarray(left), np.asarray(right), atol=2e-4)
+        np.testing.assert_allclose(np.asarray(left), np.asarray(right), atol=1e-5)
 
 
 def stored(path: Path, logprobs: bool) -> str:

@@ -119,9 +119,8 @@ def test_rows_keep_every_column_from_any_kind_of_file(tmp_path: Path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
     with pytest.raises(InputError, match=r"bad\.jsonl line 2"):
         list(read_rows(str(tmp_path / "bad.jsonl")))
-    (tmp_path / "taken.jsonl").write_text('{"prompt": "a", "completions": []}\n')
-    with pytest.raises(InputError, match="'completions'"):
-        read_split(Sampling(str(tmp_path / "taken.jsonl")), 0.0)
+    with pytest.raises(InputError, match="row 1: the column 'completions'"):
+        PromptRows([{"prompt": "a", "completions": []}], "cats", tiny_tokenizer(), 32, longest=20)
 
 
 def test_held_out_rows_do_not_depend_on_their_order_or_are_the_datasets_own(tmp_path: Path):

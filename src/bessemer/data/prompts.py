@@ -63,12 +63,7 @@ def read_rows(name: str) -> Iterator[Row]:
 def checked_row(item: Any, where: str) -> Row:
     if not isinstance(item, Mapping):
         raise InputError(f"{where}: expected a row with columns, not {type(item).__name__}.")
-    row = {str(column): value for column, value in item.items()}
-    if taken := [column for column in TAKEN if column in row]:
-        raise InputError(
-            f"{where}: the column '{taken[0]}' has the name of an argument of rewards; rename it."
-        )
-    return row
+    return {str(column): value for column, value in item.items()}
 
 
 def _file_rows(file: File) -> Iterator[Row]:
@@ -171,7 +166,12 @@ class PromptRows:
         self.columns: list[Row] = []
         too_long = 0
         for place, row in enumerate(rows):
-            prompt, row = prompt_of(row, f"{name} row {place + 1}")
+            where = f"{name} row {place + 1}"
+            if taken := [column for column in TAKEN if column in row]:
+                raise InputError(
+                    f"{where}: the column '{taken[0]}' is an argument of every reward; rename it."
+                )
+            prompt, row = prompt_of(row, where)
             ids = prompt_ids(prompt, tokenizer, chat)
             if len(ids) > longest:
                 too_long += 1

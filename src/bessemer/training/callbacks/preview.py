@@ -59,16 +59,17 @@ def held_out_prompts(trainer: BaseTrainer, count: int = len(PROMPTS)) -> list[st
 def held_out_questions(trainer: BaseTrainer, count: int = len(PROMPTS)) -> dict[str, list[int]]:
     """Held-out conversations up to the first answer: how they look, and their tokens."""
     held_out, tokenizer = trainer.data.validation, trainer.tokenizer
-    if held_out is None or tokenizer is None:
+    if tokenizer is None:
         return {}
-    found: dict[str, list[int]] = {}
-    for row in range(min(count, held_out.count)):
-        batch = held_out.read(row, 1)
+    asked: list[list[int]] = []
+    rows = [] if held_out is None else [held_out.read(row, 1) for row in range(min(count, held_out.count))]
+    for batch in rows:
         answers = np.flatnonzero(batch["target_ids"][0] >= 0)
         if len(answers):
-            ids = batch["input_ids"][0][: answers[0] + 1].tolist()
-            found[tokenizer.special_names.sub("", tokenizer.decode(ids))] = ids
-    return found
+            asked.append(batch["input_ids"][0][: answers[0] + 1].tolist())
+    prompts = getattr(trainer.data.plan, "held_out", [])[:count]  # reinforcement: prompts are all there is
+    asked += [source.ids[place] for source, place in prompts]
+    return {tokenizer.special_names.sub("", tokenizer.decode(ids)): ids for ids in asked}
 
 
 @callbacks.register("preview")
