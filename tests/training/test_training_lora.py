@@ -17,6 +17,8 @@ from tests.training import test_reference  # noqa: F401 -- registers the objecti
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
 from bessemer.checkpoint import Checkpoints
+from bessemer.doctor.findings import Diagnosis
+from bessemer.doctor.saved import examine_checkpoints
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.generate.load import load_model
 from bessemer.job import RunDirectory
@@ -144,6 +146,12 @@ def test_resumed_adapters_are_the_same_run(adapted: Any, lora: dict[str, object]
     assert_equal(second.state.frozen, BASE)
 
 
+def doctors_words(run: RunDirectory) -> str:
+    found = Diagnosis(run.name, "stopped")
+    examine_checkpoints(run, Checkpoints(run.checkpoints), found, None)
+    return " ".join(finding.text for finding in found.findings)
+
+
 def test_frozen_weights_that_are_gone_are_refused(lora: dict[str, object], tmp_path: Path) -> None:
     first = launch.build_trainer("quickstart", lora, name="part", root=tmp_path, callbacks=[StopAt(2)])
     with pytest.raises(Stopped):
@@ -153,7 +161,9 @@ def test_frozen_weights_that_are_gone_are_refused(lora: dict[str, object], tmp_p
         for path in (tmp_path / "part/reference/frozen").rglob("*")
         if path.is_file() and "COMMIT" not in path.name
     )
+    assert "frozen weights in reference/frozen are as they were" in doctors_words(first.run_directory)
     file.write_bytes(b"\0" * file.stat().st_size)
+    assert "frozen weights in reference/frozen are damaged" in doctors_words(first.run_directory)
     with pytest.raises(StorageError, match="frozen"):
         load_model(first.run_directory, 2)
     with pytest.raises(StorageError, match="frozen weights"):
