@@ -229,12 +229,19 @@ def test_frozen_parameters_stay_and_have_no_moments(start: dict[str, object], tm
     kept = Checkpoints(trainer.run_directory.path / "reference/frozen").leaves(0)
     assert {name.split("/")[1] for name in kept} == {"embedding", "blocks_0"}
     assert_equal(load_model(trainer.run_directory, 4).params, trainer.full_params())
+
+
+@pytest.mark.slow
+def test_resumed_with_frozen_parameters_is_the_same_run(start: dict[str, object], tmp_path: Path) -> None:
+    settings = {**start, "training.freeze": ["embedding", "blocks_0/*"]}
+    whole = launch.build_trainer("quickstart", settings, name="whole", root=tmp_path)
+    whole.run()
     first = launch.build_trainer("quickstart", settings, name="part", root=tmp_path, callbacks=[StopAt(3)])
     with pytest.raises(Stopped):
         first.run()
     second = launch.reopen(tmp_path / "part")
     second.run()
-    assert_same(second, trainer)
+    assert_same(second, whole)
 
 
 def test_flops_leave_out_the_gradients_that_are_not_made(start: dict[str, object], tmp_path: Path) -> None:
