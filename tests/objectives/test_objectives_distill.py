@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from tests.reference import distill_torch
 
 from bessemer.models.distillation import TopTokens, distillation_loss, top_tokens
 from bessemer.models.divergence import Projection
+from bessemer.topology import TopologySettings, make_topology
 
 STORED = json.loads(Path(distill_torch.__file__).with_suffix(".json").read_text())
 B, T, D, V, PADDED, CAP = 2, 5, 6, 13, 16, 4.0
@@ -154,3 +157,33 @@ def test_what_is_stored_are_the_likeliest_tokens(example: dict) -> None:
     np.testing.assert_allclose(
         found.logprobs, np.log(np.take_along_axis(softmax(y / 3), order, -1)), rtol=1e-5
     )
+
+
+@pytest.mark.slow
+def test_a_mesh_gives_the_same_loss_and_gradient() -> None:
+    """data 2 × fsdp 2 × tensor 2: rows and vocabulary are split, live and stored."""
+    random = np.random.default_rng(1)
+    hidden, other = random.standard_normal((2, 8, 6, 16)).astype(np.float32)
+    head, table = random.standard_normal((2, 16, 64)).astype(np.float32)
+    targets = random.integers(0, 60, (8, 6))
+
+    def both(hidden: jax.Array, head: jax.Array, other: jax.Array, table: jax.Array) -> Any:
+        def loss(hidden: jax.Array, head: jax.Array, k: int) -> jax.Array:
+            teacher = Projection(other, table, 60)
+            against = top_tokens(teacher, k, 2.0) if k else teacher
+            how = {"alpha": 0.5, "temperature": 2.0, "chunks": 2}
+            return distillation_loss(Projection(hidden, head, 60), against, targets, jnp.ones((8, 6)), **how)[0]
+
+        return [jax.value_and_grad(loss, argnums=(0, 1))(hidden, head, k) for k in (0, 5)]
+
+    alone = jax.jit(both)(hidden, head, other, table)
+    topology = make_topology(TopologySettings(data=2, fsdp=2, tensor=2), devices=jax.devices()[:8])
+    rows = PartitionSpec(("data", "fsdp"))
+    matrix = PartitionSpec("fsdp", "tensor")
+    with topology.scope():
+        placed = [
+            jax.device_put(x, NamedSharding(topology.mesh, spec))
+            for x, spec in ((hidden, rows), (head, matrix), (other, rows), (table, matrix))
+        ]
+        spread = jax.jit(both)(*placed)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), spread, alone)

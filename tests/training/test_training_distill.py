@@ -107,9 +107,7 @@ def test_a_teacher_that_does_not_fit_is_refused(student: dict[str, object], tmp_
 
 
 @pytest.mark.slow
-def test_the_recipe_trains_its_teacher_first(
-    student: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipe_trains_its_teacher_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `bessemer train distill` does, with a smaller recipe in place of toy; a plan trains nothing."""
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(

@@ -17,6 +17,8 @@ from tests.training import test_reference  # noqa: F401 -- registers the objecti
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
 from bessemer.checkpoint import Checkpoints
+from bessemer.doctor.findings import Diagnosis
+from bessemer.doctor.saved import examine_checkpoints
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.generate.load import load_model
 from bessemer.job import RunDirectory
@@ -144,6 +146,12 @@ def test_resumed_adapters_are_the_same_run(adapted: Any, lora: dict[str, object]
     assert_equal(second.state.frozen, BASE)
 
 
+def doctors_words(run: RunDirectory) -> str:
+    found = Diagnosis(run.name, "stopped")
+    examine_checkpoints(run, Checkpoints(run.checkpoints), found, None)
+    return " ".join(finding.text for finding in found.findings)
+
+
 def test_frozen_weights_that_are_gone_are_refused(lora: dict[str, object], tmp_path: Path) -> None:
     first = launch.build_trainer("quickstart", lora, name="part", root=tmp_path, callbacks=[StopAt(2)])
     with pytest.raises(Stopped):
@@ -153,7 +161,9 @@ def test_frozen_weights_that_are_gone_are_refused(lora: dict[str, object], tmp_p
         for path in (tmp_path / "part/reference/frozen").rglob("*")
         if path.is_file() and "COMMIT" not in path.name
     )
+    assert "frozen weights in reference/frozen are as they were" in doctors_words(first.run_directory)
     file.write_bytes(b"\0" * file.stat().st_size)
+    assert "frozen weights in reference/frozen are damaged" in doctors_words(first.run_directory)
     with pytest.raises(StorageError, match="frozen"):
         load_model(first.run_directory, 2)
     with pytest.raises(StorageError, match="frozen weights"):
@@ -219,12 +229,19 @@ def test_frozen_parameters_stay_and_have_no_moments(start: dict[str, object], tm
     kept = Checkpoints(trainer.run_directory.path / "reference/frozen").leaves(0)
     assert {name.split("/")[1] for name in kept} == {"embedding", "blocks_0"}
     assert_equal(load_model(trainer.run_directory, 4).params, trainer.full_params())
+
+
+@pytest.mark.slow
+def test_resumed_with_frozen_parameters_is_the_same_run(start: dict[str, object], tmp_path: Path) -> None:
+    settings = {**start, "training.freeze": ["embedding", "blocks_0/*"]}
+    whole = launch.build_trainer("quickstart", settings, name="whole", root=tmp_path)
+    whole.run()
     first = launch.build_trainer("quickstart", settings, name="part", root=tmp_path, callbacks=[StopAt(3)])
     with pytest.raises(Stopped):
         first.run()
     second = launch.reopen(tmp_path / "part")
     second.run()
-    assert_same(second, trainer)
+    assert_same(second, whole)
 
 
 def test_flops_leave_out_the_gradients_that_are_not_made(start: dict[str, object], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint.manifest import COMMIT
 from bessemer.errors import StorageError
 from bessemer.generate.load import frozen_store
+from bessemer.job.files import storage
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -27,7 +28,8 @@ def ensure(trainer: BaseTrainer) -> None:
     if trainer.state.frozen is None:
         return
     manager = store(trainer)
-    manager.root.parent.mkdir(exist_ok=True)
+    with storage("cannot keep the frozen weights"):
+        manager.root.parent.mkdir(exist_ok=True)
     manager.save(0, {"params": trainer.state.frozen}, meta={"kind": "frozen"}, wait=True)
     manager.close()
 
