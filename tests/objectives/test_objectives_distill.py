@@ -172,7 +172,9 @@ def test_a_mesh_gives_the_same_loss_and_gradient() -> None:
             teacher = Projection(other, table, 60)
             against = top_tokens(teacher, k, 2.0) if k else teacher
             how = {"alpha": 0.5, "temperature": 2.0, "chunks": 2}
-            return distillation_loss(Projection(hidden, head, 60), against, targets, jnp.ones((8, 6)), **how)[0]
+            return distillation_loss(Projection(hidden, head, 60), against, targets, jnp.ones((8, 6)), **how)[
+                0
+            ]
 
         return [jax.value_and_grad(loss, argnums=(0, 1))(hidden, head, k) for k in (0, 5)]
 
