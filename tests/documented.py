@@ -83,9 +83,8 @@ def shorten(command: str) -> str:
     other = any(word.startswith(OTHER_MODEL) for word in words)
     sizes = {key: value for key, value in SIZES.items() if not (other and key in OF_GPT and key not in given)}
     kept = [word for word in words if word.partition("=")[0] not in (*sizes, *HORIZONS)]
-    added = sizes | {key: value for key, value in QUICK.items() if key not in given}
-    if "init" in given:
-        added = {key: value for key, value in added.items() if key not in INHERITED}
+    quick = {key: value for key, value in QUICK.items() if not (key == "data.tokenizer" and "init" in given)}
+    added = sizes | {key: value for key, value in quick.items() if key not in given}
     return " ".join([*kept, *(f"{key}={shlex.quote(value)}" for key, value in added.items())])
 
 
