@@ -142,6 +142,7 @@ def test_a_file_outside_the_bundle_is_not_read(tmp_path):
         read_bundle(tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_training_scores_core_and_the_checkpoint_gives_the_same(tiny, bundle, tmp_path, monkeypatch):
     """Rows at every interval and at the end; one compilation a bucket for the whole run."""
     monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))

@@ -144,6 +144,7 @@ def test_arithmetic_problems_are_right_and_always_the_same(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_a_real_model_writes_the_same_in_any_batch(tmp_path):
     run = make_run(tmp_path)
     job = Evaluator.from_run(run, tasks=["arithmetic"], limit=3, batch_size=4)

@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from bessemer.generate import Engine, Request
 from bessemer.generate.rows import BETWEEN_LOOKS, forward, in_use, put_rows, stop_table, take_rows
@@ -16,6 +17,7 @@ from bessemer.models.gpt import GPT
 from tiny_run import random_params, tiny_model, tiny_params
 
 
+@pytest.mark.slow
 def test_rows_that_outgrow_a_window_equal_the_full_forward():
     """Short rows in half of the capacity, rows that outgrow it and the window while decoding, a prompt longer than the
     window; grouped queries and a lookup layer."""

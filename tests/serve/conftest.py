@@ -25,7 +25,7 @@ CONTEXT = 128
 QUEUE = 64
 
 
-def until(condition: Callable[[], Any], seconds: float = 60) -> None:
+def until(condition: Callable[[], Any], seconds: float = 300) -> None:
     """Wait for something another thread does."""
     end = time.monotonic() + seconds
     while not condition():

@@ -147,6 +147,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield make_run(tmp_path_factory.mktemp("chat"), steps=(20,)).path
 
 
+@pytest.mark.slow
 def test_the_command_talks_to_a_pipe(run: Path, home: Path) -> None:
     variables = {**os.environ, "BESSEMER_HOME": str(home), "JAX_NUM_CPU_DEVICES": "1"}
     words = [sys.executable, "-m", "bessemer", "chat", str(run), "--seed", "1", "--temperature", "0"]
