@@ -14,7 +14,7 @@ from bessemer.config.layers import Layer, override_layer
 from bessemer.config.values import plain
 from bessemer.data import DatasetStyle
 from bessemer.errors import InputError, Stopped
-from bessemer.generate.load import FAMILY
+from bessemer.generate.load import FAMILY, flat
 from bessemer.job import RunDirectory
 from bessemer.job.trust import saved_tree
 from bessemer.topology import process_index, share
@@ -32,6 +32,7 @@ def trained_first(config: Config, root: str | Path) -> Config:
     if init is None or not init.startswith(PREFIX) or FAMILY not in config:
         return config
     recipe = init.removeprefix(PREFIX)
+    check_circle(recipe)
     directory = RunDirectory(Path(root) / f"{Path(recipe).stem}-base")
     passed = {key: config[key] for key in config.given() if key.startswith(PASSED)}
     state = share(f"the run of {init}", lambda: state_of(directory, recipe))
@@ -49,11 +50,26 @@ def trained_first(config: Config, root: str | Path) -> Config:
     return config
 
 
+def check_circle(recipe: str) -> None:
+    """A recipe that begins from itself, by way of others or not, could never begin."""
+    seen: list[str] = []
+    while recipe not in seen:
+        seen.append(recipe)
+        init = resolve(schema_of, recipe).get("init")
+        if init is None or not init.startswith(PREFIX):
+            return
+        recipe = init.removeprefix(PREFIX)
+    raise InputError(
+        f"recipes begin from each other in a circle: {' from '.join([*seen, recipe])}. Change one `init`."
+    )
+
+
 def planned_from(resolved: Resolve, config: Config) -> Config:
     """`config` as it would be once the recipes it begins from were trained; nothing is trained."""
     init = config["init"]
     if init is None or not init.startswith(PREFIX):
         return config
+    check_circle(init.removeprefix(PREFIX))
 
     def of_recipe(between: tuple[Layer, ...] = ()) -> Config:
         return resolve(schema_of, init.removeprefix(PREFIX), between=between)
@@ -69,11 +85,18 @@ def state_of(directory: RunDirectory, recipe: str) -> str:
     """ "new", "begun" or "done"; a run there that is not of this recipe is refused."""
     if not directory.config.is_file():
         return "new"
-    wanted, saved = resolve(schema_of, recipe), _flat(saved_tree(directory.config))
+    wanted, tree = resolve(schema_of, recipe), saved_tree(directory.config)
+    origins, saved = tree.pop("provenance", {}), flat(tree)
+    compared = [
+        key
+        for key, origin in wanted.provenance.items()
+        if origin.startswith("recipe") and str(origins.get(dotted(key))).startswith("recipe")
+    ]
     changed = [
         f"{dotted(key)} {saved.get(key)} there, {plain(wanted[key])} in the recipe"
-        for key, origin in wanted.provenance.items()
-        if origin.startswith("recipe") and key != "init" and _differs(key, saved, wanted)
+        for key in compared
+        if not key.startswith(("logging/", "eval/", *PASSED))
+        and _unstyled(saved.get(key), plain(wanted[key])) != plain(wanted[key])
     ]
     if changed:
         raise InputError(
@@ -84,12 +107,6 @@ def state_of(directory: RunDirectory, recipe: str) -> str:
     return "done" if status.get("state") == "done" and status.get("exit_code") == 0 else "begun"
 
 
-def _differs(key: str, saved: dict[str, Any], wanted: Config) -> bool:
-    origin = str(saved.get("provenance", {}).get(dotted(key), ""))
-    own = key.startswith(("logging/", "eval/", *PASSED)) or not origin.startswith("recipe")
-    return not own and _unstyled(saved.get(key), plain(wanted[key])) != plain(wanted[key])
-
-
 def _unstyled(saved: Any, wanted: Any) -> Any:
     """`saved` without the styles that the objective chose (wishes.py) for data which `wanted` names without one."""
     if isinstance(saved, list) and isinstance(wanted, list) and len(saved) == len(wanted):
@@ -97,16 +114,6 @@ def _unstyled(saved: Any, wanted: Any) -> Any:
     if isinstance(saved, dict) and isinstance(wanted, dict) and wanted.get("style") == DatasetStyle.PMD.name:
         return saved | {"style": wanted["style"]}
     return saved
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict) and name != "provenance":
-            flat |= _flat(value, f"{prefix}{name}/")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 def _train(

@@ -20,11 +20,11 @@ from bessemer.config.values import plain
 from bessemer.data import data_root
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError
-from bessemer.generate.load import FAMILY, abstract_params
+from bessemer.generate.load import FAMILY, SECTIONS, abstract_params, flat
 from bessemer.job import RunDirectory, atomic_write, find_run
 from bessemer.job.files import storage
 from bessemer.job.jobs import step_of
-from bessemer.job.trust import saved_tree
+from bessemer.job.trust import named_code, saved_tree, started_here
 from bessemer.registry import models
 from bessemer.report.phases import FOLDER, has_phases, phases_of
 from bessemer.training.restore import taken_over
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
 
 ORIGIN = "inherited from "
-SECTIONS = ("model", "architecture")
 OWN = (
     "architecture/precision",
     "architecture/fp8/",
@@ -62,7 +61,8 @@ def begun_from(resolve: Resolve, config: Config, root: str | Path) -> Config:
     if init.startswith("recipe:"):
         raise InputError(f"init={init} is trained first by `bessemer train` and bm.train; here name a run.")
     start, notes = find_start(init, root)
-    values = inherited(saved_tree(start / "config.yaml"), config)
+    tree = saved_tree(start / "config.yaml")
+    values = {**inherited(tree, config), **its_code(start, tree, config)}
     tokenizer = keep_tokenizer(start, config["data/root"])
     if tokenizer is not None:
         values["data/tokenizer"] = tokenizer
@@ -100,30 +100,38 @@ def find_start(init: str, root: str | Path) -> tuple[Path, list[str]]:
 
 def inherited(tree: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """The settings of a configuration `tree` that a run which starts from it takes over."""
-    flat: dict[str, Any] = {}
-    for section in SECTIONS:
-        _flatten(tree.get(section) or {}, section, flat)
+    known = flat({section: tree.get(section) or {} for section in SECTIONS})
     return {
         key: value
-        for key, value in flat.items()
+        for key, value in known.items()
         if not key.startswith(OWN)
         and not (key in BELOW_RECIPE and key in config and config.is_set(key))
-        and not (key == "model/family" and _is_built_on(config[key], value))
+        and not (key == FAMILY and _is_built_on(config[key], value))
     }
 
 
 def _is_built_on(family: str, other: str) -> bool:
-    """A family that extends the one of the weights (gpt-reward: a gpt and one head more) stays what it is."""
-    classes = [models.get(name) for name in (family, other)]
-    return classes[0] is not classes[1] and issubclass(*classes)
+    """A family that extends the one of the weights (gpt-reward: a gpt and one head more) stays what it is. Only
+    registered ones are looked at: what a directory names is not imported."""
+    if family == other or not all(name in models for name in (family, other)):
+        return False
+    return issubclass(models.get(family), models.get(other))
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str, into: dict[str, Any]) -> None:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            _flatten(value, f"{prefix}/{name}", into)
-        else:
-            into[f"{prefix}/{name}"] = value
+def its_code(start: Path, tree: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Where the model is code of the user's: its plugins, for a run that was started here. Otherwise it has to be named
+    again, since no code is imported on the word of a directory."""
+    family = str((tree.get("model") or {}).get("family", ""))
+    if family in models or family == config[FAMILY]:
+        return {}
+    named = named_code(tree)
+    if started_here(RunDirectory(start.parent.parent), named):
+        return {"plugins": tree.get("plugins") or []}
+    again = " ".join([f"model.family={family}", *(f"plugins=[{word}]" for word in tree.get("plugins") or ())])
+    raise InputError(
+        f"init={start}: its model family '{family}' is code that this user did not start that run with. Look at it; if "
+        f"you trust it, name it: {again}"
+    )
 
 
 def keep_tokenizer(start: Path, root: str | None) -> str | None:
@@ -135,7 +143,8 @@ def keep_tokenizer(start: Path, root: str | None) -> str | None:
     if not (folder / FILE).is_file():
         with storage("cannot keep the tokenizer"):
             folder.mkdir(parents=True, exist_ok=True)
-        atomic_write(folder / FILE, tokenizer.to_json())
+        for name, text in reversed(tokenizer.files.items()):  # the one that is looked for comes last
+            atomic_write(folder / name, text)
     return str(folder.absolute())
 
 
