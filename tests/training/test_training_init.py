@@ -12,6 +12,7 @@ import pytest
 from tests.faults.in_place import one_device
 from tests.tiny_run import make_run, tiny_params
 
+from bessemer.data import DatasetStyle, Sampling
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory
 from bessemer.job.trust import saved_tree
@@ -147,6 +148,19 @@ def test_a_plan_of_a_chain_trains_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     )
     planned = planned_trainer("second.yaml", ["init=recipe:second.yaml"], compiles=False)
     assert planned.model.width == 64 and planned.model.vocab_size == 268 and not Path("runs").exists()
+
+
+def test_a_run_whose_objective_chose_the_style_is_that_of_the_recipe(start: Path) -> None:
+    """`recipe:sft` is found again: rows of conversations are packed, which the recipe does not say."""
+    trainer = build(start, "sft", init=str(start), architecture__block_size=32, training__dataset="toy-sort")
+    trainer.config.provenance["training/dataset"] = "recipe sft"
+    trainer.config.values["training/dataset"][0][0] = Sampling("toy-reverse", style=DatasetStyle.PACKED)
+    trainer.run_directory.create().config.write_text(trainer.config.to_yaml())
+    assert state_of(trainer.run_directory, "sft") == "begun"
+    trainer.config.values["training/dataset"][0][0] = Sampling("toy-sort", style=DatasetStyle.PACKED)
+    trainer.run_directory.config.write_text(trainer.config.to_yaml())
+    with pytest.raises(InputError, match="is not what recipe sft would train"):
+        state_of(trainer.run_directory, "sft")
 
 
 def test_a_circle_of_recipes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from bessemer.config import Config, dotted, resolve
 from bessemer.config.layers import Layer, override_layer
 from bessemer.config.values import plain
+from bessemer.data import DatasetStyle
 from bessemer.errors import InputError, Stopped
 from bessemer.generate.load import FAMILY, flat
 from bessemer.job import RunDirectory
@@ -94,7 +95,8 @@ def state_of(directory: RunDirectory, recipe: str) -> str:
     changed = [
         f"{dotted(key)} {saved.get(key)} there, {plain(wanted[key])} in the recipe"
         for key in compared
-        if not key.startswith(("logging/", "eval/", *PASSED)) and saved.get(key) != plain(wanted[key])
+        if not key.startswith(("logging/", "eval/", *PASSED))
+        and _unstyled(saved.get(key), plain(wanted[key])) != plain(wanted[key])
     ]
     if changed:
         raise InputError(
@@ -103,6 +105,15 @@ def state_of(directory: RunDirectory, recipe: str) -> str:
         )
     status = directory.read_status()
     return "done" if status.get("state") == "done" and status.get("exit_code") == 0 else "begun"
+
+
+def _unstyled(saved: Any, wanted: Any) -> Any:
+    """`saved` without the styles that the objective chose (wishes.py) for data which `wanted` names without one."""
+    if isinstance(saved, list) and isinstance(wanted, list) and len(saved) == len(wanted):
+        return [_unstyled(*both) for both in zip(saved, wanted, strict=True)]
+    if isinstance(saved, dict) and isinstance(wanted, dict) and wanted.get("style") == DatasetStyle.PMD.name:
+        return saved | {"style": wanted["style"]}
+    return saved
 
 
 def _train(

@@ -103,8 +103,18 @@ def inherited(tree: Mapping[str, Any], config: Config) -> dict[str, Any]:
     return {
         key: value
         for key, value in known.items()
-        if not key.startswith(OWN) and not (key in BELOW_RECIPE and key in config and config.is_set(key))
+        if not key.startswith(OWN)
+        and not (key in BELOW_RECIPE and key in config and config.is_set(key))
+        and not (key == FAMILY and _is_built_on(config[key], value))
     }
+
+
+def _is_built_on(family: str, other: str) -> bool:
+    """A family that extends the one of the weights (gpt-reward: a gpt and one head more) stays what it is. Only
+    registered ones are looked at: what a directory names is not imported."""
+    if family == other or not all(name in models for name in (family, other)):
+        return False
+    return issubclass(models.get(family), models.get(other))
 
 
 def its_code(start: Path, tree: Mapping[str, Any], config: Config) -> dict[str, Any]:
