@@ -45,6 +45,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     data.write_text("\n".join(lines) + "\n")
     return {
         "job": "GRPOTrainer",
+        "objective": "grpo",
         "training.dataset": str(data),
         "training.batch_size": 8,
         "training.per_device_batch_size": 4,
