@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from tests.tiny_run import tiny_tokenizer
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
+from bessemer.data.prompts import end_ids
 from bessemer.errors import InputError, Stopped, TrainingError
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import fetch, launch
@@ -45,6 +47,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     data.write_text("\n".join(lines) + "\n")
     return {
         "job": "GRPOTrainer",
+        "objective": "grpo",
         "training.dataset": str(data),
         "training.batch_size": 8,
         "training.per_device_batch_size": 4,
@@ -107,7 +110,28 @@ def test_the_rollout_is_in_a_checkpoint_between_its_steps_only(whole: Any) -> No
     assert held == {2: True, 4: False, 6: True, 7: True}
 
 
-@pytest.mark.parametrize("k", [3, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 5))])
+def test_a_rollout_is_repeatable_and_cut_completions_can_be_masked(whole: Any) -> None:
+    policy = whole.policy
+    with whole.topology.scope():
+        one, two = (whole.sampler.rollout(9) for _ in range(2))
+        whole.policy = replace(policy, overlong="mask")
+        masked = whole.sampler.rollout(9)
+    whole.policy = policy
+    for name, array in one.rows.items():
+        np.testing.assert_array_equal(array, two.rows[name])
+    prompts = np.where(one.rows["target_ids"] < 0, one.rows["input_ids"], 0)[:, :12].reshape(4, 4, 12)
+    assert (prompts == prompts[:, :1]).all() and len(np.unique(prompts[:, 0], axis=0)) == 4
+    np.testing.assert_allclose(one.rows["advantages"][:, 0].reshape(4, 4).sum(axis=1), 0, atol=1e-4)
+    ends = set(end_ids(whole.tokenizer))
+    cut = np.array([row[row >= 0][-1] not in ends for row in one.rows["target_ids"]])
+    assert cut.any() and cut.mean() == one.metrics["truncated"]
+    real = (one.rows["target_ids"] >= 0).astype(np.float32)
+    np.testing.assert_array_equal(one.rows["loss_mask"], real)
+    np.testing.assert_array_equal(masked.rows["loss_mask"], real * ~cut[:, None])
+    assert (one.rows["old_logprobs"][real > 0] < 0).all() and (one.rows["old_logprobs"][real == 0] == 0).all()
+
+
+@pytest.mark.parametrize("k", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_stopped_in_the_middle_of_a_rollout_and_resumed(
     k: int, settings: dict[str, Any], whole: Any, tmp_path: Path
 ) -> None:

@@ -37,12 +37,8 @@ PER_TOKEN = ("clip_frac", "kl", "entropy")
 
 @dataclass
 class GRPOTrainerConfig(BaseTrainerConfig):
-    """Settings of rollouts; those of the loss and the advantages are the objective's."""
+    """Settings of rollouts; those of the loss and the advantages are the objective's (grpo, dapo, …)."""
 
-    job: str = field(
-        "job", default="GRPOTrainer", help="trainer class: a registered name or module:Class of your own"
-    )
-    objective: str = field("objective", default="grpo", help="grpo, dr_grpo, dapo, gspo, rloo or reinforce")
     group_size: int = field("grpo/group_size", default=4, minimum=1, help="completions of one prompt")
     num_iterations: int = field("grpo/num_iterations", default=1, minimum=1, help="passes over one rollout")
     mini_batches: int = field(
@@ -93,7 +89,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         entry = objectives.entry(self.settings.objective)
         if not entry.traits.get("rollouts"):
             family = [one.name for one in objectives if one.traits.get("rollouts")]
-            raise InputError(f"job=GRPOTrainer trains {', '.join(family)}, not objective={entry.name}.")
+            raise InputError(f"GRPOTrainer trains objective={'|'.join(family)}, not {entry.name}.")
         self.policy = configure(entry.settings[0])
         self.sampler = Sampler(self)
         if self.offline:

@@ -10,7 +10,7 @@ import numpy as np
 
 from bessemer.config import field
 from bessemer.data import Tokenizer
-from bessemer.data.chat import render, stop_ids
+from bessemer.data.chat import can_chat, render, stop_ids
 from bessemer.generate import Completion, Decoder, complete
 from bessemer.registry import callbacks, objectives
 from bessemer.report.metrics import MetricsFile
@@ -165,7 +165,7 @@ class Preview(Callback):
     ) -> tuple[dict[str, list[int]], tuple[int, ...]]:
         """(prompts with their tokens, what ends an answer). An objective of the trait `chat` is asked questions."""
         held_out = self.prompts == [HELD_OUT]
-        if objectives.entry(trainer.settings.objective).traits.get("chat"):
+        if objectives.entry(trainer.settings.objective).traits.get("chat") and can_chat(tokenizer):
             asked = held_out_questions(trainer) if held_out else {}
             texts = [] if asked else list(PROMPTS) if held_out or not self.prompts else self.prompts
             asked |= {text: render([{"role": "user", "content": text}], tokenizer) for text in texts}
