@@ -5,6 +5,8 @@ last, by the metric named, with the bar it has to pass. Exit 1 if one does not.
 
     python -m tests.prove                    all
     python -m tests.prove sft --seeds 1      some, with fewer seeds
+
+`kl` is no single number before and after, but an order of four runs: tests/prove/kl.py.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 SEEDS = (1337, 1, 2)
+KL = "kl"
 
 
 @dataclass(frozen=True)
@@ -90,11 +93,11 @@ def prove(name: str, proof: Proof, seed: int, folder: Path) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.prove")
-    parser.add_argument("names", nargs="*", help=f"which: {', '.join(PROOFS)}; default all")
+    parser.add_argument("names", nargs="*", help=f"which: {', '.join([*PROOFS, KL])}; default all")
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many of the three seeds")
     parser.add_argument("--folder", type=Path, help="where the runs go; default: a temporary directory")
     chosen = parser.parse_args()
-    if unknown := [name for name in chosen.names if name not in PROOFS]:
+    if unknown := [name for name in chosen.names if name not in (*PROOFS, KL)]:
         parser.error(f"unknown: {', '.join(unknown)}")
     import jax
 
@@ -108,8 +111,11 @@ def main() -> None:
         results = [
             prove(name, PROOFS[name], seed, folder)
             for name in chosen.names or PROOFS
+            if name != KL
             for seed in SEEDS[: chosen.seeds]
         ]
+    if not chosen.names or KL in chosen.names:
+        results.append(subprocess.run([sys.executable, "-m", "tests.prove.kl"]).returncode == 0)
     raise SystemExit(0 if all(results) else 1)
 
 

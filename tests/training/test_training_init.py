@@ -39,7 +39,6 @@ SETTINGS = {
 def _in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device, and no plots."""
     monkeypatch.setattr(launch, "make_topology", one_device)
-    monkeypatch.setattr("bessemer.report.markdown.write_plots", lambda summary: [])
 
 
 @pytest.fixture(scope="module")
