@@ -121,7 +121,7 @@ def test_ctrl_c_stops_the_answer_and_twice_leaves(own: Engine, loaded: LoadedMod
     def write(text: str) -> None:
         shown.append(text)
         if text.strip() and len(chat.exchanges) == 0:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # to this thread: os.kill may reach another one, later
 
     chat.write = write
     notes = talk(chat, "cats", "dogs", "^C", "/help", "^C", "^C", "never read")

@@ -61,7 +61,7 @@ class LeashedConfig(KLDivergenceTrainerConfig):
 
 @jobs.register("leashed")
 class LeashedTrainer(KLDivergenceTrainer[LeashedConfig, GPT]):
-    default_callbacks = ("checkpoint", "metric_logger", "validation", "time_limit")
+    default_callbacks = ("checkpoint", "metric_logger", "validation", "preview", "time_limit")
 
     def configure_dataloaders(self) -> Any:
         data = super().configure_dataloaders()

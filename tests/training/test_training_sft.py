@@ -47,7 +47,8 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]
 def test_a_run_on_conversations(
     tiny: dict[str, object], conversations: dict[str, object], tmp_path: Path
 ) -> None:
-    run = bm.train("quickstart", **{**tiny, **conversations}, name="sft", runs=tmp_path)
+    previews = {"logging.preview_interval": -1}
+    run = bm.train("quickstart", **{**tiny, **conversations, **previews}, name="sft", runs=tmp_path)
     derived = json.loads((run.path / "derived.json").read_text())
     assert derived["training.dataset style"]["value"] == "PACKED"
     assert derived["architecture.document_mask"]["value"] is True

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -243,6 +243,14 @@ def check_whole(
     checkpoints.check_fits(step, unbox(trained), only="params")
     if kept is not None:
         frozen_store(RunDirectory(checkpoints.root.parent)).check_fits(0, unbox(kept), only="params")
+
+
+def taken_over(model: Any, params: Any, saved: Iterable[str]) -> Any:
+    """The parameters to take from a checkpoint with the arrays `saved`: all but those that the model declares as new
+    (`new_parameters`) and that are not there."""
+    there = {name.split("/")[1] for name in saved if name.startswith("params/")}
+    new = set(getattr(model, "new_parameters", ())) - there
+    return {name: part for name, part in params.items() if name not in new}
 
 
 def abstract_params(model: Any, topology: Topology | None = None) -> Any:

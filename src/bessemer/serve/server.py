@@ -145,6 +145,7 @@ def serve(load: Callable[[], LoadedModel], options: ServerOptions, say: Callable
             token=options.token,
         )
         warm_up(engine)
+        bound.listen(BACKLOG)  # whoever comes after the line below waits in the queue, and is not refused
         host, port = bound.getsockname()[:2]
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         guard = "a token is required" if options.token else "this machine only"

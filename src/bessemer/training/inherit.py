@@ -20,14 +20,13 @@ from bessemer.config.values import plain
 from bessemer.data import data_root
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError
-from bessemer.generate.load import FAMILY, SECTIONS, check_whole, flat
+from bessemer.generate.load import FAMILY, SECTIONS, check_whole, flat, taken_over
 from bessemer.job import RunDirectory, atomic_write, find_run
 from bessemer.job.files import storage
 from bessemer.job.jobs import step_of
 from bessemer.job.trust import named_code, saved_tree, started_here
 from bessemer.registry import models
 from bessemer.report.phases import FOLDER, has_phases, phases_of
-from bessemer.training.restore import taken_over
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer

@@ -7,13 +7,13 @@ import hashlib
 import importlib.metadata
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.errors import InputError, StorageError
-from bessemer.generate.load import flat, located, parse_config, read_whole
+from bessemer.generate.load import flat, located, parse_config, read_whole, taken_over
 from bessemer.job import Snapshot
 from bessemer.job.jobs import step_of
 from bessemer.models.allocation import FILE as ALLOCATION
@@ -39,9 +39,14 @@ def open_checkpoints(trainer: BaseTrainer) -> Checkpoints:
         keep_every=trainer.logging.keep_every,
         process_zero=trainer.is_process_zero,
     )
+    protect_stages(trainer, manager)
+    return manager
+
+
+def protect_stages(trainer: BaseTrainer, manager: Checkpoints) -> None:
+    """Keep the checkpoint at the end of every stage from retention."""
     for stage in stages.followed(trainer):
         manager.protect(stage.end, stage.name)
-    return manager
 
 
 def versions() -> dict[str, str]:
@@ -169,11 +174,3 @@ def initial_params(trainer: BaseTrainer, params: Any) -> Any:
     new = {name: part for name, part in params.items() if name not in boxed}
     trainer.say(f"weights    from {path}{'; new: ' + ', '.join(new) if new else ''}")
     return {**restored, **new}
-
-
-def taken_over(model: Any, params: Any, saved: Iterable[str]) -> Any:
-    """The parameters to take from a checkpoint with the arrays `saved`: all but those that the model declares as new
-    (`new_parameters`) and that are not there."""
-    there = {name.split("/")[1] for name in saved if name.startswith("params/")}
-    new = set(getattr(model, "new_parameters", ())) - there
-    return {name: part for name, part in params.items() if name not in new}
