@@ -182,6 +182,18 @@ def describe(config: Config) -> str | None:
     return f"inherited {', '.join(parts)}"
 
 
+def check_tokenizer(init: str | None, tokenizer: Tokenizer | None) -> None:
+    """Refuse weights of `init` whose ids mean other words here."""
+    file = None if init is None else Path(init) / FILE
+    if file is None or tokenizer is None or not file.is_file():
+        return
+    if Tokenizer.load(file.parent).hash != tokenizer.hash:
+        raise InputError(
+            f"init={init}: those weights were trained with another tokenizer, so ids would mean other words. Leave "
+            f"data.tokenizer out, and it is taken over; or use data.tokenizer={file}"
+        )
+
+
 def check_start(trainer: BaseTrainer) -> None:
     """Refuse weights of `init` that mean something else here, before anything is written.
 
@@ -191,12 +203,6 @@ def check_start(trainer: BaseTrainer) -> None:
         return
     path = Path(trainer.settings.init)
     manager, step = trainer.checkpoint_manager.at(path.parent), step_of(path.name)
-    saved = Tokenizer.load(path).hash if (path / FILE).is_file() else None
-    if trainer.tokenizer is not None and saved != trainer.tokenizer.hash:
-        raise InputError(
-            f"init={path}: those weights were trained with another tokenizer, so ids would mean other words. Leave "
-            f"data.tokenizer out, and it is taken over; or use data.tokenizer={path / FILE}"
-        )
     try:
         boxed = taken_over(trainer.model, trainer.model_parts.boxed, manager.leaves(step))
         group_of = getattr(trainer.model, "group_of", None)

@@ -15,6 +15,7 @@ from bessemer.models.fp8 import GPU_OPTIONS as FLOAT8_OPTIONS
 from bessemer.models.split import Split, make_split
 from bessemer.registry import models
 from bessemer.topology import has_float8
+from bessemer.training.inherit import check_tokenizer
 from bessemer.training.wishes import grant_wishes
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class ModelParts(NamedTuple):
 
 def build_model(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> ModelParts:
     grant_wishes(trainer)
+    check_tokenizer(trainer.settings.init, tokenizer)
     model = trainer.given.model
     if model is None:
         fit_vocabulary(trainer, tokenizer)
