@@ -112,6 +112,7 @@ def test_a_row_is_not_changed_by_the_filters_of_its_neighbours():
     assert together.tolist()[::2] == single.tolist()[::2]
 
 
+@pytest.mark.slow
 def test_a_program_for_one_way_of_choosing_chooses_the_same():
     """A GPU has a program for what a batch needs, a CPU one that finds out."""
     options = [

@@ -112,7 +112,17 @@ def test_the_oldest_is_forgotten_when_the_context_is_full(own: Engine, loaded: L
     assert 0 < sum(map(len, chat.exchanges)) < own.capacity
 
 
-def test_ctrl_c_stops_the_answer_and_twice_leaves(own: Engine, loaded: LoadedModel) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts its background jobs with Ctrl-C ignored, and tests may be one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_stops_the_answer_and_twice_leaves(
+    own: Engine, loaded: LoadedModel, interruptible: None
+) -> None:
     """A real signal while an answer is shown: what was shown stays, and nothing else; the conversation goes on."""
     chat = make_chat(own, loaded, "plain")
     chat.max_tokens = 60

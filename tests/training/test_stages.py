@@ -384,6 +384,7 @@ def divergence(trainer: Any) -> float:
     return float((np.exp(p) * (p - q)).sum(-1).mean())
 
 
+@pytest.mark.slow
 def test_a_larger_weight_keeps_the_policy_closer(
     leashed: dict[str, object], whole: tuple[Any, Watch], tmp_path: Path
 ) -> None:
