@@ -184,3 +184,20 @@ CONTROLS: dict[str, tuple[str, Settings]] = {
     "documents that see each other": ("documents", PACKED),
 }
 """What changes a run a little, and must be seen: (class, settings on top of its baseline)."""
+
+LONG = {
+    "accumulation: S=2",
+    "accumulation, adamw: S=4",
+    "accumulation, muon: S=2",
+    "loss chunks: 5, not a divisor",
+    "loss chunks: 32",
+    "prefetch: 1",
+    "mesh: data 2",
+    "mesh: data 8",
+    "mesh: fsdp 4",
+    "mesh: context 2",
+    "mesh: data 2 x tensor 2, S=4",
+    "mesh, muon: data 2 x fsdp 2 x tensor 2",
+    "processes: two, fsdp",
+}
+"""Members beside others that show nearly the same: run by `make long`."""

@@ -396,7 +396,7 @@ def test_a_larger_weight_keeps_the_policy_closer(
     assert stored(free) == {} and free.state.reference is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_divergence_falls_with_the_weight(leashed: dict[str, object], tmp_path: Path) -> None:
     """β = 0, .1, 1, 10 on words that the first stage never saw."""
     settings = {**leashed, "training.tokens": [60 * 128, 40 * 128], "optimization.stage_reset": False}

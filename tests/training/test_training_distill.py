@@ -75,7 +75,7 @@ def test_the_student_comes_closer_and_resumes_without_the_teachers_run(
     jax.tree.map(np.testing.assert_array_equal, second.state.reference, tiny_params(20))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_stored_teacher_with_all_tokens_is_the_live_one(student: dict[str, object], tmp_path: Path) -> None:
     settings = student | {"training.steps": 2}
     live = launch.build_trainer("quickstart", settings, name="live", root=tmp_path)
@@ -106,7 +106,7 @@ def test_a_teacher_that_does_not_fit_is_refused(student: dict[str, object], tmp_
             launch.build_trainer("quickstart", student | {key: value}, name="wrong", root=tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_recipe_trains_its_teacher_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `bessemer train distill` does, with a smaller recipe in place of toy; a plan trains nothing."""
     monkeypatch.chdir(tmp_path)
