@@ -80,7 +80,7 @@ def saved_tree_of(trainer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "how",
     [
-        {"stop_at": 2},
+        pytest.param({"stop_at": 2}, marks=pytest.mark.slow),
         {"stop_at": 6},  # its own checkpoint lies between the one to go back to and the spike
         pytest.param(
             {"stop_at": 7}, marks=pytest.mark.slow

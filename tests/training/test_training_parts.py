@@ -109,6 +109,7 @@ def test_what_cropping_and_truncation_leave_out_is_in_the_report(
     assert re.search(rf"\| truncated \| [^|]+ \| {padded['truncated']} \|", text)
 
 
+@pytest.mark.slow
 def test_stages_change_the_data_at_their_step(tiny: dict[str, object], corpus: Path, tmp_path: Path) -> None:
     settings = {
         **without(tiny, "training.steps"),
@@ -232,6 +233,7 @@ def test_a_run_with_given_data_is_resumed_only_with_it(
     assert run.status["state"] == "done" and run.status["step"] == 10
 
 
+@pytest.mark.slow
 def test_weights_from_one_checkpoint(tiny: dict[str, object], tmp_path: Path) -> None:
     first = launch.build_trainer("quickstart", {**tiny, "training.steps": 6}, name="first", root=tmp_path)
     first.run()

@@ -75,7 +75,7 @@ def assert_same(a: BaseTrainer, b: BaseTrainer) -> None:
     assert rows(a.run_directory.path) == rows(b.run_directory.path)
 
 
-@pytest.mark.parametrize("k", [1, slowly(2), 3, slowly(4), 5])
+@pytest.mark.parametrize("k", [1, slowly(2), slowly(3), slowly(4), 5])
 def test_stopped_after_k_steps_and_resumed(
     k: int, tiny: dict[str, object], undisturbed: BaseTrainer, tmp_path: Path
 ) -> None:
