@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bessemer.checkpoint import Checkpoints
+from bessemer.checkpoint.weights import Arrays, WeightFile, check_fits
 from bessemer.config import Config, dotted
 from bessemer.config.layers import Layer, override_layer
 from bessemer.config.values import plain
 from bessemer.data import data_root
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError
-from bessemer.generate.load import abstract_params
+from bessemer.generate.load import WEIGHTS, abstract_params
+from bessemer.interop.folder import Folder, is_folder, read_json
 from bessemer.job import atomic_write, find_run
 from bessemer.job.files import storage
 from bessemer.job.jobs import step_of
@@ -59,7 +61,7 @@ def begun_from(resolve: Resolve, config: Config, root: str | Path) -> Config:
     if init.startswith("recipe:"):
         raise InputError(f"init={init} is trained first by `bessemer train` and bm.train; here name a run.")
     start, notes = find_start(init, root)
-    values = inherited(saved_tree(start / "config.yaml"), config)
+    values = inherited(start_tree(start), config)
     tokenizer = keep_tokenizer(start, config["data/root"])
     if tokenizer is not None:
         values["data/tokenizer"] = tokenizer
@@ -75,8 +77,12 @@ def is_begun(config: Config) -> bool:
 
 
 def find_start(init: str, root: str | Path) -> tuple[Path, list[str]]:
-    """The checkpoint that `init` names, a run (its newest valid one) or a checkpoint directory, and lines to show."""
+    """The checkpoint that `init` names, a run (its newest valid one) or a checkpoint directory, and lines to show.
+
+    A run without checkpoints (an imported one) gives its folder model/; a Hugging Face folder is itself."""
     named = Path(init)
+    if is_folder(named):
+        return named.absolute(), []
     is_step = re.fullmatch(r"step_\d+", named.name) is not None
     run = find_run(named.parent.parent if is_step else init, root)
     checkpoints = Checkpoints(run.checkpoints)
@@ -86,6 +92,8 @@ def find_start(init: str, root: str | Path) -> tuple[Path, list[str]]:
                 raise InputError(f"init={init} cannot be used: {'; '.join(problems)}.")
             return named.absolute(), []
         step, messages = checkpoints.newest_valid()
+        if step is None and (run.model / WEIGHTS).is_file():
+            return run.model, []
         if step is None:
             raise InputError(f"init={init}: the run has no checkpoint to take weights from.")
         return checkpoints.path(step), [f"init: {message}" for message in messages]
@@ -105,6 +113,21 @@ def inherited(tree: Mapping[str, Any], config: Config) -> dict[str, Any]:
     }
 
 
+def start_tree(start: Path) -> dict[str, Any]:
+    """The configuration of what `find_start` found."""
+    if is_folder(start):
+        return Folder(start).tree
+    files = start / "config.json"
+    return saved_tree(start / "config.yaml") if not files.is_file() else read_json(files)
+
+
+def weights_in(start: Path) -> Arrays | None:
+    """The weights of a start that is no checkpoint."""
+    if is_folder(start):
+        return Folder(start)
+    return WeightFile(start / WEIGHTS) if (start / WEIGHTS).is_file() else None
+
+
 def _flatten(tree: Mapping[str, Any], prefix: str, into: dict[str, Any]) -> None:
     for name, value in tree.items():
         if isinstance(value, Mapping):
@@ -122,7 +145,8 @@ def keep_tokenizer(start: Path, root: str | None) -> str | None:
     if not (folder / FILE).is_file():
         with storage("cannot keep the tokenizer"):
             folder.mkdir(parents=True, exist_ok=True)
-        atomic_write(folder / FILE, tokenizer.to_json())
+        for name, text in reversed(tokenizer.files.items()):  # tokenizer.json last: with it, all is there
+            atomic_write(folder / name, text)
     return str(folder.absolute())
 
 
@@ -148,7 +172,6 @@ def check_start(trainer: BaseTrainer) -> None:
     if trainer.settings.init is None or not Path(trainer.settings.init).is_dir():
         return
     path = Path(trainer.settings.init)
-    manager, step = trainer.checkpoint_manager.at(path.parent), step_of(path.name)
     saved = Tokenizer.load(path).hash if (path / FILE).is_file() else None
     if trainer.tokenizer is not None and saved != trainer.tokenizer.hash:
         raise InputError(
@@ -156,7 +179,11 @@ def check_start(trainer: BaseTrainer) -> None:
             f"data.tokenizer out, and it is taken over; or use data.tokenizer={path / FILE}"
         )
     try:
-        manager.check_fits(step, abstract_params(trainer.model), only="params")
+        if (weights := weights_in(path)) is not None:
+            check_fits(weights, abstract_params(trainer.model), str(path))
+        else:
+            manager = trainer.checkpoint_manager.at(path.parent)
+            manager.check_fits(step_of(path.name), abstract_params(trainer.model), only="params")
     except StorageError as error:
         problem = str(error).partition(": ")[2].partition(". Use the configuration")[0]
         given = differences(path, trainer.config)
@@ -167,7 +194,7 @@ def check_start(trainer: BaseTrainer) -> None:
 def differences(start: Path, config: Config) -> list[str]:
     """Settings of the weights that are not as they were where the weights come from."""
     known = {key: plain(setting.default) for key, setting in config.schema.settings.items()}
-    there = inherited(saved_tree(start / "config.yaml"), config)
+    there = inherited(start_tree(start), config)
     return [
         f"{dotted(key)}={config[key]} (it was {there.get(key, known[key])})"
         for key in known

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from bessemer.checkpoint import Checkpoints
+from bessemer.checkpoint.weights import place
 from bessemer.errors import InputError, StorageError
 from bessemer.job import Snapshot
 from bessemer.job.jobs import step_of
 from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.training import reference, stages
 from bessemer.training.fetch import fetch
+from bessemer.training.inherit import weights_in
 from bessemer.training.rollback import protect_target
 from bessemer.training.state import LoopState, added_fields
 
@@ -156,10 +158,13 @@ def initial_params(trainer: BaseTrainer, params: Any) -> Any:
     """The weights of the pinned `init`, into freshly made parameters of the same shapes."""
     assert trainer.settings.init is not None
     path = Path(trainer.settings.init)
-    manager = trainer.checkpoint_manager.at(path.parent)
     abstract = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params
     )
-    restored = manager.restore(step_of(path.name), abstract, only="params")
+    if (weights := weights_in(path)) is not None:
+        restored = place(weights, abstract, str(path))
+    else:
+        manager = trainer.checkpoint_manager.at(path.parent)
+        restored = manager.restore(step_of(path.name), abstract, only="params")
     trainer.say(f"weights    from {path}")
     return restored

@@ -1,0 +1,80 @@
+"""A run's model as files for other programs: from its newest checkpoint, or from RUN/model where there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bessemer.checkpoint import Checkpoints
+from bessemer.checkpoint.tree import flatten
+from bessemer.checkpoint.weights import Arrays, total, write_file
+from bessemer.data.tokenizer import Tokenizer
+from bessemer.generate.load import SECTIONS, WEIGHTS, ModelFiles, load_model
+from bessemer.interop.give import export_folder, make_empty
+from bessemer.interop.names import TreeArrays
+from bessemer.interop.progress import ShowBytes
+from bessemer.job import RunDirectory
+from bessemer.job.files import storage
+from bessemer.models.allocation import FILE as ALLOCATION
+from bessemer.models.llama_settings import LlamaSettings
+
+
+def export_run(
+    run: RunDirectory,
+    out: Path,
+    form: str,
+    show: ShowBytes,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+) -> list[str]:
+    """Write `out` and return lines to show. Beside one copy of the weights memory holds one tensor; of an imported
+    run not even that, and each tensor stays in the dtype it came in."""
+    if step is None and not Checkpoints(run.checkpoints).committed():
+        files = ModelFiles.of(run)
+        model, tokenizer, config, notes = files.model, files.tokenizer, files.config, files.notes
+        arrays: Arrays = files.weights
+        chosen, natural = files.step, None
+    else:
+        loaded = load_model(run, step)
+        model, tokenizer, config, notes = loaded.model, loaded.tokenizer, loaded.config, loaded.notes
+        arrays = TreeArrays(flatten(loaded.params))
+        chosen, natural = loaded.step, getattr(model, "weights_dtype", None)
+    lines = [f"note: {note}" for note in notes]
+    if form == "hf" and isinstance(model, LlamaSettings):
+        return lines + export_folder(arrays, model, tokenizer, out, show, dtype=dtype or natural)
+    if form == "hf":
+        lines.append(
+            f"note: transformers has no model like the {config['model']['family']} family (smear, value embeddings, "
+            "backout, …), so this is our own format: plain safetensors, described in docs/huggingface.md"
+        )
+    return lines + export_ours(arrays, model, tokenizer, config, out, show, chosen, dtype)
+
+
+def export_ours(
+    arrays: Arrays,
+    model: Any,
+    tokenizer: Tokenizer | None,
+    config: dict[str, Any],
+    out: Path,
+    show: ShowBytes,
+    step: int,
+    dtype: str | None,
+) -> list[str]:
+    """As RUN/model: model.safetensors under our names, config.json, the tokenizer's files, lookup.json."""
+    entries = {name: (dtype or kind, shape) for name, (kind, shape) in arrays.signature().items()}
+    size = total(entries.values())
+    with storage("cannot write the export"):
+        make_empty(out)
+        with show(f"exporting {out.name}", size) as progress:
+            write_file(
+                out / WEIGHTS, entries, arrays.read, {"format": "bessemer", "step": str(step)}, progress
+            )
+        shape = {name: config.get(name, {}) for name in SECTIONS}
+        (out / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.save(out)
+        if (allocation := getattr(model, "allocation", None)) is not None:
+            (out / ALLOCATION).write_text(allocation.to_json(), encoding="utf-8")
+    return [f"model      {config['model']['family']}, {size / 2**30:.2f} GiB in {WEIGHTS}"]
