@@ -135,9 +135,9 @@ def write_file(
             with open(temporary, "wb") as file:
                 file.write(len(text).to_bytes(8, "little") + text)
                 for name, (dtype, shape) in entries.items():
-                    array = np.ascontiguousarray(read(name).astype(np.dtype(dtype), copy=False))
+                    array = read(name).astype(np.dtype(dtype), copy=False)
                     assert array.shape == tuple(shape), (name, array.shape, shape)
-                    file.write(array.reshape(-1).view(np.uint8).data)
+                    file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
                     progress(array.nbytes)
                 file.flush()
                 os.fsync(file.fileno())

@@ -51,7 +51,23 @@ def _one(ids: list[int]) -> int | list[int] | None:
 
 
 def tokenizer_files(tokenizer: Tokenizer, ids: dict[str, Any], positions: int) -> dict[str, str]:
-    """File name → text."""
+    """File name → text. A tokenizer that came with a template keeps the names that came with it, and only those: a bos
+    that it did not have would be put before every text."""
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": positions,
+        "clean_up_tokenization_spaces": False,
+    }
+    if tokenizer.chat_template is not None:
+        config |= {**tokenizer.chat_template.tokens, "chat_template": tokenizer.chat_template.source}
+    else:
+        config |= _names(tokenizer, ids)
+        if all(name in tokenizer.specials for name in TURN_TOKENS):
+            config["chat_template"] = OUR_TEMPLATE
+    return {FILE: tokenizer.to_json(), CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
+
+
+def _names(tokenizer: Tokenizer, ids: dict[str, Any]) -> dict[str, str]:
     names = {index: name for name, index in tokenizer.specials.items()}
     ends = ids["eos_token_id"]
     wanted = {
@@ -59,14 +75,4 @@ def tokenizer_files(tokenizer: Tokenizer, ids: dict[str, Any], positions: int) -
         "eos_token": ends[0] if isinstance(ends, list) else ends,
         "pad_token": ids["pad_token_id"],
     }
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": positions,
-        "clean_up_tokenization_spaces": False,
-        **{name: names[index] for name, index in wanted.items() if index in names},
-    }
-    if tokenizer.chat_template is not None:
-        config |= {**tokenizer.chat_template.tokens, "chat_template": tokenizer.chat_template.source}
-    elif all(name in tokenizer.specials for name in TURN_TOKENS):
-        config["chat_template"] = OUR_TEMPLATE
-    return {FILE: tokenizer.to_json(), CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
+    return {name: names[index] for name, index in wanted.items() if index in names}

@@ -53,6 +53,10 @@ BELOW_RECIPE = ("architecture/block_size",)
 Resolve = Callable[[tuple[Layer, ...]], Config]
 
 
+def is_own(key: str) -> bool:
+    return any(key == own or (own.endswith("/") and key.startswith(own)) for own in OWN)
+
+
 def begun_from(resolve: Resolve, config: Config, root: str | Path) -> Config:
     """`config`, or the one that `resolve` gives with what is inherited from its `init`, pinned to a checkpoint."""
     init = config["init"]
@@ -109,7 +113,7 @@ def inherited(tree: Mapping[str, Any], config: Config) -> dict[str, Any]:
     return {
         key: value
         for key, value in flat.items()
-        if not key.startswith(OWN) and not (key in BELOW_RECIPE and key in config and config.is_set(key))
+        if not is_own(key) and not (key in BELOW_RECIPE and key in config and config.is_set(key))
     }
 
 
@@ -199,6 +203,7 @@ def differences(start: Path, config: Config) -> list[str]:
         f"{dotted(key)}={config[key]} (it was {there.get(key, known[key])})"
         for key in known
         if key.partition("/")[0] in SECTIONS
-        and not key.startswith((*OWN, *BELOW_RECIPE))
+        and not is_own(key)
+        and key not in BELOW_RECIPE
         and plain(config[key]) != there.get(key, known[key])
     ]
