@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from tests.interop.tiny_hf import CASES, config_of_case, make_folder, raw
 from tests.tiny_run import tiny_tokenizer
 
 from bessemer.checkpoint.weights import WeightFile, write_file
+from bessemer.cli import cli
 from bessemer.data import chat
 from bessemer.data.templates import ChatTemplate
 from bessemer.data.tokenizer import Tokenizer
@@ -226,3 +228,20 @@ def test_gpt_is_exported_in_our_own_format_and_says_so(tmp_path: Path) -> None:
     from bessemer.generate import load_model
 
     assert load_model(RunDirectory(tmp_path / "again")).step == 10
+
+
+def test_the_commands_and_what_others_make_of_an_imported_run(folder: Path, tmp_path: Path) -> None:
+    def call(*words: str) -> str:
+        result = CliRunner().invoke(cli, words, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    run = str(tmp_path / "runs" / "brought")
+    (tmp_path / "runs").mkdir()
+    assert "llama" in call("import", str(folder), run, "--context", "64")
+    assert "exported" in call("export", run, str(tmp_path / "out"), "--dtype", "bfloat16")
+    assert Folder(tmp_path / "out").model.weights_dtype == "bfloat16"
+    assert "brought" in call("runs", str(tmp_path / "runs"))
+    call("doctor", run)
+    call("report", run)
+    assert "finished" in call("resume", run)

@@ -24,8 +24,11 @@ import click
     type=click.Choice(["float32", "bfloat16", "float16"]),
     help="Of the weights; default: that of the model they were imported from, else float32.",
 )
+@click.option("--adapters", is_flag=True, help="Low-rank adapters alone, in PEFT's layout; default: merged.")
 @click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
-def command(run: str, out: str, form: str, step: int | None, dtype: str | None, root: str) -> None:
+def command(
+    run: str, out: str, form: str, step: int | None, dtype: str | None, adapters: bool, root: str
+) -> None:
     """Write a run's model to the new directory OUT.
 
     Models of the llama family become a folder that transformers loads. A GPT has parts that no model there has: it is
@@ -36,10 +39,15 @@ def command(run: str, out: str, form: str, step: int | None, dtype: str | None, 
       bessemer export runs/mine exported
       bessemer export mine exported --format hf --step 512 --dtype bfloat16
     """
-    from bessemer.generate.export import export_run
+    from bessemer.generate.export import export_run, export_run_adapters
     from bessemer.interop.progress import shown
     from bessemer.job import find_run
 
-    for line in export_run(find_run(run, root), Path(out), form, shown, step=step, dtype=dtype):
+    found = find_run(run, root)
+    if adapters:
+        lines = export_run_adapters(found, Path(out), step)
+    else:
+        lines = export_run(found, Path(out), form, shown, step=step, dtype=dtype)
+    for line in lines:
         click.echo(line)
     click.echo(f"exported   {out}")

@@ -8,7 +8,7 @@ import click
 
 
 @click.command("import")
-@click.argument("source", metavar="HF_DIR")
+@click.argument("source", metavar="HF_DIR|hf:OWNER/NAME")
 @click.argument("out", metavar="OUT")
 @click.option(
     "--context", type=click.IntRange(min=2), help="Tokens it reads at once; default: the model's, up to 8192."
@@ -23,11 +23,13 @@ def command(source: str, out: str, context: int | None) -> None:
     Examples:
       bessemer import models/SmolLM2-135M runs/smollm
       bessemer import models/Llama-3.2-1B runs/llama --context 16384
+      bessemer import hf:HuggingFaceTB/SmolLM2-135M runs/smollm      (extra: hf)
     """
     from bessemer.interop.bring import import_folder
+    from bessemer.interop.hub import fetched, is_hub
     from bessemer.interop.progress import shown
 
-    _, lines = import_folder(Path(source), Path(out), shown, context)
+    _, lines = import_folder(fetched(source) if is_hub(source) else Path(source), Path(out), shown, context)
     for line in lines:
         click.echo(line)
     click.echo(f"imported   {out}; next: bessemer sample {out} --prompt 'Once'")

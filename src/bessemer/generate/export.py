@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from bessemer.checkpoint import Checkpoints
-from bessemer.checkpoint.tree import flatten
+from bessemer.checkpoint.tree import flatten, select
 from bessemer.checkpoint.weights import Arrays, total, write_file
 from bessemer.data.tokenizer import Tokenizer
-from bessemer.generate.load import SECTIONS, WEIGHTS, ModelFiles, load_model
+from bessemer.errors import InputError
+from bessemer.generate.load import SECTIONS, WEIGHTS, ModelFiles, choose, load_model, parse_config
+from bessemer.interop.adapters import export_adapters
 from bessemer.interop.give import export_folder, make_empty
 from bessemer.interop.names import TreeArrays
 from bessemer.interop.progress import ShowBytes
@@ -50,6 +54,23 @@ def export_run(
             "backout, …), so this is our own format: plain safetensors, described in docs/huggingface.md"
         )
     return lines + export_ours(arrays, model, tokenizer, config, out, show, chosen, dtype)
+
+
+def export_run_adapters(run: RunDirectory, out: Path, step: int | None = None) -> list[str]:
+    """Write the adapters that a checkpoint holds, without the weights they were trained on."""
+    checkpoints = Checkpoints(run.checkpoints)
+    try:
+        chosen, notes = choose(checkpoints, run, step)
+        if chosen is None:
+            raise InputError(f"{run.path} has no checkpoint, so there are no adapters to export.")
+        config = parse_config(checkpoints.read(chosen, "config.yaml"), str(checkpoints.path(chosen)))
+        saved = select(checkpoints.leaves(chosen), "params")
+        abstract = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (dtype, shape) in saved.items()}
+        arrays = TreeArrays(checkpoints.restore(chosen, abstract, only="params"))
+    finally:
+        checkpoints.close()
+    lora = {"rank": 0, "alpha": 0.0, **(config.get("lora") or {})}
+    return [f"note: {note}" for note in notes] + export_adapters(arrays, lora, out, config.get("init"))
 
 
 def export_ours(

@@ -83,7 +83,7 @@ def load_model(
     """
     checkpoints = Checkpoints(run.checkpoints)
     try:
-        chosen, notes = _choose(checkpoints, run, step)
+        chosen, notes = choose(checkpoints, run, step)
         if chosen is None:
             return _from_files(run, topology)
         config = parse_config(checkpoints.read(chosen, "config.yaml"), str(checkpoints.path(chosen)))
@@ -96,7 +96,7 @@ def load_model(
     return LoadedModel(model, params, tokenizer, chosen, config, run, topology, [*notes, *unknown])
 
 
-def _choose(checkpoints: Checkpoints, run: RunDirectory, step: int | None) -> tuple[int | None, list[str]]:
+def choose(checkpoints: Checkpoints, run: RunDirectory, step: int | None) -> tuple[int | None, list[str]]:
     if step is None:
         return checkpoints.newest_valid()
     known = checkpoints.committed()

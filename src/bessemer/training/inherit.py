@@ -23,6 +23,7 @@ from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError
 from bessemer.generate.load import WEIGHTS, abstract_params
 from bessemer.interop.folder import Folder, is_folder, read_json
+from bessemer.interop.hub import fetched, is_hub
 from bessemer.job import atomic_write, find_run
 from bessemer.job.files import storage
 from bessemer.job.jobs import step_of
@@ -84,7 +85,7 @@ def find_start(init: str, root: str | Path) -> tuple[Path, list[str]]:
     """The checkpoint that `init` names, a run (its newest valid one) or a checkpoint directory, and lines to show.
 
     A run without checkpoints (an imported one) gives its folder model/; a Hugging Face folder is itself."""
-    named = Path(init)
+    named = fetched(init) if is_hub(init) else Path(init)
     if is_folder(named):
         return named.absolute(), []
     is_step = re.fullmatch(r"step_\d+", named.name) is not None

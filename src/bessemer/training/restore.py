@@ -162,6 +162,8 @@ def initial_params(trainer: BaseTrainer, params: Any) -> Any:
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params
     )
     if (weights := weights_in(path)) is not None:
+        for leaf in jax.tree.leaves(params):
+            leaf.delete()  # or there would be two models in memory while the files are read
         restored = place(weights, abstract, str(path))
     else:
         manager = trainer.checkpoint_manager.at(path.parent)
