@@ -79,10 +79,12 @@ def shorten(command: str) -> str:
     given = {word.partition("=")[0] for word in words if "=" in word}
     other = any(word.startswith(OTHER_MODEL) for word in words)
     sizes = {key: value for key, value in SIZES.items() if not (other and key in OF_GPT and key not in given)}
-    if "init" in given:  # sizes are those of the weights it starts from
+    quick = {key: value for key, value in QUICK.items() if key not in given}
+    if "init" in given:  # sizes and tokenizer are those of the weights it starts from
         sizes = {key: value for key, value in sizes.items() if not key.startswith("model.")}
+        quick.pop("data.tokenizer", None)
     kept = [word for word in words if word.partition("=")[0] not in (*sizes, *HORIZONS)]
-    added = sizes | {key: value for key, value in QUICK.items() if key not in given}
+    added = sizes | quick
     return " ".join([*kept, *(f"{key}={shlex.quote(value)}" for key, value in added.items())])
 
 

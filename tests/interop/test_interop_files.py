@@ -15,7 +15,7 @@ from tests.tiny_run import tiny_tokenizer
 from bessemer.checkpoint.weights import WeightFile, write_file
 from bessemer.cli import cli
 from bessemer.data import chat
-from bessemer.data.templates import ChatTemplate
+from bessemer.data.templates import OUR_TEMPLATE, ChatTemplate
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import BessemerError, InputError, StorageError
 from bessemer.generate.export import export_run
@@ -23,7 +23,7 @@ from bessemer.interop.bring import import_folder
 from bessemer.interop.config import HFConfig, config_of, type_of
 from bessemer.interop.folder import CONFIG, INDEX, SINGLE, Folder
 from bessemer.interop.progress import nothing
-from bessemer.interop.tokenizers import OUR_TEMPLATE
+from bessemer.interop.tokenizers import token_ids, tokenizer_files
 from bessemer.job import RunDirectory
 from bessemer.models.llama import Llama
 
@@ -88,6 +88,17 @@ def test_our_turns_as_a_template_are_our_turns() -> None:
         assert text.startswith("<|bos|><|system_start|>Be brief.<|system_end|>")
         expected = chat.render(plain, ours, generation_prompt=opened)
         assert told.encode(rendered, allow_special=True) == expected
+
+
+def test_our_own_tokenizer_comes_back_as_itself(tmp_path: Path) -> None:
+    ours = tiny_tokenizer()
+    ids = token_ids(Llama(vocab_size=300), ours)
+    assert ids["eos_token_id"] == [ours.bos_id, ours.specials["<|assistant_end|>"]]
+    files = tokenizer_files(ours, ids, 128)
+    assert json.loads(files["tokenizer_config.json"])["chat_template"] == OUR_TEMPLATE
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert Tokenizer.load(tmp_path).hash == ours.hash
 
 
 # -- what is wrong is named ------------------------------------------------------------------------------------------

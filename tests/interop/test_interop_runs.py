@@ -76,6 +76,7 @@ def test_an_imported_run_is_sampled_and_chats_with_its_template(imported: RunDir
     assert run.read_status()["state"] == "done"
 
 
+@pytest.mark.slow
 def test_fine_tuned_from_a_folder_or_its_import_then_exported(
     folder: Path, imported: RunDirectory, talks: Path, tmp_path: Path
 ) -> None:

@@ -6,33 +6,9 @@ import json
 from typing import Any
 
 from bessemer.data.chat import TURN_TOKENS, can_chat, stop_ids
-from bessemer.data.templates import CONFIG
+from bessemer.data.templates import CONFIG, OUR_TEMPLATE
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.models.llama_settings import LlamaSettings
-
-# What data/chat.py writes with our own tokens, for programs that know only templates.
-OUR_TEMPLATE = """\
-{{- bos_token }}
-{%- for message in messages %}
-  {{- '<|' + message['role'] + '_start|>' }}
-  {%- if message['content'] is string %}
-    {{- message['content'] }}
-  {%- else %}
-    {%- for part in message['content'] %}
-      {%- if part['type'] == 'python' %}
-        {{- '<|python_start|>' + part['text'] + '<|python_end|>' }}
-      {%- elif part['type'] == 'python_output' %}
-        {{- '<|output_start|>' + part['text'] + '<|output_end|>' }}
-      {%- else %}
-        {{- part['text'] }}
-      {%- endif %}
-    {%- endfor %}
-  {%- endif %}
-  {{- '<|' + message['role'] + '_end|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-  {{- '<|assistant_start|>' }}
-{%- endif %}"""
 
 
 def token_ids(model: LlamaSettings, tokenizer: Tokenizer | None) -> dict[str, Any]:
