@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 N ?= 50
 
-.PHONY: train test slow soak check format clean
+.PHONY: train test slow long soak prove check format clean
 
 train: $(VENV)/.base
 	$(BIN)/bessemer train
@@ -16,8 +16,14 @@ test: $(VENV)/.test
 slow: $(VENV)/.test
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "slow and not gpu"
 
+long: $(VENV)/.test
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "long and not gpu"
+
 soak: $(VENV)/.test
 	$(BIN)/python -m tests.faults.soak --kills $(N)
+
+prove: $(VENV)/.test
+	$(BIN)/python -m tests.prove
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .

@@ -66,6 +66,8 @@ def tiny(corpus: Path) -> dict[str, object]:
         "logging.checkpoint_interval": 3,
         "logging.keep_last": 20,
         "logging.progress": "none",
+        "logging.plots": False,  # a second each, and the previews two: for tests that look at them
+        "logging.preview_interval": 0,
     }
 
 

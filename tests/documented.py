@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -32,6 +33,8 @@ QUICK = {
     "logging.progress": "none",
     "logging.report_interval": "1",
     "logging.checkpoint_interval": "2",
+    "logging.preview_interval": "0",
+    "logging.plots": "false",
 }
 HORIZONS = ("training.tokens", "training.flops", "training.epochs", "training.ratio")
 OF_GPT = ("model.depth", "model.head_dim")
@@ -89,7 +92,7 @@ def shorten(command: str) -> str:
 
 
 def make_files(folder: Path) -> None:
-    """The files that the pages speak of: my.txt, texts/ in two formats, and small tasks."""
+    """The files that the pages speak of: my.txt, texts/ in two formats, conversations, pairs, small tasks."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -99,7 +102,27 @@ def make_files(folder: Path) -> None:
     (folder / "texts").mkdir()
     (folder / "texts" / "a.txt").write_text("".join(texts[:20]))
     pq.write_table(pa.table({"text": texts}), folder / "texts" / "b.parquet")
+    asked = [{"instruction": f"Say {word}.", "output": f"The {word}."} for word in WORDS * 4]
+    write_lines(folder / "said.jsonl", asked)
+    pairs = [{"prompt": a, "chosen": b, "rejected": a} for a, b in itertools.pairwise(WORDS)]
+    write_lines(folder / "pairs.jsonl", pairs * 4)
     make_tasks(folder)
+    make_prompts(folder)
+
+
+def make_prompts(folder: Path) -> None:
+    """prompts.jsonl, gsm8k_train.jsonl, and completions.jsonl with groups of four."""
+    sums = [(a, b) for a in range(1, 9) for b in range(1, 9)]
+    write_lines(
+        folder / "prompts.jsonl", [{"prompt": f"Add {a} and {b}", "answer": str(a + b)} for a, b in sums]
+    )
+    asked = [
+        {"question": f"{a} + {b}?", "answer": f"{a}+{b}=<<{a}+{b}={a + b}>>{a + b}\n#### {a + b}"}
+        for a, b in sums
+    ]
+    write_lines(folder / "gsm8k_train.jsonl", asked)
+    said = [{"prompt": f"Add {a} and {b}", "completions": [str(a + b), "1", "2", "30"]} for a, b in sums]
+    write_lines(folder / "completions.jsonl", [{**row, "rewards": [1, 0, 0, 0]} for row in said])
 
 
 def make_tasks(folder: Path) -> None:

@@ -12,6 +12,7 @@ from bessemer.cli import COMMANDS
 from bessemer.cli.foreign import FLAGS
 from bessemer.config import declared, dotted
 from bessemer.data import DataSettings
+from bessemer.models.lora import LoraSettings
 from bessemer.selectors import SELECTORS, settings_classes
 from bessemer.topology import TopologySettings
 from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings
@@ -20,6 +21,9 @@ from bessemer.training.settings import BaseTrainerConfig, GuardSettings, Logging
 NOT_RUN = {
     r"bessemer eval .* harness:.*": "needs the extra `eval`: tests/evaluate/test_evaluate_harness.py",
     r"bessemer train … topology\.coordinator=.*": "two processes at once: tests/training/test_training_processes.py",
+    r"bessemer (train|resume) (speedrun|runs/road).*": "minutes, and killed: tests/training/test_training_phases.py",
+    r"bessemer train (sft|dpo|reward|grpo) --name \w+": "its whole demonstration, with the model before it: make prove",
+    r"bessemer train distill .*": "trains a teacher too: tests/training/test_training_distill.py",
     r"bessemer serve .*": "it serves until it is stopped: tests/serve/test_serve_process.py",
 }
 RUN_ELSEWHERE = {"extending.md": "tests/test_extending.py"}
@@ -79,7 +83,14 @@ def test_what_is_not_run_is_still_shown() -> None:
 
 def every_setting() -> set[str]:
     """All keys of all parts, whatever is selected."""
-    classes = [BaseTrainerConfig, LoggingSettings, GuardSettings, DataSettings, TopologySettings]
+    classes = [
+        BaseTrainerConfig,
+        LoggingSettings,
+        GuardSettings,
+        DataSettings,
+        TopologySettings,
+        LoraSettings,
+    ]
     for table in SELECTORS.values():
         classes += [cls for entry in table for cls in settings_classes(entry)]
     return {dotted(setting.key) for cls in classes for setting in declared(cls).values()}

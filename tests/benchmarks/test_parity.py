@@ -125,6 +125,7 @@ def test_the_reference_settings_are_expressed() -> None:
         parity.settings_of(HEADER, ["optimization.matrix_rl=0.1"])
 
 
+@pytest.mark.slow
 def test_three_steps_of_two_seeds(reference: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The whole script: one line a seed, a curve that falls from ln V, a summary that claims no bar."""
     words = [str(reference), str(reference), "--any-stream", "--json", "--seeds", "0,1"]

@@ -83,7 +83,7 @@ def test_a_small_text_alone_becomes_several_documents_and_many_texts_do_not(tmp_
         (b'{"messages": []}', "'messages' is a list of messages"),
         (b'{"prompt": 3, "completion": "x"}', "'prompt' is a list of messages"),
         (b'{"instruction": "x", "output": null}', "'output' is NoneType"),
-        (b'{"chosen": "x", "rejected": "y"}', "preference data"),
+        (b'{"chosen": "x", "rejected": "y"}', "without 'prompt'"),
         (b"[1]", "expected a text or a mapping"),
     ],
 )

@@ -1,12 +1,13 @@
 """CORE: both layouts of a bundle, the mean, what is missing; a trainer and its checkpoint score the same."""
 
 import json
+import random
 import types
 
 import jax
 import pytest
 from click.testing import CliRunner
-from tests.evaluate.bundles import json_bundle, public_bundle
+from tests.evaluate.bundles import json_bundle, public_bundle, write_rows
 
 from bessemer.errors import InputError
 from bessemer.evaluate import Evaluator
@@ -57,6 +58,29 @@ def test_core_is_the_mean_of_the_centred_accuracies_and_names_what_is_missing(lo
     one = core(loaded, source=str(bundle), batch_size=1)
     assert {n: p["centred"] for n, p in one["tasks"].items()} == {n: p["centred"] for n, p in parts.items()}
     assert core(loaded, source=str(bundle), limit=3, batch_size=16)["tasks"]["pick"]["examples"] == 3
+
+
+def test_a_model_that_guesses_scores_about_0(loaded, tmp_path):
+    """Answers drawn without looking at the question: 400 of two choices, 400 of four; σ of the mean is .035."""
+    rng = random.Random(3)
+    words = ["cats", "dogs", "rain", "walking", "grey", "were", "The", "in"]
+    listed = []
+    for name, options in (("two", 2), ("four", 4)):
+        rows = [
+            {
+                "query": rng.choice(words),
+                "choices": rng.sample(words, options),
+                "gold": rng.randrange(options),
+            }
+            for _ in range(400)
+        ]
+        write_rows(tmp_path / f"{name}.jsonl", rows)
+        listed.append({"task": name, "kind": "multiple_choice", "fewshot": 0, "delimiter": " "})
+        listed[-1] |= {"random_baseline": 1 / options, "file": f"{name}.jsonl"}
+    (tmp_path / "tasks.json").write_text(json.dumps({"tasks": listed}))
+    found = core(loaded, source=str(tmp_path), batch_size=16)
+    assert abs(found["value"]) < 0.15
+    assert {name: part["baseline"] for name, part in found["tasks"].items()} == {"two": 0.5, "four": 0.25}
 
 
 def test_a_whole_bundle_says_no_number_of_tasks(loaded, bundle, tmp_path):
@@ -118,6 +142,7 @@ def test_a_file_outside_the_bundle_is_not_read(tmp_path):
         read_bundle(tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_training_scores_core_and_the_checkpoint_gives_the_same(tiny, bundle, tmp_path, monkeypatch):
     """Rows at every interval and at the end; one compilation a bucket for the whole run."""
     monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))

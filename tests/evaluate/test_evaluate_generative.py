@@ -144,11 +144,18 @@ def test_arithmetic_problems_are_right_and_always_the_same(tmp_path):
         )
 
 
-def test_a_real_model_runs_through(tmp_path):
+@pytest.mark.slow
+def test_a_real_model_writes_the_same_in_any_batch(tmp_path):
     run = make_run(tmp_path)
-    found = Evaluator.from_run(run, tasks=["arithmetic"], limit=3, batch_size=4).run()["arithmetic"]
+    job = Evaluator.from_run(run, tasks=["arithmetic"], limit=3, batch_size=4)
+    found = job.run()["arithmetic"]
     assert found["examples"] == 3 and 0 <= found["value"] <= 1
     assert (run.eval / "arithmetic_step20.json").is_file()
+    prompts = [question_ids(job.loaded.tokenizer, problem["question"]) for problem in problems()[:5]]
+    compiled = len(job.loaded.programs)
+    together = write(job.loaded, prompts, 256, 4)
+    assert len(job.loaded.programs) == compiled, "the engine of the evaluation serves again"
+    assert together == write(job.loaded, prompts, 256, 1) and len(set(together)) > 1
 
 
 def test_a_model_that_cannot_decode_is_told():

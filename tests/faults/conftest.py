@@ -35,9 +35,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def prepare(patch: pytest.MonkeyPatch) -> None:
-    """Runs in this process take one of its devices; their reports come without plots, which cost a second each."""
+    """Runs in this process take one of its devices."""
     patch.setattr(launch, "make_topology", one_device)
-    patch.setattr("bessemer.report.markdown.write_plots", lambda summary: [])
 
 
 @pytest.fixture

@@ -57,6 +57,7 @@ def fault_settings(corpus: Path) -> dict[str, object]:
         "logging.checkpoint_interval": 3,
         "logging.preview_prompts": "[the]",
         "logging.progress": "none",
+        "logging.plots": False,
     }
 
 

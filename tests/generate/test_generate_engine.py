@@ -92,6 +92,18 @@ def test_drawn_tokens_carry_untempered_teacher_forced_log_probabilities(engine, 
     np.testing.assert_allclose(sample.logprobs, scores[np.arange(12), sample.ids], atol=1e-4)
 
 
+def test_first_tokens_of_many_samples_follow_the_models_distribution(engine, forward):
+    """Chi-square through all of it: prefill, slots, streams of many seeds; the rarer tokens counted together."""
+    (result,) = engine.generate([drawn(PROMPTS[2], 21, tokens=1, n=400)])
+    p = np.exp(forward(PROMPTS[2])[-1].astype(np.float64) / 1.2)
+    p /= p.sum()
+    common = np.argsort(-p)[:12]
+    cells = {int(token): place for place, token in enumerate(common)}
+    counts = np.bincount([cells.get(sample.ids[0], 12) for sample in result.samples], minlength=13)
+    expected = 400 * np.append(p[common], 1 - p[common].sum())
+    assert np.sum((counts - expected) ** 2 / expected) < 12 + 5 * np.sqrt(2 * 12)
+
+
 def test_a_seed_gives_the_same_text_in_any_company(engine):
     alone = engine.generate(
         [drawn(PROMPTS[0], 11), drawn(PROMPTS[1], 12), drawn(PROMPTS[2], 13), greedy([4])]
@@ -322,6 +334,7 @@ def test_many_threads_share_a_running_engine(engine):
     assert {sample.finish for sample in open_at_the_end.result().samples} <= {"cancelled", "length"}
 
 
+@pytest.mark.slow
 def test_a_mesh_of_eight_gives_the_same_tokens_from_parameters_where_they_rest(engine, params):
     topology = make_topology(TopologySettings(data=2, fsdp=2, tensor=2))
     model = tiny_model()

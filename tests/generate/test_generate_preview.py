@@ -21,12 +21,14 @@ def loop(tmp_path):
         model=tiny_model(),
         tokenizer=tiny_tokenizer(),
         state=SimpleNamespace(params=tiny_params()),
+        settings=SimpleNamespace(objective="pretrain"),
         run_directory=RunDirectory(tmp_path / "run").create(),
         is_process_zero=True,
         done=False,
         activity=None,
         say=said.append,
     )
+    trainer.full_params = lambda: trainer.state.params
     return SimpleNamespace(
         trainer=trainer,
         step=0,

@@ -1,16 +1,23 @@
 """The programs under the engine: rings of windows, lookup layers, half precision, rows copied between caches."""
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from bessemer.generate import Engine, Request
-from bessemer.generate.rows import forward, in_use, put_rows, stop_table, take_rows
+from bessemer.generate.rows import BETWEEN_LOOKS, forward, in_use, put_rows, stop_table, take_rows
+from bessemer.generate.sampling import Way
+from bessemer.generate.slots import _decode, _empty_rows
 from bessemer.models.allocation import Allocation
 from bessemer.models.gpt import GPT
-from tiny_run import random_params
+from tiny_run import random_params, tiny_model, tiny_params
 
 
+@pytest.mark.slow
 def test_rows_that_outgrow_a_window_equal_the_full_forward():
     """Short rows in half of the capacity, rows that outgrow it and the window while decoding, a prompt longer than the
     window; grouped queries and a lookup layer."""
@@ -63,6 +70,24 @@ def test_parameters_cast_before_a_loop_give_the_same_bits_as_cast_in_it():
     ids, lengths = jnp.arange(8).reshape(2, 4), jnp.array([4, 3])
     step = jax.jit(lambda params: forward(model, params, ids, model.init_cache(2, 16), lengths)[0])
     np.testing.assert_array_equal(step(params), step(cast))
+
+
+def test_a_step_writes_the_cache_in_place_and_asks_nobody():
+    """The program of a block, as it is compiled where every branch would wait for the host (a GPU)."""
+    model, params = tiny_model(), tiny_params(1)
+    rows = jax.eval_shape(functools.partial(_empty_rows, model, 4, 32), params)
+    program = jax.jit(
+        functools.partial(_decode, model, 0, 2 * BETWEEN_LOOKS, reach=32, way=Way.GREEDY), donate_argnums=1
+    )
+    compiled = program.lower(params, rows, jax.ShapeDtypeStruct((4,), bool), None).compile()
+    text, (shape,) = compiled.as_text(), {leaf.shape for leaf in rows.cache.keys}
+    assert f'"known_trip_count":{{"n":"{BETWEEN_LOOKS}"}}' in text, (
+        "steps between two looks are not counted out"
+    )
+    assert not re.search(r" (conditional|custom-call|outfeed|send)\(", text)
+    assert not re.search(rf"f32\[{','.join(map(str, shape))}\]\S* copy\(", text), "the cache is copied"
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(rows.cache))
+    assert compiled.memory_analysis().alias_size_in_bytes >= kept
 
 
 def test_rows_are_copied_into_the_beginning_of_longer_ones():

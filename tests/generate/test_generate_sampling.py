@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bessemer.errors import InputError
-from bessemer.generate.sampling import Filters, SamplingOptions, choose, keep, row_keys
+from bessemer.generate.sampling import Filters, SamplingOptions, Way, _way, choose, keep, row_keys
 
 LOGITS = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3]]))
 
@@ -110,6 +110,24 @@ def test_a_row_is_not_changed_by_the_filters_of_its_neighbours():
     together = choose(logits, keys, mixed)
     single = choose(logits, keys, Filters.of(alone, 5000))
     assert together.tolist()[::2] == single.tolist()[::2]
+
+
+@pytest.mark.slow
+def test_a_program_for_one_way_of_choosing_chooses_the_same():
+    """A GPU has a program for what a batch needs, a CPU one that finds out."""
+    options = [
+        SamplingOptions(top_k=5, top_p=0.5),  # greedy all the same
+        SamplingOptions(temperature=1.2),
+        SamplingOptions(temperature=0.8, min_p=0.1),
+        SamplingOptions(repetition_penalty=1.5),
+    ]
+    assert [_way(one) for one in options] == [Way.GREEDY, Way.DRAWN, Way.FILTERED, Way.FILTERED]
+    logits = jnp.asarray(np.random.default_rng(2).normal(size=(4, 50)), jnp.float32)
+    keys = row_keys(SamplingOptions(seed=6).streams(4), 2)
+    seen = logits > 1
+    for count, way in ((1, Way.GREEDY), (2, Way.DRAWN), (4, Way.FILTERED)):
+        arguments = (logits[:count], keys[:count], Filters.rows(options[:count], 50), seen[:count])
+        assert choose(*arguments, way).tolist() == choose(*arguments).tolist()
 
 
 def test_the_smallest_temperature_is_greedy_not_nan():

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from tests.interop.tiny_hf import config_of_case, foreign_tokenizer, load_folder, make_folder, raw
+from tests.interop.tiny_hf import (
+    SFT,
+    chatty_folder,
+    config_of_case,
+    foreign_tokenizer,
+    load_folder,
+    make_folder,
+    make_talks,
+    raw,
+)
 
 from bessemer.checkpoint.tree import flatten
 from bessemer.errors import InputError
@@ -22,25 +29,10 @@ from bessemer.job import RunDirectory, find_run
 from bessemer.serve.conversation import template_of
 from bessemer.training.launch import build_trainer, reopen
 
-SFT: dict[str, Any] = {
-    "objective": "sft",
-    "architecture.block_size": 48,
-    "training.batch_size": 8,
-    "training.per_device_batch_size": 1,
-    "training.steps": 2,
-    "training.validation": False,
-    "optimization.name": "adamw",
-    "logging.report_interval": 1,
-    "logging.checkpoint_interval": 1,
-    "logging.progress": "none",
-}
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A qwen2 in bfloat16 whose tokenizer has a chat template."""
-    config = {**config_of_case("qwen2"), "vocab_size": 262, "eos_token_id": 0}
-    return make_folder(tmp_path_factory.mktemp("hub") / "tiny-qwen", config, dtype="bfloat16", tokenizer=True)
+    return chatty_folder(tmp_path_factory.mktemp("hub") / "tiny-qwen")
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +42,7 @@ def imported(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDirec
 
 @pytest.fixture(scope="module")
 def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("talks") / "talks.jsonl"
-    rows = [
-        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"It is {n}."}]}
-        for n in range(12)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return make_talks(tmp_path_factory.mktemp("talks"))
 
 
 def test_an_imported_run_is_sampled_and_chats_with_its_template(imported: RunDirectory, folder: Path) -> None:

@@ -28,6 +28,37 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+SFT: dict[str, Any] = {
+    "objective": "sft",
+    "sft.neftune_alpha": 5.0,
+    "architecture.block_size": 48,
+    "training.batch_size": 8,
+    "training.per_device_batch_size": 1,
+    "training.steps": 2,
+    "training.validation": False,
+    "optimization.name": "adamw",
+    "logging.report_interval": 1,
+    "logging.checkpoint_interval": 1,
+    "logging.progress": "none",
+}
+"""Two steps of fine-tuning on eight devices, noise on the embeddings, with `init` and `training.dataset` to come."""
+
+
+def make_talks(folder: Path) -> Path:
+    """Short conversations."""
+    path = folder / "talks.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"It is {n}."}]}
+        for n in range(12)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def chatty_folder(path: Path, dtype: str = "bfloat16") -> Path:
+    """A qwen2 whose tokenizer has a chat template."""
+    config = {**config_of_case("qwen2"), "vocab_size": 262, "eos_token_id": 0}
+    return make_folder(path, config, dtype=dtype, tokenizer=True)
 
 
 def config_of_case(name: str) -> dict[str, Any]:

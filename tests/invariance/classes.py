@@ -122,15 +122,13 @@ CLASSES: dict[str, Class] = {
     ),
     # an epoch a step: the same documents, alone in their rows or packed with others
     "documents": Class(
-        {"alone, mask": Member(MASKED), "packed, mask": Member({**PACKED, **MASKED}, quick=True)},
+        {"alone, mask": Member(MASKED), "packed, mask": Member({**PACKED, **MASKED})},
         ROUNDING,
         shared=ALONE,
         data="documents",
         same_rows=False,
     ),
-    "prefetch": Class(
-        {"1": member(data__prefetch=1), "8": member(data__prefetch=8, quick=True)}, EXACT, shared=MUON
-    ),
+    "prefetch": Class({"1": member(data__prefetch=1), "8": member(data__prefetch=8)}, EXACT, shared=MUON),
     "mesh": Class(
         {
             "data 2": mesh(data=2),
@@ -141,7 +139,7 @@ CLASSES: dict[str, Class] = {
             "context 2": mesh(context=2),
             "context 4, S=2": mesh(context=4, per_device=4),
             "data 2 x tensor 2, S=4": mesh(data=2, tensor=2, per_device=1),
-            "data 2 x fsdp 2 x tensor 2": mesh(data=2, fsdp=2, tensor=2, quick=True),
+            "data 2 x fsdp 2 x tensor 2": mesh(data=2, fsdp=2, tensor=2),
             "fsdp 2 x tensor 2 x context 2": mesh(fsdp=2, tensor=2, context=2),
         },
         ROUNDING,
@@ -186,3 +184,20 @@ CONTROLS: dict[str, tuple[str, Settings]] = {
     "documents that see each other": ("documents", PACKED),
 }
 """What changes a run a little, and must be seen: (class, settings on top of its baseline)."""
+
+LONG = {
+    "accumulation: S=2",
+    "accumulation, adamw: S=4",
+    "accumulation, muon: S=2",
+    "loss chunks: 5, not a divisor",
+    "loss chunks: 32",
+    "prefetch: 1",
+    "mesh: data 2",
+    "mesh: data 8",
+    "mesh: fsdp 4",
+    "mesh: context 2",
+    "mesh: data 2 x tensor 2, S=4",
+    "mesh, muon: data 2 x fsdp 2 x tensor 2",
+    "processes: two, fsdp",
+}
+"""Members beside others that show nearly the same: run by `make long`."""

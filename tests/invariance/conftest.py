@@ -31,7 +31,8 @@ model: {{family: gpt, depth: {depth}, width: 64, head_dim: 16, kv_heads: 4, wind
 architecture: {{block_size: {block}, precision: float32, loss_chunks: 1}}
 training: {{dataset: '{data}', batch_size: 8, per_device_batch_size: 8, steps: {steps}, validation: false}}
 data: {{tokenizer: '{tokenizer}', val_fraction: 0, prefetch: 0}}
-logging: {{report_interval: 1, checkpoint_interval: 2, keep_last: 20, progress: none, preview_prompts: [a]}}
+logging: {{report_interval: 1, checkpoint_interval: 2, keep_last: 20, progress: none,
+          plots: false, preview_interval: 0}}
 plugins: ['{recorder}']
 callbacks: [record_batches]
 """
@@ -94,10 +95,12 @@ class Runs:
             }
             model = GPT(**shape, vocab_size=tokenizer.vocab_size, block_size=BLOCK, precision="float32")
             run = RunDirectory(self.root / f"start-{depth}").create()
-            run.config.write_text("job: BaseTrainer\n")
+            config = json.dumps({"job": "BaseTrainer", "model": {"family": "gpt", **shape}})
+            run.config.write_text(config)
             checkpoints = Checkpoints(run.checkpoints)
             state = {"params": random_params(model, seed=depth, scale=0.1)}
-            checkpoints.save(1, state, meta={"tokenizer_hash": tokenizer.hash}, wait=True)
+            files = {"config.yaml": config, "tokenizer.json": tokenizer.to_json()}
+            checkpoints.save(1, state, files=files, meta={"tokenizer_hash": tokenizer.hash}, wait=True)
             checkpoints.close()
             self.weights[depth] = run.path
         return self.weights[depth]

@@ -31,8 +31,8 @@ CHAINS: dict[str, tuple[Member, list[Member]]] = {
 }
 """First mesh, and those that take over at steps 2 and 4 of six."""
 
-quick = {"8 -> 4 -> 1"}
-chains = [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in CHAINS]
+LONG = {"one process -> two -> one", "1 -> fsdp x tensor x context"}
+chains = [pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.slow) for name in CHAINS]
 
 
 def copied(run: Path, name: str) -> Path:

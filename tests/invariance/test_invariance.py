@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.invariance.classes import CLASSES, CONTROLS, Member
+from tests.invariance.classes import CLASSES, CONTROLS, LONG, Member
 from tests.invariance.compare import difference, digests, meta
 from tests.invariance.conftest import BLOCK, PAIRS, STEPS, Runs
 from tests.tiny_run import tiny_tokenizer
@@ -18,12 +18,16 @@ from bessemer.data import DataPlan, Sampling, open_dataset
 from bessemer.data.settings import DataSettings
 
 
+def proof(name: str, label: str) -> Any:
+    return pytest.mark.long if f"{name}: {label}" in LONG else pytest.mark.slow
+
+
 def cases(many: bool) -> Iterator[Any]:
     """Members of one device, or those of many; the two halves of the suite."""
     for name, one in CLASSES.items():
         for label, member in one.members.items():
             if (member.devices * member.processes > 1) is many:
-                marks = [pytest.mark.gpu] if one.gpu else [] if member.quick else [pytest.mark.slow]
+                marks = [pytest.mark.gpu] if one.gpu else [] if member.quick else [proof(name, label)]
                 yield pytest.param(name, label, marks=marks, id=f"{name}: {label}")
 
 

@@ -191,6 +191,7 @@ def curve(model: GPT, params: Any, steps: int = 20) -> np.ndarray:
     return np.asarray(jax.jit(lambda p: jax.lax.scan(step, (p, tx.init(p)), None, length=steps)[1])(params))
 
 
+@pytest.mark.slow
 def test_training_stays_close_to_float32() -> None:
     """Both ways of scaling, the head included: never off by more than 1% of the way that float32 falls."""
     small = {**TINY, "depth": 1}

@@ -104,6 +104,7 @@ def loss_and_gradients(model: GPT, params, batch):
     return jax.jit(jax.value_and_grad(loss))(params)
 
 
+@pytest.mark.slow
 def test_the_whole_model_gives_the_same_loss_and_gradients():
     batch = batch_of(B)
     params = jax.tree.map(

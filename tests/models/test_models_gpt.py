@@ -184,6 +184,7 @@ def test_remat_keeps_less():
     assert saved(remat="block") < saved(remat=["mlp_hidden", "q", "k", "v"]) < saved()
 
 
+@pytest.mark.slow
 def test_scan_and_dropout_draw_the_same_masks():
     model, params = make(dropout=0.3)
     key = {"dropout": jax.random.key(7)}

@@ -223,6 +223,7 @@ def test_same_numbers_however_computed(settings):
     assert_close(variant, default_loss_and_gradient(), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_scanned_layers_equal_unrolled_ones():
     model, params = make(depth=4, lookup_after_layers=(0, 2), value_embeddings=False)
     scanned = model.clone(scan_layers=True, remat=["block"], lookup_path="sorted")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.tiny_run import tiny_model, tiny_params, tiny_tokenizer
+from tests.tiny_run import random_params, tiny_model, tiny_tokenizer
 
 from bessemer.data import DatasetStyle, make_rows
 from bessemer.errors import InputError
@@ -44,7 +44,7 @@ def test_equals_trl(name: str) -> None:
     def loss(logps: jax.Array) -> jax.Array:
         return LOSSES[name](given._replace(logps=logps), settings).mean()
 
-    value, gradient = jax.value_and_grad(loss)(given.logps)
+    value, gradient = jax.jit(jax.value_and_grad(loss))(given.logps)
     np.testing.assert_allclose(value, want["loss"], rtol=2e-6)
     np.testing.assert_allclose(gradient[0].T, want["gradient"], rtol=2e-5, atol=1e-8)
 
@@ -90,8 +90,7 @@ def by_hand(
     return -b * np.log(sigmoid(np.log(odds[0] / odds[1])))
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("shift", [0.0, 4.0])
+@pytest.mark.parametrize(("name", "shift"), [*((name, 0.0) for name in LOSSES), ("kto", 4.0)])
 def test_equals_numpy(name: str, shift: float) -> None:
     """`shift` raises the policy over the reference, so that KTO's z is above 0."""
     rng = np.random.default_rng(3)
@@ -118,7 +117,7 @@ ROWS = [
 @pytest.fixture(scope="module")
 def parts() -> Any:
     """A model whose documents do not see each other, two sets of weights, and all pairs packed into rows."""
-    model = tiny_model().clone(document_mask=True, block_size=128)
+    model = tiny_model().clone(document_mask=True, block_size=128, depth=1)
     rows = make_rows(ROWS, DatasetStyle.CONTRASTIVE, 128, tokenizer=tiny_tokenizer())
 
     @jax.jit
@@ -132,7 +131,7 @@ def parts() -> Any:
         return logprobs(params, batch)
 
     batch = {name: jnp.asarray(values) for name, values in rows.get(np.arange(len(rows))).items()}
-    return apply, tiny_params(1), tiny_params(2), batch
+    return apply, random_params(model, 1), random_params(model, 2), batch
 
 
 def alone(apply: Any, params: Any) -> np.ndarray:
@@ -182,7 +181,7 @@ def test_packed_rows_give_the_loss_of_the_answers_alone(parts: Any, name: str) -
         assert metrics["pref_acc"] == (margins > 0).sum()
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", ["sigmoid", "ipo", "kto", "orpo"])
 def test_parts_of_a_batch_sum_to_the_whole(bigrams: Any, name: str) -> None:
     """Accumulation and devices cut between rows: what is optimised must not change."""
     apply, params, reference, batch = bigrams

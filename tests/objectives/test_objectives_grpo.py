@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from dataclasses import replace
@@ -54,7 +55,7 @@ def run(data: dict[str, np.ndarray], settings: GrpoSettings):
         )
         return loss / weight, sums
 
-    (loss, sums), gradient = jax.value_and_grad(mean, has_aux=True)(x["logprobs"])
+    (loss, sums), gradient = jax.jit(jax.value_and_grad(mean, has_aux=True))(x["logprobs"])
     return loss, gradient, {name: value / sums[TOKENS] for name, value in sums.items()}
 
 
@@ -105,9 +106,16 @@ def by_hand(data: dict[str, np.ndarray], s: GrpoSettings) -> float:
     return total / (tokens if s.normalisation == "token" else rows * s.max_completion_length)
 
 
-@pytest.mark.parametrize("normalisation", ["token", "sequence", "fixed"])
-@pytest.mark.parametrize("estimator", ["squared", "k1", "k3"])
-@pytest.mark.parametrize("ratio", ["token", "sequence"])
+@pytest.mark.parametrize(
+    ("normalisation", "estimator", "ratio"),
+    [
+        ("token", "squared", "token"),
+        ("sequence", "k1", "token"),
+        ("fixed", "k3", "token"),
+        ("token", "k3", "sequence"),
+        ("sequence", "squared", "sequence"),
+    ],
+)
 def test_equals_numpy_and_its_differences(normalisation, estimator, ratio):
     settings = GrpoSettings(
         normalisation=normalisation, kl_estimator=estimator, ratio=ratio, kl_coef=0.3, max_completion_length=7
@@ -131,7 +139,8 @@ def test_parts_of_a_batch_add_up_to_the_batch(normalisation):
     names = ("logprobs", "old", "reference", "advantages", "mask")
 
     def sums(rows):
-        return policy_loss(*(jnp.asarray(data[name][rows], jnp.float32) for name in names), settings)
+        some = [np.asarray(data[name][rows], np.float32) for name in names]
+        return jax.jit(functools.partial(policy_loss, settings=settings))(*some)
 
     whole, parts = sums(slice(None)), [sums(rows) for rows in (slice(0, 1), slice(1, 3), slice(3, 8))]
     for which in (0, 1):
@@ -211,11 +220,16 @@ def parts():
     return apply, params, batch
 
 
+def held(apply, settings):
+    """(params, batch, reference) -> the objective."""
+    return jax.jit(lambda p, b, against: grpo(apply, p, b, None, settings, reference=against))
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_on_a_model_the_policy_is_the_one_that_sampled(parts, temperature):
     """Log-probabilities and entropy are of softmax(logits / T), without dropout; KL to other weights is seen."""
     apply, params, batch = parts
-    logits = np.asarray(apply(params, batch["input_ids"]), np.float64) / temperature
+    logits = np.asarray(jax.jit(apply)(params, batch["input_ids"]), np.float64) / temperature
     logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     picked = np.take_along_axis(logp, np.maximum(batch["target_ids"], 0)[..., None], -1)[..., 0]
     entropy = -(np.exp(logp) * logp).sum(-1)
@@ -226,17 +240,17 @@ def test_on_a_model_the_policy_is_the_one_that_sampled(parts, temperature):
     assert weight == batch["loss_mask"].sum() and sums["clip_frac"] == 0 and "kl" not in sums
     np.testing.assert_allclose(sums["entropy"], (entropy * batch["loss_mask"]).sum(), rtol=1e-5)
     other = jax.tree.map(lambda x: x * 1.05, params)
-    _, _, moved = grpo(apply, params, rows, None, replace(settings, kl_coef=0.1), reference=other)
+    _, _, moved = held(apply, replace(settings, kl_coef=0.1))(params, rows, other)
     assert moved["kl"] > 0
 
 
 def test_without_stored_logprobs_the_ratio_is_to_the_reference(parts):
     apply, params, batch = parts
     settings = GrpoSettings(offline="reference", kl_coef=0.0)
-    loss, _, sums = grpo(apply, params, batch, None, settings, reference=params)
+    loss, _, sums = held(apply, settings)(params, batch, params)
     np.testing.assert_allclose(loss, -(batch["advantages"] * batch["loss_mask"]).sum(), rtol=1e-5)
     assert sums["kl"] == 0
-    with pytest.raises(InputError, match="grpo.offline"):
-        grpo(apply, params, batch, None, settings)
+    with pytest.raises(InputError, match=r"grpo\.offline"):
+        held(apply, settings)(params, batch, None)
     with pytest.raises(InputError, match="GRPOTrainer"):
         grpo(apply, params, {k: v for k, v in batch.items() if k != "advantages"}, None, settings)

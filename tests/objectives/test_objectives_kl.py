@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -65,14 +66,23 @@ def batch() -> dict[str, np.ndarray]:
     return {"input_ids": ids[:, :-1], "target_ids": targets, "loss_mask": mask}
 
 
+@functools.cache
+def logits_of(apply: Any) -> Any:
+    return jax.jit(apply)
+
+
 def by_hand(parts: Any, batch: Any, settings: KLConfig, beta: float) -> dict[str, float]:
-    """All sums in float64, from the logits."""
     apply, policy, reference = parts
+    both = [np.asarray(logits_of(apply)(p, batch["input_ids"]), np.float64) for p in (policy, reference)]
+    return from_logits(both, batch, settings, beta)
+
+
+def from_logits(both: list[np.ndarray], batch: Any, settings: KLConfig, beta: float) -> dict[str, float]:
+    """All sums in float64, from the logits of policy and reference."""
     targets = batch["target_ids"]
     weights = np.where(targets < 0, 0.0, batch["loss_mask"]).astype(np.float64)
     loss, nll, logs = [], [], []
-    for params in (policy, reference):
-        logits = np.asarray(apply(params, batch["input_ids"]), np.float64)
+    for logits in both:
         lse = np.log(np.exp(logits).sum(-1))
         logp = logits - lse[..., None]
         nll.append(-np.take_along_axis(logp, np.maximum(targets, 0)[..., None], -1)[..., 0])
@@ -96,30 +106,42 @@ def by_hand(parts: Any, batch: Any, settings: KLConfig, beta: float) -> dict[str
     return {name: float((weights * value).sum()) for name, value in each.items()}
 
 
+SMOOTH = {"label_smoothing": 0.05, "z_loss": 1e-2}
+
+
+@functools.cache
+def compiled(apply: Any, estimator: str) -> Any:
+    """(policy, reference, batch, β) → ((loss, (weight, sums)), gradients in policy and reference), compiled once."""
+    settings = KLConfig(**SMOOTH, estimator=estimator)
+
+    def loss(policy: Any, reference: Any, batch: Any, beta: Any) -> Any:
+        total, weight, sums = kl(apply, policy, batch, None, settings, reference, beta)
+        return total, (weight, sums)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+
 @pytest.mark.parametrize("estimator", ["nll", "exact", "reverse"])
 @pytest.mark.parametrize("kind", ["gpt", "bigrams"])
 def test_equals_numpy(kind: str, estimator: str, batch: Any, request: pytest.FixtureRequest) -> None:
     parts = request.getfixturevalue(kind)
     apply, policy, reference = parts
-    settings = KLConfig(label_smoothing=0.05, z_loss=1e-2, beta=(0.7,), estimator=estimator)
-    loss, weight, sums = kl(apply, policy, batch, None, settings, reference=reference)
-    want = by_hand(parts, batch, settings, 0.7)
+    (loss, (weight, sums)), _ = compiled(apply, estimator)(policy, reference, batch, 0.7)
+    want = by_hand(parts, batch, KLConfig(**SMOOTH, estimator=estimator), 0.7)
     for name, value in {"loss": loss, "weight": weight, **sums}.items():
         np.testing.assert_allclose(value, want[name], rtol=2e-5, err_msg=name)
     assert ("kl_reverse" in sums) == (estimator == "reverse") and want["kl"] > 0.1
 
 
 def test_nll_moves_as_more_cross_entropy_and_nothing_else(gpt: Any, batch: Any) -> None:
-    """∇[CE + β·(CE − sg(CE_ref))] = (1 + β)·∇CE, whatever the reference is."""
+    """∇[loss + β·(loss − sg(loss of the reference))] = (1 + β)·∇loss, whatever the reference is."""
     apply, policy, reference = gpt
-    settings = KLConfig(estimator="nll")
-
-    def gradient(against: Any, beta: float) -> Any:
-        return jax.grad(lambda p: kl(apply, p, batch, None, settings, against, beta)[0])(policy)
-
-    plain = jax.grad(lambda p: pretrain(apply, p, batch, None, PretrainSettings())[0])(policy)
+    plain = jax.jit(jax.grad(lambda p: pretrain(apply, p, batch, None, PretrainSettings(**SMOOTH))[0]))(
+        policy
+    )
     for against in (reference, policy):
-        for got, want in zip(jax.tree.leaves(gradient(against, 0.4)), jax.tree.leaves(plain), strict=True):
+        _, (gradient, _) = compiled(apply, "nll")(policy, against, batch, 0.4)
+        for got, want in zip(jax.tree.leaves(gradient), jax.tree.leaves(plain), strict=True):
             np.testing.assert_allclose(got, 1.4 * np.asarray(want), rtol=2e-4, atol=2e-5)
 
 
@@ -127,57 +149,62 @@ def test_nll_moves_as_more_cross_entropy_and_nothing_else(gpt: Any, batch: Any) 
 def test_gradient_against_differences(estimator: str, bigrams: Any, batch: Any) -> None:
     """Central differences of the float64 formula along a random direction."""
     apply, policy, reference = bigrams
-    settings = KLConfig(beta=(2.0,), estimator=estimator)
-    gradient = jax.grad(lambda p: kl(apply, p, batch, None, settings, reference)[0])(policy)
+    settings = KLConfig(**SMOOTH, estimator=estimator)
+    _, (gradient, _) = compiled(apply, estimator)(policy, reference, batch, 2.0)
     (name,) = policy
     table, slope = np.asarray(policy[name]["embedding"], np.float64), np.asarray(gradient[name]["embedding"])
     direction = np.random.default_rng(3).standard_normal(table.shape)
 
-    def value(step: float) -> float:
-        logits = lambda params, ids: (table + step * direction if params is policy else its)[ids]  # noqa: E731
-        return by_hand((logits, policy, reference), batch, settings, 2.0)["loss"]
-
     its = np.asarray(reference[name]["embedding"], np.float64)
+
+    def value(step: float) -> float:
+        ids = batch["input_ids"]
+        return from_logits([(table + step * direction)[ids], its[ids]], batch, settings, 2.0)["loss"]
+
     numeric = (value(1e-5) - value(-1e-5)) / 2e-5
     np.testing.assert_allclose((slope * direction).sum(), numeric, rtol=1e-4)
 
 
-def test_nothing_flows_into_the_reference(gpt: Any, batch: Any) -> None:
+@pytest.mark.parametrize("estimator", ["nll", "exact", "reverse"])
+def test_nothing_flows_into_the_reference(estimator: str, gpt: Any, batch: Any) -> None:
     apply, policy, reference = gpt
-    for estimator in ("nll", "exact", "reverse"):
-        settings = KLConfig(estimator=estimator)
-        gradient = jax.grad(lambda r, s=settings: kl(apply, policy, batch, None, s, r)[0])(reference)
-        assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradient))
+    _, (_, gradient) = compiled(apply, estimator)(policy, reference, batch, 2.0)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(gradient))
 
 
 def test_against_itself_there_is_no_penalty(gpt: Any, batch: Any) -> None:
+    """Neither in the loss nor in its gradient, whatever the weight."""
     apply, policy, _ = gpt
-    settings = KLConfig(beta=(10.0,), estimator="exact")
-    loss, _, sums = kl(apply, policy, batch, None, settings, reference=policy)
-    assert float(sums["kl"]) == float(sums["kl_nll"]) == 0.0
-    np.testing.assert_allclose(loss, sums["nll"], rtol=1e-6)
+    (free, _), (still, _) = compiled(apply, "exact")(policy, policy, batch, 0.0)
+    (held, (_, sums)), (moved, _) = compiled(apply, "exact")(policy, policy, batch, 10.0)
+    assert max(abs(float(sums["kl"])), abs(float(sums["kl_nll"]))) < 1e-5
+    np.testing.assert_allclose(held, free, rtol=1e-6)
+    for one, other in zip(jax.tree.leaves(still), jax.tree.leaves(moved), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
 
 
 def test_without_a_reference_it_is_pretraining_at_its_price(gpt: Any, batch: Any) -> None:
-    """The first stage runs the same program: bit for bit, and not one FLOP more."""
+    """The first stage runs the very program of pretraining; the second has about a third more to do, and the head."""
     apply, policy, reference = gpt
     settings = KLConfig(beta=(5.0,), estimator="exact")
 
-    def cost(function: Any) -> float:
-        return jax.jit(jax.grad(lambda p: function(p)[0])).lower(policy).compile().cost_analysis()["flops"]
+    def lowered(function: Any) -> Any:
+        return jax.jit(jax.grad(lambda p: function(p)[0])).lower(policy)
 
-    plain = lambda p: pretrain(apply, p, batch, None, PretrainSettings())  # noqa: E731
-    first = lambda p: kl(apply, p, batch, None, settings)  # noqa: E731
-    second = lambda p: kl(apply, p, batch, None, settings, reference)  # noqa: E731
-    assert float(first(policy)[0]) == float(plain(policy)[0])
-    assert cost(first) == cost(plain) < 0.9 * cost(second)
+    plain = lowered(lambda p: pretrain(apply, p, batch, None, PretrainSettings()))
+    first = lowered(lambda p: kl(apply, p, batch, None, settings))
+    second = lowered(lambda p: kl(apply, p, batch, None, settings, reference))
+    assert first.as_text() == plain.as_text()
+    costs = [program.cost_analysis()["flops"] for program in (first, second)]
+    assert costs[0] < 0.9 * costs[1]
 
 
 def test_dropout_is_the_policy_s_alone(gpt: Any, batch: Any) -> None:
     """Against itself, a policy with dropout differs; the reference is what it is."""
     apply, policy, _ = gpt
     settings = KLConfig(estimator="exact")
-    one, two = (kl(apply, policy, batch, jax.random.key(n), settings, policy)[2] for n in (1, 2))
+    drop = jax.jit(lambda key: kl(apply, policy, batch, key, settings, policy)[2])
+    one, two = (drop(jax.random.key(n)) for n in (1, 2))
     assert float(one["kl"]) > 0 and float(one["kl"]) != float(two["kl"])
 
 

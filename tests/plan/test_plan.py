@@ -91,6 +91,7 @@ def test_the_same_numbers_as_training(tiny: dict[str, object], tmp_path: Path) -
     assert trained.config["optimization/weight_decay"] == after.config["optimization/weight_decay"]
 
 
+@pytest.mark.slow
 def test_memory_and_time_of_a_tiny_model(
     tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

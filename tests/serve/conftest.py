@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -18,12 +19,13 @@ from bessemer.generate import Engine, EngineThread, LoadedModel
 from bessemer.serve.conversation import template_of
 from bessemer.serve.server import listen, make_server
 from bessemer.serve.service import Service
+from bessemer.training.cache import keep_compiled_programs
 
 CONTEXT = 128
 QUEUE = 64
 
 
-def until(condition: Callable[[], Any], seconds: float = 60) -> None:
+def until(condition: Callable[[], Any], seconds: float = 300) -> None:
     """Wait for something another thread does."""
     end = time.monotonic() + seconds
     while not condition():
@@ -98,6 +100,12 @@ class Live:
         self.server.should_exit = True
         self._thread.join(60)
         assert not self._thread.is_alive()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(home: Path) -> None:
+    """Programs of these tests are kept on disk for the session; the commands they start find them there too."""
+    keep_compiled_programs(str(home))
 
 
 @pytest.fixture(scope="session")

@@ -112,7 +112,17 @@ def test_the_oldest_is_forgotten_when_the_context_is_full(own: Engine, loaded: L
     assert 0 < sum(map(len, chat.exchanges)) < own.capacity
 
 
-def test_ctrl_c_stops_the_answer_and_twice_leaves(own: Engine, loaded: LoadedModel) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts its background jobs with Ctrl-C ignored, and tests may be one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_stops_the_answer_and_twice_leaves(
+    own: Engine, loaded: LoadedModel, interruptible: None
+) -> None:
     """A real signal while an answer is shown: what was shown stays, and nothing else; the conversation goes on."""
     chat = make_chat(own, loaded, "plain")
     chat.max_tokens = 60
@@ -121,7 +131,7 @@ def test_ctrl_c_stops_the_answer_and_twice_leaves(own: Engine, loaded: LoadedMod
     def write(text: str) -> None:
         shown.append(text)
         if text.strip() and len(chat.exchanges) == 0:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # to this thread: os.kill may reach another one, later
 
     chat.write = write
     notes = talk(chat, "cats", "dogs", "^C", "/help", "^C", "^C", "never read")
@@ -147,6 +157,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield make_run(tmp_path_factory.mktemp("chat"), steps=(20,)).path
 
 
+@pytest.mark.slow
 def test_the_command_talks_to_a_pipe(run: Path, home: Path) -> None:
     variables = {**os.environ, "BESSEMER_HOME": str(home), "JAX_NUM_CPU_DEVICES": "1"}
     words = [sys.executable, "-m", "bessemer", "chat", str(run), "--seed", "1", "--temperature", "0"]

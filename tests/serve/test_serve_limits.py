@@ -29,7 +29,7 @@ def idle(engine: Engine, gate: Gate) -> None:
 
 def open_stream(live: Live, **ask: object) -> http.client.HTTPConnection:
     """A request whose answer nobody has read yet."""
-    connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=300)
     body = json.dumps({"prompt": PROMPT, "stream": True, "max_tokens": 100, "temperature": 0, **ask})
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
     return connection

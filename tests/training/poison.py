@@ -49,7 +49,7 @@ class PoisonedConfig(bm.BaseTrainerConfig):
 
 @jobs.register("poisoned")
 class PoisonedTrainer(bm.BaseTrainer[PoisonedConfig, GPT]):
-    default_callbacks = ("checkpoint", "metric_logger", "validation", "time_limit")
+    default_callbacks = ("checkpoint", "metric_logger", "validation", "preview", "time_limit")
 
     def configure_dataloaders(self) -> Any:
         data = super().configure_dataloaders()

@@ -80,13 +80,15 @@ def saved_tree_of(trainer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "how",
     [
-        {"stop_at": 2},
+        pytest.param({"stop_at": 2}, marks=pytest.mark.slow),
         {"stop_at": 6},  # its own checkpoint lies between the one to go back to and the spike
-        {"stop_at": 7},  # the stop's own checkpoint would hold the spike
-        {"stop_at": 10},
+        pytest.param(
+            {"stop_at": 7}, marks=pytest.mark.slow
+        ),  # the stop's own checkpoint would hold the spike
+        pytest.param({"stop_at": 10}, marks=pytest.mark.slow),
         {"crash_at": 6},  # after the first rollback, before anything of it was saved
         {"crash_in_rollback": 1},
-        {"crash_in_rollback": 2},
+        pytest.param({"crash_in_rollback": 2}, marks=pytest.mark.slow),
     ],
     ids=lambda how: "-".join(f"{key}-{value}" for key, value in how.items()),
 )

@@ -15,8 +15,6 @@ from tests.conftest import words
 
 from bessemer.checkpoint import Checkpoints
 
-pytestmark = pytest.mark.slow
-
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -66,6 +64,7 @@ def steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines if line.endswith("}") and '"loss"' in line]
 
 
+@pytest.mark.slow
 def test_the_survivor_leaves_with_exit_4_and_both_resume(
     tiny: dict[str, object], home: Path, tmp_path: Path
 ) -> None:
@@ -105,6 +104,7 @@ def test_the_survivor_leaves_with_exit_4_and_both_resume(
     assert steps(path) == list(range(1, 61)), "no row is missing or doubled"
 
 
+@pytest.mark.long
 def test_two_processes_roll_back_together(tiny: dict[str, object], home: Path, tmp_path: Path) -> None:
     """The loss is replicated, so both decide the same at the same step; to rounding it is the run of one process."""
     settings = {

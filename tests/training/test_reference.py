@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.training import held  # noqa: F401 -- registers the objective
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
 from bessemer.errors import Stopped, StorageError
-from bessemer.registry import objectives
 from bessemer.training import launch, reference
-
-
-@objectives.register("held", reference=True)
-def held(apply: Any, params: Any, batch: Any, key: Any, settings: Any, reference: Any = None) -> Any:
-    """Cross-entropy + Σ_θ (θ − θ_ref)²; logged: how far θ has gone."""
-    loss, weight, _ = apply(params, batch, 0.0, 0.0, True, method="loss")
-    apart = sum(
-        jnp.sum((a - b) ** 2) for a, b in zip(*map(jax.tree.leaves, (params, reference)), strict=True)
-    )
-    return loss + weight * apart, weight, {"apart": weight * apart}
 
 
 @pytest.fixture(autouse=True)

@@ -5,17 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 from tests.faults.in_place import one_device
 from tests.tiny_run import make_run, tiny_params
 
+from bessemer.data import DatasetStyle, Sampling
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory
+from bessemer.job.trust import saved_tree
 from bessemer.plan.trainer import planned_trainer
 from bessemer.training import launch
+from bessemer.training.callbacks.evaluation import Evaluation
 from bessemer.training.first import state_of
+from bessemer.training.inherit import its_code
+from bessemer.training.schema import schema_of
 from bessemer.training.trainer import BaseTrainer
 
 SETTINGS = {
@@ -33,13 +39,19 @@ SETTINGS = {
 def _in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """One device, and no plots."""
     monkeypatch.setattr(launch, "make_topology", one_device)
-    monkeypatch.setattr("bessemer.report.markdown.write_plots", lambda summary: [])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    make_run(folder, "start")
+    return folder
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Path:
+def start(made: Path, tmp_path: Path) -> Path:
     """A run with the settings depth 2, width 32, 300 tokens, and weights at steps 10 and 20."""
-    return make_run(tmp_path, "start").path
+    return shutil.copytree(made, tmp_path / "own") / "runs/start"
 
 
 def build(start: Path, recipe: str = "quickstart", **settings: object) -> BaseTrainer:
@@ -100,6 +112,34 @@ def test_the_run_goes_on_when_its_start_is_gone(start: Path) -> None:
     assert again.tokenizer is not None and again.tokenizer.vocab_size == 300
 
 
+def test_data_of_ones_own_is_not_judged_by_the_demonstration(
+    start: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """`bessemer train sft init=RUN training.dataset=FILE`: nothing about reversing strings is measured."""
+    rows = [{"prompt": f"Say {n}.", "completion": f"It is {n}."} for n in range(60)]
+    file = start.parent / "said.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    trainer = build(start, "sft", init=str(start), architecture__block_size=32, training__dataset=str(file))
+    (callback,) = [one for one in trainer.make_callbacks() if isinstance(one, Evaluation)]
+    callback.leave_out_the_demonstration(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
+    assert callback.tasks == [] and "exact:toy-reverse is left out" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_fine_tuning_learns_a_toy_task(tmp_path: Path) -> None:
+    """The demonstration, shorter than `bessemer train sft`: reversed strings that it has never seen."""
+    quiet = {"logging.progress": "none", "logging.validation_interval": -1}
+    launch.build_trainer("toy", {**quiet, "training.steps": 200}, name="base", root=tmp_path).run()
+    tuned = {**quiet, "init": "base", "training.steps": 100, "eval.limit": 128}
+    launch.build_trainer("sft", tuned, name="tuned", root=tmp_path).run()
+    results = [
+        json.loads(path.read_text()) for path in (tmp_path / "tuned/eval").glob("exact-toy-reverse_*.json")
+    ]
+    before, after = sorted(results, key=lambda result: result["step"])
+    assert before["value"] < 0.1 and after["value"] > 0.6, (before["value"], after["value"], after["wrong"])
+    assert "exact:toy-reverse" in (tmp_path / "tuned/report.md").read_text()
+
+
 def test_a_plan_of_a_chain_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("second.yaml").write_text(
@@ -107,6 +147,42 @@ def test_a_plan_of_a_chain_trains_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     )
     planned = planned_trainer("second.yaml", ["init=recipe:second.yaml"], compiles=False)
     assert planned.model.width == 64 and planned.model.vocab_size == 268 and not Path("runs").exists()
+
+
+def test_a_run_whose_objective_chose_the_style_is_that_of_the_recipe(start: Path) -> None:
+    """`recipe:sft` is found again: rows of conversations are packed, which the recipe does not say."""
+    trainer = build(start, "sft", init=str(start), architecture__block_size=32, training__dataset="toy-sort")
+    trainer.config.provenance["training/dataset"] = "recipe sft"
+    trainer.config.values["training/dataset"][0][0] = Sampling("toy-reverse", style=DatasetStyle.PACKED)
+    trainer.run_directory.create().config.write_text(trainer.config.to_yaml())
+    assert state_of(trainer.run_directory, "sft") == "begun"
+    trainer.config.values["training/dataset"][0][0] = Sampling("toy-sort", style=DatasetStyle.PACKED)
+    trainer.run_directory.config.write_text(trainer.config.to_yaml())
+    with pytest.raises(InputError, match="is not what recipe sft would train"):
+        state_of(trainer.run_directory, "sft")
+
+
+def test_a_circle_of_recipes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, other in (("one", "two"), ("two", "one")):
+        Path(f"{name}.yaml").write_text(
+            f"training: {{dataset: toy-text, steps: 3}}\ninit: recipe:{other}.yaml\n"
+        )
+    with pytest.raises(InputError, match=r"circle: two\.yaml from one\.yaml from two\.yaml"):
+        launch.build_trainer("one.yaml", [], name="child")
+
+
+def test_code_of_a_start_from_elsewhere_is_not_imported(start: Path) -> None:
+    """A directory that says its model is code of its own: naming it as `init` is not trusting it."""
+    for config in (*start.glob("checkpoints/*/config.yaml"), start / "config.yaml"):
+        changed = config.read_text().replace("family: gpt", "family: 'evil:Model'")
+        tree = saved_tree(config)
+        config.write_text(changed)
+    with pytest.raises(InputError, match=r"model\.family=evil:Model"):
+        its_code(
+            start / "checkpoints/step_00000020", saved_tree(config), launch.resolve(schema_of, "quickstart")
+        )
+    assert its_code(start, tree, launch.resolve(schema_of, "quickstart")) == {}
 
 
 RECIPE = """\

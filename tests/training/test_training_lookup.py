@@ -167,14 +167,11 @@ def test_another_tokenizer_is_refused(whole: BaseTrainer, tmp_path: Path) -> Non
         load_model(RunDirectory(run))
 
 
-def test_the_dials_reference_has_no_lookup(
-    settings: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_dials_reference_has_no_lookup(settings: dict[str, object], tmp_path: Path) -> None:
     """The reference tokens of the dial are those of the same model without lookup layers."""
     left_out = ("training.batch_size", "training.steps")
     turned = {key: value for key, value in settings.items() if key not in left_out}
     turned |= {"training.batch_tokens": -1, "training.tokens": 10_000_000}
-    monkeypatch.setattr(BaseTrainer, "configure_functions", lambda self: None)
     found = []
     for layers in ([0], []):
         more = {**turned, "architecture.lookup.after_layers": layers}

@@ -99,6 +99,7 @@ def test_fetch_only_at_report_points_and_one_compilation(tiny: dict[str, object]
         "training.validation": False,
         "logging.report_interval": 5,
         "logging.checkpoint_interval": -1,
+        "logging.preview_interval": -1,
     }
     trainer = launch.build_trainer("quickstart", settings, name="a", root=tmp_path)
     step = trainer.functions.train_step  # the jitted function, before it is compiled ahead of time

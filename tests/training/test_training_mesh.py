@@ -88,6 +88,7 @@ def test_mesh_equals_one_device(
             assert b.size < 100 or abs(difference.mean()) < 1e-4
 
 
+@pytest.mark.slow
 def test_muon_spread_over_the_mesh_equals_one_device(
     tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

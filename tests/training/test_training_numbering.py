@@ -32,7 +32,6 @@ def test_row_n_is_batch_n_under_the_weights_of_checkpoint_n_minus_1(
     """Checkpoint n holds n updates, the label n stands beside the loss of the n-th batch, and there is no step
     beyond the last."""
     monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
-    monkeypatch.setattr("bessemer.report.markdown.write_plots", lambda summary: [])
     settings = {
         **tiny,
         "training.steps": STEPS,
@@ -42,7 +41,6 @@ def test_row_n_is_batch_n_under_the_weights_of_checkpoint_n_minus_1(
         "optimization.name": "adamw",
         "optimization.lr": 0.01,
         "logging.checkpoint_interval": 1,
-        "logging.preview_prompts": ["a"],
     }
     trainer = launch.build_trainer("quickstart", settings, name="a", root=tmp_path)
     # a copy: the step donates its state

@@ -17,8 +17,6 @@ import numpy as np
 import pytest
 from tests.conftest import words
 
-pytestmark = pytest.mark.slow
-
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -86,6 +84,7 @@ class StopAt(bm.Callback):
 """
 
 
+@pytest.mark.long
 def test_k_steps_a_new_process_and_the_rest(tiny: dict[str, object], tmp_path: Path, cli: Cli) -> None:
     """k = 1 … 5 of ten steps, across the end of an epoch; each part in a process of its own."""
     (tmp_path / "stop_at.py").write_text(STOP_AT)
@@ -109,6 +108,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_run(longer: dict[str, object], home: Path, tmp_path: Path) -> None:
     """Two processes, one device each: the same token stream and, to rounding, the same losses; SIGTERM to one of
     them stops both at the same step, and both together resume."""

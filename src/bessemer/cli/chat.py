@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import click
 
+from bessemer.cli.step import STEP
+
 
 @click.command("chat")
 @click.argument("run")
-@click.option("--step", type=int, help="Checkpoint to use; default: the newest valid one.")
+@click.option("--step", type=STEP, help="Checkpoint to use, or stage-N; default: the newest valid one.")
 @click.option("--system", help="A message to the model before the conversation.")
 @click.option(
     "--max-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Of one answer."
@@ -30,7 +32,7 @@ import click
 @click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
 def command(
     run: str,
-    step: int | None,
+    step: int | str | None,
     system: str | None,
     max_tokens: int,
     temperature: float,
@@ -54,10 +56,12 @@ def command(
     from bessemer.job import find_run
     from bessemer.serve.chat import Chat, Repl, read_line
     from bessemer.serve.conversation import remark, template_of
+    from bessemer.training.cache import keep_compiled_programs
 
     chosen = secrets.randbits(32) if seed is None else seed
     sampling = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=chosen)
     found = find_run(run, root)
+    keep_compiled_programs(None)
     loaded = load_model(found, step)
     form = template_of(loaded, template)
     for note in (*loaded.notes, remark(form, template)):

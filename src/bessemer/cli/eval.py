@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from bessemer.cli.step import STEP
+
 
 @click.command("eval")
 @click.argument("run")
@@ -15,7 +17,7 @@ import click
     required=True,
     help="Separated by commas: bpb, loss, core:DIR, gsm8k:FILE, arithmetic, harness:TASK, or a task file.",
 )
-@click.option("--step", type=int, help="Checkpoint to use; default: the newest valid one.")
+@click.option("--step", type=STEP, help="Checkpoint to use, or stage-N; default: the newest valid one.")
 @click.option(
     "--limit", type=int, help="Examples at most; for bpb sequences, default as many as in training."
 )
@@ -23,7 +25,13 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
 def command(
-    run: str, tasks: str, step: int | None, limit: int | None, batch: int | None, as_json: bool, root: str
+    run: str,
+    tasks: str,
+    step: int | str | None,
+    limit: int | None,
+    batch: int | None,
+    as_json: bool,
+    root: str,
 ) -> None:
     """Evaluate a run's model; the results are also written to RUN/eval.
 
@@ -37,9 +45,11 @@ def command(
     from bessemer.evaluate.progress import shown
     from bessemer.job import find_run
     from bessemer.topology import make_topology
+    from bessemer.training.cache import keep_compiled_programs
 
     names = check_tasks(split_tasks(tasks))
     found = find_run(run, root)
+    keep_compiled_programs(None)
     topology = make_topology()
     evaluator = Evaluator.from_run(
         found,

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from bessemer.cli.step import STEP
+
 
 @click.command("export")
 @click.argument("run")
@@ -18,7 +20,7 @@ import click
     show_default=True,
     help="hf: what transformers loads; bessemer: plain safetensors with our names (docs/huggingface.md).",
 )
-@click.option("--step", type=int, help="Checkpoint to use; default: the newest valid one.")
+@click.option("--step", type=STEP, help="Checkpoint to use, or stage-N; default: the newest valid one.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
@@ -27,7 +29,7 @@ import click
 @click.option("--adapters", is_flag=True, help="Low-rank adapters alone, in PEFT's layout; default: merged.")
 @click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
 def command(
-    run: str, out: str, form: str, step: int | None, dtype: str | None, adapters: bool, root: str
+    run: str, out: str, form: str, step: int | str | None, dtype: str | None, adapters: bool, root: str
 ) -> None:
     """Write a run's model to the new directory OUT.
 

@@ -7,11 +7,13 @@ import json
 
 import click
 
+from bessemer.cli.step import STEP
+
 
 @click.command("sample")
 @click.argument("run")
 @click.option("--prompt", required=True, help="Beginning of the text.")
-@click.option("--step", type=int, help="Checkpoint to use; default: the newest valid one.")
+@click.option("--step", type=STEP, help="Checkpoint to use, or stage-N; default: the newest valid one.")
 @click.option("--max-tokens", type=int, default=100, show_default=True, help="New tokens at most.")
 @click.option(
     "--temperature", type=float, default=0.8, show_default=True, help="0 takes the most likely token."
@@ -26,7 +28,7 @@ import click
 def command(
     run: str,
     prompt: str,
-    step: int | None,
+    step: int | str | None,
     max_tokens: int,
     temperature: float,
     top_k: int,
@@ -48,9 +50,11 @@ def command(
     """
     from bessemer.generate import SamplingOptions, load_model, sample
     from bessemer.job import find_run
+    from bessemer.training.cache import keep_compiled_programs
 
     sampling = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     found = find_run(run, root)
+    keep_compiled_programs(None)
     loaded = load_model(found, step)
     completions, notices = sample(loaded, [prompt], max_tokens=max_tokens, sampling=sampling)
     for note in (*loaded.notes, *notices):

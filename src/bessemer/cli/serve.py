@@ -6,10 +6,12 @@ import os
 
 import click
 
+from bessemer.cli.step import STEP
+
 
 @click.command("serve")
 @click.argument("run")
-@click.option("--step", type=int, help="Checkpoint to use; default: the newest valid one.")
+@click.option("--step", type=STEP, help="Checkpoint to use, or stage-N; default: the newest valid one.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Any other needs a token.")
 @click.option("--port", type=int, default=8000, show_default=True, help="0 takes any that is free.")
 @click.option(
@@ -28,7 +30,7 @@ import click
 @click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
 def command(
     run: str,
-    step: int | None,
+    step: int | str | None,
     host: str,
     port: int,
     token_file: str | None,
@@ -52,12 +54,14 @@ def command(
     from bessemer.job import find_run
     from bessemer.serve.conversation import remark, template_of
     from bessemer.serve.server import TOKEN_VARIABLE, ServerOptions, read_token, serve
+    from bessemer.training.cache import keep_compiled_programs
 
     token = read_token(token_file, os.environ.get(TOKEN_VARIABLE))
     options = ServerOptions(host, port, token, slots, queue, timeout, template)
     found = find_run(run, root)
 
     def load() -> LoadedModel:
+        keep_compiled_programs(None)
         loaded = load_model(found, step)
         for note in (*loaded.notes, remark(template_of(loaded, template), template)):
             if note:

@@ -60,9 +60,11 @@ class _Writer:
         """(ids, mask) of the whole conversation, with the next answer opened or not."""
         ids: list[int] = []
         mask: list[int] = []
+        written = ""
         for text, learnt in self.pieces(opened):
-            ids += self.encode(text, continued=bool(ids))
+            ids += self.encode(text, written)
             mask += [learnt] * (len(ids) - len(mask))
+            written += text
         return ids, mask
 
     def text(self, count: int, opened: bool) -> str:
@@ -89,19 +91,19 @@ class _Writer:
             done = ends[-1]
         yield whole[done:], 0
 
-    def encode(self, text: str, continued: bool) -> list[int]:
-        """Special tokens by their ids, everything between them as plain text."""
+    def encode(self, text: str, written: str) -> list[int]:
+        """Special tokens by their ids, everything between them as plain text. `written`: what stands before."""
         ids: list[int] = []
         names = self.special.findall(text)
+        last = next((name for name in self.special.findall(written)[-1:] if written.endswith(name)), "")
         for number, between in enumerate(self.special.split(text)):
-            before = names[number - 1] if number else ""
-            after = names[number] if number < len(names) else ""
-            ids += [self._id(before)] if before else []
+            ids += [self._id(names[number - 1])] if number else []
+            before, after = [last, *names][number], [*names, ""][number]
             between = between.lstrip() if self.tokenizer.strips(before)[1] else between
             between = between.rstrip() if self.tokenizer.strips(after)[0] else between
             if between:
-                continues = continued or bool(ids)
-                ids += self.tokenizer.encode(between.replace(self.mark, ""), continued=continues)
+                continued = bool(written or ids)
+                ids += self.tokenizer.encode(between.replace(self.mark, ""), continued=continued)
         return ids
 
     def _id(self, name: str) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bessemer.data.catalog import find_source
-from bessemer.data.chat import is_messages, render
+from bessemer.data.chat import can_chat, is_messages, render, stop_ids
 from bessemer.data.mixture import Sampling
 from bessemer.data.rows import Batch
 from bessemer.data.sources import File, Files
@@ -63,12 +63,7 @@ def read_rows(name: str) -> Iterator[Row]:
 def checked_row(item: Any, where: str) -> Row:
     if not isinstance(item, Mapping):
         raise InputError(f"{where}: expected a row with columns, not {type(item).__name__}.")
-    row = {str(column): value for column, value in item.items()}
-    if taken := [column for column in TAKEN if column in row]:
-        raise InputError(
-            f"{where}: the column '{taken[0]}' has the name of an argument of rewards; rename it."
-        )
-    return row
+    return {str(column): value for column, value in item.items()}
 
 
 def _file_rows(file: File) -> Iterator[Row]:
@@ -137,9 +132,15 @@ def prompt_ids(prompt: Any, tokenizer: Tokenizer, chat: bool) -> list[int]:
     tokens of a conversation) plain text."""
     if not isinstance(prompt, str):
         return render(prompt, tokenizer)
-    if chat and "<|assistant_start|>" in tokenizer.specials:
+    if chat and can_chat(tokenizer):
         return render([{"role": "user", "content": prompt}], tokenizer)
     return [tokenizer.bos_id, *tokenizer.encode(prompt)]
+
+
+def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """What ends a completion: the document token, and the end of the assistant's turn, first where there is one."""
+    turns = stop_ids(tokenizer) if can_chat(tokenizer) else ()
+    return tuple(dict.fromkeys((*turns, tokenizer.bos_id)))
 
 
 class PromptRows:
@@ -165,7 +166,12 @@ class PromptRows:
         self.columns: list[Row] = []
         too_long = 0
         for place, row in enumerate(rows):
-            prompt, row = prompt_of(row, f"{name} row {place + 1}")
+            where = f"{name} row {place + 1}"
+            if taken := [column for column in TAKEN if column in row]:
+                raise InputError(
+                    f"{where}: the column '{taken[0]}' is an argument of every reward; rename it."
+                )
+            prompt, row = prompt_of(row, where)
             ids = prompt_ids(prompt, tokenizer, chat)
             if len(ids) > longest:
                 too_long += 1

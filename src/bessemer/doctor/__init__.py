@@ -3,5 +3,6 @@
 from bessemer.doctor.diagnose import diagnose
 from bessemer.doctor.findings import Diagnosis, Finding
 from bessemer.doctor.leftovers import remove_stale
+from bessemer.doctor.phases import examine
 
-__all__ = ["Diagnosis", "Finding", "diagnose", "remove_stale"]
+__all__ = ["Diagnosis", "Finding", "diagnose", "examine", "remove_stale"]

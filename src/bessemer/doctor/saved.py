@@ -10,6 +10,7 @@ from bessemer.checkpoint.manifest import Progress, step_name, unlisted_files
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.doctor.findings import Diagnosis
 from bessemer.errors import InputError, StorageError
+from bessemer.generate.load import frozen_store
 from bessemer.job import RunDirectory
 from bessemer.report.table import size
 from bessemer.training.restore import META_KEYS
@@ -45,6 +46,7 @@ def examine_checkpoints(
         if found.step is None:
             found.step, found.checkpoint = step, step_name(step)
             _beside(checkpoints, step, found)
+            _frozen(run, saved_meta(checkpoints, step), found, progress)
     _conclude(run, found)
 
 
@@ -69,6 +71,18 @@ def _conclude(run: RunDirectory, found: Diagnosis) -> None:
         )
     elif not found.checkpoints:
         found.add("checkpoints", "note", "no checkpoint was committed yet.")
+
+
+def _frozen(run: RunDirectory, meta: dict[str, Any], found: Diagnosis, progress: Progress | None) -> None:
+    """The parameters that a run does not train are written once, beside its checkpoints."""
+    if meta.get("frozen") is None:
+        return
+    problems = frozen_store(run).verify(0, progress)
+    if problems:
+        text = f"the frozen weights in reference/frozen are damaged: {'; '.join(problems[:3])}."
+        found.add("checkpoints", "error", text, "Put that folder back from a copy.")
+    else:
+        found.add("checkpoints", "ok", "the frozen weights in reference/frozen are as they were saved.")
 
 
 def _beside(checkpoints: Checkpoints, step: int, found: Diagnosis) -> None:

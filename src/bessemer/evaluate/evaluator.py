@@ -41,7 +41,12 @@ class Evaluator(BasicJob):
 
     @classmethod
     def from_run(
-        cls, run: RunDirectory, step: int | None = None, *, topology: Topology | None = None, **options: Any
+        cls,
+        run: RunDirectory,
+        step: int | str | None = None,
+        *,
+        topology: Topology | None = None,
+        **options: Any,
     ) -> Self:
         """Of a checkpoint on disk: the newest valid one, or `step`. Tasks are checked before it is read."""
         options["tasks"] = check_tasks(options.get("tasks", ("bpb",)))

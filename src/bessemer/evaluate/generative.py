@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,11 +97,10 @@ def write(
 
 
 def _engine(loaded: LoadedModel, slots: int, capacity: int) -> Engine:
-    """The one of this size, with the parameters of now."""
-    made = loaded.program(
-        f"engine of {slots} rows of {capacity}",
-        lambda: Engine.of(loaded, slots=slots, capacity=capacity, fetch=loaded.fetch),
-    )
+    """The one of this size, with the parameters of now; it keeps none of earlier ones."""
+    scope = contextlib.nullcontext if loaded.topology is None else loaded.topology.scope
+    options = {"slots": slots, "capacity": capacity, "fetch": loaded.fetch, "scope": scope}
+    made = loaded.program(f"engine of {slots} rows of {capacity}", lambda: Engine.of(loaded, **options))
     made.update_params(loaded.params)
     return made
 

@@ -1,5 +1,6 @@
 """Which evaluation a word names: a registered one (`bpb`), one with its data (`core:DIR`), a task file (`my.jsonl`).
 
+The trait `by_source` of an evaluation says that its data is part of what a result is called.
 Only registered names are followed, never code: what a run's configuration names is not imported.
 """
 
@@ -77,5 +78,6 @@ def choose(name: str) -> Chosen:
 
         return Chosen(task.name, run)
     word, colon, source = name.partition(":")
-    function = evaluations.get(word)
-    return Chosen(word, partial(function, source=source) if colon else function)
+    entry = evaluations.entry(word)
+    label = name if entry.traits.get("by_source") else word
+    return Chosen(label, partial(entry.value, source=source) if colon else entry.value)

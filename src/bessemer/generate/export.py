@@ -15,6 +15,7 @@ from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate.load import SECTIONS, WEIGHTS, ModelFiles, choose, load_model, parse_config
 from bessemer.interop.adapters import export_adapters
+from bessemer.interop.folder import is_folder
 from bessemer.interop.give import export_folder, make_empty
 from bessemer.interop.names import TreeArrays
 from bessemer.interop.progress import ShowBytes
@@ -30,7 +31,7 @@ def export_run(
     form: str,
     show: ShowBytes,
     *,
-    step: int | None = None,
+    step: int | str | None = None,
     dtype: str | None = None,
 ) -> list[str]:
     """Write `out` and return lines to show. Beside one copy of the weights memory holds one tensor; of an imported
@@ -46,19 +47,22 @@ def export_run(
         arrays = TreeArrays(flatten(loaded.params))
         chosen, natural = loaded.step, getattr(model, "weights_dtype", None)
     lines = [f"note: {note}" for note in notes]
-    if form == "hf" and isinstance(model, LlamaSettings):
+    more = getattr(model, "new_parameters", ())
+    if form == "hf" and isinstance(model, LlamaSettings) and not more:
         return lines + export_folder(arrays, model, tokenizer, out, show, dtype=dtype or natural)
     if form == "hf":
         lines.append(
-            f"note: transformers has no model like the {config['model']['family']} family (smear, value embeddings, "
-            "backout, …), so this is our own format: plain safetensors, described in docs/huggingface.md"
+            f"note: transformers has no causal model like the {config['model']['family']} family "
+            f"({', '.join(more) or 'smear, value embeddings, backout, …'}), so this is our own format: plain "
+            "safetensors, described in docs/huggingface.md"
         )
     return lines + export_ours(arrays, model, tokenizer, config, out, show, chosen, dtype)
 
 
-def export_run_adapters(run: RunDirectory, out: Path, step: int | None = None) -> list[str]:
+def export_run_adapters(run: RunDirectory, out: Path, step: int | str | None = None) -> list[str]:
     """Write the adapters that a checkpoint holds, without the weights they were trained on."""
     checkpoints = Checkpoints(run.checkpoints)
+    step = run.step_of_stage(step) if isinstance(step, str) else step
     try:
         chosen, notes = choose(checkpoints, run, step)
         if chosen is None:
@@ -70,7 +74,9 @@ def export_run_adapters(run: RunDirectory, out: Path, step: int | None = None) -
     finally:
         checkpoints.close()
     lora = {"rank": 0, "alpha": 0.0, **(config.get("lora") or {})}
-    return [f"note: {note}" for note in notes] + export_adapters(arrays, lora, out, config.get("init"))
+    start = config.get("init")
+    base = str(start) if start is not None and is_folder(Path(start)) else None  # what PEFT could load
+    return [f"note: {note}" for note in notes] + export_adapters(arrays, lora, out, base)
 
 
 def export_ours(

@@ -1,7 +1,8 @@
 """A run's model for inference: its shape from the saved configuration, its parameters from a checkpoint.
 
-Only the sections `model` and `architecture` are read, and only names of the registry are followed: code that
-a configuration names (plugins, a trainer or callback of the user's) is never imported here.
+Only the sections `model`, `architecture` and `lora`, and `training.freeze`, are read, and only names of the registry
+are followed: code that a configuration names (plugins, a trainer or callback of the user's) is never imported here. A
+run that trained a part of its parameters gives the whole: adapters merged, frozen ones from RUN/reference/frozen.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from bessemer.errors import InputError, StorageError
 from bessemer.generate.decoder import Decoder, end_tokens
 from bessemer.job import RunDirectory
 from bessemer.models.allocation import Allocation
+from bessemer.models.split import Split, split_of
 from bessemer.registry import models
 from bessemer.topology import Topology, shardings, unbox
 
@@ -75,13 +78,15 @@ class LoadedModel:
 
 
 def load_model(
-    run: RunDirectory, step: int | None = None, *, topology: Topology | None = None
+    run: RunDirectory, step: int | str | None = None, *, topology: Topology | None = None
 ) -> LoadedModel:
-    """The model of checkpoint `step`, or of the newest valid one, or of RUN/model when there is none.
+    """The model of checkpoint `step` (a number, or a stage's name for its end), or of the newest valid one, or of
+    RUN/model when there is none.
 
     Parameters go to the first device, or where `topology` rests them.
     """
     checkpoints = Checkpoints(run.checkpoints)
+    step = run.step_of_stage(step) if isinstance(step, str) else step
     try:
         chosen, notes = choose(checkpoints, run, step)
         if chosen is None:
@@ -90,7 +95,9 @@ def load_model(
         model, unknown = build_model(config, str(checkpoints.path(chosen)))
         tokenizer = tokenizer_in(checkpoints.path(chosen))
         model = allocated(model, checkpoints.path(chosen), tokenizer)
-        params = checkpoints.restore(chosen, abstract_params(model, topology), only="params")
+        boxed = boxed_params(model, topology)
+        split = split_of(flat(config), boxed, getattr(model, "group_of", None))
+        params = read_whole(checkpoints, chosen, split, boxed, partial(located, topology=topology))
     finally:
         checkpoints.close()
     return LoadedModel(model, params, tokenizer, chosen, config, run, topology, [*notes, *unknown])
@@ -212,11 +219,52 @@ def build_model(config: Mapping[str, Any], where: str) -> tuple[Any, list[str]]:
     return model, notes
 
 
+def frozen_store(run: RunDirectory, process_zero: bool = True) -> Checkpoints:
+    """Where a run keeps, once, the parameters that it does not train."""
+    return Checkpoints(run.path / "reference" / "frozen", process_zero=process_zero)
+
+
+def read_whole(
+    checkpoints: Checkpoints, step: int, split: Split, boxed: Any, locate: Callable[[Any], Any]
+) -> Any:
+    """All parameters of a checkpoint: those it trained, completed by the run's frozen ones."""
+    trained, kept = split.shapes(boxed)
+    params = checkpoints.restore(step, locate(trained), only="params")
+    if kept is None:
+        return params
+    store = frozen_store(RunDirectory(checkpoints.root.parent))
+    if problems := store.verify(0):
+        raise StorageError(
+            f"{checkpoints.path(step)} holds the trained part of its parameters only, and the frozen part "
+            f"{store.path(0)} cannot be used: {'; '.join(problems[:3])}. Put that folder back from a copy."
+        )
+    return split.complete(params, store.restore(0, locate(kept), only="params"))
+
+
+def check_whole(
+    checkpoints: Checkpoints, step: int, config: Mapping[str, Any], boxed: Any, group_of: Any = None
+) -> None:
+    """Raise the error that names the arrays which `read_whole` would refuse; none is read."""
+    trained, kept = split_of(flat(config), boxed, group_of).shapes(boxed)
+    checkpoints.check_fits(step, unbox(trained), only="params")
+    if kept is not None:
+        frozen_store(RunDirectory(checkpoints.root.parent)).check_fits(0, unbox(kept), only="params")
+
+
 def abstract_params(model: Any, topology: Topology | None = None) -> Any:
     """Shapes, dtypes and places of the parameters; no array is made."""
+    return located(boxed_params(model, topology), topology)
+
+
+def boxed_params(model: Any, topology: Topology | None = None) -> Any:
+    """Shapes, dtypes and axes of the parameters; no array is made."""
     ids = jax.ShapeDtypeStruct((1, min(8, model.block_size)), jax.numpy.int32)
     with topology.scope() if topology is not None else contextlib.nullcontext():
-        boxed = jax.eval_shape(model.init, jax.random.key(0), ids)["params"]
+        return jax.eval_shape(model.init, jax.random.key(0), ids)["params"]
+
+
+def located(boxed: Any, topology: Topology | None) -> Any:
+    """Abstract arrays on the first device, or where `topology` rests them."""
     if topology is None:
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         places = jax.tree.map(lambda _: device, unbox(boxed))

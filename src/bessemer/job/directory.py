@@ -55,6 +55,19 @@ class RunDirectory:
         return self.path / "derived.json"
 
     @property
+    def stages(self) -> Path:
+        return self.path / "stages.json"
+
+    def step_of_stage(self, name: str) -> int:
+        """The last step of the stage of that name (stage-1, …), whose checkpoint is kept."""
+        listed = json.loads(self.stages.read_text(encoding="utf-8")) if self.stages.is_file() else []
+        ends = {stage["name"]: int(stage["end"]) for stage in listed}
+        if name not in ends:
+            known = f"it has {', '.join(ends)}" if ends else "it has one stage only; give a number"
+            raise InputError(f"{self.path} has no stage '{name}': {known}.")
+        return ends[name]
+
+    @property
     def facts(self) -> Path:
         return self.path / "facts.json"
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.config.layers import Layer, merge, nest, read_yaml
+from bessemer.config.recipes import recipe_names
 from bessemer.errors import InputError
 from bessemer.job.directory import RunDirectory
 from bessemer.job.files import atomic_write, storage
@@ -48,7 +49,26 @@ def named_code(tree: Mapping[str, Any]) -> list[str]:
         for word in _texts(_below(_below(tree, "training"), "dataset"))
         if ":" in word and not Path(word).exists()
     ]
-    return [*_texts(tree.get("plugins")), *words, *datasets]
+    rewards = [word for word in _reward_names(_below(_below(tree, "grpo"), "rewards")) if ":" in word]
+    return [*_texts(tree.get("plugins")), *words, *datasets, *rewards, *_of_phases(tree)]
+
+
+def _reward_names(value: Any) -> list[str]:
+    """Names in grpo/rewards, which are entries or plain names; what else an entry holds is no code."""
+    entries = value if isinstance(value, list) else [value]
+    return [word for entry in entries for word in _texts(_below(entry, "name") or entry if entry else None)]
+
+
+def _of_phases(tree: Mapping[str, Any]) -> list[str]:
+    """What the phases of a job name, and recipes of theirs that are files, which may name anything."""
+    phases = tree.get("phases")
+    named: list[str] = []
+    for phase in phases.values() if isinstance(phases, Mapping) else ():
+        if isinstance(phase, Mapping):
+            recipes = [str(phase.get("recipe", "")), str(phase.get("init", "")).partition("recipe:")[2]]
+            named += [recipe for recipe in recipes if recipe and recipe not in recipe_names()]
+            named += named_code(nest(phase, "phases"))
+    return named
 
 
 def check_trust(run: RunDirectory, trust: bool = False, config: Path | None = None) -> None:

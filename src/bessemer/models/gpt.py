@@ -80,9 +80,7 @@ class GPT(GPTSettings, HeadedModel):
         deterministic: bool = True,
         embedding_noise: float = 0.0,
     ) -> Array:
-        """The normed output of the last layer, (B, T, D): what the head reads. input_ids: (B, T).
-
-        `embedding_noise` α adds U(−1, 1)·α/√(T·D), drawn from the stream "noise"."""
+        """The normed output of the last layer, (B, T, D): what the head reads. input_ids: (B, T); noise: blocks.py."""
         if positions is None:
             positions = jnp.arange(input_ids.shape[1])[None]
         documents = segment_ids if self.document_mask else None

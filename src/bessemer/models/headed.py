@@ -38,9 +38,7 @@ class HeadedModel(ModelSettings):
         deterministic: bool = True,
         embedding_noise: float = 0.0,
     ) -> Array:
-        """The normed output of the last layer, (B, T, D): what the head reads. input_ids: (B, T).
-
-        `embedding_noise` α adds U(−1, 1)·α/√(T·D), drawn from the stream "noise"."""
+        """The normed output of the last layer, (B, T, D): what the head reads. input_ids: (B, T); noise: blocks.py."""
         raise NotImplementedError
 
     def _head(self) -> Array:
@@ -119,8 +117,8 @@ class HeadedModel(ModelSettings):
 
     def projection(self, batch: Mapping[str, Array], deterministic: bool = True) -> Projection:
         """Hidden states and head: for losses that compare whole distributions without holding the logits."""
-        hidden = self._hidden_of(batch, deterministic)
-        return Projection(hidden, self._head(), self.vocab_size, self._cap(), self.loss_chunks)
+        hidden, fp8 = self._hidden_of(batch, deterministic), self._head_fp8(deterministic)
+        return Projection(hidden, self._head(), self.vocab_size, self._cap(), self.loss_chunks, fp8)
 
     def policy_scores(
         self, batch: Mapping[str, Array], temperature: float = 1.0, deterministic: bool = True

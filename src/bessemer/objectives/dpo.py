@@ -85,6 +85,7 @@ class DpoSettings:
     own_validation=True,
     style=DatasetStyle.CONTRASTIVE,
     document_mask=True,
+    chat=True,
     reference=lambda settings: settings.compares and settings.reference == "live",
     reference_logps=lambda settings: settings.compares and settings.reference == "cached",
 )

@@ -192,4 +192,6 @@ VARIANTS: dict[str, type[GrpoSettings]] = {
     "reinforce": variant(baseline="rollout", scale=False, normalisation="fixed", clip_eps=0.0),
 }
 for _name, _settings in VARIANTS.items():
-    objectives.register(_name, settings=(_settings,), reference=needs_reference, rollouts=True)(grpo)
+    objectives.register(_name, settings=(_settings,), reference=needs_reference, rollouts=True, chat=True)(
+        grpo
+    )

@@ -13,15 +13,9 @@ from jax import Array
 from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.models.cross_entropy import target_weights
-from bessemer.models.divergence import Compared, compare
+from bessemer.models.divergence import ESTIMATORS, leashed_loss
 from bessemer.objectives.pretrain import PretrainSettings, pretrain
 from bessemer.registry import objectives
-
-ESTIMATORS: dict[str, Callable[[Compared], Array]] = {
-    "nll": lambda c: c.loss - jax.lax.stop_gradient(c.reference_loss),
-    "exact": lambda c: c.kl,
-    "reverse": lambda c: c.reverse,
-}
 
 
 @dataclass(frozen=True)
@@ -35,7 +29,7 @@ class KLConfig(PretrainSettings):
     estimator: str = field(
         "optimization/kl/estimator",
         default="nll",
-        choices=tuple(ESTIMATORS),
+        choices=ESTIMATORS,
         help="exact: KL(policy ‖ reference); reverse: KL(reference ‖ policy); nll: difference of the losses",
     )
     refresh: tuple[bool, ...] = field(
@@ -76,20 +70,21 @@ def kl(
     rngs = None if key is None else {"dropout": key}
     policy = apply(params, batch, key is None, method="projection", rngs=rngs)
     frozen = apply(jax.lax.stop_gradient(reference), batch, True, method="projection")
-    compared = compare(
+    w = target_weights(batch)
+    sums = leashed_loss(
         policy,
         frozen,
         batch["target_ids"],
+        w,
+        weight,
+        estimator=settings.estimator,
         label_smoothing=settings.label_smoothing,
         z_loss=settings.z_loss,
     )
-    w = target_weights(batch)
-    loss = compared.loss + weight * ESTIMATORS[settings.estimator](compared)
-    logged = {"nll": compared.nll, "kl": compared.kl, "kl_nll": compared.nll - compared.reference_nll}
+    logged = {"nll": sums.nll, "kl": sums.kl, "kl_nll": sums.kl_nll}
     if settings.estimator == "reverse":
-        logged["kl_reverse"] = compared.reverse
-    sums = {name: jax.lax.stop_gradient(jnp.sum(w * value)) for name, value in logged.items()}
-    return jnp.sum(w * loss), jnp.sum(w), sums
+        logged["kl_reverse"] = sums.reverse
+    return sums.loss, jnp.sum(w), logged
 
 
 def only_beta(settings: KLConfig) -> float:

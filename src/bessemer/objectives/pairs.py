@@ -29,7 +29,7 @@ def by_response(batch: Batch, values: Array) -> Array:
     on every device, which scattered additions are not."""
     rows, pairs = batch["pair_ids"].shape
     segments = jnp.arange(1, 2 * pairs + 1, dtype=jnp.int32)
-    mine = batch["segment_ids"][:, :, None] == segments  # (B, T, 2P), never held: it fuses into the sum
+    mine = batch["segment_ids"][:, :, None] == segments  # (B, T, 2P)
     return jnp.where(mine, values[:, :, None], 0.0).sum(axis=1).reshape(rows, pairs, 2)
 
 

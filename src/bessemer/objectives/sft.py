@@ -26,7 +26,7 @@ class SftSettings:
     )
 
 
-@objectives.register("sft", settings=(SftSettings,), style=DatasetStyle.PACKED, document_mask=True)
+@objectives.register("sft", settings=(SftSettings,), style=DatasetStyle.PACKED, document_mask=True, chat=True)
 def sft(
     apply: Callable[..., Any],
     params: Any,

@@ -80,12 +80,14 @@ def plan_horizon(trainer: BaseTrainer) -> dict[str, Any]:
 
 def plan_flops(trainer: BaseTrainer) -> dict[str, Any]:
     shape, block = getattr(trainer.model, "shape", None), trainer.settings.block_size
-    known = isinstance(shape, Shape)
+    formula = explain_flops(shape, block) if isinstance(shape, Shape) else "the model's own flops_per_token"
+    if idle := trainer.model_parts.idle:
+        formula += f", less 2 · {idle:,} frozen parameters without a gradient"
     return {
         "per_token": trainer.model_parts.flops_per_token,
         "per_token_causal": trainer.model_parts.flops_per_token_causal,
         "total": trainer.calculate_number_total_flops(),
-        "formula": explain_flops(shape, block) if known else "the model's own flops_per_token",  # type: ignore[arg-type]
+        "formula": formula,
     }
 
 

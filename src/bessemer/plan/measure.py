@@ -100,7 +100,8 @@ def model_pass(trainer: BaseTrainer, matrix: float) -> tuple[Callable[[], float]
     apply, loss_fn = make_apply(cut), trainer.functions.abstract_state.loss_fn
 
     def loss(params: Any, batch: Any, key: jax.Array) -> Any:
-        return loss_fn(apply, params, batch, key)[0]
+        against = {} if trainer.functions.abstract_state.reference is None else {"reference": params}
+        return loss_fn(apply, params, batch, key, **against)[0]
 
     key = jax.random.key(0)
     params = jax.jit(lambda k: unbox(cut.init(k, batch["input_ids"][:1]))["params"])(key)
@@ -121,8 +122,8 @@ def some_rows(trainer: BaseTrainer, rows: int) -> dict[str, jax.Array]:
     ids = np.random.default_rng(0).integers(0, size, (rows, block + 1), dtype=np.int32)
     fields: dict[str, np.ndarray] = {"input_ids": ids[:, :-1], "target_ids": ids[:, 1:]}
     fields["positions"] = np.broadcast_to(np.arange(block, dtype=np.int32), (rows, block))
-    for name, (_, dtype) in trainer.data.fields.items():
-        fields.setdefault(name, np.ones((rows, block), dtype))
+    for name, (shape, dtype) in trainer.data.fields.items():
+        fields.setdefault(name, np.ones((rows, *shape), dtype))
     return {name: jnp.asarray(array) for name, array in fields.items()}
 
 

@@ -13,16 +13,26 @@ import numpy as np
 
 from bessemer.config import Config, configuration, configure, dotted, resolve
 from bessemer.config.layers import Layer
-from bessemer.data import DataPlan, DataSettings, Sampling, Tokenizer, find_source, open_dataset
+from bessemer.data import (
+    DataPlan,
+    DatasetStyle,
+    DataSettings,
+    Sampling,
+    Tokenizer,
+    find_source,
+    open_dataset,
+)
 from bessemer.data.catalog import store_directory, store_place, tokenizer_place
+from bessemer.data.pairs import most_pairs
 from bessemer.data.store import is_store
 from bessemer.data.tokenizer import FILE
 from bessemer.errors import InputError
+from bessemer.generate.load import FAMILY
 from bessemer.job import ExecutionSpec
 from bessemer.plan.lookup import assume_allocation
 from bessemer.registry import jobs
 from bessemer.topology import TopologySettings, make_topology
-from bessemer.training import microbatch
+from bessemer.training import microbatch, reference_logps
 from bessemer.training.data_parts import DataParts, stage_boundaries, stage_count
 from bessemer.training.first import planned_from
 from bessemer.training.functions import Functions, build_functions
@@ -32,6 +42,7 @@ from bessemer.training.launch import Overrides
 from bessemer.training.model_parts import ModelParts, build_model
 from bessemer.training.schema import schema_of
 from bessemer.training.trainer import BaseTrainer
+from bessemer.training.wishes import usual_style
 
 VOCABULARY = 32_768
 """Assumed when neither the model nor a tokenizer says: the size the depth dial's reference has."""
@@ -44,6 +55,7 @@ ROW_TYPES = {
     "segment_ids": np.int32,
     "loss_mask": np.float32,
 }
+Fields = dict[str, tuple[tuple[int, ...], Any]]
 
 
 def planned_trainer(recipe: Any, overrides: Overrides = (), *, compiles: bool = True) -> BaseTrainer:
@@ -52,7 +64,10 @@ def planned_trainer(recipe: Any, overrides: Overrides = (), *, compiles: bool = 
     def resolved(between: tuple[Layer, ...] = ()) -> Config:
         return resolve(schema_of, recipe, overrides, allow_open=True, between=between)
 
-    config = begun_from(resolved, planned_from(resolved, resolved()), "runs")
+    config = resolved()
+    if FAMILY not in config:
+        raise InputError(f"'{recipe}' is a job of phases: plan the recipes of its phases, one at a time.")
+    config = begun_from(resolved, planned_from(resolved, config), "runs")
     close(config)
     with configuration(config):
         topology = make_topology(configure(TopologySettings))
@@ -133,8 +148,19 @@ def planned_data(trainer: WithoutData) -> DataParts:
     starts = stage_boundaries(trainer, stages, batch_size * block, steps)
     if rows is not None and stages == 1:
         trainer.epochs = steps * batch_size / rows
-    fields = {name: ((block,), np.dtype(kind)) for name, kind in ROW_TYPES.items()}
+    kinds = getattr(trainer, "row_types", ROW_TYPES)  # a trainer that makes its own rows says what they hold
+    fields: Fields = {name: ((block,), np.dtype(kind)) for name, kind in kinds.items()}
+    fields |= pair_fields(trainer)
     return DataParts(cast(DataPlan, None), None, batch_size, steps, starts, settings.prefetch, fields)
+
+
+def pair_fields(trainer: BaseTrainer) -> Fields:
+    """What rows of an objective that compares answers hold beside the usual fields."""
+    if usual_style(trainer) is not DatasetStyle.CONTRASTIVE:
+        return {}
+    places = most_pairs(trainer.settings.block_size)
+    cached: Fields = {reference_logps.NAME: ((places, 2), np.dtype(np.float32))}
+    return {"pair_ids": ((places,), np.dtype(np.int32))} | (cached if reference_logps.wanted(trainer) else {})
 
 
 def epoch_rows(trainer: BaseTrainer, settings: DataSettings) -> int | None:

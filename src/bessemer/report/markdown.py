@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.job import RunDirectory, atomic_write
+from bessemer.report.phases import has_phases, write_phases_report
 from bessemer.report.plots import write_plots
 from bessemer.report.summary import Row, Summary, is_number, summarise
 from bessemer.report.table import markdown_table
@@ -35,15 +36,17 @@ TITLES = {
 }
 
 
-def write_report(run: RunDirectory) -> Path:
-    """(Re)write RUN/report.md and RUN/plots; returns the report's path."""
+def write_report(run: RunDirectory, curves: bool = True) -> Path:
+    """(Re)write RUN/report.md and, with `curves`, RUN/plots; returns the report's path."""
+    if has_phases(run):
+        return write_phases_report(run)
     summary = summarise(run)
-    plots = write_plots(summary)
+    plots = write_plots(summary) if curves else None
     atomic_write(run.report, render(summary, plots))
     return run.report
 
 
-def render(summary: Summary, plots: list[Path]) -> str:
+def render(summary: Summary, plots: list[Path] | None) -> str:
     parts = [
         _headline(summary),
         _numbers(summary),
@@ -67,6 +70,13 @@ def _headline(summary: Summary) -> list[str]:
     if best is not None and is_number(final):
         lowest = f"lowest {best[0]:.4f} at step {best[1]}"
         lines.append(f"**{final:.4f} bits per byte** on held-out text after {done} ({lowest}).")
+    elif is_number(reward := summary.last("val_reward")):
+        first = next(row["val_reward"] for row in summary.rows_with("val_reward"))
+        lines.append(
+            f"**Reward {reward:.4f}** of greedy answers to held-out prompts after {done} (first {first:.4f})."
+        )
+    elif is_number(right := summary.last("val_pref_acc")):
+        lines.append(f"**{right:.1%} of held-out pairs ranked right** after {done}.")
     elif (loss := summary.last("val_loss") or summary.last("loss")) is not None:
         lines.append(f"**Loss {loss:.4f}** after {done}; bits per byte: {MISSING}.")
     else:
@@ -79,12 +89,20 @@ def _headline(summary: Summary) -> list[str]:
     return lines
 
 
+def _trained(facts: Mapping[str, Any], parameters: Any) -> list[tuple[str, str]]:
+    """Only where a part of the parameters is frozen."""
+    trained = facts.get("trained_parameters")
+    return [] if trained is None or trained == parameters else [("trained parameters", count(trained))]
+
+
 def _numbers(summary: Summary) -> list[str]:
     facts, best = summary.facts, summary.best("val_bpb")
     tokens = summary.last("tokens") or facts.get("tokens")
     parameters = _total(facts.get("parameters"))
     ratio = f"{tokens / parameters:.2f}" if is_number(tokens) and parameters else MISSING
+    rewards = summary.last("val_reward")
     rows = [
+        *([] if rewards is None else [("final reward on held-out prompts", decimal(rewards))]),
         ("final bits per byte", decimal(summary.last("val_bpb"))),
         ("minimum bits per byte", MISSING if best is None else f"{best[0]:.4f} (step {best[1]})"),
         ("final validation loss", decimal(summary.last("val_loss"))),
@@ -92,8 +110,10 @@ def _numbers(summary: Summary) -> list[str]:
         ("steps", count(summary.step)),
         ("skipped steps", count(summary.last("skipped_steps"))),
         *_guard(summary),
+        *_pairs(summary),
         ("tokens", count(tokens)),
         ("parameters", count(parameters)),
+        *_trained(facts, parameters),
         ("tokens : parameters", ratio),
         ("FLOPs per token", short(facts.get("flops_per_token"))),
         ("FLOPs per token, causal attention only", short(facts.get("flops_per_token_causal"))),
@@ -119,7 +139,23 @@ def _guard(summary: Summary) -> list[tuple[str, str]]:
     ]
 
 
-def _curves(summary: Summary, plots: list[Path]) -> list[str]:
+def _pairs(summary: Summary) -> list[tuple[str, str]]:
+    """Of a run that compares answers."""
+    if summary.last("val_pref_acc") is None:
+        return []
+    return [
+        ("held-out pairs ranked right", percent(summary.last("val_pref_acc"))),
+        ("margin of held-out pairs", decimal(summary.last("val_margin"))),
+    ]
+
+
+def _curves(summary: Summary, plots: list[Path] | None) -> list[str]:
+    if plots is None:
+        return [
+            "## Curves",
+            "",
+            "Not drawn, as logging.plots=false: `bessemer report` on this run draws them.",
+        ]
     if not plots:
         return ["## Curves", "", f"Metrics: {MISSING}."]
     return [

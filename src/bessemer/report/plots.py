@@ -23,8 +23,12 @@ def write_plots(summary: Summary) -> list[Path]:
     for name, draw in (
         ("loss", _loss),
         ("bits_per_byte", _bits_per_byte),
+        ("reward", _reward),
+        ("preference", _preference),
+        ("margin", _margin),
         ("learning_rate", _learning_rate),
         ("grad_norm", _grad_norm),
+        ("kl", _divergence),
         ("throughput", _throughput),
     ):
         figure, axes = new_figure()
@@ -73,6 +77,30 @@ def _bits_per_byte(axes: Axes, summary: Summary) -> bool:
     return some
 
 
+def _reward(axes: Axes, summary: Summary) -> bool:
+    some = line(axes, summary, "reward", "sampled, training prompts", color=PALE, linewidth=1)
+    some |= line(
+        axes, summary, "val_reward", "greedy, held-out prompts", color=ACCENT, marker="o", markersize=3.5
+    )
+    finish(axes, "reward")
+    return some
+
+
+def _preference(axes: Axes, summary: Summary) -> bool:
+    some = line(axes, summary, "pref_acc", "training", color=PALE)
+    some |= line(axes, summary, "val_pref_acc", "held out", color=ACCENT, marker="o", markersize=3.5)
+    axes.set_ylim(0, 1.05)
+    finish(axes, "share of pairs whose chosen answer gets the larger reward")
+    return some
+
+
+def _margin(axes: Axes, summary: Summary) -> bool:
+    some = line(axes, summary, "margin", "training", color=PALE)
+    some |= line(axes, summary, "val_margin", "held out", color=ACCENT, marker="o", markersize=3.5)
+    finish(axes, "margin: reward of the chosen answer less that of the rejected one")
+    return some
+
+
 def _learning_rate(axes: Axes, summary: Summary) -> bool:
     names = sorted({name for row in summary.rows for name in row if name == "lr" or name.startswith("lr/")})
     some = False
@@ -88,6 +116,13 @@ def _grad_norm(axes: Axes, summary: Summary) -> bool:
     if values and min(values) > 0 and max(values) > 20 * min(values):
         axes.set_yscale("log")
     finish(axes, "gradient norm, before clipping")
+    return some
+
+
+def _divergence(axes: Axes, summary: Summary) -> bool:
+    some = line(axes, summary, "kl", "exact", color=INK)
+    some |= line(axes, summary, "kl_nll", "difference of the losses", color=ACCENT)
+    finish(axes, "KL to the reference (nats per token)")
     return some
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from bessemer.generate import Engine, EngineThread, Event, Request, Sample, SamplingOptions
 from bessemer.generate.tools import CALLS, call_id, output_ids
-from bessemer.serve.conversation import Template
+from bessemer.serve.conversation import Exchange, Template
 
 HELP = """\
 /clear     forget the conversation
@@ -30,33 +30,37 @@ class Chat:
     max_tokens: int | None = None
     system: str | None = None
     write: Callable[[str], None] = lambda text: print(text, end="", flush=True)
-    exchanges: list[list[int]] = field(default_factory=list)
+    turns: list[Exchange] = field(default_factory=list)
     asked: int = 0  # requests since the seed was set: each draws from a seed of its own
 
+    @property
+    def exchanges(self) -> list[list[int]]:
+        """The tokens of each question with its answer."""
+        return [turn.ids for turn in self.turns]
+
     def clear(self) -> None:
-        self.exchanges.clear()
+        self.turns.clear()
 
     def reseed(self, seed: int) -> None:
         self.seed, self.asked = seed, 0
 
     def say(self, text: str) -> str | None:
         """Answer a message, streamed to `write`. Returns a line for the user where there is something to know."""
-        question = self.template.question(text)
-        opening = self.template.beginning(self.system)
+        template = self.template
+        question = template.question(text)
         room = self.engine.capacity - 1
-        if len(opening) + len(question) > room:
+        if len(template.conversation(self.system, [], text)) > room:
             return (
                 f"the message has {len(question)} tokens and the model's context {self.engine.capacity}: too long, so "
                 "it is not part of the conversation."
             )
         room -= min(self.max_tokens or room, room // 4)  # for the answer
         dropped = 0
-        while self.exchanges and len(opening) + sum(map(len, self.exchanges)) + len(question) > room:
-            del self.exchanges[0]
+        while self.turns and len(template.conversation(self.system, self.turns, text)) > room:
+            del self.turns[0]
             dropped += 1
-        history = [token for exchange in self.exchanges for token in exchange]
-        said, written, finish = self._answer([*opening, *history, *question])
-        self.exchanges.append([*question, *self.template.answer(said, written)])
+        said, written, finish = self._answer(template.conversation(self.system, self.turns, text))
+        self.turns.append(Exchange(text, said, [*question, *template.answer(said, written)]))
         return _remark(finish, dropped)
 
     def _answer(self, prompt: list[int]) -> tuple[str, list[int], str]:

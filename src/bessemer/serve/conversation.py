@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from bessemer.data.chat import TURN_TOKENS, can_chat, render, stop_ids
 from bessemer.data.tokenizer import Tokenizer
@@ -20,6 +20,14 @@ TEMPLATES = ("auto", "chat", "plain")
 ON_DOCUMENTS = ("pretrain", "kl")  # objectives that train on text without turns
 
 Message = Mapping[str, str]  # role, content
+
+
+class Exchange(NamedTuple):
+    """A question and its answer, and the tokens they stay in the conversation as."""
+
+    question: str
+    answer: str
+    ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,11 @@ class Template:
         """An answer as it stays in the conversation, closed."""
         raise NotImplementedError
 
+    def conversation(self, system: str | None, before: Sequence[Exchange], question: str) -> list[int]:
+        """All that was said so far and a new question, token by token as the model saw it."""
+        history = [token for exchange in before for token in exchange.ids]
+        return [*self.beginning(system), *history, *self.question(question)]
+
 
 class Turns(Template):
     """Each message between the tokens of its role; the answer ends with `<|assistant_end|>`."""
@@ -73,6 +86,27 @@ class Turns(Template):
         """The very tokens that were written: the engine finds them in its cache."""
         kept = [token for token in ids if token != self.tokenizer.bos_id]
         return kept if kept[-1:] == list(self.stop_ids) else [*kept, *self.stop_ids]
+
+
+class Foreign(Turns):
+    """The tokenizer's own chat template. It may write the first turn differently from the others (a system message
+    inside the first question, say), so a conversation is written anew as a whole each time."""
+
+    def beginning(self, system: str | None) -> list[int]:
+        return []  # known only together with the first question
+
+    def question(self, text: str) -> list[int]:
+        return self.prompt([{"role": "user", "content": text}])
+
+    def answer(self, text: str, ids: Sequence[int]) -> list[int]:
+        return list(ids)
+
+    def conversation(self, system: str | None, before: Sequence[Exchange], question: str) -> list[int]:
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        for exchange in before:
+            messages.append({"role": "user", "content": exchange.question})
+            messages.append({"role": "assistant", "content": exchange.answer})
+        return self.prompt([*messages, {"role": "user", "content": question}])
 
 
 class Transcript(Template):
@@ -108,12 +142,12 @@ def template_of(loaded: LoadedModel, wanted: str = "auto") -> Template:
     knows = can_chat(tokenizer)
     if wanted == "chat" and not knows:
         raise InputError(
-            f"--template chat needs a tokenizer with {', '.join(TURN_TOKENS)}; {tokenizer.origin} lacks some. "
-            "Use --template plain."
+            f"--template chat needs a tokenizer with a chat template or {', '.join(TURN_TOKENS)}; {tokenizer.origin} "
+            "lacks some. Use --template plain."
         )
     trained = knows and loaded.config.get("objective") not in ON_DOCUMENTS
     if wanted == "chat" or (wanted == "auto" and trained):
-        return Turns(tokenizer)
+        return Turns(tokenizer) if tokenizer.chat_template is None else Foreign(tokenizer)
     return Transcript(tokenizer)
 
 

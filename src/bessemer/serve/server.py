@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.errors import InputError
-from bessemer.generate import Engine, EngineThread, LoadedModel, Request
+from bessemer.generate import Engine, EngineThread, LoadedModel, Request, SamplingOptions
 from bessemer.serve.conversation import template_of
 from bessemer.serve.service import Service
 
@@ -123,9 +123,10 @@ def make_server(service: Service, grace: int = GRACE) -> Server:
 
 
 def warm_up(engine: Engine) -> None:
-    """Compile the programs of a short prompt: what cannot run is found out before the first client."""
+    """Compile the programs of a short prompt, drawn as the protocol's default is: what cannot run is found out before
+    the first client."""
     assert engine.tokenizer is not None
-    engine.generate([Request([engine.tokenizer.bos_id], max_tokens=1)])
+    engine.generate([Request([engine.tokenizer.bos_id], 1, SamplingOptions(temperature=1.0))])
 
 
 def serve(load: Callable[[], LoadedModel], options: ServerOptions, say: Callable[[str], None]) -> None:
@@ -144,6 +145,7 @@ def serve(load: Callable[[], LoadedModel], options: ServerOptions, say: Callable
             token=options.token,
         )
         warm_up(engine)
+        bound.listen(BACKLOG)  # whoever comes after the line below waits in the queue, and is not refused
         host, port = bound.getsockname()[:2]
         where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         guard = "a token is required" if options.token else "this machine only"

@@ -34,7 +34,9 @@ class Run:
         """All rows of metrics.jsonl, in order."""
         return list(MetricsFile(self.directory.metrics).rows())
 
-    def sample(self, prompt: str, *, max_tokens: int = 100, step: int | None = None, **options: Any) -> str:
+    def sample(
+        self, prompt: str, *, max_tokens: int = 100, step: int | str | None = None, **options: Any
+    ) -> str:
         """The model's continuation of `prompt`. Options: temperature (0 = greedy), top_k, top_p, min_p, seed."""
         loaded = load_model(self.directory, step)
         completions, notices = sample(
@@ -44,7 +46,9 @@ class Run:
             print(notice, file=sys.stderr)
         return completions[0].text
 
-    def evaluate(self, tasks: Sequence[str] = ("bpb",), *, step: int | None = None, **options: Any) -> Any:
+    def evaluate(
+        self, tasks: Sequence[str] = ("bpb",), *, step: int | str | None = None, **options: Any
+    ) -> Any:
         """Results of the named evaluations, also written to RUN/eval. Options: limit, batch_size."""
         return Evaluator.from_run(self.directory, step, tasks=tasks, **options).run()
 

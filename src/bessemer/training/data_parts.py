@@ -25,6 +25,7 @@ from bessemer.training.collate import CollatedRows
 from bessemer.training.feed import device_batch, row_fields
 from bessemer.training.horizon import asked, plan_horizon
 from bessemer.training.lookup_parts import allocate
+from bessemer.training.taught import taught
 from bessemer.training.validation import ValidationSet
 from bessemer.training.wishes import usual_style
 
@@ -114,11 +115,12 @@ def train_rows(trainer: BaseTrainer, settings: DataSettings) -> list[list[tuple[
     """Rows of every source of every stage; a source used twice is opened once. A single mixture is that of all."""
     count = stage_count(trainer)
     if trainer.given.dataset_train is not None:
-        return [[(Sampling("given"), given_rows(trainer, trainer.given.dataset_train))]] * count
+        rows = taught(trainer, given_rows(trainer, trainer.given.dataset_train))
+        return [[(Sampling("given"), rows)]] * count
     opened: dict[Any, Any] = {}
     for sampling in (sampling for mixture in trainer.settings.datasets for sampling in mixture):
         if sampling.identity not in opened:
-            opened[sampling.identity] = open_rows(trainer, settings, sampling, "train")
+            opened[sampling.identity] = taught(trainer, open_rows(trainer, settings, sampling, "train"))
     say_unused(trainer)
     stages = [
         [(sampling, opened[sampling.identity]) for sampling in mixture]

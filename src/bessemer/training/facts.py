@@ -9,6 +9,7 @@ import numpy as np
 
 from bessemer.job import atomic_write
 from bessemer.report import baselines
+from bessemer.training.finale import teaches_chat
 from bessemer.training.model_parts import mfu_peak
 from bessemer.training.restore import versions
 
@@ -26,6 +27,7 @@ def run_facts(trainer: BaseTrainer) -> dict[str, Any]:
         "data": trainer.data.plan.stats,
         "validation_sequences": trainer.data.validation_count,
         "parameters": parts.counts,
+        "trained_parameters": parts.split.count(parts.boxed)[0],
         "flops_per_token": parts.flops_per_token,
         "flops_per_token_causal": parts.flops_per_token_causal,
         "mfu_peak": mfu_peak(trainer, parts.model),
@@ -64,5 +66,5 @@ def validation_text(trainer: BaseTrainer) -> bytes | None:
 
 def compressor_baselines(trainer: BaseTrainer) -> dict[str, float]:
     """Bits per byte of gzip -9 and xz -9e on the validation text; empty when it is not known."""
-    text = validation_text(trainer)
+    text = None if teaches_chat(trainer) else validation_text(trainer)
     return baselines(text) if text else {}

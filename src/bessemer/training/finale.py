@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bessemer.registry import objectives
 from bessemer.report.metrics import MetricsFile
 from bessemer.training.progress import clock, compact
 
@@ -16,20 +17,46 @@ if TYPE_CHECKING:
 def final_lines(trainer: BaseTrainer, compressors: dict[str, float]) -> list[str]:
     rows = list(MetricsFile(trainer.run_directory.metrics).rows())
     validations = [row for row in rows if row.get("val_loss") is not None]
-    lines = ["", *result_table(validations, compressors), *rates(rows), ""]
+    results = [*reward_line(rows), *result_table(validations, compressors), *evaluated(validations)]
+    lines = ["", *results, *rates(rows), ""]
     lines += sample_lines(trainer)
     path = shown(trainer.run_directory.path)
-    can_sample = trainer.tokenizer is not None and hasattr(trainer.model, "decode")
     return [
         *lines,
         f"run     {path}",
         f"report  {path}/report.md, curves in {path}/plots",
         "",
         "next",
+        *next_commands(trainer, path),
+    ]
+
+
+def next_commands(trainer: BaseTrainer, path: str) -> list[str]:
+    if teaches_chat(trainer):
+        return [f"  bessemer chat {path}", f"  bessemer serve {path}"]
+    can_sample = trainer.tokenizer is not None and hasattr(trainer.model, "decode")
+    return [
         *([f"  bessemer sample {path} --prompt {shlex.quote(a_prompt(trainer))}"] if can_sample else []),
         f"  bessemer eval {path} --tasks bpb",
         "  bessemer train training.dataset=my.txt     # the same on your own text",
     ]
+
+
+def reward_line(rows: list[dict[str, Any]]) -> list[str]:
+    """From the first to the last greedy reward on held-out prompts, of a run that has rewards."""
+    found = [row for row in rows if row.get("val_reward") is not None]
+    if not found:
+        return []
+    first, last = found[0], found[-1]
+    return [
+        f"reward on held-out prompts, greedy: {first['val_reward']:.3f} at step {first['step']}, "
+        f"{last['val_reward']:.3f} at step {last['step']}"
+    ]
+
+
+def teaches_chat(trainer: BaseTrainer) -> bool:
+    """Whether the objective teaches conversations, so that compressing text is not what it is about."""
+    return "chat" in objectives.entry(trainer.settings.objective).traits
 
 
 def shown(path: str | Path) -> str:
@@ -42,12 +69,15 @@ def result_table(validations: list[dict[str, Any]], compressors: dict[str, float
     """Bits per byte of the held-out text, worst first, with a bar each: shorter is better."""
     known = [row for row in validations if row.get("val_bpb") is not None]
     if not known:
-        return [f"validation loss {row['val_loss']:.4f} at step {row['step']}" for row in validations[-1:]]
+        return [
+            f"validation loss {row['val_loss']:.4f} at step {row['step']}{ranked(row)}"
+            for row in validations[-1:]
+        ]
     values = {"this model, untrained": known[0]["val_bpb"]} if known[0]["step"] == 0 else {}
     values |= {{"gzip": "gzip -9", "xz": "xz -9e"}[name]: value for name, value in compressors.items()}
     values["this model, trained"] = known[-1]["val_bpb"]
     width = 24 / max(values.values())
-    lines = ["bits per byte of held-out text (lower is better)"]
+    lines = [f"bits per byte of held-out {'text' if compressors else 'data'} (lower is better)"]
     for name, value in sorted(values.items(), key=lambda item: -item[1]):
         lines.append(f"  {name:<22} {value:6.3f}  {'█' * max(1, round(value * width))}")
     if "gzip" in compressors:
@@ -55,6 +85,25 @@ def result_table(validations: list[dict[str, Any]], compressors: dict[str, float
         word = "fewer" if gain >= 0 else "more"
         lines.append(f"  {abs(gain):.1%} {word} bits than gzip -9")
     return lines
+
+
+def evaluated(validations: list[dict[str, Any]]) -> list[str]:
+    """Each evaluation before the first step and after the last."""
+    if not validations:
+        return []
+    first, last = validations[0], validations[-1]
+    return [
+        f"  {key.removeprefix('eval/')}: {first[key]:.4f} before, {last[key]:.4f} after"
+        for key in last
+        if key.startswith("eval/") and key in first and first["step"] == 0 < last["step"]
+    ]
+
+
+def ranked(row: dict[str, Any]) -> str:
+    """Of a run that compares answers."""
+    if "val_pref_acc" not in row:
+        return ""
+    return f"; {row['val_pref_acc']:.1%} of held-out pairs ranked right, margin {row['val_margin']:.3f}"
 
 
 def rates(rows: list[dict[str, Any]]) -> list[str]:
@@ -80,5 +129,6 @@ def sample_lines(trainer: BaseTrainer) -> list[str]:
     if not samples:
         return []
     last = samples[-1]
-    text = (last["prompt"] + last["completion"]).splitlines()
+    between = "▸" if teaches_chat(trainer) else ""
+    text = (last["prompt"] + between + last["completion"]).splitlines()
     return ["sample", *(f"  | {line}" for line in text[:6]), ""]

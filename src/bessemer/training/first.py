@@ -12,11 +12,13 @@ from typing import Any
 from bessemer.config import Config, dotted, resolve
 from bessemer.config.layers import Layer, override_layer
 from bessemer.config.values import plain
+from bessemer.data import DatasetStyle
 from bessemer.errors import InputError, Stopped
+from bessemer.generate.load import FAMILY, flat
 from bessemer.job import RunDirectory
 from bessemer.job.trust import saved_tree
 from bessemer.topology import process_index, share
-from bessemer.training.inherit import ORIGIN, Resolve, inherited
+from bessemer.training.inherit import INIT, ORIGIN, PLANNED, TEACHER, Resolve, inherited
 from bessemer.training.schema import schema_of
 
 PREFIX = "recipe:"
@@ -25,33 +27,61 @@ PASSED = ("topology/", "data/root", "logging/progress", "plugins")
 
 
 def trained_first(config: Config, root: str | Path) -> Config:
-    """`config` with `init` naming a finished run where it named a recipe."""
-    init = config["init"]
-    if init is None or not init.startswith(PREFIX):
+    """`config` with `init` (and a teacher) naming a finished run where it named a recipe."""
+    if FAMILY not in config:  # a job without a model hands it on to those that have one
         return config
+    for key in (INIT, TEACHER):
+        if str(config.get(key)).startswith(PREFIX):
+            _train_first(config, key, root)
+    return config
+
+
+def _train_first(config: Config, key: str, root: str | Path) -> None:
+    init = config[key]
     recipe = init.removeprefix(PREFIX)
+    check_circle(recipe)
     directory = RunDirectory(Path(root) / f"{Path(recipe).stem}-base")
     passed = {key: config[key] for key in config.given() if key.startswith(PASSED)}
     state = share(f"the run of {init}", lambda: state_of(directory, recipe))
     if state != "done":
         word = "continued" if state == "begun" else "trained"
-        say(f"init       {init} is {word} first, once: {directory.path}")
+        what = "teacher" if key == TEACHER else "init"
+        say(f"{what:<10} {init} is {word} first, once: {directory.path}")
         try:
             _train(recipe, directory, passed, state, root)
         except Stopped as error:
             raise Stopped(
                 f"{error} Or run the same command again: it goes on there, then with its own run."
             ) from None
-        say(f"init       {init} is done; now the run itself")
-    config.set("init", str(directory.path), f"the run of {init}")
-    return config
+        say(f"{what:<10} {init} is done; now the run itself")
+    config.set(key, str(directory.path), f"the run of {init}")
+
+
+def check_circle(recipe: str) -> None:
+    """A recipe that begins from itself, by way of others or not, could never begin."""
+    seen: list[str] = []
+    while recipe not in seen:
+        seen.append(recipe)
+        init = resolve(schema_of, recipe).get("init")
+        if init is None or not init.startswith(PREFIX):
+            return
+        recipe = init.removeprefix(PREFIX)
+    raise InputError(
+        f"recipes begin from each other in a circle: {' from '.join([*seen, recipe])}. Change one `init`."
+    )
 
 
 def planned_from(resolved: Resolve, config: Config) -> Config:
     """`config` as it would be once the recipes it begins from were trained; nothing is trained."""
+    teacher = config.get(TEACHER)
+    if teacher is not None and teacher.startswith(PREFIX):
+        tokenizer = resolve(schema_of, teacher.removeprefix(PREFIX))["data/tokenizer"]
+        config = resolved((override_layer({"data/tokenizer": tokenizer}, f"{ORIGIN}{teacher}"),))
+        config.set(TEACHER, teacher, PLANNED.removeprefix("chosen: "))
     init = config["init"]
     if init is None or not init.startswith(PREFIX):
         return config
+    check_circle(init.removeprefix(PREFIX))
 
     def of_recipe(between: tuple[Layer, ...] = ()) -> Config:
         return resolve(schema_of, init.removeprefix(PREFIX), between=between)
@@ -67,11 +97,18 @@ def state_of(directory: RunDirectory, recipe: str) -> str:
     """ "new", "begun" or "done"; a run there that is not of this recipe is refused."""
     if not directory.config.is_file():
         return "new"
-    wanted, saved = resolve(schema_of, recipe), _flat(saved_tree(directory.config))
+    wanted, tree = resolve(schema_of, recipe), saved_tree(directory.config)
+    origins, saved = tree.pop("provenance", {}), flat(tree)
+    compared = [
+        key
+        for key, origin in wanted.provenance.items()
+        if origin.startswith("recipe") and str(origins.get(dotted(key))).startswith("recipe")
+    ]
     changed = [
         f"{dotted(key)} {saved.get(key)} there, {plain(wanted[key])} in the recipe"
-        for key, origin in wanted.provenance.items()
-        if origin.startswith("recipe") and key != "init" and _differs(key, saved, wanted)
+        for key in compared
+        if not key.startswith(("logging/", "eval/", *PASSED))
+        and _unstyled(saved.get(key), plain(wanted[key])) != plain(wanted[key])
     ]
     if changed:
         raise InputError(
@@ -82,20 +119,13 @@ def state_of(directory: RunDirectory, recipe: str) -> str:
     return "done" if status.get("state") == "done" and status.get("exit_code") == 0 else "begun"
 
 
-def _differs(key: str, saved: dict[str, Any], wanted: Config) -> bool:
-    origin = str(saved.get("provenance", {}).get(dotted(key), ""))
-    own = key.startswith(("logging/", "eval/", *PASSED)) or not origin.startswith("recipe")
-    return not own and saved.get(key) != plain(wanted[key])
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict) and name != "provenance":
-            flat |= _flat(value, f"{prefix}{name}/")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
+def _unstyled(saved: Any, wanted: Any) -> Any:
+    """`saved` without the styles that the objective chose (wishes.py) for data which `wanted` names without one."""
+    if isinstance(saved, list) and isinstance(wanted, list) and len(saved) == len(wanted):
+        return [_unstyled(*both) for both in zip(saved, wanted, strict=True)]
+    if isinstance(saved, dict) and isinstance(wanted, dict) and wanted.get("style") == DatasetStyle.PMD.name:
+        return saved | {"style": wanted["style"]}
+    return saved
 
 
 def _train(

@@ -10,6 +10,7 @@ import jax
 
 from bessemer.config import configure
 from bessemer.errors import InputError
+from bessemer.models.lora import group_of_adapted
 from bessemer.optim import Optimizer, build_optimizer, mesh_spread, state_shardings
 from bessemer.registry import objectives
 from bessemer.topology import shardings, share, unbox, validate_divisible
@@ -17,7 +18,7 @@ from bessemer.training import microbatch
 from bessemer.training.feed import abstract_batch
 from bessemer.training.guard import spike_rule
 from bessemer.training.lookup_parts import note_path
-from bessemer.training.model_parts import compiler_options
+from bessemer.training.model_parts import compiler_options, init_variables
 from bessemer.training.state import StepRules, TrainState, added_fields, create_state
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def build_functions(trainer: BaseTrainer) -> Functions:
     )
 
 
-INIT, DROPOUT = 0, 1
+INIT, DROPOUT, ADAPTERS = 0, 1, 2
 """Purposes folded into the seed: every random key is (seed, purpose, step, …) and nothing is carried."""
 
 
@@ -104,11 +105,12 @@ def make_optimizer(trainer: BaseTrainer) -> Optimizer:
     """By setting, else by the class; Muon's polar steps are spread over the mesh."""
     model = trainer.model
     shape = getattr(model, "shape", None)
+    group_of = getattr(model, "group_of", None)
     return build_optimizer(
         trainer.settings.optimizer or trainer.optimizer(),
         configure,
         trainer.data.steps,
-        getattr(model, "group_of", None),
+        None if group_of is None else functools.partial(group_of_adapted, group_of),
         schedule=trainer.settings.schedule or trainer.schedule(),
         boundaries=trainer.data.stage_starts,
         width=getattr(shape, "width", None),
@@ -119,8 +121,9 @@ def make_optimizer(trainer: BaseTrainer) -> Optimizer:
 def abstract_state(trainer: BaseTrainer, optimizer: Optimizer) -> tuple[TrainState, TrainState]:
     """The state as shapes with shardings, and the shardings alone. No array is made."""
     topology = trainer.topology
-    boxed = jax.eval_shape(functools.partial(init_variables, trainer), jax.random.key(0))["params"]
-    validate_divisible(boxed, topology)
+    split = trainer.model_parts.split
+    validate_divisible(trainer.model_parts.boxed, topology)
+    boxed, kept = split.shapes(trainer.model_parts.boxed)  # trained, frozen
     param_shardings = shardings(boxed, topology.mesh, topology.rest_rules)
     rules = StepRules(
         max_grad_norm=trainer.settings.max_grad_norm,
@@ -128,6 +131,8 @@ def abstract_state(trainer: BaseTrainer, optimizer: Optimizer) -> tuple[TrainSta
         place_gradients=functools.partial(jax.lax.with_sharding_constraint, shardings=param_shardings),
         rates=optimizer.rates,
         spikes=spike_rule(trainer.guard, trainer.data.stage_starts[1:]),
+        split=None if split.everything else split,
+        teacher=trainer.teacher is not None,
         own_validation=bool(objectives.entry(trainer.settings.objective).traits.get("own_validation")),
     )
     loss_fn = objective_function(trainer)
@@ -145,8 +150,14 @@ def abstract_state(trainer: BaseTrainer, optimizer: Optimizer) -> tuple[TrainSta
         guard=jax.tree.map(lambda _: topology.replicated, state.guard),
         **dict.fromkeys(added_fields(kind), topology.replicated),
     )
+    if kept is not None:
+        placed = placed.replace(frozen=shardings(kept, topology.mesh, topology.rest_rules))
+        state = state.replace(frozen=unbox(kept))
     if trainer.wants_reference():
         state, placed = state.replace(reference=unbox(boxed)), placed.replace(reference=param_shardings)
+    if trainer.teacher is not None and trainer.teacher.live:
+        there = shardings(trainer.teacher.boxed, topology.mesh, topology.rest_rules)
+        state, placed = state.replace(reference=unbox(trainer.teacher.boxed)), placed.replace(reference=there)
     located = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state, placed
     )
@@ -159,33 +170,33 @@ def objective_function(trainer: BaseTrainer) -> Callable[..., Any]:
     if len(entry.settings) > 1:
         raise InputError(f"objective '{entry.name}' registers several settings classes; join them into one.")
     settings = configure(entry.settings[0]) if entry.settings else None
-    return functools.partial(entry.value, settings=settings)
-
-
-def init_variables(trainer: BaseTrainer, key: jax.Array) -> Any:
-    """Boxed variables of the model, from a batch of one short row."""
-    ids = jax.numpy.zeros((1, min(8, trainer.settings.block_size)), jax.numpy.int32)
-    return trainer.model.init(key, ids)
+    taught = (
+        {"teacher": trainer.teacher.apply} if trainer.teacher is not None and trainer.teacher.live else {}
+    )
+    return functools.partial(entry.value, settings=settings, **taught)
 
 
 def initial_state(trainer: BaseTrainer) -> TrainState:
     """Step 0: parameters from the seed (or `init`, or given), born on their devices."""
     functions = trainer.functions
-    abstract = functions.abstract_state
+    abstract, split = functions.abstract_state, trainer.model_parts.split
 
     def create(key: jax.Array) -> TrainState:
-        params = unbox(init_variables(trainer, jax.random.fold_in(key, INIT)))["params"]
-        fixed = (abstract.tx, abstract.rules, trainer.state_class)
+        made = init_variables(trainer.model, trainer.settings.block_size, jax.random.fold_in(key, INIT))
+        params, frozen = split.divide(unbox(made)["params"], jax.random.fold_in(key, ADAPTERS))
+        fixed = (abstract.tx, abstract.rules, trainer.state_class, frozen)
         return create_state(abstract.apply_fn, abstract.loss_fn, params, *fixed)
 
     with trainer.topology.scope():
         born = functions.state_shardings.replace(reference=None)  # taken when the run begins
         state = jax.jit(create, out_shardings=born)(jax.random.key(trainer.settings.seed))
-    params = trainer.given_params(state.params)
-    if params is state.params:
+    fresh = split.base(state.params, state.frozen)
+    whole = trainer.given_params(fresh)
+    if whole is fresh:
         return state
+    params, frozen = split.onto(whole, state.params)
     ema = None if state.ema is None else jax.tree.map(jax.numpy.copy, params)
-    return state.replace(params=params, ema=ema)
+    return state.replace(params=params, frozen=frozen, ema=ema)
 
 
 def compile_steps(trainer: BaseTrainer) -> tuple[Functions, bool]:

@@ -26,7 +26,7 @@ from bessemer.training.feed import device_batch
 from bessemer.training.offline import StoredPlan, build_stored
 from bessemer.training.outcome import doing
 from bessemer.training.prompt_plan import PromptPlan, build_prompts
-from bessemer.training.rollout import FILE, Rollout
+from bessemer.training.rollout import FIELDS, FILE, Rollout
 from bessemer.training.sampler import Sampler
 from bessemer.training.settings import BaseTrainerConfig
 from bessemer.training.state import TrainState
@@ -37,12 +37,8 @@ PER_TOKEN = ("clip_frac", "kl", "entropy")
 
 @dataclass
 class GRPOTrainerConfig(BaseTrainerConfig):
-    """Settings of rollouts; those of the loss and the advantages are the objective's."""
+    """Settings of rollouts; those of the loss and the advantages are the objective's (grpo, dapo, …)."""
 
-    job: str = field(
-        "job", default="GRPOTrainer", help="trainer class: a registered name or module:Class of your own"
-    )
-    objective: str = field("objective", default="grpo", help="grpo, dr_grpo, dapo, gspo, rloo or reinforce")
     group_size: int = field("grpo/group_size", default=4, minimum=1, help="completions of one prompt")
     num_iterations: int = field("grpo/num_iterations", default=1, minimum=1, help="passes over one rollout")
     mini_batches: int = field(
@@ -84,6 +80,7 @@ class GRPOTrainerConfig(BaseTrainerConfig):
 class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
     """Online unless grpo.offline says otherwise."""
 
+    row_types = FIELDS
     policy: GrpoSettings
     rewards: Rewards
     rollout: Rollout | None
@@ -92,7 +89,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         entry = objectives.entry(self.settings.objective)
         if not entry.traits.get("rollouts"):
             family = [one.name for one in objectives if one.traits.get("rollouts")]
-            raise InputError(f"job=GRPOTrainer trains {', '.join(family)}, not objective={entry.name}.")
+            raise InputError(f"GRPOTrainer trains objective={'|'.join(family)}, not {entry.name}.")
         self.policy = configure(entry.settings[0])
         self.sampler = Sampler(self)
         if self.offline:

@@ -8,32 +8,29 @@ model is built (`check_start`). The result is written to config.yaml in full, so
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bessemer.checkpoint import Checkpoints
-from bessemer.checkpoint.weights import Arrays, WeightFile, check_fits
 from bessemer.config import Config, dotted
 from bessemer.config.layers import Layer, override_layer
 from bessemer.config.values import plain
 from bessemer.data import data_root
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError
-from bessemer.generate.load import WEIGHTS, abstract_params
-from bessemer.interop.folder import Folder, is_folder, read_json
-from bessemer.interop.hub import fetched, is_hub
-from bessemer.job import atomic_write, find_run
+from bessemer.generate.load import FAMILY, SECTIONS, flat
+from bessemer.job import RunDirectory, atomic_write
 from bessemer.job.files import storage
-from bessemer.job.jobs import step_of
-from bessemer.job.trust import saved_tree
+from bessemer.job.trust import named_code, started_here
+from bessemer.registry import models
+from bessemer.training.starts import INIT, check_weights, find_start, tree_in
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
 
 ORIGIN = "inherited from "
-SECTIONS = ("model", "architecture")
+TEACHER = "distill/teacher"  # beside `init`, the setting that names another run
+PLANNED = "chosen: not trained for a plan"
 OWN = (
     "architecture/precision",
     "architecture/fp8/",
@@ -59,86 +56,85 @@ def is_own(key: str) -> bool:
 
 
 def begun_from(resolve: Resolve, config: Config, root: str | Path) -> Config:
-    """`config`, or the one that `resolve` gives with what is inherited from its `init`, pinned to a checkpoint."""
-    init = config["init"]
-    if init is None:
+    """`config`, or the one that `resolve` gives with what is inherited from its `init`, pinned to a checkpoint. From a
+    teacher only the tokenizer is."""
+    if FAMILY not in config:  # a job without a model hands it on to those that have one
         return config
-    if init.startswith("recipe:"):
-        raise InputError(f"init={init} is trained first by `bessemer train` and bm.train; here name a run.")
-    start, notes = find_start(init, root)
-    values = inherited(start_tree(start), config)
-    tokenizer = keep_tokenizer(start, config["data/root"])
-    if tokenizer is not None:
-        values["data/tokenizer"] = tokenizer
-    found = resolve((override_layer(values, f"{ORIGIN}{start}"),))
-    found.set("init", str(start), "as given" if Path(init) == start else f"the newest checkpoint of {init}")
+    named = [(key, str(config[key])) for key in (TEACHER, INIT) if config.get(key) is not None]
+    layers: list[Layer] = []
+    pinned: list[tuple[str, str, str]] = []
+    notes: list[str] = []
+    for key, given in named:
+        if given.startswith("recipe:") and config.provenance[key] == PLANNED:
+            continue
+        if given.startswith("recipe:"):
+            raise InputError(
+                f"{dotted(key)}={given} is trained first by `bessemer train` and bm.train; here name a run."
+            )
+        start, said = find_start(given, root, dotted(key))
+        tree = tree_in(start)
+        values = {**inherited(tree, config), **its_code(start, tree, config)} if key == INIT else {}
+        tokenizer = keep_tokenizer(start, config["data/root"])
+        if tokenizer is not None:
+            values["data/tokenizer"] = tokenizer
+        layers.append(override_layer(values, f"{ORIGIN}{start}"))
+        pinned.append(
+            (key, str(start), "as given" if Path(given) == start else f"the newest weights of {given}")
+        )
+        notes += said
+    if not pinned:
+        return config
+    found = resolve(tuple(layers))
+    for key, value, why in pinned:
+        found.set(key, value, why)
     found.notes += notes
     return found
 
 
 def is_begun(config: Config) -> bool:
     """Whether what there is to inherit has been."""
-    return config["init"] is None or config.provenance["init"].startswith("chosen")
-
-
-def find_start(init: str, root: str | Path) -> tuple[Path, list[str]]:
-    """The checkpoint that `init` names, a run (its newest valid one) or a checkpoint directory, and lines to show.
-
-    A run without checkpoints (an imported one) gives its folder model/; a Hugging Face folder is itself."""
-    named = fetched(init) if is_hub(init) else Path(init)
-    if is_folder(named):
-        return named.absolute(), []
-    is_step = re.fullmatch(r"step_\d+", named.name) is not None
-    run = find_run(named.parent.parent if is_step else init, root)
-    checkpoints = Checkpoints(run.checkpoints)
-    try:
-        if is_step:
-            if problems := checkpoints.verify(step_of(named.name)):
-                raise InputError(f"init={init} cannot be used: {'; '.join(problems)}.")
-            return named.absolute(), []
-        step, messages = checkpoints.newest_valid()
-        if step is None and (run.model / WEIGHTS).is_file():
-            return run.model, []
-        if step is None:
-            raise InputError(f"init={init}: the run has no checkpoint to take weights from.")
-        return checkpoints.path(step), [f"init: {message}" for message in messages]
-    finally:
-        checkpoints.close()
+    named = [key for key in (INIT, TEACHER) if config.get(key) is not None]
+    return all(config.provenance[key].startswith("chosen") for key in named)
 
 
 def inherited(tree: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """The settings of a configuration `tree` that a run which starts from it takes over."""
-    flat: dict[str, Any] = {}
-    for section in SECTIONS:
-        _flatten(tree.get(section) or {}, section, flat)
+    known = flat({section: tree.get(section) or {} for section in SECTIONS})
+    if FAMILY in known:
+        known[FAMILY] = family_for(str(config[FAMILY]), str(known[FAMILY]))
     return {
         key: value
-        for key, value in flat.items()
+        for key, value in known.items()
         if not is_own(key) and not (key in BELOW_RECIPE and key in config and config.is_set(key))
     }
 
 
-def start_tree(start: Path) -> dict[str, Any]:
-    """The configuration of what `find_start` found."""
-    if is_folder(start):
-        return Folder(start).tree
-    files = start / "config.json"
-    return saved_tree(start / "config.yaml") if not files.is_file() else read_json(files)
+def family_for(mine: str, theirs: str) -> str:
+    """The family of a run of `mine` that starts from weights of `theirs`: that one, or what extends it as asked. So
+    gpt-reward (a gpt and one head more) stays itself with a gpt's weights, and with a llama's becomes llama-reward.
+    Only registered ones are looked at: what a directory names is not imported."""
+    kind = mine.partition("-")[2]
+    wanted = f"{theirs}-{kind}" if kind else mine
+    for name in (mine, wanted):
+        if name in models and theirs in models and issubclass(models.get(name), models.get(theirs)):
+            return name
+    return theirs
 
 
-def weights_in(start: Path) -> Arrays | None:
-    """The weights of a start that is no checkpoint."""
-    if is_folder(start):
-        return Folder(start)
-    return WeightFile(start / WEIGHTS) if (start / WEIGHTS).is_file() else None
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str, into: dict[str, Any]) -> None:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            _flatten(value, f"{prefix}/{name}", into)
-        else:
-            into[f"{prefix}/{name}"] = value
+def its_code(start: Path, tree: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Where the model is code of the user's: its plugins, for a run that was started here. Otherwise it has to be named
+    again, since no code is imported on the word of a directory."""
+    family = str((tree.get("model") or {}).get("family", ""))
+    if family in models or family == config[FAMILY]:
+        return {}
+    named = named_code(tree)
+    if started_here(RunDirectory(start.parent.parent), named):
+        return {"plugins": tree.get("plugins") or []}
+    again = " ".join([f"model.family={family}", *(f"plugins=[{word}]" for word in tree.get("plugins") or ())])
+    raise InputError(
+        f"init={start}: its model family '{family}' is code that this user did not start that run with. Look at it; if "
+        f"you trust it, name it: {again}"
+    )
 
 
 def keep_tokenizer(start: Path, root: str | None) -> str | None:
@@ -150,7 +146,7 @@ def keep_tokenizer(start: Path, root: str | None) -> str | None:
     if not (folder / FILE).is_file():
         with storage("cannot keep the tokenizer"):
             folder.mkdir(parents=True, exist_ok=True)
-        for name, text in reversed(tokenizer.files.items()):  # tokenizer.json last: with it, all is there
+        for name, text in reversed(tokenizer.files.items()):  # the one that is looked for comes last
             atomic_write(folder / name, text)
     return str(folder.absolute())
 
@@ -169,6 +165,18 @@ def describe(config: Config) -> str | None:
     return f"inherited {', '.join(parts)}"
 
 
+def check_tokenizer(init: str | None, tokenizer: Tokenizer | None) -> None:
+    """Refuse weights of `init` whose ids mean other words here."""
+    file = None if init is None else Path(init) / FILE
+    if file is None or tokenizer is None or not file.is_file():
+        return
+    if Tokenizer.load(file.parent).hash != tokenizer.hash:
+        raise InputError(
+            f"init={init}: those weights were trained with another tokenizer, so ids would mean other words. Leave "
+            f"data.tokenizer out, and it is taken over; or use data.tokenizer={file}"
+        )
+
+
 def check_start(trainer: BaseTrainer) -> None:
     """Refuse weights of `init` that mean something else here, before anything is written.
 
@@ -177,18 +185,8 @@ def check_start(trainer: BaseTrainer) -> None:
     if trainer.settings.init is None or not Path(trainer.settings.init).is_dir():
         return
     path = Path(trainer.settings.init)
-    saved = Tokenizer.load(path).hash if (path / FILE).is_file() else None
-    if trainer.tokenizer is not None and saved != trainer.tokenizer.hash:
-        raise InputError(
-            f"init={path}: those weights were trained with another tokenizer, so ids would mean other words. Leave "
-            f"data.tokenizer out, and it is taken over; or use data.tokenizer={path / FILE}"
-        )
     try:
-        if (weights := weights_in(path)) is not None:
-            check_fits(weights, abstract_params(trainer.model), str(path))
-        else:
-            manager = trainer.checkpoint_manager.at(path.parent)
-            manager.check_fits(step_of(path.name), abstract_params(trainer.model), only="params")
+        check_weights(path, trainer.checkpoint_manager, trainer.model, trainer.model_parts.boxed)
     except StorageError as error:
         problem = str(error).partition(": ")[2].partition(". Use the configuration")[0]
         given = differences(path, trainer.config)
@@ -199,7 +197,7 @@ def check_start(trainer: BaseTrainer) -> None:
 def differences(start: Path, config: Config) -> list[str]:
     """Settings of the weights that are not as they were where the weights come from."""
     known = {key: plain(setting.default) for key, setting in config.schema.settings.items()}
-    there = inherited(start_tree(start), config)
+    there = inherited(tree_in(start), config)
     return [
         f"{dotted(key)}={config[key]} (it was {there.get(key, known[key])})"
         for key in known

@@ -55,11 +55,10 @@ class KLDivergenceTrainState(TrainState):
 
     beta: jax.Array = struct.field(default_factory=lambda: jnp.zeros((), jnp.float32))
 
-    def objective(self, params: Any, rows: Any, key: jax.Array | None) -> tuple[jax.Array, jax.Array, Any]:
-        if self.reference is None:
-            return super().objective(params, rows, key)
-        against = {"reference": self.reference, "beta": self.beta}
-        return self.loss_fn(self.apply_fn, self.whole(params), rows, key, **against)
+    def against(self) -> dict[str, Any]:
+        """The stage's weight goes with its reference."""
+        held = super().against()
+        return held and {**held, "beta": self.beta}
 
 
 C = TypeVar("C", bound=KLDivergenceTrainerConfig)

@@ -150,7 +150,7 @@ def overridden(path: Path, overrides: Overrides) -> Config:
     saved = load_saved(path, schema_of)
     config = load_saved(path, schema_of, overrides)
     changed = [key for key, value in config.values.items() if saved.get(key) != value]
-    allowed = (*RESUMABLE, *DATA) if config[PERMISSION] else RESUMABLE
+    allowed = (*RESUMABLE, *DATA) if config.get(PERMISSION) else RESUMABLE
     for key in changed:
         if not key.startswith(allowed):
             raise InputError(
@@ -159,13 +159,13 @@ def overridden(path: Path, overrides: Overrides) -> Config:
                 "the data with training.allow_data_change=true. "
                 f"To train on with {dotted(key)}={config[key]}, start a new run with init=RUN."
             )
-    if "logging/checkpoint_interval" in changed and config["guard/spike_action"] == "rollback":
+    if "logging/checkpoint_interval" in changed and config.get("guard/spike_action") == "rollback":
         raise InputError(
             "logging.checkpoint_interval cannot be changed on resume with guard.spike_action=rollback: it decides to "
             "which step a rollback goes back, so the result would be another run."
         )
     # What the program chose for one mesh it chooses again for another; what was given now stays.
-    chosen = config.provenance["training/per_device_batch_size"].startswith("chosen")
+    chosen = config.provenance.get("training/per_device_batch_size", "").startswith("chosen")
     meshes = [f"topology/{axis}" for axis in ("platform", *AXES)]
     if chosen and any(key in meshes for key in changed):
         config.set("training/per_device_batch_size", -1, "the mesh changed")

@@ -15,7 +15,7 @@ import jax
 
 from bessemer.errors import BessemerError, Stopped, StorageError
 from bessemer.topology import StopAgreement
-from bessemer.training import stages
+from bessemer.training import frozen, stages
 from bessemer.training.callback import Callbacks
 from bessemer.training.guard import Unstable
 from bessemer.training.outcome import doing, smaller_batches
@@ -80,6 +80,7 @@ class Loop:
     def _train(self) -> bool:
         """From where the trainer stands to the end; False when it was rolled back on the way."""
         try:
+            frozen.ensure(self.trainer)
             stages.ready(self.trainer)
             if self.step == 0:
                 self.validate()

@@ -12,8 +12,10 @@ from bessemer.config import configure
 from bessemer.data import Tokenizer
 from bessemer.errors import InputError
 from bessemer.models.fp8 import GPU_OPTIONS as FLOAT8_OPTIONS
+from bessemer.models.split import Split, make_split
 from bessemer.registry import models
 from bessemer.topology import has_float8
+from bessemer.training.inherit import check_tokenizer
 from bessemer.training.wishes import grant_wishes
 
 if TYPE_CHECKING:
@@ -29,10 +31,14 @@ class ModelParts(NamedTuple):
     counts: dict[str, int]
     flops_per_token: float
     flops_per_token_causal: float
+    boxed: Any  # the parameters as shapes, with their axes
+    split: Split  # which of them are trained
+    idle: int  # parameters in matrix products that get no gradient
 
 
 def build_model(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> ModelParts:
     grant_wishes(trainer)
+    check_tokenizer(trainer.settings.init, tokenizer)
     model = trainer.given.model
     if model is None:
         fit_vocabulary(trainer, tokenizer)
@@ -55,14 +61,26 @@ def with_model(trainer: BaseTrainer, model: nn.Module) -> ModelParts:
 
 def describe_model(trainer: BaseTrainer, model: Any, tokenizer: Tokenizer | None) -> ModelParts:
     block = trainer.settings.block_size
+    boxed = jax.eval_shape(lambda key: init_variables(model, block, key), jax.random.key(0))["params"]
+    group_of = getattr(model, "group_of", None)
+    split = make_split(boxed, trainer.settings.freeze, trainer.lora, group_of)
+    idle = split.idle(boxed, group_of)
     return ModelParts(
         model,
         tokenizer,
         make_apply(model),
         model.count_parameters(),
-        model.flops_per_token(block),
-        model.flops_per_token(block, causal=True),
+        model.flops_per_token(block) - 2 * idle,
+        model.flops_per_token(block, causal=True) - 2 * idle,
+        boxed,
+        split,
+        idle,
     )
+
+
+def init_variables(model: nn.Module, block_size: int, key: jax.Array) -> Any:
+    """Boxed variables of the model, from a batch of one short row."""
+    return model.init(key, jax.numpy.zeros((1, min(8, block_size)), jax.numpy.int32))
 
 
 def fit_vocabulary(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bessemer.data import DataPlan, Sampling
-from bessemer.data.prompts import prompt_ids, prompt_of, read_rows
+from bessemer.data.prompts import end_ids, prompt_ids, prompt_of, read_rows
 from bessemer.data.rows import Batch
 from bessemer.errors import InputError
 from bessemer.objectives.advantages import group_advantages
@@ -120,7 +120,7 @@ def group_of(row: dict[str, Any], where: str, trainer: GRPOTrainer) -> tuple[Bat
                 f"{where}: '{column}' needs grpo.group_size={size} entries, and there is {found}."
             )
     ids = prompt_ids(prompt, tokenizer, settings.chat)
-    end = tokenizer.specials.get("<|assistant_end|>", tokenizer.bos_id)
+    end = end_ids(tokenizer)[0]
     completions = [
         [*tokenizer.encode(one), end] if isinstance(one, str) else [int(token) for token in one]
         for one in row["completions"]

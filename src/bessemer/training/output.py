@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import time
 import traceback
@@ -24,7 +25,7 @@ from bessemer.job.trust import mark_origin
 from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.models.llama_settings import LlamaSettings
 from bessemer.report import write_report
-from bessemer.training import stages
+from bessemer.training import frozen, stages
 from bessemer.training.facts import compressor_baselines, write_facts
 from bessemer.training.fetch import fetch
 from bessemer.training.finale import final_lines, shown
@@ -81,9 +82,7 @@ def write_setup(trainer: BaseTrainer) -> None:
     atomic_write(trainer.run_directory.config, trainer.config.to_yaml(), sync=True)
     atomic_write(trainer.run_directory.derived, json.dumps(trainer.derived, indent=1))
     if len(trainer.stages) > 1:
-        atomic_write(
-            trainer.run_directory.path / "stages.json", json.dumps(stages.described(trainer), indent=1)
-        )
+        atomic_write(trainer.run_directory.stages, json.dumps(stages.described(trainer), indent=1))
     try:
         mark_origin(trainer.run_directory, trainer.config.tree())
     except StorageError as error:
@@ -98,7 +97,7 @@ def conclude(trainer: BaseTrainer) -> None:
     compressors = compressor_baselines(trainer)
     write_facts(trainer, baselines=compressors)
     trainer.run_directory.write_status(state="done", step=trainer.step)
-    write_report(trainer.run_directory)
+    write_report(trainer.run_directory, curves=trainer.logging.plots)
     for line in final_lines(trainer, compressors):
         trainer.say(line)
 
@@ -117,6 +116,8 @@ def header(trainer: BaseTrainer) -> None:
     trainer.say(
         f"model      {trainer.settings.family}, {counts['total']:,} parameters ({counts['scaling']:,} scaling)"
     )
+    if (trained := frozen.describe(trainer)) is not None:
+        trainer.say(f"trains     {trained}")
     for name, stats in data.plan.stats.items():
         known = [f"{stats[key]:,} {key}" for key in ("documents", "prompts", "tokens") if key in stats]
         if "pairs" in stats:
@@ -149,6 +150,16 @@ def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: 
     for name, params in (("model", state.whole()), ("ema", state.ema and state.whole(state.ema))):
         if params is not None:
             write_weights(trainer, params, target / f"{name}.safetensors")
+    if (split := trainer.model_parts.split).adapted:
+        write_weights(trainer, state.params, target / "adapters.safetensors")
+        if trainer.is_process_zero:
+            about = {
+                **dataclasses.asdict(split.lora),
+                "scale": split.lora.scale,
+                "base": trainer.settings.init,
+            }
+            about |= {"adapted": ["/".join(path) for path in split.adapted]}
+            (target / "adapters.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
     if not trainer.is_process_zero:
         return target
     tree = trainer.config.tree()

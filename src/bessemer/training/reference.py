@@ -21,7 +21,7 @@ from bessemer.config import configure
 from bessemer.errors import StorageError
 from bessemer.job.files import storage
 from bessemer.registry import objectives
-from bessemer.training import reference_logps, stages
+from bessemer.training import reference_logps, stages, teacher
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -50,12 +50,16 @@ def ensure(trainer: BaseTrainer) -> None:
 
 
 def take(trainer: BaseTrainer) -> None:
-    """The parameters as they are become the reference, here and on the disk. Every process calls it."""
-    placed = jax.tree.map(lambda leaf: leaf.sharding, trainer.functions.abstract_state.reference)
-    copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=placed)
-    reference = copy(trainer.full_params())
+    """The trained parameters as they are (or the teacher's) become the reference, here and on the disk. Every process
+    calls it."""
+    if trainer.teacher is not None:
+        reference, files = teacher.read_params(trainer, trainer.teacher), teacher.files_of(trainer.teacher)
+    else:
+        placed = jax.tree.map(lambda leaf: leaf.sharding, trainer.functions.abstract_state.reference)
+        copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=placed)
+        reference, files = copy(trainer.state.params), {}  # the frozen ones are what they were
     manager = store(trainer)
-    manager.save(trainer.step, {"params": reference}, meta={"kind": "reference"}, wait=True)
+    manager.save(trainer.step, {"params": reference}, files=files, meta={"kind": "reference"}, wait=True)
     _prune(trainer, manager)
     manager.close()
     trainer.state = trainer.state.replace(reference=reference)

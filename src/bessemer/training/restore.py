@@ -10,18 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from bessemer.checkpoint import Checkpoints
-from bessemer.checkpoint.weights import place
 from bessemer.errors import InputError, StorageError
 from bessemer.job import Snapshot
-from bessemer.job.jobs import step_of
 from bessemer.models.allocation import FILE as ALLOCATION
-from bessemer.training import reference, stages
+from bessemer.training import frozen, reference, stages
 from bessemer.training.fetch import fetch
-from bessemer.training.inherit import weights_in
 from bessemer.training.rollback import protect_target
+from bessemer.training.starts import read_weights
 from bessemer.training.state import LoopState, added_fields
 
 if TYPE_CHECKING:
@@ -40,9 +36,14 @@ def open_checkpoints(trainer: BaseTrainer) -> Checkpoints:
         keep_every=trainer.logging.keep_every,
         process_zero=trainer.is_process_zero,
     )
+    protect_stages(trainer, manager)
+    return manager
+
+
+def protect_stages(trainer: BaseTrainer, manager: Checkpoints) -> None:
+    """Keep the checkpoint at the end of every stage from retention."""
     for stage in stages.followed(trainer):
         manager.protect(stage.end, stage.name)
-    return manager
 
 
 def versions() -> dict[str, str]:
@@ -69,6 +70,7 @@ def meta(trainer: BaseTrainer, step: int) -> dict[str, Any]:
         "data_fingerprint": trainer.data.plan.fingerprint,
         "topology": trainer.topology.describe(),
         "reference": reference.identity(trainer, step),
+        "frozen": frozen.identity(trainer),
         "val_loss": trainer.loop_state.best_val_loss if trainer.loop_state.best_step == step else None,
     }
 
@@ -98,7 +100,8 @@ def accept(trainer: BaseTrainer, tree: Any, step: int) -> None:
     manager = trainer.checkpoint_manager
     stages.select(trainer, step)
     against = reference.restore(trainer, step)
-    trainer.state = trainer.functions.abstract_state.replace(**tree, reference=against)
+    kept = frozen.restore(trainer)
+    trainer.state = trainer.functions.abstract_state.replace(**tree, reference=against, frozen=kept)
     trainer.loop_state = LoopState.from_json(manager.read(step, "loop.json"))
     manager.protect(trainer.loop_state.best_checkpoint)
     trainer.step = step
@@ -123,11 +126,12 @@ def check_same_run(trainer: BaseTrainer, step: int) -> None:
                 f"Restore the {what}, or start a new run from these weights with init={trainer.run_directory.path}, "
                 "or go on all the same with training.allow_data_change=true."
             )
-    if saved.get("reference") != current["reference"]:
-        raise StorageError(
-            f"the reference weights of {trainer.run_directory.path} are not those that checkpoint {step} was "
-            "trained against: the folder reference/ was changed or deleted. Put it back from a copy."
-        )
+    for name, use in (("reference", "trained against"), ("frozen", "trained with")):
+        if saved.get(name) != current[name]:
+            raise StorageError(
+                f"the {name} weights of {trainer.run_directory.path} are not those that checkpoint {step} was {use}: "
+                "the folder reference/ was changed or deleted. Put it back from a copy."
+            )
     if changes:
         trainer.data_change = f"from step {step} on other data: {'; '.join(changes)}"
         trainer.say(f"note: {trainer.data_change} (training.allow_data_change); not the same run any more")
@@ -158,15 +162,8 @@ def initial_params(trainer: BaseTrainer, params: Any) -> Any:
     """The weights of the pinned `init`, into freshly made parameters of the same shapes."""
     assert trainer.settings.init is not None
     path = Path(trainer.settings.init)
-    abstract = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params
-    )
-    if (weights := weights_in(path)) is not None:
-        for leaf in jax.tree.leaves(params):
-            leaf.delete()  # or there would be two models in memory while the files are read
-        restored = place(weights, abstract, str(path))
-    else:
-        manager = trainer.checkpoint_manager.at(path.parent)
-        restored = manager.restore(step_of(path.name), abstract, only="params")
-    trainer.say(f"weights    from {path}")
-    return restored
+    parts, manager = trainer.model_parts, trainer.checkpoint_manager
+    taken = read_weights(path, manager, trainer.model, parts.boxed, trainer.topology, fresh=params)
+    new = [name for name in params if name not in taken]
+    trainer.say(f"weights    from {path}{'; new: ' + ', '.join(new) if new else ''}")
+    return {**params, **taken}

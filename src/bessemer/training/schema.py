@@ -15,6 +15,7 @@ from bessemer.config import Config, Schema, gather, slashed
 from bessemer.config.layers import Layer
 from bessemer.data import DataSettings
 from bessemer.errors import InputError
+from bessemer.models.lora import LoraSettings
 from bessemer.optim import settings_classes
 from bessemer.registry import callbacks, import_plugin, jobs, models, objectives
 from bessemer.selectors import explain_unselected
@@ -33,7 +34,9 @@ def schema_of(values: Mapping[str, Any]) -> Schema:
     """The schema of a run whose recipe and overrides gave `values` (flat, unchecked)."""
     for plugin in _words(values.get("plugins")):
         import_plugin(plugin)
-    return trainer_schema(jobs.get(str(values.get("job") or DEFAULT_JOB)), values)
+    job = jobs.get(str(values.get("job") or DEFAULT_JOB))
+    own = getattr(job, "settings_schema", None)  # of a job that is no trainer
+    return trainer_schema(job, values) if own is None else own(values)
 
 
 def trainer_schema(trainer: type[BaseTrainer], values: Mapping[str, Any]) -> Schema:
@@ -47,6 +50,7 @@ def trainer_schema(trainer: type[BaseTrainer], values: Mapping[str, Any]) -> Sch
         GuardSettings,
         DataSettings,
         TopologySettings,
+        LoraSettings,
         model,
     ]
     classes += settings_classes(*optimizer_names(trainer, chosen))

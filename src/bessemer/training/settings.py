@@ -101,6 +101,11 @@ class BaseTrainerConfig:
         default=False,
         help="begin every stage after the first with fresh optimizer moments",
     )
+    freeze: list[str] = field(
+        "training/freeze",
+        default_factory=list,
+        help="patterns (* and ?) over parameter paths that are not trained, such as embedding or blocks_0/*",
+    )
     callbacks: list[str] = field(
         "callbacks", default_factory=list, help="extra callbacks: registered names or module:Class"
     )
@@ -141,6 +146,11 @@ class LoggingSettings:
         default="auto",
         choices=("auto", "rich", "tqdm", "json", "plain", "none"),
         help="how progress is shown; auto: rich on a terminal, plain lines otherwise",
+    )
+    plots: bool = field(
+        "logging/plots",
+        default=True,
+        help="draw the curves when the run ends; `bessemer report` does at any time",
     )
     wandb: bool = field("logging/wandb", default=False, help="also log to Weights & Biases (extra: track)")
     tensorboard: bool = field(

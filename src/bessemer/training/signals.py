@@ -32,6 +32,7 @@ class Watch:
     def __init__(self, leave: Leave | None):
         self.leave = leave
         self.request_stop: Callable[[str], None] | None = None
+        self.afterwards: Callable[[int, str], str] | None = None
         self.set_up = threading.Lock()
         self._interrupts = 0
 
@@ -71,6 +72,8 @@ class Watch:
         elif self.leave is not None:
             try:
                 code, words = self.leave(f"received {number.name}")
+                if self.afterwards is not None:
+                    words = self.afterwards(code, words)
             except BaseException as error:  # noqa: BLE001 -- leaving is what was asked for, whatever the disk says
                 code, words = (
                     128 + number,
@@ -139,6 +142,20 @@ def leaving(leave: Leave) -> Iterator[None]:
         yield
     finally:
         _watch.leave = before
+
+
+@contextlib.contextmanager
+def afterwards(record: Callable[[int, str], str]) -> Iterator[None]:
+    """Around several runs: `record(exit code, last words)` is called after a run was left by a signal, and gives the
+    words that are said."""
+    if _watch is None:
+        yield
+        return
+    _watch.afterwards = record
+    try:
+        yield
+    finally:
+        _watch.afterwards = None
 
 
 def before_a_run(reason: str) -> tuple[int, str]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from flax.training import train_state
 
+from bessemer.models.split import Split
 from bessemer.training.guard import SpikeRule, Statistics, fresh_statistics
 
 
@@ -26,7 +27,8 @@ class TrainState(train_state.TrainState):
     ema:       optional running average of the parameters
     guard:     running mean and variance of the loss, where spikes are looked for
     frozen:    the part of the parameters that is not trained; `rules.complete` puts both together
-    reference: whole parameters the objective compares with (training/reference.py); written once, not saved here
+    reference: `params` as they once were, which the objective compares with (training/reference.py), or the parameters
+               of a teacher; neither is saved here: they are written once
     """
 
     data_step: jax.Array = struct.field(default=None)
@@ -43,13 +45,13 @@ class TrainState(train_state.TrainState):
 
     def objective(self, params: Any, rows: Any, key: jax.Array | None) -> tuple[jax.Array, jax.Array, Any]:
         """(Σ loss, Σ weight, sums) of the run's objective for `params` in place of the trained ones."""
-        against = {} if self.reference is None else {"reference": self.reference}
-        return self.loss_fn(self.apply_fn, self.whole(params), rows, key, **against)
+        return self.loss_fn(self.apply_fn, self.whole(params), rows, key, **self.against())
 
-
-def untouched(params: Any, frozen: Any) -> Any:
-    """`complete` of a state in which every parameter is trained."""
-    return params
+    def against(self) -> dict[str, Any]:
+        """What the objective compares with, if anything."""
+        if self.reference is None:
+            return {}
+        return {"reference": self.reference if self.rules.teacher else self.whole(self.reference)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +63,13 @@ class StepRules:
     spikes: SpikeRule | None = None
     place_gradients: Callable[[Any], Any] = lambda grads: grads
     rates: Callable[[jax.Array], dict[str, jax.Array]] = lambda step: {}
-    complete: Callable[[Any, Any], Any] = untouched
+    split: Split | None = None  # None: every parameter is trained
+    teacher: bool = False  # `reference` is another model's parameters
     own_validation: bool = False  # held-out rows are judged by the objective, not by plain likelihood
+
+    def complete(self, params: Any, frozen: Any) -> Any:
+        """The model's parameters, of trained and frozen ones."""
+        return params if self.split is None else self.split.complete(params, frozen)
 
 
 def added_fields(kind: type[TrainState]) -> tuple[str, ...]:
@@ -78,6 +85,7 @@ def create_state(
     tx: Any,
     rules: StepRules,
     kind: type[TrainState] = TrainState,
+    frozen: Any = None,
 ) -> TrainState:
     """The state of step 0. Call it under jit with out_shardings: arrays are then born on their devices."""
     return kind(
@@ -90,6 +98,7 @@ def create_state(
         opt_state=tx.init(params),
         ema=jax.tree.map(jnp.copy, params) if rules.ema_decay > 0 else None,
         guard=None if rules.spikes is None else fresh_statistics(),
+        frozen=frozen,
         rules=rules,
     )
 

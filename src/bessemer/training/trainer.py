@@ -23,6 +23,7 @@ from bessemer.config import Config, configuration, configure
 from bessemer.data import Prefetcher, Tokenizer
 from bessemer.generate.results import GenerationConfig, GenerationResults
 from bessemer.job import CheckpointManager, ExecutionSpec, RestoreableJob, Snapshot
+from bessemer.models.lora import LoraSettings
 from bessemer.registry import jobs
 from bessemer.topology import StopAgreement, Topology, TopologySettings, init_sharded
 from bessemer.training import (
@@ -38,6 +39,7 @@ from bessemer.training import (
     schema,
     stages,
     step,
+    teacher,
     validation,
 )
 from bessemer.training.cache import keep_compiled_programs
@@ -110,20 +112,23 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         self.data_change = ""
         self._state: TrainState | None = None
         self._checkpoints: Checkpoints | None = None
+        self.stages: tuple[stages.Stage, ...] = ()
+        self.other_functions: functions.Functions | None = None  # of the stages of the other kind
         self.output = output.Output(spec.run_directory, self.topology.is_process_zero)
         with configuration(self.config), self.topology.scope():
             self.settings: C = configure(self.config_class())
             self.logging = configure(LoggingSettings)
             self.guard = configure(GuardSettings)
+            self.lora = configure(LoraSettings)
             self.time_limit = seconds_of(self.settings.time_limit)
             self.model_parts = self.configure_model()
-            if (taken := inherit.describe(self.config)) is not None:
+            if self.settings.init is not None and (taken := inherit.describe(self.config)) is not None:
                 self.note_derived("init", self.settings.init, taken)
+            self.teacher = teacher.find_teacher(self)
             self.data = self.configure_dataloaders()
             self.stages = self.plan_stages()
-            self.other_functions: functions.Functions | None = (
-                None  # of the stages that are not the present one's kind
-            )
+            if self._checkpoints is not None:  # opened by the data already
+                restore.protect_stages(self, self._checkpoints)
             self.startup.lap("data")
             keep_compiled_programs(self.config["data/root"])
             self.functions = self.configure_functions()
@@ -173,7 +178,8 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     def plan_stages(self) -> tuple[stages.Stage, ...]:
         """What each stage of training.tokens is; one stage is the whole run."""
-        return stages.plan(self.data.stage_starts, self.steps, referred=self.wants_reference())
+        taught = self.teacher is not None and self.teacher.live
+        return stages.plan(self.data.stage_starts, self.steps, referred=taught or self.wants_reference())
 
     @staticmethod
     def sharded_init(

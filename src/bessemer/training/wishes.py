@@ -10,6 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from bessemer.data import DatasetStyle, Sampling
+from bessemer.errors import InputError
 from bessemer.registry import objectives
 
 if TYPE_CHECKING:
@@ -40,6 +41,11 @@ def grant_wishes(trainer: BaseTrainer) -> None:
         config.set(MASK, True, f"objective {entry.name}")
         why = f"objective {entry.name}: examples of one row do not see each other"
         trainer.note_derived("architecture.document_mask", True, why)
+    if style is DatasetStyle.CONTRASTIVE and MASK in config and not config[MASK]:
+        raise InputError(
+            "architecture.document_mask=false would let the answers of a row see each other, and objective "
+            f"{entry.name} compares them: leave the setting out."
+        )
 
 
 def _samplings(trainer: BaseTrainer) -> list[Sampling]:

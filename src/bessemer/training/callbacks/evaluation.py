@@ -9,7 +9,7 @@ from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.evaluate import Evaluator, check_tasks
 from bessemer.evaluate.bundle import read_bundle
-from bessemer.registry import callbacks
+from bessemer.registry import callbacks, datasets
 from bessemer.report.metrics import MetricsFile
 from bessemer.training.callback import Callback
 from bessemer.training.fetch import fetch
@@ -47,6 +47,7 @@ class Evaluation(Callback):
         self.on_rollback(loop)
         if self.tasks:
             check_tasks(self.tasks)
+            self.leave_out_the_demonstration(loop)
             if not loop.trainer.validates:
                 raise InputError(
                     "eval.evaluations run with each validation, but this run has none: set training.validation=true "
@@ -61,6 +62,19 @@ class Evaluation(Callback):
             if missing:
                 loop.trainer.say(f"CORE: the bundle lacks {', '.join(missing)}")
 
+    def leave_out_the_demonstration(self, loop: Loop) -> None:
+        """A recipe's evaluation of its own dataset means nothing to a run whose data the caller named."""
+        origins = loop.trainer.config.provenance
+        if origins["eval/evaluations"].startswith("recipe") and not origins["training/dataset"].startswith(
+            "recipe"
+        ):
+            own = [task for task in self.tasks if task.partition(":")[2] in datasets]
+            self.tasks = [task for task in self.tasks if task not in own]
+            if own:
+                loop.trainer.say(
+                    f"note: the recipe's {', '.join(own)} is left out, as this run has data of its own"
+                )
+
     def on_rollback(self, loop: Loop) -> None:
         self.scored: set[int] = set()
         if self.core_interval and loop.trainer.is_process_zero and loop.step > 0:
@@ -71,6 +85,9 @@ class Evaluation(Callback):
         for task in self.tasks if self.enabled else ():
             result = self.evaluate(loop, task, "eval.evaluations")
             row[f"eval/{result['task']}"] = result["value"]
+            loop.trainer.say(
+                f"step {loop.step:>6}  {result['task']}  {result['metric']} {result['value']:.4f}"
+            )
 
     def on_batch_end(self, loop: Loop) -> None:
         if self.core_interval > 0 and loop.step % self.core_interval == 0 and loop.step < loop.steps:

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from bessemer.config import field
+from bessemer.data import Tokenizer
+from bessemer.data.chat import can_chat, render, stop_ids
 from bessemer.generate import Completion, Decoder, complete
 from bessemer.generate.decoder import end_tokens
-from bessemer.registry import callbacks
+from bessemer.registry import callbacks, objectives
 from bessemer.report.metrics import MetricsFile
 from bessemer.training.callback import Callback
 from bessemer.training.fetch import fetch
@@ -53,6 +57,22 @@ def held_out_prompts(trainer: BaseTrainer, count: int = len(PROMPTS)) -> list[st
     return list(dict.fromkeys(prompts))[:count]
 
 
+def held_out_questions(trainer: BaseTrainer, count: int = len(PROMPTS)) -> dict[str, list[int]]:
+    """Held-out conversations up to the first answer: how they look, and their tokens."""
+    held_out, tokenizer = trainer.data.validation, trainer.tokenizer
+    if tokenizer is None:
+        return {}
+    asked: list[list[int]] = []
+    rows = [] if held_out is None else [held_out.read(row, 1) for row in range(min(count, held_out.count))]
+    for batch in rows:
+        answers = np.flatnonzero(batch["target_ids"][0] >= 0)
+        if len(answers):
+            asked.append(batch["input_ids"][0][: answers[0] + 1].tolist())
+    prompts = getattr(trainer.data.plan, "held_out", [])[:count]  # reinforcement: prompts are all there is
+    asked += [source.ids[place] for source, place in prompts]
+    return {tokenizer.special_names.sub("", tokenizer.decode(ids)): ids for ids in asked}
+
+
 @callbacks.register("preview")
 @dataclass
 class Preview(Callback):
@@ -62,7 +82,9 @@ class Preview(Callback):
     """
 
     interval: int = field(
-        "logging/preview_interval", default=512, help="steps between previews; -1 = only at the end"
+        "logging/preview_interval",
+        default=512,
+        help="steps between previews; -1 = only at the end, 0 = never",
     )
     prompts: list[str] = field(
         "logging/preview_prompts",
@@ -78,6 +100,8 @@ class Preview(Callback):
     def prepare(self, trainer: BaseTrainer) -> None:
         """Make the decoder, or say why there is none."""
         self.decoder: Decoder | None = None
+        if self.interval == 0:
+            return
         if trainer.tokenizer is None or not hasattr(trainer.model, "decode"):
             missing = "tokenizer" if trainer.tokenizer is None else "model that can decode"
             trainer.say(f"no previews: they need a {missing}")
@@ -119,9 +143,16 @@ class Preview(Callback):
         """Continue the prompts with `params`; into the file, and the first few on the screen."""
         if self.decoder is None or trainer.tokenizer is None:
             return []
-        prompts = held_out_prompts(trainer) if self.prompts == [HELD_OUT] else self.prompts
-        prompts = prompts or list(PROMPTS)
-        found, notices = complete(self.decoder, params, trainer.tokenizer, prompts, max_tokens=TOKENS)
+        asked, stops = self.starts(trainer, trainer.tokenizer)
+        found, notices = complete(
+            self.decoder,
+            params,
+            trainer.tokenizer,
+            list(asked),
+            max_tokens=TOKENS,
+            stop_ids=stops,
+            ids=list(asked.values()),
+        )
         if trainer.is_process_zero:
             self.write(step, found)
         for notice in notices:
@@ -129,6 +160,19 @@ class Preview(Callback):
         for completion in found[:SHOWN]:
             trainer.say(f"step {step:>6}  {one_line(completion)}")
         return found
+
+    def starts(
+        self, trainer: BaseTrainer, tokenizer: Tokenizer
+    ) -> tuple[dict[str, list[int]], tuple[int, ...]]:
+        """(prompts with their tokens, what ends an answer). An objective of the trait `chat` is asked questions."""
+        held_out = self.prompts == [HELD_OUT]
+        if objectives.entry(trainer.settings.objective).traits.get("chat") and can_chat(tokenizer):
+            asked = held_out_questions(trainer) if held_out else {}
+            texts = [] if asked else list(PROMPTS) if held_out or not self.prompts else self.prompts
+            asked |= {text: render([{"role": "user", "content": text}], tokenizer) for text in texts}
+            return asked, stop_ids(tokenizer)
+        texts = (held_out_prompts(trainer) if held_out else self.prompts) or list(PROMPTS)
+        return {text: [tokenizer.bos_id, *tokenizer.encode(text)] for text in texts}, ()
 
     def write(self, step: int, found: Sequence[Completion]) -> None:
         for completion in found:

@@ -1,0 +1,280 @@
+"""Time our generation engine beside transformers' generate with a static cache, in one run on one machine.
+
+    python benchmarks/generate.py --depth 4 --vocab 4096 --batch 1,8 --prompt 128 --new 64
+    python benchmarks/generate.py --depth 12 --vocab 32768 --batch 32,128 --prompt 1024 --new 256 --bandwidth 4.3
+
+Each case, a system and a batch, runs in a process of its own, one after the other, so that memories do not mix. Alike
+in both: depth, width, heads, vocabulary, full attention in every layer, greedy choice, prompts of random tokens
+continued by exactly --new, bf16 on a GPU and float32 on a CPU. The Llama's feed-forward (three matrices) is as wide as
+makes it as large as ours (two). On a GPU transformers compiles its decode step by itself; --eager keeps it from that.
+
+One JSON line a case: prefill and decode tokens/s, time to the first token (ours hands tokens out in rounds of --steps),
+and the share of the limit: what a step must read, the weights of its products and the keys and values so far, over the
+memory bandwidth, which is measured in the same process unless --bandwidth says it. (A toy that fits into a CPU's
+caches is faster than that limit.) Then one line a batch with the ratios of ours over transformers. On a CPU that others
+use too, pin the run to one core (taskset -c 0) and read the processor times: of the prefill, and of a decode step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from beside import PEER, add_shape, facts_of, fill_width, in_process, in_products, make_llama, missing
+
+OURS = "ours"
+SHAPE = ("depth", "width", "head_dim", "vocab", "batch", "prompt", "new")
+RATIOS = (
+    "prefill_tokens_per_s",
+    "decode_tokens_per_s",
+    "first_token_ms",
+    "prefill_processor_ms",
+    "processor_ms",
+)
+
+
+class Pass(NamedTuple):
+    """One batch written to its end: seconds to the first token, of the prefill, and of `steps` decode steps after."""
+
+    first: float
+    prefill: float
+    decode: float
+    steps: int
+    prefill_processor: float  # processor time of the prefill and of those steps, all threads
+    processor: float
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_shape(parser)
+    parser.add_argument("--batch", default="1,8", help="rows, comma-separated: a case each")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--new", type=int, default=64, help="tokens made after it")
+    parser.add_argument("--steps", type=int, default=16, help="ours: decode steps a round; new is a multiple")
+    parser.add_argument("--repeats", type=int, default=3, help="timed passes, after one that compiles")
+    parser.add_argument("--bandwidth", type=float, default=0.0, help="TB/s of the memory; 0: measured")
+    parser.add_argument("--peer", default=PEER, choices=(PEER, "none"), help="what stands beside ours")
+    parser.add_argument("--eager", action="store_true", help="transformers: no torch.compile")
+    parser.add_argument(
+        "--alone", choices=(OURS, PEER), help=argparse.SUPPRESS
+    )  # this process is that system
+    args = parser.parse_args(given)
+    if args.new % args.steps or args.new < 2 * args.steps:
+        parser.error(f"--new is a multiple of --steps ({args.steps}), and more than one of them")
+    fill_width(args)
+    return args
+
+
+def best_bandwidth(read: Callable[[], None], size: int) -> float:
+    """Bytes/s of the fastest of ten reads of `size` bytes."""
+    read()
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        read()
+        seconds.append(time.perf_counter() - start)
+    return size / min(seconds)
+
+
+def line(args: argparse.Namespace, passes: Sequence[Pass], facts: dict[str, Any]) -> dict[str, Any]:
+    """What every system reports, in the same words."""
+    batch = int(args.batch)
+    first, prefill, decode, steps, prefill_processor, processor = (
+        statistics.median(values) for values in zip(*passes, strict=True)
+    )
+    seconds = decode / steps
+    held = args.prompt + args.new - steps / 2  # tokens of a row in the cache, on average of those steps
+    size = facts["weight_bytes"] + batch * held * facts.pop("token_bytes")
+    limit = size / facts["bandwidth"]
+    bandwidth = facts.pop("bandwidth") / 1e12
+    return {
+        "system": args.alone,
+        **{name: getattr(args, name) for name in SHAPE},
+        "batch": batch,
+        "decode_tokens_per_s": round(batch / seconds, 1),
+        "prefill_tokens_per_s": round(batch * args.prompt / prefill, 1)
+        if prefill > 0
+        else None,  # lost in noise
+        "first_token_ms": round(first * 1e3, 2),
+        "step_ms": round(seconds * 1e3, 3),
+        "prefill_processor_ms": round(prefill_processor * 1e3, 3),
+        "processor_ms": round(processor / steps * 1e3, 3),
+        "limit_ms": round(limit * 1e3, 4),
+        "share_of_limit": round(limit / seconds, 4),
+        "bandwidth_tb_s": round(bandwidth, 4),
+        **facts,
+        "python": platform.python_version(),
+    }
+
+
+def ours(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine, with as many slots as rows."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from bessemer.generate import Engine, Request
+    from bessemer.models.gpt import GPT
+    from bessemer.topology import unbox
+
+    batch, block = int(args.batch), args.prompt + args.new
+    shape = {"depth": args.depth, "width": args.width, "head_dim": args.head_dim, "vocab_size": args.vocab}
+    model = GPT(**shape, block_size=block, window="L")
+    model.check()
+    params = jax.jit(lambda key: unbox(model.init(key, jnp.zeros((1, 8), jnp.int32)))["params"])(
+        jax.random.key(0)
+    )
+    engine = Engine(model, params, slots=batch, steps=args.steps)
+    prompts = np.random.default_rng(0).integers(0, args.vocab, (batch, args.prompt)).tolist()
+    requests = [Request(prompt, args.new) for prompt in prompts]
+
+    def once() -> Pass:
+        marks = [(time.perf_counter(), time.process_time())]
+        handles = [engine.submit(request) for request in requests]
+        while not all(handle.done for handle in handles):
+            engine.step()  # the first one prefills; each reads its tokens
+            marks.append((time.perf_counter(), time.process_time()))
+        rounds = len(marks) - 2
+        first, first_processor = (marks[1][i] - marks[0][i] for i in (0, 1))
+        decode, processor = (marks[-1][i] - marks[1][i] for i in (0, 1))
+        # the first round writes tokens too, in the time of any other
+        prefill, before = first - decode / rounds, first_processor - processor / rounds
+        return Pass(first, prefill, decode, rounds * args.steps, before, processor)
+
+    start = time.perf_counter()
+    once()
+    first_pass = time.perf_counter() - start
+    passes = [once() for _ in range(args.repeats)]
+    data = jnp.ones((2**29 if jax.default_backend() == "gpu" else 2**25) // 4096 * 4096, jnp.float32)
+    total = jax.jit(lambda x: jnp.sum(x.reshape(-1, 4096), axis=1))
+    measured = best_bandwidth(lambda: total(data).block_until_ready(), data.nbytes)
+    counts, width = model.count_parameters(), jnp.dtype(model.compute_dtype).itemsize
+    memory = jax.local_devices()[0].memory_stats()
+    facts = {
+        "weight_bytes": (counts["matrix"] + counts["head"]) * width,
+        "token_bytes": 2 * args.depth * model.shape.kv_width * width,
+        "bandwidth": args.bandwidth * 1e12 or measured,
+        "parameters": counts["total"],
+        "precision": model.compute_dtype.__name__,
+        "steps_a_round": args.steps,
+        "programs": engine.compilations,
+        "first_pass_s": round(first_pass, 1),
+        "peak_gib": round(memory["peak_bytes_in_use"] / 2**30, 2) if memory else None,
+        "device": jax.local_devices()[0].device_kind,
+        "versions": {"jax": jax.__version__},
+    }
+    return line(args, passes, facts)
+
+
+def transformers_llama(args: argparse.Namespace) -> dict[str, Any]:
+    """transformers' Llama and its generate, as its users call it for speed: static cache, half precision."""
+    import torch
+    import transformers
+
+    cuda, dtype = torch.cuda.is_available(), torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    batch = int(args.batch)
+    model = make_llama(args, args.prompt + args.new, eos_token_id=None, pad_token_id=0).to(dtype=dtype).eval()
+    device = model.device
+    shape = (batch, args.prompt)
+    ids = torch.randint(0, args.vocab, shape, generator=torch.Generator().manual_seed(0)).to(device)
+    marks: list[tuple[float, float]] = []
+
+    def mark() -> None:
+        if cuda:
+            torch.cuda.synchronize()
+        marks.append((time.perf_counter(), time.process_time()))
+
+    def going_on(ids: Any, scores: Any, **_: Any) -> Any:
+        """A stopping criterion that stops nothing and notes when the first token was there."""
+        if len(marks) == 1:
+            mark()
+        return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+
+    options = {"max_new_tokens": args.new, "min_new_tokens": args.new, "do_sample": False}
+    options |= {"cache_implementation": "static", "disable_compile": args.eager}
+    criteria = transformers.StoppingCriteriaList([going_on])
+
+    def once() -> Pass:
+        marks.clear()
+        mark()
+        with torch.inference_mode():
+            made = model.generate(
+                ids, attention_mask=torch.ones_like(ids), stopping_criteria=criteria, **options
+            )
+        mark()
+        assert made.shape == (batch, args.prompt + args.new), "it stopped early"
+        first, before = (marks[1][i] - marks[0][i] for i in (0, 1))
+        decode, processor = (marks[2][i] - marks[1][i] for i in (0, 1))
+        return Pass(first, first, decode, args.new - 1, before, processor)
+
+    start = time.perf_counter()
+    once()
+    first_pass = time.perf_counter() - start
+    once()  # what is compiled may be recorded at its second use
+    passes = [once() for _ in range(args.repeats)]
+    data = torch.ones(2**29 if cuda else 2**25, dtype=torch.float32, device=device)
+
+    def read() -> None:
+        data.sum()
+        if cuda:
+            torch.cuda.synchronize()
+
+    measured = best_bandwidth(read, data.numel() * 4)
+    facts = {
+        "weight_bytes": in_products(model) * dtype.itemsize,
+        "token_bytes": 2 * args.depth * args.width * dtype.itemsize,
+        "bandwidth": args.bandwidth * 1e12 or measured,
+        "precision": str(dtype).removeprefix("torch."),
+        "compiled": cuda and not args.eager,
+        "first_pass_s": round(first_pass, 1),
+        **facts_of(model),
+    }
+    return line(args, passes, facts)
+
+
+def alone(args: argparse.Namespace) -> dict[str, Any]:
+    """This process is one system at one batch."""
+    if args.alone == OURS:
+        return ours(args)
+    if (skipped := missing()) is not None:
+        return {"system": PEER, "batch": int(args.batch), "skipped": skipped}
+    return transformers_llama(args)
+
+
+def ratios(mine: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any] | None:
+    """Ours over the peer's, for what both measured."""
+    if not all("decode_tokens_per_s" in row for row in (mine, peer)):
+        return None
+    both = [name for name in RATIOS if mine[name] and peer[name]]
+    return {"batch": mine["batch"], "ratios": {name: round(mine[name] / peer[name], 3) for name in both}}
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if given is None else given)
+    args = arguments(given)
+    if args.alone:
+        print(json.dumps(alone(args)))
+        return 0
+    failed = False
+    for batch in args.batch.split(","):
+        rows = []
+        for system in (OURS, *([] if args.peer == "none" else [PEER])):
+            case = in_process(__file__, system, [*given, "--batch", batch], args.peer_path)
+            rows.append({"batch": int(batch), **case})
+            print(json.dumps(rows[-1]), flush=True)
+        failed |= any("failed" in row for row in rows)
+        if len(rows) == 2 and (compared := ratios(*rows)) is not None:
+            print(json.dumps(compared), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

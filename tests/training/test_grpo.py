@@ -1,0 +1,260 @@
+"""GRPOTrainer: rollouts from the live parameters, the same run after a stop, rewards that fail, stored completions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tests.tiny_run import tiny_tokenizer
+from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
+
+from bessemer.data.prompts import end_ids
+from bessemer.errors import InputError, Stopped, TrainingError
+from bessemer.topology import TopologySettings, make_topology
+from bessemer.training import fetch, launch
+from bessemer.training.rollout import FILE
+
+HERE = "tests.training.test_grpo"
+
+
+def vowels(prompts: Any, completions: Any, answer: Any, **columns: Any) -> list[float]:
+    """Something that any text has more or less of, and that knows its row."""
+    assert all(prompt == f"cats and dogs {right}" for prompt, right in zip(prompts, answer, strict=True))
+    return [sum(letter in "aeiou " for letter in text) / 4 for text in completions]
+
+
+def unlucky(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    raise ValueError("no such key")
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Four steps a rollout (two passes of two parts), a reference renewed on the way, everything logged."""
+    folder = tmp_path_factory.mktemp("prompts")
+    tiny_tokenizer().save(folder)
+    data = folder / "cats.jsonl"
+    lines = [json.dumps({"prompt": f"cats and dogs {n}", "answer": n}) for n in range(60)]
+    data.write_text("\n".join(lines) + "\n")
+    return {
+        "job": "GRPOTrainer",
+        "objective": "grpo",
+        "training.dataset": str(data),
+        "training.batch_size": 8,
+        "training.per_device_batch_size": 4,
+        "training.steps": 7,
+        "training.validation_steps": 8,
+        "data.tokenizer": str(folder),
+        "data.val_fraction": 0.2,
+        "model.depth": 1,
+        "model.width": 32,
+        "model.head_dim": 16,
+        "model.window": "L",
+        "architecture.block_size": 32,
+        "grpo.num_iterations": 2,
+        "grpo.mini_batches": 2,
+        "grpo.max_completion_length": 6,
+        "grpo.sync_interval": 3,
+        "grpo.rewards": [{"name": f"{HERE}:vowels"}, {"name": "length_penalty", "weight": 0.1}],
+        "optimization.name": "adamw",
+        "optimization.lr": 0.03,
+        "logging.report_interval": 1,
+        "logging.validation_interval": 4,
+        "logging.checkpoint_interval": 2,
+        "logging.keep_last": 20,
+        "logging.progress": "none",
+        "logging.preview_interval": 0,
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(settings: dict[str, Any], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BESSEMER_HOME", str(home))
+        patch.setattr(launch, "make_topology", lambda settings: one_device())
+        trainer = launch.build_trainer(None, settings, name="whole", root=tmp_path_factory.mktemp("runs"))
+        before = fetch.calls
+        trainer.run()
+        trainer.fetched = fetch.calls - before
+    return trainer
+
+
+def test_rollouts_are_trained_on_and_reported(whole: Any) -> None:
+    found = [row for row in rows(whole.run_directory.path) if "loss" in row]
+    names = {"reward", f"reward/{HERE}:vowels", "reward/length_penalty", "completion_len", "truncated"}
+    assert all(names | {"kl", "clip_frac", "entropy", "logprob_gap"} <= row.keys() for row in found)
+    assert found[0]["clip_frac"] == 0 and found[0]["kl"] == 0  # the policy is still the one that sampled
+    assert max(row["clip_frac"] for row in found) > 0 and found[2]["kl"] > 0
+    assert found[3]["kl"] < found[2]["kl"]  # the reference was renewed after step 3
+    assert all(row["logprob_gap_max"] < 1e-4 for row in found)
+    assert found[0]["reward"] == found[3]["reward"] != found[4]["reward"]  # a rollout lasts four steps
+    assert [row["step"] for row in rows(whole.run_directory.path) if "val_reward" in row] == [0, 4, 7]
+    trained = [row["target_tokens"] for row in found]
+    assert trained[-1] == sum(np.diff(trained, prepend=0)) and trained[0] <= 8 * 6
+    assert (
+        whole.sampler.engine.params is None and whole.sampler._engine._slots.rows is None
+    )  # nothing is held
+
+
+def test_the_rollout_is_in_a_checkpoint_between_its_steps_only(whole: Any) -> None:
+    held = {step: (whole.checkpoint_manager.path(step) / FILE).is_file() for step in whole.checkpoints()}
+    assert held == {2: True, 4: False, 6: True, 7: True}
+
+
+def test_a_rollout_is_repeatable_and_cut_completions_can_be_masked(whole: Any) -> None:
+    policy = whole.policy
+    with whole.topology.scope():
+        one, two = (whole.sampler.rollout(9) for _ in range(2))
+        whole.policy = replace(policy, overlong="mask")
+        masked = whole.sampler.rollout(9)
+    whole.policy = policy
+    for name, array in one.rows.items():
+        np.testing.assert_array_equal(array, two.rows[name])
+    prompts = np.where(one.rows["target_ids"] < 0, one.rows["input_ids"], 0)[:, :12].reshape(4, 4, 12)
+    assert (prompts == prompts[:, :1]).all() and len(np.unique(prompts[:, 0], axis=0)) == 4
+    np.testing.assert_allclose(one.rows["advantages"][:, 0].reshape(4, 4).sum(axis=1), 0, atol=1e-4)
+    ends = set(end_ids(whole.tokenizer))
+    cut = np.array([row[row >= 0][-1] not in ends for row in one.rows["target_ids"]])
+    assert cut.any() and cut.mean() == one.metrics["truncated"]
+    real = (one.rows["target_ids"] >= 0).astype(np.float32)
+    np.testing.assert_array_equal(one.rows["loss_mask"], real)
+    np.testing.assert_array_equal(masked.rows["loss_mask"], real * ~cut[:, None])
+    assert (one.rows["old_logprobs"][real > 0] < 0).all() and (one.rows["old_logprobs"][real == 0] == 0).all()
+
+
+@pytest.mark.parametrize("k", [3, pytest.param(5, marks=pytest.mark.slow)])
+def test_stopped_in_the_middle_of_a_rollout_and_resumed(
+    k: int, settings: dict[str, Any], whole: Any, tmp_path: Path
+) -> None:
+    first = launch.build_trainer(None, settings, name="part", root=tmp_path, callbacks=[StopAt(k)])
+    with pytest.raises(Stopped):
+        first.run()
+    second = launch.reopen(tmp_path / "part")
+    assert second.step == k and (second.rollout is not None) is (k % 4 != 0)
+    second.run()
+    assert_same(second, whole)
+
+
+def test_what_cannot_work_is_said_before_anything_is_written(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    def refused(match: str, **changes: Any) -> None:
+        given = settings | {key.replace("__", "."): value for key, value in changes.items()}
+        with pytest.raises(InputError, match=match):
+            launch.build_trainer(None, given, name="no", root=tmp_path)
+        assert not (tmp_path / "no").exists()
+
+    refused("whole number of groups", grpo__group_size=3)
+    refused("do not fit into", grpo__max_prompt_length=30)
+    refused("needs pattern", grpo__rewards=["regex"])
+    refused("is a setting of objective", objective="pretrain")
+    refused("temperature 1", grpo__old_logprobs="sampler", grpo__temperature=0.5)
+    refused("longer than 2 tokens", grpo__max_prompt_length=2)
+
+
+def test_a_reward_that_fails_ends_the_run_with_its_name(settings: dict[str, Any], tmp_path: Path) -> None:
+    given = settings | {"grpo.rewards": [f"{HERE}:unlucky"], "training.validation": False}
+    trainer = launch.build_trainer(None, given, name="unlucky", root=tmp_path)
+    with pytest.raises(TrainingError, match="unlucky' failed: ValueError: no such key"):
+        trainer.run()
+    assert trainer.run_directory.read_status()["exit_code"] == 3
+    with pytest.raises(InputError, match="--trust"):  # code is not imported for a run from elsewhere
+        (trainer.run_directory.path / "origin.json").unlink()
+        launch.reopen(trainer.run_directory.path)
+
+
+@pytest.mark.slow
+def test_on_a_mesh_the_same_completions_and_the_same_update(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """data 4 × fsdp 2: the engine samples from the sharded parameters as they are."""
+    given = settings | {
+        "training.steps": 2,
+        "training.validation": False,
+        "architecture.precision": "float32",
+    }
+    given |= {"grpo.group_size": 8, "training.batch_size": 16, "grpo.mini_batches": 1}
+    given |= {
+        "optimization.name": "sgd",
+        "optimization.lr": 0.1,
+    }  # Adam would make a step of a rounding error
+    made = []
+    for name, mesh, devices in (("one", {}, 1), ("eight", {"data": 4, "fsdp": 2}, 8)):
+        topology = make_topology(TopologySettings(**mesh), devices=jax.devices()[:devices])
+        monkeypatch.setattr(launch, "make_topology", lambda settings, made=topology: made)
+        given["training.per_device_batch_size"] = 16 // devices
+        trainer = launch.build_trainer(None, given, name=name, root=tmp_path)
+        trainer.run()
+        made.append(trainer)
+    one, eight = made
+    np.testing.assert_array_equal(one.rollout.rows["target_ids"], eight.rollout.rows["target_ids"])
+    for left, right in zip(
+        jax.tree.leaves(one.state.params), jax.tree.leaves(eight.state.params), strict=True
+    ):
+        np.testing.assert_allclose(np.asarray(left), np.asarray(right), atol=1e-5)
+
+
+def stored(path: Path, logprobs: bool) -> str:
+    lines = []
+    for n in range(12):
+        completions = ["a cat", "dogs", "the rain", "grey"]
+        row: dict[str, Any] = {"prompt": f"say {n}", "completions": completions, "rewards": [1, 0, 0.5, n]}
+        if logprobs:
+            tokenizer = tiny_tokenizer()
+            row["logprobs"] = [[-2.0] * (len(tokenizer.encode(text)) + 1) for text in completions]
+        lines.append(json.dumps(row) + "\n")
+    path.write_text("".join(lines))
+    return str(path)
+
+
+def test_stored_completions_are_batches_of_the_step(settings: dict[str, Any], tmp_path: Path) -> None:
+    given = settings | {"grpo.offline": "logprobs", "grpo.mini_batches": 1, "grpo.num_iterations": 1}
+    given["training.dataset"] = stored(tmp_path / "with.jsonl", True)
+    trainer = launch.build_trainer(None, given, name="stored", root=tmp_path)
+    batch = trainer.batch()
+    assert batch["old_logprobs"].shape == (8, 32) and not trainer.validates
+    assert (batch["old_logprobs"][batch["loss_mask"] > 0] == -2).all()
+    groups = batch["advantages"].max(axis=1).reshape(2, 4)
+    np.testing.assert_allclose(groups.sum(axis=1), 0, atol=1e-5)
+    halves = [trainer.data.plan.batch(0, part)["input_ids"] for part in (slice(0, 3), slice(3, 8))]
+    np.testing.assert_array_equal(np.concatenate(halves), batch["input_ids"])
+    for name, line, says in (
+        (
+            "short",
+            {"prompt": "a", "completions": ["b"], "rewards": [1]},
+            "'completions' needs grpo.group_size=4",
+        ),
+        ("plain", {"prompt": "a", "completions": ["b"] * 4, "rewards": [1] * 4}, "no 'logprobs'"),
+        (
+            "nan",
+            {"prompt": "a", "completions": ["b"] * 4, "rewards": [1, 2, 3, None]},
+            "one finite number each",
+        ),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
+        with pytest.raises(InputError, match=says):
+            wrong = given | {"training.dataset": str(tmp_path / f"{name}.jsonl")}
+            launch.build_trainer(None, wrong, name=name, root=tmp_path)
+
+
+@pytest.mark.slow
+def test_stored_completions_without_logprobs_train_against_the_reference(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    given = settings | {"grpo.offline": "reference", "training.dataset": stored(tmp_path / "s.jsonl", False)}
+    trainer = launch.build_trainer(None, given, name="stored", root=tmp_path)
+    trainer.run()
+    found = [row for row in rows(trainer.run_directory.path) if "loss" in row]
+    assert (
+        found[0]["clip_frac"] == 0 and found[2]["kl"] > 0 and {"reward", "completion_len"} <= found[0].keys()
+    )
+    assert found[3]["kl"] < found[2]["kl"]  # renewed after step 3

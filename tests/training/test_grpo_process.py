@@ -1,0 +1,74 @@
+"""GRPO from the command line: killed between two steps of a rollout, and its own demonstration, shortened."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.faults.harness import assert_resumes, call, finish, start, steps_saved, train, until
+from tests.tiny_run import tiny_tokenizer
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, object]:
+    """Four steps a rollout, a checkpoint after each step, a reward that any length has more or less of."""
+    tiny_tokenizer().save(tmp_path / "tokenizer")
+    rows = [json.dumps({"prompt": f"cats and dogs {n}"}) for n in range(40)]
+    (tmp_path / "cats.jsonl").write_text("\n".join(rows) + "\n")
+    return {
+        "job": "GRPOTrainer",
+        "objective": "grpo",
+        "training.dataset": tmp_path / "cats.jsonl",
+        "data.tokenizer": tmp_path / "tokenizer",
+        "training.batch_size": 8,
+        "training.per_device_batch_size": 8,
+        "training.steps": 10,
+        "training.validation": "false",
+        "model.depth": 1,
+        "model.width": 32,
+        "model.head_dim": 16,
+        "architecture.block_size": 32,
+        "grpo.num_iterations": 2,
+        "grpo.mini_batches": 2,
+        "grpo.max_completion_length": 6,
+        "grpo.sync_interval": 3,
+        "grpo.rewards": "[{name: length_penalty, options: {scale: 6}}]",
+        "optimization.name": "adamw",
+        "optimization.lr": 0.01,
+        "logging.report_interval": 1,
+        "logging.checkpoint_interval": 1,
+        "logging.keep_last": 4,
+        "logging.progress": "none",
+    }
+
+
+def test_killed_between_two_steps_of_a_rollout(
+    settings: dict[str, object], tmp_path: Path, home: Path
+) -> None:
+    whole, run = tmp_path / "runs" / "whole", tmp_path / "runs" / "killed"
+    code, output = call(home, *train(settings, whole))
+    assert code == 0, output
+    process = start(home, *train(settings, run))
+    assert until(process, lambda: steps_saved(run) >= 2), "it ended unhurt"
+    process.kill()
+    finish(process)
+    assert process.returncode == -9
+    assert_resumes(run, whole, home)
+
+
+def test_the_demonstration_learns(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """`bessemer train grpo`, with fewer steps: the model before it is trained first, and exact match rises."""
+    shorter = ["training.steps=160", "logging.validation_interval=-1", "training.validation_steps=128"]
+    done = cli("train", "grpo", *shorter, "logging.progress=none", "--name", "demo", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "runs/demo/metrics.jsonl").read_text().splitlines()]
+    before, after = (row["val_reward"] for row in rows if "val_reward" in row)
+    assert before < 0.4 and after > 0.5 and after > before + 0.2
+    assert max(row.get("clip_frac", 0) for row in rows) > 0 and all(
+        "kl" in row for row in rows if "loss" in row
+    )

@@ -1,0 +1,162 @@
+"""The parts of a rollout that need no model: which rows a step takes, what a row holds, prompts and their columns."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tests.tiny_run import tiny_tokenizer
+
+from bessemer.data import Sampling
+from bessemer.data.chat import supervised
+from bessemer.data.prompts import PromptRows, end_ids, prompt_of, read_rows, read_split
+from bessemer.errors import InputError, StorageError
+from bessemer.registry import datasets
+from bessemer.training.prompt_plan import PromptPlan
+from bessemer.training.rollout import Passes, Rollout, completion_rows, spread
+
+
+def chat_row(question: str, answer: str) -> dict:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": turns, "answer": answer}
+
+
+def test_every_completion_once_a_pass_and_groups_whole():
+    passes = Passes(batch_size=8, group_size=4, parts=3, iterations=2, seed=1)
+    assert (passes.steps, passes.prompts, passes.rows) == (6, 6, 24)
+    assert passes.place(13) == (2, 1)
+    for number in (0, 1):
+        turns = [[passes.indices(number, 3 * turn + part) for part in range(3)] for turn in range(2)]
+        for parts in turns:
+            assert sorted(np.concatenate(parts)) == list(range(24))
+            for rows in parts:
+                groups = (rows // 4).reshape(-1, 4)
+                assert (groups == groups[:, :1]).all()
+        assert not np.array_equal(np.concatenate(turns[0]), np.concatenate(turns[1]))
+    np.testing.assert_array_equal(passes.indices(1, 2), Passes(8, 4, 3, 2, 1).indices(1, 2))
+
+
+def test_a_row_is_a_prompt_with_its_completion_and_the_end_is_trained():
+    """Against the rows that supervised data gives for the same conversation."""
+    tokenizer = tiny_tokenizer()
+    row = chat_row("two dogs", "and a cat")
+    ids, mask = supervised(row["messages"], tokenizer)
+    first = mask.index(1)
+    prompt, completion = ids[:first], ids[first:]
+    assert completion[-1] == end_ids(tokenizer)[0]
+    rows = completion_rows(
+        [prompt] * 2, [completion, completion[:2]], [[1.0] * len(completion), [0, 0]], 24, 5
+    )
+    length = len(ids) - 1
+    np.testing.assert_array_equal(rows["input_ids"][0], ids[:-1] + [5] * (24 - length))
+    np.testing.assert_array_equal(
+        rows["target_ids"][0],
+        np.where(np.array(mask[1:] + [0] * (24 - length)), (ids[1:] + [0] * 24)[:24], -1),
+    )
+    np.testing.assert_array_equal(rows["loss_mask"][0, :length], mask[1:])
+    assert rows["loss_mask"][0].sum() == len(completion) and rows["loss_mask"][1].sum() == 0
+    assert rows["segment_ids"][0].sum() == length and rows["positions"][0, length - 1] == length - 1
+    found = spread([range(len(completion)), [7, 8]], rows)
+    np.testing.assert_array_equal(found[0, first - 1 : length], range(len(completion)))
+    assert found[1].sum() == 15
+
+
+def rollout(masked: bool) -> Rollout:
+    rows = completion_rows([[1, 2]] * 4, [[3, 4]] * 4, [[0.0 if masked else 1.0] * 2] * 4, 6, 0)
+    rows["advantages"][:] = np.array([[1.0], [2], [3], [4]])
+    return Rollout(
+        3, rows, {"reward": np.array([0.1, 0.2, 0.3, 0.7])}, {"reward": 1 / 3, "time/rollout_s": 0.5}
+    )
+
+
+def test_a_part_without_a_token_left_is_trained_with_advantage_0():
+    passes = Passes(4, 4)
+    whole, empty = passes.take(rollout(False), 0), passes.take(rollout(True), 0)
+    assert whole["advantages"].max() == 4 and whole["loss_mask"].sum() == 8
+    assert empty["advantages"].max() == 0 and empty["loss_mask"].sum() == 8
+
+
+def test_a_rollout_is_read_back_exactly_and_damage_is_named(tmp_path: Path):
+    made, path = rollout(False), tmp_path / "rollout.safetensors"
+    path.write_bytes(made.to_bytes())
+    again = Rollout.load(path)
+    assert (again.number, again.metrics) == (made.number, made.metrics)
+    for before, after in ((made.rows, again.rows), (made.rewards, again.rewards)):
+        assert before.keys() == after.keys()
+        for name, array in before.items():
+            np.testing.assert_array_equal(array, after[name])
+            assert array.dtype == after[name].dtype
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(StorageError, match="cannot be read"):
+        Rollout.load(path)
+
+
+def test_where_a_prompt_is_found():
+    assert prompt_of({"prompt": "a", "x": 1}, "") == ("a", {"prompt": "a", "x": 1})
+    row = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    prompt, columns = prompt_of(row, "")
+    assert prompt == row["messages"][:1] and columns["answer"] == "a"
+    assert prompt_of({**row, "answer": "b"}, "")[1]["answer"] == "b"
+    assert prompt_of({"question": "1+1?", "answer": "#### 2"}, "")[0] == "1+1?"
+    for bad in ({}, {"prompt": " "}, {"prompt": 3}, {"messages": []}):
+        with pytest.raises(InputError, match=r"data\.jsonl row 7"):
+            prompt_of(bad, "data.jsonl row 7")
+
+
+def test_rows_keep_every_column_from_any_kind_of_file(tmp_path: Path):
+    rows = [{"prompt": f"p{n}", "answer": n, "meta": {"n": [n]}} for n in range(5)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "a.jsonl").write_text(lines + "\n")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet")
+    for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
+        assert list(read_rows(str(tmp_path / name))) == rows
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
+    with pytest.raises(InputError, match=r"bad\.jsonl line 2"):
+        list(read_rows(str(tmp_path / "bad.jsonl")))
+    with pytest.raises(InputError, match="row 1: the column 'completions'"):
+        PromptRows([{"prompt": "a", "completions": []}], "cats", tiny_tokenizer(), 32, longest=20)
+
+
+def test_held_out_rows_do_not_depend_on_their_order_or_are_the_datasets_own(tmp_path: Path):
+    rows = [{"prompt": f"p{n}"} for n in range(200)]
+    parts = []
+    for order in (rows, rows[::-1]):
+        path = tmp_path / f"{len(parts)}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in order))
+        train, held = read_split(Sampling(str(path)), 0.2)
+        assert len(train) + len(held) == 200 and 20 < len(held) < 60
+        parts.append({row["prompt"] for row in held})
+    assert parts[0] == parts[1]
+    datasets.register("own-part", held_out=lambda: [{"prompt": "held"}])(lambda: [{"prompt": "trained"}])
+    assert read_split(Sampling("own-part"), 0.5) == ([{"prompt": "trained"}], [{"prompt": "held"}])
+
+
+def plan(seed: int = 0) -> PromptPlan:
+    tokenizer = tiny_tokenizer()
+    rows = [{"prompt": f"cat {n}", "answer": n, **({"rare": 1} if n == 3 else {})} for n in range(10)]
+    rows.append({"prompt": "a cat " * 40, "answer": 0})
+    made = PromptRows(rows, "cats", tokenizer, 32, longest=20)
+    assert made.stats == {"prompts": 10, "too_long": 1}
+    return PromptPlan([(Sampling("cats"), made)], [(Sampling("cats"), made)], Passes(8, 4, 2, 2, seed), 4)
+
+
+def test_prompts_are_a_function_of_the_rollout_and_the_seed():
+    one, same, other = plan(), plan(), plan(1)
+    drawn = [[place for _, place in one.prompts(number)] for number in range(5)]
+    assert drawn == [[place for _, place in same.prompts(number)] for number in range(5)]
+    assert drawn != [[place for _, place in other.prompts(number)] for number in range(5)]
+    assert sorted(place for number in drawn for place in number) == sorted([*range(10)] * 2)  # two epochs
+    assert one.epoch(4) == 0.4 and len(one.held_out) == 4
+    assert one.columns == ["answer", "prompt"]  # not one that a single row has
+    assert one.fingerprint == same.fingerprint != other.fingerprint
+
+
+def test_prompts_that_are_all_too_long_are_an_error():
+    with pytest.raises(InputError, match=r"grpo\.max_prompt_length"):
+        PromptRows([{"prompt": "a cat " * 40}], "cats", tiny_tokenizer(), 32, longest=20)

@@ -1,0 +1,84 @@
+"""Fine-tuning on conversations as a run: what the objective asks for is granted and said; the template stays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from tests.data.chat_forms import forms
+
+import bessemer as bm
+from bessemer.data import DatasetStyle, chat
+from bessemer.generate import load_model
+from bessemer.serve.conversation import Exchange, Foreign, template_of
+from bessemer.topology import make_topology
+from bessemer.training import launch
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """A file, and a tokenizer with the template of another family."""
+    folder = tmp_path_factory.mktemp("sft")
+    rows = [
+        {"instruction": f"Say {word}.", "output": f"The {word}."} for word in ("cats", "dogs", "rain") * 12
+    ]
+    (folder / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    forms()[1].tokenizer.save(folder / "tokenizer")
+    return {
+        "objective": "sft",
+        "training.dataset": str(folder / "said.jsonl"),
+        "data.tokenizer": str(folder / "tokenizer"),
+        "architecture.block_size": 48,
+        "model.depth": 1,
+        "training.per_device_batch_size": 8,
+        "sft.neftune_alpha": 1.0,
+        "optimization.name": "adamw",
+        "optimization.lr": 0.02,
+    }
+
+
+def test_a_run_on_conversations(
+    tiny: dict[str, object], conversations: dict[str, object], tmp_path: Path
+) -> None:
+    previews = {"logging.preview_interval": -1}
+    run = bm.train("quickstart", **{**tiny, **conversations, **previews}, name="sft", runs=tmp_path)
+    derived = json.loads((run.path / "derived.json").read_text())
+    assert derived["training.dataset style"]["value"] == "PACKED"
+    assert derived["architecture.document_mask"]["value"] is True
+    losses = [row["loss"] for row in run.metrics() if "loss" in row]
+    assert losses[-1] < 0.8 * losses[0]
+    samples = [json.loads(line) for line in (run.path / "samples.jsonl").read_text().splitlines()]
+    assert samples and all("<|im_end|>" not in sample["completion"] for sample in samples)
+    assert any("Say " in sample["prompt"] for sample in samples), "held-out questions"
+    for folder in (run.path / "model", next((run.path / "checkpoints").iterdir())):
+        assert (folder / "tokenizer_config.json").is_file()
+    loaded = load_model(run.directory)
+    template = template_of(loaded)
+    assert isinstance(template, Foreign) and template.stop_ids == (loaded.tokenizer.id_of("<|im_end|>"),)
+    messages = [{"role": "user", "content": "Say cats."}, {"role": "assistant", "content": "The cats."}]
+    last = {"role": "user", "content": "Say dogs."}
+    system = {"role": "system", "content": "Be short."}
+    talked = template.conversation("Be short.", [Exchange("Say cats.", "The cats.", [])], "Say dogs.")
+    assert talked == chat.render([system, *messages, last], loaded.tokenizer)
+
+
+def test_what_is_given_wins_over_what_the_objective_asks_for(
+    tiny: dict[str, object], conversations: dict[str, object], tmp_path: Path
+) -> None:
+    own = {
+        "training.dataset": f"{conversations['training.dataset']}:PADDED",
+        "architecture.document_mask": False,
+    }
+    trainer = launch.build_trainer("quickstart", {**tiny, **conversations, **own}, name="own", root=tmp_path)
+    assert trainer.settings.datasets[0][0].style is DatasetStyle.PADDED
+    assert trainer.model.document_mask is False
+    asked = launch.build_trainer("quickstart", {**tiny, **conversations}, name="asked", root=tmp_path)
+    assert asked.settings.datasets[0][0].style is DatasetStyle.PACKED and asked.model.document_mask is True
+    assert asked.config["training/dataset"] == asked.settings.datasets
