@@ -18,18 +18,15 @@ use too, pin the run to one core (taskset -c 0) and read the processor times: of
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from peers import PEER, feed_forward_width
+from beside import PEER, add_shape, facts_of, fill_width, in_process, in_products, make_llama, missing
 
 OURS = "ours"
 SHAPE = ("depth", "width", "head_dim", "vocab", "batch", "prompt", "new")
@@ -57,10 +54,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--depth", type=int, default=4, help="layers")
-    parser.add_argument("--width", type=int, default=-1, help="-1: depth × 64")
-    parser.add_argument("--head_dim", type=int, default=128)
-    parser.add_argument("--vocab", type=int, default=4096)
+    add_shape(parser)
     parser.add_argument("--batch", default="1,8", help="rows, comma-separated: a case each")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=64, help="tokens made after it")
@@ -68,7 +62,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3, help="timed passes, after one that compiles")
     parser.add_argument("--bandwidth", type=float, default=0.0, help="TB/s of the memory; 0: measured")
     parser.add_argument("--peer", default=PEER, choices=(PEER, "none"), help="what stands beside ours")
-    parser.add_argument("--peer_path", default="", help="directory put first on the peer's PYTHONPATH")
     parser.add_argument("--eager", action="store_true", help="transformers: no torch.compile")
     parser.add_argument(
         "--alone", choices=(OURS, PEER), help=argparse.SUPPRESS
@@ -76,8 +69,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(given)
     if args.new % args.steps or args.new < 2 * args.steps:
         parser.error(f"--new is a multiple of --steps ({args.steps}), and more than one of them")
-    if args.width < 0:
-        args.width = -(-args.depth * 64 // args.head_dim) * args.head_dim
+    fill_width(args)
     return args
 
 
@@ -187,24 +179,10 @@ def transformers_llama(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     import transformers
 
-    cuda = torch.cuda.is_available()
-    device, dtype = torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
-    torch.manual_seed(0)
-    batch, heads = int(args.batch), args.width // args.head_dim
-    config = transformers.LlamaConfig(
-        vocab_size=args.vocab,
-        hidden_size=args.width,
-        intermediate_size=feed_forward_width(args.width),
-        num_hidden_layers=args.depth,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=args.prompt + args.new,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = transformers.LlamaForCausalLM(config).to(device=device, dtype=dtype).eval()
+    cuda, dtype = torch.cuda.is_available(), torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    batch = int(args.batch)
+    model = make_llama(args, args.prompt + args.new, eos_token_id=None, pad_token_id=0).to(dtype=dtype).eval()
+    device = model.device
     shape = (batch, args.prompt)
     ids = torch.randint(0, args.vocab, shape, generator=torch.Generator().manual_seed(0)).to(device)
     marks: list[tuple[float, float]] = []
@@ -250,18 +228,14 @@ def transformers_llama(args: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.synchronize()
 
     measured = best_bandwidth(read, data.numel() * 4)
-    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
     facts = {
-        "weight_bytes": matrices * dtype.itemsize,
+        "weight_bytes": in_products(model) * dtype.itemsize,
         "token_bytes": 2 * args.depth * args.width * dtype.itemsize,
         "bandwidth": args.bandwidth * 1e12 or measured,
-        "parameters": sum(p.numel() for p in model.parameters()),
         "precision": str(dtype).removeprefix("torch."),
         "compiled": cuda and not args.eager,
         "first_pass_s": round(first_pass, 1),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        **facts_of(model),
     }
     return line(args, passes, facts)
 
@@ -270,24 +244,9 @@ def alone(args: argparse.Namespace) -> dict[str, Any]:
     """This process is one system at one batch."""
     if args.alone == OURS:
         return ours(args)
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-    if missing:
-        skipped = f"{' and '.join(missing)} not installed; pip install torch transformers"
+    if (skipped := missing()) is not None:
         return {"system": PEER, "batch": int(args.batch), "skipped": skipped}
     return transformers_llama(args)
-
-
-def in_process(system: str, batch: str, given: Sequence[str], peer_path: str) -> dict[str, Any]:
-    """The line of one case, from a process of its own."""
-    variables = dict(os.environ)
-    if system == PEER and peer_path:
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (peer_path, variables.get("PYTHONPATH"))))
-    command = [sys.executable, __file__, *given, "--batch", batch, "--alone", system]
-    result = subprocess.run(command, env=variables, capture_output=True, text=True)
-    if result.returncode:
-        said = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
-        return {"system": system, "batch": int(batch), "failed": said[-1]}
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 def ratios(mine: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any] | None:
@@ -308,7 +267,8 @@ def main(given: Sequence[str] | None = None) -> int:
     for batch in args.batch.split(","):
         rows = []
         for system in (OURS, *([] if args.peer == "none" else [PEER])):
-            rows.append(in_process(system, batch, given, args.peer_path))
+            case = in_process(__file__, system, [*given, "--batch", batch], args.peer_path)
+            rows.append({"batch": int(batch), **case})
             print(json.dumps(rows[-1]), flush=True)
         failed |= any("failed" in row for row in rows)
         if len(rows) == 2 and (compared := ratios(*rows)) is not None:

@@ -17,19 +17,17 @@ One JSON line a system, then one with the ratios of ours over transformers. FLOP
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import os
 import platform
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-PEER = "transformers"
+from beside import PEER, add_shape, facts_of, fill_width, in_process, in_products, make_llama, missing
+
 SYSTEMS = (PEER, "ours-adamw", "ours-muon")
 WARMUP = 3
 MEASURES = (
@@ -47,28 +45,17 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--depth", type=int, default=4, help="layers")
-    parser.add_argument("--width", type=int, default=-1, help="-1: depth × 64")
-    parser.add_argument("--head_dim", type=int, default=128)
-    parser.add_argument("--vocab", type=int, default=4096)
+    add_shape(parser)
     parser.add_argument("--batch", type=int, default=16, help="sequences in one micro-batch")
     parser.add_argument("--sequence", type=int, default=256, help="tokens in a sequence")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches in a step")
     parser.add_argument("--repeats", type=int, default=10, help="timed steps")
     parser.add_argument("--compile", action="store_true", help="torch.compile the peer")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="which, comma-separated")
-    parser.add_argument("--peer_path", default="", help="directory put first on the peer's PYTHONPATH")
     parser.add_argument("--alone", choices=SYSTEMS, help=argparse.SUPPRESS)  # this process is that system
     args = parser.parse_args(given)
-    if args.width < 0:
-        args.width = -(-args.depth * 64 // args.head_dim) * args.head_dim
+    fill_width(args)
     return args
-
-
-def feed_forward_width(width: int) -> int:
-    """Three matrices of w × i as large as two of w × 4w: i = 8w/3, to a multiple of 64 (of 8 below 192)."""
-    multiple = 64 if width >= 192 else 8
-    return max(1, round(8 * width / 3 / multiple)) * multiple
 
 
 def timed(step: Callable[[], float], repeats: int) -> dict[str, float]:
@@ -156,26 +143,11 @@ def ours(args: argparse.Namespace, optimizer: str) -> dict[str, Any]:
 def transformers_llama(args: argparse.Namespace) -> dict[str, Any]:
     """transformers' Llama, trained as its users train it: autocast, fused AdamW, the model's own loss."""
     import torch
-    import transformers
 
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda" if cuda else "cpu")
-    torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    heads = args.width // args.head_dim
-    config = transformers.LlamaConfig(
-        vocab_size=args.vocab,
-        hidden_size=args.width,
-        intermediate_size=feed_forward_width(args.width),
-        num_hidden_layers=args.depth,
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=args.sequence,
-        tie_word_embeddings=False,
-        use_cache=False,
-        attn_implementation="sdpa",
-    )
-    model = transformers.LlamaForCausalLM(config).to(device=device, dtype=torch.float32).train()
+    model = make_llama(args, args.sequence, use_cache=False).to(dtype=torch.float32).train()
+    device = model.device
     optimizer = torch.optim.AdamW(model.parameters(), 3e-4, (0.9, 0.95), weight_decay=0.01, fused=True)
     forward = torch.compile(model) if args.compile else model
     shape = (args.accumulation, args.batch, args.sequence)
@@ -196,16 +168,12 @@ def transformers_llama(args: argparse.Namespace) -> dict[str, Any]:
         return float(total)
 
     times = timed(once, args.repeats)
-    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name)
     facts = {
         "optimizer": "adamw",
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "flops_per_token": 6 * matrices + 12 * args.depth * args.width * args.sequence,
+        "flops_per_token": 6 * in_products(model) + 12 * args.depth * args.width * args.sequence,
         "precision": "bfloat16" if cuda else "float32",
         "compile": args.compile,
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        **facts_of(model),
     }
     return line(args, times, facts)
 
@@ -214,26 +182,9 @@ def alone(args: argparse.Namespace) -> dict[str, Any]:
     """This process is one system."""
     if args.alone != PEER:
         return ours(args, args.alone.removeprefix("ours-"))
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
-    if missing:
-        return {
-            "system": PEER,
-            "skipped": f"{' and '.join(missing)} not installed; pip install torch transformers",
-        }
+    if (skipped := missing()) is not None:
+        return {"system": PEER, "skipped": skipped}
     return transformers_llama(args)
-
-
-def in_process(system: str, given: Sequence[str], peer_path: str) -> dict[str, Any]:
-    """The line of one system, from a process of its own."""
-    variables = dict(os.environ)
-    if system == PEER and peer_path:
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (peer_path, variables.get("PYTHONPATH"))))
-    command = [sys.executable, __file__, *given, "--alone", system]
-    result = subprocess.run(command, env=variables, capture_output=True, text=True)
-    if result.returncode:
-        said = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
-        return {"system": system, "failed": said[-1]}
-    return json.loads(result.stdout.splitlines()[-1])
 
 
 def ratios(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
@@ -260,7 +211,7 @@ def main(given: Sequence[str] | None = None) -> int:
     for system in args.systems.split(","):
         if system not in SYSTEMS:
             sys.exit(f"error: unknown system '{system}'; known: {', '.join(SYSTEMS)}.")
-        lines.append(in_process(system, given, args.peer_path))
+        lines.append(in_process(__file__, system, given, args.peer_path))
         print(json.dumps(lines[-1]), flush=True)
     if (compared := ratios(lines)) is not None:
         print(json.dumps({"ratios": compared}))

@@ -82,14 +82,17 @@ def shorten(command: str) -> str:
     given = {word.partition("=")[0] for word in words if "=" in word}
     other = any(word.startswith(OTHER_MODEL) for word in words)
     sizes = {key: value for key, value in SIZES.items() if not (other and key in OF_GPT and key not in given)}
+    quick = {key: value for key, value in QUICK.items() if key not in given}
+    if "init" in given:  # sizes and tokenizer are those of the weights it starts from
+        sizes = {key: value for key, value in sizes.items() if not key.startswith("model.")}
+        quick.pop("data.tokenizer", None)
     kept = [word for word in words if word.partition("=")[0] not in (*sizes, *HORIZONS)]
     # One size of vocabulary on all pages: what one command has compiled the next one finds.
     kept = [
         re.sub(r"^data\.tokenizer=train:\d+$", f"data.tokenizer={QUICK['data.tokenizer']}", word)
         for word in kept
     ]
-    quick = {key: value for key, value in QUICK.items() if not (key == "data.tokenizer" and "init" in given)}
-    added = sizes | {key: value for key, value in quick.items() if key not in given}
+    added = sizes | quick
     return " ".join([*kept, *(f"{key}={shlex.quote(value)}" for key, value in added.items())])
 
 

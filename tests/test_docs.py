@@ -107,7 +107,8 @@ def named_settings(text: str, sections: set[str]) -> set[str]:
     return {
         name
         for name in dotted_names
-        if name.split(".")[0] in sections and not re.search(r"\.(py|md|json|jsonl|yaml|txt|bin|png)$", name)
+        if name.split(".")[0] in sections
+        and not re.search(r"\.(py|md|json|jsonl|yaml|txt|bin|png|safetensors)$", name)
     }
 
 

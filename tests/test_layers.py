@@ -20,11 +20,12 @@ ORDER = [
     ["objectives"],
     ["scaling"],
     ["checkpoint"],
+    ["interop"],
     ["generate"],
     ["evaluate"],
     ["report"],
     ["training"],
-    ["doctor", "plan", "interop", "serve", "dash"],
+    ["doctor", "plan", "serve", "dash"],
     ["cli"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import peers
 import pytest
+from beside import feed_forward_width
 
 from bessemer.models.gpt import GPT
 
@@ -17,7 +18,7 @@ from bessemer.models.gpt import GPT
 @pytest.mark.parametrize("width", [128, 512, 768, 1280])
 def test_the_peer_is_as_large_as_ours(width: int) -> None:
     counts = GPT(depth=2, width=width, vocab_size=64).count_parameters()
-    theirs = 2 * (4 * width**2 + 3 * width * peers.feed_forward_width(width))
+    theirs = 2 * (4 * width**2 + 3 * width * feed_forward_width(width))
     assert theirs == pytest.approx(counts["matrix"], rel=0.02)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import keyword
 import os
 import sys
 import time
@@ -29,6 +30,8 @@ COMMANDS = {
     "chat": "Talk to a trained model.",
     "serve": "Serve a trained model to OpenAI's clients.",
     "eval": "Measure a trained model.",
+    "import": "Make a run of a Hugging Face model.",
+    "export": "Write a trained model for other programs.",
     "recipes": "List the shipped recipes.",
     "plan": "Say what a recipe will take: sizes, schedules, memory, time.",
     "config": "Show the resolved settings of a recipe, each with its origin.",
@@ -38,7 +41,7 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Commands are modules `bessemer.cli.NAME` with a click command called `command`."""
+    """Commands are modules `bessemer.cli.NAME` (`import_` for import) with a click command called `command`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -46,7 +49,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        return importlib.import_module(f"bessemer.cli.{name}").command
+        module = f"{name}_" if keyword.iskeyword(name) else name
+        return importlib.import_module(f"bessemer.cli.{module}").command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

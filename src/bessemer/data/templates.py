@@ -18,6 +18,30 @@ CONFIG = "tokenizer_config.json"
 ALONE = "chat_template.jinja"  # where newer exports keep the template
 TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
+# What data/chat.py writes with our own tokens, for programs that know only templates: exports carry it.
+OUR_TEMPLATE = """\
+{{- bos_token }}
+{%- for message in messages %}
+  {{- '<|' + message['role'] + '_start|>' }}
+  {%- if message['content'] is string %}
+    {{- message['content'] }}
+  {%- else %}
+    {%- for part in message['content'] %}
+      {%- if part['type'] == 'python' %}
+        {{- '<|python_start|>' + part['text'] + '<|python_end|>' }}
+      {%- elif part['type'] == 'python_output' %}
+        {{- '<|output_start|>' + part['text'] + '<|output_end|>' }}
+      {%- else %}
+        {{- part['text'] }}
+      {%- endif %}
+    {%- endfor %}
+  {%- endif %}
+  {{- '<|' + message['role'] + '_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+  {{- '<|assistant_start|>' }}
+{%- endif %}"""
+
 Message = Mapping[str, Any]
 
 
@@ -41,8 +65,8 @@ class ChatTemplate:
                 f"'{path}' is not a readable tokenizer configuration: {error}. Mend it, or remove it to use the "
                 f"tokenizer without a chat template."
             ) from error
-        if source is None:
-            return None
+        if source is None or source == OUR_TEMPLATE:
+            return None  # our turns: data/chat.py writes them, and knows which of their tokens are learnt
         named = {name: _text_of(config.get(name)) for name in TOKENS}
         return cls(source, {name: text for name, text in named.items() if text}, str(path))
 

@@ -42,6 +42,11 @@ class Generation:
         return [int(token) for token in self.ids[index, : self.lengths[index] - stop]]
 
 
+def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """What ends a text: the tokenizer's document token, and the ends that an imported model brought."""
+    return tuple(dict.fromkeys([tokenizer.bos_id, *getattr(model, "end_tokens", ())]))
+
+
 class Decoder:
     """Generates with any parameters of one model: `decoder(params, prompts, max_tokens=…)`.
 

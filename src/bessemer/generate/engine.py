@@ -21,6 +21,7 @@ import numpy as np
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate.admission import PROMPTS, ROWS, Joining, admission, by_width, check_request
+from bessemer.generate.decoder import end_tokens
 from bessemer.generate.load import LoadedModel
 from bessemer.generate.request import Event, Handle, QueueFull, Request, Result, Sample
 from bessemer.generate.row import Row
@@ -69,7 +70,7 @@ class Engine:
         if not 0 < self.capacity <= model.block_size:
             raise InputError(f"capacity is {capacity}; the model's context is {model.block_size} tokens.")
         self.pad_id = pad_id if pad_id is not None else tokenizer.pad_id if tokenizer else 0
-        named = end_ids if end_ids is not None else (tokenizer.bos_id,) if tokenizer else ()
+        named = end_ids if end_ids is not None else end_tokens(model, tokenizer) if tokenizer else ()
         self.end_ids = tuple(named)
         self.queue, self.reuse, self.seed = queue, reuse, seed
         self.fetch, self.scope = fetch, scope

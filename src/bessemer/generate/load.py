@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from typing import Any
 import jax
 
 from bessemer.checkpoint import Checkpoints
+from bessemer.checkpoint.weights import WeightFile, place
 from bessemer.config import declared, dotted
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError, StorageError
-from bessemer.generate.decoder import Decoder
+from bessemer.generate.decoder import Decoder, end_tokens
 from bessemer.job import RunDirectory
 from bessemer.models.allocation import Allocation
 from bessemer.models.split import Split, split_of
@@ -30,6 +31,7 @@ from bessemer.topology import Topology, shardings, unbox
 
 SECTIONS = ("model", "architecture")
 FAMILY = "model/family"
+WEIGHTS = "model.safetensors"
 
 
 @dataclasses.dataclass
@@ -53,14 +55,14 @@ class LoadedModel:
 
     @property
     def decoder(self) -> Decoder:
-        """Ends rows at the document token."""
+        """Ends rows at the document token and at those of the model."""
         return self.program("decoder", self._make_decoder)
 
     def _make_decoder(self) -> Decoder:
         if self.tokenizer is None:
             return Decoder(self.model, fetch=self.fetch)
-        end = (self.tokenizer.bos_id,)
-        return Decoder(self.model, pad_id=self.tokenizer.pad_id, end_ids=end, fetch=self.fetch)
+        ends = end_tokens(self.model, self.tokenizer)
+        return Decoder(self.model, pad_id=self.tokenizer.pad_id, end_ids=ends, fetch=self.fetch)
 
     def program(self, name: str, make: Callable[[], Any]) -> Any:
         """What `make` returned when `name` was first asked for."""
@@ -86,7 +88,7 @@ def load_model(
     checkpoints = Checkpoints(run.checkpoints)
     step = run.step_of_stage(step) if isinstance(step, str) else step
     try:
-        chosen, notes = _choose(checkpoints, run, step)
+        chosen, notes = choose(checkpoints, run, step)
         if chosen is None:
             return _from_files(run, topology)
         config = parse_config(checkpoints.read(chosen, "config.yaml"), str(checkpoints.path(chosen)))
@@ -101,7 +103,7 @@ def load_model(
     return LoadedModel(model, params, tokenizer, chosen, config, run, topology, [*notes, *unknown])
 
 
-def _choose(checkpoints: Checkpoints, run: RunDirectory, step: int | None) -> tuple[int | None, list[str]]:
+def choose(checkpoints: Checkpoints, run: RunDirectory, step: int | None) -> tuple[int | None, list[str]]:
     if step is None:
         return checkpoints.newest_valid()
     known = checkpoints.committed()
@@ -116,28 +118,43 @@ def _choose(checkpoints: Checkpoints, run: RunDirectory, step: int | None) -> tu
     return step, []
 
 
-def _from_files(run: RunDirectory, topology: Topology | None) -> LoadedModel:
-    """RUN/model: model.safetensors, config.json, tokenizer.json."""
-    weights = run.model / "model.safetensors"
-    if not weights.is_file():
-        raise InputError(
-            f"{run.path} has no checkpoint and no {weights.relative_to(run.path)} yet, so there is no model "
-            "to load. Train longer, or set logging.checkpoint_interval lower."
-        )
-    from safetensors import SafetensorError, safe_open
+@dataclasses.dataclass(frozen=True)
+class ModelFiles:
+    """RUN/model: model.safetensors, config.json, tokenizer.json. No weight has been read yet."""
 
-    try:
-        config = json.loads((run.model / "config.json").read_text(encoding="utf-8"))
-        with safe_open(weights, framework="np") as file:
-            step = int((file.metadata() or {}).get("step", 0))
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- not a mapping
-    except (OSError, ValueError, SafetensorError) as error:
-        raise StorageError(f"{run.model} cannot be read ({error}).") from error
-    model, unknown = build_model(config, str(run.model))
-    tokenizer = tokenizer_in(run.model)
-    model = allocated(model, run.model, tokenizer)
-    params = place(arrays, abstract_params(model, topology), weights)
-    return LoadedModel(model, params, tokenizer, step, config, run, topology, unknown)
+    model: Any
+    weights: WeightFile
+    tokenizer: Tokenizer | None
+    config: dict[str, Any]
+    notes: list[str]
+
+    @classmethod
+    def of(cls, run: RunDirectory) -> ModelFiles:
+        path = run.model / WEIGHTS
+        if not path.is_file():
+            raise InputError(
+                f"{run.path} has no checkpoint and no {path.relative_to(run.path)} yet, so there is no model "
+                "to load. Train longer, or set logging.checkpoint_interval lower."
+            )
+        try:
+            config = json.loads((run.model / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise StorageError(f"{run.model} cannot be read ({error}).") from error
+        model, unknown = build_model(config, str(run.model))
+        tokenizer = tokenizer_in(run.model)
+        return cls(allocated(model, run.model, tokenizer), WeightFile(path), tokenizer, config, unknown)
+
+    @property
+    def step(self) -> int:
+        return int(self.weights.metadata.get("step", 0))
+
+
+def _from_files(run: RunDirectory, topology: Topology | None) -> LoadedModel:
+    files = ModelFiles.of(run)
+    params = place(files.weights, abstract_params(files.model, topology), str(files.weights.path))
+    return LoadedModel(
+        files.model, params, files.tokenizer, files.step, files.config, run, topology, files.notes
+    )
 
 
 def tokenizer_in(directory: Path) -> Tokenizer | None:
@@ -152,17 +169,6 @@ def allocated(model: Any, directory: Path, tokenizer: Tokenizer | None) -> Any:
     allocation = Allocation.read(directory)
     allocation.check(model, tokenizer.hash if tokenizer is not None else None, str(directory))
     return model.clone(allocation=allocation)
-
-
-def place(arrays: Mapping[str, Any], abstract: Any, where: Path) -> Any:
-    """Named arrays in the structure of `abstract`, on its devices; any other name or shape is an error."""
-    from bessemer.checkpoint.tree import check_same, flatten, rebuild, signature
-
-    wanted = flatten(abstract)
-    check_same(signature(dict(arrays)), signature(wanted), str(where))
-    return rebuild(
-        abstract, {name: jax.device_put(arrays[name], leaf.sharding) for name, leaf in wanted.items()}
-    )
 
 
 def parse_config(text: str, where: str) -> dict[str, Any]:
@@ -243,14 +249,6 @@ def check_whole(
     checkpoints.check_fits(step, unbox(trained), only="params")
     if kept is not None:
         frozen_store(RunDirectory(checkpoints.root.parent)).check_fits(0, unbox(kept), only="params")
-
-
-def taken_over(model: Any, params: Any, saved: Iterable[str]) -> Any:
-    """The parameters to take from a checkpoint with the arrays `saved`: all but those that the model declares as new
-    (`new_parameters`) and that are not there."""
-    there = {name.split("/")[1] for name in saved if name.startswith("params/")}
-    new = set(getattr(model, "new_parameters", ())) - there
-    return {name: part for name, part in params.items() if name not in new}
 
 
 def abstract_params(model: Any, topology: Topology | None = None) -> Any:

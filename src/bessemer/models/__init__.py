@@ -1,1 +1,4 @@
-"""Model families: `gpt` (the depth dial's own). Each file registers its family, with its counts and FLOPs."""
+"""Model families: `gpt` (the depth dial's own) and `llama` (that of open models).
+
+Each file registers its family, with its counts and FLOPs.
+"""

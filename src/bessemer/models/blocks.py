@@ -63,12 +63,17 @@ def rotary_table(positions: Array, length: int, head_dim: int, base: float) -> t
     table gives NaN rather than a wrong angle.
     """
     angle = np.arange(length)[:, None] * base ** (-np.arange(0, head_dim, 2) / head_dim)
+    return rows_of_table(positions, np.cos(angle), np.sin(angle))
+
+
+def rows_of_table(positions: Array, cos: np.ndarray, sin: np.ndarray) -> tuple[Array, Array]:
+    """Rows of two constant tables (length, d/2), as `rotate` takes them."""
 
     def pick(table: np.ndarray) -> Array:
         rows = jnp.asarray(table, jnp.float32).at[positions].get(mode="fill", fill_value=jnp.nan)
         return rows[..., None, :]
 
-    return pick(np.cos(angle)), pick(np.sin(angle))
+    return pick(cos), pick(sin)
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:

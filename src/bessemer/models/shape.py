@@ -88,6 +88,11 @@ class Shape:
         return 4 * self.width
 
     @property
+    def remembered(self) -> int:
+        """Channels of the last token's embedding that decoding keeps, for smear."""
+        return self.width
+
+    @property
     def smear_channels(self) -> int:
         return min(SMEAR_CHANNELS, self.width)
 

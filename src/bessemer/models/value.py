@@ -1,4 +1,4 @@
-"""A GPT with a value head beside its own: one number a token, for reward models."""
+"""A value head beside a model's own: one number a token, for reward models."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.models.gpt import GPT
+from bessemer.models.headed import HeadedModel
 from bessemer.models.layers import declare
-from bessemer.models.shape import group_of
+from bessemer.models.llama import Llama
 from bessemer.registry import models
 
 VALUE_HEAD = "value_head"
 
 
-@models.register("gpt-reward")
-class RewardGPT(GPT):
-    """GPT and a vector v: value = h·v of the normed last hidden state h.
+class ValueHead(HeadedModel):
+    """A family and a vector v: value = h·v of the normed last hidden state h.
 
     v begins small but not at 0: blocks of a fresh GPT add nothing, so all answers end in the same h, and at v = 0
     neither would ever get a gradient.
@@ -39,10 +39,18 @@ class RewardGPT(GPT):
         return jnp.einsum("btd,d->bt", hidden, self.value_head)
 
     def count_parameters(self) -> dict[str, int]:
-        counts: dict[str, int] = super().count_parameters()
-        more = self.shape.width
-        return counts | {"scalar": counts["scalar"] + more, "total": counts["total"] + more}
+        counts, more = super().count_parameters(), self.shape.width
+        return counts | {"scalar": counts.get("scalar", 0) + more, "total": counts["total"] + more}
 
-    @staticmethod
-    def group_of(path: tuple[str, ...]) -> str:
-        return "scalar" if path[-1] == VALUE_HEAD else group_of(path)
+    def group_of(self, path: tuple[str, ...]) -> str:
+        return "scalar" if path[-1] == VALUE_HEAD else super().group_of(path)  # type: ignore[misc]  # of the family
+
+
+@models.register("gpt-reward")
+class RewardGPT(ValueHead, GPT):
+    """What starts from the weights of a GPT."""
+
+
+@models.register("llama-reward")
+class RewardLlama(ValueHead, Llama):
+    """What starts from those of a model of the llama family."""

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from bessemer.config import configuration, configure
 from bessemer.data.chat import can_chat, is_messages, render, stop_ids
 from bessemer.errors import InputError
-from bessemer.generate.decoder import bucket, crop
+from bessemer.generate.decoder import bucket, crop, end_tokens
 from bessemer.generate.results import GenerationConfig, GenerationResults, generate_rows
 from bessemer.generate.rows import Output, stop_table
 from bessemer.generate.sampling import Filters, way_of
@@ -48,7 +48,7 @@ def end_ids(trainer: BaseTrainer) -> set[int]:
     tokenizer = trainer.tokenizer
     if tokenizer is None:
         return set()
-    return {tokenizer.bos_id, *(stop_ids(tokenizer) if can_chat(tokenizer) else ())}
+    return {*end_tokens(trainer.model, tokenizer), *(stop_ids(tokenizer) if can_chat(tokenizer) else ())}
 
 
 def generate_function(trainer: BaseTrainer, config: GenerationConfig) -> GenerateFunction:

@@ -8,32 +8,28 @@ model is built (`check_start`). The result is written to config.yaml in full, so
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bessemer.checkpoint import Checkpoints
 from bessemer.config import Config, dotted
 from bessemer.config.layers import Layer, override_layer
 from bessemer.config.values import plain
 from bessemer.data import data_root
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError
-from bessemer.generate.load import FAMILY, SECTIONS, check_whole, flat, taken_over
-from bessemer.job import RunDirectory, atomic_write, find_run
+from bessemer.generate.load import FAMILY, SECTIONS, flat
+from bessemer.job import RunDirectory, atomic_write
 from bessemer.job.files import storage
-from bessemer.job.jobs import step_of
-from bessemer.job.trust import named_code, saved_tree, started_here
+from bessemer.job.trust import named_code, started_here
 from bessemer.registry import models
-from bessemer.report.phases import FOLDER, has_phases, phases_of
+from bessemer.training.starts import INIT, check_weights, find_start, tree_in
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
 
 ORIGIN = "inherited from "
-INIT, TEACHER = "init", "distill/teacher"
-"""Settings that name another run."""
+TEACHER = "distill/teacher"  # beside `init`, the setting that names another run
 PLANNED = "chosen: not trained for a plan"
 OWN = (
     "architecture/precision",
@@ -55,6 +51,10 @@ BELOW_RECIPE = ("architecture/block_size",)
 Resolve = Callable[[tuple[Layer, ...]], Config]
 
 
+def is_own(key: str) -> bool:
+    return any(key == own or (own.endswith("/") and key.startswith(own)) for own in OWN)
+
+
 def begun_from(resolve: Resolve, config: Config, root: str | Path) -> Config:
     """`config`, or the one that `resolve` gives with what is inherited from its `init`, pinned to a checkpoint. From a
     teacher only the tokenizer is."""
@@ -72,14 +72,14 @@ def begun_from(resolve: Resolve, config: Config, root: str | Path) -> Config:
                 f"{dotted(key)}={given} is trained first by `bessemer train` and bm.train; here name a run."
             )
         start, said = find_start(given, root, dotted(key))
-        tree = saved_tree(start / "config.yaml")
+        tree = tree_in(start)
         values = {**inherited(tree, config), **its_code(start, tree, config)} if key == INIT else {}
         tokenizer = keep_tokenizer(start, config["data/root"])
         if tokenizer is not None:
             values["data/tokenizer"] = tokenizer
         layers.append(override_layer(values, f"{ORIGIN}{start}"))
         pinned.append(
-            (key, str(start), "as given" if Path(given) == start else f"the newest checkpoint of {given}")
+            (key, str(start), "as given" if Path(given) == start else f"the newest weights of {given}")
         )
         notes += said
     if not pinned:
@@ -97,45 +97,28 @@ def is_begun(config: Config) -> bool:
     return all(config.provenance[key].startswith("chosen") for key in named)
 
 
-def find_start(init: str, root: str | Path, setting: str = INIT) -> tuple[Path, list[str]]:
-    """The checkpoint that is named, by a run (its newest valid one) or a checkpoint directory, and lines to show."""
-    named = Path(init)
-    is_step = re.fullmatch(r"step_\d+", named.name) is not None
-    run = find_run(named.parent.parent if is_step else init, root)
-    if has_phases(run) and (phases := phases_of(run)):
-        run = RunDirectory(run.path / FOLDER / phases[-1])
-    checkpoints = Checkpoints(run.checkpoints)
-    try:
-        if is_step:
-            if problems := checkpoints.verify(step_of(named.name)):
-                raise InputError(f"{setting}={init} cannot be used: {'; '.join(problems)}.")
-            return named.absolute(), []
-        step, messages = checkpoints.newest_valid()
-        if step is None:
-            raise InputError(f"{setting}={init}: the run has no checkpoint to take weights from.")
-        return checkpoints.path(step), [f"{setting}: {message}" for message in messages]
-    finally:
-        checkpoints.close()
-
-
 def inherited(tree: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """The settings of a configuration `tree` that a run which starts from it takes over."""
     known = flat({section: tree.get(section) or {} for section in SECTIONS})
+    if FAMILY in known:
+        known[FAMILY] = family_for(str(config[FAMILY]), str(known[FAMILY]))
     return {
         key: value
         for key, value in known.items()
-        if not key.startswith(OWN)
-        and not (key in BELOW_RECIPE and key in config and config.is_set(key))
-        and not (key == FAMILY and _is_built_on(config[key], value))
+        if not is_own(key) and not (key in BELOW_RECIPE and key in config and config.is_set(key))
     }
 
 
-def _is_built_on(family: str, other: str) -> bool:
-    """A family that extends the one of the weights (gpt-reward: a gpt and one head more) stays what it is. Only
-    registered ones are looked at: what a directory names is not imported."""
-    if family == other or not all(name in models for name in (family, other)):
-        return False
-    return issubclass(models.get(family), models.get(other))
+def family_for(mine: str, theirs: str) -> str:
+    """The family of a run of `mine` that starts from weights of `theirs`: that one, or what extends it as asked. So
+    gpt-reward (a gpt and one head more) stays itself with a gpt's weights, and with a llama's becomes llama-reward.
+    Only registered ones are looked at: what a directory names is not imported."""
+    kind = mine.partition("-")[2]
+    wanted = f"{theirs}-{kind}" if kind else mine
+    for name in (mine, wanted):
+        if name in models and theirs in models and issubclass(models.get(name), models.get(theirs)):
+            return name
+    return theirs
 
 
 def its_code(start: Path, tree: Mapping[str, Any], config: Config) -> dict[str, Any]:
@@ -202,11 +185,8 @@ def check_start(trainer: BaseTrainer) -> None:
     if trainer.settings.init is None or not Path(trainer.settings.init).is_dir():
         return
     path = Path(trainer.settings.init)
-    manager, step = trainer.checkpoint_manager.at(path.parent), step_of(path.name)
     try:
-        boxed = taken_over(trainer.model, trainer.model_parts.boxed, manager.leaves(step))
-        group_of = getattr(trainer.model, "group_of", None)
-        check_whole(manager, step, saved_tree(path / "config.yaml"), boxed, group_of)
+        check_weights(path, trainer.checkpoint_manager, trainer.model, trainer.model_parts.boxed)
     except StorageError as error:
         problem = str(error).partition(": ")[2].partition(". Use the configuration")[0]
         given = differences(path, trainer.config)
@@ -217,11 +197,12 @@ def check_start(trainer: BaseTrainer) -> None:
 def differences(start: Path, config: Config) -> list[str]:
     """Settings of the weights that are not as they were where the weights come from."""
     known = {key: plain(setting.default) for key, setting in config.schema.settings.items()}
-    there = inherited(saved_tree(start / "config.yaml"), config)
+    there = inherited(tree_in(start), config)
     return [
         f"{dotted(key)}={config[key]} (it was {there.get(key, known[key])})"
         for key in known
         if key.partition("/")[0] in SECTIONS
-        and not key.startswith((*OWN, *BELOW_RECIPE))
+        and not is_own(key)
+        and key not in BELOW_RECIPE
         and plain(config[key]) != there.get(key, known[key])
     ]

@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from bessemer.checkpoint.arrays import explain
+from bessemer.checkpoint.tree import flatten
 from bessemer.data import show_progress
 from bessemer.errors import InputError, StorageError
+from bessemer.interop.give import export_folder
+from bessemer.interop.names import TreeArrays
 from bessemer.job import RunDirectory, atomic_write
 from bessemer.job.files import storage
 from bessemer.job.trust import mark_origin
 from bessemer.models.allocation import FILE as ALLOCATION
+from bessemer.models.llama_settings import LlamaSettings
 from bessemer.report import write_report
 from bessemer.training import frozen, stages
 from bessemer.training.facts import compressor_baselines, write_facts
@@ -138,9 +142,7 @@ def header(trainer: BaseTrainer) -> None:
 def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: bool) -> Path:
     """model.safetensors, config.json, tokenizer.json: what is needed to use the model elsewhere."""
     if to_torch:
-        raise InputError(
-            "the GPT family has no Hugging Face layout; save_pretrained(to_torch=False) writes plain safetensors."
-        )
+        return save_for_torch(trainer, state, directory)
     target = Path(directory) if directory is not None else trainer.run_directory.model
     if trainer.is_process_zero:
         with storage("cannot create the directory for the weights"):  # never the run's own, which is there
@@ -167,6 +169,21 @@ def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: 
         trainer.tokenizer.save(target)
     if (allocation := getattr(trainer.model, "allocation", None)) is not None:
         (target / ALLOCATION).write_text(allocation.to_json(), encoding="utf-8")
+    return target
+
+
+def save_for_torch(trainer: BaseTrainer, state: Any, directory: Any) -> Path:
+    """The layout that transformers loads, in `model.weights_dtype`; RUN/model-hf unless a directory is given."""
+    model: Any = trainer.model
+    if not isinstance(model, LlamaSettings):
+        raise InputError(
+            f"the {trainer.settings.family} family has no Hugging Face layout; save_pretrained(to_torch=False) writes "
+            "plain safetensors."
+        )
+    target = Path(directory) if directory is not None else trainer.run_directory.path / "model-hf"
+    leaves = {name: fetch(trainer.gather(leaf)) for name, leaf in flatten(state.whole()).items()}
+    if trainer.is_process_zero:
+        export_folder(TreeArrays(leaves), model, trainer.tokenizer, target, dtype=model.weights_dtype)
     return target
 
 

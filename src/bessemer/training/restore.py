@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.metadata
 import json
@@ -13,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.errors import InputError, StorageError
-from bessemer.generate.load import flat, located, parse_config, read_whole, taken_over
 from bessemer.job import Snapshot
-from bessemer.job.jobs import step_of
 from bessemer.models.allocation import FILE as ALLOCATION
-from bessemer.models.split import split_of
 from bessemer.training import frozen, reference, stages
 from bessemer.training.fetch import fetch
 from bessemer.training.rollback import protect_target
+from bessemer.training.starts import read_weights
 from bessemer.training.state import LoopState, added_fields
 
 if TYPE_CHECKING:
@@ -165,12 +162,8 @@ def initial_params(trainer: BaseTrainer, params: Any) -> Any:
     """The weights of the pinned `init`, into freshly made parameters of the same shapes."""
     assert trainer.settings.init is not None
     path = Path(trainer.settings.init)
-    manager, step = trainer.checkpoint_manager.at(path.parent), step_of(path.name)
-    model, locate = trainer.model, functools.partial(located, topology=trainer.topology)
-    boxed = taken_over(model, trainer.model_parts.boxed, manager.leaves(step))
-    config = parse_config(manager.read(step, "config.yaml"), str(path))
-    split = split_of(flat(config), boxed, getattr(model, "group_of", None))
-    restored = read_whole(manager, step, split, boxed, locate)
-    new = {name: part for name, part in params.items() if name not in boxed}
+    parts, manager = trainer.model_parts, trainer.checkpoint_manager
+    taken = read_weights(path, manager, trainer.model, parts.boxed, trainer.topology, fresh=params)
+    new = [name for name in params if name not in taken]
     trainer.say(f"weights    from {path}{'; new: ' + ', '.join(new) if new else ''}")
-    return {**restored, **new}
+    return {**params, **taken}

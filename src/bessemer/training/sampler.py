@@ -18,6 +18,7 @@ from bessemer.data import key_of
 from bessemer.data.prompts import PromptRows, end_ids
 from bessemer.errors import InputError
 from bessemer.generate import Engine, Request, Result, Sample, SamplingOptions
+from bessemer.generate.decoder import end_tokens
 from bessemer.objectives.advantages import group_advantages
 from bessemer.training.feed import device_batch, row_fields
 from bessemer.training.fetch import fetch
@@ -49,12 +50,13 @@ class Sampler:
                     f"{type(trainer.model).__name__} has no `decode` and `init_cache`, so it cannot sample; see "
                     "docs/extending.md."
                 )
+            ends = (*end_ids(trainer.tokenizer), *end_tokens(trainer.model, trainer.tokenizer))
             self._engine = Engine(
                 trainer.model,
                 None,
                 slots=min(trainer.settings.slots, max(trainer.passes.rows, len(trainer.prompts.held_out))),
                 tokenizer=trainer.tokenizer,
-                end_ids=end_ids(trainer.tokenizer),
+                end_ids=tuple(dict.fromkeys(ends)),
                 steps=min(ROUND, trainer.policy.max_completion_length),
                 fetch=fetch,
                 scope=trainer.topology.scope,

@@ -6,7 +6,6 @@ from then on the run needs the teacher's own directory no more. With `distill.to
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,12 +16,11 @@ from bessemer.data.tokenizer import FILE as TOKENIZER
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate import load
-from bessemer.job.jobs import step_of
 from bessemer.models.allocation import FILE as ALLOCATION
-from bessemer.models.split import split_of
 from bessemer.registry import objectives
 from bessemer.training.model_parts import make_apply
 from bessemer.training.schema import schema_of
+from bessemer.training.starts import read_weights, tree_in
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -59,7 +57,7 @@ def find_teacher(trainer: BaseTrainer) -> Teacher | None:
     boxed = load.boxed_params(model, trainer.topology)
     trainer.note_derived(
         "distill.teacher",
-        place.parent.parent.name,
+        place.parent.parent.name if place.name.startswith("step_") else str(place),
         f"{model.count_parameters()['total']:,} parameters, frozen; {trainer.model_parts.counts['total']:,} here",
     )
     return Teacher(model, make_apply(model), boxed, config, place, settings.top_k == 0)
@@ -76,12 +74,11 @@ def config_of(trainer: BaseTrainer, place: Path) -> dict[str, Any]:
     if str(place).startswith(PREFIX):
         tree = resolve(schema_of, str(place).removeprefix(PREFIX)).tree()
         return {**tree, "model": {**tree["model"], "vocab_size": trainer.model.vocab_size}}
-    file = place / "config.yaml"
-    if not file.is_file():
+    if not place.is_dir():
         raise InputError(
             f"distill.teacher={place} is gone, and the run holds no copy of it yet. Put it back."
         )
-    return load.parse_config(file.read_text(encoding="utf-8"), str(place))
+    return tree_in(place)
 
 
 def check_teacher(trainer: BaseTrainer, model: Any, tokenizer: Tokenizer | None, place: Path) -> None:
@@ -106,18 +103,17 @@ def check_teacher(trainer: BaseTrainer, model: Any, tokenizer: Tokenizer | None,
 
 def read_params(trainer: BaseTrainer, teacher: Teacher) -> Any:
     """The teacher's parameters where the mesh rests them; adapters merged."""
-    manager = trainer.checkpoint_manager.at(teacher.place.parent)
-    split = split_of(load.flat(teacher.config), teacher.boxed, getattr(teacher.model, "group_of", None))
-    locate = functools.partial(load.located, topology=trainer.topology)
-    return load.read_whole(manager, step_of(teacher.place.name), split, teacher.boxed, locate)
+    manager = trainer.checkpoint_manager
+    return read_weights(teacher.place, manager, teacher.model, teacher.boxed, trainer.topology)
 
 
 def files_of(teacher: Teacher) -> dict[str, str]:
     """What is kept beside the parameters, so that they can be used without the teacher's run."""
-    names = [TOKENIZER, ALLOCATION]
-    found = {
-        name: (teacher.place / name).read_text("utf-8") for name in names if (teacher.place / name).is_file()
-    }
+    place, found = teacher.place, {}
+    if (place / TOKENIZER).is_file():
+        found = Tokenizer.load(place).files
+    if (place / ALLOCATION).is_file():
+        found = {**found, ALLOCATION: (place / ALLOCATION).read_text("utf-8")}
     return {**found, "config.yaml": whole_config(teacher.config)}
 
 

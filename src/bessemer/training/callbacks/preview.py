@@ -12,6 +12,7 @@ from bessemer.config import field
 from bessemer.data import Tokenizer
 from bessemer.data.chat import can_chat, render, stop_ids
 from bessemer.generate import Completion, Decoder, complete
+from bessemer.generate.decoder import end_tokens
 from bessemer.registry import callbacks, objectives
 from bessemer.report.metrics import MetricsFile
 from bessemer.training.callback import Callback
@@ -105,7 +106,7 @@ class Preview(Callback):
             missing = "tokenizer" if trainer.tokenizer is None else "model that can decode"
             trainer.say(f"no previews: they need a {missing}")
             return
-        end = (trainer.tokenizer.bos_id,)
+        end = end_tokens(trainer.model, trainer.tokenizer)
         self.decoder = Decoder(trainer.model, pad_id=trainer.tokenizer.pad_id, end_ids=end, fetch=fetch)
         self.file = MetricsFile(trainer.run_directory.samples)
 

@@ -1,0 +1,112 @@
+"""Peak memory of `bessemer import` and `bessemer export` of a random Llama of 1.24 billion parameters in bfloat16.
+
+    python benchmarks/import_memory.py [FOLDER]
+
+Needs 7 GB of disk in FOLDER (default: a temporary one, removed). Peaks are ru_maxrss of each command's own process.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from bessemer.checkpoint.weights import write_file
+
+CONFIG = {  # the sizes of Llama-3.2-1B
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "eos_token_id": 128001,
+}
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    d, m, kv = 2048, 8192, 512
+    found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (128256, d)}
+    for layer in range(16):
+        at = f"model.layers.{layer}"
+        for name, shape in {"q": (d, d), "k": (kv, d), "v": (kv, d), "o": (d, d)}.items():
+            found[f"{at}.self_attn.{name}_proj.weight"] = shape
+        for name, shape in {"gate": (m, d), "up": (m, d), "down": (d, m)}.items():
+            found[f"{at}.mlp.{name}_proj.weight"] = shape
+        found |= {f"{at}.input_layernorm.weight": (d,), f"{at}.post_attention_layernorm.weight": (d,)}
+    return found | {"model.norm.weight": (d,)}
+
+
+def make(folder: Path) -> int:
+    """A folder of random bits that are finite bfloat16 numbers."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    sizes, random = shapes(), np.random.default_rng(0)
+    pool = (random.standard_normal(1 << 20) * 0.02).astype(ml_dtypes.bfloat16)
+
+    def read(name: str) -> np.ndarray:
+        return np.resize(pool, sizes[name])
+
+    entries = {name: ("bfloat16", shape) for name, shape in sizes.items()}
+    return write_file(folder / "model.safetensors", entries, read, {"format": "pt"})
+
+
+def measured(*command: str) -> tuple[float, float]:
+    """(seconds, peak bytes) of a command in a process of its own."""
+    code = (
+        "import resource, subprocess, sys; r = subprocess.call(sys.argv[1:]); "
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss); sys.exit(r)"
+    )
+    start = time.monotonic()
+    result = subprocess.run([sys.executable, "-c", code, *command], capture_output=True, text=True)
+    if result.returncode:
+        raise SystemExit(result.stdout + result.stderr)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return time.monotonic() - start, int(result.stdout.split()[-1]) * unit
+
+
+def main(root: Path) -> dict[str, Any]:
+    size = make(root / "hf")
+    bessemer = (sys.executable, "-m", "bessemer")
+    found: dict[str, Any] = {"weights_bytes": size}
+    for name, command in {
+        "nothing": ("-c", "import bessemer.interop.bring, bessemer.interop.give, bessemer.generate.export"),
+        "import": ("import", str(root / "hf"), str(root / "run")),
+        "export": ("export", str(root / "run"), str(root / "out")),
+    }.items():
+        program = (sys.executable,) if name == "nothing" else bessemer
+        seconds, peak = measured(*program, *command)
+        found[name] = {
+            "seconds": round(seconds, 1),
+            "peak_gib": round(peak / 2**30, 2),
+            "of_weights": peak / size,
+        }
+    return found
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(json.dumps(main(Path(sys.argv[1])), indent=1))
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            print(json.dumps(main(Path(temporary)), indent=1))

@@ -1,0 +1,177 @@
+"""Weights in safetensors files, one array at a time: no file is ever whole in memory.
+
+    8 bytes: length of the header | header: JSON {name: {dtype, shape, data_offsets}} | the arrays, one after the other
+
+The library reads no bfloat16 as numpy and writes a file only from all of its arrays at once, so both are done here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from bessemer.checkpoint.tree import Signature, check_same, flatten, rebuild, signature
+from bessemer.errors import StorageError
+from bessemer.job.files import storage
+
+DTYPES: dict[str, Any] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+WIDENED = ("float16", "bfloat16")  # kept as they came, exact in float32
+LONGEST_HEADER = 100 * 2**20
+
+Progress = Callable[[int], None]  # told the bytes of each array
+
+
+class Arrays(Protocol):
+    """Named arrays that are read when they are asked for."""
+
+    def signature(self) -> Signature:
+        """Name -> (dtype, shape)."""
+
+    def read(self, name: str) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    start: int  # in the file
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class WeightFile:
+    """One safetensors file; the header is read and checked against the file's length at once."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            length = path.stat().st_size
+            with open(path, "rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                if not 2 <= size <= min(LONGEST_HEADER, length):
+                    raise ValueError("it does not begin with the length of a header")
+                described = json.loads(file.read(size))
+            self.metadata: dict[str, str] = described.pop("__metadata__", {})
+            self.entries = {name: _entry(name, about, 8 + size) for name, about in described.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StorageError(f"{path} is not a readable safetensors file: {_words(error)}.") from error
+        for name, entry in self.entries.items():
+            if entry.start + entry.size > length:
+                raise StorageError(
+                    f"{path} is cut off: '{name}' would end at byte {entry.start + entry.size:,} and the file has "
+                    f"{length:,}. Copy or download it again."
+                )
+
+    def signature(self) -> Signature:
+        return {name: (str(entry.dtype), entry.shape) for name, entry in self.entries.items()}
+
+    def read(self, name: str) -> np.ndarray:
+        entry = self.entries[name]
+        with storage(f"cannot read '{name}' of {self.path}"), open(self.path, "rb") as file:
+            file.seek(entry.start)
+            flat = np.fromfile(file, np.uint8, entry.size)
+        if flat.size != entry.size:
+            raise StorageError(f"{self.path} was cut off while '{name}' was read. Copy or download it again.")
+        return flat.view(entry.dtype).reshape(entry.shape)
+
+
+def _entry(name: str, about: Mapping[str, Any], offset: int) -> Entry:
+    if about["dtype"] not in DTYPES:
+        raise ValueError(
+            f"'{name}' has dtype {about['dtype']}, which is not read here ({', '.join(DTYPES)} are)"
+        )
+    begin, end = about["data_offsets"]
+    entry = Entry(DTYPES[about["dtype"]], tuple(about["shape"]), offset + begin)
+    if entry.size != end - begin:
+        raise ValueError(f"'{name}' of shape {entry.shape} takes {entry.size} bytes and has {end - begin}")
+    return entry
+
+
+def _words(error: Exception) -> str:
+    return f"no {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
+
+
+def write_file(
+    path: Path,
+    entries: Signature,
+    read: Callable[[str], np.ndarray],
+    metadata: Mapping[str, str],
+    progress: Progress = lambda size: None,
+) -> int:
+    """Write arrays as they come from `read`, each in the dtype and shape of its entry; whole or not at all. Bytes."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, (dtype, shape) in entries.items():
+        begin, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
+        header[name] = {"dtype": NAMES[np.dtype(dtype)], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # arrays begin at a multiple of 8
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with storage(f"cannot write {path}"):
+            with open(temporary, "wb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                for name, (dtype, shape) in entries.items():
+                    array = read(name).astype(np.dtype(dtype), copy=False)
+                    assert array.shape == tuple(shape), (name, array.shape, shape)
+                    file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                    progress(array.nbytes)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return end
+
+
+def check_fits(arrays: Arrays, abstract: Any, where: str) -> None:
+    """Raise the error that names what differs from `abstract`; half-precision arrays fit float32 ones."""
+    wanted = signature(flatten(abstract))
+    found = {
+        name: ("float32" if dtype in WIDENED and wanted.get(name, ("",))[0] == "float32" else dtype, shape)
+        for name, (dtype, shape) in arrays.signature().items()
+    }
+    check_same(found, wanted, where)
+
+
+def place(arrays: Arrays, abstract: Any, where: str) -> Any:
+    """The arrays in the structure, dtypes and on the devices of `abstract`; any other name or shape is an error.
+
+    Of the host's memory one array is taken at a time; each process puts its own part on its devices.
+    """
+    check_fits(arrays, abstract, where)
+    wanted = flatten(abstract)
+    return rebuild(abstract, {name: _put(arrays.read(name), leaf) for name, leaf in wanted.items()})
+
+
+def _put(array: np.ndarray, leaf: Any) -> jax.Array:
+    wide = array.astype(leaf.dtype, copy=False)
+    return jax.make_array_from_callback(wide.shape, leaf.sharding, lambda index: wide[index])
+
+
+def total(entries: Iterable[tuple[str, tuple[int, ...]]]) -> int:
+    """Bytes of arrays of these dtypes and shapes."""
+    return sum(math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in entries)

@@ -1,0 +1,107 @@
+"""A run's model as files for other programs: from its newest checkpoint, or from RUN/model where there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from bessemer.checkpoint import Checkpoints
+from bessemer.checkpoint.tree import flatten, select
+from bessemer.checkpoint.weights import Arrays, total, write_file
+from bessemer.data.tokenizer import Tokenizer
+from bessemer.errors import InputError
+from bessemer.generate.load import SECTIONS, WEIGHTS, ModelFiles, choose, load_model, parse_config
+from bessemer.interop.adapters import export_adapters
+from bessemer.interop.folder import is_folder
+from bessemer.interop.give import export_folder, make_empty
+from bessemer.interop.names import TreeArrays
+from bessemer.interop.progress import ShowBytes
+from bessemer.job import RunDirectory
+from bessemer.job.files import storage
+from bessemer.models.allocation import FILE as ALLOCATION
+from bessemer.models.llama_settings import LlamaSettings
+
+
+def export_run(
+    run: RunDirectory,
+    out: Path,
+    form: str,
+    show: ShowBytes,
+    *,
+    step: int | str | None = None,
+    dtype: str | None = None,
+) -> list[str]:
+    """Write `out` and return lines to show. Beside one copy of the weights memory holds one tensor; of an imported
+    run not even that, and each tensor stays in the dtype it came in."""
+    if step is None and not Checkpoints(run.checkpoints).committed():
+        files = ModelFiles.of(run)
+        model, tokenizer, config, notes = files.model, files.tokenizer, files.config, files.notes
+        arrays: Arrays = files.weights
+        chosen, natural = files.step, None
+    else:
+        loaded = load_model(run, step)
+        model, tokenizer, config, notes = loaded.model, loaded.tokenizer, loaded.config, loaded.notes
+        arrays = TreeArrays(flatten(loaded.params))
+        chosen, natural = loaded.step, getattr(model, "weights_dtype", None)
+    lines = [f"note: {note}" for note in notes]
+    more = getattr(model, "new_parameters", ())
+    if form == "hf" and isinstance(model, LlamaSettings) and not more:
+        return lines + export_folder(arrays, model, tokenizer, out, show, dtype=dtype or natural)
+    if form == "hf":
+        lines.append(
+            f"note: transformers has no causal model like the {config['model']['family']} family "
+            f"({', '.join(more) or 'smear, value embeddings, backout, …'}), so this is our own format: plain "
+            "safetensors, described in docs/huggingface.md"
+        )
+    return lines + export_ours(arrays, model, tokenizer, config, out, show, chosen, dtype)
+
+
+def export_run_adapters(run: RunDirectory, out: Path, step: int | str | None = None) -> list[str]:
+    """Write the adapters that a checkpoint holds, without the weights they were trained on."""
+    checkpoints = Checkpoints(run.checkpoints)
+    step = run.step_of_stage(step) if isinstance(step, str) else step
+    try:
+        chosen, notes = choose(checkpoints, run, step)
+        if chosen is None:
+            raise InputError(f"{run.path} has no checkpoint, so there are no adapters to export.")
+        config = parse_config(checkpoints.read(chosen, "config.yaml"), str(checkpoints.path(chosen)))
+        saved = select(checkpoints.leaves(chosen), "params")
+        abstract = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (dtype, shape) in saved.items()}
+        arrays = TreeArrays(checkpoints.restore(chosen, abstract, only="params"))
+    finally:
+        checkpoints.close()
+    lora = {"rank": 0, "alpha": 0.0, **(config.get("lora") or {})}
+    start = config.get("init")
+    base = str(start) if start is not None and is_folder(Path(start)) else None  # what PEFT could load
+    return [f"note: {note}" for note in notes] + export_adapters(arrays, lora, out, base)
+
+
+def export_ours(
+    arrays: Arrays,
+    model: Any,
+    tokenizer: Tokenizer | None,
+    config: dict[str, Any],
+    out: Path,
+    show: ShowBytes,
+    step: int,
+    dtype: str | None,
+) -> list[str]:
+    """As RUN/model: model.safetensors under our names, config.json, the tokenizer's files, lookup.json."""
+    entries = {name: (dtype or kind, shape) for name, (kind, shape) in arrays.signature().items()}
+    size = total(entries.values())
+    with storage("cannot write the export"):
+        make_empty(out)
+        with show(f"exporting {out.name}", size) as progress:
+            write_file(
+                out / WEIGHTS, entries, arrays.read, {"format": "bessemer", "step": str(step)}, progress
+            )
+        shape = {name: config.get(name, {}) for name in SECTIONS}
+        (out / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
+        if tokenizer is not None:
+            tokenizer.save(out)
+        if (allocation := getattr(model, "allocation", None)) is not None:
+            (out / ALLOCATION).write_text(allocation.to_json(), encoding="utf-8")
+    return [f"model      {config['model']['family']}, {size / 2**30:.2f} GiB in {WEIGHTS}"]

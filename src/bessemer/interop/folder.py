@@ -1,0 +1,167 @@
+"""A folder with a Hugging Face model: config.json and safetensors files, read as a model of ours.
+
+Everything is checked from the headers before the first array is read: names, shapes, lengths of files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from bessemer.checkpoint.tree import Signature, flatten, signature
+from bessemer.checkpoint.weights import WeightFile
+from bessemer.config import declared
+from bessemer.errors import InputError, StorageError
+from bessemer.interop.config import HFConfig
+from bessemer.interop.names import BUFFERS, HEAD, Tensor, tensors_of
+from bessemer.models.llama import Llama
+from bessemer.topology import unbox
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a directory holds a Hugging Face model: its config.json names a model_type."""
+    try:
+        return "model_type" in json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path.parent} has no {path.name}: it is not a Hugging Face model.") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read ({error}).") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{path} holds {type(found).__name__}, not an object.")
+    return found
+
+
+class Folder:
+    """The model in a folder. As named arrays (`signature`, `read`) it speaks our names and our layout."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """section/name → value, as a configuration of ours would hold them."""
+        config = HFConfig(read_json(self.path / CONFIG), str(self.path / CONFIG))
+        values = config.settings()
+        if (self.path / GENERATION).is_file():
+            ends = HFConfig(read_json(self.path / GENERATION), str(self.path / GENERATION)).end_tokens()
+            values["model/end_tokens"] = ends or values["model/end_tokens"]
+        if "tie_word_embeddings" not in config.values and HEAD not in self.files:
+            values["model/tied_head"] = True  # the key was left out, as its default was; the weights tell
+        kinds = {str(file.entries[name].dtype) for name, file in self.files.items() if name in file.entries}
+        floats = [kind for kind in FLOATS if kind in kinds]
+        values["model/weights_dtype"] = floats[0] if floats else "float32"
+        return values
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """The settings nested, as in config.yaml."""
+        nested: dict[str, Any] = {}
+        for key, value in self.settings.items():
+            *sections, name = key.split("/")
+            place = nested
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[name] = value
+        return nested
+
+    @cached_property
+    def model(self) -> Llama:
+        where = str(self.path / CONFIG)
+        given = {
+            name: setting.check(self.settings[setting.key], where)
+            for name, setting in declared(Llama).items()
+            if setting.key in self.settings
+        }
+        model = Llama(**given)
+        try:
+            model.check()
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        return model
+
+    @cached_property
+    def files(self) -> dict[str, WeightFile]:
+        """Their name of a tensor → the file it should lie in."""
+        index = self.path / INDEX
+        if not index.is_file():
+            if not (self.path / SINGLE).is_file():
+                raise self._without_weights()
+            file = WeightFile(self.path / SINGLE)
+            return dict.fromkeys(file.entries, file)
+        listed = read_json(index).get("weight_map")
+        if not isinstance(listed, Mapping):
+            raise InputError(f"{index} has no 'weight_map'.")
+        opened: dict[str, WeightFile] = {}
+        for name, part in listed.items():
+            if part not in opened:
+                if Path(part).name != part or not (self.path / part).is_file():
+                    raise StorageError(f"{index} says that '{name}' lies in '{part}', which is not there.")
+                opened[part] = WeightFile(self.path / part)
+            if name not in opened[part].entries:
+                raise StorageError(f"{index} says that '{name}' lies in {part}, which does not hold it.")
+        unlisted = [name for file in opened.values() for name in file.entries if name not in listed]
+        if unlisted:
+            raise StorageError(f"{index} does not list '{unlisted[0]}', which its files hold.")
+        return {name: opened[part] for name, part in listed.items()}
+
+    def _without_weights(self) -> InputError:
+        others = [path.name for form in ("*.bin", "*.pt", "*.pth") for path in self.path.glob(form)]
+        pickled = (
+            f" {others[0]} is a pickle, which is never opened: convert it to safetensors first."
+            if others
+            else ""
+        )
+        return InputError(f"{self.path} has neither {SINGLE} nor {INDEX}.{pickled}")
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Our name → the parameter. Every one is in the files in the right shape, and nothing else is."""
+        ids = jax.ShapeDtypeStruct((1, 1), np.int32)
+        shapes = unbox(jax.eval_shape(self.model.init, jax.random.key(0), ids)["params"])
+        wanted = tensors_of(signature(flatten(shapes)), self.model.vocab_size)
+        for name, tensor in wanted.items():
+            if name not in self.files:
+                place = INDEX if (self.path / INDEX).is_file() else SINGLE
+                raise StorageError(f"{self.path / place} has no '{name}', which {CONFIG} calls for.")
+            entry, file = self.files[name].entries[name], self.files[name].path
+            if entry.shape != tensor.their_shape:
+                raise StorageError(
+                    f"{file}: '{name}' has shape {entry.shape}; {CONFIG} calls for {tensor.their_shape}."
+                )
+            if str(entry.dtype) not in FLOATS:
+                raise StorageError(f"{file}: '{name}' is {entry.dtype}; weights are {', '.join(FLOATS)}.")
+        for name in set(self.files) - set(wanted):
+            repeated = name == HEAD and self.model.tied_head
+            if not repeated and not BUFFERS.fullmatch(name):
+                raise StorageError(
+                    f"{self.files[name].path} holds '{name}', which a {self.settings['model/hf_type']} of this "
+                    f"{CONFIG} does not have; leaving it out would make another model."
+                )
+        return {tensor.ours: tensor for tensor in wanted.values()}
+
+    def signature(self) -> Signature:
+        return {
+            name: (str(self.files[tensor.theirs].entries[tensor.theirs].dtype), tensor.shape)
+            for name, tensor in self.tensors.items()
+        }
+
+    def read(self, name: str) -> np.ndarray:
+        tensor = self.tensors[name]
+        return tensor.to_ours(self.files[tensor.theirs].read(tensor.theirs))

@@ -1,0 +1,258 @@
+"""Files of Hugging Face models: what is brought in goes out the same, and a bad file is named with its key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from tests.interop.tiny_hf import CASES, config_of_case, make_folder, raw
+from tests.tiny_run import tiny_tokenizer
+
+from bessemer.checkpoint.weights import WeightFile, write_file
+from bessemer.cli import cli
+from bessemer.data import chat
+from bessemer.data.templates import OUR_TEMPLATE, ChatTemplate
+from bessemer.data.tokenizer import Tokenizer
+from bessemer.errors import BessemerError, InputError, StorageError
+from bessemer.generate.export import export_run
+from bessemer.interop.bring import import_folder
+from bessemer.interop.config import HFConfig, config_of, type_of
+from bessemer.interop.folder import CONFIG, INDEX, SINGLE, Folder
+from bessemer.interop.progress import nothing
+from bessemer.interop.tokenizers import token_ids, tokenizer_files
+from bessemer.job import RunDirectory
+from bessemer.models.llama import Llama
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_import_then_export_keeps_every_byte(name: str, tmp_path: Path) -> None:
+    """Tensors, names, dtype and what the configuration says, through several files on both sides."""
+    config = config_of_case(name)
+    source = make_folder(tmp_path / "hf", config, dtype="bfloat16", shard=20_000)
+    assert len(list(source.glob("*.safetensors"))) > 1
+    run, lines = import_folder(source, tmp_path / "run")
+    assert "bfloat16" in lines[0]
+    assert not list(tmp_path.glob(".*importing"))
+    export_run(run, tmp_path / "out", "hf", nothing)
+    assert raw(tmp_path / "out") == raw(source)
+    assert Folder(tmp_path / "out").model == Folder(source).model
+
+
+def test_a_large_export_is_split_and_indexed(tmp_path: Path) -> None:
+    from bessemer.interop.give import export_folder
+
+    source = make_folder(tmp_path / "hf", config_of_case("llama3"))
+    folder = Folder(source)
+    export_folder(folder, folder.model, None, tmp_path / "out", shard=20_000)
+    listed = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert len(set(listed["weight_map"].values())) > 2 and listed["metadata"]["total_size"] > 0
+    assert raw(tmp_path / "out") == raw(source)
+
+
+def test_tokenizer_and_chat_template_go_both_ways(tmp_path: Path) -> None:
+    config = {**config_of_case("qwen2"), "vocab_size": 262, "eos_token_id": [2, 0]}
+    source = make_folder(tmp_path / "hf", config, tokenizer=True)
+    run, _ = import_folder(source, tmp_path / "run")
+    export_run(run, tmp_path / "out", "hf", nothing)
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    there, here = (
+        json.loads((path / "tokenizer_config.json").read_text()) for path in (source, tmp_path / "out")
+    )
+    assert here["chat_template"] == there["chat_template"] and here["eos_token"] == "<|im_end|>"
+    assert Tokenizer.load(tmp_path / "out").hash == Tokenizer.load(source).hash
+    made = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert made["eos_token_id"] == [2, 0] and made["bos_token_id"] == 0
+
+
+def test_our_turns_as_a_template_are_our_turns() -> None:
+    """What transformers would render with the exported template is what data/chat.py writes."""
+    ours = tiny_tokenizer()
+    told = Tokenizer(ours.to_json(), chat_template=ChatTemplate(OUR_TEMPLATE, {"bos_token": "<|bos|>"}))
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is 2 + 2?"},
+        {
+            "role": "assistant",
+            "content": [{"type": "python", "text": "2+2"}, {"type": "text", "text": "Four."}],
+        },
+        {"role": "user", "content": "And <|bos|>?"},
+    ]
+    for opened in (False, True):
+        text = told.chat_template.render(messages, opened)  # type: ignore[union-attr]
+        plain = [m for m in messages if "<|bos|>" not in m["content"]]
+        rendered = told.chat_template.render(plain, opened)  # type: ignore[union-attr]
+        assert text.startswith("<|bos|><|system_start|>Be brief.<|system_end|>")
+        expected = chat.render(plain, ours, generation_prompt=opened)
+        assert told.encode(rendered, allow_special=True) == expected
+
+
+def test_our_own_tokenizer_comes_back_as_itself(tmp_path: Path) -> None:
+    ours = tiny_tokenizer()
+    ids = token_ids(Llama(vocab_size=300), ours)
+    assert ids["eos_token_id"] == [ours.bos_id, ours.specials["<|assistant_end|>"]]
+    files = tokenizer_files(ours, ids, 128)
+    assert json.loads(files["tokenizer_config.json"])["chat_template"] == OUR_TEMPLATE
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert Tokenizer.load(tmp_path).hash == ours.hash
+
+
+# -- what is wrong is named ------------------------------------------------------------------------------------------
+
+
+def changed(path: Path, **values: Any) -> None:
+    """config.json with other values; None removes a key."""
+    config = {**json.loads((path / CONFIG).read_text()), **values}
+    (path / CONFIG).write_text(json.dumps({key: value for key, value in config.items() if value is not ...}))
+
+
+def rewritten(path: Path, **tensors: np.ndarray | None) -> None:
+    """model.safetensors with tensors replaced, added or (None) left out."""
+    file = WeightFile(path / SINGLE)
+    arrays = {name: file.read(name) for name in file.entries}
+    arrays = {name: array for name, array in {**arrays, **tensors}.items() if array is not None}
+    write_file(path / SINGLE, {n: (str(a.dtype), a.shape) for n, a in arrays.items()}, arrays.__getitem__, {})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_folder(tmp_path / "hf", config_of_case("llama3"))
+
+
+def refused(path: Path, kind: type[BessemerError], *words: str) -> None:
+    with pytest.raises(kind) as caught:
+        import_folder(path, path.parent / "run")
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+    assert not (path.parent / "run").exists() and not list(path.parent.glob(".*importing"))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+            ("'gpt2'", "GPT2LMHeadModel", "qwen3"),
+        ),
+        ({"rope_parameters": {"rope_type": "longrope"}}, ("rope_parameters", "'longrope'", "yarn")),
+        ({"rope_parameters": {"rope_type": "linear"}}, ("rope_parameters", "'factor'")),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, ("'low_freq_factor'",)),
+        ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor",)),
+        ({"hidden_act": "gelu"}, ("hidden_act", "'gelu'")),
+        ({"quantization_config": {"bits": 4}}, ("quantization_config",)),
+        ({"intermediate_size": ...}, ("'intermediate_size'",)),
+        ({"num_key_value_heads": 3}, ("model.kv_heads 3",)),
+        ({"num_hidden_layers": "two"}, ("model.depth",)),
+    ],
+)
+def test_a_configuration_that_cannot_be_followed(folder: Path, values: dict, words: tuple[str, ...]) -> None:
+    changed(folder, **values)
+    refused(folder, InputError, str(folder / CONFIG), *words)
+
+
+def test_damaged_and_wrong_weights(folder: Path) -> None:
+    weights = folder / SINGLE
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-100])
+    refused(folder, StorageError, str(weights), "cut off", "'model.norm.weight'")
+    weights.write_bytes(whole[:20])
+    refused(folder, StorageError, str(weights))
+    weights.write_bytes(whole)
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewritten(folder, **{name: np.zeros((3, 32), np.float32)})
+    refused(folder, StorageError, str(weights), name, "(3, 32)", "(48, 32)")
+    rewritten(folder, **{name: None})
+    refused(folder, StorageError, str(weights), name)
+    weights.write_bytes(whole)
+    rewritten(folder, **{"model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)})
+    refused(folder, StorageError, "model.layers.0.self_attn.q_proj.bias")
+    weights.write_bytes(whole)
+    rewritten(folder, **{name: np.zeros((48, 32), np.int8)})
+    refused(folder, StorageError, name, "int8")
+    weights.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    refused(folder, InputError, SINGLE, "pytorch_model.bin", "pickle")
+
+
+def test_an_index_that_does_not_match_its_files(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "hf", config_of_case("mistral"), shard=20_000)
+    index = folder / INDEX
+    listed = json.loads(index.read_text())["weight_map"]
+    names = list(listed)
+
+    def with_map(places: dict[str, str]) -> None:
+        index.write_text(json.dumps({"weight_map": places}))
+
+    with_map({name: part for name, part in listed.items() if name != names[3]})
+    refused(folder, StorageError, str(index), names[3])
+    with_map({**listed, names[0]: listed[names[-1]]})
+    refused(folder, StorageError, str(index), names[0], listed[names[-1]])
+    with_map({**listed, names[0]: "../elsewhere.safetensors"})
+    refused(folder, StorageError, str(index), "../elsewhere.safetensors")
+    with_map(listed)
+    (folder / listed[names[-1]]).unlink()
+    refused(folder, StorageError, str(index), listed[names[-1]])
+
+
+def test_an_existing_target_is_never_overwritten(folder: Path, tmp_path: Path) -> None:
+    run, _ = import_folder(folder, tmp_path / "run")
+    with pytest.raises(InputError, match="already exists"):
+        import_folder(folder, tmp_path / "run")
+    with pytest.raises(InputError, match="not an empty directory"):
+        export_run(run, folder, "hf", nothing)
+
+
+def test_the_type_of_an_export_says_all_of_the_model() -> None:
+    sizes: dict[str, Any] = {"depth": 2, "width": 32, "heads": 4, "head_dim": 8, "vocab_size": 67}
+    kinds = {
+        "llama": {},
+        "mistral": {"sliding_window": 4},
+        "qwen2": {"attention_bias": "qkv"},
+        "qwen3": {"head_norm": True, "sliding_window": 4, "sliding_layers": "LS"},
+    }
+    for kind, values in kinds.items():
+        model = Llama(**sizes, **values)
+        assert type_of(model) == kind
+        again = HFConfig(config_of(model, "float32", {}), "config.json").settings()
+        assert again["model/sliding_window"] == model.sliding_window
+        assert again["architecture/attention_bias"] == model.attention_bias
+        assert again["architecture/head_norm"] == model.head_norm
+    with pytest.raises(InputError, match=r"mistral has no way to say architecture\.mlp_bias"):
+        type_of(Llama(**sizes, sliding_window=4, mlp_bias=True))
+
+
+def test_gpt_is_exported_in_our_own_format_and_says_so(tmp_path: Path) -> None:
+    from tests.tiny_run import make_run, tiny_params
+
+    run = make_run(tmp_path, steps=(10,))
+    lines = export_run(run, tmp_path / "out", "hf", nothing)
+    assert any("our own format" in line for line in lines)
+    file = WeightFile(tmp_path / "out" / SINGLE)
+    assert file.metadata["step"] == "10"
+    np.testing.assert_array_equal(file.read("blocks_0/q"), np.asarray(tiny_params(10)["blocks_0"]["q"]))
+    (tmp_path / "again").mkdir()
+    (tmp_path / "out").rename(tmp_path / "again" / "model")  # as RUN/model: a run that can be loaded
+    from bessemer.generate import load_model
+
+    assert load_model(RunDirectory(tmp_path / "again")).step == 10
+
+
+def test_the_commands_and_what_others_make_of_an_imported_run(folder: Path, tmp_path: Path) -> None:
+    def call(*words: str) -> str:
+        result = CliRunner().invoke(cli, words, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    run = str(tmp_path / "runs" / "brought")
+    (tmp_path / "runs").mkdir()
+    assert "llama" in call("import", str(folder), run, "--context", "64")
+    assert "exported" in call("export", run, str(tmp_path / "out"), "--dtype", "bfloat16")
+    assert Folder(tmp_path / "out").model.weights_dtype == "bfloat16"
+    assert "brought" in call("runs", str(tmp_path / "runs"))
+    call("doctor", run)
+    call("report", run)
+    assert "finished" in call("resume", run)

@@ -1,0 +1,149 @@
+"""Against transformers itself, where it is installed: what it saves is read here, what is exported here it loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from tests.interop.test_llama_reference import greedy, logits_and_gradients
+from tests.interop.tiny_hf import (
+    SFT,
+    chatty_folder,
+    config_of_case,
+    load_folder,
+    make_folder,
+    make_talks,
+    raw,
+)
+from tests.reference.huggingface import CASES, MORE, PROMPT, build, clear_case, some_ids
+
+from bessemer.checkpoint.tree import flatten
+from bessemer.generate import load_model
+from bessemer.generate.export import export_run, export_run_adapters
+from bessemer.interop.bring import import_folder
+from bessemer.interop.names import Tensor
+from bessemer.interop.progress import nothing
+from bessemer.job import RunDirectory
+from bessemer.serve.conversation import Turns
+from bessemer.training.launch import build_trainer
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
+
+
+def their_logits(model: Any, ids: np.ndarray) -> np.ndarray:
+    with torch.no_grad():
+        return model(input_ids=torch.from_numpy(ids)).logits.numpy()
+
+
+def compare_gradients_and_text(model: Any, ours: Any, params: Any) -> None:
+    """‖Δ‖ < 1e-4 ‖gradient‖ of every tensor, and the same 64 greedy tokens, each with its own cache."""
+    ids, made = clear_case(model)
+    model(input_ids=ids, labels=ids).loss.backward()
+    theirs = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    _, gradients = logits_and_gradients(ours, params, ids.numpy().astype(np.int32))
+    for name, gradient in flatten(gradients).items():
+        tensor = Tensor(name, gradient.shape, ours.vocab_size)
+        difference = np.linalg.norm(tensor.to_theirs(gradient) - theirs.pop(tensor.theirs))
+        assert difference < 1e-4 * max(np.linalg.norm(gradient), 1e-6), name
+    assert not theirs
+    assert greedy(ours, params, ids[0, :PROMPT].tolist()) == made[0, PROMPT:].tolist()
+
+
+@pytest.mark.parametrize("name", {**CASES, **MORE})
+def test_saved_by_transformers_imported_exported_and_loaded_by_it(name: str, tmp_path: Path) -> None:
+    model = build({**CASES, **MORE}[name])
+    model.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    ids = some_ids(67, length=40)
+    expected = their_logits(model, ids)
+    ours, params = load_folder(tmp_path / "hf")
+    logits = jax.jit(ours.apply)({"params": params}, ids)
+    assert np.abs(np.asarray(logits) - expected).max() < 1e-4
+    compare_gradients_and_text(model, ours, params)
+    run, _ = import_folder(tmp_path / "hf", tmp_path / "run")
+    export_run(run, tmp_path / "out", "hf", nothing)
+    assert raw(tmp_path / "out") == raw(tmp_path / "hf")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager", dtype=torch.float32
+    )
+    assert type(again) is type(model)
+    np.testing.assert_array_equal(their_logits(again, ids), expected)
+
+
+def test_an_exported_tokenizer_writes_the_same_conversation(tmp_path: Path) -> None:
+    config = {**config_of_case("qwen2"), "vocab_size": 262, "eos_token_id": [2, 0]}
+    run, _ = import_folder(make_folder(tmp_path / "hf", config, tokenizer=True), tmp_path / "run")
+    export_run(run, tmp_path / "out", "hf", nothing)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}] * 2
+    said = theirs.apply_chat_template(
+        messages[:3], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    from bessemer.data import Tokenizer
+
+    assert said == Turns(Tokenizer.load(tmp_path / "run/model")).prompt(messages[:3])
+    loaded = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert loaded.eos_token_id == [2, 0]
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "qwen2"
+
+
+def tuned(root: Path, **changes: Any) -> tuple[Path, RunDirectory]:
+    """(the folder it began with, the run): conversations learnt in the model's own template, hard enough to show."""
+    folder = chatty_folder(root / "hf", dtype="float32")
+    given = {
+        "init": str(folder),
+        "training.dataset": str(make_talks(root)),
+        "optimization.lr": 0.02,
+        **changes,
+    }
+    trainer = build_trainer(None, {**SFT, **given}, name="tuned", root=root / "runs")
+    trainer.run()
+    return folder, trainer.run_directory
+
+
+def our_logits(run: RunDirectory, ids: np.ndarray) -> np.ndarray:
+    loaded = load_model(run)
+    return np.asarray(jax.jit(loaded.model.clone(precision="float32").apply)({"params": loaded.params}, ids))
+
+
+def test_fine_tuned_in_its_template_exported_and_spoken_with_by_transformers(tmp_path: Path) -> None:
+    """The same prompt of the same conversation, the same logits, and the same 24 tokens of the answer."""
+    _, run = tuned(tmp_path)
+    export_run(run, tmp_path / "out", "hf", nothing, dtype="float32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    asked = [{"role": "user", "content": "7?"}]
+    ids = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    loaded = load_model(run)
+    assert loaded.tokenizer is not None and loaded.step == 2
+    assert ids[0].tolist() == Turns(loaded.tokenizer).prompt(asked)
+    assert np.abs(our_logits(run, ids.numpy()) - their_logits(model, ids.numpy())).max() < 1e-4
+    made = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :].tolist()
+    mine = loaded.decoder(loaded.params, [ids[0].tolist()], max_tokens=24)
+    assert mine.ids[0, : mine.lengths[0]].tolist() == made
+
+
+@pytest.mark.parametrize("stabilised", [False, True])
+def test_adapters_are_loaded_by_peft(stabilised: bool, tmp_path: Path) -> None:
+    """PEFT on the folder that training began with, PEFT's own merge, and our merged export: three times our logits."""
+    peft = pytest.importorskip("peft")
+    folder, run = tuned(tmp_path, **{"lora.rank": 4, "lora.alpha": 6.0, "lora.rank_stabilised": stabilised})
+    export_run_adapters(run, tmp_path / "adapters")
+    export_run(run, tmp_path / "merged", "hf", nothing, dtype="float32")
+    ids = some_ids(262, length=40)
+    expected = our_logits(run, ids)
+
+    def load(path: Path) -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+
+    adapted = peft.PeftModel.from_pretrained(load(folder), tmp_path / "adapters").eval()
+    config = peft.PeftConfig.from_pretrained(tmp_path / "adapters")
+    assert config.base_model_name_or_path == str(folder) and config.r == 4
+    assert np.abs(their_logits(load(folder), ids) - expected).max() > 1e-2  # training has moved it
+    for model in (adapted, adapted.merge_and_unload(), load(tmp_path / "merged")):
+        assert np.abs(their_logits(model, ids) - expected).max() < 1e-4

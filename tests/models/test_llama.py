@@ -1,0 +1,130 @@
+"""The llama family under meshes, scans and rematerialisation: the same loss and gradients; and settings it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bessemer.errors import InputError
+from bessemer.models.llama import Llama
+from bessemer.models.rotary import Rope
+from bessemer.topology import TopologySettings, make_topology, shardings, unbox
+
+SIZES: dict[str, Any] = {
+    "depth": 2,
+    "width": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+}
+EVERYTHING: dict[str, Any] = {
+    **SIZES,
+    "block_size": 16,
+    "attention_bias": "all",
+    "mlp_bias": True,
+    "head_norm": True,
+    "tied_head": True,
+    "sliding_window": 5,
+    "sliding_layers": "SL",
+    "document_mask": True,
+    "loss_chunks": 2,
+}
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def batch_of(rows: int = 8, length: int = 16) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    ids = random.integers(0, 100, (rows, length + 1)).astype(np.int32)
+    targets = np.where(random.uniform(size=(rows, length)) < 0.3, -1, ids[:, 1:]).astype(np.int32)
+    segments = np.sort(random.integers(1, 3, (rows, length)), axis=1).astype(np.int32)
+    return {"input_ids": ids[:, :-1], "target_ids": targets, "segment_ids": segments}
+
+
+def step_of(**settings: Any) -> Any:
+    model = Llama(**{**EVERYTHING, **settings})
+    model.check()
+
+    def loss(params: Any, batch: Any) -> Any:
+        total, weight, _ = model.apply({"params": params}, batch, method="loss")
+        return total / weight
+
+    return model, jax.value_and_grad(loss)
+
+
+@pytest.fixture(scope="module")
+def single() -> Any:
+    """(boxed shapes, parameters, loss and gradients on one device)."""
+    model, step = step_of()
+    boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+    random = np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda leaf: random.standard_normal(leaf.shape).astype(np.float32) * 0.2 + (len(leaf.shape) < 2),
+        unbox(boxed),
+    )
+    return boxed, params, jax.device_get(jax.jit(step, compiler_options=QUICK)(params, batch_of()))
+
+
+def assert_same(got: Any, expected: Any) -> None:
+    np.testing.assert_allclose(got[0], expected[0], rtol=2e-6)
+    leaves = jax.tree_util.tree_leaves_with_path(got[1])
+    for (path, a), b in zip(leaves, jax.tree.leaves(expected[1]), strict=True):
+        np.testing.assert_allclose(a, b, atol=3e-6, rtol=1e-4, err_msg=jax.tree_util.keystr(path))
+
+
+def test_mesh_equals_one_device(single: Any) -> None:
+    boxed, params, expected = single
+    topology = make_topology(TopologySettings(data=2, fsdp=2, tensor=2))
+    places = shardings(boxed, topology.mesh)
+    batch = jax.device_put(batch_of(), topology.batch_sharding())
+    with topology.scope():
+        step = jax.jit(step_of()[1], out_shardings=(None, places), compiler_options=QUICK)
+        assert_same(step(jax.device_put(params, places), batch), expected)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"scan_layers": True, "sliding_layers": "S", "remat": ["block"]}, {"remat": ["mlp_hidden", "q"]}],
+)
+def test_scan_and_remat_change_nothing(settings: dict[str, Any], single: Any) -> None:
+    _, params, expected = single
+    if "sliding_layers" in settings:  # a scan needs layers that repeat
+        plain = step_of(sliding_layers="S")[1]
+        expected = jax.device_get(jax.jit(plain, compiler_options=QUICK)(params, batch_of()))
+    step = jax.jit(step_of(**settings)[1], compiler_options=QUICK)
+    assert_same(step(params, batch_of()), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rope_type": "yarn"}, r"architecture\.rope\.original_length"),
+        ({"rope_type": "dynamic", "rope_original_length": 8}, r"architecture\.block_size=8"),
+        ({"sliding_layers": "SX"}, r"model\.sliding_layers is 'SX'"),
+        ({"precision": "fp8"}, "gpt family"),
+        ({"kv_heads": 3}, r"model\.kv_heads 3"),
+        ({"remat": ["everything"]}, r"architecture\.remat"),
+    ],
+)
+def test_contradictions_are_named(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        Llama(**{**EVERYTHING, **settings}).check()
+
+
+def test_rotary_scalings_leave_fast_pairs_and_slow_down_the_others() -> None:
+    """Within the pretrained context a fast pair turns as before; the slowest by `factor` less."""
+    plain = Rope(10_000.0).frequencies(64)
+    for rope in (
+        Rope(10_000.0, "llama3", 8.0, 2048),
+        Rope(10_000.0, "yarn", 8.0, 2048),
+    ):
+        scaled = rope.frequencies(64)
+        np.testing.assert_allclose(scaled[0], plain[0])
+        np.testing.assert_allclose(scaled[-1], plain[-1] / 8)
+        assert np.all(np.diff(scaled) < 0)
+    np.testing.assert_allclose(Rope(10_000.0, "linear", 8.0).frequencies(64), plain / 8)
+    assert Rope(10_000.0, "yarn", 8.0, 2048).attention_scale == pytest.approx(0.1 * np.log(8) + 1)

@@ -1,0 +1,189 @@
+"""Tiny models of every supported type, run by transformers. Makes huggingface.json; run with torch and transformers:
+
+    python tests/reference/huggingface.py
+
+Weights are drawn from their names, so none is stored. Of each gradient its norm and four products with vectors of ±1
+are kept: they differ by about as much as the gradients do.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+OUT = Path(__file__).with_suffix(".json")
+PROMPT, NEW = 5, 64
+SIZES = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+CASES: dict[str, dict[str, Any]] = {
+    "llama3": {
+        "model_type": "llama",
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            **LLAMA3,
+            "rope_theta": 500.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    },
+    "llama-biased": {
+        "model_type": "llama",
+        "num_key_value_heads": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    },
+    "smollm": {
+        "model_type": "llama",
+        "hidden_size": 24,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+    },
+    "mistral": {"model_type": "mistral", "sliding_window": 5, "head_dim": 12, "num_key_value_heads": 1},
+    "qwen2": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 16, "rope_parameters": YARN},
+}
+# Compared only where transformers is installed.
+MORE: dict[str, dict[str, Any]] = {
+    "llama-dynamic": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    },
+    "llama-yarn": {
+        "model_type": "llama",
+        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4, "beta_fast": 8, "truncate": False},
+    },
+    "mistral-whole": {"model_type": "mistral", "sliding_window": None, "num_hidden_layers": 3},
+    "qwen3-biased": {
+        "model_type": "qwen3",
+        "head_dim": 8,
+        "attention_bias": True,
+        "use_sliding_window": False,
+    },
+    "qwen3-sliding": {
+        "model_type": "qwen3",
+        "head_dim": 8,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 0,
+    },
+}
+
+
+def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The weights called `name`, large enough that every token depends on those before it."""
+    random = np.random.default_rng(zlib.crc32(name.encode()))
+    values = random.standard_normal(shape)
+    if "norm" in name:
+        return (1 + 0.2 * values).astype(np.float32)
+    scale = 0.3 if len(shape) < 2 else 1.0 if "embed" in name else 1.5 * shape[-1] ** -0.5
+    return (scale * values).astype(np.float32)
+
+
+def signs(name: str, size: int) -> np.ndarray:
+    """(4, size) of ±1."""
+    random = np.random.default_rng(zlib.crc32(f"signs of {name}".encode()))
+    return random.integers(0, 2, (4, size)) * 2 - 1
+
+
+def sketch(name: str, gradient: np.ndarray) -> list[float]:
+    flat = gradient.astype(np.float64).reshape(-1)
+    return [float(np.linalg.norm(flat)), *(float(x) for x in signs(name, flat.size) @ flat)]
+
+
+def some_ids(size: int, seed: int = 0, length: int = 14) -> np.ndarray:
+    return np.random.default_rng(seed).integers(3, size, (1, length))
+
+
+def build(case: dict[str, Any]) -> Any:
+    """transformers' own model of a case, with the drawn weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given = {**SIZES, **case}
+    config = AutoConfig.for_model(given.pop("model_type"), **given)
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(drawn(name, tuple(parameter.shape))))
+    return model
+
+
+def clear_case(model: Any) -> tuple[Any, Any]:
+    """Ids, and the greedy continuation of their beginning, in which no second token comes close to the first."""
+    import torch
+
+    for seed in range(50):
+        ids = torch.from_numpy(some_ids(model.config.vocab_size, seed))
+        with torch.no_grad():
+            made = model.generate(
+                ids[:, :PROMPT],
+                attention_mask=torch.ones_like(ids[:, :PROMPT]),
+                max_new_tokens=NEW,
+                do_sample=False,
+                eos_token_id=None,
+            )
+            top = model(input_ids=made[:, :-1]).logits[0, PROMPT - 1 :].topk(2).values
+        if made.shape[1] == PROMPT + NEW and (top[:, 0] - top[:, 1]).min() > 2e-3:
+            return ids, made
+    raise AssertionError("every prompt has a near tie")
+
+
+def answers(model: Any) -> dict[str, Any]:
+    """Logits, gradient sketches of the mean loss, and the greedy continuation of a prompt."""
+    ids, made = clear_case(model)
+    output = model(input_ids=ids, labels=ids)
+    output.loss.backward()
+    return {
+        "ids": ids.tolist(),
+        "logits": [[float(f"{x:.7g}") for x in row] for row in output.logits[0].detach().numpy()],
+        "gradients": {
+            name: [float(f"{x:.8g}") for x in sketch(name, parameter.grad.numpy())]
+            for name, parameter in model.named_parameters()
+        },
+        "generated": made[0, PROMPT:].tolist(),
+    }
+
+
+def main() -> None:
+    import torch
+    import transformers
+
+    stored: dict[str, Any] = {
+        "made_by": f"transformers {transformers.__version__}, torch {torch.__version__}"
+    }
+    for name, case in CASES.items():
+        model = build(case)
+        config = {k: v for k, v in model.config.to_dict().items() if k != "transformers_version"}
+        stored[name] = {"config": config, **answers(model)}
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in stored.items())
+    OUT.write_text("{\n" + lines + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
