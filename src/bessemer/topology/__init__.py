@@ -15,6 +15,7 @@ from bessemer.topology.distributed import (
     share,
 )
 from bessemer.topology.mesh import Topology, init_sharded, make_topology
+from bessemer.topology.placement import bytes_per_device, placement
 from bessemer.topology.rules import (
     COMPUTE_RULES,
     REST_RULES,
@@ -26,6 +27,7 @@ from bessemer.topology.rules import (
 )
 from bessemer.topology.settings import AXES, TopologySettings
 from bessemer.topology.start import keep_stdout_clean, start_distributed
+from bessemer.topology.target import target_platform
 
 __all__ = [
     "AXES",
@@ -39,6 +41,7 @@ __all__ = [
     "TopologySettings",
     "absent_processes",
     "barrier",
+    "bytes_per_device",
     "check_rules",
     "chip_of",
     "first_line",
@@ -46,11 +49,13 @@ __all__ = [
     "init_sharded",
     "keep_stdout_clean",
     "make_topology",
+    "placement",
     "process_count",
     "process_index",
     "shardings",
     "share",
     "start_distributed",
+    "target_platform",
     "unbox",
     "validate_divisible",
 ]

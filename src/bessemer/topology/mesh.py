@@ -18,6 +18,7 @@ from bessemer.topology.chips import Chip, chip_of
 from bessemer.topology.distributed import process_index
 from bessemer.topology.rules import COMPUTE_RULES, REST_RULES, Rules, check_rules, shardings, unbox
 from bessemer.topology.settings import AXES, TopologySettings
+from bessemer.topology.target import targeting
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,13 @@ class Topology:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Mesh and compute rules for init, tracing and calls.
+        """Mesh, compute rules and platform for init, tracing and calls.
 
-        Both are thread-local and the rules are not in jit's cache key: enter it in every thread that
+        All are thread-local and the rules are not in jit's cache key: enter it in every thread that
         traces, and around calls as well, or a later retrace silently loses all constraints.
         """
-        with jax.set_mesh(self.mesh), nn.logical_axis_rules(list(self.compute_rules)):
+        rules = nn.logical_axis_rules(list(self.compute_rules))
+        with jax.set_mesh(self.mesh), rules, targeting(self.platform):
             yield
 
     def describe(self) -> dict[str, Any]:

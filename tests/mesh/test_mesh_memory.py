@@ -1,0 +1,68 @@
+"""Sharded means sharded: what each device holds, at rest and while it is born."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from bessemer.models.gpt import GPT
+from bessemer.optim import build_optimizer, state_shardings
+from bessemer.topology import bytes_per_device, placement, shardings, unbox
+from bessemer.training import launch
+from bessemer.training.functions import jit_init
+from tests.mesh.harness import mesh_of
+
+ALL = 1 / 8 + 0.05
+"""Share of the bytes that one of eight devices may hold: its own, and small things that everyone has."""
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}], ids=str)
+def test_a_device_of_eight_holds_an_eighth(name: str, sizes: dict[str, int]) -> None:
+    """Depth 12 with lookup layers, from shapes alone."""
+    topology = mesh_of(sizes)
+    model = GPT(depth=12, vocab_size=32_768, block_size=2048, lookup_after_layers=[3, 8])
+    boxed = jax.eval_shape(model.init, jax.random.key(0), jax.numpy.zeros((1, 8), int))["params"]
+    params, places = unbox(boxed), shardings(boxed, topology.mesh)
+    tx = build_optimizer(name, lambda cls: cls(), 10, model.group_of, width=768).tx
+    state, state_places = jax.eval_shape(tx.init, params), state_shardings(tx, params, places, topology.replicated)
+    for tree, where in ((params, places), (state, state_places)):
+        held, total = bytes_per_device(tree, where), sum(row["bytes"] for row in placement(tree, where))
+        assert total / 8 <= held <= ALL * total
+
+
+def test_the_state_is_born_in_pieces(
+    tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither results nor temporaries of the compiled init hold an array whole, beside what everyone has."""
+    topology = mesh_of({"fsdp": 8})
+    monkeypatch.setattr(launch, "make_topology", lambda settings: topology)
+    wide = {"model.width": 256, "model.head_dim": 32, "training.per_device_batch_size": 1}
+    trainer = launch.build_trainer("quickstart", {**tiny, **wide}, name="born", root=tmp_path)
+    abstract, places = trainer.functions.abstract_state, trainer.functions.state_shardings
+    with topology.scope():
+        memory = jit_init(trainer).lower(jax.random.key(0)).compile().memory_analysis()
+    total = sum(row["bytes"] for row in placement(abstract, places))
+    largest = max(row["bytes"] for row in placement(abstract, places))
+    print(memory.output_size_in_bytes / total, memory.temp_size_in_bytes, largest, total)
+    assert memory.output_size_in_bytes <= ALL * total
+    assert memory.temp_size_in_bytes < largest / 2
+
+
+def test_rows_of_the_table() -> None:
+    topology = mesh_of({"fsdp": 4, "tensor": 2})
+    model = GPT(depth=1, width=64, head_dim=16, vocab_size=100, block_size=16)
+    boxed = jax.eval_shape(model.init, jax.random.key(0), jax.numpy.zeros((1, 8), int))["params"]
+    rows = {row["parameter"]: row for row in placement(unbox(boxed), shardings(boxed, topology.mesh))}
+    assert rows["blocks_0/up"] == {
+        "parameter": "blocks_0/up",
+        "shape": (64, 256),
+        "dtype": "float32",
+        "spec": ("fsdp", "tensor"),
+        "shards": 8,
+        "bytes": 65_536,
+        "bytes_per_device": 8192,
+    }
+    assert rows["rho"]["spec"] == ("",) and rows["rho"]["shards"] == 1
