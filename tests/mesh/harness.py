@@ -25,14 +25,14 @@ VOCAB, ROWS, LENGTH = 100, 8, 256
 SIZES = {"depth": 2, "width": 64, "heads": 8, "kv_heads": 2, "head_dim": 8, "vocab_size": VOCAB}
 SHARED = {**SIZES, "block_size": LENGTH, "document_mask": True, "loss_chunks": 4, "precision": "float32"}
 K = np.where(np.arange(VOCAB) % 10 == 0, 20, 1)  # rows of each token in a lookup table
+LOOKUP = {"lookup_after_layers": [0], "lookup_path": "sorted", "allocation": Allocation.of(K)}
+# LLVM's own optimisation is two fifths of the time to compile, and changes no result by more than rounding.
+QUICKLY = {"xla_backend_optimization_level": 0}
 
 # A family is one line: the name in the registry, and its settings. Layer 0 has a window of 128, the last none.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt": ("gpt", {"window": "SL"}),
-    "lookup": (
-        "gpt",
-        {"window": "L", "lookup_after_layers": [0], "lookup_path": "sorted", "allocation": Allocation.of(K)},
-    ),
+    "gpt": ("gpt", {"window": "SL", "backout": False}),  # which at two layers is a factor before a norm
+    "lookup": ("gpt", {**LOOKUP, "window": "L", "backout": False}),
     "llama": ("llama", {"mlp_width": 192, "sliding_window": 100, "sliding_layers": "SL"}),
 }
 
@@ -60,6 +60,7 @@ class Tiny:
     boxed: Any
     params: Any
     tx: optax.GradientTransformationExtraArgs
+    places: Any = None  # shardings of the parameters on a mesh
 
     def step(self, params: Any, state: Any, batch: Any) -> dict[str, Any]:
         def loss_of(params: Any) -> tuple[jax.Array, jax.Array]:
@@ -67,6 +68,8 @@ class Tiny:
             return total / weight, metrics["nll"]
 
         (loss, nll), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
+        if self.places is not None:  # as the trainer's step does
+            gradients = jax.lax.with_sharding_constraint(gradients, self.places)
         updates, state = self.tx.update(gradients, state, params, step=jnp.int32(0))
         return {
             "loss": (loss, nll),
@@ -85,13 +88,15 @@ def build(family: str, optimizer: str = "adamw", topology: Topology | None = Non
     params = jax.tree.map(lambda x: 0.2 * rng.standard_normal(x.shape).astype(np.float32), unbox(boxed))
     spread = None if topology is None else mesh_spread(topology.mesh)
     tx = build_optimizer(optimizer, settings_of, 10, model.group_of, width=64, spread=spread).tx
-    return Tiny(model, boxed, params, tx)
+    places = None if topology is None else shardings(boxed, topology.mesh, topology.rest_rules)
+    return Tiny(model, boxed, params, tx, places)
 
 
 @functools.cache
 def one_device(family: str, optimizer: str = "adamw") -> dict[str, Any]:
     tiny = build(family, optimizer)
-    return jax.device_get(jax.jit(tiny.step)(tiny.params, tiny.tx.init(tiny.params), batch_of()))
+    arguments = (tiny.params, tiny.tx.init(tiny.params), batch_of())
+    return jax.device_get(jax.jit(tiny.step, compiler_options=QUICKLY)(*arguments))
 
 
 def mesh_of(sizes: dict[str, int]) -> Topology:
@@ -101,7 +106,7 @@ def mesh_of(sizes: dict[str, int]) -> Topology:
 
 def compile_step(tiny: Tiny, topology: Topology) -> tuple[Any, tuple[Any, ...]]:
     """The compiled step, and its arguments where they belong."""
-    places = shardings(tiny.boxed, topology.mesh, topology.rest_rules)
+    places = tiny.places
     state_places = state_shardings(tiny.tx, unbox(tiny.boxed), places, topology.replicated)
     params = jax.device_put(tiny.params, places)
     with topology.scope():
@@ -109,7 +114,8 @@ def compile_step(tiny: Tiny, topology: Topology) -> tuple[Any, tuple[Any, ...]]:
         arguments = (params, state, jax.device_put(batch_of(), topology.batch_sharding()))
         out = dict.fromkeys(("gradients", "updates", "params"), places)
         out |= {"loss": topology.replicated, "state": state_places}
-        return jax.jit(tiny.step, out_shardings=out).lower(*arguments).compile(), arguments
+        step = jax.jit(tiny.step, out_shardings=out, compiler_options=QUICKLY)
+        return step.lower(*arguments).compile(), arguments
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from bessemer.models.split_attention import ABSENT, Layout
 from bessemer.topology.target import targeting
 
 
-@pytest.mark.parametrize(("keys", "window"), [(256, None), (384, 100)])
+@pytest.mark.parametrize(("keys", "window"), [pytest.param(256, None, marks=pytest.mark.slow), (384, 100)])
 def test_equals_xla_with_gradients(keys: int, window: int | None) -> None:
     """More keys than queries is a piece of a split sequence; the first of them do not exist on the first device."""
     q, k, v = draw(1, 256, 4, 32), draw(1, keys, 2, 32, seed=1), draw(1, keys, 2, 32, seed=2)

@@ -13,9 +13,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
-# Axes that only repeat the matrices come first: a slice makes the stack smaller before anything travels.
-SPREAD_AXES = ("data", "context", "fsdp", "tensor")
-MOST_PADDING = 2  # a stack grows at most so much: what pads it is gathered with the rest
+# Axes that only repeat the matrices, and axes that split them at rest. The first come first: a slice makes the stack
+# smaller before anything travels.
+REPEATING, SPLITTING = ("data", "context"), ("fsdp", "tensor")
+POLAR_COST = 4.0  # a polar step takes about as long as sending its matrix so many times
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,26 @@ class Spread:
     axes: tuple[str, ...]  # those with more than one device
 
     def chosen(self, count: int) -> tuple[str, ...]:
-        """The axes over which a stack of `count` matrices is split: fewest a device, then on fewest devices.
+        """The axes over which a stack of `count` matrices is split: those with the least to compute and to send.
 
-        Not always all: 26 matrices on 512 devices would be 486 of padding, in memory and on the wire.
+        Not always all: 26 matrices on 512 devices are 486 of padding, which an all-gather would send with the rest.
         """
-
-        def devices(axes: tuple[str, ...]) -> int:
-            return math.prod(self.mesh.shape[axis] for axis in axes)
-
-        def rank(axes: tuple[str, ...]) -> tuple[int, int]:
-            return -(-count // devices(axes)), devices(axes)
-
         some = [part for n in range(len(self.axes) + 1) for part in combinations(self.axes, n)]
-        return min((axes for axes in some if rank(axes)[0] * devices(axes) <= MOST_PADDING * count), key=rank)
+        return min(some, key=lambda axes: self.cost(count, axes))
+
+    def cost(self, count: int, axes: tuple[str, ...]) -> float:
+        """Time of one device in sendings of a whole matrix: its polar steps, and what it receives."""
+        repeats, parts = (self._devices(axes, kind) for kind in (REPEATING, SPLITTING))
+        pieces = self._devices(self.axes, SPLITTING)
+        own = -(-count // (repeats * parts))
+        padded = own * repeats * parts
+        there_and_back = 2 * padded / (repeats * pieces) if parts > 1 else 0.0  # all-to-alls
+        made_whole = own * (1 - parts / pieces)  # all-gather over splitting axes that are not chosen
+        joined = padded / pieces * (1 - 1 / repeats)  # all-gather over repeating ones
+        return POLAR_COST * own + there_and_back + made_whole + joined
+
+    def _devices(self, axes: tuple[str, ...], kind: tuple[str, ...]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes if axis in kind)
 
     def over(self, count: int) -> Stack:
         """The stack axis is split over one mesh axis after the other, and joined in the reverse order, with the matrix
@@ -77,7 +85,7 @@ class Spread:
         )
 
 
-def mesh_spread(mesh: Mesh, axes: tuple[str, ...] = SPREAD_AXES) -> Spread | None:
+def mesh_spread(mesh: Mesh, axes: tuple[str, ...] = (*REPEATING, *SPLITTING)) -> Spread | None:
     """How Muon's stacks are laid over `axes` of the mesh. None on a single device."""
     axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
     return Spread(mesh, axes) if axes else None
