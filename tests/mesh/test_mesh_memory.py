@@ -6,13 +6,13 @@ from pathlib import Path
 
 import jax
 import pytest
+from tests.mesh.harness import mesh_of
 
 from bessemer.models.gpt import GPT
 from bessemer.optim import build_optimizer, state_shardings
 from bessemer.topology import bytes_per_device, placement, shardings, unbox
 from bessemer.training import launch
 from bessemer.training.functions import jit_init
-from tests.mesh.harness import mesh_of
 
 ALL = 1 / 8 + 0.05
 """Share of the bytes that one of eight devices may hold: its own, and small things that everyone has."""
@@ -26,7 +26,10 @@ def test_a_device_of_eight_holds_an_eighth(name: str) -> None:
     boxed = jax.eval_shape(model.init, jax.random.key(0), jax.numpy.zeros((1, 8), int))["params"]
     params, places = unbox(boxed), shardings(boxed, topology.mesh)
     tx = build_optimizer(name, lambda cls: cls(), 10, model.group_of, width=768).tx
-    state, state_places = jax.eval_shape(tx.init, params), state_shardings(tx, params, places, topology.replicated)
+    state, state_places = (
+        jax.eval_shape(tx.init, params),
+        state_shardings(tx, params, places, topology.replicated),
+    )
     for tree, where in ((params, places), (state, state_places)):
         held, total = bytes_per_device(tree, where), sum(row["bytes"] for row in placement(tree, where))
         assert total / 8 <= held <= ALL * total
@@ -45,8 +48,10 @@ def test_the_state_is_born_in_pieces(
         init = jit_init(trainer).lower(jax.random.key(0)).compile()
     memory, rows = init.memory_analysis(), placement(abstract, places)
     total = sum(row["bytes"] for row in rows)
-    assert memory.output_size_in_bytes + memory.temp_size_in_bytes <= ALL * total
-    matrices = {row["shape"] for row in rows if row["shards"] == 8}
+    assert memory.output_size_in_bytes <= ALL * total
+    own = bytes_per_device(abstract.params, places.params)
+    assert memory.temp_size_in_bytes <= 1.05 * own  # the random bits of its own pieces
+    matrices = {row["shape"] for row in rows if row["shards"] == 8 and min(row["shape"]) >= 64}
     assert (256, 1024) in matrices
     for shape in matrices:  # the program of one device knows no array of that size
         assert f"[{','.join(map(str, shape))}]" not in init.as_text()

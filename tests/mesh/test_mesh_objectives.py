@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tests.mesh.harness import LENGTH, ROWS, VOCAB, batch_of, build, difference, mesh_of
+from tests.mesh.harness import LENGTH, QUICKLY, ROWS, batch_of, build, difference, mesh_of
 
 from bessemer.objectives.dpo import DpoSettings, dpo
 from bessemer.objectives.kl import KLConfig, kl
@@ -17,7 +17,7 @@ MESH = {"fsdp": 2, "tensor": 2, "context": 2}
 
 
 def pairs_of() -> dict[str, np.ndarray]:
-    """Three answers in every row at most: one pair, and one that is absent."""
+    """Two answers in every row: one pair, and a place for another that is empty."""
     batch = batch_of()
     segments = np.repeat(np.array([[1, 2]]), LENGTH // 2, axis=1).repeat(ROWS, axis=0).astype(np.int32)
     ids = np.stack([np.arange(ROWS), np.full(ROWS, -1)], axis=1).astype(np.int32)
@@ -31,9 +31,14 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("kl exact", marks=pytest.mark.slow),
-                                  pytest.param("kl reverse", marks=pytest.mark.long),
-                                  pytest.param("dpo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("kl exact", marks=pytest.mark.slow),
+        pytest.param("kl reverse", marks=pytest.mark.long),
+        pytest.param("dpo", marks=pytest.mark.slow),
+    ],
+)
 def test_an_objective_with_a_reference_is_that_of_one_device(name: str) -> None:
     objective, settings, rows = CASES[name]
     tiny = build("gpt", kv_heads=4)
@@ -50,11 +55,13 @@ def test_an_objective_with_a_reference_is_that_of_one_device(name: str) -> None:
 
         return jax.value_and_grad(value, has_aux=True)
 
-    one = jax.device_get(jax.jit(make())(tiny.params, frozen, rows()))
+    one = jax.device_get(jax.jit(make(), compiler_options=QUICKLY)(tiny.params, frozen, rows()))
     topology = mesh_of(MESH)
     places = shardings(tiny.boxed, topology.mesh)
     with topology.scope():
         placed = [jax.device_put(tree, places) for tree in (tiny.params, frozen)]
         batch = jax.device_put(rows(), topology.batch_sharding())
-        many = jax.device_get(jax.jit(make())(*placed, batch))
-    print(difference(many, one))
+        many = jax.device_get(jax.jit(make(), compiler_options=QUICKLY)(*placed, batch))
+    off = difference(many, one)
+    print(off)  # measured: 1.1e-5 and 2.6e-8
+    assert off.largest < 1e-4 and off.mean < 2e-7, off

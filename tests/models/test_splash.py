@@ -68,7 +68,7 @@ topology = make_topology(TopologySettings(data=1, fsdp=1, tensor=2, context=2), 
 model = GPT(depth=1, width=256, head_dim=64, kv_heads=2, vocab_size=256, block_size=512, document_mask=True)
 with topology.scope():
     print(model.chosen_kernels()["attention"])
-    boxed = jax.eval_shape(model.init, key, jnp.zeros((1, 8), jnp.int32))["params"]
+    boxed = jax.eval_shape(model.init, key, jax.ShapeDtypeStruct((1, 8), jnp.int32))["params"]
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     params = jax.tree.map(place, unbox(boxed), shardings(boxed, topology.mesh))
     rows = jax.ShapeDtypeStruct((2, 512), jnp.int32, sharding=topology.batch_sharding())

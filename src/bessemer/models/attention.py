@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.errors import InputError
-from bessemer.models.split_attention import Layout, layout_of, on_devices
 from bessemer.models.splash import splash_attention, suits_splash
+from bessemer.models.split_attention import Layout, layout_of, on_devices
 from bessemer.topology import target_platform
 
 Implementation = Literal["auto", "xla", "cudnn", "splash"]
@@ -40,9 +40,7 @@ def attention(
     if window is not None and window >= q.shape[1]:
         window = None
     layout = layout_of(q.shape, k.shape)
-    name = choose_attention(
-        implementation, q.dtype, q.shape[-1], segment_ids is not None, q.shape[1], layout
-    )
+    name = choose_attention(implementation, q.dtype, q.shape[-1], segment_ids is not None, q.shape[1], layout)
     kernel = partial(KERNELS[name], window=window)
     return on_devices(kernel, layout, q, k, v, window, segment_ids, whole=name != "splash")
 
@@ -57,8 +55,8 @@ def choose_attention(
 ) -> str:
     """`architecture/attention`: auto takes what the platform has for these heads, and XLA otherwise.
 
-    cuDNN: an NVIDIA GPU, half precision, head dimensions up to 128 in steps of 8, no document mask, and queries and keys
-    of one length. Splash: a TPU, sequences (what a device has of them) in steps of 128.
+    cuDNN: an NVIDIA GPU, half precision, head dimensions up to 128 in steps of 8, no document mask, as many keys as
+    queries. Splash: a TPU, sequences (what a device has of them) in steps of 128.
     """
     layout = layout or Layout()
     platform = target_platform()
@@ -82,7 +80,9 @@ NEEDS = {
 }
 
 
-def _cudnn(q: Array, k: Array, v: Array, q_ids: Array | None, k_ids: Array | None, window: int | None) -> Array:
+def _cudnn(
+    q: Array, k: Array, v: Array, q_ids: Array | None, k_ids: Array | None, window: int | None
+) -> Array:
     local = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         q, k, v, is_causal=True, local_window_size=local, implementation="cudnn"
@@ -95,7 +95,7 @@ def _blocked(
     """Query blocks, each against only the keys that its window can reach: cost follows the window, not T².
 
     The last query stands at the last key: of S keys the first S − T come before all T queries. With more keys than
-    queries, part of a long sequence, scores are computed again for the gradient: kept, they would be T·S numbers a head.
+    queries, part of a long sequence, scores are computed again for the gradient: kept, they are T·S numbers a head.
     """
     length, before = q.shape[1], k.shape[1] - q.shape[1]
     size = block_length(length)

@@ -126,7 +126,7 @@ def token_logprobs(
 def choose_chunks(chunks: int | str, batch: int, length: int, vocab: int, tile: int | None = None) -> int:
     """How many pieces to cut the sequence into: an explicit number, or tiles of about `tile` (TILE) logits a device.
 
-    A number that divides the sequence (a device's piece of it) is preferred to a slightly smaller one that would need padding.
+    A number that divides a device's piece of the sequence is preferred to a slightly smaller one that needs padding.
     """
     if chunks != "auto":
         return max(1, min(int(chunks), length))
@@ -238,7 +238,7 @@ def _cross_entropy(
 def _forward(
     options: LossOptions, hidden: Array, head: Array, targets: Array, weights: Array
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Value and gradient, tile by tile. dW is kept apart per shard of rows (`row_groups`) and summed over devices once, at the end."""
+    """Value and gradient, tile by tile. dW is kept apart per shard (`row_groups`), summed over devices once."""
     logits, gradients = (
         _products(head, hidden.dtype) if options.fp8 is None else head_products(head, options.fp8)
     )
@@ -286,9 +286,7 @@ def _products(head: Array, dtype: Any) -> tuple[Callable[..., Array], Callable[.
     """(h → logits, (h, dlogits, bound of |dlogits|, groups) → (dh, dW (*groups, D, V))); all results float32."""
     table = constrain(head.astype(dtype), "embed", "vocab")
 
-    def gradients(
-        h: Array, dlogits: Array, bound: Array, groups: tuple[int, int]
-    ) -> tuple[Array, Array]:
+    def gradients(h: Array, dlogits: Array, bound: Array, groups: tuple[int, int]) -> tuple[Array, Array]:
         dlogits = dlogits.astype(dtype)
         dh = jnp.einsum("btv,dv->btd", dlogits, table, preferred_element_type=jnp.float32)
         return dh, over_rows(h, dlogits, groups)

@@ -226,9 +226,7 @@ def head_products(
     def logits(h: Array, dtype: Any = jnp.float32) -> Array:
         return constrain(product(cast(h), into, (-1, 0), dtype), "batch", "sequence", "vocab")
 
-    def gradients(
-        h: Array, dlogits: Array, bound: Array, groups: tuple[int, int]
-    ) -> tuple[Array, Array]:
+    def gradients(h: Array, dlogits: Array, bound: Array, groups: tuple[int, int]) -> tuple[Array, Array]:
         g8 = _cast(dlogits, GRADIENT, scaling, bound)
         dh = product(g8, back, (-1, 1), jnp.float32, exact=True)
         if scaling == ROWWISE or groups != (1, 1):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from bessemer.config import field
@@ -137,9 +136,7 @@ class GPTSettings(LookupSettings):
         """Setting -> (what runs on this platform and mesh, why), for those that are chosen by themselves."""
         dtype, s, length = self.compute_dtype, self.shape, self.block_size
         layout = layout_of((1, length, s.heads, s.head_dim), (1, length, s.kv_heads, s.head_dim))
-        attention = choose_attention(
-            self.attention, dtype, s.head_dim, self.document_mask, length, layout
-        )
+        attention = choose_attention(self.attention, dtype, s.head_dim, self.document_mask, length, layout)
         rows = choose_kernels(self.kernels, dtype)
         why = f"{jnp.dtype(dtype).name}, head dimension {s.head_dim}"
         masked = ", with a document mask" if self.document_mask else ""

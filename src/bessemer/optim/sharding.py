@@ -12,7 +12,6 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-
 # Axes that only repeat the matrices, and axes that split them at rest. The first come first: a slice makes the stack
 # smaller before anything travels.
 REPEATING, SPLITTING = ("data", "context"), ("fsdp", "tensor")
