@@ -52,8 +52,9 @@ BOUNDS = {  # measured over all meshes, gpt and lookup: largest 1.2e-7, 2.6e-6, 
 
 
 MOVES = {
-    # Layer 0, with a window of two pieces: keys and values of two neighbours and their documents, and the gradients back;
-    # the last layer: all of them once, and the gradients scattered; the smear: a position, its document, its gradient.
+    # Layer 0, whose window is two pieces: keys and values of two neighbours and their documents, and the gradients
+    # back; the last layer: all of them once, and the gradients scattered; the smear: a position, its document, its
+    # gradient.
     ("gpt", "context 4"): {"collective-permute": 9, "all-gather": 2, "reduce-scatter": 1, "all-to-all": 0},
 }
 """Collectives of a whole step beside the sums of gradients: no activation is ever gathered."""

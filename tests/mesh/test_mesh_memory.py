@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -10,12 +11,17 @@ from tests.mesh.harness import mesh_of
 
 from bessemer.models.gpt import GPT
 from bessemer.optim import build_optimizer, state_shardings
-from bessemer.topology import bytes_per_device, placement, shardings, unbox
+from bessemer.topology import placement, shardings, unbox
 from bessemer.training import launch
 from bessemer.training.functions import jit_init
 
 ALL = 1 / 8 + 0.05
 """Share of the bytes that one of eight devices may hold: its own, and small things that everyone has."""
+
+
+def bytes_of(rows: list[dict[str, Any]]) -> tuple[int, int]:
+    """On one device, and in all."""
+    return sum(row["bytes_per_device"] for row in rows), sum(row["bytes"] for row in rows)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -31,7 +37,7 @@ def test_a_device_of_eight_holds_an_eighth(name: str) -> None:
         state_shardings(tx, params, places, topology.replicated),
     )
     for tree, where in ((params, places), (state, state_places)):
-        held, total = bytes_per_device(tree, where), sum(row["bytes"] for row in placement(tree, where))
+        held, total = bytes_of(placement(tree, where))
         assert total / 8 <= held <= ALL * total
 
 
@@ -47,11 +53,12 @@ def test_the_state_is_born_in_pieces(
     with topology.scope():
         init = jit_init(trainer).lower(jax.random.key(0)).compile()
     memory, rows = init.memory_analysis(), placement(abstract, places)
-    total = sum(row["bytes"] for row in rows)
+    total = bytes_of(rows)[1]
     assert memory.output_size_in_bytes <= ALL * total
-    own = bytes_per_device(abstract.params, places.params)
+    own = bytes_of(placement(abstract.params, places.params))[0]
     assert memory.temp_size_in_bytes <= 1.05 * own  # the random bits of its own pieces
-    matrices = {row["shape"] for row in rows if row["shards"] == 8 and min(row["shape"]) >= 64}
+    split = [row for row in rows if row["bytes_per_device"] * 8 == row["bytes"]]
+    matrices = {tuple(row["shape"]) for row in split if min(row["shape"]) >= 64}
     assert (256, 1024) in matrices
     for shape in matrices:  # the program of one device knows no array of that size
         assert f"[{','.join(map(str, shape))}]" not in init.as_text()
@@ -61,14 +68,12 @@ def test_rows_of_the_table() -> None:
     topology = mesh_of({"fsdp": 4, "tensor": 2})
     model = GPT(depth=1, width=64, head_dim=16, vocab_size=100, block_size=16)
     boxed = jax.eval_shape(model.init, jax.random.key(0), jax.numpy.zeros((1, 8), int))["params"]
-    rows = {row["parameter"]: row for row in placement(unbox(boxed), shardings(boxed, topology.mesh))}
-    assert rows["blocks_0/up"] == {
-        "parameter": "blocks_0/up",
-        "shape": (64, 256),
-        "dtype": "float32",
-        "spec": ("fsdp", "tensor"),
-        "shards": 8,
-        "bytes": 65_536,
-        "bytes_per_device": 8192,
-    }
-    assert rows["rho"]["spec"] == ("",) and rows["rho"]["shards"] == 1
+    rows = {row["name"]: row for row in placement(unbox(boxed), shardings(boxed, topology.mesh))}
+    up = rows["blocks_0/up"]
+    assert (up["shape"], up["spec"], up["bytes"], up["bytes_per_device"]) == (
+        [64, 256],
+        ["fsdp", "tensor"],
+        65_536,
+        8192,
+    )
+    assert rows["rho"]["spec"] == [None] and rows["rho"]["bytes"] == rows["rho"]["bytes_per_device"]

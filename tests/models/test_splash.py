@@ -17,7 +17,7 @@ from bessemer.errors import InputError
 from bessemer.models.attention import KERNELS, choose_attention
 from bessemer.models.splash import splash_attention
 from bessemer.models.split_attention import ABSENT, Layout
-from bessemer.topology.target import targeting
+from bessemer.topology import planned_for
 
 
 @pytest.mark.parametrize(("keys", "window"), [pytest.param(256, None, marks=pytest.mark.slow), (384, 100)])
@@ -45,12 +45,12 @@ def test_it_is_chosen_on_a_tpu_and_only_there() -> None:
     assert choose_attention("auto", jnp.bfloat16, 128, True, 2048) == "xla"
     with pytest.raises(InputError, match="kernel for TPUs"):
         choose_attention("splash", jnp.bfloat16, 128, True, 2048)
-    with targeting("tpu"):
+    with planned_for("tpu"):
         assert choose_attention("auto", jnp.bfloat16, 128, True, 2048) == "splash"
         assert choose_attention("auto", jnp.bfloat16, 128, True, 2047) == "xla"
         pieces = Layout(sequence=("context",), pieces=32, way="keys")
         assert choose_attention("auto", jnp.bfloat16, 128, True, 2048, pieces) == "xla"
-    with targeting("gpu"):
+    with planned_for("gpu"):
         whole = Layout(sequence=("context",), pieces=32, way="heads")
         assert choose_attention("auto", jnp.bfloat16, 128, False, 2048, whole) == "cudnn"
         assert choose_attention("auto", jnp.bfloat16, 128, False, 2048, pieces) == "xla"
@@ -60,13 +60,13 @@ COMPILE = """
 import re, jax, jax.numpy as jnp
 from jax.experimental import topologies
 from bessemer.models.gpt import GPT
-from bessemer.topology import TopologySettings, make_topology, shardings, unbox
+from bessemer.topology import TopologySettings, make_topology, planned_for, shardings, unbox
 
 key = jax.random.key(0)
 devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
 topology = make_topology(TopologySettings(data=1, fsdp=1, tensor=2, context=2), devices)
 model = GPT(depth=1, width=256, head_dim=64, kv_heads=2, vocab_size=256, block_size=512, document_mask=True)
-with topology.scope():
+with topology.scope(), planned_for("tpu"):
     print(model.chosen_kernels()["attention"])
     boxed = jax.eval_shape(model.init, key, jax.ShapeDtypeStruct((1, 8), jnp.int32))["params"]
     place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)

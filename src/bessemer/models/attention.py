@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.errors import InputError
+from bessemer.models.absent import absent_flash
 from bessemer.models.splash import splash_attention, suits_splash
 from bessemer.models.split_attention import Layout, layout_of, on_devices
-from bessemer.topology import target_platform
+from bessemer.topology.backend import backend
 
 Implementation = Literal["auto", "xla", "cudnn", "splash"]
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
@@ -56,15 +57,15 @@ def choose_attention(
     """`architecture/attention`: auto takes what the platform has for these heads, and XLA otherwise.
 
     cuDNN: an NVIDIA GPU, half precision, head dimensions up to 128 in steps of 8, no document mask, as many keys as
-    queries. Splash: a TPU, sequences (what a device has of them) in steps of 128.
+    queries. Splash: a TPU, head dimensions in steps of 64, sequences (what a device has of them) in steps of 128.
     """
     layout = layout or Layout()
-    platform = target_platform()
+    platform = backend()
     half = dtype in (jnp.bfloat16, jnp.float16)
     shaped = half and head_dim % 8 == 0 and head_dim <= 128
     possible = {
         "cudnn": platform == "gpu" and shaped and not masked and layout.way != "keys",
-        "splash": platform == "tpu" and (length is None or suits_splash(layout.queries(length))),
+        "splash": platform == "tpu" and (length is None or suits_splash(layout.queries(length), head_dim)),
     }
     if not possible.get(implementation, True):
         raise InputError(f"architecture.attention={implementation} {NEEDS[implementation]}")
@@ -76,13 +77,16 @@ def choose_attention(
 NEEDS = {
     "cudnn": "needs an NVIDIA GPU, half precision, a head dimension of at most 128 in steps of 8, no document mask, "
     "which it cannot keep, and a topology.context that divides the key-value heads. Set architecture.attention=auto.",
-    "splash": "is a kernel for TPUs, for sequences in steps of 128 on each device. Set architecture.attention=auto.",
+    "splash": "is a kernel for TPUs, for head dimensions in steps of 64 and sequences in steps of 128 on each "
+    "device. Set architecture.attention=auto.",
 }
 
 
 def _cudnn(
     q: Array, k: Array, v: Array, q_ids: Array | None, k_ids: Array | None, window: int | None
 ) -> Array:
+    if jax.default_backend() != "gpu":  # a plan for a GPU that is not here
+        return absent_flash(q, k, v)
     local = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         q, k, v, is_causal=True, local_window_size=local, implementation="cudnn"

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 from jax import Array
 
 STEP = 128  # lanes of a TPU: blocks, and so sequences, come in multiples of it
+HEAD_STEP = 64
 BLOCK = 512
 
 
-def suits_splash(length: int) -> bool:
-    return length % STEP == 0
+def suits_splash(length: int, head_dim: int) -> bool:
+    """Whether queries of this length and heads of this size fill its blocks."""
+    return length % STEP == 0 and head_dim % HEAD_STEP == 0
 
 
 def splash_attention(

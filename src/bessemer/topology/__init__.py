@@ -4,6 +4,7 @@ Model code knows nothing of devices: it names the axes of its arrays, and the ta
 axis each named axis rests (parameters, optimizer state) and computes (weights in use, activations).
 """
 
+from bessemer.topology.backend import backend, planned_for
 from bessemer.topology.chips import CHIPS, Chip, chip_of, has_float8
 from bessemer.topology.distributed import (
     StopAgreement,
@@ -15,7 +16,7 @@ from bessemer.topology.distributed import (
     share,
 )
 from bessemer.topology.mesh import Topology, init_sharded, make_topology
-from bessemer.topology.placement import bytes_per_device, placement
+from bessemer.topology.placement import placement
 from bessemer.topology.rules import (
     COMPUTE_RULES,
     REST_RULES,
@@ -27,7 +28,6 @@ from bessemer.topology.rules import (
 )
 from bessemer.topology.settings import AXES, TopologySettings
 from bessemer.topology.start import keep_stdout_clean, start_distributed
-from bessemer.topology.target import target_platform
 
 __all__ = [
     "AXES",
@@ -40,8 +40,8 @@ __all__ = [
     "Topology",
     "TopologySettings",
     "absent_processes",
+    "backend",
     "barrier",
-    "bytes_per_device",
     "check_rules",
     "chip_of",
     "first_line",
@@ -50,12 +50,12 @@ __all__ = [
     "keep_stdout_clean",
     "make_topology",
     "placement",
+    "planned_for",
     "process_count",
     "process_index",
     "shardings",
     "share",
     "start_distributed",
-    "target_platform",
     "unbox",
     "validate_divisible",
 ]

@@ -18,7 +18,6 @@ from bessemer.topology.chips import Chip, chip_of
 from bessemer.topology.distributed import process_index
 from bessemer.topology.rules import COMPUTE_RULES, REST_RULES, Rules, check_rules, shardings, unbox
 from bessemer.topology.settings import AXES, TopologySettings
-from bessemer.topology.target import targeting
 
 
 @dataclass(frozen=True)
@@ -78,13 +77,12 @@ class Topology:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Mesh, compute rules and platform for init, tracing and calls.
+        """Mesh and compute rules for init, tracing and calls.
 
-        All are thread-local and the rules are not in jit's cache key: enter it in every thread that
+        Both are thread-local and the rules are not in jit's cache key: enter it in every thread that
         traces, and around calls as well, or a later retrace silently loses all constraints.
         """
-        rules = nn.logical_axis_rules(list(self.compute_rules))
-        with jax.set_mesh(self.mesh), rules, targeting(self.platform):
+        with jax.set_mesh(self.mesh), nn.logical_axis_rules(list(self.compute_rules)):
             yield
 
     def describe(self) -> dict[str, Any]:
