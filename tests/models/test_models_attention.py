@@ -10,6 +10,7 @@ import pytest
 from bessemer.errors import InputError
 from bessemer.models.attention import attention, block_length, cached_attention
 from bessemer.models.gpt import GPT
+from bessemer.topology import TopologySettings, make_topology
 
 
 def draw(*shape: int, seed: int = 0) -> np.ndarray:
@@ -110,3 +111,6 @@ def test_what_is_chosen_is_said():
     chosen = GPT(depth=1, width=32, head_dim=16, vocab_size=64, document_mask=True).chosen_kernels()
     assert chosen["attention"] == ("xla", "for float32, head dimension 16, with a document mask")
     assert chosen["kernels"][0] == "xla"
+    with make_topology(TopologySettings(data=1, context=4), jax.devices()[:4]).scope():
+        chosen = GPT(depth=1, width=32, head_dim=16, vocab_size=64, block_size=64).chosen_kernels()
+    assert chosen["attention"][1].endswith("sequences in 4 pieces: keys and values gathered")

@@ -21,8 +21,9 @@ def defaults(cls: type) -> Any:
     return cls()
 
 
-def build_mesh(data: int, fsdp: int) -> jax.sharding.Mesh:
-    return jax.make_mesh((data, fsdp), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+def build_mesh(data: int, fsdp: int, tensor: int = 1) -> jax.sharding.Mesh:
+    names = ("data", "fsdp", "tensor")
+    return jax.make_mesh((data, fsdp, tensor), names, axis_types=(AxisType.Auto,) * 3)
 
 
 def abstract_params(blocks: int) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def abstract_params(blocks: int) -> dict[str, Any]:
 
 
 def shardings_of(params: Any, mesh: jax.sharding.Mesh) -> Any:
-    spec = {2: P("fsdp", None), 1: P()}
+    spec = {2: P("fsdp", "tensor"), 1: P()}
     return jax.tree.map(lambda p: NamedSharding(mesh, spec[p.ndim]), params)
 
 
@@ -51,9 +52,9 @@ def test_state_lies_where_its_parameters_do(name: str) -> None:
     pairs = zip(jax.tree.leaves(abstract), jax.tree.leaves(shardings), strict=True)
     by_shape = {leaf.shape: sharding.spec for leaf, sharding in pairs}
     if name != "adafactor":
-        assert by_shape[(16, 16)] == P("fsdp", None) and by_shape[(24, 16)] == P("fsdp", None)
+        assert by_shape[(16, 16)] == P("fsdp", "tensor") and by_shape[(24, 16)] == P("fsdp", "tensor")
     if name == "muon":  # its second moment has one value an output unit; the reduced axis is not split
-        assert by_shape[(1, 64)] == P(None, None)
+        assert by_shape[(1, 64)] == P(None, "tensor")
     assert by_shape.get((), P()) == P()
     lowered = jax.jit(tx.init, out_shardings=shardings).lower(jax.tree.map(_placed, params, where))
     assert lowered.out_info is not None
@@ -98,11 +99,33 @@ def test_spread_polar_step_is_the_same_with_few_collectives() -> None:
     over_both, collectives = run_muon(build_mesh(2, 4), True, blocks=5)
     # a shape: to its devices and back over fsdp, once over data; one all-reduce for the norms
     assert collectives == {"all-to-all": 4, "all-gather": 2, "all-reduce": 1}
-    for spread in (over_data, over_both):
+    over_all, collectives = run_muon(build_mesh(2, 2, 2), True, blocks=5)
+    assert collectives == {"all-to-all": 8, "all-gather": 2, "all-reduce": 2}
+    for spread in (over_data, over_both, over_all):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), alone, spread)
 
 
 def test_one_device_needs_no_spread() -> None:
     assert mesh_spread(build_mesh(1, 1)) is None
     spread = mesh_spread(build_mesh(2, 4))
-    assert spread is not None and spread.multiple == 8
+    assert spread is not None and spread.over(5).multiple == 8
+
+
+@pytest.mark.parametrize(
+    ("matrices", "sizes", "axes"),
+    [
+        (5, {"data": 2, "fsdp": 4}, ("data", "fsdp")),  # eight devices, three of padding
+        (26, {"data": 64, "fsdp": 8}, ("data",)),  # over both, 486 of padding would be gathered with the rest
+        (26, {"data": 512, "fsdp": 8}, ("fsdp",)),
+        (26, {"fsdp": 512}, ("fsdp",)),  # padding that all-to-alls carry: as little as a matrix
+        (1, {"data": 8, "fsdp": 8}, ()),  # nothing to share out: gathered, and made by everyone
+        (12, {"data": 2, "fsdp": 2, "tensor": 2, "context": 2}, ("data", "context", "fsdp", "tensor")),
+    ],
+)
+def test_a_stack_is_split_over_as_many_devices_as_pay(
+    matrices: int, sizes: dict[str, int], axes: tuple[str, ...]
+) -> None:
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    spread = mesh_spread(mesh)  # type: ignore[arg-type]
+    assert spread is not None and spread.chosen(matrices) == axes
+    assert spread.cost(matrices, axes) < 30  # whatever the number of devices

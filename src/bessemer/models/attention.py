@@ -6,6 +6,7 @@ Window convention: a query attends to exactly `window` keys, **itself included**
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -13,8 +14,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.errors import InputError
+from bessemer.models.absent import absent_flash
+from bessemer.models.splash import splash_attention, suits_splash
+from bessemer.models.split_attention import Layout, layout_of, on_devices
+from bessemer.topology.backend import backend
 
-Implementation = Literal["auto", "xla", "cudnn"]
+Implementation = Literal["auto", "xla", "cudnn", "splash"]
+IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
 MAX_BLOCKS = 8  # query blocks of the XLA path: more would skip more masked keys, and compile longer
 
 
@@ -29,51 +35,93 @@ def attention(
 ) -> Array:
     """softmax(q kᵀ / √d) v over the allowed keys. q: (B, T, N, H); k, v: (B, T, K, H), K divides N → (B, T, N, H).
 
-    Query t sees keys ≤ t, and with `segment_ids` (B, T) only those of its own segment.
+    Query t sees keys ≤ t, and with `segment_ids` (B, T) only those of its own segment. A sequence that the mesh splits
+    stays split outside: see split_attention.py.
     """
     if window is not None and window >= q.shape[1]:
         window = None
-    if choose_attention(implementation, q.dtype, q.shape[-1], segment_ids is not None) == "cudnn":
-        local = None if window is None else (window - 1, 0)
-        return jax.nn.dot_product_attention(
-            q, k, v, is_causal=True, local_window_size=local, implementation="cudnn"
-        )
-    return _blocked(q, k, v, window, segment_ids)
+    layout = layout_of(q.shape, k.shape)
+    name = choose_attention(implementation, q.dtype, q.shape[-1], segment_ids is not None, q.shape[1], layout)
+    kernel = partial(KERNELS[name], window=window)
+    return on_devices(kernel, layout, q, k, v, window, segment_ids, whole=name != "splash")
 
 
-def choose_attention(implementation: str, dtype: Any, head_dim: int, masked: bool) -> str:
-    """`architecture/attention`: auto takes cuDNN where it can, which is in half precision on an NVIDIA GPU, with head
-    dimensions up to 128 in steps of 8, and without a document mask."""
+def choose_attention(
+    implementation: str,
+    dtype: Any,
+    head_dim: int,
+    masked: bool,
+    length: int | None = None,
+    layout: Layout | None = None,
+) -> str:
+    """`architecture/attention`: auto takes what the platform has for these heads, and XLA otherwise.
+
+    cuDNN: an NVIDIA GPU, half precision, head dimensions up to 128 in steps of 8, no document mask, as many keys as
+    queries. Splash: a TPU, head dimensions in steps of 64, sequences (what a device has of them) in steps of 128.
+    """
+    layout = layout or Layout()
+    platform = backend()
     half = dtype in (jnp.bfloat16, jnp.float16)
-    possible = (
-        jax.default_backend() == "gpu" and half and head_dim % 8 == 0 and head_dim <= 128 and not masked
+    shaped = half and head_dim % 8 == 0 and head_dim <= 128
+    possible = {
+        "cudnn": platform == "gpu" and shaped and not masked and layout.way != "keys",
+        "splash": platform == "tpu" and (length is None or suits_splash(layout.queries(length), head_dim)),
+    }
+    if not possible.get(implementation, True):
+        raise InputError(f"architecture.attention={implementation} {NEEDS[implementation]}")
+    if implementation != "auto":
+        return implementation
+    return next((name for name, can in possible.items() if can), "xla")
+
+
+NEEDS = {
+    "cudnn": "needs an NVIDIA GPU, half precision, a head dimension of at most 128 in steps of 8, no document mask, "
+    "which it cannot keep, and a topology.context that divides the key-value heads. Set architecture.attention=auto.",
+    "splash": "is a kernel for TPUs, for head dimensions in steps of 64 and sequences in steps of 128 on each "
+    "device. Set architecture.attention=auto.",
+}
+
+
+def _cudnn(
+    q: Array, k: Array, v: Array, q_ids: Array | None, k_ids: Array | None, window: int | None
+) -> Array:
+    if jax.default_backend() != "gpu":  # a plan for a GPU that is not here
+        return absent_flash(q, k, v)
+    local = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(
+        q, k, v, is_causal=True, local_window_size=local, implementation="cudnn"
     )
-    if implementation == "cudnn" and not possible:
-        raise InputError(
-            "architecture.attention=cudnn needs an NVIDIA GPU, half precision, a head dimension of at most 128 in "
-            "steps of 8, and no document mask, which it cannot keep. Set architecture.attention=auto."
-        )
-    return "cudnn" if possible and implementation != "xla" else "xla"
 
 
-def _blocked(q: Array, k: Array, v: Array, window: int | None, segment_ids: Array | None) -> Array:
-    """Query blocks, each against only the keys that its window can reach: cost follows the window, not T²."""
-    length = q.shape[1]
+def _blocked(
+    q: Array, k: Array, v: Array, q_ids: Array | None, k_ids: Array | None, window: int | None
+) -> Array:
+    """Query blocks, each against only the keys that its window can reach: cost follows the window, not T².
+
+    The last query stands at the last key: of S keys the first S − T come before all T queries. With more keys than
+    queries, part of a long sequence, scores are computed again for the gradient: kept, they are T·S numbers a head.
+    """
+    length, before = q.shape[1], k.shape[1] - q.shape[1]
     size = block_length(length)
+    attend = jax.checkpoint(_attend) if before else _attend
     q, k, v = _head_major(q, k, v)
     outputs = []
     for start in range(0, length, size):
         stop = min(start + size, length)
-        first = 0 if window is None else max(0, start - window + 1) // size * size
-        queries, keys = jnp.arange(start, stop)[:, None], jnp.arange(first, stop)[None, :]
+        first = 0 if window is None else max(0, before + start - window + 1) // size * size
+        last = before + stop
+        queries, keys = before + jnp.arange(start, stop)[:, None], jnp.arange(first, last)[None, :]
         allowed = keys <= queries
         if window is not None:
             allowed &= keys > queries - window
         allowed = allowed[None]  # (1 or B, t, s)
-        if segment_ids is not None:
-            allowed = allowed & (segment_ids[:, start:stop, None] == segment_ids[:, None, first:stop])
-        outputs.append(_attend(q[:, :, :, start:stop], k[:, :, first:stop], v[:, :, first:stop], allowed))
+        if q_ids is not None and k_ids is not None:
+            allowed = allowed & (q_ids[:, start:stop, None] == k_ids[:, None, first:last])
+        outputs.append(attend(q[:, :, :, start:stop], k[:, :, first:last], v[:, :, first:last], allowed))
     return _token_major(jnp.concatenate(outputs, axis=3))
+
+
+KERNELS = {"xla": _blocked, "cudnn": _cudnn, "splash": splash_attention}
 
 
 def block_length(length: int) -> int:

@@ -12,16 +12,26 @@ import flax.linen as nn
 import jax
 
 
-def mesh_axes(name: str | None, size: int | None = None) -> tuple[str, ...]:
-    """The mesh axes that split the logical axis `name`; none without a mesh, or where they do not divide `size`."""
+def rule_axes(name: str | None, size: int | None = None) -> tuple[str, ...]:
+    """The mesh axes of the logical axis `name`, those of one device included; none where they do not divide `size`.
+
+    For the specs of `shard_map`: of an axis that no spec names it takes every input for a copy, and sums gradients
+    over it, even of one device.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     rules = nn.get_logical_axis_rules()
     if name is None or mesh.empty or not rules:
         return ()
     axes = dict(reversed([(rule[0], rule[1]) for rule in rules])).get(name)  # the first rule of a name wins
     names = (axes,) if isinstance(axes, str) else axes or ()
-    found = tuple(axis for axis in names if mesh.shape.get(axis, 1) > 1)
+    found = tuple(axis for axis in names if axis in mesh.shape)
     return found if size is None or size % math.prod(mesh.shape[axis] for axis in found) == 0 else ()
+
+
+def mesh_axes(name: str | None, size: int | None = None) -> tuple[str, ...]:
+    """The mesh axes that split the logical axis `name`; none without a mesh, or where they do not divide `size`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(axis for axis in rule_axes(name, size) if mesh.shape[axis] > 1)
 
 
 def shards(name: str | None) -> int:

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
-from bessemer.models.axes import constrain, shards
+from bessemer.models.axes import constrain, mesh_axes, rule_axes, shards
 
 NORM_EPSILON = 1e-6
 Axes = tuple[str | None, str | None]
@@ -110,8 +111,24 @@ rotate_norm.defvjp(_rotate_norm_forward, _rotate_norm_backward)
 
 
 def shift(x: Array, first: Array) -> Array:
-    """x delayed by one position, `first` in front. x: (B, T, …), first: (B, 1, …)."""
-    return jnp.concatenate([first, x[:, :-1]], axis=1)
+    """x delayed by one position, `first` in front. x: (B, T, …), first: (B, 1, …).
+
+    Devices that hold pieces of the sequence hand their last position on; left to itself, XLA moves all of x.
+    """
+    axes = mesh_axes("sequence", x.shape[1])
+    if not axes:
+        return jnp.concatenate([first, x[:, :-1]], axis=1)
+
+    def local(x: Array, first: Array) -> Array:
+        to_next = [(piece, piece + 1) for piece in range(jax.lax.axis_size(axes) - 1)]
+        handed = jax.lax.ppermute(x[:, -1:], axes, to_next)
+        before = jnp.where(jax.lax.axis_index(axes) == 0, first, handed)
+        return jnp.concatenate([before, x[:, :-1]], axis=1)
+
+    rows = rule_axes("batch", x.shape[0])
+    whole = PartitionSpec(rows, rule_axes("sequence", x.shape[1]))
+    specs = (whole, PartitionSpec(rows))
+    return jax.shard_map(local, in_specs=specs, out_specs=whole)(x, first)
 
 
 def smear(x: Array, previous: Array, gate: Array, scale: Array, same_document: Array | None) -> Array:

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from bessemer.config import field
-from bessemer.models.attention import choose_attention
+from bessemer.models.attention import IMPLEMENTATIONS, choose_attention
 from bessemer.models.checks import PRECISIONS
 from bessemer.models.fused import choose_kernels
 from bessemer.models.layers import TENSOR_NAMES
 from bessemer.models.shape import round_up
+from bessemer.models.split_attention import layout_of
+from bessemer.topology.backend import backend
 
 
 class ModelSettings(nn.Module):
@@ -41,8 +43,8 @@ class ModelSettings(nn.Module):
     attention: str = field(
         "architecture/attention",
         default="auto",
-        choices=("auto", "xla", "cudnn"),
-        help="attention kernel; auto = cuDNN on an NVIDIA GPU in half precision, XLA elsewhere",
+        choices=IMPLEMENTATIONS,
+        help="attention kernel; auto = cuDNN on an NVIDIA GPU in half precision, splash on a TPU, XLA elsewhere",
     )
     kernels: str = field(
         "architecture/kernels",
@@ -89,17 +91,18 @@ class ModelSettings(nn.Module):
     def compute_dtype(self) -> Any:
         """Of every product outside float8: in an fp8 run that is validation, sampling, and what is not converted."""
         if self.precision in ("auto", "fp8"):
-            return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+            return jnp.float32 if backend() == "cpu" else jnp.bfloat16
         return {"float32": jnp.float32, "bf16": jnp.bfloat16}[self.precision]
 
     def chosen_kernels(self) -> dict[str, tuple[str, str]]:
-        """Setting -> (what runs on this backend, why), for those that are chosen by themselves."""
-        dtype = self.compute_dtype
-        attention = choose_attention(self.attention, dtype, self.head_dim, self.document_mask)
+        """Setting -> (what runs on this platform and mesh, why), for those that are chosen by themselves."""
+        dtype, s, length = self.compute_dtype, self.shape, self.block_size
+        layout = layout_of((1, length, s.heads, s.head_dim), (1, length, s.kv_heads, s.head_dim))
+        attention = choose_attention(self.attention, dtype, s.head_dim, self.document_mask, length, layout)
         rows = choose_kernels(self.kernels, dtype)
-        why = f"{jnp.dtype(dtype).name}, head dimension {self.head_dim}"
+        why = f"{jnp.dtype(dtype).name}, head dimension {s.head_dim}"
         masked = ", with a document mask" if self.document_mask else ""
         return {
-            "attention": (attention, f"for {why}{masked}"),
+            "attention": (attention, f"for {why}{masked}{layout.describe()}"),
             "kernels": (rows, f"norms and loss for {jnp.dtype(dtype).name}"),
         }

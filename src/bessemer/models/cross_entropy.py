@@ -23,6 +23,7 @@ from jax import Array
 from bessemer.models.axes import constrain, shards
 from bessemer.models.fp8 import head_products, over_rows
 from bessemer.models.loss_kernel import softmax_gradient
+from bessemer.topology.backend import backend
 
 # Logits held at once. On accelerators 128 MiB in float32. On a CPU a tile that stays in its cache is faster (148 ms
 # against 236 ms for 4,096 tokens × 4,096), as long as it has rows enough to pay for adding up dW once a tile.
@@ -125,15 +126,23 @@ def token_logprobs(
 def choose_chunks(chunks: int | str, batch: int, length: int, vocab: int, tile: int | None = None) -> int:
     """How many pieces to cut the sequence into: an explicit number, or tiles of about `tile` (TILE) logits a device.
 
-    A number that divides the sequence is preferred to a slightly smaller one that would need padding.
+    A number that divides a device's piece of the sequence is preferred to a slightly smaller one that needs padding.
     """
     if chunks != "auto":
         return max(1, min(int(chunks), length))
     share = shards("batch") * shards("sequence") * shards("vocab")
     if tile is None:
-        tile = max(CPU_TILE, CPU_ROWS * vocab) if jax.default_backend() == "cpu" else TILE
+        tile = max(CPU_TILE, CPU_ROWS * vocab) if backend() == "cpu" else TILE
     needed = max(1, min(-(-batch * length * vocab // (share * tile)), length))
-    return next((c for c in range(needed, min(2 * needed, length) + 1) if length % c == 0), needed)
+    pieces = shards("sequence")
+    return next((c for c in range(needed, min(2 * needed, length) + 1) if length % (c * pieces) == 0), needed)
+
+
+def row_groups(batch: int, length: int) -> tuple[int, int]:
+    """Into how many parts devices split the rows and the positions of a chunk; 1 where they do not divide."""
+    counts = (shards("batch"), shards("sequence"))
+    rows, positions = (n if size % n == 0 else 1 for size, n in zip((batch, length), counts, strict=True))
+    return rows, positions
 
 
 def _split(x: Array, chunks: int, fill: float = 0) -> Array:
@@ -229,11 +238,11 @@ def _cross_entropy(
 def _forward(
     options: LossOptions, hidden: Array, head: Array, targets: Array, weights: Array
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Value and gradient, tile by tile. dW is kept apart per batch shard and summed over devices once, at the end."""
+    """Value and gradient, tile by tile. dW is kept apart per shard (`row_groups`), summed over devices once."""
     logits, gradients = (
         _products(head, hidden.dtype) if options.fp8 is None else head_products(head, options.fp8)
     )
-    groups = shards("batch") if hidden.shape[0] % shards("batch") == 0 else 1
+    groups = row_groups(hidden.shape[0], -(-hidden.shape[1] // options.chunks))
 
     def tile(
         carry: tuple[Array, Array], inputs: tuple[Array, Array, Array]
@@ -244,14 +253,14 @@ def _forward(
         dh, added = gradients(h, dlogits, bound, groups)
         dhead += added
         sums += jnp.stack([jnp.sum(w * loss), jnp.sum(w * nll)])
-        return (sums, constrain(dhead, "batch", None, "vocab")), dh.astype(h.dtype)
+        return (sums, constrain(dhead, "batch", "sequence", None, "vocab")), dh.astype(h.dtype)
 
     pieces = tuple(_split(x, options.chunks) for x in (hidden, targets, weights))
-    zeros = jnp.zeros((groups, *head.shape), jnp.float32)
-    start = (jnp.zeros(2, jnp.float32), constrain(zeros, "batch", None, "vocab"))
+    zeros = jnp.zeros((*groups, *head.shape), jnp.float32)
+    start = (jnp.zeros(2, jnp.float32), constrain(zeros, "batch", "sequence", None, "vocab"))
     (sums, dhead), dhidden = _scan(tile, start, pieces, options.chunks)
     dhidden = _join(dhidden)[:, : hidden.shape[1]]
-    return (sums[0], sums[1]), (dhidden, jnp.sum(dhead, axis=0).astype(head.dtype))
+    return (sums[0], sums[1]), (dhidden, jnp.sum(dhead, axis=(0, 1)).astype(head.dtype))
 
 
 def _loss_and_gradient(
@@ -274,10 +283,10 @@ def _loss_and_gradient(
 
 
 def _products(head: Array, dtype: Any) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array]]]:
-    """(h → logits, (h, dlogits, bound of |dlogits|, groups) → (dh, dW (groups, D, V))); all results float32."""
+    """(h → logits, (h, dlogits, bound of |dlogits|, groups) → (dh, dW (*groups, D, V))); all results float32."""
     table = constrain(head.astype(dtype), "embed", "vocab")
 
-    def gradients(h: Array, dlogits: Array, bound: Array, groups: int) -> tuple[Array, Array]:
+    def gradients(h: Array, dlogits: Array, bound: Array, groups: tuple[int, int]) -> tuple[Array, Array]:
         dlogits = dlogits.astype(dtype)
         dh = jnp.einsum("btv,dv->btd", dlogits, table, preferred_element_type=jnp.float32)
         return dh, over_rows(h, dlogits, groups)

@@ -34,6 +34,7 @@ from bessemer.models.cross_entropy import (
     _statistics,
     _token_loss,
     choose_chunks,
+    row_groups,
 )
 from bessemer.models.fp8 import head_products
 
@@ -124,11 +125,11 @@ def _run(
     weights: Array,
     beta: Array,
 ) -> tuple[tuple[Array, ...], Any]:
-    """(sums, (dhidden, dhead)) over all tiles; dhead is kept apart per batch shard, as in cross_entropy.py."""
+    """(sums, (dhidden, dhead)) over all tiles; dhead is kept apart per shard of rows, as in cross_entropy.py."""
     count = options.loss.chunks
     logits, gradients = _head(head, mine.dtype, options.loss.fp8 if differentiate else None)
     its_logits, _ = _head(its_head, its.dtype, None)
-    groups = shards("batch") if mine.shape[0] % shards("batch") == 0 else 1
+    groups = row_groups(mine.shape[0], -(-mine.shape[1] // count))
 
     def tile(carry: tuple[Array, Any], inputs: tuple[Array, ...]) -> tuple[tuple[Array, Any], Any]:
         sums, dhead = carry
@@ -149,18 +150,18 @@ def _run(
         )
         dh, added = gradients(h, dlogits, bound, groups)
         if dhead is not None:
-            dhead = constrain(dhead + added, "batch", None, "vocab")
+            dhead = constrain(dhead + added, "batch", "sequence", None, "vocab")
         return (sums, dhead), dh.astype(h.dtype)
 
     zeros = None
     if differentiate and head is not None:
-        zeros = constrain(jnp.zeros((groups, *head.shape), jnp.float32), "batch", None, "vocab")
+        zeros = constrain(jnp.zeros((*groups, *head.shape), jnp.float32), "batch", "sequence", None, "vocab")
     pieces = tuple(_split(x, count) for x in (mine, its, targets, weights))
     (sums, dhead), dhidden = _scan(tile, (jnp.zeros(len(Sums._fields), jnp.float32), zeros), pieces, count)
     if not differentiate:
         return tuple(sums), None
     dhidden = _join(dhidden)[:, : mine.shape[1]]
-    return tuple(sums), (dhidden, None if head is None else jnp.sum(dhead, axis=0).astype(head.dtype))
+    return tuple(sums), (dhidden, None if head is None else jnp.sum(dhead, axis=(0, 1)).astype(head.dtype))
 
 
 def _head(head: Array | None, dtype: Any, fp8: str | None) -> tuple[Callable[..., Any], Callable[..., Any]]:

@@ -215,7 +215,7 @@ def head_products(
 ) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array]]]:
     """The loss's products with the head (D, V), for the output h (B, t, D) of a norm; all results float32.
 
-    (h → logits, (h, dlogits, bound of |dlogits|, groups) → (dh, dW (groups, D, V)))
+    (h → logits, (h, dlogits, bound of |dlogits|, groups) → (dh, dW (*groups, D, V)))
     """
     axes = ("embed", "vocab")
     into, back = _table(head, axes, scaling, 0), _table(head, axes, scaling, 1)
@@ -226,17 +226,22 @@ def head_products(
     def logits(h: Array, dtype: Any = jnp.float32) -> Array:
         return constrain(product(cast(h), into, (-1, 0), dtype), "batch", "sequence", "vocab")
 
-    def gradients(h: Array, dlogits: Array, bound: Array, groups: int) -> tuple[Array, Array]:
+    def gradients(h: Array, dlogits: Array, bound: Array, groups: tuple[int, int]) -> tuple[Array, Array]:
         g8 = _cast(dlogits, GRADIENT, scaling, bound)
         dh = product(g8, back, (-1, 1), jnp.float32, exact=True)
-        if scaling == ROWWISE or groups > 1:
+        if scaling == ROWWISE or groups != (1, 1):
             return dh, over_rows(h, dlogits.astype(h.dtype), groups)
-        return dh, product(cast(h).rows(), g8.rows(), (0, 0), jnp.float32, exact=True)[None]
+        return dh, product(cast(h).rows(), g8.rows(), (0, 0), jnp.float32, exact=True)[None, None]
 
     return logits, gradients
 
 
-def over_rows(x: Array, g: Array, groups: int) -> Array:
-    """xᵀ g per group of rows, float32: (B, t, D), (B, t, V) → (groups, D, V)."""
-    rows, grows = (a.reshape(groups, -1, a.shape[-1]) for a in (x, g))
-    return jnp.einsum("gnd,gnv->gdv", rows, grows, preferred_element_type=jnp.float32)
+def over_rows(x: Array, g: Array, groups: tuple[int, int]) -> Array:
+    """xᵀ g per group of rows and of positions, float32: (B, t, D), (B, t, V) → (*groups, D, V)."""
+    batch, sequence = groups
+    if sequence == 1:
+        rows, grows = (a.reshape(batch, -1, a.shape[-1]) for a in (x, g))
+        return jnp.einsum("gnd,gnv->gdv", rows, grows, preferred_element_type=jnp.float32)[:, None]
+    # positions that are split over devices are not flattened, which would gather them
+    rows, grows = (a.reshape(batch, -1, sequence, a.shape[1] // sequence, a.shape[-1]) for a in (x, g))
+    return jnp.einsum("gbstd,gbstv->gsdv", rows, grows, preferred_element_type=jnp.float32)

@@ -163,9 +163,8 @@ def _attention(
         channels = h[..., : params["value_gate"].shape[0]].astype(jnp.float32)
         gate = 3 * jax.nn.sigmoid(channels @ params["value_gate"])  # (B, T, K)
         v = (v + gate[..., None] * values).astype(v.dtype)
-    # Queries keep their part of a split sequence; keys and values are gathered for all of it.
     q = constrain(q, "batch", "sequence", "heads", None)
-    k, v = constrain(k, "batch", None, "kv", None), constrain(v, "batch", None, "kv", None)
+    k, v = (constrain(x, "batch", "sequence", "kv", None) for x in (k, v))
     out = checkpoint_name(attend(q, k, v), "attention")
     return _linear(options, params, "out", out.reshape(*out.shape[:2], -1))
 

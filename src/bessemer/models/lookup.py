@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.models.allocation import Allocation, allocation_to_bounds, compute_lzw_allocation
-from bessemer.models.axes import constrain, mesh_axes
+from bessemer.models.axes import constrain, mesh_axes, shards
 from bessemer.models.blocks import Axes, linear, rms_norm
 from bessemer.models.layers import declare, symmetric
 from bessemer.models.segment_attention import Tiles, choose_path, default_tiles, gathered, tiled
@@ -133,9 +133,18 @@ def lookup_layer(options: LookupOptions, params: dict[str, Array], x: Array, ids
     keys = params["lookup_keys"]
     e = look_up(options, h, keys, params.get("lookup_values", keys), ids)
     up = constrain(linear(e, params["up"], AXES["up"], options.dtype), "batch", "sequence", "mlp")
-    both = jnp.concatenate([rms_norm(up), h], axis=-1)
-    mixed = linear(both, params["mix"], AXES["mix"], options.dtype)
+    mixed = _mix(options, rms_norm(up), h, params["mix"])
     return constrain(x + mixed, "batch", "sequence", "embed_act")
+
+
+def _mix(options: LookupOptions, up: Array, h: Array, mix: Array) -> Array:
+    """W_mix [up; h]. up: (B, T, d_up); h: (B, T, D)."""
+    if shards("mlp") == 1:
+        return linear(jnp.concatenate([up, h], axis=-1), mix, AXES["mix"], options.dtype)
+    # joined, a split axis and a whole one would have to be laid out anew
+    wide = up.shape[-1]
+    mixed = linear(up, mix[:wide], ("mlp", "embed"), options.dtype)
+    return mixed + linear(h, mix[wide:], AXES["mix"], options.dtype)
 
 
 def look_up(options: LookupOptions, h: Array, keys: Array, values: Array, ids: Array) -> Array:
@@ -164,6 +173,7 @@ def look_up(options: LookupOptions, h: Array, keys: Array, values: Array, ids: A
         local,
         in_specs=(PartitionSpec(*split, None), whole, whole, tokens),
         out_specs=PartitionSpec(*split, None),
+        axis_names={axis for axes in split for axis in axes},  # the others repeat it, and sum no gradient
         check_vma=False,
     )
     return shared(h, keys, values, ids)

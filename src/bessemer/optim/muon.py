@@ -54,9 +54,10 @@ def orthogonalise_stacked(
         if spread is None:
             stack = orthogonalise(jnp.stack(matrices))  # (n, fan_in, fan_out)
         else:
-            matrices += [jnp.zeros_like(matrices[0])] * (-len(matrices) % spread.multiple)
-            stack = orthogonalise(spread.scatter(jnp.stack(matrices)))
-            stack = spread.gather(stack.astype(dtype)).astype(jnp.float32)  # travels in the compute dtype
+            layout = spread.over(len(matrices))
+            matrices += [jnp.zeros_like(matrices[0])] * (-len(matrices) % layout.multiple)
+            stack = orthogonalise(layout.scatter(jnp.stack(matrices)))
+            stack = layout.gather(stack.astype(dtype)).astype(jnp.float32)  # travels in the compute dtype
         for position, index in enumerate(members):
             out[index] = stack[position]
     return out

@@ -5,16 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+# Axes that only repeat the matrices, and axes that split them at rest. The first come first: a slice makes the stack
+# smaller before anything travels.
+REPEATING, SPLITTING = ("data", "context"), ("fsdp", "tensor")
+POLAR_COST = 4.0  # a polar step takes about as long as sending its matrix so many times
+
 
 @dataclass(frozen=True)
-class Spread:
-    """How a stack of matrices (n, m, k) is laid over devices for the polar step: `scatter`, then `gather`.
+class Stack:
+    """How one stack of matrices (n, m, k) is laid over devices for the polar step: `scatter`, then `gather`.
 
     n must be a multiple of `multiple`: the stack is padded with zero matrices, whose polar factor is zero.
     """
@@ -24,31 +30,64 @@ class Spread:
     gather: Callable[[jax.Array], jax.Array]
 
 
-def mesh_spread(mesh: Mesh, axes: tuple[str, ...] = ("data", "fsdp")) -> Spread | None:
-    """Each device of `axes` orthogonalises its share of a stack, not everything. None on a single one.
+@dataclass(frozen=True)
+class Spread:
+    """Each device orthogonalises its share of a stack, not everything."""
 
-    The stack axis is split over one mesh axis after the other, and joined in the reverse order, with the
-    matrix axes left to the compiler in between. So each move is one collective that it knows: a slice or
-    all-gather over an axis that only replicates, an all-to-all over one that splits the matrices. Asked for
-    everything in a single move, it replicates the stack.
-    """
+    mesh: Mesh
+    axes: tuple[str, ...]  # those with more than one device
+
+    def chosen(self, count: int) -> tuple[str, ...]:
+        """The axes over which a stack of `count` matrices is split: those with the least to compute and to send.
+
+        Not always all: 26 matrices on 512 devices are 486 of padding, which an all-gather would send with the rest.
+        """
+        some = [part for n in range(len(self.axes) + 1) for part in combinations(self.axes, n)]
+        return min(some, key=lambda axes: self.cost(count, axes))
+
+    def cost(self, count: int, axes: tuple[str, ...]) -> float:
+        """Time of one device in sendings of a whole matrix: its polar steps, and what it receives."""
+        repeats, parts = (self._devices(axes, kind) for kind in (REPEATING, SPLITTING))
+        pieces = self._devices(self.axes, SPLITTING)
+        own = -(-count // (repeats * parts))
+        padded = own * repeats * parts
+        there_and_back = 2 * padded / (repeats * pieces) if parts > 1 else 0.0  # all-to-alls
+        made_whole = own * (1 - parts / pieces)  # all-gather over splitting axes that are not chosen
+        joined = padded / pieces * (1 - 1 / repeats)  # all-gather over repeating ones
+        return POLAR_COST * own + there_and_back + made_whole + joined
+
+    def _devices(self, axes: tuple[str, ...], kind: tuple[str, ...]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes if axis in kind)
+
+    def over(self, count: int) -> Stack:
+        """The stack axis is split over one mesh axis after the other, and joined in the reverse order, with the matrix
+        axes left to the compiler in between. So each move is one collective that it knows: a slice or all-gather over
+        an axis that only replicates, an all-to-all over one that splits the matrices. Asked for everything in a single
+        move, it replicates the stack.
+        """
+        axes = self.chosen(count)
+        free = PartitionSpec.UNCONSTRAINED
+        between = [PartitionSpec(axes[:used] or None, free, free) for used in range(len(axes))]
+        if not set(self.axes) <= set(axes):  # the others may still split the matrices: gathered last
+            between.append(PartitionSpec(axes or None, free, free))
+        whole = PartitionSpec(axes or None, None, None)
+
+        def through(stack: jax.Array, specs: list[PartitionSpec]) -> jax.Array:
+            for spec in specs:
+                stack = jax.lax.with_sharding_constraint(stack, NamedSharding(self.mesh, spec))
+            return stack
+
+        return Stack(
+            math.prod(self.mesh.shape[axis] for axis in axes),
+            lambda stack: through(stack, [*between, whole]),
+            lambda stack: through(stack, between[::-1]),
+        )
+
+
+def mesh_spread(mesh: Mesh, axes: tuple[str, ...] = (*REPEATING, *SPLITTING)) -> Spread | None:
+    """How Muon's stacks are laid over `axes` of the mesh. None on a single device."""
     axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
-    if not axes:
-        return None
-    free = PartitionSpec.UNCONSTRAINED
-    between = [PartitionSpec(axes[:used] or None, free, free) for used in range(len(axes))]
-    spread = PartitionSpec(axes, None, None)
-
-    def through(stack: jax.Array, specs: list[PartitionSpec]) -> jax.Array:
-        for spec in specs:
-            stack = jax.lax.with_sharding_constraint(stack, NamedSharding(mesh, spec))
-        return stack
-
-    return Spread(
-        math.prod(mesh.shape[axis] for axis in axes),
-        lambda stack: through(stack, [*between, spread]),
-        lambda stack: through(stack, between[::-1]),
-    )
+    return Spread(mesh, axes) if axes else None
 
 
 def _like(state: Any, param: Any, sharding: NamedSharding, replicated: NamedSharding) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 Rows = Mapping[str, np.ndarray]
 ReadRows = Callable[[int, int], Rows]
@@ -41,7 +41,8 @@ def device_batch(
     for name, (row_shape, dtype) in fields.items():
         shape = (count, micro, *row_shape)
         callback = functools.partial(part, name)
-        arrays[name] = jax.make_array_from_callback(shape, sharding, callback, dtype=dtype)
+        place = field_sharding(sharding, shape)
+        arrays[name] = jax.make_array_from_callback(shape, place, callback, dtype=dtype)
     return arrays
 
 
@@ -54,7 +55,17 @@ def abstract_batch(
     fields: Mapping[str, tuple[tuple[int, ...], Any]], micro: int, count: int, sharding: NamedSharding
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a device batch, for compiling ahead of the first one."""
-    return {
-        name: jax.ShapeDtypeStruct((count, micro, *row_shape), dtype, sharding=sharding)
-        for name, (row_shape, dtype) in fields.items()
-    }
+
+    def one(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=field_sharding(sharding, shape))
+
+    return {name: one((count, micro, *row_shape), dtype) for name, (row_shape, dtype) in fields.items()}
+
+
+def field_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """Where a field of shape (count, micro, …) lies: as tokens do, and whole along an axis that does not divide, such
+    as a few numbers a row on more context devices."""
+    names = tuple(sharding.spec)[: len(shape)]
+    whole = [i for i in range(2, len(names)) if names[i] and shape[i] % sharding.mesh.shape[names[i]]]
+    spec = (None if i in whole else name for i, name in enumerate(names))
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))

@@ -176,8 +176,8 @@ def objective_function(trainer: BaseTrainer) -> Callable[..., Any]:
     return functools.partial(entry.value, settings=settings, **taught)
 
 
-def initial_state(trainer: BaseTrainer) -> TrainState:
-    """Step 0: parameters from the seed (or `init`, or given), born on their devices."""
+def jit_init(trainer: BaseTrainer) -> Any:
+    """Seed key -> the state of step 0, every array made in the pieces that its devices hold."""
     functions = trainer.functions
     abstract, split = functions.abstract_state, trainer.model_parts.split
 
@@ -187,9 +187,15 @@ def initial_state(trainer: BaseTrainer) -> TrainState:
         fixed = (abstract.tx, abstract.rules, trainer.state_class, frozen)
         return create_state(abstract.apply_fn, abstract.loss_fn, params, *fixed)
 
+    born = functions.state_shardings.replace(reference=None)  # taken when the run begins
+    return jax.jit(create, out_shardings=born)
+
+
+def initial_state(trainer: BaseTrainer) -> TrainState:
+    """Step 0: parameters from the seed (or `init`, or given), born on their devices."""
+    split = trainer.model_parts.split
     with trainer.topology.scope():
-        born = functions.state_shardings.replace(reference=None)  # taken when the run begins
-        state = jax.jit(create, out_shardings=born)(jax.random.key(trainer.settings.seed))
+        state = jit_init(trainer)(jax.random.key(trainer.settings.seed))
     fresh = split.base(state.params, state.frozen)
     whole = trainer.given_params(fresh)
     if whole is fresh:

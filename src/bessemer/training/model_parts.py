@@ -48,7 +48,8 @@ def build_model(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> ModelParts
         model.check()
     if precision_of(model) == "fp8":
         check_float8(trainer, model)
-    if trainer.topology.platform == "gpu" and hasattr(model, "chosen_kernels"):
+    chosen = trainer.topology.platform != "cpu" or trainer.topology.mesh.shape["context"] > 1
+    if chosen and hasattr(model, "chosen_kernels"):
         for name, (kernel, why) in model.chosen_kernels().items():
             trainer.note_derived(f"architecture.{name}", kernel, why)
     return describe_model(trainer, model, tokenizer)
