@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.errors import InputError
+from bessemer.models.absent import absent_flash
+from bessemer.topology.backend import backend
 
 Implementation = Literal["auto", "xla", "cudnn"]
 MAX_BLOCKS = 8  # query blocks of the XLA path: more would skip more masked keys, and compile longer
@@ -34,6 +36,8 @@ def attention(
     if window is not None and window >= q.shape[1]:
         window = None
     if choose_attention(implementation, q.dtype, q.shape[-1], segment_ids is not None) == "cudnn":
+        if jax.default_backend() != "gpu":  # a plan for a GPU that is not here
+            return absent_flash(q, k, v)
         local = None if window is None else (window - 1, 0)
         return jax.nn.dot_product_attention(
             q, k, v, is_causal=True, local_window_size=local, implementation="cudnn"
@@ -45,9 +49,7 @@ def choose_attention(implementation: str, dtype: Any, head_dim: int, masked: boo
     """`architecture/attention`: auto takes cuDNN where it can, which is in half precision on an NVIDIA GPU, with head
     dimensions up to 128 in steps of 8, and without a document mask."""
     half = dtype in (jnp.bfloat16, jnp.float16)
-    possible = (
-        jax.default_backend() == "gpu" and half and head_dim % 8 == 0 and head_dim <= 128 and not masked
-    )
+    possible = backend() == "gpu" and half and head_dim % 8 == 0 and head_dim <= 128 and not masked
     if implementation == "cudnn" and not possible:
         raise InputError(
             "architecture.attention=cudnn needs an NVIDIA GPU, half precision, a head dimension of at most 128 in "

@@ -23,6 +23,7 @@ from jax import Array
 from bessemer.models.axes import constrain, shards
 from bessemer.models.fp8 import head_products, over_rows
 from bessemer.models.loss_kernel import softmax_gradient
+from bessemer.topology.backend import backend
 
 # Logits held at once. On accelerators 128 MiB in float32. On a CPU a tile that stays in its cache is faster (148 ms
 # against 236 ms for 4,096 tokens × 4,096), as long as it has rows enough to pay for adding up dW once a tile.
@@ -131,7 +132,7 @@ def choose_chunks(chunks: int | str, batch: int, length: int, vocab: int, tile: 
         return max(1, min(int(chunks), length))
     share = shards("batch") * shards("sequence") * shards("vocab")
     if tile is None:
-        tile = max(CPU_TILE, CPU_ROWS * vocab) if jax.default_backend() == "cpu" else TILE
+        tile = max(CPU_TILE, CPU_ROWS * vocab) if backend() == "cpu" else TILE
     needed = max(1, min(-(-batch * length * vocab // (share * tile)), length))
     return next((c for c in range(needed, min(2 * needed, length) + 1) if length % c == 0), needed)
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from bessemer.models import blocks, kernels, rotary_kernel
 from bessemer.models.axes import mesh_axes, shards
+from bessemer.topology.backend import backend
 
 Implementation = str  # "xla" or "pallas"
 
@@ -23,7 +24,7 @@ def choose_kernels(setting: str, dtype: Any) -> Implementation:
     """`architecture/kernels`: auto takes the one-pass kernels on a GPU in half precision."""
     if setting != "auto":
         return setting
-    return "pallas" if jax.default_backend() == "gpu" and dtype == jnp.bfloat16 else "xla"
+    return "pallas" if backend() == "gpu" and dtype == jnp.bfloat16 else "xla"
 
 
 def mix_norm(

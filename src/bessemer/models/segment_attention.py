@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from bessemer.topology.backend import backend
+
 GATHERED_ROWS = 1 << 16
 """Rows `gathered` holds at once (100 MB in bf16 at width 768)."""
 CPU_GATHERED_ROWS = 1 << 13
@@ -60,14 +62,14 @@ CPU_TILES = Tiles(32, 64, 8)
 
 
 def default_tiles() -> Tiles:
-    return CPU_TILES if jax.default_backend() == "cpu" else Tiles()
+    return CPU_TILES if backend() == "cpu" else Tiles()
 
 
 def choose_path(path: str, tokens: int, longest: int) -> str:
     """ "gather" or "sorted": what was asked for, or by how many rows these tokens would gather."""
     if path != "auto":
         return path
-    most = CPU_GATHERED_ROWS if jax.default_backend() == "cpu" else GATHERED_ROWS
+    most = CPU_GATHERED_ROWS if backend() == "cpu" else GATHERED_ROWS
     return "gather" if tokens * longest <= most else "sorted"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from bessemer.config import field
@@ -15,6 +14,7 @@ from bessemer.models.fused import choose_kernels
 from bessemer.models.layers import TENSOR_NAMES
 from bessemer.models.lookup import LookupSettings, with_lookup
 from bessemer.models.shape import Shape, layer_windows, round_up
+from bessemer.topology.backend import backend
 
 
 class GPTSettings(LookupSettings):
@@ -128,7 +128,7 @@ class GPTSettings(LookupSettings):
     def compute_dtype(self) -> Any:
         """Of every product outside float8: in an fp8 run that is validation, sampling, and what is not converted."""
         if self.precision in ("auto", "fp8"):
-            return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+            return jnp.float32 if backend() == "cpu" else jnp.bfloat16
         return {"float32": jnp.float32, "bf16": jnp.bfloat16}[self.precision]
 
     def chosen_kernels(self) -> dict[str, tuple[str, str]]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from bessemer.topology.backend import backend
+
 COEFFICIENTS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -24,7 +26,7 @@ EPSILON = 1e-6
 
 def default_dtype() -> jnp.dtype:
     """bf16 on accelerators, float32 on a CPU, where bf16 products are emulated and slower."""
-    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+    return jnp.dtype(jnp.float32 if backend() == "cpu" else jnp.bfloat16)
 
 
 def _norm(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:

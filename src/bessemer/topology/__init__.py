@@ -4,6 +4,7 @@ Model code knows nothing of devices: it names the axes of its arrays, and the ta
 axis each named axis rests (parameters, optimizer state) and computes (weights in use, activations).
 """
 
+from bessemer.topology.backend import backend, planned_for
 from bessemer.topology.chips import CHIPS, Chip, chip_of, has_float8
 from bessemer.topology.distributed import (
     StopAgreement,
@@ -15,6 +16,7 @@ from bessemer.topology.distributed import (
     share,
 )
 from bessemer.topology.mesh import Topology, init_sharded, make_topology
+from bessemer.topology.placement import placement
 from bessemer.topology.rules import (
     COMPUTE_RULES,
     REST_RULES,
@@ -38,6 +40,7 @@ __all__ = [
     "Topology",
     "TopologySettings",
     "absent_processes",
+    "backend",
     "barrier",
     "check_rules",
     "chip_of",
@@ -46,6 +49,8 @@ __all__ = [
     "init_sharded",
     "keep_stdout_clean",
     "make_topology",
+    "placement",
+    "planned_for",
     "process_count",
     "process_index",
     "shardings",

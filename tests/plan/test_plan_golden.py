@@ -1,0 +1,22 @@
+"""The shipped recipes move what they moved before: placement and collectives against the snapshots in golden/."""
+
+from __future__ import annotations
+
+import pytest
+from tests.plan.golden.snapshots import CASES, read, snapshot, version
+
+RENEW = "If that is meant, renew with `python -m tests.plan.golden` and say why in the commit."
+FAST = ("pretrain-fsdp8",)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_placement_and_collectives_are_those_of_the_snapshot(name: str) -> None:
+    known, found = read(name), snapshot(name)
+    assert found["settings"] == known["settings"], RENEW
+    assert found["placement"] == known["placement"], f"{name}: parameters lie elsewhere. {RENEW}"
+    if version() not in known["collectives"]:
+        pytest.skip(f"no collectives of jaxlib {version()} in the snapshot: python -m tests.plan.golden")
+    before, now = known["collectives"][version()], found["collectives"][version()]
+    assert now == before, f"{name}: devices send each other something else. {RENEW}"
