@@ -61,6 +61,31 @@ def test_loops_groups_and_bytes() -> None:
     assert len(found) == 4, "a group of one device sends nothing"
 
 
+def test_groups_by_the_names_of_a_mesh() -> None:
+    """What a TPU's compiler writes, and an exchange that it names in several pieces of work is one."""
+
+    def program(*groups: str, attributes: str = "") -> str:
+        lines = [
+            f"  %g.{place} = bf16[64]{{0}} all-gather(%x), channel_id=9, replica_groups={group}{attributes}"
+            for place, group in enumerate(groups)
+        ]
+        return "\n".join(["ENTRY %main (x: bf16[8]) -> bf16[8] {", *lines, "}"])
+
+    def found(group: str) -> tuple[tuple[str, ...], int]:
+        (one,) = collectives_of(program(group), LAYOUT)
+        return one.axes, one.group
+
+    assert found("mesh['axis_0'=2,'axis_1'=4] {'axis_1'}") == (("fsdp",), 4)
+    assert found("mesh['axis_0'=2,'axis_1'=4] {'axis_0','axis_1'}") == (("data", "fsdp"), 8)
+    assert found("mesh['a'=8] {'a':(1)2}") == (("data",), 2)
+    assert found("mesh['a'=8] {'a':(2)4}") == (("fsdp",), 4)
+    assert found("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}") == (("data",), 2)
+    twice = ["mesh['axis_0'=2,'axis_1'=4] {'axis_1'}"] * 2
+    assert collectives_of(program(*twice), LAYOUT)[0].count == 2
+    chained = program(*twice, attributes=', frontend_attributes={chain_id="3"}')
+    assert collectives_of(chained, LAYOUT)[0].count == 1
+
+
 def test_time_beyond_a_node() -> None:
     """Eight devices in two nodes: half of the payload crosses, on four links at once."""
     inside = Collective("all-gather", ("fsdp",), 8, 1, 8e9, nodes=1)
@@ -74,6 +99,7 @@ def test_time_beyond_a_node() -> None:
 
 def test_layout_names_axes() -> None:
     layout = Layout({"data": 2, "fsdp": 4, "tensor": 2, "context": 1}, node=8)
-    assert layout.members(("fsdp",)) == [0, 2, 4, 6] and layout.members(("data", "tensor")) == [0, 1, 8, 9]
+    assert layout.members(("fsdp",)).tolist() == [0, 2, 4, 6]
+    assert layout.members(("data", "tensor")).tolist() == [0, 1, 8, 9]
     assert layout.axes_of([1, 3, 5, 7]) == ("fsdp",) and layout.axes_of([0, 9]) == ("data", "tensor")
     assert layout.nodes(layout.members(("data",))) == 2

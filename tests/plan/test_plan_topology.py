@@ -21,6 +21,7 @@ from bessemer.plan.sweep import make_sweep
 from bessemer.plan.target import balanced, parse_target
 
 GIB = 2**30
+SCANNED = "architecture.scan_layers=true"  # traced in a fraction of the time
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -61,8 +62,8 @@ def test_names_that_are_refused() -> None:
     ("words", "measured"),
     [
         (["model.depth=12"], 18.3),
-        (["model.depth=20"], 49.9),
-        (["model.depth=20", "architecture.precision=fp8"], 50.7),
+        pytest.param(["model.depth=20"], 49.9, marks=pytest.mark.slow),
+        pytest.param(["model.depth=20", "architecture.precision=fp8"], 50.7, marks=pytest.mark.slow),
     ],
     ids=["12", "20", "20-fp8"],
 )
@@ -77,12 +78,12 @@ def test_peak_memory_is_that_of_a_real_h200(words: list[str], measured: float) -
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Depth 26 on 512 H100, one sequence a device."""
-    words = ["model.depth=26", "training.batch_size=512", "topology.fsdp=8"]
+    words = ["model.depth=26", "training.batch_size=512", "topology.fsdp=8", SCANNED]
     return estimated("pretrain", words, parse_target("h100:512"))
 
 
 def test_bytes_sent_stay_flat_in_fsdp_and_data(deep: Any) -> None:
-    """Per device and step at one pass a step: growing the mesh 64 times changes them by less than a fifth."""
+    """Per device and step at one pass a step: 64 times the devices change them by less than a fifth."""
 
     def sent(data: int, fsdp: int) -> float:
         choice = Choice(
@@ -92,9 +93,9 @@ def test_bytes_sent_stay_flat_in_fsdp_and_data(deep: Any) -> None:
         assert made.accumulate == 1
         return sum(one.sent for one in made.collectives)
 
-    alone = [sent(1, size) for size in (8, 64, 512)]
+    wide = [sent(1, 8), sent(1, 64), sent(8, 64)]
     joined = [sent(size // 8, 8) for size in (8, 64, 512)]
-    assert max(alone) < 1.2 * min(alone) and max(joined) < 1.2 * min(joined), (alone, joined)
+    assert max(wide) < 1.2 * min(wide) and max(joined) < 1.2 * min(joined), (wide, joined)
 
 
 def test_memory_follows_the_mesh(deep: Any) -> None:
@@ -107,31 +108,23 @@ def test_memory_follows_the_mesh(deep: Any) -> None:
     one, eight = memory(), memory(fsdp=8)
     assert eight.parameters == pytest.approx(one.parameters / 8, rel=0.01)
     assert eight.optimizer == pytest.approx(one.optimizer / 8, rel=0.01)
-    assert memory(rows=8).activations == pytest.approx(2 * one.activations, rel=0.05)
-    assert memory(context=2).activations == pytest.approx(one.activations / 2, rel=0.05)
+    more = memory(rows=8).activations / one.activations
+    assert 1.5 < more <= 2.0, "a scan also keeps the layers' stacked weights, which do not grow"
+    assert memory(context=2).activations < 0.7 * one.activations
     assert one.activations / 2 < memory(tensor=2).activations < one.activations
-    assert memory(remat="block").activations < one.activations / 4
+    kept = [memory(remat=remat, fsdp=8).activations for remat in ("block", "none")]
+    assert kept[0] < kept[1] / 4
     wrong = Choice({"data": 1, "fsdp": 5, "tensor": 1, "context": 1}, 1, ("none",))
     assert tried(deep.facts, wrong, deep.terms) is None, "a width that 5 does not divide"
 
 
 def test_what_does_not_fit_says_what_to_change() -> None:
-    plan = make_absent_plan("pretrain", ["training.per_device_batch_size=32"], topology="h100:8")
-    memory = plan["memory"]
-    assert memory["fits"] is True and memory["remedies"] == []
-    small = make_absent_plan(
-        "pretrain",
-        ["training.per_device_batch_size=16", "training.batch_size=256"],
-        topology="l40s:8",
-    )
+    words = ["model.depth=4", "training.batch_size=4096", "training.per_device_batch_size=512"]
+    small = make_absent_plan("pretrain", words, topology="rtx4090:8")
     memory = small["memory"]
     assert memory["fits"] is False and memory["remedies"]
     for remedy in memory["remedies"]:
-        again = make_absent_plan(
-            "pretrain",
-            _with(["training.batch_size=256", "training.per_device_batch_size=16"], remedy["settings"]),
-            topology="l40s:8",
-        )
+        again = make_absent_plan("pretrain", _with(words, remedy["settings"]), topology="rtx4090:8")
         assert again["memory"]["fits"] is True, remedy
     assert "to fit" in render_absent(small) and "DOES NOT FIT" in render_absent(small)
 
@@ -142,7 +135,7 @@ def _with(words: list[str], changes: list[str]) -> list[str]:
 
 
 def test_a_recipes_micro_batch_is_lowered_and_one_that_was_asked_for_is_not() -> None:
-    plan = make_absent_plan("pretrain", ["model.depth=12"], topology="v5e:4x4", compiles=False)
+    plan = make_absent_plan("pretrain", ["model.depth=12", SCANNED], topology="v5e:4x4", compiles=False)
     assert plan["horizon"]["per_device_batch_size"] < 32
     assert "in place of 32" in plan["derived"]["training.per_device_batch_size"]["reason"]
     with pytest.raises(InputError, match=r"training\.per_device_batch_size from"):
@@ -170,11 +163,12 @@ def test_prices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             terms_of("H200", own)
 
 
+@pytest.mark.slow
 def test_sweep_ends_with_a_plan_that_fits() -> None:
     said: list[str] = []
-    plan = make_sweep("pretrain", ["model.depth=26"], topology="h100:64", say=said.append)
+    plan = make_sweep("pretrain", ["model.depth=8", SCANNED], topology="h100:64", say=said.append)
     assert plan["memory"]["fits"] is True and plan["sweep"]["fit"] > 3 and said
-    assert plan["command"].startswith("bessemer train pretrain model.depth=26 topology.data=")
+    assert plan["command"].startswith(f"bessemer train pretrain model.depth=8 {SCANNED} topology.")
     again = make_absent_plan("pretrain", plan["command"].split()[3:], topology="h100:64")
     assert again["time"] == plan["time"] and again["memory"] == plan["memory"]
     slower = [row["step_seconds"] for row in plan["sweep"]["best"]]
@@ -182,11 +176,11 @@ def test_sweep_ends_with_a_plan_that_fits() -> None:
     with pytest.raises(InputError, match="by itself"):
         make_sweep("pretrain", ["topology.fsdp=2"], topology="h100:64")
     with pytest.raises(InputError, match="none of"):
-        make_sweep("pretrain", ["model.depth=40"], topology="rtx4090:1")
+        make_sweep("pretrain", ["model.depth=2", "model.width=16384"], topology="rtx4090:1")
 
 
 def test_one_json_document_through_the_command_line(cli: Cli, tmp_path: Path) -> None:
-    words = ("plan", "pretrain", "model.depth=12", "--topology", "h200:8", "--json", "--placement")
+    words = ("plan", "pretrain", "model.depth=12", SCANNED, "--topology", "h200:8", "--json", "--placement")
     result = cli(*words, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     plan = json.loads(result.stdout)
@@ -210,7 +204,7 @@ def test_without_the_compiler_the_way_to_it_is_named(monkeypatch: pytest.MonkeyP
 def test_a_real_compilation_for_tpus(cli: Cli, tmp_path: Path) -> None:
     """A fresh process: libtpu stays loaded, and is not for tests beside it."""
     words = ["pretrain", "model.depth=4", "topology.fsdp=4", "training.batch_tokens=65536"]
-    result = cli("plan", *words, "--topology", "v5e:2x2", "--json", cwd=tmp_path)
+    result = cli("plan", *words, "--topology", "v5e:2x2", "--quick", "--json", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     plan = json.loads(result.stdout)
     assert plan["method"] == "compiled" and plan["memory"]["fits"] is True

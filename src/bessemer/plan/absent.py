@@ -85,10 +85,11 @@ def absent_functions(trainer: Any) -> Functions:
 
 
 def fit_micro_batch(trainer: Any) -> int:
-    """A recipe's micro-batch that does not divide this mesh's share is lowered, and noted; one that was asked for stays.
+    """A recipe's micro-batch that does not divide this mesh's share is lowered and noted; one that was asked for stays.
 
     An open one (-1) begins as the whole share; the plan then lowers it until it fits.
     """
+    trainer.wished_rows = trainer.config[MICRO]
     asked, batch, parallel = trainer.config[MICRO], trainer.data.batch_size, trainer.topology.data_parallel
     if asked != -1 and trainer.config.provenance[MICRO] in ASKED:
         microbatch.accumulation(batch, asked, parallel)
@@ -96,8 +97,8 @@ def fit_micro_batch(trainer: Any) -> int:
     if batch % parallel:
         raise InputError(
             f"a step of {batch:,} sequences cannot be shared by {parallel:,} data-parallel devices "
-            f"(topology.data × topology.fsdp): make training.batch_size a multiple of {parallel:,}, or use fewer and put the "
-            "rest on topology.tensor or topology.context."
+            f"(topology.data × topology.fsdp): make training.batch_size a multiple of {parallel:,}, or use fewer and "
+            "put the rest on topology.tensor or topology.context."
         )
     sizes = microbatch.candidates(batch, parallel)
     size = next((n for n in sizes if asked == -1 or n <= asked), sizes[-1])

@@ -43,14 +43,7 @@ class Planned:
     def time(self, found: tuple[Collective, ...] | None = None) -> dict[str, Any]:
         """The run's time, with the estimate's collectives or those that a compiler planned."""
         trainer, made = self.facts.trainer, self.estimate
-        step = step_time(
-            self.target,
-            self.facts.precision,
-            self.terms,
-            made.flops,
-            made.traffic,
-            made.collectives if found is None else found,
-        )
+        step = step_time(self.target, self.terms, made, made.collectives if found is None else found)
         tokens = trainer.steps * trainer.tokens_per_step
         per_token = trainer.model_parts.flops_per_token_causal
         return run_time(step, trainer.steps, tokens, per_token, self.target, self.facts.precision)
@@ -62,6 +55,7 @@ def make_absent_plan(
     *,
     topology: str,
     compiles: bool = True,
+    quick: bool = False,
     prices: Path | None = None,
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
@@ -77,7 +71,7 @@ def make_absent_plan(
         say(
             f"compiling the step for {target.name}, mesh {mesh_words(choice)}, {choice.rows} sequence(s) a device"
         )
-        program = compile_step(planned.facts.trainer, node_of(target, planned.terms), say)
+        program = compile_step(planned.facts.trainer, node_of(target, planned.terms), say, quick)
         say(f"compiled in {program.seconds:.0f} s")
     return document(recipe, planned, program)
 
@@ -102,7 +96,9 @@ def _lower(planned: Planned, rows: int) -> None:
     for size in (n for n in candidates(facts.batch, choice.parallel) if n < rows):
         made = tried(facts, Choice(choice.axes, size, choice.remat), planned.terms)
         if made is not None and made.fits(planned.limit):
-            why = f"the largest that fits into {SPARE:.0%} of a {planned.target.chip.name} by the estimate, in place of {rows}"
+            room = f"{SPARE:.0%} of a {planned.target.chip.name}"
+            wished = "" if trainer.wished_rows == -1 else f", in place of {trainer.wished_rows}"
+            why = f"the largest that fits into {room} by the estimate{wished}"
             trainer.config.set(MICRO, size, why)
             trainer.note_derived("training.per_device_batch_size", size, why)
             micro = size * choice.parallel
@@ -157,6 +153,7 @@ def memory_of(planned: Planned, program: Compiled | None) -> dict[str, Any]:
     else:
         limit = program.limit or limit
         parts |= {"peak": None if program.needed is None else round(program.needed)}
+        parts |= {"compiler": program.message}
         fits = False
     parts |= {"limit": round(limit), "fits": fits, "estimated_peak": round(estimated_peak)}
     parts["remedies"] = (
@@ -172,7 +169,7 @@ def _room(parts: dict[str, Any], limit: float) -> float:
 
 
 def kept_rows(planned: Planned) -> list[dict[str, Any]]:
-    """What a micro-batch keeps for its backward pass, the largest first; of one device, before tensor and context split it."""
+    """What a micro-batch keeps for its backward pass, the largest first; before tensor and context split it."""
     kept = planned.facts.kept(planned.estimate.choice.remat)
     scale = planned.estimate.choice.rows / kept.rows
     rows = [

@@ -1,4 +1,4 @@
-"""Which setting to change: other meshes, micro-batches and remat for the same model on the same chips, by the estimate."""
+"""Which setting to change: other meshes, micro-batches and remat for the same model on the same chips."""
 
 from __future__ import annotations
 

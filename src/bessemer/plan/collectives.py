@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 
@@ -14,7 +16,7 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 class Collective:
     """`count` exchanges a step among groups of `group` devices along mesh axes `axes`.
 
-    `payload` is the whole array as one device has it before (reduce) or after (gather), bytes of all exchanges together.
+    `payload` is the whole array as one device has it before (reduce) or after (gather), bytes of all together.
     `nodes` is over how many nodes (or slices) a group is spread.
     """
 
@@ -88,17 +90,16 @@ class Layout:
         names = list(self.sizes)
         return math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
 
-    def members(self, axes: Sequence[str]) -> list[int]:
+    def members(self, axes: Sequence[str]) -> np.ndarray:
         """The group of device 0 along `axes`."""
-        places = [0]
+        places = np.zeros(1, np.int64)
         for axis in axes:
-            places = [
-                place + step * self.stride(axis) for place in places for step in range(self.sizes[axis])
-            ]
+            places = (places[:, None] + self.stride(axis) * np.arange(self.sizes[axis])).ravel()
         return places
 
-    def nodes(self, members: Sequence[int]) -> int:
-        return len({place // self.node for place in members})
+    def nodes(self, members: Sequence[int] | np.ndarray) -> int:
+        """Over how many nodes a group is spread."""
+        return len(np.unique(np.asarray(members) // self.node))
 
     def axes_of(self, members: Sequence[int]) -> tuple[str, ...]:
         """The mesh axes along which the members of a group differ."""

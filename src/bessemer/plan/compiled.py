@@ -32,9 +32,20 @@ from bessemer.training.functions import abstract_state, jit_train_step, make_opt
 from bessemer.training.microbatch import StepMemory, step_bytes
 
 INSTALL = "pip install 'bessemer[tpu-plan]'"
-USED = re.compile(r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm")
+USED = re.compile(
+    r"(?:Used |required for [\w ]*\()([\d.]+)([KMGT])(?: of |\) exceeds available HBM \()([\d.]+)([KMGT])"
+)
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-QUIET = {"TPU_SKIP_MDS_QUERY": "1", "TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3"}
+QUIET = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+}
+"""libtpu looks for the machine it is on, complains when there is none, and then compiles all the same."""
+
+LEAST = -1.0
 PATIENCE = 20.0
 """Seconds between two signs of life."""
 
@@ -43,13 +54,14 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler planned. `memory` is None when it found no room: then `needed` and `limit` are its own words."""
+    """What the compiler planned. `memory` is None when it found no room; `needed` and `limit` are then its words."""
 
     memory: StepMemory | None
     collectives: tuple[Collective, ...]
     seconds: float
     needed: float | None = None
     limit: float | None = None
+    message: str = ""
 
 
 def has_compiler() -> bool:
@@ -60,13 +72,16 @@ def has_compiler() -> bool:
 def require_compiler(name: str) -> None:
     if not has_compiler():
         raise InputError(
-            f"--topology {name} is compiled with libtpu, which is not installed: {INSTALL}. Or give --no-compile for the "
-            "analytic model alone, in seconds."
+            f"--topology {name} is compiled with libtpu, which is not installed: {INSTALL}. Or give --no-compile for "
+            "the analytic model alone, in seconds."
         )
 
 
-def compile_step(trainer: Any, node: int | None, say: Say) -> Compiled:
-    """Compile `trainer`'s step for its absent TPUs. Out of memory is an answer; anything else is raised."""
+def compile_step(trainer: Any, node: int | None, say: Say, quick: bool = False) -> Compiled:
+    """Compile `trainer`'s step for its absent TPUs. Out of memory is an answer; anything else is raised.
+
+    `quick`: at the compiler's least effort, in a fifth of the time; it then needs and sends more than the real program.
+    """
     own: AbsentTopology = trainer.topology
     key = jax.eval_shape(lambda: jax.random.key(0))
     mesh = compile_mesh(own)
@@ -74,7 +89,7 @@ def compile_step(trainer: Any, node: int | None, say: Say) -> Compiled:
     trainer.topology = Topology(mesh, own.chip, own.settings, own.rest_rules, own.compute_rules)
     begun = time.monotonic()
     try:
-        with configuration(trainer.config), planned_for("tpu"), _signs_of_life(say):
+        with configuration(trainer.config), planned_for("tpu"), _effort(quick), _signs_of_life(say):
             abstract, placed = abstract_state(trainer, make_optimizer(trainer))
             fields, sharding = trainer.data.fields, trainer.topology.batch_sharding(1)
             batch = abstract_batch(fields, functions.micro, functions.accumulate_steps, sharding)
@@ -84,7 +99,7 @@ def compile_step(trainer: Any, node: int | None, say: Say) -> Compiled:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return Compiled(None, (), time.monotonic() - begun, *_words_of(str(error)))
+        return Compiled(None, (), time.monotonic() - begun, *_words_of(str(error)), _sentence(str(error)))
     finally:
         trainer.topology = own
     layout = Layout({axis: int(mesh.shape[axis]) for axis in AXES}, node)
@@ -143,6 +158,21 @@ def _words_of(message: str) -> tuple[float | None, float | None]:
         return None, None
     needed, unit, limit, other = found.groups()
     return float(needed) * UNITS[unit], float(limit) * UNITS[other]
+
+
+def _sentence(message: str) -> str:
+    return " ".join(message.split())[:300]
+
+
+@contextmanager
+def _effort(quick: bool) -> Iterator[None]:
+    name = "jax_exec_time_optimization_effort"
+    before = getattr(jax.config, name)
+    jax.config.update(name, LEAST if quick else before)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 @contextmanager

@@ -20,9 +20,9 @@ from bessemer.plan.facts import Facts
 from bessemer.plan.prices import Terms
 from bessemer.training.microbatch import SPARE, accumulation
 
-PASSES = 5.2
-"""How often a kept tensor travels between chip and memory in elementwise work: 60 tensors of tokens × width a layer were
-counted at depth 12 on an H200 (benchmarks/LOG.md), of which 11.5 are kept."""
+PASSES = 10.0
+"""How often a kept tensor, or one of its kind that is not kept, travels between chip and memory in elementwise work.
+Fitted to two measured steps on an H200 (docs/scale.md): depth 12 takes 421 ms and depth 20 1,436."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Estimate:
     memory: Memory
     collectives: tuple[Collective, ...]
     flops: float  # of one device in one step
+    float8_flops: float  # those of them that run in float8
     traffic: float  # bytes between one device and its memory in one step
 
     def fits(self, limit: float) -> bool:
@@ -68,9 +69,8 @@ def estimate(facts: Facts, choice: Choice, terms: Terms) -> Estimate:
     steps = accumulation(facts.batch, choice.rows, choice.parallel)
     memory = _memory(facts, choice, steps)
     found = merged(_collectives(facts, choice, steps, Layout(choice.axes, node_of(facts.target, terms))))
-    return Estimate(
-        choice, steps, memory, tuple(found), step_flops(facts, choice), _traffic(facts, choice, steps)
-    )
+    work = step_flops(facts, choice)
+    return Estimate(choice, steps, memory, tuple(found), *work, _traffic(facts, choice, steps))
 
 
 def node_of(target: Any, terms: Terms) -> int:
@@ -83,7 +83,7 @@ def _memory(facts: Facts, choice: Choice, steps: int) -> Memory:
     split = (axes["tensor"], axes["context"])
     held = state.parameters + state.optimizer + state.other
     recomputed = facts.one_layer(choice.remat) * choice.rows / axes["context"]
-    activations = kept.activations(choice.rows, *split) + recomputed
+    activations = kept.activations(choice.rows, *split, axes["fsdp"]) + recomputed
     used = facts.compute_bytes / 4  # of a parameter's float32 bytes
     gathered = state.largest * (1 + 2 * used) if axes["fsdp"] > 1 else state.largest * used
     workspace = kept.workspace(choice.rows, *split) + gathered
@@ -104,17 +104,21 @@ def _update_bytes(facts: Facts, axes: Mapping[str, int]) -> float:
     return matrices * (4 / axes["fsdp"] + 3 * facts.compute_bytes / (axes["fsdp"] * axes["data"]))
 
 
-def step_flops(facts: Facts, choice: Choice) -> float:
-    """The model's formula with causal attention, a third more where blocks are recomputed, and the optimizer's."""
+def step_flops(facts: Facts, choice: Choice) -> tuple[float, float]:
+    """The model's formula with causal attention, a third more where blocks are recomputed, and the optimizer's.
+
+    (all of one device, those of them in float8).
+    """
     parts, axes = facts.trainer.model_parts, choice.axes
     devices = choice.parallel * axes["tensor"] * axes["context"]
     again = 4 / 3 if remat_names(choice.remat) == () else 1.0
-    model = parts.flops_per_token_causal * facts.batch * facts.block * again
-    return model / devices + facts.update_flops / choice.parallel
+    passes = facts.batch * facts.block * again / devices
+    total = parts.flops_per_token_causal * passes + facts.update_flops / choice.parallel
+    return total, facts.float8_flops * passes
 
 
 def _traffic(facts: Facts, choice: Choice, steps: int) -> float:
-    """Elementwise work on what is kept; weights read twice a pass, gradients added up; the update reads and writes all."""
+    """Elementwise work on what is kept; weights read twice a pass, gradients added up, the state read and written."""
     state, kept = facts.state(choice.axes), facts.kept(("none",))
     split = (choice.axes["tensor"], choice.axes["context"])
     between = PASSES * kept.activations(choice.rows, *split)
@@ -145,7 +149,7 @@ def _collectives(facts: Facts, choice: Choice, steps: int, layout: Layout) -> li
 
 
 def _activation_collectives(facts: Facts, choice: Choice, steps: int, add: Any) -> None:
-    """Tensor: four sums of the residual stream a layer. Context: keys and values gathered, their gradients scattered."""
+    """Tensor: four sums of the residual stream a layer. Context: keys and values gathered, gradients scattered."""
     shape = facts.shape
     if shape is None:
         return

@@ -1,8 +1,9 @@
-"""What a model and its step need, whatever the mesh: everything an estimate is made of, taken from a planned trainer."""
+"""What a model and its step need, whatever the mesh: what estimates are made of, taken from a planned trainer."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -69,6 +70,14 @@ class Facts:
         return tuple(getattr(self.trainer.model, "remat", ("none",)))
 
     @cached_property
+    def float8_flops(self) -> float:
+        """Of a token's training FLOPs those that run in float8: 6 × the matrices of blocks, and the head's if asked."""
+        model, counts = self.trainer.model, self.trainer.model_parts.counts
+        if self.precision != "fp8":
+            return 0.0
+        return 6.0 * (counts["matrix"] + counts["head"] * getattr(model, "fp8_head", False))
+
+    @cached_property
     def update_flops(self) -> float:
         functions = self.trainer.functions
         return float(functions.optimizer.update_flops(functions.abstract_state.params))
@@ -102,8 +111,9 @@ class Facts:
         return whole.activations(whole.rows) / whole.rows / max(1, getattr(self.shape, "depth", 1))
 
     @cached_property
-    def leaves(self) -> list[Leaf]:
-        return state_leaves(self.trainer)
+    def leaves(self) -> Counter[Leaf]:
+        """Alike arrays of all layers counted together."""
+        return Counter(state_leaves(self.trainer))
 
     def state(self, axes: Mapping[str, int]) -> StateBytes:
         """Bytes at rest on a mesh of these sizes; an InputError where it does not divide the model."""
@@ -111,13 +121,13 @@ class Facts:
         if sizes not in self._state:
             held: dict[str, int] = {"parameters": 0, "optimizer": 0, "other": 0}
             trained = largest = 0
-            for leaf in self.leaves:
+            for leaf, count in self.leaves.items():
                 size = leaf.held(axes)
                 if leaf.part == "in use":
                     largest = max(largest, size)
                     continue
-                held[leaf.part] += size
-                trained += size // leaf.itemsize * 4 if leaf.part == "parameters" else 0
+                held[leaf.part] += count * size
+                trained += count * size // leaf.itemsize * 4 if leaf.part == "parameters" else 0
             self._state[sizes] = StateBytes(**held, trained=trained, largest=largest)
         return self._state[sizes]
 

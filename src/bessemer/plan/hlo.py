@@ -24,6 +24,11 @@ TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 BOUND = re.compile(r"constant\((\d+)\)")
 GROUPS = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+NAMED_GROUPS = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+)
+SUB_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+CHAIN = re.compile(r'channel_id=(\d+).*chain_id="(\d+)"')
 PAIRS = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
 WIDTHS = {"pred": 1, "bf16": 2, "token": 0, "opaque": 0}
 
@@ -62,23 +67,30 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
     """(computations by name, the entry's name)."""
     parts: dict[str, Computation] = {}
     current, entry = Computation(), ""
+    chains: set[tuple[str, ...]] = set()
     for line in text.splitlines():
         if (head := HEAD.match(line)) and " = " not in line.split("(", 1)[0]:
             current = parts[head["name"]] = Computation()
             entry = head["name"] if head["entry"] else entry
         elif begun := NAMED.match(line):
-            _read(line[begun.end() :], current)
+            _read(line[begun.end() :], current, chains)
     return parts, entry
 
 
-def _read(words: str, into: Computation) -> None:
-    """One instruction, `TYPE OPCODE(OPERANDS), ATTRIBUTES`."""
+def _read(words: str, into: Computation, chains: set[tuple[str, ...]]) -> None:
+    """One instruction, `TYPE OPCODE(OPERANDS), ATTRIBUTES`.
+
+    A TPU hides an exchange behind several pieces of work and names it in each of them: a chain, which is one exchange.
+    """
     end = _type_end(words)
     kind, rest = words[:end], words[end:].lstrip()
     opcode = rest.partition("(")[0]
     base = opcode.removesuffix("-start")
     if base in KINDS:
-        into.collectives.append((opcode, kind, rest))
+        chain = CHAIN.search(rest)
+        if chain is None or chain.groups() not in chains:
+            into.collectives.append((opcode, kind, rest))
+        chains |= {chain.groups()} if chain else set()
         return
     if opcode == "constant" and (bound := BOUND.match(rest)):
         into.bounds.append(int(bound[1]))
@@ -134,6 +146,8 @@ def _members(rest: str, layout: Layout) -> list[int]:
     """Device positions of one group."""
     if pair := PAIRS.search(rest):
         return [int(pair[1]), int(pair[2])]
+    if named := NAMED_GROUPS.search(rest):
+        return _named_members(*named.groups())
     if iota := IOTA.search(rest):
         groups, sizes = (tuple(_numbers(text)) for text in iota.groups()[:2])
         places = np.arange(math.prod(sizes)).reshape(sizes)
@@ -144,6 +158,27 @@ def _members(rest: str, layout: Layout) -> list[int]:
         first = listed[1].split("}")[0].strip("{")
         return list(_numbers(first)) or list(range(layout.devices))
     return list(range(layout.devices))
+
+
+def _named_members(sizes: str, grid: str | None, turned: str | None, along: str) -> list[int]:
+    """Groups along named axes of the compiler's own mesh: `'a'`, or `'a':(4)2`, the part of size 2 after 4 of it."""
+    mesh = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
+    places = np.arange(math.prod(mesh.values()))
+    if grid:
+        places = places.reshape(tuple(_numbers(grid)))
+        places = places.transpose(tuple(_numbers(turned))) if turned else places
+    places = places.reshape(tuple(mesh.values()))
+    for name, before, size in SUB_AXIS.findall(along):
+        axis, whole = list(mesh).index(name), mesh[name]
+        first, count = (int(before), int(size)) if size else (1, whole)
+        after = whole // (first * count)
+        split = (*places.shape[:axis], first, count, after, *places.shape[axis + 1 :])
+        # the part goes to the end; what is left of the axis stays in its place
+        left = np.moveaxis(places.reshape(split), axis + 1, -1)
+        places = left.reshape(*places.shape[:axis], first * after, *places.shape[axis + 1 :], count)
+        mesh[name] = first * after
+    members = places[(0,) * len(mesh)]
+    return [int(place) for place in members.ravel()]
 
 
 def _numbers(text: str) -> Iterator[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,18 +22,31 @@ from bessemer.training.trainer import BaseTrainer
 MADE = ("dot_general", "pallas_call", "scatter-add", "conv_general_dilated", "ragged_dot_general")
 """Whose results surely lie in memory; elementwise work is fused into them or into what follows."""
 
-FORMS = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type", "copy", "name")
+FORMS = (
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "name",
+    "transpose",
+)
 """Operations whose result is their operand in another form."""
+
+PARTS = ("slice", "dynamic_slice")
+"""And those whose result is a part of it: blocks of keys are parts of the keys."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """`count` arrays of one shape that are kept. `rows`: it grows with the micro-batch."""
+    """`count` arrays of one shape that are kept. `rows`: it grows with the micro-batch; `weights`: a scan's stack."""
 
     shape: tuple[int, ...]
     dtype: str
     count: int
     rows: bool
+    weights: bool = False
 
     @property
     def bytes(self) -> int:
@@ -42,24 +55,32 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Kept:
-    """Of a micro-batch of `rows` sequences on one device; `largest`: the biggest result of a product or kernel."""
+    """Of a micro-batch of `rows` sequences on one device.
+
+    The biggest result of a product or kernel: `largest` of those that grow with the rows, `tile` of the others.
+    """
 
     rows: int
     tensors: tuple[Tensor, ...]
     largest: int
+    tile: int
     width: int  # of the residual stream, which is not split over `tensor`
 
-    def activations(self, rows: int, tensor: int = 1, context: int = 1) -> float:
+    def activations(self, rows: int, tensor: int = 1, context: int = 1, fsdp: int = 1) -> float:
         """Bytes for another micro-batch or mesh: all but the residual stream is split over heads, mlp, vocabulary."""
         total = 0.0
         for one in self.tensors:
-            split = tensor if one.rows and one.shape[-1] != self.width else 1
-            total += one.bytes / split * (rows / self.rows / context if one.rows else 1.0)
+            share = 1.0
+            if one.weights:
+                share = 1 / (tensor * fsdp)  # as they rest
+            elif one.rows:
+                share = rows / self.rows / context / (1 if one.shape[-1] == self.width else tensor)
+            total += one.bytes * share
         return total
 
     def workspace(self, rows: int, tensor: int = 1, context: int = 1) -> float:
         """The largest result and what is being made of it."""
-        return 2.0 * self.largest * min(1.0, rows / self.rows) / tensor / context
+        return 2.0 * max(self.tile, self.largest * rows / self.rows / context) / tensor
 
 
 def kept_tensors(trainer: BaseTrainer, rows: int, remat: tuple[str, ...] | None = None) -> Kept:
@@ -79,49 +100,75 @@ def kept_tensors(trainer: BaseTrainer, rows: int, remat: tuple[str, ...] | None 
     width = getattr(getattr(model, "shape", None), "width", 0)
     weights = {tuple(sorted(leaf.shape)) for leaf in jax.tree.leaves(state.params)}
     found = tuple(_tensors(kept.jaxpr, weights, rows, trainer.settings.block_size))
-    return Kept(rows, found, max(_results(kept.jaxpr), default=0), width)
+    largest = {True: 0, False: 0}
+    for shape, size in _results(kept.jaxpr):
+        grows = _of_rows(shape, rows, trainer.settings.block_size)
+        largest[grows] = max(largest[grows], size)
+    return Kept(rows, found, largest[True], largest[False], width)
 
 
 def _tensors(jaxpr: Any, weights: set[tuple[int, ...]], rows: int, block: int) -> Iterator[Tensor]:
     """Results that are no arguments, each once: a tensor that two operations need is one tensor."""
-    source = _sources(jaxpr)
-    kept = {id(root): root for v in jaxpr.outvars if not hasattr(v, "val") for root in [source(v)]}
+    wanted = {id(v): v for v in jaxpr.outvars if not hasattr(v, "val")}
+    makers = {id(v): equation for equation in jaxpr.eqns for v in equation.outvars}
     given = {id(variable) for variable in (*jaxpr.invars, *jaxpr.constvars)}
+    kept = {id(root): root for v in wanted.values() for root in [_source(v, wanted, makers)]}
+    kept = _joined(kept, makers)
     shapes = Counter(
         (tuple(v.aval.shape), str(v.aval.dtype))
         for name, v in kept.items()
-        if name not in given and not hasattr(v, "val") and _is_number(v.aval.dtype)
+        if name not in given and _is_number(v.aval.dtype)
     )
     for (shape, dtype), count in shapes.items():
-        of_tokens = rows * block in shape or (rows, block) in zip(shape, shape[1:], strict=False)
         if math.prod(shape):
-            yield Tensor(shape, dtype, count, of_tokens and tuple(sorted(shape)) not in weights)
+            stacked = len(shape) == 3 and tuple(sorted(shape[1:])) in weights
+            grows = _of_rows(shape, rows, block) and tuple(sorted(shape)) not in weights
+            yield Tensor(shape, dtype, count, grows and not stacked, stacked)
 
 
-def _sources(jaxpr: Any) -> Callable[[Any], Any]:
-    """From a variable to the one that lies in memory for it: other forms and wider copies are made again when used."""
-    makers = {id(v): equation for equation in jaxpr.eqns for v in equation.outvars}
+def _of_rows(shape: tuple[int, ...], rows: int, block: int) -> bool:
+    """Tokens as one axis, or rows as the first, or after the layers of a scan."""
+    return rows * block in shape or rows in shape[:2]
 
-    def source(variable: Any) -> Any:
+
+def _source(variable: Any, wanted: dict[int, Any], makers: dict[int, Any]) -> Any:
+    """The variable that lies in memory for this one: another form or a wider copy is made again when it is used."""
+    forms = [variable]
+    while (maker := makers.get(id(forms[-1]))) is not None and maker.primitive.name in FORMS:
+        if hasattr(maker.invars[0], "val"):
+            break
+        forms.append(maker.invars[0])
+    first = max((place for place, form in enumerate(forms) if id(form) in wanted), default=0)  # kept anyway
+    return min(reversed(forms[first:]), key=lambda form: _size(form.aval))
+
+
+def _joined(kept: dict[int, Any], makers: dict[int, Any]) -> dict[int, Any]:
+    """Parts of a tensor that is kept, or that is no larger than they are together, are that tensor."""
+    parts: dict[int, list[Any]] = {}
+    wholes: dict[int, Any] = {}
+    for variable in kept.values():
         maker = makers.get(id(variable))
-        if maker is None or maker.primitive.name not in FORMS:
-            return variable
-        before = maker.invars[0]
-        if hasattr(before, "val") or _size(before.aval) > _size(variable.aval):
-            return variable
-        return source(before)
-
-    return source
+        if maker is not None and maker.primitive.name in PARTS:
+            whole = _source(maker.invars[0], kept, makers)
+            wholes[id(whole)] = whole
+            parts.setdefault(id(whole), []).append(variable)
+    found = dict(kept)
+    for name, whole in wholes.items():
+        if name in kept or sum(_size(part.aval) for part in parts[name]) >= _size(whole.aval):
+            for part in parts[name]:
+                found.pop(id(part), None)
+            found[name] = whole
+    return found
 
 
 def _is_number(dtype: Any) -> bool:
     return not jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
-def _results(jaxpr: Any) -> Iterator[int]:
+def _results(jaxpr: Any) -> Iterator[tuple[tuple[int, ...], int]]:
     for equation in jaxpr.eqns:
         if equation.primitive.name in MADE:
-            yield max(_size(v.aval) for v in equation.outvars)
+            yield from ((tuple(v.aval.shape), _size(v.aval)) for v in equation.outvars)
         elif equation.primitive.name != "pallas_call":
             for inner in inner_jaxprs(equation):
                 yield from _results(inner)

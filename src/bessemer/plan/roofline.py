@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bessemer.plan.collectives import Collective
+from bessemer.plan.estimate import Estimate
 from bessemer.plan.prices import Terms
 from bessemer.plan.target import Target
 
@@ -21,14 +22,13 @@ BANDWIDTH_SHARE = 0.9
 DAY = 86_400
 
 
-def step_time(
-    target: Target, precision: str, terms: Terms, flops: float, traffic: float, found: Sequence[Collective]
-) -> dict[str, Any]:
+def step_time(target: Target, terms: Terms, made: Estimate, found: Sequence[Collective]) -> dict[str, Any]:
     """Seconds of one step by each roofline, which of them binds, and the likely time."""
     chip = target.chip
     seconds = {
-        "compute": flops / chip.peak_flops(precision),
-        "memory": traffic / chip.hbm_bytes_s,
+        "compute": (made.flops - made.float8_flops) / chip.bf16_flops
+        + made.float8_flops / chip.peak_flops("fp8"),
+        "memory": made.traffic / chip.hbm_bytes_s,
         "network": sum(one.seconds(chip.link_bytes_s, terms.outside_gb_s * 1e9) for one in found),
     }
     busy = seconds["compute"] / MATRIX_SHARE + seconds["memory"] / BANDWIDTH_SHARE

@@ -1,4 +1,4 @@
-"""`bessemer plan --topology NAME --sweep`: meshes and micro-batches, all by the estimate, the best few by the compiler."""
+"""`bessemer plan --topology NAME --sweep`: meshes and micro-batches by the estimate, the best few by the compiler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPILED = 2
 """How many of the best are compiled."""
 
 SHOWN = 10
-SWEPT = tuple(f"topology.{axis}" for axis in AXES) + ("training.per_device_batch_size", "architecture.remat")
+SWEPT = (*(f"topology.{axis}" for axis in AXES), "training.per_device_batch_size", "architecture.remat")
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ def make_sweep(
     *,
     topology: str,
     compiles: bool = True,
+    quick: bool = False,
     prices: Path | None = None,
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
@@ -55,11 +56,12 @@ def make_sweep(
     rows, count = ranked(base)
     if not rows:
         raise InputError(
-            f"none of {count} ways to lay this model on {target.name} fits into {target.chip.memory_gib:g} GiB a device: use more "
-            "devices, a smaller model, or a shorter architecture.block_size."
+            f"none of {count} ways to lay this model on {target.name} fits into "
+            f"{target.chip.memory_gib:g} GiB a device: use more devices, a smaller model, "
+            "or a shorter architecture.block_size."
         )
     say(f"{count} ways tried by the estimate, {len(rows)} fit")
-    best = _settle(recipe, fixed, rows, target, prices, compiles, say, base)
+    best = _settle(recipe, fixed, rows, target, prices, compiles, quick, say, base)
     best["sweep"] = {"tried": count, "fit": len(rows), "best": [describe_row(row) for row in rows[:SHOWN]]}
     best["command"] = command(recipe, fixed, best)
     return best
@@ -106,6 +108,7 @@ def _settle(
     target: Any,
     prices: Path | None,
     compiles: bool,
+    quick: bool,
     say: Say,
     base: Planned,
 ) -> dict[str, Any]:
@@ -117,7 +120,7 @@ def _settle(
         program = None
         if compiles:
             say(f"compiling {' '.join(changes(start, row.choice))}")
-            program = compile_step(planned.facts.trainer, node_of(target, planned.terms), say)
+            program = compile_step(planned.facts.trainer, node_of(target, planned.terms), say, quick)
             say(f"compiled in {program.seconds:.0f} s" + ("" if program.memory else ": does not fit"))
         documents.append(document(recipe, planned, program) | {"settings": changes(start, row.choice)})
     fitting = [one for one in documents if one["memory"]["fits"]] or documents

@@ -65,8 +65,8 @@ def _torus(target: Target) -> Target:
     chips, most = math.prod(target.grid), LARGEST[target.chip.name]
     if chips > most:
         raise InputError(
-            f"--topology '{target.name}': a slice of {target.chip.name} has at most {most} chips, not {chips}. Name several "
-            f"slices, for example {-(-chips // most)}x{_short(target)}:{most}."
+            f"--topology '{target.name}': a slice of {target.chip.name} has at most {most} chips, not {chips}. Name "
+            f"several slices, for example {-(-chips // most)}x{_short(target)}:{most}."
         )
     if len(target.grid) == 1:
         return Target(target.name, target.chip, target.slices, balanced(chips, dimensions))
@@ -82,8 +82,8 @@ def _torus(target: Target) -> Target:
 def _count(target: Target) -> Target:
     if len(target.grid) > 1 or target.slices > 1:
         raise InputError(
-            f"--topology '{target.name}': GPUs are counted, for example {_short(target)}:{target.chips}; how many share a "
-            "node is in prices.yaml."
+            f"--topology '{target.name}': GPUs are counted, for example {_short(target)}:{target.chips}; how many "
+            "share a node is in prices.yaml."
         )
     return target
 
@@ -104,6 +104,6 @@ def balanced(count: int, dimensions: int) -> tuple[int, ...]:
 def _forms() -> str:
     known = ", ".join(chip.lower().removeprefix("tpu ").replace(" ", "-") for chip in CHIPS)
     return (
-        "A name is CHIP:COUNT or, for a TPU, CHIP:AxB or CHIP:AxBxC with the number of slices in front: h200:8, v5e:4x4, "
-        f"v5p:2x2x4, 2xv6e:16x16. Chips: {known}."
+        "A name is CHIP:COUNT or, for a TPU, CHIP:AxB or CHIP:AxBxC with the number of slices in front: h200:8, "
+        f"v5e:4x4, v5p:2x2x4, 2xv6e:16x16. Chips: {known}."
     )

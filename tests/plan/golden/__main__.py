@@ -8,7 +8,7 @@ import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-from tests.plan.golden.snapshots import CASES, place, snapshot, write
+from tests.plan.golden.snapshots import CASES, place, snapshot, write  # noqa: E402
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as home:

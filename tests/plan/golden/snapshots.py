@@ -1,8 +1,8 @@
 """Where each parameter lies and what devices send each other, for the shipped recipes on eight virtual devices.
 
 The files beside this one are compared by tests/plan/test_plan_golden.py, so that a change which adds an all-gather is
-seen in review. Counts are of one compiled step on the CPU backend, whose compiler has no reduce-scatter and spells it as
-an all-reduce; models are cut to two small layers.
+seen in review. Counts are of one compiled step on the CPU backend, whose compiler has no reduce-scatter and spells it
+as an all-reduce; models are cut to two small layers.
 """
 
 from __future__ import annotations
