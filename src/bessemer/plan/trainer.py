@@ -29,7 +29,9 @@ from bessemer.data.tokenizer import FILE
 from bessemer.errors import InputError
 from bessemer.generate.load import FAMILY
 from bessemer.job import ExecutionSpec
+from bessemer.plan.absent import AbsentTopology, absent_functions, absent_topology
 from bessemer.plan.lookup import assume_allocation
+from bessemer.plan.target import Target
 from bessemer.registry import jobs
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import microbatch, reference_logps
@@ -58,8 +60,13 @@ ROW_TYPES = {
 Fields = dict[str, tuple[tuple[int, ...], Any]]
 
 
-def planned_trainer(recipe: Any, overrides: Overrides = (), *, compiles: bool = True) -> BaseTrainer:
-    """Resolve and build as `bessemer train` does, with assumptions in place of data. Nothing is written."""
+def planned_trainer(
+    recipe: Any, overrides: Overrides = (), *, compiles: bool = True, target: Target | None = None
+) -> BaseTrainer:
+    """Resolve and build as `bessemer train` does, with assumptions in place of data. Nothing is written.
+
+    `target`: for that hardware in place of the devices here; its functions then hold shapes, and no jitted step.
+    """
 
     def resolved(between: tuple[Layer, ...] = ()) -> Config:
         return resolve(schema_of, recipe, overrides, allow_open=True, between=between)
@@ -70,7 +77,8 @@ def planned_trainer(recipe: Any, overrides: Overrides = (), *, compiles: bool = 
     config = begun_from(resolved, planned_from(resolved, config), "runs")
     close(config)
     with configuration(config):
-        topology = make_topology(configure(TopologySettings))
+        settings = configure(TopologySettings)
+        topology = make_topology(settings) if target is None else absent_topology(settings, target)
         base: type[BaseTrainer] = jobs.get(config["job"])
         planned = type("Planned", (WithoutData, base), {"compiles": compiles})
         return cast(BaseTrainer, planned(ExecutionSpec("plan", root=Path("runs"), topology=topology)))
@@ -109,6 +117,8 @@ class WithoutData(BaseTrainer):
         return planned_data(self)
 
     def configure_functions(self) -> Functions:
+        if isinstance(self.topology, AbsentTopology):
+            return absent_functions(self)
         if not self.compiles:
             assume_micro_batch(self)
         return build_functions(self)

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from bessemer.errors import InputError
-from bessemer.topology.chips import Chip, chip_of
+from bessemer.topology.chips import Chip, chip_of, has_float8
 from bessemer.topology.distributed import process_index
 from bessemer.topology.rules import COMPUTE_RULES, REST_RULES, Rules, check_rules, shardings, unbox
 from bessemer.topology.settings import AXES, TopologySettings
@@ -34,6 +34,16 @@ class Topology:
     def platform(self) -> str:
         """cpu, gpu or tpu."""
         return str(self.mesh.devices.flat[0].platform)
+
+    @property
+    def device_kind(self) -> str:
+        """The vendor's name of the devices."""
+        return str(self.mesh.devices.flat[0].device_kind)
+
+    @property
+    def float8(self) -> bool:
+        """Whether the devices multiply in float8."""
+        return has_float8(self.mesh.local_devices[0])
 
     @property
     def device_count(self) -> int:
@@ -89,11 +99,10 @@ class Topology:
         """Facts for meta.json on which bit-exactness rests; when they differ on resume, one line says so."""
         import jaxlib
 
-        first = self.mesh.devices.flat[0]
         return {
             "axes": {axis: int(size) for axis, size in self.mesh.shape.items()},
             "platform": self.platform,
-            "device_kind": str(first.device_kind),
+            "device_kind": self.device_kind,
             "chip": self.chip.name if self.chip else None,
             "devices": self.device_count,
             "processes": jax.process_count(),

@@ -106,6 +106,11 @@ def step_memory(trainer: BaseTrainer, abstract: Any, placed: Any, per_device: in
         if "RESOURCE_EXHAUSTED" in str(error):
             return None
         raise
+    return step_bytes(compiled)
+
+
+def step_bytes(compiled: Any) -> StepMemory:
+    """The memory analysis of a compiled step."""
     memory = compiled.memory_analysis()
     return StepMemory(
         memory.argument_size_in_bytes,

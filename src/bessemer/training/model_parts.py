@@ -14,7 +14,6 @@ from bessemer.errors import InputError
 from bessemer.models.fp8 import GPU_OPTIONS as FLOAT8_OPTIONS
 from bessemer.models.split import Split, make_split
 from bessemer.registry import models
-from bessemer.topology import has_float8
 from bessemer.training.inherit import check_tokenizer
 from bessemer.training.wishes import grant_wishes
 
@@ -131,14 +130,14 @@ def precision_of(model: nn.Module) -> str:
 
 def check_float8(trainer: BaseTrainer, model: Any) -> None:
     """An fp8 run needs units for it, or leave to emulate them; what is converted is printed with the reasons."""
-    device = trainer.topology.mesh.local_devices[0]
-    if not model.fp8_emulate and not has_float8(device):
+    topology = trainer.topology
+    if not model.fp8_emulate and not topology.float8:
         raise InputError(
             f"architecture.precision=fp8 needs float8 units (NVIDIA Ada, Hopper or newer), and this is a "
-            f"{device.device_kind}. Use architecture.precision=bf16 or auto; architecture.fp8.emulate=true gives the "
+            f"{topology.device_kind}. Use architecture.precision=bf16 or auto; architecture.fp8.emulate=true gives the "
             "same numbers here, slowly, for tests."
         )
-    units = "emulated" if model.fp8_emulate and not has_float8(device) else "in float8 units"
+    units = "emulated" if model.fp8_emulate and not topology.float8 else "in float8 units"
     peak = mfu_peak(trainer, model)
     basis = f"; MFU is of {peak}" if peak else ""
     trainer.note_derived(

@@ -1,0 +1,188 @@
+"""`bessemer plan --topology NAME`: what a recipe will take on hardware that is not here, as one document."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bessemer.plan.absent import MICRO
+from bessemer.plan.advice import remedies, tried
+from bessemer.plan.build import plan_flops, plan_horizon, plan_model
+from bessemer.plan.collectives import Collective, describe
+from bessemer.plan.compiled import Compiled, Say, compile_step, require_compiler
+from bessemer.plan.estimate import Choice, Estimate, estimate, node_of
+from bessemer.plan.facts import Facts
+from bessemer.plan.prices import Terms, terms_of
+from bessemer.plan.roofline import run_cost, run_time, step_time
+from bessemer.plan.target import Target, parse_target
+from bessemer.plan.trainer import planned_trainer
+from bessemer.topology import AXES, placement
+from bessemer.training.horizon import ASKED
+from bessemer.training.launch import Overrides
+from bessemer.training.microbatch import SPARE, candidates
+
+
+@dataclass
+class Planned:
+    """A planned trainer with its estimate, before anything is compiled."""
+
+    facts: Facts
+    estimate: Estimate
+    terms: Terms
+
+    @property
+    def target(self) -> Target:
+        return self.facts.target
+
+    @property
+    def limit(self) -> float:
+        """Bytes of a device."""
+        return self.target.chip.memory_gib * 2**30
+
+    def time(self, found: tuple[Collective, ...] | None = None) -> dict[str, Any]:
+        """The run's time, with the estimate's collectives or those that a compiler planned."""
+        trainer, made = self.facts.trainer, self.estimate
+        step = step_time(self.target, self.terms, made, made.collectives if found is None else found)
+        tokens = trainer.steps * trainer.tokens_per_step
+        per_token = trainer.model_parts.flops_per_token_causal
+        return run_time(step, trainer.steps, tokens, per_token, self.target, self.facts.precision)
+
+
+def make_absent_plan(
+    recipe: Any,
+    overrides: Overrides = (),
+    *,
+    topology: str,
+    compiles: bool = True,
+    quick: bool = False,
+    prices: Path | None = None,
+    say: Say = lambda text: None,
+) -> dict[str, Any]:
+    """Everything that is known without the hardware. A TPU's step is compiled unless told otherwise."""
+    target = parse_target(topology)
+    compiles = compiles and target.platform == "tpu"
+    if compiles:
+        require_compiler(target.name)
+    planned = estimated(recipe, overrides, target, prices)
+    program = None
+    if compiles:
+        choice = planned.estimate.choice
+        say(
+            f"compiling the step for {target.name}, mesh {mesh_words(choice)}, {choice.rows} sequence(s) a device"
+        )
+        program = compile_step(planned.facts.trainer, node_of(target, planned.terms), say, quick)
+        say(f"compiled in {program.seconds:.0f} s")
+    return document(recipe, planned, program)
+
+
+def estimated(recipe: Any, overrides: Overrides, target: Target, prices: Path | None = None) -> Planned:
+    """Build the trainer for the target; an open micro-batch becomes the largest that fits by the estimate."""
+    terms = terms_of(target.chip.name, prices)
+    trainer: Any = planned_trainer(recipe, overrides, compiles=False, target=target)
+    facts = Facts(trainer)
+    axes = {axis: int(trainer.topology.mesh.shape[axis]) for axis in AXES}
+    rows = int(trainer.config[MICRO])
+    first = estimate(facts, Choice(axes, rows, facts.remat), terms)
+    planned = Planned(facts, first, terms)
+    if not first.fits(planned.limit) and trainer.config.provenance[MICRO] not in ASKED:
+        _lower(planned, rows)
+    return planned
+
+
+def _lower(planned: Planned, rows: int) -> None:
+    """Nobody asked for this micro-batch: take the largest that fits, if one does."""
+    facts, choice, trainer = planned.facts, planned.estimate.choice, planned.facts.trainer
+    for size in (n for n in candidates(facts.batch, choice.parallel) if n < rows):
+        made = tried(facts, Choice(choice.axes, size, choice.remat), planned.terms)
+        if made is not None and made.fits(planned.limit):
+            room = f"{SPARE:.0%} of a {planned.target.chip.name}"
+            wished = "" if trainer.wished_rows == -1 else f", in place of {trainer.wished_rows}"
+            why = f"the largest that fits into {room} by the estimate{wished}"
+            trainer.config.set(MICRO, size, why)
+            trainer.note_derived("training.per_device_batch_size", size, why)
+            micro = size * choice.parallel
+            trainer.functions = trainer.functions._replace(accumulate_steps=made.accumulate, micro=micro)
+            planned.estimate = made
+            return
+
+
+def document(recipe: Any, planned: Planned, program: Compiled | None) -> dict[str, Any]:
+    trainer = planned.facts.trainer
+    found = planned.estimate.collectives if program is None or program.memory is None else program.collectives
+    spent = planned.time(found)
+    state, placed = trainer.functions.abstract_state, trainer.functions.state_shardings
+    return {
+        "recipe": str(recipe) if isinstance(recipe, str | Path) else "given",
+        "model": plan_model(trainer),
+        "derived": trainer.derived,
+        "horizon": plan_horizon(trainer),
+        "flops": {**plan_flops(trainer), "per_device_step": planned.estimate.flops},
+        "devices": trainer.topology.describe(),
+        "method": "analytic" if program is None else "compiled",
+        "compile_seconds": None if program is None else round(program.seconds, 1),
+        "memory": memory_of(planned, program),
+        "collectives": describe(found),
+        "bytes_sent_per_step": round(sum(one.sent for one in found)),
+        "kept_tensors": kept_rows(planned),
+        "time": spent,
+        "cost": run_cost(spent["seconds"], planned.target, planned.terms),
+        "placement": placement(state.params, placed.params),
+        "notes": [*trainer.config.notes, *trainer.said],
+    }
+
+
+def memory_of(planned: Planned, program: Compiled | None) -> dict[str, Any]:
+    """Bytes of one device, what fits, and what to change. A compiler's word replaces the estimate's."""
+    made = planned.estimate
+    parts: dict[str, Any] = {name: round(value) for name, value in asdict(made.memory).items()}
+    limit, estimated_peak = planned.limit, made.memory.peak
+    if program is None:
+        fits = made.fits(limit)
+    elif program.memory is not None:
+        memory = program.memory
+        kept = parts["parameters"] + parts["optimizer"] + parts["other"]
+        parts |= {
+            "gradients": None,
+            "activations": None,
+            "workspace": None,
+            "temporaries": memory.temporaries,
+        }
+        parts |= {"batch": max(0, memory.arguments - kept), "peak": memory.total}
+        fits = memory.total <= limit
+    else:
+        limit = program.limit or limit
+        parts |= {"peak": None if program.needed is None else round(program.needed)}
+        parts |= {"compiler": program.message}
+        fits = False
+    parts |= {"limit": round(limit), "fits": fits, "estimated_peak": round(estimated_peak)}
+    parts["remedies"] = (
+        [] if fits else remedies(planned.facts, made.choice, planned.terms, _room(parts, limit))
+    )
+    return parts
+
+
+def _room(parts: dict[str, Any], limit: float) -> float:
+    """The limit for estimates, where a compiler needed more than the estimate said."""
+    peak = parts["peak"]
+    return limit if not peak else limit * min(1.0, parts["estimated_peak"] / peak)
+
+
+def kept_rows(planned: Planned) -> list[dict[str, Any]]:
+    """What a micro-batch keeps for its backward pass, the largest first; before tensor and context split it."""
+    kept = planned.facts.kept(planned.estimate.choice.remat)
+    scale = planned.estimate.choice.rows / kept.rows
+    rows = [
+        {
+            "shape": list(one.shape),
+            "dtype": one.dtype,
+            "count": one.count,
+            "bytes": round(one.bytes * (scale if one.rows else 1)),
+        }
+        for one in kept.tensors
+    ]
+    return sorted(rows, key=lambda row: -row["bytes"])
+
+
+def mesh_words(choice: Choice) -> str:
+    return " × ".join(f"{axis} {size}" for axis, size in choice.axes.items() if size > 1) or "of one device"

@@ -1,0 +1,192 @@
+"""The real training step, compiled for TPUs that are not here, on any CPU machine (extra `tpu-plan`).
+
+libtpu holds the compiler; `jax.experimental.topologies` makes devices that can be compiled for but not computed on. So
+nothing eager may happen while their mesh is in force.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from bessemer.config import configuration
+from bessemer.errors import InputError
+from bessemer.plan.absent import AbsentTopology
+from bessemer.plan.collectives import Collective, Layout
+from bessemer.plan.hlo import collectives_of
+from bessemer.topology import AXES, Topology, planned_for
+from bessemer.training.feed import abstract_batch
+from bessemer.training.functions import abstract_state, jit_train_step, make_optimizer
+from bessemer.training.microbatch import StepMemory, step_bytes
+
+INSTALL = "pip install 'bessemer[tpu-plan]'"
+USED = re.compile(
+    r"(?:Used |required for [\w ]*\()([\d.]+)([KMGT])(?: of |\) exceeds available HBM \()([\d.]+)([KMGT])"
+)
+UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+QUIET = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+}
+"""libtpu looks for the machine it is on, complains when there is none, and then compiles all the same."""
+
+LEAST = -1.0
+PATIENCE = 20.0
+"""Seconds between two signs of life."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler planned. `memory` is None when it found no room; `needed` and `limit` are then its words."""
+
+    memory: StepMemory | None
+    collectives: tuple[Collective, ...]
+    seconds: float
+    needed: float | None = None
+    limit: float | None = None
+    message: str = ""
+
+
+def has_compiler() -> bool:
+    """Whether libtpu is installed."""
+    return bool(os.environ.get("TPU_LIBRARY_PATH")) or importlib.util.find_spec("libtpu") is not None
+
+
+def require_compiler(name: str) -> None:
+    if not has_compiler():
+        raise InputError(
+            f"--topology {name} is compiled with libtpu, which is not installed: {INSTALL}. Or give --no-compile for "
+            "the analytic model alone, in seconds."
+        )
+
+
+def compile_step(trainer: Any, node: int | None, say: Say, quick: bool = False) -> Compiled:
+    """Compile `trainer`'s step for its absent TPUs. Out of memory is an answer; anything else is raised.
+
+    `quick`: at the compiler's least effort, in a fifth of the time; it then needs and sends more than the real program.
+    """
+    own: AbsentTopology = trainer.topology
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    mesh = compile_mesh(own)
+    functions = trainer.functions
+    trainer.topology = Topology(mesh, own.chip, own.settings, own.rest_rules, own.compute_rules)
+    begun = time.monotonic()
+    try:
+        with configuration(trainer.config), planned_for("tpu"), _effort(quick), _signs_of_life(say):
+            abstract, placed = abstract_state(trainer, make_optimizer(trainer))
+            fields, sharding = trainer.data.fields, trainer.topology.batch_sharding(1)
+            batch = abstract_batch(fields, functions.micro, functions.accumulate_steps, sharding)
+            step = jit_train_step(trainer, placed, functions.accumulate_steps)
+            with trainer.topology.scope():
+                program = step.lower(abstract, batch, key).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return Compiled(None, (), time.monotonic() - begun, *_words_of(str(error)), _sentence(str(error)))
+    finally:
+        trainer.topology = own
+    layout = Layout({axis: int(mesh.shape[axis]) for axis in AXES}, node)
+    found = collectives_of(program.as_text(), layout)
+    return Compiled(step_bytes(program), tuple(found), time.monotonic() - begun)
+
+
+def compile_mesh(topology: AbsentTopology) -> Mesh:
+    """The mesh over compile-only devices, slices on the outermost axis that they divide."""
+    from jax.experimental import mesh_utils, topologies
+
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    target = topology.target
+    sizes = tuple(int(topology.mesh.shape[axis]) for axis in AXES)
+    options: dict[str, Any] = {"num_slices": target.slices} if target.slices > 1 else {}
+    if math.prod(target.grid) == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    try:
+        described = topologies.get_topology_desc(target.compiler_name, "tpu", **options)
+    except (jax.errors.JaxRuntimeError, RuntimeError, ValueError) as error:
+        first = str(error).splitlines()[0][:300]
+        raise InputError(
+            f"--topology {target.name}: libtpu makes no such slice ({first}). Try another shape, or --no-compile."
+        ) from error
+    devices: Any = described.devices
+    try:
+        if target.slices > 1:
+            across = _across(sizes, target.slices)
+            inside = tuple(size // count for size, count in zip(sizes, across, strict=True))
+            placed = mesh_utils.create_hybrid_device_mesh(inside, across, devices)
+        else:
+            placed = mesh_utils.create_device_mesh(sizes, devices)
+    except (NotImplementedError, ValueError, AssertionError):
+        placed = np.array(devices).reshape(sizes)  # a shape without a neat place on the torus
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _across(sizes: tuple[int, ...], slices: int) -> tuple[int, ...]:
+    """How many slices each axis spans: the outermost that they divide takes them all."""
+    across = [1] * len(sizes)
+    for place, size in enumerate(sizes):
+        if size % slices == 0:
+            across[place] = slices
+            return tuple(across)
+    written = ", ".join(f"topology.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
+    raise InputError(
+        f"{slices} slices divide no axis of the mesh ({written}): make topology.data a multiple of {slices}."
+    )
+
+
+def _words_of(message: str) -> tuple[float | None, float | None]:
+    """(bytes needed, bytes there) of the compiler's message."""
+    found = USED.search(message)
+    if found is None:
+        return None, None
+    needed, unit, limit, other = found.groups()
+    return float(needed) * UNITS[unit], float(limit) * UNITS[other]
+
+
+def _sentence(message: str) -> str:
+    return " ".join(message.split())[:300]
+
+
+@contextmanager
+def _effort(quick: bool) -> Iterator[None]:
+    name = "jax_exec_time_optimization_effort"
+    before = getattr(jax.config, name)
+    jax.config.update(name, LEAST if quick else before)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+@contextmanager
+def _signs_of_life(say: Say) -> Iterator[None]:
+    begun, done = time.monotonic(), threading.Event()
+
+    def talk() -> None:
+        while not done.wait(PATIENCE):
+            say(f"compiling, {time.monotonic() - begun:.0f} s")
+
+    thread = threading.Thread(target=talk, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,178 @@
+"""What a micro-batch keeps between its forward and backward pass: the tensors themselves, from the traced step.
+
+`jax.vjp` returns what it will need as leaves; tracing it, for the chip that is planned, gives their shapes without an
+array or a compiler. So the list follows from the model's own code: kernels, precision, remat, objective and all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bessemer.plan.jaxprs import inner_jaxprs
+from bessemer.training.model_parts import make_apply
+from bessemer.training.trainer import BaseTrainer
+
+MADE = ("dot_general", "pallas_call", "scatter-add", "conv_general_dilated", "ragged_dot_general")
+"""Whose results surely lie in memory; elementwise work is fused into them or into what follows."""
+
+FORMS = (
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "name",
+    "transpose",
+)
+"""Operations whose result is their operand in another form."""
+
+PARTS = ("slice", "dynamic_slice")
+"""And those whose result is a part of it: blocks of keys are parts of the keys."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """`count` arrays of one shape that are kept. `rows`: it grows with the micro-batch; `weights`: a scan's stack."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    rows: bool
+    weights: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return self.count * math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Of a micro-batch of `rows` sequences on one device.
+
+    The biggest result of a product or kernel: `largest` of those that grow with the rows, `tile` of the others.
+    """
+
+    rows: int
+    tensors: tuple[Tensor, ...]
+    largest: int
+    tile: int
+    width: int  # of the residual stream, which is not split over `tensor`
+
+    def activations(self, rows: int, tensor: int = 1, context: int = 1, fsdp: int = 1) -> float:
+        """Bytes for another micro-batch or mesh: all but the residual stream is split over heads, mlp, vocabulary."""
+        total = 0.0
+        for one in self.tensors:
+            share = 1.0
+            if one.weights:
+                share = 1 / (tensor * fsdp)  # as they rest
+            elif one.rows:
+                share = rows / self.rows / context / (1 if one.shape[-1] == self.width else tensor)
+            total += one.bytes * share
+        return total
+
+    def workspace(self, rows: int, tensor: int = 1, context: int = 1) -> float:
+        """The largest result and what is being made of it."""
+        return 2.0 * max(self.tile, self.largest * rows / self.rows / context) / tensor
+
+
+def kept_tensors(trainer: BaseTrainer, rows: int, remat: tuple[str, ...] | None = None) -> Kept:
+    """Trace one micro-batch of `rows` sequences on one device; `remat` replaces the model's own setting."""
+    state, model = trainer.functions.abstract_state, trainer.model
+    if remat is not None and hasattr(model, "remat"):
+        state = state.replace(apply_fn=make_apply(model.clone(remat=list(remat))))
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+    fields = trainer.data.fields.items()
+    batch = {name: jax.ShapeDtypeStruct((rows, *shape), dtype) for name, (shape, dtype) in fields}
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def residuals(params: Any, state: Any, batch: Any, key: Any) -> Any:
+        return jax.tree.leaves(jax.vjp(lambda p: state.objective(p, batch, key)[0], params)[1])
+
+    kept = jax.make_jaxpr(residuals)(state.params, state, batch, key)
+    width = getattr(getattr(model, "shape", None), "width", 0)
+    weights = {tuple(sorted(leaf.shape)) for leaf in jax.tree.leaves(state.params)}
+    found = tuple(_tensors(kept.jaxpr, weights, rows, trainer.settings.block_size))
+    largest = {True: 0, False: 0}
+    for shape, size in _results(kept.jaxpr):
+        grows = _of_rows(shape, rows, trainer.settings.block_size)
+        largest[grows] = max(largest[grows], size)
+    return Kept(rows, found, largest[True], largest[False], width)
+
+
+def _tensors(jaxpr: Any, weights: set[tuple[int, ...]], rows: int, block: int) -> Iterator[Tensor]:
+    """Results that are no arguments, each once: a tensor that two operations need is one tensor."""
+    wanted = {id(v): v for v in jaxpr.outvars if not hasattr(v, "val")}
+    makers = {id(v): equation for equation in jaxpr.eqns for v in equation.outvars}
+    given = {id(variable) for variable in (*jaxpr.invars, *jaxpr.constvars)}
+    kept = {id(root): root for v in wanted.values() for root in [_source(v, wanted, makers)]}
+    kept = _joined(kept, makers)
+    shapes = Counter(
+        (tuple(v.aval.shape), str(v.aval.dtype))
+        for name, v in kept.items()
+        if name not in given and _is_number(v.aval.dtype)
+    )
+    for (shape, dtype), count in shapes.items():
+        if math.prod(shape):
+            stacked = len(shape) == 3 and tuple(sorted(shape[1:])) in weights
+            grows = _of_rows(shape, rows, block) and tuple(sorted(shape)) not in weights
+            yield Tensor(shape, dtype, count, grows and not stacked, stacked)
+
+
+def _of_rows(shape: tuple[int, ...], rows: int, block: int) -> bool:
+    """Tokens as one axis, or rows as the first, or after the layers of a scan."""
+    return rows * block in shape or rows in shape[:2]
+
+
+def _source(variable: Any, wanted: dict[int, Any], makers: dict[int, Any]) -> Any:
+    """The variable that lies in memory for this one: another form or a wider copy is made again when it is used."""
+    forms = [variable]
+    while (maker := makers.get(id(forms[-1]))) is not None and maker.primitive.name in FORMS:
+        if hasattr(maker.invars[0], "val"):
+            break
+        forms.append(maker.invars[0])
+    first = max((place for place, form in enumerate(forms) if id(form) in wanted), default=0)  # kept anyway
+    return min(reversed(forms[first:]), key=lambda form: _size(form.aval))
+
+
+def _joined(kept: dict[int, Any], makers: dict[int, Any]) -> dict[int, Any]:
+    """Parts of a tensor that is kept, or that is no larger than they are together, are that tensor."""
+    parts: dict[int, list[Any]] = {}
+    wholes: dict[int, Any] = {}
+    for variable in kept.values():
+        maker = makers.get(id(variable))
+        if maker is not None and maker.primitive.name in PARTS:
+            whole = _source(maker.invars[0], kept, makers)
+            wholes[id(whole)] = whole
+            parts.setdefault(id(whole), []).append(variable)
+    found = dict(kept)
+    for name, whole in wholes.items():
+        if name in kept or sum(_size(part.aval) for part in parts[name]) >= _size(whole.aval):
+            for part in parts[name]:
+                found.pop(id(part), None)
+            found[name] = whole
+    return found
+
+
+def _is_number(dtype: Any) -> bool:
+    return not jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+def _results(jaxpr: Any) -> Iterator[tuple[tuple[int, ...], int]]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in MADE:
+            yield from ((tuple(v.aval.shape), _size(v.aval)) for v in equation.outvars)
+        elif equation.primitive.name != "pallas_call":
+            for inner in inner_jaxprs(equation):
+                yield from _results(inner)
+
+
+def _size(aval: Any) -> int:
+    return math.prod(aval.shape) * jnp.dtype(aval.dtype).itemsize

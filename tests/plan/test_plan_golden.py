@@ -1,0 +1,27 @@
+"""The shipped recipes move what they moved before: placement and collectives against the snapshots in golden/."""
+
+from __future__ import annotations
+
+import pytest
+from tests.plan.golden.snapshots import CASES, read, snapshot, version
+
+RENEW = "If that is meant, renew with `python -m tests.plan.golden` and say why in the commit."
+FAST, SLOW = ("pretrain-fsdp8",), ("pretrain-data8", "pretrain-fsdp4-tensor2", "sft-mixed", "dpo-mixed")
+
+
+def marked(name: str) -> object:
+    """Nine seconds of compiling each: the others are neighbours of these."""
+    if name in FAST:
+        return name
+    return pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.long)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in CASES])
+def test_placement_and_collectives_are_those_of_the_snapshot(name: str) -> None:
+    known, found = read(name), snapshot(name)
+    assert found["settings"] == known["settings"], RENEW
+    assert found["placement"] == known["placement"], f"{name}: parameters lie elsewhere. {RENEW}"
+    if version() not in known["collectives"]:
+        pytest.skip(f"no collectives of jaxlib {version()} in the snapshot: python -m tests.plan.golden")
+    before, now = known["collectives"][version()], found["collectives"][version()]
+    assert now == before, f"{name}: devices send each other something else. {RENEW}"

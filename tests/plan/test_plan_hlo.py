@@ -1,0 +1,105 @@
+"""Collectives are read off a program's text with loops multiplied, groups named by mesh axes, and bytes as sent."""
+
+from __future__ import annotations
+
+import pytest
+
+from bessemer.plan.collectives import Collective, Layout, merged
+from bessemer.plan.hlo import collectives_of
+
+LAYOUT = Layout({"data": 2, "fsdp": 4, "tensor": 1, "context": 1}, node=4)
+
+TEXT = """\
+HloModule jit_step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%inner.1 (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0:T(8,128)S(1)} parameter(0)
+  ROOT %ar = f32[1024]{0:T(1024)} all-reduce(%p), channel_id=7, replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add
+}
+
+%cond (c: (s32[], f32[4])) -> pred[] {
+  %limit = s32[] constant(5)
+  ROOT %lt = pred[] compare(%i, %limit), direction=LT
+}
+
+%body (c: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %c = (s32[], /*index=1*/f32[4]{0}) parameter(0)
+  %ag = (bf16[16,8]{1,0}, bf16[64,8]{1,0}) all-gather-start(%x), channel_id=1, replica_groups=[2,4]<=[8], dimensions={0}
+  %done = bf16[64,8]{1,0} all-gather-done(%ag)
+  %f = f32[1024]{0} fusion(%done), kind=kCustom, calls=%inner.1
+  ROOT %t = (s32[], f32[4]) tuple(%i, %f)
+}
+
+ENTRY %main.9_spmd (param: f32[8]) -> f32[8] {
+  %param = f32[8]{0} parameter(0), sharding={devices=[8]<=[8]}, metadata={op_name="all-gather(not one)"}
+  %w1 = (s32[], f32[4]{0}) while(%init), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"3"}}
+  %w2 = (s32[], f32[4]{0}) while(%init), condition=%cond, body=%body
+  %rs = f32[16]{0} reduce-scatter(%y), channel_id=3, replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={0}, to_apply=%add
+  %cp = u8[10]{0} collective-permute(%z), channel_id=4, source_target_pairs={{0,1},{1,2}}
+  ROOT %alone = f32[8]{0} all-reduce(%v), channel_id=5, replica_groups=[8,1]<=[8], to_apply=%add
+}
+"""
+
+
+def test_loops_groups_and_bytes() -> None:
+    found = {(one.kind, one.axes): one for one in collectives_of(TEXT, LAYOUT)}
+    turns = 3 + 5  # as the compiler says, and by the bound of the condition
+    gather = found["all-gather", ("fsdp",)]
+    assert (gather.count, gather.group, gather.nodes) == (turns, 4, 1)
+    assert gather.sent == turns * 64 * 8 * 2 * 3 / 4
+    reduce = found["all-reduce", ("data",)]
+    assert (reduce.count, reduce.group, reduce.nodes) == (turns, 2, 2)
+    assert reduce.sent == turns * 1024 * 4 * 2 / 2
+    scatter = found["reduce-scatter", ("fsdp",)]
+    assert scatter.sent == 16 * 4 * 4 * 3 / 4, "its payload is what went in"
+    assert found["collective-permute", ("fsdp",)].sent == 10
+    assert len(found) == 4, "a group of one device sends nothing"
+
+
+def test_groups_by_the_names_of_a_mesh() -> None:
+    """What a TPU's compiler writes, and an exchange that it names in several pieces of work is one."""
+
+    def program(*groups: str, attributes: str = "") -> str:
+        lines = [
+            f"  %g.{place} = bf16[64]{{0}} all-gather(%x), channel_id=9, replica_groups={group}{attributes}"
+            for place, group in enumerate(groups)
+        ]
+        return "\n".join(["ENTRY %main (x: bf16[8]) -> bf16[8] {", *lines, "}"])
+
+    def found(group: str) -> tuple[tuple[str, ...], int]:
+        (one,) = collectives_of(program(group), LAYOUT)
+        return one.axes, one.group
+
+    assert found("mesh['axis_0'=2,'axis_1'=4] {'axis_1'}") == (("fsdp",), 4)
+    assert found("mesh['axis_0'=2,'axis_1'=4] {'axis_0','axis_1'}") == (("data", "fsdp"), 8)
+    assert found("mesh['a'=8] {'a':(1)2}") == (("data",), 2)
+    assert found("mesh['a'=8] {'a':(2)4}") == (("fsdp",), 4)
+    assert found("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}") == (("data",), 2)
+    twice = ["mesh['axis_0'=2,'axis_1'=4] {'axis_1'}"] * 2
+    assert collectives_of(program(*twice), LAYOUT)[0].count == 2
+    chained = program(*twice, attributes=', frontend_attributes={chain_id="3"}')
+    assert collectives_of(chained, LAYOUT)[0].count == 1
+
+
+def test_time_beyond_a_node() -> None:
+    """Eight devices in two nodes: half of the payload crosses, on four links at once."""
+    inside = Collective("all-gather", ("fsdp",), 8, 1, 8e9, nodes=1)
+    across = Collective("all-gather", ("fsdp",), 8, 1, 8e9, nodes=2)
+    assert inside.seconds(link=7e9, outside=1e9) == pytest.approx(1.0)
+    assert across.seconds(link=7e9, outside=1e9) == pytest.approx(1.0), "4 GB over four links of 1 GB/s"
+    assert across.seconds(link=7e9, outside=0.1e9) == pytest.approx(10.0)
+    both = merged([inside, inside])[0]
+    assert both.count == 2 and both.sent == 2 * inside.sent
+
+
+def test_layout_names_axes() -> None:
+    layout = Layout({"data": 2, "fsdp": 4, "tensor": 2, "context": 1}, node=8)
+    assert layout.members(("fsdp",)).tolist() == [0, 2, 4, 6]
+    assert layout.members(("data", "tensor")).tolist() == [0, 1, 8, 9]
+    assert layout.axes_of([1, 3, 5, 7]) == ("fsdp",) and layout.axes_of([0, 9]) == ("data", "tensor")
+    assert layout.nodes(layout.members(("data",))) == 2
