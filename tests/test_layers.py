@@ -24,7 +24,7 @@ ORDER = [
     ["evaluate"],
     ["report"],
     ["training"],
-    ["doctor", "plan", "interop", "serve", "dash"],
+    ["doctor", "plan", "interop", "serve", "dash", "launch"],
     ["cli"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

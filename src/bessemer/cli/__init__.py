@@ -31,6 +31,7 @@ COMMANDS = {
     "eval": "Measure a trained model.",
     "recipes": "List the shipped recipes.",
     "plan": "Say what a recipe will take: sizes, schedules, memory, time.",
+    "launch": "Write the job file of a recipe for SLURM or Kubernetes.",
     "config": "Show the resolved settings of a recipe, each with its origin.",
     "tokenizer": "Train a tokenizer.",
     "data": "Prepare text for training, and look at what was prepared.",
