@@ -48,9 +48,9 @@ def command() -> None:
 
     \b
     Examples:
-      bessemer launch slurm pretrain model.depth=20 --nodes 4 --gpus-per-node 8 --time 24h
+      bessemer launch slurm pretrain training.dataset=data/web --nodes 4 --gpus-per-node 8 --time 24h
       sbatch pretrain.sbatch
-      bessemer launch k8s pretrain model.depth=20 --nodes 4 --gpus-per-node 8 --image registry/bessemer:1
+      bessemer launch k8s pretrain training.dataset=/bessemer/web --nodes 4 --gpus-per-node 8 --image lab/bessemer:1
       kubectl apply -f pretrain.yaml
     """
 
@@ -76,7 +76,7 @@ def slurm(words: tuple[str, ...], out: str | None, **options: Any) -> None:
     \b
     Examples:
       bessemer launch slurm quickstart --nodes 2 --time 1h
-      bessemer launch slurm pretrain model.depth=20 topology.data=4 topology.fsdp=8 \\
+      bessemer launch slurm pretrain training.dataset=data/web topology.data=4 topology.fsdp=8 \\
           --nodes 4 --gpus-per-node 8 --time 24h --partition gpu --setup 'source ~/venv/bin/activate'
     """
     from bessemer.launch import Batch, script
@@ -110,8 +110,9 @@ def k8s(words: tuple[str, ...], out: str | None, mount: str, **options: Any) -> 
 
     \b
     Examples:
-      bessemer launch k8s quickstart --nodes 2 --image registry/bessemer:1
-      bessemer launch k8s pretrain --nodes 4 --gpus-per-node 4 --resource google.com/tpu --image registry/bessemer:1 \\
+      bessemer launch k8s quickstart --nodes 2 --image lab/bessemer:1
+      bessemer launch k8s pretrain training.dataset=/bessemer/web --image lab/bessemer:1 \\
+          --nodes 4 --gpus-per-node 4 --resource google.com/tpu \\
           --node-selector cloud.google.com/gke-tpu-accelerator=tpu-v5-lite-podslice \\
           --node-selector cloud.google.com/gke-tpu-topology=4x4
     """
