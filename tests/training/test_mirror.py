@@ -17,6 +17,7 @@ from bessemer.training.launch import build_trainer, reopen
 from bessemer.training.mirror import fetched, mirrored_steps
 
 pytestmark = pytest.mark.slow
+SETTINGS = {"optimization.name": "adamw", "training.per_device_batch_size": 1}
 
 
 class StopAt(Callback):
@@ -40,7 +41,7 @@ def test_a_fresh_machine_goes_on_bit_for_bit(
     upload(corpus, f"{s3}/texts/tiny.jsonl")
     settings = {
         **tiny,
-        "optimization.name": "adamw",
+        **SETTINGS,
         "training.dataset": f"{s3}/texts/*.jsonl",
         "logging.keep_last": 2,
     }
@@ -57,9 +58,7 @@ def test_a_fresh_machine_goes_on_bit_for_bit(
 
     shutil.rmtree(first)
     monkeypatch.setenv("BESSEMER_HOME", str(tmp_path / "another home"))
-    damaged = next(
-        entry.name for entry in find(f"{url}/checkpoints/step_00000007") if "/state/" in entry.name
-    )
+    old = next(entry.name for entry in find(f"{url}/checkpoints/step_00000007") if "/state/" in entry.name)
     second = tmp_path / "second"
     assert fetched(url, second) == second / "x" and fetched("plain", second) == "plain"
     trainer = reopen(url, root=second)
@@ -69,7 +68,7 @@ def test_a_fresh_machine_goes_on_bit_for_bit(
     assert mirrored_steps(url) == [9, 10]
     names = {entry.name.removeprefix(f"{url}/") for entry in find(url)}
     assert {"config.yaml", "metrics.jsonl", "report.md", "model/model.safetensors", "status.json"} <= names
-    assert "lock" not in names and damaged.removeprefix(f"{url}/") not in names
+    assert "lock" not in names and old.removeprefix(f"{url}/") not in names
 
     victim = next(entry.name for entry in find(f"{url}/checkpoints/step_00000010") if "/state/" in entry.name)
     (tmp_path / "noise").write_bytes(b"x")
@@ -91,8 +90,11 @@ def test_a_store_that_cannot_be_reached_is_found_before_training(
 ) -> None:
     with pytest.raises(StorageError, match="no-such-bucket"):
         build_trainer(
-            "quickstart", {**tiny, "logging.mirror": "s3://no-such-bucket/x"}, root=tmp_path, name="y"
+            "quickstart",
+            {**tiny, **SETTINGS, "logging.mirror": "s3://no-such-bucket/x"},
+            root=tmp_path,
+            name="y",
         ).run()
     assert not (tmp_path / "y" / "config.yaml").exists()
     with pytest.raises(InputError, match="object store"):
-        build_trainer("quickstart", {**tiny, "logging.mirror": "/disk"}, root=tmp_path, name="z")
+        build_trainer("quickstart", {**tiny, **SETTINGS, "logging.mirror": "/disk"}, root=tmp_path, name="z")

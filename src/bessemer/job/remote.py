@@ -60,20 +60,23 @@ def arrow_source(name: str) -> Any:
 
 
 def find(name: str) -> list[Entry]:
-    """The files a name stands for, sorted: a file, all below a directory, or those of a pattern (*, ?, **)."""
+    """The files a name stands for, sorted: a file, all below a directory, or those of a pattern (*, ?, [ab], **)."""
     from pyarrow.fs import FileSelector, FileType
 
     system, path = _system(name)
     prefix = name[: len(name) - len(path)] if name.endswith(path) else f"{name.partition('://')[0]}://"
     with reaching(name):
         base = path
-        if magic := re.search(r"[*?]", path):
+        if magic := re.search(r"[*?[]", path):
             base = path[: magic.start()].rpartition("/")[0]
         else:
             about = system.get_file_info(path)
             if about.type == FileType.File:
                 return [Entry(name, about.size, about.mtime_ns or 0)]
         infos = system.get_file_info(FileSelector(base, recursive=True, allow_not_found=True))
+        bucket = path.partition("/")[0]
+        if not infos and system.get_file_info(bucket).type == FileType.NotFound:
+            raise FileNotFoundError(f"there is no bucket '{bucket}', or it may not be seen")
     wanted = pattern(path) if magic else None
     files = [
         info
@@ -84,10 +87,16 @@ def find(name: str) -> list[Entry]:
 
 
 def pattern(path: str) -> re.Pattern[str]:
-    """A glob as a regular expression: * and ? stay within a name, ** crosses directories."""
+    """A glob as a regular expression: *, ? and [ab] stay within a name, ** crosses directories."""
     parts = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    words = re.split(r"(\*\*/|\*\*|\*|\?)", path)
-    return re.compile("".join(parts.get(word, re.escape(word)) for word in words), re.S)
+
+    def translated(word: str) -> str:
+        if re.fullmatch(r"\[[^]]+\]", word):
+            return word.replace("[!", "[^", 1).replace("\\", "\\\\")
+        return parts.get(word, re.escape(word))
+
+    words = re.split(r"(\*\*/|\*\*|\*|\?|\[[^]]+\])", path)
+    return re.compile("".join(map(translated, words)), re.S)
 
 
 def read_bytes(name: str) -> bytes | None:
@@ -95,7 +104,7 @@ def read_bytes(name: str) -> bytes | None:
     system, path = _system(name)
     with reaching(name):
         try:
-            with system.open_input_stream(path) as file:
+            with system.open_input_stream(path, compression=None) as file:
                 return file.read()
         except FileNotFoundError:
             return None
@@ -104,7 +113,11 @@ def read_bytes(name: str) -> bytes | None:
 def upload(path: Path, name: str) -> None:
     """A local file to a store, where it appears as a whole."""
     system, target = _system(name)
-    with reaching(name), open(path, "rb") as source, system.open_output_stream(target) as out:
+    with (
+        reaching(name),
+        open(path, "rb") as source,
+        system.open_output_stream(target, compression=None) as out,
+    ):
         while block := source.read(BLOCK):
             out.write(block)
 
@@ -112,11 +125,19 @@ def upload(path: Path, name: str) -> None:
 def download(name: str, path: Path) -> None:
     system, source = _system(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with reaching(name), system.open_input_stream(source) as file, open(path, "wb") as out:
+    with reaching(name), system.open_input_stream(source, compression=None) as file, open(path, "wb") as out:
         while block := file.read(BLOCK):
             out.write(block)
         out.flush()
         os.fsync(out.fileno())
+
+
+def check_writable(name: str) -> None:
+    """Write and delete an empty file below `name`, so that a right that is missing is known before it is needed."""
+    system, path = _system(f"{name}/.writable")
+    with reaching(name):
+        system.open_output_stream(path).close()
+        system.delete_file(path)
 
 
 def remove(name: str) -> None:

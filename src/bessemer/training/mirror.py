@@ -22,7 +22,7 @@ from bessemer.checkpoint.manifest import COMMIT, content_problems, step_name, st
 from bessemer.errors import BessemerError, InputError, StorageError
 from bessemer.job import RunDirectory, check_run_name, sync_directory
 from bessemer.job.files import storage
-from bessemer.job.remote import download, find, is_remote, read_bytes, remove, upload
+from bessemer.job.remote import check_writable, download, find, is_remote, read_bytes, remove, upload
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -50,6 +50,7 @@ class Mirror:
                 f"a run is already mirrored at {self.name}. Continue it with `bessemer resume {self.name}`, or choose "
                 "another --name."
             )
+        check_writable(self.name)
 
     def push(self, manager: Checkpoints, step: int) -> None:
         """Copy what is not there yet. A store that fails is said, and tried again with the next checkpoint."""
