@@ -25,7 +25,7 @@ ORDER = [
     ["evaluate"],
     ["report"],
     ["training"],
-    ["doctor", "plan", "serve", "dash"],
+    ["doctor", "plan", "serve", "dash", "launch"],
     ["cli"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

@@ -184,7 +184,7 @@ def final_state(run: Path) -> tuple[int, dict[str, np.ndarray], dict[str, Any]]:
     assert step is not None
     leaves = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (dtype, shape) in store.leaves(step).items()}
     loop = json.loads(store.read(step, "loop.json"))
-    del loop["training_seconds"]
+    del loop["training_seconds"], loop["useful_seconds"]
     return step, store.restore(step, leaves), loop
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from tests.invariance.classes import Member, Settings
 from tests.invariance.compare import Arrays, saved_arrays
+from tests.processes import free_port
 from tests.tiny_run import random_params, tiny_tokenizer
-from tests.training.test_training_processes import free_port
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.job import RunDirectory

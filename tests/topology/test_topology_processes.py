@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
+import signal
 import subprocess
 import sys
 
 import pytest
+from tests.processes import free_port
 
 from bessemer.errors import InputError
 from bessemer.topology import StopAgreement, TopologySettings, barrier, share, start_distributed
@@ -69,6 +70,16 @@ def test_launchers_are_recognised_only_when_there_are_peers(monkeypatch):
     assert slurm_local_devices() == [0]
 
 
+def test_a_pod_that_does_not_know_its_peers_is_told_what_to_set(monkeypatch):
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    assert cluster() is None, "a pod of something else, a notebook"
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")
+    assert cluster() == "Kubernetes"
+    monkeypatch.setitem(sys.modules, "kubernetes", None)
+    with pytest.raises(InputError, match=r"BESSEMER_COORDINATOR.*bessemer launch k8s"):
+        start_distributed()
+
+
 WORKER = """
 import os, sys
 from bessemer.errors import StorageError
@@ -125,9 +136,7 @@ os._exit(0)
 
 
 def test_two_processes_commit_together_and_stop_at_one_step(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     workers = [
         subprocess.Popen(
@@ -146,3 +155,63 @@ def test_two_processes_commit_together_and_stop_at_one_step(tmp_path):
         assert results == ["RESULT 6.0 True [5] [] 5"], out + err
         assert "[Gloo]" not in out
     assert "missing: process 1" in outputs[0][0]
+
+
+WAITING = """
+import os, sys, time
+from pathlib import Path
+from bessemer.topology import *
+index, port, folder, lost, how = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+settings = TopologySettings(coordinator=f"127.0.0.1:{port}", processes=2, process_id=index, start_timeout=60,
+                            peer_timeout=5)
+start_distributed(settings)
+
+def record(what):
+    (folder / f"{index}.said").write_text(what)
+    return what + " The record is written."
+
+with farewell(record):
+    (folder / f"{index}.ready").touch()
+    if index == lost and how == "abort":
+        os.abort()
+    time.sleep(600)
+"""
+
+
+ABORTS = "abort"
+LOSSES = [
+    pytest.param(0, signal.SIGKILL, id="0 killed"),
+    pytest.param(1, signal.SIGSTOP, id="1 frozen", marks=pytest.mark.slow),
+    pytest.param(1, ABORTS, id="1 aborts by itself", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("lost", "how"), LOSSES)
+def test_a_lost_process_ends_those_that_wait(tmp_path, lost, how):
+    """Stuck where no error comes from, as in a collective between GPUs: the other records it and leaves with exit 4. An
+    abort for another reason stays an abort."""
+    port, env = free_port(), {**os.environ, "JAX_PLATFORMS": "cpu"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WAITING, str(index), str(port), str(tmp_path), str(lost), str(how)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for index in range(2)
+    ]
+    try:
+        while len(list(tmp_path.glob("*.ready"))) < 2:
+            assert all(worker.poll() is None for worker in workers)
+        if how != ABORTS:
+            workers[lost].send_signal(how)
+        _, said = workers[1 - lost].communicate(timeout=60)
+        assert workers[1 - lost].returncode == 4, said
+        who = "process 0, which leads the others," if lost == 0 else "another process"
+        assert f"error: process {1 - lost} cannot go on: {who} gives no sign of life" in said
+        assert "The record is written." in said and (tmp_path / f"{1 - lost}.said").exists()
+        assert how != ABORTS or workers[lost].wait() == -signal.SIGABRT
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()

@@ -1,34 +1,23 @@
-"""Real processes: k steps and the rest, two processes of one run; through the command line (faults: tests/faults)."""
+"""Real processes through the command line: k steps and the rest; two and four processes of one run, one of which dies
+(faults of a single process: tests/faults)."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from tests.conftest import words
+from tests.processes import finish, start, wait_until
+
+from bessemer.checkpoint import Checkpoints
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
-
-
-def start(home: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "BESSEMER_HOME": str(home), "JAX_NUM_CPU_DEVICES": "1", **variables}
-    return subprocess.Popen(
-        [sys.executable, "-m", "bessemer", *arguments],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:
@@ -52,20 +41,6 @@ def assert_same_run(a: Path, b: Path) -> None:
     for name in left:
         np.testing.assert_array_equal(left[name], right[name], err_msg=name)
     assert metrics(a) == metrics(b)
-
-
-@pytest.fixture(scope="module")
-def longer(tiny: dict[str, object]) -> dict[str, object]:
-    return {**tiny, "training.steps": 60, "logging.checkpoint_interval": 7, "logging.validation_interval": 20}
-
-
-def wait_for_step(process: subprocess.Popen[str], path: Path, step: int) -> None:
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline and process.poll() is None:
-        rows = metrics(path)
-        if rows and rows[-1]["step"] >= step:
-            return
-        time.sleep(0.02)
 
 
 STOP_AT = """
@@ -102,46 +77,156 @@ def test_k_steps_a_new_process_and_the_rest(tiny: dict[str, object], tmp_path: P
         assert_same_run(tmp_path / f"k{k}", tmp_path / "whole")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+UNHURRIED = """
+import time
+from pathlib import Path
+import bessemer as bm
+from bessemer.registry import callbacks
+
+@callbacks.register("unhurried")
+class Unhurried(bm.Callback):
+    def on_batch_end(self, loop):
+        if (loop.trainer.run_directory.path.parent / "slow").exists():
+            time.sleep(0.1)
+"""
+STEPS = 24
+
+
+class Story(NamedTuple):
+    """The same run by one process (`one`), by several (`whole`), and by several of which one is killed and, after a
+    resume, one is asked to stop (`told`); with what the processes of the last said and how they ended."""
+
+    one: Path
+    whole: Path
+    told: Path
+    killed: tuple[list[int], list[str]]
+    status: dict[str, Any]
+    stopped: tuple[list[int], list[str]]
+    done: tuple[list[int], list[str]]
+
+
+def tell(count: int, settings: dict[str, object], root: Path, home: Path) -> Story:
+    (root / "unhurried.py").write_text(UNHURRIED)
+    recorder = Path(__file__).parents[1] / "invariance" / "recorder.py"
+    settings = {
+        **settings,
+        "optimization.name": "adamw",
+        "training.steps": STEPS,
+        "training.per_device_batch_size": 2,
+        "logging.validation_interval": 12,
+        "logging.checkpoint_interval": 5,
+        "plugins": f"[{root / 'unhurried.py'},{recorder}]",
+        "callbacks": "[unhurried,record_batches]",
+    }
+    arguments = ["train", "quickstart", *words(settings), "--runs", str(root), "--name"]
+    for name, processes in (("one", 1), ("whole", count)):
+        codes, outputs = finish(start(home, processes, *arguments, name))
+        assert codes == [0] * processes, outputs
+    slow, told = root / "slow", root / "told"
+    slow.touch()  # so that there is a middle to be met
+    processes = start(home, count, *arguments, "told")
+    wait_until(processes, lambda: reached(told) >= 7)
+    processes[-1].kill()
+    killed, status = finish(processes, 60), json.loads((told / "status.json").read_text())
+    processes = start(home, count, "resume", str(told))
+    wait_until(processes, lambda: reached(told) >= 12)
+    processes[-1].send_signal(signal.SIGTERM)
+    stopped = finish(processes)
+    slow.unlink()
+    done = finish(start(home, count, "resume", str(told)))
+    return Story(root / "one", root / "whole", told, killed, status, stopped, done)
+
+
+def reached(path: Path) -> int:
+    return max((row["step"] for row in metrics(path)), default=0)
+
+
+def stream(path: Path) -> dict[int, str]:
+    """Batch number -> digest of what the compiled step was given; one that was done again must be the same."""
+    lines = [json.loads(line) for line in (path / "batches.jsonl").read_text().splitlines()]
+    found: dict[int, str] = {}
+    for line in lines:
+        assert found.setdefault(line["data_step"], line["digest"]) == line["digest"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def two(tiny: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    return tell(2, tiny, tmp_path_factory.mktemp("two"), home)
 
 
 @pytest.mark.slow
-def test_two_processes_are_one_run(longer: dict[str, object], home: Path, tmp_path: Path) -> None:
-    """Two processes, one device each: the same token stream and, to rounding, the same losses; SIGTERM to one of
-    them stops both at the same step, and both together resume."""
-    settings = words({**longer, "training.steps": 20, "logging.validation_interval": 10})
-    single = start(home, "train", "quickstart", *settings, "--runs", str(tmp_path), "--name", "one")
-    assert single.wait(timeout=300) == 0, single.communicate()[0]
+def test_two_processes_are_one_run(two: Story) -> None:
+    check_one_run(two)
 
-    def pair(*arguments: str) -> list[subprocess.Popen[str]]:
-        address = f"127.0.0.1:{free_port()}"
-        return [
-            start(
-                home,
-                *arguments,
-                BESSEMER_COORDINATOR=address,
-                BESSEMER_PROCESSES="2",
-                BESSEMER_PROCESS_ID=str(i),
-            )
-            for i in range(2)
-        ]
 
-    both = pair("train", "quickstart", *settings, "--runs", str(tmp_path), "--name", "two")
-    wait_for_step(both[0], tmp_path / "two", 3)
-    both[1].send_signal(signal.SIGTERM)
-    outputs = [process.communicate(timeout=200)[0] for process in both]
-    assert [process.returncode for process in both] == [75, 75], outputs
-    both = pair("resume", str(tmp_path / "two"))
-    outputs = [process.communicate(timeout=200)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
-    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
-    assert [row["step"] for row in one] == [row["step"] for row in two]
-    for a, b in zip(one, two, strict=True):
-        for name in ("loss", "val_loss", "val_bpb"):
-            if name in a:
-                assert abs(a[name] - b[name]) < 2e-2 * a[name], (a["step"], name)
+@pytest.mark.slow
+def test_the_survivor_leaves_with_exit_4_and_both_resume(two: Story) -> None:
+    check_loss_and_resume(two)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_stops_both_at_one_step(two: Story) -> None:
+    check_stop(two)
+
+
+@pytest.mark.slow
+def test_process_0_alone_speaks_and_reports_the_goodput(two: Story) -> None:
+    check_voices(two)
+
+
+@pytest.mark.long
+def test_four_processes(tiny: dict[str, object], home: Path, tmp_path: Path) -> None:
+    four = tell(4, tiny, tmp_path, home)
+    for check in (check_one_run, check_loss_and_resume, check_stop, check_voices):
+        check(four)
+
+
+def check_one_run(story: Story) -> None:
+    """The same token stream as one process and, to rounding, the same losses."""
+    assert stream(story.one) == stream(story.whole) == stream(story.told)
+    assert sorted(stream(story.one)) == list(range(STEPS))
+    one, many = metrics(story.one), metrics(story.whole)
+    assert [row["step"] for row in one] == [row["step"] for row in many]
+    for a, b in zip(one, many, strict=True):
+        for name in {"loss", "val_loss", "val_bpb"} & a.keys():
+            assert abs(a[name] - b[name]) < 2e-2 * a[name], (a["step"], name)
         assert a.get("target_tokens") == b.get("target_tokens")
-    assert abs(one[1]["loss"] - two[1]["loss"]) < 1e-5, "before the first update nothing but rounding differs"
+    assert abs(one[1]["loss"] - many[1]["loss"]) < 1e-5, (
+        "before the first update nothing but rounding differs"
+    )
+
+
+def check_loss_and_resume(story: Story) -> None:
+    """A process is killed: the others name it and leave within a minute; restarted, they are the undisturbed run."""
+    codes, outputs = story.killed
+    lost = len(codes) - 1
+    assert codes == [4] * lost + [-9], outputs
+    for output in outputs[:-1]:
+        for part in (
+            f"process {lost} gives no sign of life",
+            "last good checkpoint is step",
+            "bessemer resume",
+        ):
+            assert part in output, output
+    assert (story.status["state"], story.status["exit_code"]) == ("failed", 4)
+    assert Checkpoints(story.told / "checkpoints").newest_valid() == (STEPS, [])
+    assert story.done[0] == [0] * len(codes), story.done
+    assert_same_run(story.told, story.whole)
+
+
+def check_stop(story: Story) -> None:
+    codes, outputs = story.stopped
+    assert codes == [75] * len(codes), outputs
+    steps = {output.partition("stopped after step ")[2].partition(" ")[0] for output in outputs}
+    assert len(steps) == 1 and steps.pop().isdigit(), outputs
+
+
+def check_voices(story: Story) -> None:
+    outputs = story.done[1]
+    assert "first step after" in outputs[0] and "report" in outputs[0]
+    assert all("step" not in output for output in outputs[1:]), outputs
+    rows = [json.loads(line) for line in (story.told / "metrics.jsonl").read_text().splitlines()]
+    shares = [row["time/goodput"] for row in rows if "time/goodput" in row]
+    assert len(shares) == STEPS and all(0 < share < 1 for share in shares)
+    assert "steps that count, over 3 starts" in (story.told / "report.md").read_text()

@@ -13,7 +13,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,8 @@ class Checkpoints:
     With many processes each calls `save`, `wait`, `restore`, `newest_valid`, `clean` and `set_aside_after`
     in the same order; process 0 writes and commits.
 
+    `on_commit(self, step)` is called on process 0, in the background, once a step is committed.
+
     `keep_last` 0 keeps all. `protect(step)` exempts the best one; it is not persisted, the loop state knows
     it.
     """
@@ -58,12 +60,14 @@ class Checkpoints:
         keep_every: int = 0,
         process_zero: bool = True,
         timeout: int = 1800,
+        on_commit: Callable[[Checkpoints, int], None] | None = None,
     ):
         self.root = Path(path).absolute()
         self.keep_last = keep_last
         self.keep_every = keep_every
         self.process_zero = process_zero
         self.timeout = timeout
+        self.on_commit = on_commit
         self._seen = self.root.is_dir()
         self._writer = ArrayWriter(timeout)
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bessemer-commit")
@@ -289,6 +293,8 @@ class Checkpoints:
         finally:
             SILENCE.leave()
         self._damaged.discard(step)
+        if self.on_commit is not None and self.process_zero:
+            self.on_commit(self, step)
 
     def _commit(self, step: int, temporary: Path, beside: dict[str, bytes], tree: Signature) -> str:
         self._check_still_there(temporary)
@@ -305,16 +311,19 @@ class Checkpoints:
 
     def _retire(self, newest: int) -> None:
         known = [step for step in self.committed() if step not in self._damaged or step == newest]
-        doomed = retention.superfluous(
-            known,
+        for step in self.superfluous(known, newest):
+            retention.delete(self.root, step)
+        retention.drop_superseded(self.root, newest)
+
+    def superfluous(self, steps: Collection[int], newest: int) -> list[int]:
+        """Which of `steps` the rules of this run do not keep, after `newest` was committed."""
+        return retention.superfluous(
+            steps,
             newest=newest,
             keep_last=self.keep_last,
             keep_every=self.keep_every,
             protected=list(self._protected.values()),
         )
-        for step in doomed:
-            retention.delete(self.root, step)
-        retention.drop_superseded(self.root, newest)
 
     def _cause(self, error: BaseException, temporary: Path) -> BaseException:
         """TensorStore has many words for a directory deleted under its hands; the cause is that one."""

@@ -34,6 +34,7 @@ COMMANDS = {
     "export": "Write a trained model for other programs.",
     "recipes": "List the shipped recipes.",
     "plan": "Say what a recipe will take: sizes, schedules, memory, time.",
+    "launch": "Write the job file of a recipe for SLURM or Kubernetes.",
     "config": "Show the resolved settings of a recipe, each with its origin.",
     "tokenizer": "Train a tokenizer.",
     "data": "Prepare text for training, and look at what was prepared.",

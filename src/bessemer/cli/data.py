@@ -35,6 +35,13 @@ def command() -> None:
     "--on-error", type=click.Choice(["fail", "skip"]), default="fail", show_default=True, help="Bad lines."
 )
 @click.option("--workers", type=int, default=None, metavar="N", help="Processes; default one a core.")
+@click.option(
+    "--engine",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
+    help="Where: here, or on a Ray cluster (extra: ray).",
+)
 @click.option("--text-key", metavar="COLUMN", help="Column with the text; default 'text'.")
 @click.option("--dedup", is_flag=True, help="Drop exact duplicate documents (counted).")
 def prepare(

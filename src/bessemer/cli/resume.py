@@ -31,13 +31,16 @@ def command(run: str, words: tuple[str, ...], step: int | None, trust: bool, roo
       bessemer resume runs/mine
       bessemer resume mine training.time_limit=2h
       bessemer resume mine --step 512
+      bessemer resume s3://bucket/runs/mine     # from its mirror (logging.mirror), on any machine
     """
     from bessemer.training.signals import before_resuming, watched
 
     with watched(functools.partial(before_resuming, run)):
         from bessemer.training.launch import is_finished, reopen
+        from bessemer.training.mirror import fetched
 
         refuse_foreign(words)
+        run = str(fetched(run, root))
         if step is None and is_finished(run, root):
             click.echo(f"{run} is finished; nothing to do. To train on, start a new run with init={run}.")
             return

@@ -31,6 +31,7 @@ from bessemer.data.sources import Files, Source, Stream, find_files, plan_shards
 from bessemer.data.store import ArrayStore, TokenStore, is_store
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError
+from bessemer.job.remote import is_remote
 from bessemer.registry import datasets
 
 SAMPLE_BYTES = 32 << 20  # text a tokenizer is trained on
@@ -173,7 +174,7 @@ def store_directory(sampling: Sampling) -> Path | None:
 
 def find_source(name: str) -> Source:
     """A registered dataset by its name, else files. A name that is neither says what both would be."""
-    if name in datasets or (":" in name and not Path(name).exists()):
+    if name in datasets or (":" in name and not Path(name).exists() and not is_remote(name)):
         source = as_source(datasets.get(name)())
         return Stream(source.items, f"registered {name}", name) if isinstance(source, Stream) else source
     try:

@@ -21,6 +21,18 @@ from bessemer.errors import InputError, StorageError
 Task = tuple[Path, list[Piece]]  # where the shard goes, what it holds
 
 
+def message(task: Task) -> dict[str, Any]:
+    """A shard as a worker is told of it."""
+    out, pieces = task
+    return {"out": str(out), "pieces": [astuple(piece) for piece in pieces]}
+
+
+def check(reply: dict[str, Any]) -> None:
+    """Raise the error a worker answered with."""
+    if "error" in reply:
+        raise (InputError if reply["kind"] == "input" else StorageError)(reply["error"])
+
+
 class Pool:
     """`workers` processes, each with a thread here that hands it shards and reads its answers."""
 
@@ -93,13 +105,12 @@ class Pool:
             raise self._died(process, "before it began") from None
 
     def _encode(self, process: subprocess.Popen[str], task: Task) -> None:
-        out, pieces = task
-        self._send(process, {"out": str(out), "pieces": [astuple(piece) for piece in pieces]})
+        pieces = task[1]
+        self._send(process, message(task))
         assert process.stdout is not None
         for line in process.stdout:
             reply = json.loads(line)
-            if "error" in reply:
-                raise (InputError if reply["kind"] == "input" else StorageError)(reply["error"])
+            check(reply)
             with self.lock:
                 if reply.get("done"):
                     self.tally.add(done=sum(piece.size for piece in pieces))

@@ -23,12 +23,14 @@ from bessemer.data import merge
 from bessemer.data.lock import exclusive
 from bessemer.data.pool import Pool, Task
 from bessemer.data.progress import Callback, Tally
+from bessemer.data.ray_pool import RayPool
 from bessemer.data.readers import Bad, Document, document_of, read_piece
 from bessemer.data.shards import SHOWN, ShardWriter
 from bessemer.data.sources import SHARD_BYTES, Documents, Files, Source, Stream, find_files, plan_shards
 from bessemer.data.store import FORMAT, is_store, write_json
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError, StorageError
+from bessemer.job.remote import refuse_remote
 
 SHARD_DOCUMENTS = 4096  # documents of one shard when they come from Python
 
@@ -74,6 +76,7 @@ def prepare(
     val_fraction: float = 0.0,
     on_error: str = "fail",
     workers: int = 1,
+    engine: str = "local",
     text_key: str | None = None,
     dedup: bool = False,
     progress: Callback | None = None,
@@ -81,8 +84,8 @@ def prepare(
     shard_bytes: int = SHARD_BYTES,
 ) -> StoreInfo:
     """Encode `sources` (files, globs, directories, `Files`, `Documents`, or an iterable of documents) into
-    the directory `out`. The bytes written do not depend on `workers` (1 = in this process) nor on
-    interruptions.
+    the directory `out`. The bytes written do not depend on `workers` (1 = in this process), nor on `engine`
+    (local, or ray: on a Ray cluster whose nodes share `out`), nor on interruptions.
 
     Validation documents come from `val`, or are those whose content hash falls below `val_fraction`. `wait`
     waits for another preparation of the same directory instead of refusing.
@@ -92,6 +95,9 @@ def prepare(
         raise InputError("both validation files and a validation fraction were given; give one of them.")
     if workers < 1:
         raise InputError(f"workers is {workers}; at least 1 is needed.")
+    refuse_remote(
+        out, "a store is mapped into memory, so its directory must be local", "prepare it here, then copy it"
+    )
     groups = {"train": as_source(sources)}
     if val is not None:
         groups["val"] = as_source(val)
@@ -101,7 +107,7 @@ def prepare(
         if is_store(target):
             return _existing(target, key)
         try:
-            return _Preparation(target, groups, tokenizer, options, key).run(workers, progress)
+            return _Preparation(target, groups, tokenizer, options, key, engine).run(workers, progress)
         except OSError as error:
             raise StorageError(
                 f"preparing '{target}' failed: {error}. Finished shards are kept; run the same command again "
@@ -169,15 +175,16 @@ class _Preparation:
     """One preparation under way; the lock is held."""
 
     def __init__(
-        self, target: Path, groups: dict[str, Source], tokenizer: Tokenizer, options: Options, key: str
+        self,
+        target: Path,
+        groups: dict[str, Source],
+        tokenizer: Tokenizer,
+        options: Options,
+        key: str,
+        engine: str,
     ) -> None:
-        self.target, self.groups, self.tokenizer, self.options, self.key = (
-            target,
-            groups,
-            tokenizer,
-            options,
-            key,
-        )
+        self.target, self.groups, self.tokenizer, self.options = target, groups, tokenizer, options
+        self.key, self.engine = key, engine
         self.work = target / f".work-{key[:16]}"
 
     def run(self, workers: int, progress: Callback | None) -> StoreInfo:
@@ -197,6 +204,10 @@ class _Preparation:
     def _encode(self, name: str, source: Source, workers: int, progress: Callback | None) -> list[Path]:
         if isinstance(source, Files):
             return self._encode_files(name, source, workers, progress)
+        if self.engine != "local":
+            raise InputError(
+                f"engine {self.engine} reads files, and {source.label} comes from Python: use --engine local."
+            )
         tally = Tally(f"preparing {name}", 0, progress)
         items = documents_of(source.items, self.options.text_key, self.tokenizer)
         shards: list[Path] = []
@@ -212,13 +223,14 @@ class _Preparation:
         missing = [task for task in tasks if not task[0].is_dir()]
         tally = Tally(f"preparing {name}", sum(p.size for pieces in plan for p in pieces), progress)
         tally.add(done=tally.state.total - sum(p.size for _, pieces in missing for p in pieces))
-        if workers > 1 and len(missing) > 1:
+        if self.engine == "ray" or (workers > 1 and len(missing) > 1):
             settings = {
-                "tokenizer": str(self.work),
+                "tokenizer": str(self.work.absolute()),
                 "text_key": self.options.text_key,
                 "on_error": self.options.on_error,
             }
-            Pool(workers, settings, tally).run(missing)
+            pool = RayPool if self.engine == "ray" else Pool
+            pool(workers, settings, tally).run(missing)
         else:
             for shard, pieces in missing:
                 reads = (

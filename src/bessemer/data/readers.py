@@ -6,13 +6,14 @@ import io
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from bessemer.data import chat
 from bessemer.data.preference import COLUMNS, Pair, encode_pair, is_pair, pair_bytes, read_pair
 from bessemer.data.sources import Piece
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
+from bessemer.job.remote import arrow_source, open_read
 
 CONVERSATIONS = (("messages",), ("prompt", "completion"), ("instruction", "output"))  # columns that make one
 
@@ -158,7 +159,7 @@ def _line(line: bytes, where: str, reading: Reading) -> Document | Bad | None:
 
 def _lines(piece: Piece, reading: Reading) -> Iterator[Document | Bad]:
     """Lines that begin inside [start, stop). The line before `start` belongs to the piece before."""
-    with open(piece.path, "rb") as file:
+    with open_read(piece.path) as file:
         if piece.start:
             file.seek(piece.start - 1)
             file.readline()
@@ -180,7 +181,7 @@ def _lines(piece: Piece, reading: Reading) -> Iterator[Document | Bad]:
 def _count_lines(path: str, start: int) -> int:
     """Lines that begin before byte `start`."""
     count, left = 1, start - 1
-    with open(path, "rb") as file:
+    with open_read(path) as file:
         while left > 0 and (block := file.read(min(left, 1 << 20))):
             count += block.count(b"\n")
             left -= len(block)
@@ -192,7 +193,7 @@ def _compressed(piece: Piece, reading: Reading) -> Iterator[Document | Bad]:
 
     number = 0
     try:
-        with pa.input_stream(piece.path, compression=piece.kind.partition("+")[2]) as stream:
+        with pa.input_stream(arrow_source(piece.path), compression=piece.kind.partition("+")[2]) as stream:
             for line in io.BufferedReader(stream, 1 << 20):
                 number += 1
                 read = _line(line, f"{piece.path} line {number}", reading)
@@ -205,7 +206,7 @@ def _compressed(piece: Piece, reading: Reading) -> Iterator[Document | Bad]:
 
 
 def _text(piece: Piece) -> Iterator[Document | Bad]:
-    with open(piece.path, "rb") as file:
+    with open_read(piece.path) as file:
         size = file.seek(0, io.SEEK_END)
         begin = _boundary(file, piece.start, piece.text_bytes, size)
         for mark in range(piece.start, piece.stop, piece.text_bytes):
@@ -226,7 +227,7 @@ def _decoded(block: bytes, path: str, begin: int) -> Document | Bad:
         )
 
 
-def _boundary(file: io.BufferedReader, mark: int, window: int, size: int) -> int:
+def _boundary(file: BinaryIO, mark: int, window: int, size: int) -> int:
     """Where the document that holds byte `mark` of a long text begins: after the first line end at or past
     the mark.
 
@@ -251,7 +252,7 @@ def _parquet(piece: Piece, reading: Reading) -> Iterator[Document | Bad]:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(piece.path) as file:
+        with pq.ParquetFile(arrow_source(piece.path)) as file:
             names = file.schema_arrow.names
             columns = _columns(names, reading.text_key)
             if not columns:

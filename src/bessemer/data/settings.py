@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bessemer.config import field
 from bessemer.job.home import home
+from bessemer.job.remote import refuse_remote
 
 
 @dataclass
@@ -67,4 +68,9 @@ class DataSettings:
 
 def data_root(root: str | Path | None = None) -> Path:
     """Where prepared stores and trained tokenizers are kept."""
+    refuse_remote(
+        root,
+        "stores are mapped into memory, so data.root must be local",
+        "texts may come from s3:// or gs://",
+    )
     return Path(root).expanduser() if root else home()

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.errors import InputError, nearest
+from bessemer.job import remote
+from bessemer.job.remote import arrow_source, is_remote
 
 SHARD_BYTES = 8 << 20
 TEXT_BYTES = 64 << 10  # a longer .txt is cut at line ends into documents of about this size
@@ -89,15 +91,33 @@ Source = Files | Documents | Stream
 
 def find_files(names: str | Path | Iterable[str | Path]) -> Files:
     """Every file the names stand for: a file, a glob (sorted), or a directory (all readable files below it,
-    sorted)."""
+    sorted), here or in an object store (s3://, gs://)."""
     listed = [names] if isinstance(names, (str, Path)) else list(names)
     if not listed:
         raise InputError("no data files were given: name at least one file, glob or directory.")
-    paths: dict[str, Path] = {}
+    found: dict[str, File] = {}
     for name in listed:
+        if is_remote(name):
+            found |= {file.path: file for file in remote_files(str(name)) if file.path not in found}
+            continue
         for path in _expand(str(name)):
-            paths.setdefault(str(path.resolve()), path)
-    return Files(tuple(file_of(path) for path in paths.values()), label=", ".join(map(str, listed)))
+            if (key := str(path.resolve())) not in found:
+                found[key] = file_of(path)
+    return Files(tuple(found.values()), label=", ".join(map(str, listed)))
+
+
+def remote_files(name: str) -> list[File]:
+    """Files of an object store: one, a pattern, or all of known kinds below a directory."""
+    entries = remote.find(name)
+    if f"{name.rstrip('/')}/store.json" in {entry.name for entry in entries}:
+        raise InputError(
+            f"'{name}' is a prepared store, which is mapped into memory: copy it to a local disk first."
+        )
+    single = len(entries) == 1 and entries[0].name == name
+    chosen = entries if single else [entry for entry in entries if _suffix(Path(entry.name))]
+    if not chosen:
+        raise InputError(f"'{name}': no {_known()} file is there; check the bucket and the path or pattern.")
+    return [File(entry.name, _kind(Path(entry.name)), entry.size, entry.modified) for entry in chosen]
 
 
 def file_of(path: Path, kind: str | None = None) -> File:
@@ -199,7 +219,7 @@ def _parquet_pieces(file: File) -> list[Piece]:
     import pyarrow.parquet as pq
 
     try:
-        footer = pq.read_metadata(file.path)
+        footer = pq.read_metadata(arrow_source(file.path))
     except (pa.ArrowException, OSError) as error:
         raise InputError(
             f"'{file.path}' is not a readable parquet file ({error}): it may be cut short; copy it again."

@@ -21,6 +21,7 @@ import numpy as np
 
 from bessemer.data.templates import CONFIG, ChatTemplate
 from bessemer.errors import InputError
+from bessemer.job.remote import refuse_remote
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -91,6 +92,7 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """From a `tokenizer.json`, or from a directory that holds one; with the chat template beside it."""
+        refuse_remote(path, "a tokenizer is read from a local directory", "copy it here first")
         file = Path(path)
         file = file / FILE if file.is_dir() else file
         try:

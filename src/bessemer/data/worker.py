@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from bessemer.data.readers import read_piece
-from bessemer.data.shards import ShardWriter
+from bessemer.data.shards import Report, ShardWriter
 from bessemer.data.sources import Piece
 from bessemer.data.tokenizer import Tokenizer
-from bessemer.errors import InputError
+from bessemer.errors import InputError, StorageError
 
 
 def serve(requests: TextIO, replies: TextIO) -> None:
@@ -31,19 +31,22 @@ def serve(requests: TextIO, replies: TextIO) -> None:
     tokenizer = Tokenizer.load(settings["tokenizer"])
     for line in requests:
         shard = json.loads(line)
-        pieces = [Piece(*values) for values in shard["pieces"]]
-        documents = (read for piece in pieces for read in read_piece(piece, settings["text_key"], tokenizer))
-        writer = ShardWriter(
-            Path(shard["out"]), tokenizer, settings["on_error"], lambda d, t: reply(documents=d, tokens=t)
-        )
-        try:
-            writer.write(documents)
-        except InputError as error:
-            reply(error=str(error), kind="input")
-        except OSError as error:
-            reply(error=str(error), kind="storage")
-        else:
-            reply(done=True)
+        reply(**encode(shard, settings, tokenizer, lambda d, t: reply(documents=d, tokens=t)))
+
+
+def encode(
+    shard: dict[str, Any], settings: dict[str, Any], tokenizer: Tokenizer, report: Report
+) -> dict[str, Any]:
+    """Write one shard: {"out": directory, "pieces": [values of a Piece]}; `done`, or `error` and its kind."""
+    pieces = [Piece(*values) for values in shard["pieces"]]
+    documents = (read for piece in pieces for read in read_piece(piece, settings["text_key"], tokenizer))
+    try:
+        ShardWriter(Path(shard["out"]), tokenizer, settings["on_error"], report).write(documents)
+    except InputError as error:
+        return {"error": str(error), "kind": "input"}
+    except (OSError, StorageError) as error:
+        return {"error": str(error), "kind": "storage"}
+    return {"done": True}
 
 
 if __name__ == "__main__":

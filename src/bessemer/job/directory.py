@@ -14,6 +14,7 @@ from typing import Any
 
 from bessemer.errors import InputError, nearest
 from bessemer.job.files import atomic_write, storage
+from bessemer.job.remote import refuse_remote
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 _status_writes = threading.Lock()  # the loop and the heartbeat thread both read, change and write the status
@@ -40,6 +41,12 @@ class RunDirectory:
     path: Path
 
     def __post_init__(self) -> None:
+        refuse_remote(
+            self.path,
+            "a run directory is locked, renamed and appended to, so it must be on a disk",
+            "keep --runs local and set logging.mirror=s3://…, which copies checkpoints there; "
+            "`bessemer resume URL/NAME` goes on from the copy anywhere",
+        )
         object.__setattr__(self, "path", Path(self.path).absolute())
 
     @property

@@ -26,6 +26,7 @@ from bessemer.errors import InputError
 from bessemer.job.directory import RunDirectory
 from bessemer.job.files import atomic_write, storage
 from bessemer.job.home import home
+from bessemer.job.remote import is_remote
 from bessemer.selectors import SELECTORS
 
 
@@ -47,7 +48,7 @@ def named_code(tree: Mapping[str, Any]) -> list[str]:
     datasets = [
         word
         for word in _texts(_below(_below(tree, "training"), "dataset"))
-        if ":" in word and not Path(word).exists()
+        if ":" in word and not Path(word).exists() and not is_remote(word)
     ]
     rewards = [word for word in _reward_names(_below(_below(tree, "grpo"), "rewards")) if ":" in word]
     return [*_texts(tree.get("plugins")), *words, *datasets, *rewards, *_of_phases(tree)]

@@ -124,9 +124,18 @@ def _numbers(summary: Summary) -> list[str]:
         ("MFU is a share of", facts.get("mfu_peak") or MISSING),
         ("waiting for data", share_of_100(summary.typical("time/data_wait_pct"))),
         ("training time (first 10 steps of a process left out)", clock(summary.last("time/total"))),
+        (
+            f"goodput: share of wall time in steps that count{_starts(summary)}",
+            percent(summary.last("time/goodput")),
+        ),
         ("peak memory of a device", gib(summary.largest("mem/peak_gib"))),
     ]
     return ["## Numbers", "", *markdown_table(("", ""), rows)]
+
+
+def _starts(summary: Summary) -> str:
+    starts = summary.status.get("starts")
+    return f", over {starts} starts" if is_number(starts) and starts > 1 else ""
 
 
 def _guard(summary: Summary) -> list[tuple[str, str]]:

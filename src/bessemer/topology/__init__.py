@@ -15,6 +15,7 @@ from bessemer.topology.distributed import (
     process_index,
     share,
 )
+from bessemer.topology.loss import farewell
 from bessemer.topology.mesh import Topology, init_sharded, make_topology
 from bessemer.topology.placement import placement
 from bessemer.topology.rules import (
@@ -44,6 +45,7 @@ __all__ = [
     "barrier",
     "check_rules",
     "chip_of",
+    "farewell",
     "first_line",
     "has_float8",
     "init_sharded",

@@ -152,6 +152,11 @@ def _state() -> Any:
     return distributed.global_state
 
 
+def coordinator() -> str:
+    """host:port of process 0."""
+    return str(_state().coordinator_address)
+
+
 def client() -> Any | None:
     """The coordination service's client; None in a run of one process."""
     return _state().client

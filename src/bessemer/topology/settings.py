@@ -49,9 +49,9 @@ class TopologySettings:
     )
     peer_timeout: int = field(
         "topology/peer_timeout",
-        default=100,
+        default=45,
         minimum=5,
-        help="seconds without a sign of life after which a process counts as lost",
+        help="seconds without a sign of life after which a process counts as lost and the others leave (exit 4)",
     )
 
     def sizes(self) -> dict[str, int]:

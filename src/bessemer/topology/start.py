@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import threading
@@ -12,6 +13,7 @@ import jax
 from bessemer.errors import InputError, StorageError
 from bessemer.topology.distributed import client, first_line, process_count
 from bessemer.topology.launch import cluster, slurm_local_devices
+from bessemer.topology.loss import catch_aborts
 from bessemer.topology.settings import TopologySettings
 
 _stdout_kept = False
@@ -33,6 +35,8 @@ def start_distributed(settings: TopologySettings | None = None) -> bool:
     found = cluster()
     if explicit is None and found is None:
         return False
+    if explicit is None and found == "Kubernetes":
+        _check_kubernetes()
     keep_stdout_clean()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It would catch SIGTERM in native code; stopping is our loop's and StopAgreement's business.
@@ -40,6 +44,7 @@ def start_distributed(settings: TopologySettings | None = None) -> bool:
     where = f"the coordinator {explicit['coordinator_address']}" if explicit else f"{found}'s coordinator"
     arguments: dict[str, Any] = explicit or {"local_device_ids": slurm_local_devices()}
     _connect(arguments, where, settings)
+    catch_aborts()
     return process_count() > 1
 
 
@@ -86,6 +91,16 @@ def _connect(arguments: dict[str, Any], where: str, settings: TopologySettings) 
             "started, with different process ids and the same number of processes, and that the address can "
             "be reached; or raise topology.start_timeout."
         ) from (failures[0] if failures else None)
+
+
+def _check_kubernetes() -> None:
+    """JAX asks the cluster's interface who the others are, for which it needs a package of its own and a permission."""
+    if importlib.util.find_spec("kubernetes") is None:
+        raise InputError(
+            "this is a pod of an indexed Kubernetes job, and nothing says where process 0 is. Set BESSEMER_COORDINATOR "
+            "(host:port of pod 0), BESSEMER_PROCESSES and BESSEMER_PROCESS_ID ($JOB_COMPLETION_INDEX) in its manifest, "
+            "as `bessemer launch k8s` does; or install jax[k8s] and let the service account read pods and jobs."
+        )
 
 
 def _explicit(settings: TopologySettings) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from bessemer.registry import jobs
 from bessemer.topology import AXES, TopologySettings, make_topology, share, start_distributed
 from bessemer.training.first import trained_first
 from bessemer.training.inherit import begun_from
+from bessemer.training.mirror import fetched
 from bessemer.training.schema import schema_of
 from bessemer.training.trainer import GIVEN, BaseTrainer
 
@@ -93,7 +94,7 @@ def reopen(
     **parts: Any,
 ) -> BaseTrainer:
     """A trainer that continues `run` from its newest valid checkpoint (or `step`), or from the start if none."""
-    directory = find_run(run, root)
+    directory = find_run(fetched(run, root), root)
     if not directory.config.is_file():
         raise InputError(without_config(directory))
     RunLock.check_free(directory)  # before its checkpoints are read: the owner may be deleting old ones

@@ -44,7 +44,9 @@ class Loop:
         trainer = self.trainer
         self.step = trainer.step
         self.loop_state = trainer.loop_state
-        self.clock = StepClock(self.loop_state, trainer.tokens_per_step, trainer.steps, trainer.flops_share)
+        self.clock = StepClock(
+            self.loop_state, trainer.tokens_per_step, trainer.steps, trainer.flops_share, trainer.wall_seconds
+        )
         self.log = StepLog(self.loop_state, trainer.describe_step, self.clock, trainer.guard, trainer.say)
         self.want_checkpoint = False
         self._running: collections.deque[jax.Array] = collections.deque()

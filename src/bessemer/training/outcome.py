@@ -13,9 +13,10 @@ import jax
 from bessemer.errors import BessemerError, Stopped, StorageError, TrainingError
 from bessemer.job import RunLock
 from bessemer.job.files import remove_leftovers
-from bessemer.topology import absent_processes, first_line
-from bessemer.training import reference
+from bessemer.topology import absent_processes, farewell, first_line
+from bessemer.training import goodput, reference
 from bessemer.training.guard import Unstable
+from bessemer.training.mirror import mirrored
 from bessemer.training.output import write_setup
 from bessemer.training.signals import leaving, setting_up
 
@@ -39,11 +40,16 @@ def opened(trainer: BaseTrainer) -> Iterator[None]:
     """Own the run directory for the time of the run; the status file says how it ended, whatever the end."""
     directory = trainer.run_directory
     if not trainer.is_process_zero:
-        with explained(trainer), leaving(functools.partial(leave, trainer, None)):
+        with (
+            explained(trainer),
+            leaving(functools.partial(leave, trainer, None)),
+            farewell(functools.partial(lost, trainer, None)),
+        ):
             take_over(trainer)
             yield
         return
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mirrored(trainer))
         with setting_up():
             directory.create(exist_ok=trainer.continues)
             lock = stack.enter_context(RunLock(directory))
@@ -51,6 +57,7 @@ def opened(trainer: BaseTrainer) -> Iterator[None]:
             if lock.message:
                 trainer.say(lock.message)
             stack.enter_context(leaving(functools.partial(leave, trainer, lock)))
+            stack.enter_context(farewell(functools.partial(lost, trainer, lock)))
             stack.enter_context(recorded(trainer))
             write_setup(trainer)
             start_status(trainer)
@@ -64,7 +71,7 @@ def opened(trainer: BaseTrainer) -> Iterator[None]:
 def start_status(trainer: BaseTrainer) -> None:
     change = {"data_change": trainer.data_change} if trainer.data_change else {}
     trainer.run_directory.write_status(
-        state="running", step=trainer.step, exit_code=None, message="", **change
+        state="running", step=trainer.step, exit_code=None, message="", **change, **goodput.begin(trainer)
     )
 
 
@@ -96,6 +103,18 @@ def leave(trainer: BaseTrainer, lock: RunLock | None, reason: str) -> tuple[int,
         record_failure(trainer, error)
         lock.release()
     return error.exit_code, str(error)
+
+
+def lost(trainer: BaseTrainer, lock: RunLock | None, what: str) -> str:
+    """Another process was lost while this one waits for it; the same thread and end as in `leave`."""
+    error = StorageError(
+        f"{what} {_last_checkpoint(trainer)} "
+        f"Start all processes again with: bessemer resume {trainer.run_directory.path}"
+    )
+    if lock is not None:
+        record_failure(trainer, error)
+        lock.release()
+    return str(error)
 
 
 def take_over(trainer: BaseTrainer) -> None:

@@ -115,12 +115,18 @@ class StepClock:
     WARM_UP = 10
 
     def __init__(
-        self, loop: LoopState, tokens_per_step: int, steps: int, flops: Callable[[bool], float | None]
+        self,
+        loop: LoopState,
+        tokens_per_step: int,
+        steps: int,
+        flops: Callable[[bool], float | None],
+        wall: Callable[[], float],
     ):
         self.loop = loop
         self.tokens_per_step = tokens_per_step
         self.steps = steps
         self.flops = flops
+        self.wall = wall
         self._paused = 0.0
         self._first = 0
         self._marks: dict[int, tuple[float, float]] = {}
@@ -146,6 +152,7 @@ class StepClock:
         seconds = max(1e-9, now - begun)
         counted = max(0, step - max(self._last, self._first + self.WARM_UP))
         self.loop.training_seconds += seconds * counted / count
+        self.loop.useful_seconds += max(0.0, seconds - (waited - waited_before))
         self._last = step
         rate = self.tokens_per_step * count / seconds
         return {
@@ -155,6 +162,7 @@ class StepClock:
             "time/mfu_causal": _ratio(rate, self.flops(True)),
             "time/data_wait_pct": 100 * (waited - waited_before) / seconds,
             "time/total": self.loop.training_seconds,
+            "time/goodput": self.loop.useful_seconds / max(self.loop.useful_seconds, self.wall(), 1e-9),
             "time/eta": seconds / count * (self.steps - step),
         }
 

@@ -35,6 +35,7 @@ def open_checkpoints(trainer: BaseTrainer) -> Checkpoints:
         keep_last=trainer.logging.keep_last,
         keep_every=trainer.logging.keep_every,
         process_zero=trainer.is_process_zero,
+        on_commit=None if trainer.mirror is None else trainer.mirror.push,
     )
     protect_stages(trainer, manager)
     return manager

@@ -152,6 +152,11 @@ class LoggingSettings:
         default=True,
         help="draw the curves when the run ends; `bessemer report` does at any time",
     )
+    mirror: str | None = field(
+        "logging/mirror",
+        default=None,
+        help="s3://bucket/runs or gs://…: checkpoints and files of the run are copied there as they are committed",
+    )
     wandb: bool = field("logging/wandb", default=False, help="also log to Weights & Biases (extra: track)")
     tensorboard: bool = field(
         "logging/tensorboard", default=False, help="also log to TensorBoard (extra: track)"

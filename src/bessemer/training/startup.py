@@ -18,12 +18,18 @@ class StartUp:
         self.elsewhere = (
             0.0  # seconds before there was a trainer that another run took: one that is started from
         )
-        self._made = self._last = time.monotonic()
+        self._made = self._last = self._first = time.monotonic()
         self._programs = programs_so_far()
 
     def began(self, moment: float, name: str = "imports and devices") -> None:
         """The program began at `moment` (of time.monotonic), before there was a trainer to be timed."""
+        self._first = moment
         self.parts = {name: max(0.0, self._made - moment - self.elsewhere), **self.parts}
+
+    @property
+    def age(self) -> float:
+        """Seconds since the program began, or since the trainer was made where nobody said when it did."""
+        return time.monotonic() - self._first
 
     def lap(self, name: str) -> None:
         if self.done:

@@ -126,6 +126,7 @@ class LoopState:
     min_val_bpb: float | None = None
     stale_validations: int = 0
     training_seconds: float = 0.0
+    useful_seconds: float = 0.0
     tracker_id: str | None = None
     finished: str | None = None
 

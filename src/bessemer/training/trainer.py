@@ -30,6 +30,7 @@ from bessemer.training import (
     data_parts,
     functions,
     generation,
+    goodput,
     inherit,
     model_parts,
     outcome,
@@ -46,6 +47,7 @@ from bessemer.training.cache import keep_compiled_programs
 from bessemer.training.callback import Callback
 from bessemer.training.collate import collect_function
 from bessemer.training.loop import Loop
+from bessemer.training.mirror import make_mirror
 from bessemer.training.progress import NoBar, ProgressBar, make_progress
 from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings, seconds_of
 from bessemer.training.startup import StartUp
@@ -102,6 +104,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         self.derived: dict[str, Any] = {}
         self.started = time.monotonic()
         self.startup = StartUp()
+        self.wall_before = 0.0  # seconds of the starts before this one
         named = [*(part for part, value in self.given._asdict().items() if value is not None)]
         named += ["callbacks"] if self.given_callbacks else []
         if named:
@@ -120,6 +123,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.logging = configure(LoggingSettings)
             self.guard = configure(GuardSettings)
             self.lora = configure(LoraSettings)
+            self.mirror = make_mirror(self)
             self.time_limit = seconds_of(self.settings.time_limit)
             self.model_parts = self.configure_model()
             if self.settings.init is not None and (taken := inherit.describe(self.config)) is not None:
@@ -395,6 +399,10 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def flops_share(self, causal: bool) -> float | None:
         """Share of the devices' peak that one token per second uses; None on a chip without a known peak."""
         return model_parts.flops_share(self, causal)
+
+    def wall_seconds(self) -> float:
+        """Of all starts of the run so far, for time/goodput."""
+        return goodput.wall_seconds(self)
 
     def describe_step(self, step: int) -> dict[str, Any]:
         """What a row says about its step without reading the device: tokens, epoch, rates, FLOPs so far."""

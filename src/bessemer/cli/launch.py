@@ -1,0 +1,148 @@
+"""`bessemer launch slurm` and `bessemer launch k8s`: the job file of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from bessemer.cli.train import FORWARD, split_words
+from bessemer.errors import InputError
+
+WORDS = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [key=value ...]")
+
+
+def common(function: Callable[..., None]) -> Callable[..., None]:
+    """What every cluster is asked for."""
+    options = [
+        click.option("--nodes", type=int, default=1, show_default=True, help="Machines; one process each."),
+        click.option(
+            "--gpus-per-node", "gpus", type=int, default=0, metavar="N", help="Devices of a machine."
+        ),
+        click.option(
+            "--time", metavar="D", help="Limit of one start, as 24h; the run stops in good time before."
+        ),
+        click.option("--name", help="Name of the run and of the job; default: the recipe's."),
+        click.option(
+            "--port", type=int, metavar="P", help="Of process 0; default: chosen by the cluster's rule."
+        ),
+        click.option(
+            "--restarts", type=int, default=20, show_default=True, metavar="N", help="Starts after a loss."
+        ),
+        click.option(
+            "-o", "--out", metavar="FILE", help="Where to write; - is the screen. Default: by name."
+        ),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+@click.group("launch")
+def command() -> None:
+    """Write a job file that starts a recipe on a cluster, and starts it again whenever it was stopped or lost.
+
+    The recipe is checked now, not after hours in a queue. Nothing is submitted.
+
+    \b
+    Examples:
+      bessemer launch slurm pretrain training.dataset=data/web --nodes 4 --gpus-per-node 8 --time 24h
+      sbatch pretrain.sbatch
+      bessemer launch k8s pretrain training.dataset=/bessemer/web --nodes 4 --gpus-per-node 8 --image lab/bessemer:1
+      kubectl apply -f pretrain.yaml
+    """
+
+
+@command.command("slurm", context_settings=FORWARD)
+@WORDS
+@common
+@click.option("--runs", default="runs", show_default=True, help="Directory of the runs, seen by all nodes.")
+@click.option("--partition", help="As sbatch has it.")
+@click.option("--account", help="As sbatch has it.")
+@click.option("--cpus-per-task", "cpus", type=int, metavar="N", help="As sbatch has it.")
+@click.option("--mem", "memory", metavar="SIZE", help="As sbatch has it.")
+@click.option(
+    "--setup", multiple=True, metavar="LINE", help="Shell before the program; may be given several times."
+)
+def slurm(words: tuple[str, ...], out: str | None, **options: Any) -> None:
+    """Write an sbatch script.
+
+    The first start is `bessemer train`, each later one `bessemer resume`. Exit code 75 (stopped with a
+    checkpoint: time limit, preemption) always asks for another start; a lost process or node (4, 134, 137)
+    does so --restarts times; anything else ends the job.
+
+    \b
+    Examples:
+      bessemer launch slurm quickstart --nodes 2 --time 1h
+      bessemer launch slurm pretrain training.dataset=data/web topology.data=4 topology.fsdp=8 \\
+          --nodes 4 --gpus-per-node 8 --time 24h --partition gpu --setup 'source ~/venv/bin/activate'
+    """
+    from bessemer.launch import Batch, script
+
+    batch = Batch(**{name: options.pop(name) for name in ("partition", "account", "cpus", "memory", "setup")})
+    job = _job(words, options)
+    write(out or f"{job.name}.sbatch", lambda file: script(job, batch, file), "sbatch")
+
+
+@command.command("k8s", context_settings=FORWARD)
+@WORDS
+@common
+@click.option("--image", required=True, help="Container image with bessemer in it.")
+@click.option(
+    "--claim", default="bessemer", show_default=True, help="ReadWriteMany volume claim for runs and data."
+)
+@click.option("--mount", default="/bessemer", show_default=True, help="Where the claim is mounted.")
+@click.option(
+    "--resource", default="nvidia.com/gpu", show_default=True, help="Name of the devices; google.com/tpu."
+)
+@click.option("--node-selector", "selectors", multiple=True, metavar="KEY=VALUE", help="Which nodes.")
+@click.option("--namespace", help="As kubectl has it.")
+@click.option("--cpu", "cpus", metavar="N", help="Limit of a container.")
+@click.option("--memory", metavar="SIZE", help="Limit of a container.")
+def k8s(words: tuple[str, ...], out: str | None, mount: str, **options: Any) -> None:
+    """Write a JobSet manifest. JobSet (jobset.sigs.k8s.io) must be installed in the cluster.
+
+    Runs go to MOUNT/runs and prepared data to MOUNT/home. A RECIPE that is a file must lie below MOUNT, and
+    is then not checked here. Pods that end with 1, 2 or 3 (a bug, bad input, failed training) end the job;
+    after any other end all pods are started again, --restarts times, and the run goes on where it was saved.
+
+    \b
+    Examples:
+      bessemer launch k8s quickstart --nodes 2 --image lab/bessemer:1
+      bessemer launch k8s pretrain training.dataset=/bessemer/web --image lab/bessemer:1 \\
+          --nodes 4 --gpus-per-node 4 --resource google.com/tpu \\
+          --node-selector cloud.google.com/gke-tpu-accelerator=tpu-v5-lite-podslice \\
+          --node-selector cloud.google.com/gke-tpu-topology=4x4
+    """
+    from bessemer.config.recipes import recipe_names
+    from bessemer.launch import Pods, manifest
+
+    names = ("image", "claim", "resource", "namespace", "cpus", "memory", "selectors")
+    pods = Pods(mount=mount, **{name: options.pop(name) for name in names})
+    recipe = split_words(words)[0]
+    if recipe not in recipe_names() and not recipe.startswith(f"{mount.rstrip('/')}/"):
+        raise InputError(
+            f"the pods do not have the file '{recipe}': put it on the volume and name it as {mount}/…, or give a "
+            "shipped recipe with settings."
+        )
+    job = _job(words, {**options, "runs": f"{mount.rstrip('/')}/runs", "elsewhere": mount})
+    write(out or f"{job.name}.yaml", lambda file: manifest(job, pods, file), "kubectl apply -f")
+
+
+def _job(words: tuple[str, ...], options: dict[str, Any]) -> Any:
+    from bessemer.launch import describe_job
+
+    recipe, overrides = split_words(words)
+    return describe_job(recipe, overrides, **options)
+
+
+def write(out: str, make: Callable[[str], str], submit: str) -> None:
+    from bessemer.job.files import atomic_write
+
+    if out == "-":
+        click.echo(make("FILE"), nl=False)
+        return
+    atomic_write(Path(out), make(out))
+    click.echo(f"wrote {out}; submit it with: {submit} {out}")
