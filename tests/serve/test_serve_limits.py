@@ -17,7 +17,8 @@ from bessemer.cli.serve import command
 from bessemer.errors import InputError
 from bessemer.generate import Engine, LoadedModel
 from bessemer.serve import app
-from bessemer.serve.server import ServerOptions, listen, read_token
+from bessemer.serve.net import listen, read_token
+from bessemer.serve.server import ServerOptions
 
 PROMPT = "The 3 grey cats"
 
