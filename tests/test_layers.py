@@ -24,7 +24,8 @@ ORDER = [
     ["evaluate"],
     ["report"],
     ["training"],
-    ["doctor", "plan", "interop", "serve", "dash"],
+    ["doctor", "plan", "interop", "serve"],
+    ["dash"],  # the page lets one talk to a model through the server
     ["cli"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

@@ -18,7 +18,7 @@ from typing import Any
 
 from bessemer.errors import StorageError
 from bessemer.job import sync_directory
-from bessemer.job.directory import step_name, step_of_name
+from bessemer.job.directory import step_of_name
 
 COMMIT = "COMMIT"
 META = "meta.json"

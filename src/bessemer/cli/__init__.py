@@ -28,6 +28,7 @@ COMMANDS = {
     "sample": "Let a trained model continue a prompt.",
     "chat": "Talk to a trained model.",
     "serve": "Serve a trained model to OpenAI's clients.",
+    "dash": "Watch runs in a browser: live curves, overlays, chat, stop and resume.",
     "eval": "Measure a trained model.",
     "recipes": "List the shipped recipes.",
     "plan": "Say what a recipe will take: sizes, schedules, memory, time.",

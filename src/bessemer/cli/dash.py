@@ -11,12 +11,16 @@ import click
 @click.command("dash")
 @click.argument("directory", default="runs", metavar="[DIR]")
 @click.option("--port", type=int, default=8080, show_default=True, help="0 takes any that is free.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="On any other, reading needs the token too.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="On any other, reading needs the token too."
+)
 @click.option(
     "--token-file", help="File with the token; default: that of BESSEMER_API_TOKEN, else a new one each time."
 )
 @click.option("--private", is_flag=True, help="Reading needs the token too: for a machine with other users.")
-@click.option("--browser/--no-browser", default=None, help="Open a browser; default: where there is a screen.")
+@click.option(
+    "--browser/--no-browser", default=None, help="Open a browser; default: where there is a screen."
+)
 def command(
     directory: str, port: int, host: str, token_file: str | None, private: bool, browser: bool | None
 ) -> None:
@@ -39,12 +43,16 @@ def command(
 
     options = DashOptions(host, port, read_token(token_file, os.environ.get(TOKEN_VARIABLE)), private)
     wanted = _has_screen() if browser is None else browser
-    dash(directory, options, lambda text: click.echo(text, err=True), _open if wanted else lambda address: None)
+    dash(
+        directory, options, lambda text: click.echo(text, err=True), _open if wanted else lambda address: None
+    )
 
 
 def _has_screen() -> bool:
     """Someone sits here: a terminal, a display, and not at the far end of ssh."""
-    display = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    display = (
+        sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    )
     return bool(display) and sys.stderr.isatty() and "SSH_CONNECTION" not in os.environ
 
 

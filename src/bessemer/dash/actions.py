@@ -1,4 +1,4 @@
-"""Stop and resume, as a user would in a terminal: SIGTERM to the process that trains, `bessemer resume` for a new one."""
+"""Stop and resume, as in a terminal: SIGTERM to the process that trains, `bessemer resume` for a new one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ class Actions:
             raise InputError(f"'{run.name}' runs on host {short(owner.get('host'), 100)}; stop it there.")
         pid = owner.get("pid")
         if not isinstance(pid, int) or pid <= 1 or not _has_open(pid, run.lock):
-            raise InputError(f"the process that works in '{run.name}' cannot be told; stop it in its terminal.")
+            raise InputError(
+                f"the process that works in '{run.name}' cannot be told; stop it in its terminal."
+            )
         return pid
 
     def resume(self, name: str) -> dict[str, Any]:

@@ -63,7 +63,9 @@ class Dash:
     def detail(self, name: str) -> dict[str, Any]:
         found = self.runs.detail(name)
         columns = self.index.columns(self.folder.run(name).metrics)
-        notes = [f"{columns.bad:,} lines of metrics.jsonl are no rows and are left out."] if columns.bad else []
+        notes = (
+            [f"{columns.bad:,} lines of metrics.jsonl are no rows and are left out."] if columns.bad else []
+        )
         notes += ["There are more metrics than are shown."] if columns.left_out else []
         found["problems"] += notes
         return {**found, "resumed": self.actions.known(name), "rows": columns.count}
@@ -123,12 +125,16 @@ def make_app(dash: Dash) -> Starlette:
         dash.folder.run(name)
         wanted = {key: body[key] for key in ASKED if body.get(key) is not None}
         events = dash.models.answer(name, step, wanted)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        return StreamingResponse(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
 
     async def session(request: Request) -> Response:
         return JSONResponse(dash.session(request))
 
-    routes = [Route(path, _guarded(dash.guard.reading, partial(_read, make))) for path, make in reading.items()]
+    routes = [
+        Route(path, _guarded(dash.guard.reading, partial(_read, make))) for path, make in reading.items()
+    ]
     routes += [
         Route(path, _guarded(dash.guard.acting, act), methods=["POST"])
         for path, act in (("/api/stop", stop), ("/api/resume", resume), ("/api/chat", chat))

@@ -1,4 +1,4 @@
-"""Which charts a run gets, from the names of the metrics it has: known groups first, then a chart for each other name."""
+"""Which charts a run gets, from the names of its metrics: known groups first, then a chart for each other name."""
 
 from __future__ import annotations
 

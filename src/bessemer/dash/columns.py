@@ -59,7 +59,7 @@ class Columns:
             if len(array) < end or not array.flags.writeable:
                 array = self._longer(array, end)
                 self.arrays[name] = array
-            array[self.count : end] = block[name] if name in block else math.nan
+            array[self.count : end] = block.get(name, math.nan)
         self.count = end
 
     def _longer(self, array: np.ndarray, end: int) -> np.ndarray:

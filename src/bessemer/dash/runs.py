@@ -23,6 +23,7 @@ NEWEST = {
     "mfu": "time/mfu",
     "eta": "time/eta",
     "tokens": "tokens",
+    "seconds": "time/total",
 }
 END = 256 << 10  # bytes at a file's end in which the newest values are looked for
 STATES = ("running", "done", "stopped", "failed")
@@ -92,7 +93,8 @@ class Runs:
         run = self.folder.run(name)
         summary = self.summary(run)
         derived = [
-            {"name": short(key, 200), **_decision(value)} for key, value in list(summary.derived.items())[:500]
+            {"name": short(key, 200), **_decision(value)}
+            for key, value in list(summary.derived.items())[:500]
         ]
         return {
             **self.row(name),

@@ -97,7 +97,7 @@ def _range(x: np.ndarray, view: View) -> slice:
 
 
 def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most `points` of them: the least and the greatest of each of points/2 - 1 equal pieces, the first, the last."""
+    """At most `points`: the least and the greatest of each of points/2 - 1 equal pieces, the first, the last."""
     if len(y) <= points:
         return x, y
     pieces = max(1, points // 2 - 1)

@@ -46,7 +46,9 @@ def open_folder(directory: str) -> Folder:
     return Folder(path)
 
 
-def dash(directory: str, options: DashOptions, say: Callable[[str], None], show: Callable[[str], None]) -> None:
+def dash(
+    directory: str, options: DashOptions, say: Callable[[str], None], show: Callable[[str], None]
+) -> None:
     """Serve the page until SIGTERM or Ctrl-C; `say` gets lines, `show` the address once it answers."""
     from bessemer.dash.app import Dash, make_app
     from bessemer.dash.guard import Guard
@@ -59,7 +61,9 @@ def dash(directory: str, options: DashOptions, say: Callable[[str], None], show:
         bound.listen(BACKLOG)
         address = f"http://{address_of(bound)}/"
         given = "" if options.token else f"#token={token}"  # a token of the user's own is not shown again
-        who = "with the token only" if options.closed else "this machine; stop, resume and chat need the token"
+        who = (
+            "with the token only" if options.closed else "this machine; stop, resume and chat need the token"
+        )
         say(f"runs of {folder.root}\nopen {address}{given}\n({who}; Ctrl-C stops)")
         show(f"{address}{given}")
         try:

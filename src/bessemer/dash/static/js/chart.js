@@ -7,10 +7,16 @@ const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
 const HEIGHT = 230;
 const TICKS = { step: compact, tokens: compact, flops: compact, time: duration };
 
+// The theme's colours as a canvas takes them.
 export function colours() {
-  const style = getComputedStyle(document.documentElement);
-  const read = (name) => style.getPropertyValue(name).trim();
-  return { ink: read("--muted"), grid: read("--grid"), curves: [1, 2, 3, 4, 5, 6, 7, 8].map((place) => read(`--curve-${place}`)) };
+  const probe = document.body.appendChild(h("span", { hidden: true }));
+  const read = (name) => {
+    probe.style.color = `var(${name})`;
+    return getComputedStyle(probe).color;
+  };
+  const found = { ink: read("--muted"), grid: read("--grid"), curves: [1, 2, 3, 4, 5, 6, 7, 8].map((place) => read(`--curve-${place}`)) };
+  probe.remove();
+  return found;
 }
 
 // {x, y} with rising x, each once: what a chart can draw. On a log axis only what is above zero is there.
@@ -92,10 +98,10 @@ export class Chart {
       const shown = !this.hidden.has(curve.label);
       const raw = clean(curve, this.view.logX, this.log);
       const main = curve.smooth ? clean(curve.smooth, this.view.logX, this.log) : raw;
-      const few = main[0].length <= 60;
+      const few = main[0].length <= (curve.sparse ? 80 : 12);
       if (curve.smooth) {
         tables.push(raw);
-        series.push({ stroke: curve.colour, width: 1, alpha: 0.28, show: shown, points: { show: false } });
+        series.push({ stroke: curve.colour, width: 1, alpha: 0.38, show: shown, points: { show: false } });
       }
       tables.push(main);
       series.push({ stroke: curve.colour, width: 1.8, dash: curve.dash, show: shown, points: { show: few, size: 5, fill: curve.colour } });

@@ -18,11 +18,21 @@ export class Overlay {
       return h("li", {}, swatch, h("a", { href: address(run) }, run),
         others.length ? h("a", { class: "drop", href: `#/overlay/${others.join(",")}`, "aria-label": `Leave out ${run}` }, "×") : null);
     });
+    this.runs = runs;
+    this.more = h("select", { "aria-label": "Add a run", onchange: (event) => { location.hash = `#/overlay/${[...runs, event.target.value].map(encodeURIComponent).join(",")}`; } });
     const settings = runs.length > 1 ? h("a", { class: "button", href: `#/diff/${runs.map(encodeURIComponent).join(",")}` }, "Compare settings") : null;
-    this.element = h("div", {}, h("div", { class: "head" }, h("div", {}, h("h1", {}, `${runs.length} runs overlaid`), h("ul", { class: "chips" }, chips)), settings), this.curves.element);
+    this.element = h("div", {}, h("div", { class: "head" }, h("div", {}, h("h1", {}, runs.length === 1 ? "Lay another run over this one" : `${runs.length} runs overlaid`), h("ul", { class: "chips" }, chips)), h("div", { class: "row" }, this.more, settings)), this.curves.element);
   }
 
-  refresh() { return this.curves.refresh(); }
+  async refresh() {
+    const others = (await get("runs")).runs.map((run) => run.id).filter((id) => !this.runs.includes(id)).sort();
+    const key = others.join(",");
+    if (key !== this.key) fill(this.more, h("option", { value: "" }, "Add a run…"), others.map((id) => h("option", { value: id }, id)));
+    this.key = key;
+    this.more.hidden = !others.length || this.runs.length >= 20;
+    await this.curves.refresh();
+  }
+
   destroy() { this.curves.destroy(); }
 }
 

@@ -118,7 +118,7 @@ export class Curves {
   line(curve, spec, paint) {
     const several = this.runs.length > 1;
     const place = several ? this.runs.indexOf(curve.run) : spec.names.indexOf(curve.name);
-    const line = { label: several ? curve.run : curve.name, colour: paint[place % paint.length], dash: dash(place), x: curve.x, y: curve.y };
+    const line = { label: several ? curve.run : curve.name, colour: paint[place % paint.length], dash: dash(place), x: curve.x, y: curve.y, sparse: curve.name.startsWith("val_") };
     if (curve.smooth && spec.smooth && !curve.name.startsWith("val_") && curve.name !== "loss_smooth") line.smooth = curve.smooth;
     return line;
   }

@@ -53,10 +53,10 @@ export class Evaluations extends Part {
   async refresh(run) {
     this.once(run.evaluations, () => {
       if (!run.evaluations.length) return empty("No evaluations yet", h("p", {}, "Measure this run:"), h("pre", {}, `bessemer eval ${this.id} --tasks bpb`));
-      return run.evaluations.map((one) => h("section", { class: "evaluation" },
-        h("h3", {}, one.task, h("span", { class: "muted" }, ` step ${whole(one.step)}`)),
-        h("p", { class: "big" }, number(one.value), h("span", { class: "muted" }, ` ${one.metric}`)),
-        one.parts.length ? h("details", { open: one.parts.length <= 30 }, h("summary", {}, `${one.parts.length} parts`), table(["Task", "Accuracy", "Centred"], one.parts.map((part) => [part.task, number(part.value), number(part.centred)]), { label: one.task })) : null));
+      const all = table(["Task", "Step", "Value", "Measure"], run.evaluations.map((one) => [one.task, whole(one.step), h("strong", {}, number(one.value)), one.metric]), { label: "Evaluations" });
+      return [all, ...run.evaluations.filter((one) => one.parts.length).map((one) => h("section", { class: "evaluation" },
+        h("h3", {}, one.task, h("span", { class: "muted" }, ` at step ${whole(one.step)}, ${one.parts.length} parts`)),
+        table(["Task", "Accuracy", "Centred"], one.parts.map((part) => [part.task, number(part.value), number(part.centred)]), { label: one.task })))];
     });
   }
 }

@@ -25,7 +25,8 @@ const TILES = [
   ["Tokens/s", (run) => compact(run.tok_per_s)],
   ["MFU", (run) => percent(run.mfu)],
   ["Parameters", (run) => compact(run.facts?.parameters?.total)],
-  ["Left", (run) => run.state === "running" ? duration(run.eta) : "–"],
+  ["Training time", (run) => duration(run.seconds)],
+  ["Left", (run) => run.state === "running" ? duration(run.eta) : ""],
 ];
 
 export class Run {
@@ -72,7 +73,10 @@ export class Run {
   async refresh() {
     const run = await get("run", { run: this.id });
     const session = await get("session");
-    TILES.forEach(([, value], place) => say(this.tiles[place], value(run)));
+    TILES.forEach(([, value], place) => {
+      say(this.tiles[place], value(run));
+      this.tiles[place].parentNode.hidden = value(run) === "";
+    });
     fill(this.state, pill(run.state), h("span", { class: "muted" }, ` last sign of life ${ago(run.beat)}${run.host ? ` on ${run.host}` : ""}`));
     fill(this.steps, progress(run.step, run.steps));
     const resumed = run.resumed && run.resumed.exit_code ? [`The last resume ended with code ${run.resumed.exit_code}: ${run.resumed.said}`] : [];
