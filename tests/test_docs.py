@@ -25,6 +25,7 @@ NOT_RUN = {
     r"bessemer train (sft|dpo|reward|grpo) --name \w+": "its whole demonstration, with the model before it: make prove",
     r"bessemer train distill .*": "trains a teacher too: tests/training/test_training_distill.py",
     r"bessemer serve .*": "it serves until it is stopped: tests/serve/test_serve_process.py",
+    r"bessemer dash.*": "it serves until it is stopped: tests/dash/test_dash_command.py",
 }
 RUN_ELSEWHERE = {"extending.md": "tests/test_extending.py"}
 CODE = r"(?<!`)`([^`\n]+)`(?!`)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 IMAGES = Path(__file__).parent.parent.parent / "docs" / "images"
-KEEP = "BESSEMER_SCREENSHOTS"  # set it to renew the pictures of the documentation
 FLAGS = [
     "--no-sandbox",  # the tests may run as root
     "--disable-background-networking",
@@ -20,17 +19,28 @@ FLAGS = [
 ]
 
 
-@pytest.fixture(scope="session")
-def chromium() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+def program() -> str | None:
     names = ("chromium", "chromium-browser", "google-chrome")
-    program = next((path for path in map(shutil.which, names) if path), None)
-    if program is None:
-        pytest.skip("no Chromium on this machine (`make slow` installs Debian's as root)")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=program, args=FLAGS)
+    return next((path for path in map(shutil.which, names) if path), None)
+
+
+@contextlib.contextmanager
+def opened_browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=program(), args=FLAGS)
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if program() is None:
+        pytest.skip("no Chromium on this machine (`make slow` installs Debian's as root)")
+    with opened_browser() as browser:
+        yield browser
 
 
 class Watched:
@@ -68,15 +78,3 @@ def watched(chromium: Any) -> Iterator[Callable[..., Watched]]:
         one.context.close()
         assert not one.wrong, one.wrong
         assert one.requests and all(url.startswith("http://127.0.0.1:") for url in one.requests), one.requests
-
-
-@pytest.fixture
-def shoot(tmp_path: Path) -> Callable[[Any, str], Path]:
-    """Keep a picture of a page: in docs/images when the documentation's are renewed."""
-
-    def take(page: Any, name: str) -> Path:
-        path = (IMAGES if os.environ.get(KEEP) else tmp_path) / f"{name}.png"
-        page.screenshot(path=path)
-        return path
-
-    return take

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from tests.conftest import words
+from tests.dash import pictures
 from tests.dash.live import TOKEN, make_run, row, serving, until
 
 pytestmark = pytest.mark.slow
@@ -241,3 +242,13 @@ def test_a_closed_page_asks_for_the_token_and_a_lost_server_is_said(
         assert re.search(r"Token ✓", page.text_content("#key") or "")
     page.get_by_text("does not answer").wait_for()
     assert page.locator("tr[data-run=mine]").count() == 1, "what was known stays on the screen"
+
+
+def test_the_pictures_of_the_documentation_can_be_taken(chromium: Any, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        make_run(tmp_path / "runs", name)
+    with serving(tmp_path / "runs") as live:
+        taken = pictures.take(chromium, live.address, ["one", "two"], tmp_path)
+    assert all(path.stat().st_size > 20_000 for path in taken)
+    kept = {path.name for path in pictures.IMAGES.glob("dash*.png")}
+    assert kept == {path.name for path in taken}, "the documentation shows each of them"
