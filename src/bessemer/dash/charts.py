@@ -30,7 +30,7 @@ class Group:
 
 GROUPS = (
     Group("Loss", ("loss", "loss_smooth", "val_loss"), "nats per token"),
-    Group("Bits per byte", ("val_bpb", "min_val_bpb"), "held-out text", smooth=False),
+    Group("Bits per byte", ("val_bpb",), "held-out text", smooth=False),
     Group("CORE", ("core_metric",), smooth=False),
     Group("Reward", ("reward", "val_reward", "reward/*")),
     Group("Pairs ranked right", ("pref_acc", "val_pref_acc")),
@@ -47,13 +47,13 @@ GROUPS = (
     Group("Step time", ("time/step_ms",), "milliseconds"),
     Group("Waiting for data", ("time/data_wait_pct",), "% of the time"),
 )
-AXES = ("step", "tokens", "target_tokens", "epoch", "total_training_flops", "time/total", "time/eta", "lrm")
+HIDDEN = ("step", "tokens", "target_tokens", "epoch", "total_training_flops", "time/total", "time/eta", "lrm", "min_val_bpb")
 """Not drawn by themselves: they grow with the step, or say the same as another chart."""
 
 
 def charts_of(names: Iterable[str]) -> list[dict[str, Any]]:
     """The charts of metrics with these names, in reading order."""
-    left = [name for name in sorted(set(names)) if name not in AXES]
+    left = [name for name in sorted(set(names)) if name not in HIDDEN]
     charts = []
     for group in GROUPS:
         own = [name for form in group.names for name in left if fnmatchcase(name, form)]
