@@ -47,7 +47,17 @@ GROUPS = (
     Group("Step time", ("time/step_ms",), "milliseconds"),
     Group("Waiting for data", ("time/data_wait_pct",), "% of the time"),
 )
-HIDDEN = ("step", "tokens", "target_tokens", "epoch", "total_training_flops", "time/total", "time/eta", "lrm", "min_val_bpb")
+HIDDEN = (
+    "step",
+    "tokens",
+    "target_tokens",
+    "epoch",
+    "total_training_flops",
+    "time/total",
+    "time/eta",
+    "lrm",
+    "min_val_bpb",
+)
 """Not drawn by themselves: they grow with the step, or say the same as another chart."""
 
 
