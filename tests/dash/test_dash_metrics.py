@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bessemer.dash import columns as columns_module
 from bessemer.dash import metrics as metrics_module
 from bessemer.dash.charts import charts_of
-from bessemer.dash.columns import MOST_NAMES, parse
+from bessemer.dash.columns import MOST_NAMES, Columns, blocks
 from bessemer.dash.files import Folder
 from bessemer.dash.metrics import Index, RunMetrics
 from bessemer.dash.series import View, curve, smoothed, thinned
@@ -84,6 +85,16 @@ def test_names_without_end_are_bounded(tmp_path: Path) -> None:
     assert len(columns.names) == MOST_NAMES and columns["step"].tolist() == list(range(10))
 
 
+def test_a_small_file_that_describes_a_huge_table_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(columns_module, "MOST_CELLS", 1_000_000)
+    wide = {f"m{n}": 1.0 for n in range(500)}
+    (tmp_path / "metrics.jsonl").write_text(lines({"step": 0, **wide}) + '{"a":1}\n' * 200_000)
+    columns = reader(tmp_path).refresh()
+    assert columns.left_out and columns.nbytes < 20_000_000
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(
@@ -94,9 +105,13 @@ def test_names_without_end_are_bounded(tmp_path: Path) -> None:
 def test_the_fast_parser_reads_what_the_plain_one_reads(rows: list[dict[str, float]]) -> None:
     """Long files go through pyarrow; 700 copies make it long."""
     data = lines(*[{**row, "step": n} for n, row in enumerate(rows * 700)]).encode()
-    fast, count, bad = parse(data)
-    slow = [parse(line + b"\n")[0] for line in data.splitlines()]
-    assert count == len(slow) and bad == 0
+    found = Columns()
+    for block, count, bad in blocks(data):
+        found.add(block, count)
+        assert bad == 0
+    fast = {name: found[name] for name in found.names}
+    slow = [next(blocks(line + b"\n"))[0] for line in data.splitlines()]
+    assert found.count == len(slow)
     for name, column in fast.items():
         wanted = [part[name][0] if name in part else math.nan for part in slow]
         np.testing.assert_array_equal(column, np.array(wanted, column.dtype))
@@ -109,7 +124,7 @@ def test_the_next_process_reads_only_what_is_new(tmp_path: Path, monkeypatch: py
     with open(path, "a") as file:
         file.write(lines({"step": 5000, "val_loss": 1.5}))
     read: list[int] = []
-    monkeypatch.setattr(metrics_module, "parse", lambda data: (read.append(len(data)), parse(data))[1])
+    monkeypatch.setattr(metrics_module, "blocks", lambda data: (read.append(len(data)), blocks(data))[1])
     second = reader(tmp_path, cache).refresh()
     assert read and sum(read) < 100, "the first 5,000 rows come from the cache"
     np.testing.assert_array_equal(second["loss"][:5000], first["loss"])
@@ -136,11 +151,8 @@ def test_a_spike_stays_visible_and_a_range_is_seen_in_full() -> None:
     thin_x, thin_y = thinned(x, y, 800)
     assert len(thin_y) <= 800 and thin_y.max() == 9 and thin_y.min() == -3
     assert thin_x[0] == 0 and thin_x[-1] == 99_999 and (np.diff(thin_x) > 0).all()
-    _, block = {}, {"step": x, "loss": y.astype(np.float32)}
-    from bessemer.dash.columns import Columns
-
     columns = Columns()
-    columns.add(block, len(x))
+    columns.add({"step": x, "loss": y.astype(np.float32)}, len(x))
     near = curve(columns, "loss", View(low=54_300, high=54_340))
     assert near is not None and near["x"] == list(range(54_299, 54_342)) and max(near["y"]) == 9
 

@@ -19,10 +19,19 @@ import click
 )
 @click.option("--private", is_flag=True, help="Reading needs the token too: for a machine with other users.")
 @click.option(
+    "--chat-on", metavar="PLATFORM", help="Where models of the chat run: cpu leaves the GPU to training."
+)
+@click.option(
     "--browser/--no-browser", default=None, help="Open a browser; default: where there is a screen."
 )
 def command(
-    directory: str, port: int, host: str, token_file: str | None, private: bool, browser: bool | None
+    directory: str,
+    port: int,
+    host: str,
+    token_file: str | None,
+    private: bool,
+    chat_on: str | None,
+    browser: bool | None,
 ) -> None:
     """Watch the runs in DIR (default: runs) in a browser: live curves, overlays, settings side by side, samples,
     checkpoints, evaluations, a chat with any checkpoint, stop and resume.
@@ -41,7 +50,8 @@ def command(
     from bessemer.dash.server import DashOptions, dash
     from bessemer.serve.net import TOKEN_VARIABLE, read_token
 
-    options = DashOptions(host, port, read_token(token_file, os.environ.get(TOKEN_VARIABLE)), private)
+    token = read_token(token_file, os.environ.get(TOKEN_VARIABLE))
+    options = DashOptions(host, port, token, private, chat_on)
     wanted = _has_screen() if browser is None else browser
     dash(
         directory, options, lambda text: click.echo(text, err=True), _open if wanted else lambda address: None

@@ -46,12 +46,14 @@ ASKED = ("messages", "max_tokens", "temperature", "top_p", "top_k", "seed")
 class Dash:
     """The page's state: what was read, the models that are loaded, the processes that were started."""
 
-    def __init__(self, folder: Folder, guard: Guard, cache: Path | None, logs: Path):
+    def __init__(
+        self, folder: Folder, guard: Guard, cache: Path | None, logs: Path, platform: str | None = None
+    ):
         self.folder, self.guard = folder, guard
         self.runs = Runs(folder)
         self.index = Index(folder, cache)
         self.actions = Actions(folder, logs)
-        self.models = Models(folder)
+        self.models = Models(folder, platform=platform)
 
     # Reading. Each takes the query and returns a document; a second value, where there is one, tells its version
     # without making it.

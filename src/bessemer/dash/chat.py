@@ -23,14 +23,13 @@ from bessemer.serve.net import TOKEN_VARIABLE
 MODELS = 2  # loaded at once; one more takes the place of the one used least lately
 START_SECONDS = 300  # loading and compiling a large model
 ANSWER_SECONDS = 300
-PLATFORM_VARIABLE = "BESSEMER_DASH_PLATFORM"
 _ADDRESS = re.compile(r"at http://127\.0\.0\.1:(\d+)/v1 ")
 
 
 class Model:
     """One checkpoint behind a server process; `ready` waits for it."""
 
-    def __init__(self, path: str, step: int | None):
+    def __init__(self, path: str, step: int | None, platform: str | None):
         self.token = secrets.token_urlsafe(24)
         self.users = 0
         self.port: int | None = None
@@ -40,7 +39,7 @@ class Model:
         words += ["--queue", "16", "--timeout", str(ANSWER_SECONDS)]
         words += [] if step is None else ["--step", str(step)]
         variables = {**os.environ, TOKEN_VARIABLE: self.token, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        if platform := os.environ.get(PLATFORM_VARIABLE):
+        if platform is not None:
             variables["JAX_PLATFORMS"] = platform
         self.process = subprocess.Popen(
             words, env=variables, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
@@ -83,10 +82,10 @@ class Model:
 
 
 class Models:
-    """The models that are loaded, by (run, step)."""
+    """The models that are loaded, by (run, step). `platform`: JAX's, where it is not to choose by itself."""
 
-    def __init__(self, folder: Folder, most: int = MODELS):
-        self.folder, self.most = folder, most
+    def __init__(self, folder: Folder, most: int = MODELS, platform: str | None = None):
+        self.folder, self.most, self.platform = folder, most, platform
         self._known: OrderedDict[tuple[str, int | None], Model] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -101,7 +100,7 @@ class Models:
                 model = None
             if model is None:
                 leaving = self._make_room()
-                model = self._known[key] = Model(str(run.path), step)
+                model = self._known[key] = Model(str(run.path), step, self.platform)
             self._known.move_to_end(key)
             model.users += 1
         for other in leaving:

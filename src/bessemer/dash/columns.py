@@ -1,13 +1,15 @@
 """Rows of metrics.jsonl as columns of numbers, a gap (NaN) where a row has no such number.
 
 Files of runs may be damaged or hostile: a line that is no JSON object is counted and left out, as are names beyond
-`MOST_NAMES` and lines beyond `LONGEST`.
+`MOST_NAMES`, rows beyond `MOST_CELLS` and lines beyond `LONGEST`: a file of a few megabytes can describe a table of
+many gigabytes.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +19,10 @@ EXACT = frozenset({"step", "tokens", "target_tokens", "time/total", "total_train
 """Axes: kept in float64, as 7 digits do not tell two steps of a long run apart. The rest is drawn, in float32."""
 
 MOST_NAMES = 512
+MOST_CELLS = 100_000_000  # a million rows of a hundred metrics
 LONGEST = 1 << 20
 FAST = 1 << 16  # bytes from which the columnar parser pays for its start
+PIECE = 1 << 18  # bytes that are parsed line by line at once
 
 Block = dict[str, np.ndarray]
 
@@ -30,7 +34,7 @@ class Columns:
     count: int = 0
     bad: int = 0  # lines that were no rows
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
-    left_out: bool = False  # names beyond the limit
+    left_out: bool = False  # names or rows beyond the limits
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.arrays[name][: self.count]
@@ -55,6 +59,9 @@ class Columns:
                     continue
                 self.arrays[name] = np.empty(0, _kind(name))
         end = self.count + rows
+        if end * len(self.arrays) > MOST_CELLS:
+            self.left_out = True
+            return
         for name, array in self.arrays.items():
             if len(array) < end or not array.flags.writeable:
                 array = self._longer(array, end)
@@ -68,14 +75,19 @@ class Columns:
         return longer
 
 
-def parse(data: bytes) -> tuple[Block, int, int]:
-    """(columns, rows, bad lines) of whole lines."""
+def blocks(data: bytes) -> Iterator[tuple[Block, int, int]]:
+    """(columns, rows, bad lines), one after the other, of whole lines."""
     plain = b"[" not in data and data.count(b"{") == data.count(b"\n") and b"NaN" not in data
     if len(data) >= FAST and plain:  # nothing nested: what a parser that recurses can be given
         fast = _parse_columns(data)
         if fast is not None:
-            return fast
-    return _parse_lines(data)
+            yield fast
+            return
+    place = 0
+    while place < len(data):
+        end = data.find(b"\n", min(place + PIECE, len(data) - 1)) + 1 or len(data)
+        yield _parse_lines(data[place:end])
+        place = end
 
 
 def _parse_columns(data: bytes) -> tuple[Block, int, int] | None:

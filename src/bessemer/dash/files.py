@@ -10,6 +10,7 @@ import json
 import os
 import re
 import stat
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,21 +117,32 @@ def parsed(data: bytes | None) -> Any:
 
 
 class Remembered:
-    """The last result of reading a file, until the file changes. Holds at most `most` of them."""
+    """The last result of reading a file, until the file changes; of `most` files, and of `limit` bytes of them."""
 
-    def __init__(self, most: int = 2000):
-        self.most = most
-        self._known: dict[Any, tuple[Signature | None, Any]] = {}
+    def __init__(self, most: int = 4000, limit: int = 32 << 20):
+        self.most, self.limit = most, limit
+        self._known: dict[Any, tuple[Signature | None, int, Any]] = {}
+        self._bytes = 0
+        self._lock = threading.Lock()
 
-    def get(self, key: Any, signature: Signature | None, make: Callable[[], T]) -> T:
-        known = self._known.get(key)
-        if known is not None and known[0] == signature:
-            return known[1]
+    def get(self, key: Any, signature: Signature | None, make: Callable[[], T], size: int = 0) -> T:
+        """What `make` gives, or gave for the same signature; `size` is what it holds on to."""
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None and known[0] == signature:
+                return known[2]
         made = make()
-        while len(self._known) >= self.most:
-            self._known.pop(next(iter(self._known)), None)
-        self._known[key] = (signature, made)
+        with self._lock:
+            self._drop(key)
+            while self._known and (len(self._known) >= self.most or self._bytes + size > self.limit):
+                self._drop(next(iter(self._known)))
+            self._known[key] = (signature, size, made)
+            self._bytes += size
         return made
+
+    def _drop(self, key: Any) -> None:
+        if key in self._known:
+            self._bytes -= self._known.pop(key)[1]
 
 
 def _entries(path: Path) -> list[str]:

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-from bessemer.dash.columns import Columns, parse
+from bessemer.dash.columns import Columns, blocks
 from bessemer.dash.files import Folder, Signature
 from bessemer.errors import StorageError
 from bessemer.job.files import atomic_write
 
-CHUNK = 16 << 20
+CHUNK = 8 << 20
 TAIL = 64
 FORMAT = 1
 KEEP_FROM = 2000  # rows: fewer are read again faster than found
@@ -91,9 +91,9 @@ class RunMetrics:
             self._skipping = True
             return True
         self._skipping = False
-        block, rows, bad = parse(used)
-        self.columns.add(block, rows)
-        self.columns.bad += bad
+        for block, rows, bad in blocks(used):
+            self.columns.add(block, rows)
+            self.columns.bad += bad
         return True
 
     def _save(self) -> None:

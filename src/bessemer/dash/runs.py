@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bessemer.dash.files import Folder, Gone, Remembered, parsed
+from bessemer.dash.files import MOST_BYTES, Folder, Gone, Remembered, parsed
 from bessemer.dash.settings import flat_settings
 from bessemer.job import RunDirectory
 from bessemer.job.directory import step_of_name
@@ -155,7 +155,9 @@ class Runs:
         return found
 
     def _remember(self, path: Path, kind: str, read: Any) -> Any:
-        return self._seen.get((path, kind), self.folder.signature(path), lambda: read(path))
+        signature = self.folder.signature(path)
+        size = 0 if signature is None or kind == "newest" else min(signature[1], MOST_BYTES)
+        return self._seen.get((path, kind), signature, lambda: read(path), size)
 
     def _mapping(self, path: Path) -> dict[str, Any]:
         found = self._remember(path, "json", self.folder.json)

@@ -14,6 +14,7 @@ from bessemer.job import RunDirectory
 from bessemer.job.home import home
 from bessemer.serve.net import BACKLOG, address_of, check_port, is_loopback, listen, server_of
 
+DEFAULT = "runs"  # need not be there yet: the first run makes it, and the page shows it then
 GRACE = 2  # seconds for open answers: a page asks again
 
 
@@ -25,6 +26,7 @@ class DashOptions:
     port: int = 8080
     token: str | None = None
     private: bool = False
+    chat_on: str | None = None  # JAX's platform for models that are talked to
 
     def __post_init__(self) -> None:
         check_port(self.port)
@@ -38,7 +40,7 @@ class DashOptions:
 def open_folder(directory: str) -> Folder:
     """The directory of runs; one run itself, or nothing at all, is an error that says what to give."""
     path = Path(directory)
-    if not path.is_dir():
+    if not path.is_dir() and directory != DEFAULT:
         raise InputError(f"there is no directory {directory}. Give the directory that holds the runs.")
     if RunDirectory(path).exists():
         parent = path.absolute().parent
@@ -57,7 +59,8 @@ def dash(
     token = options.token or secrets.token_urlsafe(24)
     bound = listen(options.host, options.port)
     with contextlib.closing(bound):
-        state = Dash(folder, Guard(token, options.closed), home() / "dash", home() / "dash" / "logs")
+        cache = home() / "dash"
+        state = Dash(folder, Guard(token, options.closed), cache, cache / "logs", options.chat_on)
         bound.listen(BACKLOG)
         address = f"http://{address_of(bound)}/"
         given = "" if options.token else f"#token={token}"  # a token of the user's own is not shown again
