@@ -13,7 +13,7 @@ train: $(VENV)/.base
 test: $(VENV)/.test
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile
 
-slow: $(VENV)/.test
+slow: $(VENV)/.test $(VENV)/.chromium
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "slow and not gpu"
 
 long: $(VENV)/.test
@@ -45,6 +45,12 @@ $(VENV)/.base: $(BIN)/python pyproject.toml
 $(VENV)/.test: $(BIN)/python pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable ".[test]"
 	touch $@ $(VENV)/.base
+
+# The page's tests drive a real browser. Where Debian's cannot be installed they are skipped, and say so.
+$(VENV)/.chromium: $(VENV)/.test
+	command -v chromium || (apt-get -qq update && apt-get -qq install --yes --no-install-recommends chromium) \
+		|| echo "no Chromium could be installed: the page's tests in a browser will be skipped"
+	touch $@
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

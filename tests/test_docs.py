@@ -27,6 +27,7 @@ NOT_RUN = {
     r"bessemer plan .*--topology (\d+x)?v\w+:[\dx]+( --quick)?": "needs libtpu: tests/plan/test_plan_topology.py",
     r"bessemer data prepare .* --engine ray": "needs the extra `ray`: tests/data/test_data_ray.py",
     r"bessemer serve .*": "it serves until it is stopped: tests/serve/test_serve_process.py",
+    r"bessemer dash.*": "it serves until it is stopped: tests/dash/test_dash_command.py",
 }
 RUN_ELSEWHERE = {"extending.md": "tests/test_extending.py"}
 CODE = r"(?<!`)`([^`\n]+)`(?!`)"

@@ -25,7 +25,8 @@ ORDER = [
     ["evaluate"],
     ["report"],
     ["training"],
-    ["doctor", "plan", "serve", "dash", "launch"],
+    ["doctor", "plan", "serve", "launch"],
+    ["dash"],  # the page lets one talk to a model through the server
     ["cli"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}

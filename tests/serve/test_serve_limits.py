@@ -16,8 +16,9 @@ from tests.serve.conftest import QUEUE, Gate, Live, make_service, until
 from bessemer.cli.serve import command
 from bessemer.errors import InputError
 from bessemer.generate import Engine, LoadedModel
-from bessemer.serve import app
-from bessemer.serve.server import ServerOptions, listen, read_token
+from bessemer.serve import net
+from bessemer.serve.net import listen, read_token
+from bessemer.serve.server import ServerOptions
 
 PROMPT = "The 3 grey cats"
 
@@ -100,7 +101,7 @@ def test_a_body_that_is_too_long_or_too_slow(live: Live, monkeypatch: pytest.Mon
     chunked.request("POST", "/v1/completions", iter([b" " * (limit // 4)] * 5), headers, encode_chunked=True)
     assert chunked.getresponse().status == 413
     chunked.close()
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(net, "BODY_SECONDS", 0.05)
     slow = socket.create_connection(("127.0.0.1", live.port), 60)
     slow.sendall(
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

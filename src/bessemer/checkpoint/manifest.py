@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,11 +18,11 @@ from typing import Any
 
 from bessemer.errors import StorageError
 from bessemer.job import sync_directory
+from bessemer.job.directory import step_of_name
 
 COMMIT = "COMMIT"
 META = "meta.json"
 FORMAT = 1
-_STEP = re.compile(r"step_(\d{8,})")
 _BLOCK = 1 << 22
 Progress = Callable[[int], None]
 
@@ -35,16 +34,6 @@ class Manifest:
     step: int
     files: dict[str, tuple[int, str]]
     tree: dict[str, tuple[str, tuple[int, ...]]]
-
-
-def step_name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
-def step_of_name(name: str) -> int | None:
-    """The step of a final directory name; None for anything else (a `.tmp`, a stray file)."""
-    match = _STEP.fullmatch(name)
-    return int(match.group(1)) if match else None
 
 
 def write_manifest(directory: Path, step: int, tree: dict[str, tuple[str, tuple[int, ...]]]) -> None:

@@ -8,8 +8,8 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from bessemer.checkpoint.manifest import step_name, step_of_name
 from bessemer.job import sync_directory
+from bessemer.job.directory import step_name, step_of_name
 from bessemer.job.files import storage_error
 
 _LEFTOVER = re.compile(r"step_\d{8,}\.(tmp|deleted)")

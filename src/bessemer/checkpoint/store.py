@@ -26,7 +26,6 @@ from bessemer.checkpoint.manifest import (
     Progress,
     content_problems,
     read_manifest,
-    step_name,
     structure_problems,
     write_manifest,
 )
@@ -34,6 +33,7 @@ from bessemer.checkpoint.quiet import SILENCE, quiet
 from bessemer.checkpoint.tree import Leaves, Signature, check_same, flatten, rebuild, select, signature
 from bessemer.errors import InputError, StorageError
 from bessemer.job import sync_directory
+from bessemer.job.directory import step_name
 from bessemer.job.files import storage
 from bessemer.topology import barrier, share
 

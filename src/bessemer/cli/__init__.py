@@ -29,6 +29,7 @@ COMMANDS = {
     "sample": "Let a trained model continue a prompt.",
     "chat": "Talk to a trained model.",
     "serve": "Serve a trained model to OpenAI's clients.",
+    "dash": "Watch runs in a browser: live curves, overlays, chat, stop and resume.",
     "eval": "Measure a trained model.",
     "import": "Make a run of a Hugging Face model.",
     "export": "Write a trained model for other programs.",

@@ -53,7 +53,8 @@ def command(
     from bessemer.generate import LoadedModel, load_model
     from bessemer.job import find_run
     from bessemer.serve.conversation import remark, template_of
-    from bessemer.serve.server import TOKEN_VARIABLE, ServerOptions, read_token, serve
+    from bessemer.serve.net import TOKEN_VARIABLE, read_token
+    from bessemer.serve.server import ServerOptions, serve
     from bessemer.training.cache import keep_compiled_programs
 
     token = read_token(token_file, os.environ.get(TOKEN_VARIABLE))

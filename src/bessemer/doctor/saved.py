@@ -6,12 +6,13 @@ import json
 from typing import Any
 
 from bessemer.checkpoint import Checkpoints, retention
-from bessemer.checkpoint.manifest import Progress, step_name, unlisted_files
+from bessemer.checkpoint.manifest import Progress, unlisted_files
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.doctor.findings import Diagnosis
 from bessemer.errors import InputError, StorageError
 from bessemer.generate.load import frozen_store
 from bessemer.job import RunDirectory
+from bessemer.job.directory import step_name
 from bessemer.report.table import size
 from bessemer.training.restore import META_KEYS
 from bessemer.training.state import LoopState

@@ -17,6 +17,7 @@ from bessemer.job.files import atomic_write, storage
 from bessemer.job.remote import refuse_remote
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
+_STEP = re.compile(r"step_(\d{8,})")
 _status_writes = threading.Lock()  # the loop and the heartbeat thread both read, change and write the status
 
 
@@ -32,6 +33,17 @@ def check_run_name(name: str) -> str:
 def default_run_name(prefix: str = "run") -> str:
     """`prefix`-YYYYmmdd-HHMMSS."""
     return check_run_name(f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def step_name(step: int) -> str:
+    """Directory of a step's checkpoint."""
+    return f"step_{step:08d}"
+
+
+def step_of_name(name: str) -> int | None:
+    """The step of a final directory name; None for anything else (a `.tmp`, a stray file)."""
+    match = _STEP.fullmatch(name)
+    return int(match.group(1)) if match else None
 
 
 @dataclass(frozen=True)

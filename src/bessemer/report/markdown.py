@@ -34,6 +34,7 @@ TITLES = {
     "grad_norm": "Gradient norm",
     "throughput": "Throughput",
 }
+DETAILS = ("<details><summary>All settings</summary>", "</details>")
 
 
 def write_report(run: RunDirectory, curves: bool = True) -> Path:
@@ -212,11 +213,11 @@ def _configuration(summary: Summary) -> list[str]:
         markdown_table(("setting", "value", "from"), changed) if changed else ["All settings are defaults."]
     )
     details = [
-        "<details><summary>All settings</summary>",
+        DETAILS[0],
         "",
         *markdown_table(("setting", "value"), full),
         "",
-        "</details>",
+        DETAILS[1],
     ]
     return ["## Configuration", "", "Settings that are not defaults:", "", *head, "", *details]
 

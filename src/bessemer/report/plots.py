@@ -37,18 +37,39 @@ def write_plots(summary: Summary) -> list[Path]:
     return drawn
 
 
-def write_overlay(summaries: Sequence[Summary], labels: Sequence[str], path: Path) -> Path | None:
-    """Smoothed loss and validation bits per byte of several runs in one picture; None if nothing is known."""
-    figure, axes = new_figure(panels=2)
+OVERLAID = (
+    ("loss_smooth", "training loss, smoothed (nats per token)"),
+    ("val_bpb", "validation bits per byte"),
+    ("val_loss", "validation loss"),
+    ("val_reward", "reward of greedy answers to held-out prompts"),
+    ("val_pref_acc", "share of held-out pairs ranked right"),
+    ("kl", "KL to the reference (nats per token)"),
+)
+AGAINST = {
+    "step": ("step", "step"),
+    "tokens": ("tokens", "tokens"),
+    "time": ("time/total", "training time, seconds"),
+    "flops": ("total_training_flops", "FLOPs"),
+}
+
+
+def write_overlay(
+    summaries: Sequence[Summary], labels: Sequence[str], path: Path, against: str = "step"
+) -> Path | None:
+    """Several runs in one picture, a panel a metric that any of them has; None if nothing is known."""
+    axis, title = AGAINST[against]
+    known = [(name, text) for name, text in OVERLAID if any(summary.rows_with(name) for summary in summaries)]
+    if any(name == "val_bpb" for name, _ in known):
+        known = [(name, text) for name, text in known if name != "val_loss"]  # the same curve, in other units
+    if not known:
+        return None
+    figure, axes = new_figure(panels=len(known))
     some = False
-    for place, (summary, label) in enumerate(zip(summaries, labels, strict=True)):
-        colour = COLOURS[place % len(COLOURS)]
-        some |= line(axes[0], summary, "loss_smooth", label, color=colour)
-        some |= line(axes[1], summary, "val_bpb", label, color=colour, marker="o", markersize=3)
-    for panel, title in zip(
-        axes, ("training loss, smoothed (nats per token)", "validation bits per byte"), strict=True
-    ):
-        finish(panel, title)
+    for panel, (name, text) in zip([axes] if len(known) == 1 else axes, known, strict=True):
+        style: dict[str, Any] = {"marker": "o", "markersize": 3} if name.startswith("val_") else {}
+        for place, (summary, label) in enumerate(zip(summaries, labels, strict=True)):
+            some |= line(panel, summary, name, label, axis, color=COLOURS[place % len(COLOURS)], **style)
+        finish(panel, text, title)
     return save(figure, path) if some else None
 
 
@@ -133,16 +154,20 @@ def _throughput(axes: Axes, summary: Summary) -> bool:
     return some
 
 
-def line(axes: Axes, summary: Summary, name: str, label: str, **style: Any) -> bool:
-    """One metric against the step; False when it was never recorded."""
-    rows = [row for row in summary.rows_with(name) if is_number(row.get("step"))]
-    if not rows:
+def line(axes: Axes, summary: Summary, name: str, label: str, axis: str = "step", **style: Any) -> bool:
+    """One metric against an axis; False when it was never recorded. A row without the axis (a validation's) is
+    where the row before it was."""
+    xs, ys, last = [], [], None
+    for row in summary.rows:
+        last = row[axis] if is_number(row.get(axis)) else last
+        if last is not None and is_number(row.get(name)):
+            xs.append(last)
+            ys.append(row[name])
+    if not xs:
         return False
-    if len(rows) == 1:
+    if len(xs) == 1:
         style.setdefault("marker", "o")
-    axes.plot(
-        [row["step"] for row in rows], [row[name] for row in rows], label=label, **{"linewidth": 1.6, **style}
-    )
+    axes.plot(xs, ys, label=label, **{"linewidth": 1.6, **style})
     return True
 
 
@@ -154,9 +179,9 @@ def new_figure(panels: int = 1) -> tuple[Figure, Any]:
     return figure, figure.subplots(panels)
 
 
-def finish(axes: Axes, title: str) -> None:
+def finish(axes: Axes, title: str, axis: str = "step") -> None:
     axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel("step", fontsize=9)
+    axes.set_xlabel(axis, fontsize=9)
     axes.tick_params(labelsize=8)
     axes.grid(True, linewidth=0.5, color="#e6e6e6")
     axes.set_axisbelow(True)

@@ -109,7 +109,13 @@ def disk_size(path: Path) -> int:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """A finite number that a float can hold; JSON's integers have no end."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _read(path: Path, problems: list[str]) -> Row:
@@ -150,14 +156,15 @@ def _read_config(summary: Summary) -> None:
     if isinstance(tree, dict):
         origins = tree.pop("provenance", None)
         summary.provenance = dict(origins) if isinstance(origins, dict) else {}
-        summary.config = _flat(tree)
+        summary.config = flatten_settings(tree)
 
 
-def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Row:
+def flatten_settings(tree: Mapping[Any, Any], prefix: str = "") -> Row:
+    """{"training": {"steps": 10}} → {"training.steps": 10}."""
     flat: Row = {}
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{name}.")
+            flat |= flatten_settings(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = value
     return flat

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import ipaddress
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
@@ -19,10 +17,10 @@ from bessemer.errors import BessemerError
 from bessemer.serve.ask import Ask
 from bessemer.serve.body import parse
 from bessemer.serve.errors import ApiError, refusal
+from bessemer.serve.net import read_body, refuse_other_names, refuse_without_token
 from bessemer.serve.replies import Reply
 from bessemer.serve.service import Service
 
-BODY_SECONDS = 30  # for a body to arrive
 LAST_SECONDS = 5  # beyond the request's time, for a slow reader to take what is there
 OPEN = ("/health",)  # no token: whoever restarts servers asks here
 
@@ -92,49 +90,11 @@ def _guarded(service: Service, path: str, endpoint: Endpoint) -> Endpoint:
 
 
 def admit(service: Service, request: Request) -> None:
-    """The token where one is set. Without one only names of this machine are answered: a web page that a browser
-    here shows cannot make its own name point at us and read along."""
-    if service.token is not None:
-        given = request.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given[2].strip().encode(), service.token.encode())
-        if request.url.path not in OPEN and not (given[0].lower() == "bearer" and right):
-            message = "a token is needed: send the header Authorization: Bearer TOKEN."
-            raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-    elif not is_loopback(_host_name(request.headers.get("host", ""))):
-        raise ApiError(421, "without a token this server answers to localhost and 127.0.0.1 only.")
-
-
-def _host_name(header: str) -> str:
-    """A Host header without its port."""
-    return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-async def read_body(request: Request, limit: int) -> bytes:
-    """The body, as long as it is no longer than `limit` bytes and arrives in time."""
-    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if declared != "application/json":
-        raise ApiError(415, "send JSON with the header Content-Type: application/json.")
-    too_long = ApiError(413, f"the body is longer than {limit} bytes.", code="body_too_long")
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit:
-        raise too_long
-    data = bytearray()
-    try:
-        async with asyncio.timeout(BODY_SECONDS):
-            async for piece in request.stream():
-                data += piece
-                if len(data) > limit:
-                    raise too_long
-    except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS} seconds.") from None
-    return bytes(data)
+    """The token where one is set; without one only names of this machine are answered."""
+    if service.token is None:
+        refuse_other_names(request)
+    elif request.url.path not in OPEN:
+        refuse_without_token(request, service.token)
 
 
 async def generation(service: Service, request: Request, chat: bool) -> Response:

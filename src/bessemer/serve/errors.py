@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from bessemer.errors import BessemerError
-from bessemer.generate import QueueFull
 
 
 class ApiError(Exception):
@@ -40,6 +39,10 @@ def wrong(param: str | None, message: str, code: str | None = None) -> ApiError:
 
 def refusal(error: BessemerError) -> ApiError:
     """What the engine or the template refuses, as an answer."""
+    from bessemer.generate import (
+        QueueFull,
+    )  # here, so that a server without a model does not load one's libraries
+
     if isinstance(error, QueueFull):
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
     return wrong(None, str(error))

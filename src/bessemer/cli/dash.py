@@ -1,0 +1,72 @@
+"""`bessemer dash`: the runs of a directory in a browser."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+
+@click.command("dash")
+@click.argument("directory", default="runs", metavar="[DIR]")
+@click.option("--port", type=int, default=8080, show_default=True, help="0 takes any that is free.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="On any other, reading needs the token too."
+)
+@click.option(
+    "--token-file", help="File with the token; default: that of BESSEMER_API_TOKEN, else a new one each time."
+)
+@click.option("--private", is_flag=True, help="Reading needs the token too: for a machine with other users.")
+@click.option(
+    "--chat-on", metavar="PLATFORM", help="Where models of the chat run: cpu leaves the GPU to training."
+)
+@click.option(
+    "--browser/--no-browser", default=None, help="Open a browser; default: where there is a screen."
+)
+def command(
+    directory: str,
+    port: int,
+    host: str,
+    token_file: str | None,
+    private: bool,
+    chat_on: str | None,
+    browser: bool | None,
+) -> None:
+    """Watch the runs in DIR (default: runs) in a browser: live curves, overlays, settings side by side, samples,
+    checkpoints, evaluations, a chat with any checkpoint, stop and resume.
+
+    Nothing leaves this machine: the page and its charts are part of the package. The address that is printed ends
+    with a token; who has it may stop and resume runs and load models. Ctrl-C ends the page, never a run.
+
+    \b
+    Examples:
+      bessemer dash
+      bessemer dash /data/runs --port 0
+      bessemer dash --host 0.0.0.0            # other machines; the token is needed to look, too
+    From your laptop, for runs on a server (no --host needed):
+      ssh -L 8080:127.0.0.1:8080 SERVER       # then open the printed address here
+    """
+    from bessemer.dash.server import DashOptions, dash
+    from bessemer.serve.net import TOKEN_VARIABLE, read_token
+
+    token = read_token(token_file, os.environ.get(TOKEN_VARIABLE))
+    options = DashOptions(host, port, token, private, chat_on)
+    wanted = _has_screen() if browser is None else browser
+    dash(
+        directory, options, lambda text: click.echo(text, err=True), _open if wanted else lambda address: None
+    )
+
+
+def _has_screen() -> bool:
+    """Someone sits here: a terminal, a display, and not at the far end of ssh."""
+    display = (
+        sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    )
+    return bool(display) and sys.stderr.isatty() and "SSH_CONNECTION" not in os.environ
+
+
+def _open(address: str) -> None:
+    import webbrowser
+
+    webbrowser.open(address)

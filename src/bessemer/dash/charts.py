@@ -1,0 +1,73 @@
+"""Which charts a run gets, from the names of its metrics: known groups first, then a chart for each other name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Group:
+    """A chart: its title, the names (with *) drawn in it, and how its axis is read."""
+
+    title: str
+    names: tuple[str, ...]
+    unit: str = ""
+    log: bool = False
+    smooth: bool = field(default=True)  # the smoothing of the page applies
+
+    def document(self, names: list[str]) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "names": names,
+            "unit": self.unit,
+            "log": self.log,
+            "smooth": self.smooth,
+        }
+
+
+GROUPS = (
+    Group("Loss", ("loss", "loss_smooth", "val_loss"), "nats per token"),
+    Group("Bits per byte", ("val_bpb",), "held-out text", smooth=False),
+    Group("CORE", ("core_metric",), smooth=False),
+    Group("Reward", ("reward", "val_reward", "reward/*")),
+    Group("Pairs ranked right", ("pref_acc", "val_pref_acc")),
+    Group("Margin", ("margin", "val_margin"), "chosen less rejected"),
+    Group("KL to the reference", ("kl", "kl_nll", "val_kl"), "nats per token"),
+    Group("Clipped share", ("clip_frac", "clip_share")),
+    Group("Entropy", ("entropy",), "nats"),
+    Group("Completion length", ("completion_len",), "tokens"),
+    Group("Learning rate", ("lr", "lr/*"), smooth=False),
+    Group("Gradient norm", ("grad_norm",), "before clipping", log=True),
+    Group("Throughput", ("time/tok_per_s",), "tokens per second"),
+    Group("MFU", ("time/mfu", "time/mfu_causal"), "share of the peak"),
+    Group("Memory", ("mem/peak_gib",), "peak GiB of a device", smooth=False),
+    Group("Step time", ("time/step_ms",), "milliseconds"),
+    Group("Waiting for data", ("time/data_wait_pct",), "% of the time"),
+)
+HIDDEN = (
+    "step",
+    "tokens",
+    "target_tokens",
+    "epoch",
+    "total_training_flops",
+    "time/total",
+    "time/eta",
+    "lrm",
+    "min_val_bpb",
+)
+"""Not drawn by themselves: they grow with the step, or say the same as another chart."""
+
+
+def charts_of(names: Iterable[str]) -> list[dict[str, Any]]:
+    """The charts of metrics with these names, in reading order."""
+    left = [name for name in sorted(set(names)) if name not in HIDDEN]
+    charts = []
+    for group in GROUPS:
+        own = [name for form in group.names for name in left if fnmatchcase(name, form)]
+        if own:
+            charts.append(group.document(own))
+            left = [name for name in left if name not in own]
+    return [*charts, *(Group(name, (name,)).document([name]) for name in left)]

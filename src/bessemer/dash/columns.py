@@ -1,0 +1,155 @@
+"""Rows of metrics.jsonl as columns of numbers, a gap (NaN) where a row has no such number.
+
+Files of runs may be damaged or hostile: a line that is no JSON object is counted and left out, as are names beyond
+`MOST_NAMES`, rows beyond `MOST_CELLS` and lines beyond `LONGEST`: a file of a few megabytes can describe a table of
+many gigabytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+EXACT = frozenset({"step", "tokens", "target_tokens", "time/total", "total_training_flops"})
+"""Axes: kept in float64, as 7 digits do not tell two steps of a long run apart. The rest is drawn, in float32."""
+
+MOST_NAMES = 512
+MOST_CELLS = 100_000_000  # a million rows of a hundred metrics
+LONGEST = 1 << 20
+FAST = 1 << 16  # bytes from which the columnar parser pays for its start
+PIECE = 1 << 18  # bytes that are parsed line by line at once
+
+Block = dict[str, np.ndarray]
+
+
+@dataclass
+class Columns:
+    """`count` rows; arrays are longer than that, so that a row can be added without copying."""
+
+    count: int = 0
+    bad: int = 0  # lines that were no rows
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    left_out: bool = False  # names or rows beyond the limits
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self.arrays[name][: self.count]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.arrays
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self.arrays)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def add(self, block: Block, rows: int) -> None:
+        """Append `rows` rows; a column that is new here is a gap before."""
+        for name in block:
+            if name not in self.arrays:
+                if len(self.arrays) >= MOST_NAMES:
+                    self.left_out = True
+                    continue
+                self.arrays[name] = np.empty(0, _kind(name))
+        end = self.count + rows
+        if end * len(self.arrays) > MOST_CELLS:
+            self.left_out = True
+            return
+        for name, array in self.arrays.items():
+            if len(array) < end or not array.flags.writeable:
+                array = self._longer(array, end)
+                self.arrays[name] = array
+            array[self.count : end] = block.get(name, math.nan)
+        self.count = end
+
+    def _longer(self, array: np.ndarray, end: int) -> np.ndarray:
+        longer = np.full(end + end // 4 + 256, math.nan, array.dtype)
+        longer[: min(self.count, len(array))] = array[: self.count]
+        return longer
+
+
+def blocks(data: bytes) -> Iterator[tuple[Block, int, int]]:
+    """(columns, rows, bad lines), one after the other, of whole lines."""
+    plain = b"[" not in data and data.count(b"{") == data.count(b"\n") and b"NaN" not in data
+    if len(data) >= FAST and plain:  # nothing nested: what a parser that recurses can be given
+        fast = _parse_columns(data)
+        if fast is not None:
+            yield fast
+            return
+    place = 0
+    while place < len(data):
+        end = data.find(b"\n", min(place + PIECE, len(data) - 1)) + 1 or len(data)
+        yield _parse_lines(data[place:end])
+        place = end
+
+
+def _parse_columns(data: bytes) -> tuple[Block, int, int] | None:
+    """By pyarrow, some eight times faster; None where its types are too strict for these rows."""
+    import pyarrow as pa
+    from pyarrow import json as arrow
+
+    options = arrow.ReadOptions(use_threads=True, block_size=4 * LONGEST)
+    try:
+        table = arrow.read_json(pa.BufferReader(data), read_options=options)
+    except (pa.ArrowException, OverflowError):
+        return None
+    if len(set(table.column_names)) != len(table.column_names) or len(table.column_names) > MOST_NAMES:
+        return None
+    block: Block = {}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
+            continue
+        if len(name) <= 100:
+            with np.errstate(over="ignore"):
+                block[name] = column.cast(pa.float64(), safe=False).to_numpy().astype(_kind(name))
+    return block, table.num_rows, 0
+
+
+def _parse_lines(data: bytes) -> tuple[Block, int, int]:
+    rows: list[dict[str, float]] = []
+    bad = 0
+    for line in data.split(b"\n"):
+        if not line.strip():
+            continue
+        row = _numbers(line)
+        if row is None:
+            bad += 1
+        else:
+            rows.append(row)
+    names = list(dict.fromkeys(name for row in rows for name in row))[:MOST_NAMES]
+    with np.errstate(over="ignore"):
+        block = {name: np.array([row.get(name, math.nan) for row in rows], _kind(name)) for name in names}
+    return block, len(rows), bad
+
+
+def _numbers(line: bytes) -> dict[str, float] | None:
+    """The numbers of a row by name; None when the line is no row."""
+    if len(line) > LONGEST:
+        return None
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict):
+        return None
+    return {name: number for name, value in row.items() if (number := _number(name, value)) is not None}
+
+
+def _number(name: str, value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or len(name) > 100:
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _kind(name: str) -> Any:
+    return np.float64 if name in EXACT else np.float32

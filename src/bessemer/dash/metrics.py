@@ -1,0 +1,188 @@
+"""A run's metrics as they grow: each byte of metrics.jsonl is read once, and what was read is kept on disk too.
+
+    home/dash/SHA256(path).columns = length of the header (8 bytes), header (JSON), the columns one after the other
+
+A resumed run rewrites its file without the rows beyond the restored step. That is noticed by the bytes before the place
+where reading ended: when they are not the same, everything is read anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+
+from bessemer.dash.columns import Columns, blocks
+from bessemer.dash.files import Folder, Signature
+from bessemer.errors import StorageError
+from bessemer.job.files import atomic_write
+
+CHUNK = 8 << 20
+TAIL = 64
+FORMAT = 1
+KEEP_FROM = 2000  # rows: fewer are read again faster than found
+
+
+class RunMetrics:
+    """The columns of one metrics.jsonl; `refresh` reads what is new."""
+
+    def __init__(self, folder: Folder, path: Path, cache: Path | None):
+        self.folder, self.path = folder, path
+        self.cache = None if cache is None else cache / f"{hashlib.sha256(bytes(path)).hexdigest()}.columns"
+        self.lock = threading.Lock()
+        self.signature: Signature | None = None
+        self._reset()
+        self._kept = self._load()
+
+    def _reset(self) -> None:
+        self.columns = Columns()
+        self._offset = self._kept = 0
+        self._tail = b""
+        self._skipping = False  # inside a line longer than a chunk
+
+    def refresh(self) -> Columns:
+        """The columns of all complete rows that are in the file now."""
+        with self.lock:
+            signature = self.folder.signature(self.path)
+            if signature == self.signature:
+                return self.columns
+            if signature is None:
+                self._reset()
+            else:
+                self._read(signature[1])
+            self.signature = signature
+            return self.columns
+
+    def _read(self, size: int) -> None:
+        try:
+            with open(self.path, "rb") as file:
+                if size < self._offset or not self._continues(file):
+                    self._reset()
+                file.seek(self._offset)
+                while self._offset < size and self._take(file.read(min(CHUNK, size - self._offset))):
+                    file.seek(self._offset)
+        except OSError:
+            self._reset()
+        if self.columns.count >= KEEP_FROM and self.columns.count > 1.25 * self._kept:
+            self._save()
+
+    def _continues(self, file: object) -> bool:
+        file.seek(self._offset - len(self._tail))  # type: ignore[attr-defined]
+        return file.read(len(self._tail)) == self._tail  # type: ignore[attr-defined]
+
+    def _take(self, data: bytes) -> bool:
+        """Use the complete lines of a chunk; False when there are none."""
+        end = data.rfind(b"\n") + 1
+        if end == 0 and len(data) < CHUNK:
+            return False  # a row that is being written
+        used = data[:end] if end else data
+        self._offset += len(used)
+        self._tail = (self._tail + used[-TAIL:])[-TAIL:]
+        if self._skipping:
+            _, _, used = used.partition(b"\n")
+        if not end:
+            self.columns.bad += not self._skipping
+            self._skipping = True
+            return True
+        self._skipping = False
+        for block, rows, bad in blocks(used):
+            self.columns.add(block, rows)
+            self.columns.bad += bad
+        return True
+
+    def _save(self) -> None:
+        """Keep the columns for the next start; a cache that cannot be written is no reason to fail."""
+        if self.cache is None or self._skipping:
+            return
+        columns = self.columns
+        names = columns.names
+        header = {
+            "format": FORMAT,
+            "path": str(self.path),
+            "offset": self._offset,
+            "tail": self._tail.hex(),
+            "count": columns.count,
+            "bad": columns.bad,
+            "columns": [[name, columns[name].dtype.str] for name in names],
+        }
+        head = json.dumps(header).encode()
+        head += b" " * (-len(head) % 8)
+        parts = [len(head).to_bytes(8, "little"), head]
+        for name in names:
+            raw = columns[name].tobytes()
+            parts += [raw, b"\0" * (-len(raw) % 8)]
+        try:
+            self.cache.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(self.cache, b"".join(parts))
+            self._kept = columns.count
+        except (OSError, StorageError):
+            self.cache = None
+
+    def _load(self) -> int:
+        """Take the columns of an earlier process where they are there and whole; returns their rows."""
+        if self.cache is None:
+            return 0
+        try:
+            with open(self.cache, "rb") as file:
+                raw = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+            length = int.from_bytes(raw[:8], "little")
+            header = json.loads(bytes(raw[8 : 8 + length]))
+            if header["format"] != FORMAT or header["path"] != str(self.path):
+                return 0
+            arrays, place = {}, 8 + length
+            for name, kind in header["columns"]:
+                arrays[name] = np.frombuffer(raw, np.dtype(kind), header["count"], place)
+                place += arrays[name].nbytes + -arrays[name].nbytes % 8
+            os.utime(self.cache)  # the least recently used are the first to be removed
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
+        self.columns = Columns(int(header["count"]), int(header["bad"]), arrays)
+        self._offset, self._tail = int(header["offset"]), bytes.fromhex(header["tail"])
+        return self.columns.count
+
+
+class Index:
+    """The metrics of the runs looked at lately, in at most `limit` bytes of memory and `disk` bytes of cache."""
+
+    def __init__(self, folder: Folder, cache: Path | None, limit: int = 256 << 20, disk: int = 2 << 30):
+        self.folder, self.cache, self.limit = folder, cache, limit
+        self._known: OrderedDict[Path, RunMetrics] = OrderedDict()
+        self._lock = threading.Lock()
+        if cache is not None:
+            _prune(cache, disk)
+
+    def columns(self, path: Path) -> Columns:
+        return self.get(path).refresh()
+
+    def get(self, path: Path) -> RunMetrics:
+        with self._lock:
+            found = self._known.get(path)
+            if found is None:
+                found = self._known[path] = RunMetrics(self.folder, path, self.cache)
+            self._known.move_to_end(path)
+            while len(self._known) > 1 and self.nbytes > self.limit:
+                self._known.popitem(last=False)
+            return found
+
+    @property
+    def nbytes(self) -> int:
+        return sum(metrics.columns.nbytes for metrics in self._known.values())
+
+
+def _prune(cache: Path, limit: int) -> None:
+    """Remove the oldest files beyond `limit` bytes."""
+    try:
+        found = [(entry.stat(), entry.path) for entry in os.scandir(cache) if entry.name.endswith(".columns")]
+        total = 0
+        for stat, path in sorted(found, key=lambda pair: -pair[0].st_mtime):
+            total += stat.st_size
+            if total > limit:
+                os.unlink(path)
+    except OSError:
+        return

@@ -1,0 +1,267 @@
+"""What the page shows of runs besides curves: the list, one run's parts, two configurations side by side."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bessemer.dash.files import MOST_BYTES, Folder, Gone, Remembered, parsed
+from bessemer.dash.settings import flat_settings
+from bessemer.job import RunDirectory
+from bessemer.job.directory import step_of_name
+from bessemer.report.listing import differing_settings
+from bessemer.report.summary import Summary, disk_size, is_number
+
+NEWEST = {
+    "loss": "loss_smooth",
+    "val_bpb": "val_bpb",
+    "val_reward": "val_reward",
+    "tok_per_s": "time/tok_per_s",
+    "mfu": "time/mfu",
+    "eta": "time/eta",
+    "tokens": "tokens",
+    "seconds": "time/total",
+}
+END = 256 << 10  # bytes at a file's end in which the newest values are looked for
+STATES = ("running", "done", "stopped", "failed")
+MOST_SAMPLES, LONGEST_TEXT = 400, 4000
+
+
+@dataclass
+class Runs:
+    """The runs of a folder; files are read again only when they have changed."""
+
+    folder: Folder
+    _seen: Remembered = field(default_factory=Remembered)
+
+    def listed(self) -> dict[str, Any]:
+        """Every run, the most recently active first."""
+        ids, outside = self.folder.ids()
+        rows = []
+        for name in ids:
+            try:
+                rows.append(self.row(name))
+            except Gone:
+                continue  # deleted meanwhile
+        rows.sort(key=lambda row: (row["beat"] is None, -(row["beat"] or 0.0), row["id"]))
+        return {"folder": str(self.folder.root), "runs": rows, "outside": outside}
+
+    def row(self, name: str) -> dict[str, Any]:
+        run = self.folder.run(name)
+        summary = self.summary(run)
+        beat = summary.status.get("heartbeat")
+        newest = self._remember(run.metrics, "newest", self._newest)
+        step = max((s for s in (summary.step, newest.get("step")) if s is not None), default=None)
+        return {
+            "id": name,
+            "state": self.state(summary),
+            "step": step,
+            "steps": summary.total_steps,
+            **{label: newest.get(metric) for label, metric in NEWEST.items()},
+            "beat": float(beat) if is_number(beat) else None,
+            "message": short(summary.status.get("message"), 500),
+        }
+
+    def state(self, summary: Summary) -> str:
+        """As `bessemer runs` says it, whatever a foreign status or lock holds."""
+        said = summary.status.get("state")
+        if said != "running":
+            return said if said in STATES else "unknown"
+        try:
+            return summary.state if self.folder.signature(summary.run.lock) else "crashed"
+        except (ValueError, TypeError, OSError, OverflowError):
+            return "crashed"
+
+    def summary(self, run: RunDirectory) -> Summary:
+        """Status, settings and facts; never the rows."""
+        config, provenance, problem = self._remember(run.config, "config", self._config)
+        return Summary(
+            run,
+            status=self._mapping(run.status),
+            config=config,
+            provenance=provenance,
+            derived=self._mapping(run.derived),
+            facts=self._mapping(run.facts),
+            problems=[problem] if problem else [],
+        )
+
+    def detail(self, name: str) -> dict[str, Any]:
+        """One run: the row of the list, and everything that is small."""
+        run = self.folder.run(name)
+        summary = self.summary(run)
+        derived = [
+            {"name": short(key, 200), **_decision(value)}
+            for key, value in list(summary.derived.items())[:500]
+        ]
+        return {
+            **self.row(name),
+            "facts": {key: summary.facts.get(key) for key in FACTS if key in summary.facts},
+            "config": {short(key, 200): show(value) for key, value in summary.config.items()},
+            "origins": {short(key, 200): short(value, 200) for key, value in summary.provenance.items()},
+            "derived": derived,
+            "checkpoints": self.checkpoints(run),
+            "evaluations": self.evaluations(run),
+            "problems": [short(problem, 500) for problem in summary.problems],
+            "host": short(summary.status.get("host"), 100),
+        }
+
+    def difference(self, names: list[str]) -> dict[str, Any]:
+        """The settings in which runs differ, and how many are the same."""
+        summaries = [self.summary(self.folder.run(name)) for name in names]
+        different = differing_settings(summaries)
+        same = len({key for summary in summaries for key in summary.config}) - len(different)
+        rows = [
+            {"key": short(key, 200), "values": [show(value) if known else None for known, value in row]}
+            for key, row in sorted(different.items())
+        ]
+        return {"runs": names, "rows": rows, "same": same}
+
+    def samples(self, name: str) -> list[dict[str, Any]]:
+        """The newest previews, oldest first, long texts cut."""
+        run = self.folder.run(name)
+        return self._remember(run.samples, "samples", self._samples)
+
+    def text(self, name: str, what: str) -> str | None:
+        """The report, or the end of the log."""
+        run = self.folder.run(name)
+        path, tail = (run.report, False) if what == "report" else (run.log, True)
+        data = self.folder.read(path, (64 << 10) if tail else (2 << 20), tail=tail)
+        return None if data is None else data.decode("utf-8", errors="replace")
+
+    def checkpoints(self, run: RunDirectory) -> list[dict[str, Any]]:
+        """Committed ones, newest first. What was committed never changes, so its size is counted once."""
+        found = []
+        if not self.folder.holds(run.checkpoints) or not run.checkpoints.is_dir():
+            return []
+        for path in sorted(run.checkpoints.iterdir(), reverse=True)[:1000]:
+            step, sign = step_of_name(path.name), self.folder.signature(path / "COMMIT")
+            if step is not None and sign is not None:
+                size = self._seen.get((path, "size"), sign, lambda path=path: disk_size(path))  # type: ignore[misc]
+                found.append({"step": step, "bytes": size, "saved": sign[2] / 1e9})
+        return sorted(found, key=lambda entry: -entry["step"])
+
+    def evaluations(self, run: RunDirectory) -> list[dict[str, Any]]:
+        if not self.folder.holds(run.eval) or not run.eval.is_dir():
+            return []
+        found: list[dict[str, Any]] = []
+        for path in sorted(run.eval.glob("*.json"))[:500]:
+            document = self._remember(path, "json", self.folder.json)
+            for one in document if isinstance(document, list) else [document]:
+                if isinstance(one, dict):
+                    found.append(_result(one))
+        return found
+
+    def _remember(self, path: Path, kind: str, read: Any) -> Any:
+        signature = self.folder.signature(path)
+        size = 0 if signature is None or kind == "newest" else min(signature[1], MOST_BYTES)
+        return self._seen.get((path, kind), signature, lambda: read(path), size)
+
+    def _mapping(self, path: Path) -> dict[str, Any]:
+        found = self._remember(path, "json", self.folder.json)
+        return found if isinstance(found, dict) else {}
+
+    def _config(self, path: Path) -> tuple[dict[str, Any], dict[str, Any], str | None]:
+        data = self.folder.read(path, 1 << 20)
+        if data is None:
+            missing = not path.exists()
+            return {}, {}, None if missing else f"{path.name} is too long or not a file of this directory."
+        return flat_settings(data)
+
+    def _newest(self, path: Path) -> dict[str, float]:
+        """The newest value of each metric that the list shows, from the end of the file alone."""
+        data = self.folder.read(path, END, tail=True) or b""
+        found: dict[str, float] = {}
+        for name in ("step", *NEWEST.values()):
+            end = len(data)
+            while end > 0 and (place := data.rfind(b'"%s":' % name.encode(), 0, end)) >= 0:
+                line = data[data.rfind(b"\n", 0, place) + 1 : (data + b"\n").find(b"\n", place)]
+                row = parsed(line) if len(line) < END else None
+                if isinstance(row, dict) and is_number(row.get(name)):
+                    found[name] = row[name]
+                    break
+                end = place
+        return found
+
+    def _samples(self, path: Path) -> list[dict[str, Any]]:
+        data = self.folder.read(path, 2 << 20, tail=True) or b""
+        rows = [parsed(line) for line in data.split(b"\n") if line.strip()]
+        kept = [row for row in rows if isinstance(row, dict)][-MOST_SAMPLES:]
+        return [
+            {
+                "step": row["step"] if is_number(row.get("step")) else None,
+                "prompt": short(row.get("prompt"), LONGEST_TEXT),
+                "completion": short(row.get("completion"), LONGEST_TEXT),
+            }
+            for row in kept
+        ]
+
+
+FACTS = (
+    "parameters",
+    "trained_parameters",
+    "tokens",
+    "steps",
+    "flops_per_token",
+    "total_flops",
+    "mfu_peak",
+    "devices",
+    "determinism",
+    "versions",
+    "baselines",
+)
+
+
+def short(value: Any, limit: int) -> str:
+    """Text of at most `limit` characters; what was cut off is said."""
+    text = "" if value is None else value if isinstance(value, str) else show(value)
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit:,} more characters)"
+
+
+def show(value: Any) -> str:
+    """A setting's value as one line of text."""
+    if isinstance(value, str):
+        return short(value, LONGEST_TEXT)
+    try:
+        return short(json.dumps(value, ensure_ascii=False, default=str), LONGEST_TEXT)
+    except (ValueError, RecursionError):
+        return "?"
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """JSON that a browser can read: no NaN, no text or tree without end."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, str):
+        return short(value, 1 << 20)
+    if depth > 12:
+        return "…"
+    if isinstance(value, dict):
+        return {short(str(k), 200): plain(v, depth + 1) for k, v in list(value.items())[:10_000]}
+    if isinstance(value, list):
+        return [plain(v, depth + 1) for v in value[:10_000]]
+    return value
+
+
+def _decision(value: Any) -> dict[str, str]:
+    known = value if isinstance(value, dict) else {"value": value}
+    return {"value": show(known.get("value")), "reason": short(known.get("reason"), 1000)}
+
+
+def _result(one: dict[str, Any]) -> dict[str, Any]:
+    """A row of the table of evaluations, its parts below it."""
+    parts = one.get("tasks")
+    shown = [
+        {"task": short(name, 200), "value": part.get("accuracy"), "centred": part.get("centred")}
+        for name, part in (list(parts.items())[:200] if isinstance(parts, dict) else ())
+        if isinstance(part, dict)
+    ]
+    return {
+        "task": short(one.get("task"), 200),
+        "step": one["step"] if is_number(one.get("step")) else None,
+        "metric": short(one.get("metric"), 200),
+        "value": one["value"] if is_number(one.get("value")) else None,
+        "parts": [{k: v if k == "task" or is_number(v) else None for k, v in part.items()} for part in shown],
+    }

@@ -1,0 +1,119 @@
+"""Curves as a page draws them: one metric against an axis, smoothed, cut to what is looked at, thinned without losing
+a spike.
+
+smoothed_t = m_t / (1 - s^t),  m_t = s·m_{t-1} + (1 - s)·y_t        (debiased, over all points before thinning)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bessemer.dash.columns import Columns
+
+AXES = {
+    "step": "step",
+    "tokens": "tokens",
+    "time": "time/total",
+    "flops": "total_training_flops",
+}
+MOST_POINTS = 4000
+MOST_SMOOTHING = 0.999
+
+
+@dataclass(frozen=True)
+class View:
+    """What is asked for: the axis, its range (None: all), points at most, and the smoothing."""
+
+    axis: str = "step"
+    low: float | None = None
+    high: float | None = None
+    points: int = 800
+    smoothing: float = 0.0
+
+
+def curve(columns: Columns, name: str, view: View) -> dict[str, Any] | None:
+    """{"x", "y"} and, with smoothing, {"smooth": {"x", "y"}}; None when the run has no such metric or axis."""
+    if name not in columns or AXES[view.axis] not in columns:
+        return None
+    y = columns[name]
+    x = carried(columns[AXES[view.axis]])
+    known = np.isfinite(y) & np.isfinite(x)
+    x, y = x[known], y[known].astype(np.float64)
+    smooth = smoothed(y, view.smoothing) if view.smoothing else None
+    part = _range(x, view)
+    found: dict[str, Any] = _points(x[part], y[part], view.points)
+    if smooth is not None:
+        found["smooth"] = _points(x[part], smooth[part], view.points)
+    return found
+
+
+def carried(x: np.ndarray) -> np.ndarray:
+    """An axis without gaps: a row that does not say (a validation's) is where the row before it was."""
+    known = np.isfinite(x)
+    if known.all():
+        return x
+    last = np.maximum.accumulate(np.where(known, np.arange(len(x)), -1))
+    return np.where(last >= 0, x[np.maximum(last, 0)], np.nan)
+
+
+def smoothed(y: np.ndarray, share: float, block: int = 256) -> np.ndarray:
+    """The formula above, a block at a time: within a block the recursion is a cumulative sum."""
+    share = min(share, MOST_SMOOTHING)
+    powers = share ** np.arange(1, block + 1)
+    result, mean = np.empty_like(y), 0.0
+    if powers[-1] < 1e-200:
+        return _smoothed_plainly(y, share)
+    for start in range(0, len(y), block):
+        part = y[start : start + block]
+        power = powers[: len(part)]
+        result[start : start + len(part)] = power * (mean + np.cumsum(part / power) * (1 - share))
+        mean = float(result[start + len(part) - 1])
+    return result / -np.expm1(np.arange(1, len(y) + 1) * np.log(share))
+
+
+def _smoothed_plainly(y: np.ndarray, share: float) -> np.ndarray:
+    """For shares so small that a block's powers vanish."""
+    means, mean, weight = [], 0.0, 1.0
+    for value in y.tolist():
+        mean, weight = share * mean + (1 - share) * value, weight * share
+        means.append(mean / (1 - weight))
+    return np.array(means)
+
+
+def _range(x: np.ndarray, view: View) -> slice:
+    """The points in the range, and one on each side, so that the line runs to the edges."""
+    inside = np.ones(len(x), bool)
+    if view.low is not None:
+        inside &= x >= view.low
+    if view.high is not None:
+        inside &= x <= view.high
+    places = np.flatnonzero(inside)
+    if not len(places):
+        return slice(0, 0)
+    return slice(max(0, int(places[0]) - 1), int(places[-1]) + 2)
+
+
+def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
+    """At most `points`: the least and the greatest of each of points/2 - 1 equal pieces, the first, the last."""
+    if len(y) <= points:
+        return x, y
+    pieces = max(1, points // 2 - 1)
+    size = -(-len(y) // pieces)
+    starts = np.arange(0, len(y), size)
+    padded = np.concatenate([y, np.full(size * len(starts) - len(y), y[-1])]).reshape(len(starts), size)
+    chosen = np.concatenate([[0], starts + padded.argmin(1), starts + padded.argmax(1), [len(y) - 1]])
+    chosen = np.unique(np.minimum(chosen, len(y) - 1))
+    return x[chosen], y[chosen]
+
+
+def _points(x: np.ndarray, y: np.ndarray, points: int) -> dict[str, list[float]]:
+    x, y = thinned(x, y, min(max(points, 10), MOST_POINTS))
+    return {"x": _short(x, 12), "y": _short(y, 7)}
+
+
+def _short(values: np.ndarray, digits: int) -> list[float]:
+    """Fewer digits: what float32 holds, and a third of the bytes."""
+    return [float(f"{value:.{digits}g}") for value in values.tolist()]

@@ -1,0 +1,161 @@
+"""What every server of this package shares: the socket, the token, whose names are answered, how bodies arrive, how it
+stops. Nothing here needs a model, so a server that shows files starts without one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bessemer.errors import InputError
+from bessemer.serve.errors import ApiError
+
+try:
+    import uvicorn
+    from starlette.requests import Request
+except ModuleNotFoundError as error:
+    raise InputError(
+        f"the server needs {error.name}, which is not installed: pip install 'bessemer[dash]'."
+    ) from error
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+TOKEN_VARIABLE = "BESSEMER_API_TOKEN"
+GRACE = 10  # seconds for open answers after SIGTERM or Ctrl-C
+BACKLOG = 1024
+BODY_SECONDS = 30  # for a body to arrive
+
+
+def read_token(file: str | None, variable: str | None) -> str | None:
+    """The token of a file, or of the environment; never of the command line, which everyone on a machine sees."""
+    token = variable or None
+    if file is not None:
+        try:
+            token = Path(file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"the token file {file} cannot be read ({error}).") from error
+        if not token:
+            raise InputError(f"the token file {file} is empty.")
+    if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
+        raise InputError("a token is one word of printable ASCII characters.")
+    return token
+
+
+def has_token(request: Request, token: str) -> bool:
+    """Whether the request bears it: Authorization: Bearer TOKEN. Compared in constant time."""
+    kind, _, given = request.headers.get("authorization", "").partition(" ")
+    right = hmac.compare_digest(given.strip().encode(), token.encode())
+    return kind.lower() == "bearer" and right
+
+
+def refuse_without_token(request: Request, token: str) -> None:
+    if not has_token(request, token):
+        message = "a token is needed: send the header Authorization: Bearer TOKEN."
+        raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def refuse_other_names(request: Request) -> None:
+    """Only names of this machine are answered: a web page that a browser here shows cannot make its own name point
+    at us and read along."""
+    if not is_loopback(host_name(request.headers.get("host", ""))):
+        raise ApiError(421, "without a token this server answers to localhost and 127.0.0.1 only.")
+
+
+def host_name(header: str) -> str:
+    """A Host header without its port."""
+    return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The body, as long as it is no longer than `limit` bytes and arrives in time."""
+    declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if declared != "application/json":
+        raise ApiError(415, "send JSON with the header Content-Type: application/json.")
+    too_long = ApiError(413, f"the body is longer than {limit} bytes.", code="body_too_long")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > limit:
+        raise too_long
+    data = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > limit:
+                    raise too_long
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS} seconds.") from None
+    return bytes(data)
+
+
+def check_port(port: int) -> None:
+    if not 0 <= port < 2**16:
+        raise InputError(f"--port is between 0 (any that is free) and 65535; got {port}.")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; who else uses the port is found out before anything is loaded."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise InputError(
+            f"cannot listen on {host}:{port} ({error.strerror or error}). Choose another --port (0 takes any that "
+            "is free)."
+        ) from error
+    return bound
+
+
+def address_of(bound: socket.socket) -> str:
+    """host:port, as a browser takes it."""
+    host, port = bound.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, except that a signal that was obeyed is not raised again: the exit code is 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        previous: dict[Any, Any] = {}
+        with contextlib.suppress(ValueError):  # not the main thread: whoever runs us there sets should_exit
+            for number in (signal.SIGINT, signal.SIGTERM):
+                previous[number] = signal.signal(number, self.handle_exit)
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def server_of(app: Starlette, grace: int = GRACE) -> Server:
+    """A server of the application; `run(sockets=[…])` it."""
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=grace,
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    return Server(config)
