@@ -148,17 +148,14 @@ def write_lines(path: Path, rows: list[dict[str, object]]) -> None:
 def run(command: str, folder: Path, home: Path) -> subprocess.CompletedProcess[str]:
     """A command in a shell, as a reader would type it, with this environment's programs first."""
     programs = str(Path(sys.executable).parent)
-    variables = (
-        os.environ
-        | {
-            "PATH": programs + os.pathsep + os.environ["PATH"],
-            "BESSEMER_HOME": str(home),
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": "1",
-            "MPLBACKEND": "Agg",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # a third of a command is compiling; nothing is timed here
-        }
-    )
+    variables = os.environ | {
+        "PATH": programs + os.pathsep + os.environ["PATH"],
+        "BESSEMER_HOME": str(home),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "1",
+        "MPLBACKEND": "Agg",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # a third of a command is compiling; nothing is timed here
+    }
     return subprocess.run(
         ["bash", "-c", command],
         cwd=folder,

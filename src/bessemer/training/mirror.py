@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.checkpoint.manifest import COMMIT, content_problems, step_name, step_of_name
+from bessemer.checkpoint.manifest import COMMIT, content_problems
 from bessemer.errors import BessemerError, InputError, StorageError
 from bessemer.job import RunDirectory, check_run_name, sync_directory
+from bessemer.job.directory import step_name, step_of_name
 from bessemer.job.files import storage
 from bessemer.job.remote import check_writable, download, find, is_remote, read_bytes, remove, upload
 
