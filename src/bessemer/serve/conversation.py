@@ -6,6 +6,7 @@ model that has seen nothing but documents is given what it knows: a text with na
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -31,7 +32,7 @@ class Exchange(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Template:
+class Template(ABC):
     """Messages to the tokens before the answer, at once or turn by turn; what ends the answer."""
 
     tokenizer: Tokenizer
@@ -42,19 +43,19 @@ class Template:
     def stop_ids(self) -> tuple[int, ...]:
         return ()
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        raise NotImplementedError
+    @abstractmethod
+    def prompt(self, messages: Sequence[Message]) -> list[int]: ...
 
-    def beginning(self, system: str | None) -> list[int]:
-        raise NotImplementedError
+    @abstractmethod
+    def beginning(self, system: str | None) -> list[int]: ...
 
+    @abstractmethod
     def question(self, text: str) -> list[int]:
         """A message of the user, and what opens the answer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def answer(self, text: str, ids: Sequence[int]) -> list[int]:
         """An answer as it stays in the conversation, closed."""
-        raise NotImplementedError
 
     def conversation(self, system: str | None, before: Sequence[Exchange], question: str) -> list[int]:
         """All that was said so far and a new question, token by token as the model saw it."""

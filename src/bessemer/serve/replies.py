@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ class Choice:
     finish: str | None = None
 
 
-class Reply:
+class Reply(ABC):
     """Base of the two shapes. `end_ids` are tokens that end an answer; they carry no text, so no log-probability."""
 
     prefix = ""
@@ -81,11 +82,11 @@ class Reply:
         """Chunks before the first token."""
         return []
 
-    def message(self, choice: Choice, logprobs: bool) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def message(self, choice: Choice, logprobs: bool) -> dict[str, Any]: ...
 
-    def delta(self, new: Choice, logprobs: bool) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def delta(self, new: Choice, logprobs: bool) -> dict[str, Any]: ...
 
     def token(self, token_id: int) -> str:
         return self.tokenizer.decode([token_id])
