@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.models.attention import attention, cached_attention
-from bessemer.models.axes import constrain
+from bessemer.models.axes import constrain, shards
 from bessemer.models.cache import Cache, begin, empty_cache, held_positions, write
 from bessemer.models.common import ModelSettings
 from bessemer.models.cross_entropy import cross_entropy, soft_cap, target_weights, token_logprobs
+from bessemer.models.decode_kernel import decode_attention, suits_decode
 from bessemer.models.divergence import Projection
 from bessemer.models.fused import choose_kernels
 from bessemer.models.shape import Shape
@@ -206,6 +207,9 @@ class HeadedModel(ModelSettings):
             return attention(q, k, v, window=window, implementation=self.attention)
         size = keys.shape[2]
         if q.shape[1] == 1:
+            if self._reads_in_one_pass(size):
+                held = jnp.minimum(cache.lengths + added, size)
+                return decode_attention(q[:, 0], keys, values, held)[:, None]
             held = held_positions(size, cache.lengths + added)
         else:  # a window may lose keys to the last of these tokens that the first of them still sees
             keys, values = (
@@ -214,3 +218,9 @@ class HeadedModel(ModelSettings):
             )
             held = jnp.concatenate([held_positions(size, cache.lengths), positions], axis=1)
         return cached_attention(q, keys, values, window=window, q_positions=positions, k_positions=held)
+
+    def _reads_in_one_pass(self, size: int) -> bool:
+        """Whether a step runs the kernel: its rows and heads are then those of one device."""
+        chosen = choose_kernels(self.kernels, self.compute_dtype) == "pallas"
+        alone = shards("batch") * shards("kv") == 1
+        return chosen and alone and suits_decode(size, self.shape.head_dim)
