@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ class Registry:
         self._entries: dict[str, Entry] = {}
         self._aliases: dict[str, str] = {}
         self._discovered = package is None
+        self._busy = False  # the modules of the folder may ask while they are being imported
+        self._discovering = threading.RLock()  # a lookup in another thread waits for the whole folder
 
     def register(
         self, name: str, *, aliases: tuple[str, ...] = (), settings: tuple[type, ...] = (), **traits: Any
@@ -92,11 +95,18 @@ class Registry:
     def _discover(self) -> None:
         if self._discovered:
             return
-        self._discovered = True
-        assert self.package is not None
-        package = importlib.import_module(self.package)
-        for module in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"{self.package}.{module.name}")
+        with self._discovering:
+            if self._discovered or self._busy:
+                return
+            self._busy = True
+            try:
+                assert self.package is not None
+                package = importlib.import_module(self.package)
+                for module in pkgutil.iter_modules(package.__path__):
+                    importlib.import_module(f"{self.package}.{module.name}")
+                self._discovered = True
+            finally:
+                self._busy = False
 
 
 def _origin(value: Any) -> str:

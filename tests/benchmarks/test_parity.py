@@ -97,14 +97,14 @@ def test_windows_are_contiguous_and_wrap_around() -> None:
 
 
 def test_the_reference_settings_are_expressed() -> None:
-    """Rates, decay, warmup, warmdown and momentum as the reference names them, at its own shape."""
+    """Rates (but for the matrices', which is twice theirs), decay, warmup, warmdown and momentum of the reference."""
     config = parity.settings_of(HEADER)
     with configuration(config):
         settings = configure(MuonSettings)
         schedule = build_schedule("trapezoid", configure, 600)
     scale, narrow = (64 * 1024 / 2**19) ** 0.5, (512 / 768) ** -0.5
     rates = {group.name: group.lr for group in settings.groups(512)}
-    expected = {"matrix": 0.02 * scale, "head": 0.008 * scale * narrow, "embedding": 0.3 * scale * narrow}
+    expected = {"matrix": 0.04 * scale, "head": 0.008 * scale * narrow, "embedding": 0.3 * scale * narrow}
     expected |= {
         "value_embedding": 0.15 * scale * narrow,
         "xi": 0.5 * scale,

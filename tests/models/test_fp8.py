@@ -291,4 +291,5 @@ def test_every_product_of_a_layer_runs_in_float8_units() -> None:
     for got, wanted in zip(
         jax.tree.leaves(compiled(x, up, down, *weights)), jax.tree.leaves(emulated), strict=True
     ):
-        assert distance(got, wanted) < 0.02
+        # A gradient off by a bit of bf16 (2⁻⁸) crosses a step of e5m2 (2⁻²) once in 64 times: √(1/64) · 2⁻² = .03.
+        assert distance(got, wanted) < 0.04
