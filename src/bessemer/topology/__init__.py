@@ -7,7 +7,6 @@ axis each named axis rests (parameters, optimizer state) and computes (weights i
 from bessemer.topology.chips import CHIPS, Chip, chip_of, has_float8
 from bessemer.topology.distributed import (
     StopAgreement,
-    absent_processes,
     barrier,
     first_line,
     process_count,
@@ -16,6 +15,7 @@ from bessemer.topology.distributed import (
 )
 from bessemer.topology.loss import farewell
 from bessemer.topology.mesh import Topology, init_sharded, make_topology
+from bessemer.topology.roll_call import absent_processes
 from bessemer.topology.rules import (
     COMPUTE_RULES,
     REST_RULES,
