@@ -332,6 +332,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         with outcome.opened(self):
             output.header(self)
             output.compile_shown(self)
+            outcome.together("compiled")
             loop = Loop(self)
             loop.run()
             self.step = loop.step
