@@ -50,7 +50,7 @@ export class Chart {
     this.log = spec.log;
     this.curves = [];
     this.hidden = new Set();
-    this.plot = h("div", { class: "plot", tabindex: "0", role: "img", onkeydown: (event) => this.key(event) });
+    this.plot = h("div", { class: "plot", tabindex: "0", role: "application", "aria-roledescription": "chart", onkeydown: (event) => this.key(event) });
     this.legend = h("ul", { class: "legend" });
     this.live = h("p", { class: "unseen", "aria-live": "polite" });
     this.numbers = h("div", { class: "numbers", hidden: true });

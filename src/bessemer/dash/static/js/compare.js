@@ -1,7 +1,6 @@
 // Several runs: their curves laid over each other, or the settings in which they differ.
 
 import { get } from "./api.js";
-import { colours } from "./chart.js";
 import { Curves } from "./curves.js";
 import { empty, fill, h } from "./dom.js";
 import { address } from "./list.js";
@@ -10,10 +9,9 @@ export class Overlay {
   constructor(runs) {
     this.title = "Overlay";
     this.curves = new Curves(runs);
-    const paint = colours().curves;
     const chips = runs.map((run, place) => {
       const swatch = h("span", { class: "swatch" });
-      swatch.style.background = paint[place % paint.length];
+      swatch.style.background = `var(--curve-${1 + (place % 8)})`;
       const others = runs.filter((other) => other !== run).map(encodeURIComponent);
       return h("li", {}, swatch, h("a", { href: address(run) }, run),
         others.length ? h("a", { class: "drop", href: `#/overlay/${others.join(",")}`, "aria-label": `Leave out ${run}` }, "×") : null);

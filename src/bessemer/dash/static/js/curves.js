@@ -19,7 +19,7 @@ export class Curves {
     this.sync = `charts-${Math.random()}`;
     this.grid = h("div", { class: "charts" });
     this.element = h("section", { "aria-label": "Curves" }, this.controls(), this.grid);
-    this.repaint = () => this.refresh(true);
+    this.repaint = () => { this.key = null; this.refresh(true); };
     window.addEventListener("repaint", this.repaint);
   }
 
@@ -37,12 +37,13 @@ export class Curves {
     } });
     const logX = h("input", { id: "log-x", type: "checkbox", checked: this.view.logX, onchange: (event) => this.set({ logX: event.target.checked }) });
     const logY = h("button", { type: "button", onclick: () => { this.allLog = !this.allLog; for (const chart of this.charts.values()) chart.setLog(this.allLog); } }, "Log values");
+    const newest = h("button", { type: "button", onclick: () => this.newest() }, "Newest half");
     this.reset = h("button", { type: "button", id: "reset", disabled: true, onclick: () => this.zoom(null, null) }, "Show all");
     return h("div", { class: "controls", role: "group", "aria-label": "How curves are drawn" },
       h("label", { for: "axis" }, "Against", axis),
       h("label", { for: "smoothing" }, "Smoothing", smoothing, shown),
       h("label", { class: "check", for: "log-x" }, logX, "Log axis"),
-      logY, this.reset,
+      logY, newest, this.reset,
       h("span", { class: "hint" }, "Drag over a chart to zoom, double-click for all of it."));
   }
 
@@ -52,6 +53,14 @@ export class Curves {
     try { localStorage.setItem("bessemer-view", JSON.stringify({ axis, smoothing, logX })); } catch { /* for this page only */ }
     this.reset.disabled = this.view.low === null;
     this.refresh(true);
+  }
+
+  // Closer without a mouse: the second half of what is shown.
+  newest() {
+    const chart = [...this.charts.values()].find((one) => one.uplot && !one.element.hidden);
+    if (!chart) return;
+    const { min, max } = chart.uplot.scales.x;
+    this.zoom((min + max) / 2, max);
   }
 
   zoom(low, high) {

@@ -16,10 +16,15 @@ function words() {
   return path.split("/");
 }
 
-const list = (text) => text.split(",").filter(Boolean).map(decodeURIComponent);
+// An address may be typed by hand: what cannot be decoded is taken as it stands.
+function decode(text) {
+  try { return decodeURIComponent(text); } catch { return text; }
+}
+
+const list = (text) => text.split(",").filter(Boolean).map(decode);
 
 function make([kind, what = "", tab = ""]) {
-  if (kind === "run" && what) return new Run(decodeURIComponent(what), tab);
+  if (kind === "run" && what) return new Run(decode(what), tab);
   if (kind === "overlay" && what) return new Overlay(list(what));
   if (kind === "diff" && what) return new Diff(list(what));
   return new List();
@@ -27,7 +32,7 @@ function make([kind, what = "", tab = ""]) {
 
 function open() {
   const now = words();
-  if (view instanceof Run && now[0] === "run" && decodeURIComponent(now[1] ?? "") === view.id) {
+  if (view instanceof Run && now[0] === "run" && decode(now[1] ?? "") === view.id) {
     view.open(now[2] ?? "");
   } else {
     view?.destroy?.();
@@ -55,6 +60,7 @@ async function tick() {
   ticking = asked.refresh().then(() => {
     trouble(null);
     live("live", "good");
+    if (view === asked && view.element.parentNode !== main) fill(main, view.element); // an error stood in its place
   }, (error) => {
     if (view === asked) failed(error);
   }).finally(() => { ticking = null; });

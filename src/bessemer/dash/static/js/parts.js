@@ -97,7 +97,8 @@ export class Report extends Part {
 export class Log extends Part {
   async refresh() {
     const { text } = await get("log", { run: this.id });
-    const down = this.element.scrollHeight - this.element.scrollTop - this.element.clientHeight < 40;
+    const before = this.element.querySelector(".log");
+    const down = !before || before.scrollHeight - before.scrollTop - before.clientHeight < 40;
     this.once(text, () => text ? h("pre", { class: "log", tabindex: "0" }, text) : empty("No log", "This run has not said anything yet."));
     const pre = this.element.querySelector(".log");
     if (pre && down) pre.scrollTop = pre.scrollHeight;
