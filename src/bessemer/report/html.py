@@ -34,7 +34,8 @@ pre { background: var(--soft); border-radius: 8px; padding: .7rem .9rem; white-s
   overflow-wrap: anywhere; }
 .curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: .8rem; }
 figure { margin: 0; } img { width: 100%; border-radius: 8px; background: #fff; }
-.box { margin-top: 2.5rem; border: 1px solid var(--line); border-radius: 12px; padding: .4rem 1.2rem 1rem; background: var(--soft); }
+.box { margin-top: 2.5rem; border: 1px solid var(--line); border-radius: 12px; padding: .4rem 1.2rem 1rem;
+  background: var(--soft); }
 summary { cursor: pointer; color: var(--muted); }
 """
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
