@@ -49,9 +49,8 @@ $(VENV)/.test: $(BIN)/python pyproject.toml
 
 # The page's tests drive a real browser. Where Debian's cannot be installed they are skipped, and say so.
 $(VENV)/.chromium: $(VENV)/.test
-	command -v chromium || (apt-get -qq update && apt-get -qq install --yes --no-install-recommends chromium) \
-		|| echo "no Chromium could be installed: the page's tests in a browser will be skipped"
-	touch $@
+	command -v chromium || (apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends chromium) \
+		&& touch $@ || echo "no Chromium could be installed: the page's tests in a browser are skipped"
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
