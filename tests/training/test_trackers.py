@@ -20,6 +20,7 @@ from bessemer.errors import InputError, Stopped
 from bessemer.training import launch
 from bessemer.training.callback import Callback
 from bessemer.training.callbacks.tracker import edges
+from bessemer.training.callbacks.weight_distribution import BINS
 
 wandb = pytest.importorskip("wandb")
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -53,9 +54,7 @@ def tracked(
         "logging.tensorboard": True,
     }
     with quick(home), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            PoisonedTrainer, "default_callbacks", (*PoisonedTrainer.default_callbacks, "tracker")
-        )
+        patch.setattr(PoisonedTrainer, "default_callbacks", (*PoisonedTrainer.default_callbacks, "tracker"))
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("WANDB_SILENT", "true")
         stopping = [StopAt()]
@@ -90,7 +89,10 @@ def history(path: Path) -> list[dict[str, Any]]:
     for record in wandb_records(path):
         if record.WhichOneof("record_type") == "history":
             rows.append(
-                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+                {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in record.history.item
+                }
             )
     return rows
 
@@ -124,11 +126,11 @@ def test_wandb_gets_configuration_axis_samples_and_histograms(tracked: Path) -> 
     axes = [record.metric for record in records if record.WhichOneof("record_type") == "metric"]
     assert any(metric.glob_name == "*" and metric.step_metric == "step" for metric in axes)
     rows = history(file)
-    tables = [row["samples"] for row in rows if "samples" in row]
-    assert tables and tables[0]["_type"] == "table-file"
-    histograms = [row for row in rows if any(name.startswith("weights/") for name in row)]
-    head = next(row["weights/head"] for row in histograms if "weights/head" in row)
-    assert head["_type"] == "histogram" and sum(head["values"]) > 0
+    table = next(row["samples/path"] for row in rows if row.get("samples/_type") == "table-file")
+    written = json.loads((file.parent / "files" / table).read_text())
+    assert written["columns"] == ["step", "sample"] and all("▸" in text for _, text in written["data"])
+    head = next(row for row in rows if row.get("weights/head/_type") == "histogram")
+    assert sum(head["weights/head/values"]) > 0 and len(head["weights/head/bins"]) == BINS + 1
 
 
 def test_tensorboard_reads_back_the_run_as_it_is(tracked: Path) -> None:

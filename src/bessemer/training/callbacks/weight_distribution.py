@@ -1,4 +1,4 @@
-"""Histograms of every parameter at validation points (callbacks=[weight_distribution]), in RUN/weights.jsonl and trackers."""
+"""Histograms of every parameter at validation points (callbacks=[weight_distribution]): RUN/weights.jsonl, trackers."""
 
 from __future__ import annotations
 
