@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 N ?= 50
 
-.PHONY: train test slow long soak prove check format clean
+.PHONY: train test slow long soak prove check docs format clean
 
 train: $(VENV)/.base
 	$(BIN)/bessemer train
@@ -26,10 +26,14 @@ soak: $(VENV)/.test
 prove: $(VENV)/.test
 	$(BIN)/python -m tests.prove
 
-check: $(VENV)/.test
+check: $(VENV)/.test docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The documentation as a site in site/, readable without a server or a network. A link that leads nowhere is an error.
+docs: $(VENV)/.test
+	$(BIN)/mkdocs build --strict --quiet
 
 format: $(VENV)/.test
 	$(BIN)/ruff format .
@@ -53,4 +57,4 @@ $(VENV)/.chromium: $(VENV)/.test
 		&& touch $@ || echo "no Chromium could be installed: the page's tests in a browser are skipped"
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -27,6 +28,7 @@ NOT_RUN = {
     r"bessemer plan .*--topology (\d+x)?v\w+:[\dx]+( --quick)?": "needs libtpu: tests/plan/test_plan_topology.py",
     r"bessemer data prepare .* --engine ray": "needs the extra `ray`: tests/data/test_data_ray.py",
     r"bessemer serve .*": "it serves until it is stopped: tests/serve/test_serve_process.py",
+    r"bessemer train .* logging\.(wandb|tensorboard)=true.*": "needs the extra `track`: test_trackers.py",
     r"bessemer dash.*": "it serves until it is stopped: tests/dash/test_dash_command.py",
 }
 RUN_ELSEWHERE = {"extending.md": "tests/test_extending.py"}
@@ -152,6 +154,34 @@ def test_links_between_pages_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def resolved(name: str) -> object:
+    """`bessemer.room.Thing.method`, by importing as far as there are modules."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return found
+    raise AssertionError(name)
+
+
+def test_python_names_on_coming_from_exist() -> None:
+    """Ours as `bessemer.…` or `bm.…`; and those that are said to be the same, under the place that is named."""
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    ours = re.findall(r"`(?:bessemer|bm)((?:\.\w+)+)", page)
+    same = re.findall(r"^\| ([^|]+) \| (?:the )?same (?:\w+ )*(?:in|on) `([\w.]+)`", page, re.M)
+    assert len(ours) > 8 and len(same) > 3
+    for name in ours:
+        assert resolved("bessemer" + name) is not None, name
+    for cell, place in same:
+        where = resolved(place if place.startswith("bessemer") else f"bessemer.{place}")
+        for name in re.findall(CODE, cell):
+            assert hasattr(where, name), f"{place} has no {name}"
 
 
 def test_flags_that_are_explained_on_coming_from_are_those_the_command_line_knows() -> None:

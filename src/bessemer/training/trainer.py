@@ -444,10 +444,12 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def log_metrics(self, metrics: dict[str, Any], pbar: ProgressBar, step: int, mode: str = "train") -> None:
         pbar.update(step, metrics)
 
-    def log_weight_distribution(self, state: TrainState, step: int) -> None:
+    def log_weight_distribution(self, state: TrainState, step: int) -> list[dict[str, Any]]:
+        """Histograms of every parameter, one row each, also appended to weights.jsonl."""
         from bessemer.training.callbacks.weight_distribution import FILE, append_weights
 
-        append_weights(self.run_directory.path / FILE, state.params, step, write=self.is_process_zero)
+        path = self.run_directory.path / FILE
+        return append_weights(path, state.params, step, write=self.is_process_zero)
 
     # --- text --------------------------------------------------------------------------------------------
     def generate(

@@ -1,4 +1,4 @@
-"""Histograms of every parameter at validation points (callbacks=[weight_distribution]), in RUN/weights.jsonl."""
+"""Histograms of every parameter at validation points (callbacks=[weight_distribution]): RUN/weights.jsonl, trackers."""
 
 from __future__ import annotations
 
@@ -60,12 +60,14 @@ class WeightDistribution(Callback):
         self.on_train_begin(loop)
 
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
-        loop.trainer.log_weight_distribution(loop.trainer.state, row["step"])
+        rows = loop.trainer.log_weight_distribution(loop.trainer.state, row["step"])
+        loop.callbacks.fire("on_weights", loop, rows)
 
 
-def append_weights(path: Any, params: Any, step: int, write: bool = True) -> None:
-    """Every process takes part in the measuring; process 0 writes."""
+def append_weights(path: Any, params: Any, step: int, write: bool = True) -> list[dict[str, Any]]:
+    """The rows. Every process takes part in the measuring; process 0 writes."""
     rows = weight_rows(params, step)
     if write:
         with open(path, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
+    return rows
