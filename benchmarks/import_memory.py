@@ -96,6 +96,7 @@ def one_step(root: Path) -> tuple[str, ...]:
         "training.dataset": text,
         "training.steps": 1,
         "training.batch_size": 1,
+        "training.per_device_batch_size": 1,
         "training.validation": "false",
         "data.tokenizer": "train:300",
         "data.root": root / "data",
