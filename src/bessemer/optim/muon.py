@@ -56,8 +56,8 @@ def orthogonalise_stacked(
         else:
             layout = spread.over(len(matrices))
             matrices += [jnp.zeros_like(matrices[0])] * (-len(matrices) % layout.multiple)
-            stack = orthogonalise(layout.scatter(jnp.stack(matrices)))
-            stack = layout.gather(stack.astype(dtype)).astype(jnp.float32)  # travels in the compute dtype
+            stack = layout.run(lambda x: orthogonalise(x).astype(dtype), jnp.stack(matrices))
+            stack = stack.astype(jnp.float32)  # travels in the compute dtype
         for position, index in enumerate(members):
             out[index] = stack[position]
     return out
