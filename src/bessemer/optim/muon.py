@@ -55,6 +55,7 @@ def orthogonalise_stacked(
             stack = orthogonalise(jnp.stack(matrices))  # (n, fan_in, fan_out)
         else:
             layout = spread.over(len(matrices))
+            matrices = [spread.align(matrix) for matrix in matrices]
             matrices += [jnp.zeros_like(matrices[0])] * (-len(matrices) % layout.multiple)
             stack = layout.run(lambda x: orthogonalise(x).astype(dtype), jnp.stack(matrices))
             stack = stack.astype(jnp.float32)  # travels in the compute dtype

@@ -36,6 +36,15 @@ class Spread:
     mesh: Mesh
     axes: tuple[str, ...]  # those with more than one device
 
+    def align(self, matrix: jax.Array) -> jax.Array:
+        """One layout for all square matrices on fsdp × tensor: some rest on (fsdp, tensor) and some on (tensor, fsdp),
+        such as q and out, and the compiler would gather them whole to stack them."""
+        rows, columns = matrix.shape
+        mixed = rows == columns and set(SPLITTING) <= set(self.axes)
+        if not mixed or any(rows % self.mesh.shape[axis] for axis in SPLITTING):
+            return matrix
+        return jax.lax.with_sharding_constraint(matrix, NamedSharding(self.mesh, PartitionSpec(*SPLITTING)))
+
     def chosen(self, count: int) -> tuple[str, ...]:
         """The axes over which a stack of `count` matrices is split: those with the least to compute and to send.
 
