@@ -21,7 +21,7 @@ from typing import Any
 
 from bessemer.errors import StorageError
 from bessemer.topology.distributed import client, coordinator, first_line, process_index
-from bessemer.topology.roll_call import known_lost
+from bessemer.topology.roll_call import absent_processes, known_lost
 
 ANSWER_SECONDS = 3.0
 _record: Callable[[str], str] | None = None
@@ -85,8 +85,11 @@ def who_is_gone() -> str | None:
         return _silent(known)
     if process_index() != 0 and not _listens(coordinator()):
         return "process 0, which leads the others, gives no sign of life"
-    if _is_well():
-        return None
+    if (
+        _is_well()
+    ):  # the service knows nothing yet: gloo may have aborted because of a connection that was cut
+        absent = absent_processes()
+        return _silent(absent) if absent else None
     return "another process gives no sign of life (JAX's own lines, above or on process 0, name it)"
 
 

@@ -50,7 +50,7 @@ def known_lost() -> list[int]:
 
 def answer_roll_calls(leave: Callable[[list[int]], None]) -> None:
     """Begin to answer, for the life of the process. `leave(absent)` is called on process 0 when somebody is missing."""
-    service = client()
+    service: Any = client()
 
     def answer() -> None:
         try:
