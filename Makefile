@@ -31,9 +31,10 @@ check: $(VENV)/.test docs
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# The documentation as a site in site/, readable without a server or a network. A link that leads nowhere is an error.
+# The documentation as a site in site/, readable without a server or a network. A link that leads nowhere is an error
+# (with --quiet it would not be: warnings are then dropped before --strict counts them).
 docs: $(VENV)/.test
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 format: $(VENV)/.test
 	$(BIN)/ruff format .
@@ -43,8 +44,9 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
+# With the page and the server: whoever has trained a model wants to look at it.
 $(VENV)/.base: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --editable ".[dash]"
 	touch $@
 
 $(VENV)/.test: $(BIN)/python pyproject.toml

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -154,6 +156,18 @@ def test_links_between_pages_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    result = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-2000:]
+    pages = list(tmp_path.glob("*.html"))
+    assert {page.stem for page in PAGES if page.parent.name == "docs"} <= {page.stem for page in pages}
+    for page in pages:
+        loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*(?:https?:)?//[^>]*>", page.read_text())
+        assert not loaded, f"{page.name}: {loaded}"
 
 
 def resolved(name: str) -> object:
