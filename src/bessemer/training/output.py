@@ -106,6 +106,8 @@ def conclude(trainer: BaseTrainer) -> None:
 def compile_shown(trainer: BaseTrainer) -> None:
     """Compile ahead of the loop and say how long it took; programs are kept, so the next start is quick."""
     start = time.monotonic()
+    if not trainer.functions.compiled:
+        trainer.say("compiling  the training and validation steps; kept, so that the next start is quick")
     if trainer.compile_aot():
         trainer.say(f"compiled   in {time.monotonic() - start:.1f} s")
 
