@@ -184,7 +184,7 @@ def save_for_torch(trainer: BaseTrainer, state: Any, directory: Any) -> Path:
             "plain safetensors."
         )
     target = Path(directory) if directory is not None else trainer.run_directory.path / "model-hf"
-    arrays = TreeArrays(readable(trainer, state.whole()))
+    arrays = TreeArrays(readable(trainer, state.whole()), fetch)
     if trainer.is_process_zero:
         export_folder(arrays, model, trainer.tokenizer, target, dtype=model.weights_dtype)
     return target
@@ -192,7 +192,7 @@ def save_for_torch(trainer: BaseTrainer, state: Any, directory: Any) -> Path:
 
 def write_weights(trainer: BaseTrainer, params: Any, path: Path) -> None:
     """Parameters by path, written by process 0 one at a time."""
-    arrays = TreeArrays(readable(trainer, params))
+    arrays = TreeArrays(readable(trainer, params), fetch)
     if trainer.is_process_zero:
         about = {"format": "bessemer", "step": str(trainer.step)}
         write_file(path, arrays.signature(), arrays.read, about)
