@@ -21,7 +21,7 @@ function plus(row, times) {
 
 export class Distribution extends Chart {
   constructor(name, onZoom) {
-    super({ title: name, unit: "values by step", log: false }, `weights-${Math.random()}`, onZoom);
+    super({ title: name, unit: "values by step; stronger: more of them", log: false }, `weights-${Math.random()}`, onZoom);
     this.logButton.hidden = this.wideButton.hidden = true; // half of the values are below zero; it is wide
     this.element.classList.add("is-wide");
   }
