@@ -446,9 +446,9 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     def log_weight_distribution(self, state: TrainState, step: int) -> list[dict[str, Any]]:
         """Histograms of every parameter, one row each, also appended to weights.jsonl."""
-        from bessemer.training.callbacks.weight_distribution import FILE, append_weights
+        from bessemer.training.callbacks.weight_distribution import append_weights
 
-        path = self.run_directory.path / FILE
+        path = self.run_directory.weights
         return append_weights(path, state.params, step, write=self.is_process_zero)
 
     # --- text --------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ const AXES = [
   ["time", "Training time"],
   ["flops", "FLOPs"],
 ];
+const MOST_NAMES = 100; // of one question: a run may watch every parameter
 const SMOOTHINGS = [0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999];
 
 function remembered() {
@@ -140,21 +141,17 @@ export class Curves {
     const { charts } = await get("charts", { run: this.runs });
     const names = [...new Set(charts.flatMap((chart) => chart.names))];
     const { axis, low, high, smoothing } = this.view;
-    const asked = names.length
-      ? await get("curves", {
-          run: this.runs,
-          name: names,
-          x: axis,
-          from: low,
-          to: high,
-          smooth: smoothing || null,
-          points: Math.min(1600, Math.max(400, innerWidth)),
-        })
-      : { curves: [] };
+    const view = { x: axis, from: low, to: high, smooth: smoothing || null };
+    const points = Math.min(1600, Math.max(400, innerWidth));
+    const parts = [];
+    for (let place = 0; place < names.length; place += MOST_NAMES)
+      parts.push({ run: this.runs, name: names.slice(place, place + MOST_NAMES), ...view, points });
+    const asked = await Promise.all(parts.map((part) => get("curves", part)));
     const key = JSON.stringify([charts, this.view, document.documentElement.dataset.theme ?? ""]);
-    if (asked === this.drawn && key === this.key) return;
+    const same = asked.length === this.drawn?.length && asked.every((part, place) => part === this.drawn[place]);
+    if (same && key === this.key) return;
     [this.drawn, this.key] = [asked, key];
-    this.draw(this.runs.length > 1 ? apart(charts) : charts, asked.curves);
+    this.draw(this.runs.length > 1 ? apart(charts) : charts, asked.flatMap((part) => part.curves));
   }
 
   draw(charts, curves) {

@@ -7,12 +7,14 @@ import { ago, compact, duration, number, percent } from "./format.js";
 import { address, pill, progress } from "./list.js";
 import { Checkpoints, Evaluations, Log, Report, Samples, Settings } from "./parts.js";
 import { Chat } from "./talk.js";
+import { Weights } from "./weights.js";
 
 const TABS = [
   ["curves", "Curves", (run) => new Curves([run])],
   ["samples", "Samples", (run) => new Samples(run)],
   ["checkpoints", "Checkpoints", (run) => new Checkpoints(run)],
   ["evaluations", "Evaluations", (run) => new Evaluations(run)],
+  ["weights", "Weights", (run) => new Weights(run)],
   ["settings", "Settings", (run) => new Settings(run)],
   ["report", "Report", (run) => new Report(run)],
   ["log", "Log", (run) => new Log(run)],
