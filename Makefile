@@ -10,12 +10,14 @@ N ?= 50
 train: $(VENV)/.base
 	$(BIN)/bessemer train
 
-# Most of a small test is compiling: the fast ones ask the compiler for less. The longer proofs run as users do.
+# Most of a test is compiling: these ask the compiler for less. What learns in many steps, and `make long`, runs as users do.
+QUICK := JAX_DISABLE_MOST_OPTIMIZATIONS=1
+
 test: $(VENV)/.test
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
+	$(QUICK) $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 slow: $(VENV)/.test $(VENV)/.chromium
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "slow and not gpu"
+	$(QUICK) $(BIN)/pytest -n $(WORKERS) --dist loadfile -m "slow and not gpu"
 
 long: $(VENV)/.test
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "long and not gpu"

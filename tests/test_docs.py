@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.documented import PAGES, ROOT, commands, make_files, run, said, shorten
@@ -34,6 +35,7 @@ NOT_RUN = {
     r"bessemer dash.*": "it serves until it is stopped: tests/dash/test_dash_command.py",
 }
 RUN_ELSEWHERE = {"extending.md": "tests/test_extending.py"}
+MINUTES = {"tutorial.md", "planning.md"}  # a minute each even when shortened: `make long`
 CODE = r"(?<!`)`([^`\n]+)`(?!`)"
 
 
@@ -49,10 +51,13 @@ def runnable(page: Path) -> list[str]:
     return [line for line in commands(page) if line.startswith("bessemer") and reason_not_run(line) is None]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "page", [p for p in PAGES if p.name not in RUN_ELSEWHERE and runnable(p)], ids=identity
-)
+def proof(page: Path) -> Any:
+    return pytest.param(
+        page, id=page.name, marks=pytest.mark.long if page.name in MINUTES else pytest.mark.slow
+    )
+
+
+@pytest.mark.parametrize("page", [proof(p) for p in PAGES if p.name not in RUN_ELSEWHERE and runnable(p)])
 def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path, home: Path) -> None:
     make_files(tmp_path)
     for command in runnable(page):
