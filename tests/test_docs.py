@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.documented import PAGES, ROOT, commands, make_files, run, said, shorten
@@ -51,20 +50,28 @@ def runnable(page: Path) -> list[str]:
     return [line for line in commands(page) if line.startswith("bessemer") and reason_not_run(line) is None]
 
 
-def proof(page: Path) -> Any:
-    return pytest.param(
-        page, id=page.name, marks=pytest.mark.long if page.name in MINUTES else pytest.mark.slow
-    )
-
-
-@pytest.mark.parametrize("page", [proof(p) for p in PAGES if p.name not in RUN_ELSEWHERE and runnable(p)])
-def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path, home: Path) -> None:
-    make_files(tmp_path)
+def run_page(page: Path, folder: Path, home: Path) -> None:
+    make_files(folder)
     for command in runnable(page):
-        result = run(shorten(command), tmp_path, home)
+        result = run(shorten(command), folder, home)
         # a time limit ends with 75, unless the shortened run is done before it
         allowed = (0, 75) if "training.time_limit=" in command and " train " in command else (0,)
         assert result.returncode in allowed, said(result)
+
+
+RUN_HERE = [page for page in PAGES if page.name not in RUN_ELSEWHERE and runnable(page)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [p for p in RUN_HERE if p.name not in MINUTES], ids=identity)
+def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path, home: Path) -> None:
+    run_page(page, tmp_path, home)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", [p for p in RUN_HERE if p.name in MINUTES], ids=identity)
+def test_the_commands_of_a_long_page_run_in_order(page: Path, tmp_path: Path, home: Path) -> None:
+    run_page(page, tmp_path, home)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=identity)
