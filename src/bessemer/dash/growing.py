@@ -7,6 +7,7 @@ everything is read again.
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,7 +17,7 @@ CHUNK = 8 << 20
 TAIL = 64
 
 
-class Growing:
+class Growing(ABC):
     """Gives complete lines, as they come, to `use`; `forget` when they were of a file that is no more. `most`: bytes
     that one look may read (None: all of them); what is `left` is read by the next looks."""
 
@@ -28,15 +29,15 @@ class Growing:
         self.signature: Signature | None = None
         self._reset()
 
-    def use(self, lines: bytes) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def use(self, lines: bytes) -> None: ...
 
+    @abstractmethod
     def too_long(self) -> None:
         """A line longer than a chunk was left out."""
-        raise NotImplementedError
 
-    def forget(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def forget(self) -> None: ...
 
     def _reset(self) -> None:
         self._offset = self.left = 0

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.errors import InputError
-from bessemer.plan.absent_plan import Planned, document, estimated
+from bessemer.plan.absent_plan import Planned, asked_of, document, estimated
 from bessemer.plan.advice import BLOCK, changes, choices, tried
-from bessemer.plan.compiled import Say, compile_step, require_compiler
+from bessemer.plan.compiled import Say, compile_step
 from bessemer.plan.estimate import Choice, node_of
 from bessemer.plan.facts import Facts
-from bessemer.plan.target import Target, parse_target
+from bessemer.plan.target import Target
 from bessemer.topology import AXES
 
 COMPILED = 2
@@ -44,10 +44,7 @@ def make_sweep(
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
     """The fastest plans that fit, and the document of the best with the command that uses it."""
-    target = parse_target(topology)
-    compiles = compiles and target.platform == "tpu"
-    if compiles:
-        require_compiler(target.name)
+    target, compiles = asked_of(topology, compiles)
     fixed = [word for word in overrides if word.partition("=")[0] not in SWEPT]
     spare = [word for word in overrides if word not in fixed]
     if spare:
