@@ -5,17 +5,19 @@ BIN := $(VENV)/bin
 WORKERS ?= 2
 N ?= 50
 
-.PHONY: train test slow long soak prove check format clean
+.PHONY: train test slow long soak prove check docs format clean
 
 train: $(VENV)/.base
 	$(BIN)/bessemer train
 
-# Most of a small test is compiling: the fast ones ask the compiler for less. The longer proofs run as users do.
+# Most of a test is compiling: these ask the compiler for less. What learns in many steps, and `make long`, runs as users do.
+QUICK := JAX_DISABLE_MOST_OPTIMIZATIONS=1
+
 test: $(VENV)/.test
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile
+	$(QUICK) $(BIN)/pytest -n $(WORKERS) --dist loadfile
 
 slow: $(VENV)/.test $(VENV)/.chromium
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "slow and not gpu"
+	$(QUICK) $(BIN)/pytest -n $(WORKERS) --dist loadfile -m "slow and not gpu"
 
 long: $(VENV)/.test
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "long and not gpu"
@@ -26,10 +28,15 @@ soak: $(VENV)/.test
 prove: $(VENV)/.test
 	$(BIN)/python -m tests.prove
 
-check: $(VENV)/.test
+check: $(VENV)/.test docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The documentation as a site in site/, readable without a server or a network. A link that leads nowhere is an error
+# (with --quiet it would not be: warnings are then dropped before --strict counts them).
+docs: $(VENV)/.test
+	$(BIN)/mkdocs build --strict
 
 format: $(VENV)/.test
 	$(BIN)/ruff format .
@@ -39,8 +46,9 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
+# With the page and the server: whoever has trained a model wants to look at it.
 $(VENV)/.base: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable .
+	$(BIN)/python -m pip install --quiet --editable ".[dash]"
 	touch $@
 
 $(VENV)/.test: $(BIN)/python pyproject.toml
@@ -49,9 +57,8 @@ $(VENV)/.test: $(BIN)/python pyproject.toml
 
 # The page's tests drive a real browser. Where Debian's cannot be installed they are skipped, and say so.
 $(VENV)/.chromium: $(VENV)/.test
-	command -v chromium || (apt-get -qq update && apt-get -qq install --yes --no-install-recommends chromium) \
-		|| echo "no Chromium could be installed: the page's tests in a browser will be skipped"
-	touch $@
+	command -v chromium || (apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends chromium) \
+		&& touch $@ || echo "no Chromium could be installed: the page's tests in a browser are skipped"
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache

@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,17 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _private_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BESSEMER_HOME", str(home))
+
+
+@pytest.fixture
+def optimised(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Programs as users get them, where something is learnt in many steps: `make test` asks the compiler for less."""
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
+    name = "jax_disable_most_optimizations"
+    before = jax.config.values[name]
+    jax.config.update(name, False)
+    yield
+    jax.config.update(name, before)
 
 
 @pytest.fixture(scope="session")

@@ -82,6 +82,8 @@ def shorten(command: str) -> str:
     given = {word.partition("=")[0] for word in words if "=" in word}
     other = any(word.startswith(OTHER_MODEL) for word in words)
     sizes = {key: value for key, value in SIZES.items() if not (other and key in OF_GPT and key not in given)}
+    if "architecture.lookup.after_layers" in given:  # after the first of two
+        sizes["model.depth"] = "2"
     quick = {key: value for key, value in QUICK.items() if key not in given}
     if "init" in given:  # sizes and tokenizer are those of the weights it starts from
         sizes = {key: value for key, value in sizes.items() if not key.startswith("model.")}

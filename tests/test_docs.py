@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,9 +30,11 @@ NOT_RUN = {
     r"bessemer plan .*--topology (\d+x)?v\w+:[\dx]+( --quick)?": "needs libtpu: tests/plan/test_plan_topology.py",
     r"bessemer data prepare .* --engine ray": "needs the extra `ray`: tests/data/test_data_ray.py",
     r"bessemer serve .*": "it serves until it is stopped: tests/serve/test_serve_process.py",
+    r"bessemer train .* logging\.(wandb|tensorboard)=true.*": "needs the extra `track`: test_trackers.py",
     r"bessemer dash.*": "it serves until it is stopped: tests/dash/test_dash_command.py",
 }
 RUN_ELSEWHERE = {"extending.md": "tests/test_extending.py"}
+MINUTES = {"tutorial.md", "planning.md"}  # a minute each even when shortened: `make long`
 CODE = r"(?<!`)`([^`\n]+)`(?!`)"
 
 
@@ -45,17 +50,28 @@ def runnable(page: Path) -> list[str]:
     return [line for line in commands(page) if line.startswith("bessemer") and reason_not_run(line) is None]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "page", [p for p in PAGES if p.name not in RUN_ELSEWHERE and runnable(p)], ids=identity
-)
-def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path, home: Path) -> None:
-    make_files(tmp_path)
+def run_page(page: Path, folder: Path, home: Path) -> None:
+    make_files(folder)
     for command in runnable(page):
-        result = run(shorten(command), tmp_path, home)
+        result = run(shorten(command), folder, home)
         # a time limit ends with 75, unless the shortened run is done before it
         allowed = (0, 75) if "training.time_limit=" in command and " train " in command else (0,)
         assert result.returncode in allowed, said(result)
+
+
+RUN_HERE = [page for page in PAGES if page.name not in RUN_ELSEWHERE and runnable(page)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [p for p in RUN_HERE if p.name not in MINUTES], ids=identity)
+def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path, home: Path) -> None:
+    run_page(page, tmp_path, home)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", [p for p in RUN_HERE if p.name in MINUTES], ids=identity)
+def test_the_commands_of_a_long_page_run_in_order(page: Path, tmp_path: Path, home: Path) -> None:
+    run_page(page, tmp_path, home)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=identity)
@@ -152,6 +168,46 @@ def test_links_between_pages_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    result = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-2000:]
+    pages = list(tmp_path.glob("*.html"))
+    assert {page.stem for page in PAGES if page.parent.name == "docs"} <= {page.stem for page in pages}
+    for page in pages:
+        loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*(?:https?:)?//[^>]*>", page.read_text())
+        assert not loaded, f"{page.name}: {loaded}"
+
+
+def resolved(name: str) -> object:
+    """`bessemer.room.Thing.method`, by importing as far as there are modules."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part)
+        return found
+    raise AssertionError(name)
+
+
+def test_python_names_on_coming_from_exist() -> None:
+    """Ours as `bessemer.…` or `bm.…`; and those that are said to be the same, under the place that is named."""
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    ours = re.findall(r"`(?:bessemer|bm)((?:\.\w+)+)", page)
+    same = re.findall(r"^\| ([^|]+) \| (?:the )?same (?:\w+ )*(?:in|on) `([\w.]+)`", page, re.M)
+    assert len(ours) > 8 and len(same) > 3
+    for name in ours:
+        assert resolved("bessemer" + name) is not None, name
+    for cell, place in same:
+        where = resolved(place if place.startswith("bessemer") else f"bessemer.{place}")
+        for name in re.findall(CODE, cell):
+            assert hasattr(where, name), f"{place} has no {name}"
 
 
 def test_flags_that_are_explained_on_coming_from_are_those_the_command_line_knows() -> None:

@@ -34,7 +34,7 @@ def opened_browser() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer: while it is open, this thread has a running event loop
 def chromium() -> Iterator[Any]:
     pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if program() is None:

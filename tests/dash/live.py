@@ -108,6 +108,13 @@ def row(step: int, rate: float = 0.02) -> dict[str, Any]:
     }
 
 
+def histogram(step: int, name: str = "embedding") -> dict[str, Any]:
+    """A row of weights.jsonl as training writes it."""
+    counts = [round(1000 * math.exp(-(((place - 15.5) / 6) ** 2))) for place in range(32)]
+    spread = {"mean": 0.001 * step, "std": 0.1 + 0.001 * step, "min": -0.5 - 0.001 * step, "max": 0.5}
+    return {"step": step, "name": name, **spread, "counts": counts}
+
+
 def make_run(
     root: Path, name: str = "mine", rows: int = 50, rate: float = 0.02, state: str = "done"
 ) -> RunDirectory:

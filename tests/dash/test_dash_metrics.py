@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.dash import columns as columns_module
+from bessemer.dash import growing as growing_module
 from bessemer.dash import metrics as metrics_module
 from bessemer.dash.charts import charts_of
 from bessemer.dash.columns import MOST_NAMES, Columns, blocks
@@ -57,7 +58,7 @@ def test_a_resumed_run_that_rewrote_its_rows_is_read_anew(tmp_path: Path) -> Non
 
 
 def test_hostile_lines_are_counted_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_module, "CHUNK", 1 << 21)
+    monkeypatch.setattr(growing_module, "CHUNK", 1 << 21)
     odd = [
         "not json",
         "[1, 2]",

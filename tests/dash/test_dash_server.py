@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tests.dash.live import TOKEN, Live, make_run, row, serving, until
+from tests.dash.live import TOKEN, Live, histogram, make_run, row, serving, until
 
+from bessemer.dash import growing
 from bessemer.dash.chat import Models
 from bessemer.dash.files import Folder
 from bessemer.dash.server import DashOptions, open_folder
+from bessemer.dash.weights import MOST_BINS, MOST_PARAMETERS, MOST_STEPS, RunWeights
 from bessemer.errors import InputError
 
 SECRET = "outside the directory"
@@ -242,6 +246,73 @@ def test_hostile_contents_are_answered_with_gaps_never_with_a_crash(tmp_path: Pa
     with serving(root) as live:
         assert live.get("/api/runs")["runs"][0]["state"] == "crashed"
         assert live.post("/api/stop", {"run": "evil"})[0] == 409, "a lock that claims pid 1 stops nobody"
+
+
+def test_distributions_of_weights_and_watched_parameters(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs", "mine")
+    with serving(tmp_path / "runs") as live:
+        address = "/api/weights?run=mine"
+        nothing = live.get(address)
+        assert (nothing["names"], nothing["name"], nothing["rows"]) == ([], None, [])
+        good = [histogram(step, name) for step in range(0, 3000, 10) for name in ("embedding", "head")]
+        run.weights.write_text("".join(json.dumps(line) + "\n" for line in good) + '{"step": 30')
+        status, found, headers = live.call("GET", f"{address}&name=head")
+        assert status == 200 and (found["names"], found["name"]) == (["embedding", "head"], "head")
+        steps = [line["step"] for line in found["rows"]]
+        assert len(steps) <= MOST_STEPS and found["seen"] == 300
+        assert steps[0] == 0 and steps[-1] == 2990 and max(b - a for a, b in pairwise(steps)) <= 40
+        assert found["rows"][0] == {k: v for k, v in histogram(0, "head").items() if k != "name"}
+        assert live.call("GET", f"{address}&name=head", headers={"If-None-Match": headers["ETag"]})[0] == 304
+
+        gap = {**histogram(3001), "mean": None, "min": math.nan, "max": 1e300}
+        wide = {**histogram(1, "wide"), "counts": [1] * (MOST_BINS + 1)}
+        below = {**histogram(3002), "counts": [1, -1, None, "x", [], 10**400]}
+        no_rows = [
+            wide,
+            {"step": "x", "name": "x", "counts": [1]},
+            {**histogram(1), "name": ["x"]},
+            [],
+            3,
+            None,
+        ]
+        lines = [json.dumps(line) for line in [gap, below, *no_rows]]
+        lines += ["[" * 100_000, '{"step": 1e999, "name": "x", "counts": [1]}', "z" * (1 << 18), "\x00"]
+        lines += [json.dumps(histogram(0, f"{HOSTILE}{number}")) for number in range(MOST_PARAMETERS)]
+        run.weights.write_text(json.dumps(good[0]) + "\n" + "\n".join(lines) + "\n")
+        status, found, _ = live.call("GET", address, headers={"If-None-Match": headers["ETag"]})
+        assert status == 200 and len(found["names"]) == MOST_PARAMETERS and found["left_out"]
+        assert found["names"][1].startswith(HOSTILE) and found["bad"] == len(no_rows) + 4
+        assert [(line["step"], line["counts"] == []) for line in found["rows"]] == [
+            (0, False),
+            (3001, True),
+            (3002, True),
+        ]
+        assert found["rows"][1]["min"] is None and found["rows"][1]["max"] is None
+        run.weights.unlink()
+        run.weights.symlink_to("/etc/hostname")
+        assert live.get(address)["names"] == [] and live.call("GET", "/api/weights?run=..")[0] == 404
+
+        with open(run.metrics, "a") as file:
+            file.write(json.dumps({**row(510), "watch/head": 0.25}) + "\n")
+        assert ["watch/head"] in [chart["names"] for chart in live.get("/api/charts?run=mine")["charts"]]
+        [curve] = live.get("/api/curves?run=mine&name=watch/head")["curves"]
+        assert (curve["x"], curve["y"]) == ([510], [0.25])
+
+
+def test_a_long_file_of_weights_is_read_in_several_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(growing, "CHUNK", 1 << 12)
+    monkeypatch.setattr(RunWeights, "most", 1 << 13)
+    run = make_run(tmp_path / "runs", "mine")
+    run.weights.write_text("".join(json.dumps(histogram(step)) + "\n" for step in range(100)))
+    weights = RunWeights(Folder(tmp_path / "runs"), run.weights)
+    versions, looks = set(), 0
+    while not looks or weights.left:
+        version, make = weights.shown("")
+        versions.add(version)
+        looks += 1
+    assert looks == len(versions) == 3 and make()["seen"] == 100 and make()["unread"] == 0
 
 
 HOLD = """

@@ -23,6 +23,7 @@ from bessemer.optim.polar import COEFFICIENTS, orthogonalise, polar_express
 from bessemer.optim.presets import PRESETS
 from bessemer.optim.sharding import Spread
 from bessemer.optim.trapezoid import TrapezoidSettings, trapezoid
+from bessemer.topology import TopologySettings, make_topology
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -91,9 +92,9 @@ def test_stacked_equals_one_by_one() -> None:
         jnp.asarray(normal(k, *s), jnp.float32) for k, s in enumerate([(8, 8), (8, 16), (8, 8), (16, 8)])
     ]
     alone = [orthogonalise(leaf) for leaf in leaves]
-    pad_only = Spread(4, lambda stack: stack, lambda stack: stack)
-    for spread in (None, pad_only):
-        together = orthogonalise_stacked(leaves, jnp.dtype(jnp.float32), spread)
+    mesh = make_topology(TopologySettings(data=4), devices=jax.devices()[:4]).mesh
+    for spread in (None, Spread(mesh, ("data",))):
+        together = jax.jit(lambda x, s=spread: orthogonalise_stacked(x, jnp.dtype(jnp.float32), s))(leaves)
         for a, b in zip(alone, together, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
 

@@ -6,13 +6,11 @@ import pytest
 from tests.plan.golden.snapshots import CASES, read, snapshot, version
 
 RENEW = "If that is meant, renew with `python -m tests.plan.golden` and say why in the commit."
-FAST, SLOW = ("pretrain-fsdp8",), ("pretrain-data8", "pretrain-fsdp4-tensor2", "sft-mixed", "dpo-mixed")
+SLOW = ("pretrain-fsdp8", "pretrain-fsdp4-tensor2")
 
 
 def marked(name: str) -> object:
     """Nine seconds of compiling each: the others are neighbours of these."""
-    if name in FAST:
-        return name
     return pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.long)
 
 

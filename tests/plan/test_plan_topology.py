@@ -63,7 +63,7 @@ def test_names_that_are_refused() -> None:
     [
         (["model.depth=12"], 18.3),
         pytest.param(["model.depth=20"], 49.9, marks=pytest.mark.slow),
-        pytest.param(["model.depth=20", "architecture.precision=fp8"], 50.7, marks=pytest.mark.slow),
+        pytest.param(["model.depth=20", "architecture.precision=fp8"], 50.7, marks=pytest.mark.long),
     ],
     ids=["12", "20", "20-fp8"],
 )

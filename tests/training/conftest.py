@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _no_plots() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bessemer.report.markdown.write_plots", lambda summary: [])

@@ -61,6 +61,7 @@ def test_killed_between_two_steps_of_a_rollout(
     assert_resumes(run, whole, home)
 
 
+@pytest.mark.usefixtures("optimised")
 def test_the_demonstration_learns(cli: Callable[..., Any], tmp_path: Path) -> None:
     """`bessemer train grpo`, with fewer steps: the model before it is trained first, and exact match rises."""
     shorter = ["training.steps=160", "logging.validation_interval=-1", "training.validation_steps=128"]

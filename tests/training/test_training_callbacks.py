@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import jax.numpy as jnp
 import pytest
 
 from bessemer.errors import InputError, Stopped
+from bessemer.report.metrics import MetricsFile
 from bessemer.training import launch
 from bessemer.training.callback import Callback, Callbacks
 from bessemer.training.callbacks.watchers import Watchers
+from bessemer.training.callbacks.weight_distribution import append_weights
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +58,15 @@ def test_watchers_weights_profile_ema_and_evaluation(tiny: dict[str, object], tm
     assert {row["step"] for row in samples} == {5, 10}
     assert trainer.state.ema is not None
     assert gc.isenabled(), "the collector is given back after the run"
+
+
+def test_weights_that_are_no_numbers_leave_a_file_that_can_be_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "weights.jsonl"
+    for step in (1, 2):
+        append_weights(path, {"head": jnp.array([1.0, math.nan])}, step)
+    assert MetricsFile(path).truncate_after(1) == 1
+    [row] = MetricsFile(path).rows()
+    assert row["step"] == 1 and row["mean"] is None
 
 
 def test_time_limit_stops_with_a_checkpoint(tiny: dict[str, object], tmp_path: Path) -> None:

@@ -12,9 +12,13 @@ import numpy as np
 from bessemer.checkpoint.tree import Leaves, signature
 from bessemer.errors import StorageError
 from bessemer.job.files import storage_error
+from bessemer.topology import absent_processes, process_count
 
 # What Orbax and TensorStore raise when the disk, not the program, is at fault.
 STORAGE_FAILURES = (OSError, ValueError, TypeError, KeyError, RuntimeError)
+
+LOST_PEER = ("Gloo", "Connection closed by peer", "Connection reset by peer", "unhealthy", "arrier")
+"""Words of a failed collective or barrier, which a save of many processes needs: then no disk is at fault."""
 
 
 class ArrayWriter:
@@ -99,6 +103,12 @@ def explain(what: str, error: BaseException) -> StorageError:
     if isinstance(error, OSError) and error.errno:
         return storage_error(what, error)
     text = str(error)
+    if process_count() > 1 and any(sign in text for sign in LOST_PEER):
+        absent = ", ".join(map(str, absent_processes()))
+        lost = f"process {absent} gives no sign of life" if absent else "the processes lost each other"
+        return StorageError(
+            f"{what}: {lost} ({_brief(text)}). Start all processes again with `bessemer resume`."
+        )
     for sign, number in (
         ("No space left", errno.ENOSPC),
         ("RESOURCE_EXHAUSTED", errno.ENOSPC),

@@ -56,7 +56,7 @@ class Actions:
 
     def _owner(self, run: RunDirectory) -> int:
         """The process that holds the run's lock, on this host, with the lock open: nothing that a file claims."""
-        owner = RunLock.owner(run) if self.folder.signature(run.lock) else None
+        owner = self._holder(run)
         if owner is None:
             raise InputError(f"nothing works in '{run.name}' now.")
         if owner.get("host") != socket.gethostname():
@@ -68,6 +68,13 @@ class Actions:
             )
         return pid
 
+    def _holder(self, run: RunDirectory) -> dict[str, Any] | None:
+        """Who holds the lock, as its file says; a file that makes no sense is nobody's."""
+        try:
+            return RunLock.owner(run) if self.folder.signature(run.lock) else None
+        except (ValueError, TypeError, OverflowError):
+            return None
+
     def resume(self, name: str) -> dict[str, Any]:
         """`bessemer resume` as a process of its own. Code that a foreign configuration names is not imported."""
         run = self.folder.run(name)
@@ -77,7 +84,9 @@ class Actions:
             before = self._resumed.get(name)
             if before is not None and before.process.poll() is None:
                 raise InputError(f"'{name}' is being resumed by pid {before.process.pid}.")
-            RunLock.check_free(run)
+            if (owner := self._holder(run)) is not None:
+                who = f"pid {short(owner.get('pid'), 20)} on host {short(owner.get('host'), 100)}"
+                raise InputError(f"'{name}' is in use by {who}; it cannot be resumed while that lasts.")
             self.logs.mkdir(parents=True, exist_ok=True)
             output = self.logs / f"{name}.txt"
             with open(output, "wb") as file:

@@ -26,6 +26,7 @@ from bessemer.dash.guard import HEADERS, Guard
 from bessemer.dash.metrics import Index
 from bessemer.dash.runs import Runs, plain
 from bessemer.dash.series import AXES, MOST_POINTS, MOST_SMOOTHING, View, curve
+from bessemer.dash.weights import LONGEST_NAME, Distributions
 from bessemer.errors import BessemerError
 from bessemer.serve.errors import ApiError
 from bessemer.serve.net import read_body
@@ -52,6 +53,7 @@ class Dash:
         self.folder, self.guard = folder, guard
         self.runs = Runs(folder)
         self.index = Index(folder, cache)
+        self.distributions = Distributions(folder)
         self.actions = Actions(folder, logs)
         self.models = Models(folder, platform=platform)
 
@@ -96,6 +98,10 @@ class Dash:
 
         return version, make
 
+    def weights(self, request: Request) -> tuple[str, Callable[[], dict[str, Any]]]:
+        found = self.distributions.get(self.folder.run(_one(request)).weights)
+        return found.shown(request.query_params.get("name", "")[:LONGEST_NAME])
+
 
 def make_app(dash: Dash) -> Starlette:
     """The application over one directory of runs."""
@@ -109,6 +115,7 @@ def make_app(dash: Dash) -> Starlette:
         "/api/diff": lambda request: dash.runs.difference(_several(request.query_params.getlist("run"))),
         "/api/models": lambda request: {"models": dash.models.states()},
         "/api/curves": dash.curves,
+        "/api/weights": dash.weights,
     }
 
     async def stop(request: Request) -> Response:

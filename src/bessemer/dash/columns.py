@@ -77,17 +77,24 @@ class Columns:
 
 def blocks(data: bytes) -> Iterator[tuple[Block, int, int]]:
     """(columns, rows, bad lines), one after the other, of whole lines."""
-    plain = b"[" not in data and data.count(b"{") == data.count(b"\n") and b"NaN" not in data
-    if len(data) >= FAST and plain:  # nothing nested: what a parser that recurses can be given
-        fast = _parse_columns(data)
-        if fast is not None:
-            yield fast
-            return
+    fast = _parse_columns(data) if len(data) >= FAST and _regular(data) else None
+    if fast is not None:
+        yield fast
+        return
     place = 0
     while place < len(data):
         end = data.find(b"\n", min(place + PIECE, len(data) - 1)) + 1 or len(data)
         yield _parse_lines(data[place:end])
         place = end
+
+
+def _regular(data: bytes) -> bool:
+    """Rows that a columnar parser can be given: nothing nested (it recurses), no line much longer than the others (it
+    makes a table of all names for all rows)."""
+    count = data.count(b"\n")
+    if b"[" in data or b"NaN" in data or data.count(b"{") != count:
+        return False
+    return max(map(len, data.split(b"\n"))) <= 8 * len(data) // count + 256
 
 
 def _parse_columns(data: bytes) -> tuple[Block, int, int] | None:
@@ -113,20 +120,30 @@ def _parse_columns(data: bytes) -> tuple[Block, int, int] | None:
 
 
 def _parse_lines(data: bytes) -> tuple[Block, int, int]:
-    rows: list[dict[str, float]] = []
-    bad = 0
+    """By what is there, not by rows times names: one wide row among many small ones costs what it holds."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    rows = bad = 0
     for line in data.split(b"\n"):
         if not line.strip():
             continue
         row = _numbers(line)
         if row is None:
             bad += 1
-        else:
-            rows.append(row)
-    names = list(dict.fromkeys(name for row in rows for name in row))[:MOST_NAMES]
+            continue
+        for name, value in row.items():
+            if name in found or len(found) < MOST_NAMES:
+                places, values = found.setdefault(name, ([], []))
+                places.append(rows)
+                values.append(value)
+        rows += 1
+    return {name: _column(name, rows, *cells) for name, cells in found.items()}, rows, bad
+
+
+def _column(name: str, rows: int, places: list[int], values: list[float]) -> np.ndarray:
+    column = np.full(rows, math.nan, _kind(name))
     with np.errstate(over="ignore"):
-        block = {name: np.array([row.get(name, math.nan) for row in rows], _kind(name)) for name in names}
-    return block, len(rows), bad
+        column[places] = values
+    return column
 
 
 def _numbers(line: bytes) -> dict[str, float] | None:

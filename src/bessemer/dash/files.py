@@ -76,9 +76,10 @@ class Folder:
     def holds(self, path: Path) -> bool:
         """Whether a path, all links followed, lies in DIR."""
         try:
-            return path.resolve().is_relative_to(self.root)
-        except (OSError, RuntimeError):
+            real = os.path.realpath(path)
+        except (OSError, ValueError):
             return False
+        return real == str(self.root) or real.startswith(os.path.join(self.root, ""))
 
     def signature(self, path: Path) -> Signature | None:
         """Of a regular file in DIR; None for anything else."""

@@ -1,9 +1,6 @@
 """A run's metrics as they grow: each byte of metrics.jsonl is read once, and what was read is kept on disk too.
 
-    home/dash/SHA256(path).columns = length of the header (8 bytes), header (JSON), the columns one after the other
-
-A resumed run rewrites its file without the rows beyond the restored step. That is noticed by the bytes before the place
-where reading ended: when they are not the same, everything is read anew.
+home/dash/SHA256(path).columns = length of the header (8 bytes), header (JSON), the columns one after the other
 """
 
 from __future__ import annotations
@@ -19,82 +16,46 @@ from pathlib import Path
 import numpy as np
 
 from bessemer.dash.columns import Columns, blocks
-from bessemer.dash.files import Folder, Signature
+from bessemer.dash.files import Folder
+from bessemer.dash.growing import Growing
 from bessemer.errors import StorageError
 from bessemer.job.files import atomic_write
 
-CHUNK = 8 << 20
-TAIL = 64
 FORMAT = 1
 KEEP_FROM = 2000  # rows: fewer are read again faster than found
 
 
-class RunMetrics:
+class RunMetrics(Growing):
     """The columns of one metrics.jsonl; `refresh` reads what is new."""
 
     def __init__(self, folder: Folder, path: Path, cache: Path | None):
-        self.folder, self.path = folder, path
         self.cache = None if cache is None else cache / f"{hashlib.sha256(bytes(path)).hexdigest()}.columns"
-        self.lock = threading.Lock()
-        self.signature: Signature | None = None
-        self._reset()
+        super().__init__(folder, path)
         self._kept = self._load()
 
-    def _reset(self) -> None:
-        self.columns = Columns()
-        self._offset = self._kept = 0
-        self._tail = b""
-        self._skipping = False  # inside a line longer than a chunk
+    def forget(self) -> None:
+        self.columns, self._kept = Columns(), 0
+
+    def use(self, lines: bytes) -> None:
+        for block, rows, bad in blocks(lines):
+            self.columns.add(block, rows)
+            self.columns.bad += bad
+
+    def too_long(self) -> None:
+        self.columns.bad += 1
 
     def refresh(self) -> Columns:
         """The columns of all complete rows that are in the file now."""
         with self.lock:
-            signature = self.folder.signature(self.path)
-            if signature == self.signature:
-                return self.columns
-            if signature is None:
-                self._reset()
-            else:
-                self._read(signature[1])
-            self.signature = signature
+            before = self.signature
+            self.look()
+            if (
+                self.signature != before
+                and self.columns.count >= KEEP_FROM
+                and self.columns.count > 1.25 * self._kept
+            ):
+                self._save()
             return self.columns
-
-    def _read(self, size: int) -> None:
-        try:
-            with open(self.path, "rb") as file:
-                if size < self._offset or not self._continues(file):
-                    self._reset()
-                file.seek(self._offset)
-                while self._offset < size and self._take(file.read(min(CHUNK, size - self._offset))):
-                    file.seek(self._offset)
-        except OSError:
-            self._reset()
-        if self.columns.count >= KEEP_FROM and self.columns.count > 1.25 * self._kept:
-            self._save()
-
-    def _continues(self, file: object) -> bool:
-        file.seek(self._offset - len(self._tail))  # type: ignore[attr-defined]
-        return file.read(len(self._tail)) == self._tail  # type: ignore[attr-defined]
-
-    def _take(self, data: bytes) -> bool:
-        """Use the complete lines of a chunk; False when there are none."""
-        end = data.rfind(b"\n") + 1
-        if end == 0 and len(data) < CHUNK:
-            return False  # a row that is being written
-        used = data[:end] if end else data
-        self._offset += len(used)
-        self._tail = (self._tail + used[-TAIL:])[-TAIL:]
-        if self._skipping:
-            _, _, used = used.partition(b"\n")
-        if not end:
-            self.columns.bad += not self._skipping
-            self._skipping = True
-            return True
-        self._skipping = False
-        for block, rows, bad in blocks(used):
-            self.columns.add(block, rows)
-            self.columns.bad += bad
-        return True
 
     def _save(self) -> None:
         """Keep the columns for the next start; a cache that cannot be written is no reason to fail."""

@@ -61,6 +61,7 @@ class Runs:
             "step": step,
             "steps": summary.total_steps,
             **{label: newest.get(metric) for label, metric in NEWEST.items()},
+            "loss": newest.get("loss_smooth", newest.get("loss")),
             "beat": float(beat) if is_number(beat) else None,
             "message": short(summary.status.get("message"), 500),
         }
@@ -174,7 +175,7 @@ class Runs:
         """The newest value of each metric that the list shows, from the end of the file alone."""
         data = self.folder.read(path, END, tail=True) or b""
         found: dict[str, float] = {}
-        for name in ("step", *NEWEST.values()):
+        for name in ("step", "loss", *NEWEST.values()):
             end = len(data)
             while end > 0 and (place := data.rfind(b'"%s":' % name.encode(), 0, end)) >= 0:
                 line = data[data.rfind(b"\n", 0, place) + 1 : (data + b"\n").find(b"\n", place)]

@@ -59,28 +59,19 @@ def carried(x: np.ndarray) -> np.ndarray:
     return np.where(last >= 0, x[np.maximum(last, 0)], np.nan)
 
 
-def smoothed(y: np.ndarray, share: float, block: int = 256) -> np.ndarray:
-    """The formula above, a block at a time: within a block the recursion is a cumulative sum."""
+def smoothed(y: np.ndarray, share: float) -> np.ndarray:
+    """The formula above, a block at a time: within a block the recursion is a cumulative sum of y over powers of the
+    share, and blocks are so short that these stay far above what a float can hold (e^-300)."""
     share = min(share, MOST_SMOOTHING)
+    block = max(1, min(1 << 16, int(-300 / np.log(share))))
     powers = share ** np.arange(1, block + 1)
     result, mean = np.empty_like(y), 0.0
-    if powers[-1] < 1e-200:
-        return _smoothed_plainly(y, share)
     for start in range(0, len(y), block):
         part = y[start : start + block]
         power = powers[: len(part)]
         result[start : start + len(part)] = power * (mean + np.cumsum(part / power) * (1 - share))
         mean = float(result[start + len(part) - 1])
     return result / -np.expm1(np.arange(1, len(y) + 1) * np.log(share))
-
-
-def _smoothed_plainly(y: np.ndarray, share: float) -> np.ndarray:
-    """For shares so small that a block's powers vanish."""
-    means, mean, weight = [], 0.0, 1.0
-    for value in y.tolist():
-        mean, weight = share * mean + (1 - share) * value, weight * share
-        means.append(mean / (1 - weight))
-    return np.array(means)
 
 
 def _range(x: np.ndarray, view: View) -> slice:

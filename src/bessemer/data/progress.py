@@ -26,9 +26,11 @@ class Progress:
     @property
     def line(self) -> str:
         span = max(self.seconds, 1e-9)
-        share = 100 * self.done / max(self.total, 1)
+        share = (
+            f"{100 * self.done / max(self.total, 1):.0f}%, " if self.done else ""
+        )  # counted by whole shards
         return (
-            f"{self.label}: {share:.0f}%, {self.documents:,} documents ({self.documents / span:,.0f}/s), "
+            f"{self.label}: {share}{self.documents:,} documents ({self.documents / span:,.0f}/s), "
             f"{self.tokens:,} tokens ({self.tokens / span:,.0f}/s)"
         )
 

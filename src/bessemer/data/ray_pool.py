@@ -96,7 +96,7 @@ def cluster(workers: int) -> Iterator[Any]:
     here = {"include_dashboard": False, "log_to_driver": False, "logging_level": "warning"}
     try:
         ray.init(address="auto", log_to_driver=False, logging_level="warning")
-    except ConnectionError:
+    except (ConnectionError, RuntimeError):
         if os.environ.get("RAY_ADDRESS"):
             raise StorageError(
                 f"no Ray cluster answers at RAY_ADDRESS={os.environ['RAY_ADDRESS']}: start it, or unset the variable "

@@ -6,7 +6,7 @@ Theirs are (fan_out, fan_in), ours (fan_in, fan_out); our tables of tokens are p
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,13 +90,13 @@ def _order(tensor: Tensor) -> tuple[int, int, str]:
 
 
 class TreeArrays:
-    """A tree of parameters as named arrays (see checkpoint.weights.Arrays)."""
+    """A tree of parameters as named arrays (see checkpoint.weights.Arrays); `fetch` brings one from its devices."""
 
-    def __init__(self, leaves: Mapping[str, Any]):
-        self.leaves = leaves
+    def __init__(self, leaves: Mapping[str, Any], fetch: Callable[[Any], Any] = np.asarray):
+        self.leaves, self.fetch = leaves, fetch
 
     def signature(self) -> Signature:
         return {name: (str(np.dtype(leaf.dtype)), tuple(leaf.shape)) for name, leaf in self.leaves.items()}
 
     def read(self, name: str) -> np.ndarray:
-        return np.asarray(self.leaves[name])
+        return np.asarray(self.fetch(self.leaves[name]))

@@ -115,6 +115,11 @@ class RunDirectory:
         return self.path / "samples.jsonl"
 
     @property
+    def weights(self) -> Path:
+        """Histograms of parameters, where callbacks=[weight_distribution] is on."""
+        return self.path / "weights.jsonl"
+
+    @property
     def eval(self) -> Path:
         return self.path / "eval"
 

@@ -107,9 +107,8 @@ def _attention(
 ) -> Array:
     q, k, v = (_heads(options, params, name, h) for name in ("q", "k", "v"))
     q, k = (blocks.rotate(x, *rotary).astype(x.dtype) for x in (q, k))
-    # Queries keep their part of a split sequence; keys and values are gathered for all of it.
     q = constrain(q, "batch", "sequence", "heads", None)
-    k, v = constrain(k, "batch", None, "kv", None), constrain(v, "batch", None, "kv", None)
+    k, v = (constrain(x, "batch", "sequence", "kv", None) for x in (k, v))
     out = checkpoint_name(attend(q, k, v), "attention")
     return _linear(options, params, "out", out.reshape(*out.shape[:2], -1))
 

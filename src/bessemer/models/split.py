@@ -75,21 +75,6 @@ class Split:
             flat[path] = merged(flat[path], given[(*path, A)], given[(*path, B)], self.lora.scale)
         return unflatten_dict(flat)
 
-    def base(self, params: Any, frozen: Any) -> Any:
-        """The same without the adapters: no array is made."""
-        if self.everything:
-            return params
-        given, flat = flatten_dict(params), flatten_dict(frozen)
-        return unflatten_dict(flat | {path: given[path] for path in self.trained})
-
-    def onto(self, whole: Any, params: Any) -> tuple[Any, Any]:
-        """(trained, frozen) with the values of `whole`; adapters stay those of `params`."""
-        if self.everything:
-            return whole, None
-        given, flat = flatten_dict(params), flatten_dict(whole)
-        kept = {path: flat[path] for path in (*self.frozen, *self.adapted)}
-        return unflatten_dict(given | {path: flat[path] for path in self.trained}), unflatten_dict(kept)
-
     def idle(self, boxed: Any, group_of: GroupOf | None) -> int:
         """Parameters in matrix products whose gradient is never made; that of an adapted matrix is, on the way."""
         flat = flatten_dict(boxed)

@@ -55,9 +55,10 @@ def orthogonalise_stacked(
             stack = orthogonalise(jnp.stack(matrices))  # (n, fan_in, fan_out)
         else:
             layout = spread.over(len(matrices))
+            matrices = [spread.align(matrix) for matrix in matrices]
             matrices += [jnp.zeros_like(matrices[0])] * (-len(matrices) % layout.multiple)
-            stack = orthogonalise(layout.scatter(jnp.stack(matrices)))
-            stack = layout.gather(stack.astype(dtype)).astype(jnp.float32)  # travels in the compute dtype
+            stack = layout.run(lambda x: orthogonalise(x).astype(dtype), jnp.stack(matrices))
+            stack = stack.astype(jnp.float32)  # travels in the compute dtype
         for position, index in enumerate(members):
             out[index] = stack[position]
     return out

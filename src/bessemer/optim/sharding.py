@@ -20,14 +20,13 @@ POLAR_COST = 4.0  # a polar step takes about as long as sending its matrix so ma
 
 @dataclass(frozen=True)
 class Stack:
-    """How one stack of matrices (n, m, k) is laid over devices for the polar step: `scatter`, then `gather`.
+    """How one stack of matrices (n, m, k) is laid over devices, each of which takes its own ones.
 
-    n must be a multiple of `multiple`: the stack is padded with zero matrices, whose polar factor is zero.
+    `run(function, stack)`; n must be a multiple of `multiple`: the stack is padded with zero matrices.
     """
 
     multiple: int
-    scatter: Callable[[jax.Array], jax.Array]
-    gather: Callable[[jax.Array], jax.Array]
+    run: Callable[[Callable[[jax.Array], jax.Array], jax.Array], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,15 @@ class Spread:
 
     mesh: Mesh
     axes: tuple[str, ...]  # those with more than one device
+
+    def align(self, matrix: jax.Array) -> jax.Array:
+        """One layout for all square matrices on fsdp × tensor: some rest on (fsdp, tensor) and some on (tensor, fsdp),
+        such as q and out, and the compiler would gather them whole to stack them."""
+        rows, columns = matrix.shape
+        mixed = rows == columns and set(SPLITTING) <= set(self.axes)
+        if not mixed or any(rows % self.mesh.shape[axis] for axis in SPLITTING):
+            return matrix
+        return jax.lax.with_sharding_constraint(matrix, NamedSharding(self.mesh, PartitionSpec(*SPLITTING)))
 
     def chosen(self, count: int) -> tuple[str, ...]:
         """The axes over which a stack of `count` matrices is split: those with the least to compute and to send.
@@ -70,18 +78,19 @@ class Spread:
         between = [PartitionSpec(axes[:used] or None, free, free) for used in range(len(axes))]
         if not set(self.axes) <= set(axes):  # the others may still split the matrices: gathered last
             between.append(PartitionSpec(axes or None, free, free))
-        whole = PartitionSpec(axes or None, None, None)
+        own = PartitionSpec(axes or None, None, None)
 
         def through(stack: jax.Array, specs: list[PartitionSpec]) -> jax.Array:
             for spec in specs:
                 stack = jax.lax.with_sharding_constraint(stack, NamedSharding(self.mesh, spec))
             return stack
 
-        return Stack(
-            math.prod(self.mesh.shape[axis] for axis in axes),
-            lambda stack: through(stack, [*between, whole]),
-            lambda stack: through(stack, between[::-1]),
-        )
+        def run(function: Callable[[jax.Array], jax.Array], stack: jax.Array) -> jax.Array:
+            # Not left to the compiler, which would split the products again, with collectives in each of them.
+            alone = jax.shard_map(function, mesh=self.mesh, in_specs=own, out_specs=own, check_vma=False)
+            return through(alone(through(stack, [*between, own])), between[::-1])
+
+        return Stack(math.prod(self.mesh.shape[axis] for axis in axes), run)
 
 
 def mesh_spread(mesh: Mesh, axes: tuple[str, ...] = (*REPEATING, *SPLITTING)) -> Spread | None:

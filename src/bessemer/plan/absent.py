@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import flax.linen as nn
@@ -27,7 +27,7 @@ MICRO = "training/per_device_batch_size"
 class AbsentTopology(Topology):
     """The mesh of a target: shardings and shapes can be asked of it, programs are traced for its platform."""
 
-    target: Target = None  # type: ignore[assignment]
+    target: Target = field(kw_only=True)
 
     @property
     def platform(self) -> str:

@@ -49,6 +49,15 @@ class Planned:
         return run_time(step, trainer.steps, tokens, per_token, self.target, self.facts.precision)
 
 
+def asked_of(topology: str, compiles: bool) -> tuple[Target, bool]:
+    """The target of --topology, and whether its step is compiled: a TPU's, with the compiler at hand."""
+    target = parse_target(topology)
+    compiles = compiles and target.platform == "tpu"
+    if compiles:
+        require_compiler(target.name)
+    return target, compiles
+
+
 def make_absent_plan(
     recipe: Any,
     overrides: Overrides = (),
@@ -60,10 +69,7 @@ def make_absent_plan(
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
     """Everything that is known without the hardware. A TPU's step is compiled unless told otherwise."""
-    target = parse_target(topology)
-    compiles = compiles and target.platform == "tpu"
-    if compiles:
-        require_compiler(target.name)
+    target, compiles = asked_of(topology, compiles)
     planned = estimated(recipe, overrides, target, prices)
     program = None
     if compiles:

@@ -36,12 +36,12 @@ class Facts:
     """A planned trainer, asked about meshes other than its own. `axes` is in the order of AXES."""
 
     trainer: Any
+    target: Any = None  # None: the trainer's own
     _state: dict[tuple[int, ...], StateBytes] = field(default_factory=dict)
     _kept: dict[tuple[str, ...], Kept] = field(default_factory=dict)
 
-    @property
-    def target(self) -> Any:
-        return self.trainer.topology.target
+    def __post_init__(self) -> None:
+        self.target = self.target or self.trainer.topology.target
 
     @cached_property
     def shape(self) -> Any:
@@ -95,12 +95,11 @@ class Facts:
         return sum(leaf.size for leaf in jax.tree.leaves(self.trainer.functions.abstract_state.params))
 
     def kept(self, remat: tuple[str, ...] | None = None) -> Kept:
-        """Of the trainer's micro-batch; other sizes are scaled from it."""
+        """What a micro-batch keeps; sizes are scaled from the traced one."""
         wanted = self.remat if remat is None else remat
         if wanted not in self._kept:
-            rows = self.trainer.config["training/per_device_batch_size"]
             with configuration(self.trainer.config), self.trainer.topology.scope():
-                self._kept[wanted] = kept_tensors(self.trainer, rows, wanted)
+                self._kept[wanted] = kept_tensors(self.trainer, wanted)
         return self._kept[wanted]
 
     def one_layer(self, remat: tuple[str, ...]) -> float:

@@ -22,6 +22,8 @@ from bessemer.training.trainer import BaseTrainer
 MADE = ("dot_general", "pallas_call", "scatter-add", "conv_general_dilated", "ragged_dot_general")
 """Whose results surely lie in memory; elementwise work is fused into them or into what follows."""
 
+PRIMES = tuple(n for n in range(11, 200) if all(n % divisor for divisor in range(2, n)))
+
 FORMS = (
     "reshape",
     "squeeze",
@@ -40,7 +42,10 @@ PARTS = ("slice", "dynamic_slice")
 
 @dataclass(frozen=True)
 class Tensor:
-    """`count` arrays of one shape that are kept. `rows`: it grows with the micro-batch; `weights`: a scan's stack."""
+    """`count` arrays of one shape that are kept.
+
+    `rows`: it grows with the micro-batch; `weights`: several parameters in one array, such as a scan's stack.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -83,9 +88,10 @@ class Kept:
         return 2.0 * max(self.tile, self.largest * rows / self.rows / context) / tensor
 
 
-def kept_tensors(trainer: BaseTrainer, rows: int, remat: tuple[str, ...] | None = None) -> Kept:
-    """Trace one micro-batch of `rows` sequences on one device; `remat` replaces the model's own setting."""
+def kept_tensors(trainer: BaseTrainer, remat: tuple[str, ...] | None = None) -> Kept:
+    """Trace one micro-batch on one device; `remat` replaces the model's own setting."""
     state, model = trainer.functions.abstract_state, trainer.model
+    rows = _telling_rows(state.params, getattr(model, "shape", None), trainer.settings.block_size)
     if remat is not None and hasattr(model, "remat"):
         state = state.replace(apply_fn=make_apply(model.clone(remat=list(remat))))
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
@@ -99,15 +105,17 @@ def kept_tensors(trainer: BaseTrainer, rows: int, remat: tuple[str, ...] | None 
     kept = jax.make_jaxpr(residuals)(state.params, state, batch, key)
     width = getattr(getattr(model, "shape", None), "width", 0)
     weights = {tuple(sorted(leaf.shape)) for leaf in jax.tree.leaves(state.params)}
-    found = tuple(_tensors(kept.jaxpr, weights, rows, trainer.settings.block_size))
+    found = tuple(_tensors(kept.jaxpr, weights, rows))
     largest = {True: 0, False: 0}
-    for shape, size in _results(kept.jaxpr):
-        grows = _of_rows(shape, rows, trainer.settings.block_size)
+    for shape, size, looped in _results(kept.jaxpr):
+        # a loop over pieces of the loss takes more of them, not larger ones; one over layers has the rows in front
+        in_front = rows in shape[:2] or rows * trainer.settings.block_size in shape
+        grows = in_front if looped else math.prod(shape) % rows == 0
         largest[grows] = max(largest[grows], size)
     return Kept(rows, found, largest[True], largest[False], width)
 
 
-def _tensors(jaxpr: Any, weights: set[tuple[int, ...]], rows: int, block: int) -> Iterator[Tensor]:
+def _tensors(jaxpr: Any, weights: set[tuple[int, ...]], rows: int) -> Iterator[Tensor]:
     """Results that are no arguments, each once: a tensor that two operations need is one tensor."""
     wanted = {id(v): v for v in jaxpr.outvars if not hasattr(v, "val")}
     makers = {id(v): equation for equation in jaxpr.eqns for v in equation.outvars}
@@ -121,14 +129,16 @@ def _tensors(jaxpr: Any, weights: set[tuple[int, ...]], rows: int, block: int) -
     )
     for (shape, dtype), count in shapes.items():
         if math.prod(shape):
-            stacked = len(shape) == 3 and tuple(sorted(shape[1:])) in weights
-            grows = _of_rows(shape, rows, block) and tuple(sorted(shape)) not in weights
-            yield Tensor(shape, dtype, count, grows and not stacked, stacked)
+            grows = math.prod(shape) % rows == 0
+            yield Tensor(shape, dtype, count, grows, not grows and tuple(sorted(shape)) not in weights)
 
 
-def _of_rows(shape: tuple[int, ...], rows: int, block: int) -> bool:
-    """Tokens as one axis, or rows as the first, or after the layers of a scan."""
-    return rows * block in shape or rows in shape[:2]
+def _telling_rows(params: Any, shape: Any, block: int) -> int:
+    """Sequences to trace with: a prime that divides no other axis. What it divides grows with the micro-batch."""
+    sizes = {size for leaf in jax.tree.leaves(params) for size in leaf.shape if size}
+    sizes |= {getattr(shape, name, 1) for name in ("heads", "kv_heads")} | {block}
+    depth = getattr(shape, "depth", 1)
+    return next(n for n in PRIMES if n > depth / 4 and all(size % n for size in sizes))
 
 
 def _source(variable: Any, wanted: dict[int, Any], makers: dict[int, Any]) -> Any:
@@ -165,13 +175,14 @@ def _is_number(dtype: Any) -> bool:
     return not jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
-def _results(jaxpr: Any) -> Iterator[tuple[tuple[int, ...], int]]:
+def _results(jaxpr: Any, looped: bool = False) -> Iterator[tuple[tuple[int, ...], int, bool]]:
+    """Shape, bytes, and whether it is made in a loop, of what surely lies in memory."""
     for equation in jaxpr.eqns:
         if equation.primitive.name in MADE:
-            yield from ((tuple(v.aval.shape), _size(v.aval)) for v in equation.outvars)
+            yield from ((tuple(v.aval.shape), _size(v.aval), looped) for v in equation.outvars)
         elif equation.primitive.name != "pallas_call":
             for inner in inner_jaxprs(equation):
-                yield from _results(inner)
+                yield from _results(inner, looped or equation.primitive.name in ("scan", "while"))
 
 
 def _size(aval: Any) -> int:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bessemer.errors import InputError
-from bessemer.plan.absent_plan import Planned, document, estimated
+from bessemer.plan.absent_plan import Planned, asked_of, document, estimated
 from bessemer.plan.advice import BLOCK, changes, choices, tried
-from bessemer.plan.compiled import Say, compile_step, require_compiler
+from bessemer.plan.compiled import Say, compile_step
 from bessemer.plan.estimate import Choice, node_of
-from bessemer.plan.target import parse_target
+from bessemer.plan.facts import Facts
+from bessemer.plan.target import Target
 from bessemer.topology import AXES
 
 COMPILED = 2
@@ -43,16 +44,12 @@ def make_sweep(
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
     """The fastest plans that fit, and the document of the best with the command that uses it."""
-    target = parse_target(topology)
-    compiles = compiles and target.platform == "tpu"
-    if compiles:
-        require_compiler(target.name)
+    target, compiles = asked_of(topology, compiles)
     fixed = [word for word in overrides if word.partition("=")[0] not in SWEPT]
     spare = [word for word in overrides if word not in fixed]
     if spare:
         raise InputError(f"--sweep chooses {', '.join(spare)} by itself: leave it out, or leave out --sweep.")
-    start = [f"topology.{axis}={-1 if axis == 'data' else 1}" for axis in AXES]
-    base = _base(recipe, fixed, start, target, prices)
+    base = _base(recipe, fixed, target, prices)
     rows, count = ranked(base)
     if not rows:
         raise InputError(
@@ -67,15 +64,12 @@ def make_sweep(
     return best
 
 
-def _base(recipe: Any, fixed: list[str], start: list[str], target: Any, prices: Path | None) -> Planned:
-    """A trainer whose mesh only serves to ask questions: rows on as many devices as the batch divides into."""
-    try:
-        return estimated(recipe, [*fixed, *start], target, prices)
-    except InputError as error:
-        if "cannot be shared" not in str(error):
-            raise
-    start = [f"topology.{axis}={-1 if axis == 'context' else 1}" for axis in AXES]
-    return estimated(recipe, [*fixed, *start], target, prices)
+def _base(recipe: Any, fixed: list[str], target: Target, prices: Path | None) -> Planned:
+    """A trainer on one chip of that kind, which serves to ask about all of them."""
+    one = replace(target, slices=1, grid=(1,) * len(target.grid))
+    alone = [f"topology.{axis}={-1 if axis == 'data' else 1}" for axis in AXES]
+    planned = estimated(recipe, [*fixed, *alone], one, prices)
+    return replace(planned, facts=Facts(planned.facts.trainer, target))
 
 
 def ranked(base: Planned) -> tuple[list[Row], int]:
@@ -105,7 +99,7 @@ def _settle(
     recipe: Any,
     fixed: list[str],
     rows: list[Row],
-    target: Any,
+    target: Target,
     prices: Path | None,
     compiles: bool,
     quick: bool,

@@ -28,12 +28,14 @@ h1 { letter-spacing: -.02em; margin: 0 0 .5rem; overflow-wrap: anywhere; } h2 { 
 table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
 td, th { text-align: left; padding: .3rem 1.2rem .3rem 0; border-bottom: 1px solid var(--line); vertical-align: top;
   overflow-wrap: anywhere; }
+td:first-child { min-width: 11rem; overflow-wrap: normal; }
 th { color: var(--muted); font-weight: 550; } .scroll { overflow-x: auto; }
 pre { background: var(--soft); border-radius: 8px; padding: .7rem .9rem; white-space: pre-wrap;
   overflow-wrap: anywhere; }
 .curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: .8rem; }
 figure { margin: 0; } img { width: 100%; border-radius: 8px; background: #fff; }
-.box { border: 1px solid var(--line); border-radius: 12px; padding: .4rem 1.2rem 1rem; background: var(--soft); }
+.box { margin-top: 2.5rem; border: 1px solid var(--line); border-radius: 12px; padding: .4rem 1.2rem 1rem;
+  background: var(--soft); }
 summary { cursor: pointer; color: var(--muted); }
 """
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -81,6 +83,7 @@ def to_html(text: str, images: dict[Path, None] | None = None) -> list[str]:
     found: list[str] = []
     known = {plot.name: plot for plot in images or ()}
     table: list[str] = []
+    curves = False  # inside the grid of them
     for line in lines:
         if line.startswith("|"):
             table.append(line)
@@ -88,6 +91,10 @@ def to_html(text: str, images: dict[Path, None] | None = None) -> list[str]:
         if table:
             found += _table(table)
             table = []
+        is_image = line.startswith("![")
+        if is_image != curves:
+            found.append('<div class="curves">' if is_image else "</div>")
+            curves = is_image
         if head := re.match(r"(#{1,3}) (.*)", line):
             found.append(f"<h{len(head[1])}>{_inline(head[2])}</h{len(head[1])}>")
         elif fence := re.match(r"(`{3,})", line):
@@ -100,7 +107,7 @@ def to_html(text: str, images: dict[Path, None] | None = None) -> list[str]:
             found.append("</details>")
         elif line.strip():
             found.append(f"<p>{_inline(line)}</p>")
-    return found + (_table(table) if table else [])
+    return [*found, *(_table(table) if table else []), *(["</div>"] if curves else [])]
 
 
 def _until(lines: Iterator[str], fence: str) -> Iterator[str]:

@@ -86,10 +86,20 @@ def comparison(summaries: Sequence[Summary]) -> str:
     different = differing_settings(summaries)
     if not different:
         return "\n".join([*lines, "The settings are the same."])
-    cells = [
-        (key, *(show(value) if known else NOTHING for known, value in row)) for key, row in different.items()
-    ]
-    return "\n".join([*lines, table(("setting that differs", *labels), cells)])
+    shared = {key: row for key, row in different.items() if all(known for known, _ in row)}
+    if shared:
+        cells = [(key, *(show(value) for _, value in row)) for key, row in shared.items()]
+        lines += [table(("setting that differs", *labels), cells), ""]
+    for column, label in enumerate(
+        labels
+    ):  # of another objective, optimizer or model: no difference in one setting
+        own = [
+            f"{key}={show(row[column][1])}"
+            for key, row in different.items()
+            if key not in shared and row[column][0]
+        ]
+        lines += [f"Not in all of them, but in {label}: {', '.join(own)}."] if own else []
+    return "\n".join(lines).rstrip()
 
 
 def differing_settings(summaries: Sequence[Summary]) -> dict[str, list[tuple[bool, Any]]]:

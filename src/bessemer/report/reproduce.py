@@ -21,7 +21,7 @@ def reproduction(summary: Summary) -> list[tuple[str, str]]:
     named = versions if isinstance(versions, Mapping) else meta.get("versions")
     return [
         ("command", command_of(summary)),
-        ("seed", show(summary.config.get("training.seed", MISSING))),
+        ("seed", show(summary.config.get("seed", MISSING))),
         ("versions", show_or_missing(named if isinstance(named, Mapping) else None)),
         ("devices", show_or_missing(summary.facts.get("devices"))),
         ("determinism", show_or_missing(summary.facts.get("determinism"))),

@@ -8,7 +8,6 @@ from bessemer.topology.backend import backend, planned_for
 from bessemer.topology.chips import CHIPS, Chip, chip_of, has_float8
 from bessemer.topology.distributed import (
     StopAgreement,
-    absent_processes,
     barrier,
     first_line,
     process_count,
@@ -18,6 +17,7 @@ from bessemer.topology.distributed import (
 from bessemer.topology.loss import farewell
 from bessemer.topology.mesh import Topology, init_sharded, make_topology
 from bessemer.topology.placement import placement
+from bessemer.topology.roll_call import absent_processes
 from bessemer.topology.rules import (
     COMPUTE_RULES,
     REST_RULES,

@@ -7,7 +7,6 @@ a private JAX name.
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -123,27 +122,6 @@ class StopAgreement:
             if "NOT_FOUND" in str(error):
                 return None
             raise _lost(error) from error
-
-
-def absent_processes(patience: float = 5.0) -> list[int]:
-    """Who gives no sign of life within `patience` seconds: for the message after a collective has failed.
-
-    Every survivor asks, since the failure reaches all of them. Without the service, which lives there, it is process 0.
-    """
-    service, key = client(), "bessemer/alive"
-    if service is None:
-        return []
-    everyone = set(range(process_count()))
-    absent = everyone - {process_index()}
-    deadline = time.monotonic() + patience
-    try:
-        service.key_value_set(f"{key}/{process_index()}", "here", allow_overwrite=True)
-        while absent and time.monotonic() < deadline:
-            time.sleep(0.1)
-            absent = everyone - {int(name.rpartition("/")[2]) for name, _ in service.key_value_dir_get(key)}
-    except (RuntimeError, ValueError):
-        return [0]
-    return sorted(absent)
 
 
 def _state() -> Any:

@@ -21,6 +21,7 @@ from typing import Any
 
 from bessemer.errors import StorageError
 from bessemer.topology.distributed import client, coordinator, first_line, process_index
+from bessemer.topology.roll_call import absent_processes, known_lost
 
 ANSWER_SECONDS = 3.0
 _record: Callable[[str], str] | None = None
@@ -51,8 +52,20 @@ def catch_aborts() -> None:
 def _aborted(number: int) -> None:
     """Called by C in the thread that aborts; when it returns, the abort goes on."""
     gone = who_is_gone()
-    if gone is None:
-        return
+    if gone is not None:
+        _end(gone)
+
+
+def leave_without(absent: list[int]) -> None:
+    """Leave because others are lost, from whatever thread."""
+    _end(_silent(absent))
+
+
+def _silent(absent: list[int]) -> str:
+    return f"process {', '.join(map(str, absent))} gives no sign of life"
+
+
+def _end(gone: str) -> None:
     what = f"process {process_index()} cannot go on: {gone}."
     words = f"{what} `bessemer resume` continues from the last checkpoint."
     try:
@@ -68,10 +81,15 @@ def _aborted(number: int) -> None:
 
 def who_is_gone() -> str | None:
     """What the coordination service still says; None: all is well with the others."""
+    if known := known_lost():
+        return _silent(known)
     if process_index() != 0 and not _listens(coordinator()):
         return "process 0, which leads the others, gives no sign of life"
-    if _is_well():
-        return None
+    if (
+        _is_well()
+    ):  # the service knows nothing yet: gloo may have aborted because of a connection that was cut
+        absent = absent_processes()
+        return _silent(absent) if absent else None
     return "another process gives no sign of life (JAX's own lines, above or on process 0, name it)"
 
 

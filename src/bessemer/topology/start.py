@@ -13,7 +13,8 @@ import jax
 from bessemer.errors import InputError, StorageError
 from bessemer.topology.distributed import client, first_line, process_count
 from bessemer.topology.launch import cluster, slurm_local_devices
-from bessemer.topology.loss import catch_aborts
+from bessemer.topology.loss import catch_aborts, leave_without
+from bessemer.topology.roll_call import answer_roll_calls
 from bessemer.topology.settings import TopologySettings
 
 _stdout_kept = False
@@ -45,6 +46,7 @@ def start_distributed(settings: TopologySettings | None = None) -> bool:
     arguments: dict[str, Any] = explicit or {"local_device_ids": slurm_local_devices()}
     _connect(arguments, where, settings)
     catch_aborts()
+    answer_roll_calls(leave_without)
     return process_count() > 1
 
 

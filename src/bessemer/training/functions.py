@@ -177,32 +177,29 @@ def objective_function(trainer: BaseTrainer) -> Callable[..., Any]:
 
 
 def jit_init(trainer: BaseTrainer) -> Any:
-    """Seed key -> the state of step 0, every array made in the pieces that its devices hold."""
+    """(seed key, parameters that are given) -> the state of step 0, every array made in the pieces its devices hold.
+
+    What is given is never drawn: beside it there is no second model in memory.
+    """
     functions = trainer.functions
     abstract, split = functions.abstract_state, trainer.model_parts.split
 
-    def create(key: jax.Array) -> TrainState:
+    def create(key: jax.Array, given: Any) -> TrainState:
         made = init_variables(trainer.model, trainer.settings.block_size, jax.random.fold_in(key, INIT))
-        params, frozen = split.divide(unbox(made)["params"], jax.random.fold_in(key, ADAPTERS))
+        whole = {**unbox(made)["params"], **given}
+        params, frozen = split.divide(whole, jax.random.fold_in(key, ADAPTERS))
         fixed = (abstract.tx, abstract.rules, trainer.state_class, frozen)
         return create_state(abstract.apply_fn, abstract.loss_fn, params, *fixed)
 
     born = functions.state_shardings.replace(reference=None)  # taken when the run begins
-    return jax.jit(create, out_shardings=born)
+    return jax.jit(create, out_shardings=born, donate_argnums=1)
 
 
 def initial_state(trainer: BaseTrainer) -> TrainState:
     """Step 0: parameters from the seed (or `init`, or given), born on their devices."""
-    split = trainer.model_parts.split
+    given = trainer.given_params()
     with trainer.topology.scope():
-        state = jit_init(trainer)(jax.random.key(trainer.settings.seed))
-    fresh = split.base(state.params, state.frozen)
-    whole = trainer.given_params(fresh)
-    if whole is fresh:
-        return state
-    params, frozen = split.onto(whole, state.params)
-    ema = None if state.ema is None else jax.tree.map(jax.numpy.copy, params)
-    return state.replace(params=params, frozen=frozen, ema=ema)
+        return jit_init(trainer)(jax.random.key(trainer.settings.seed), given)
 
 
 def compile_steps(trainer: BaseTrainer) -> tuple[Functions, bool]:

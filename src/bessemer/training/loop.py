@@ -18,7 +18,7 @@ from bessemer.topology import StopAgreement
 from bessemer.training import frozen, stages
 from bessemer.training.callback import Callbacks
 from bessemer.training.guard import Unstable
-from bessemer.training.outcome import doing, smaller_batches
+from bessemer.training.outcome import doing, smaller_batches, together
 from bessemer.training.report import StepClock, StepLog
 from bessemer.training.rollback import roll_back
 from bessemer.training.signals import stop_signals
@@ -69,6 +69,7 @@ class Loop:
         try:
             with trainer.topology.scope(), stop_signals(self.request_stop):
                 self.callbacks.fire("on_train_begin", self)
+                together("made its state")
                 while not self._train():
                     pass
         except BaseException as error:

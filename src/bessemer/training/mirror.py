@@ -119,8 +119,10 @@ def mirrored(trainer: BaseTrainer) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(BessemerError, OSError):  # the first error is the one to report
+        try:
             mirror.send_files()
+        except (BessemerError, OSError) as error:  # the first error is the one to raise
+            trainer.note(f"the run's last files were not copied to {trainer.logging.mirror}: {error}")
         raise
     mirror.send_files()
     if mirror.behind:

@@ -13,7 +13,7 @@ import jax
 from bessemer.errors import BessemerError, Stopped, StorageError, TrainingError
 from bessemer.job import RunLock
 from bessemer.job.files import remove_leftovers
-from bessemer.topology import absent_processes, farewell, first_line
+from bessemer.topology import absent_processes, barrier, farewell, first_line
 from bessemer.training import goodput, reference
 from bessemer.training.guard import Unstable
 from bessemer.training.mirror import mirrored
@@ -22,6 +22,8 @@ from bessemer.training.signals import leaving, setting_up
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
+
+TOGETHER_SECONDS = 3600.0
 
 DISK_FAILURES = (
     errno.ENOSPC,
@@ -66,6 +68,12 @@ def opened(trainer: BaseTrainer) -> Iterator[None]:
             yield
         reason = trainer.loop_state.finished or ""
         directory.write_status(state="done", step=trainer.step, exit_code=0, message=reason)
+
+
+def together(done: str) -> None:
+    """Every process waits until all have come here. Collectives wait for half a minute at most, and a process that
+    compiles while another found its programs in the cache is further behind than that."""
+    barrier(f"every process has {done}", TOGETHER_SECONDS)
 
 
 def start_status(trainer: BaseTrainer) -> None:

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
 from rich.console import Console
 
-from bessemer.checkpoint.arrays import explain
 from bessemer.checkpoint.tree import flatten
+from bessemer.checkpoint.weights import write_file
 from bessemer.data import show_progress
 from bessemer.errors import InputError, StorageError
 from bessemer.interop.give import export_folder
@@ -105,6 +106,8 @@ def conclude(trainer: BaseTrainer) -> None:
 def compile_shown(trainer: BaseTrainer) -> None:
     """Compile ahead of the loop and say how long it took; programs are kept, so the next start is quick."""
     start = time.monotonic()
+    if not trainer.functions.compiled:
+        trainer.say("compiling  the training and validation steps; kept, so that the next start is quick")
     if trainer.compile_aot():
         trainer.say(f"compiled   in {time.monotonic() - start:.1f} s")
 
@@ -181,29 +184,27 @@ def save_for_torch(trainer: BaseTrainer, state: Any, directory: Any) -> Path:
             "plain safetensors."
         )
     target = Path(directory) if directory is not None else trainer.run_directory.path / "model-hf"
-    leaves = {name: fetch(trainer.gather(leaf)) for name, leaf in flatten(state.whole()).items()}
+    arrays = TreeArrays(readable(trainer, state.whole()), fetch)
     if trainer.is_process_zero:
-        export_folder(TreeArrays(leaves), model, trainer.tokenizer, target, dtype=model.weights_dtype)
+        export_folder(arrays, model, trainer.tokenizer, target, dtype=model.weights_dtype)
     return target
 
 
 def write_weights(trainer: BaseTrainer, params: Any, path: Path) -> None:
-    """Parameters by path, gathered one at a time (all processes take part), written by process 0."""
-    from flax.traverse_util import flatten_dict
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
-    leaves = flatten_dict(params).items()
-    flat = {"/".join(names): fetch(trainer.gather(leaf)) for names, leaf in leaves}
+    """Parameters by path, written by process 0 one at a time."""
+    arrays = TreeArrays(readable(trainer, params), fetch)
     if trainer.is_process_zero:
-        temporary = path.with_name(path.name + ".tmp")
-        try:
-            save_file(flat, temporary, metadata={"format": "bessemer", "step": str(trainer.step)})
-        except SafetensorError as error:  # the library's name for a full or vanished disk
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise explain(f"cannot write {path}", error) from error
-        temporary.replace(path)
+        about = {"format": "bessemer", "step": str(trainer.step)}
+        write_file(path, arrays.signature(), arrays.read, about)
+
+
+def readable(trainer: BaseTrainer, params: Any) -> dict[str, Any]:
+    """Parameters by path, for process 0 to read. Of several processes all take part, and before anything is written: a
+    disk that fails the one must not leave the others waiting."""
+    leaves = flatten(params)
+    if jax.process_count() == 1:
+        return leaves
+    return {name: fetch(trainer.gather(leaf)) for name, leaf in leaves.items()}
 
 
 def save_information(trainer: BaseTrainer, path: Any) -> None:

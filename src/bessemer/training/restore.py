@@ -159,12 +159,11 @@ def _short(value: Any) -> str:
     return str(value)[:12]
 
 
-def initial_params(trainer: BaseTrainer, params: Any) -> Any:
-    """The weights of the pinned `init`, into freshly made parameters of the same shapes."""
+def initial_params(trainer: BaseTrainer) -> Any:
+    """The weights of the pinned `init`."""
     assert trainer.settings.init is not None
-    path = Path(trainer.settings.init)
-    parts, manager = trainer.model_parts, trainer.checkpoint_manager
-    taken = read_weights(path, manager, trainer.model, parts.boxed, trainer.topology, fresh=params)
-    new = [name for name in params if name not in taken]
+    path, boxed = Path(trainer.settings.init), trainer.model_parts.boxed
+    taken = read_weights(path, trainer.checkpoint_manager, trainer.model, boxed, trainer.topology)
+    new = [name for name in boxed if name not in taken]
     trainer.say(f"weights    from {path}{'; new: ' + ', '.join(new) if new else ''}")
-    return {**params, **taken}
+    return taken

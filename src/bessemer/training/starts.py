@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint.tree import select
 from bessemer.checkpoint.weights import Arrays, WeightFile, check_fits, place
@@ -94,15 +92,12 @@ def check_weights(start: Path, checkpoints: Checkpoints, model: Any, boxed: Any)
 
 
 def read_weights(
-    start: Path, checkpoints: Checkpoints, model: Any, boxed: Any, topology: Topology, fresh: Any = None
-) -> Any:
-    """The parameters where `topology` rests them; adapters merged. `fresh`: arrays that they replace, which are given
-    up first, or there would be two models in memory."""
+    start: Path, checkpoints: Checkpoints, model: Any, boxed: Any, topology: Topology
+) -> dict[str, Any]:
+    """The parameters that are there, where `topology` rests them; adapters merged."""
     files, manager = files_in(start), checkpoints.at(start.parent)
     saved = _names(manager, step_of(start.name)) if files is None else files.signature()
     boxed = taken_over(model, boxed, saved)
-    for name in boxed if fresh is not None else ():
-        _delete(fresh[name])
     if files is not None:
         return place(files, located(boxed, topology), str(start))
     split = split_of(flat(tree_in(start)), boxed, getattr(model, "group_of", None))
@@ -119,8 +114,3 @@ def taken_over(model: Any, params: Any, saved: Iterable[str]) -> Any:
 
 def _names(manager: Checkpoints, step: int) -> Iterable[str]:
     return select(manager.leaves(step), "params")
-
-
-def _delete(tree: Any) -> None:
-    for leaf in jax.tree.leaves(tree):
-        leaf.delete()

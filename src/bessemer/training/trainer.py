@@ -25,7 +25,7 @@ from bessemer.generate.results import GenerationConfig, GenerationResults
 from bessemer.job import CheckpointManager, ExecutionSpec, RestoreableJob, Snapshot
 from bessemer.models.lora import LoraSettings
 from bessemer.registry import jobs
-from bessemer.topology import StopAgreement, Topology, TopologySettings, init_sharded
+from bessemer.topology import StopAgreement, Topology, TopologySettings, init_sharded, shardings
 from bessemer.training import (
     data_parts,
     functions,
@@ -332,6 +332,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         with outcome.opened(self):
             output.header(self)
             output.compile_shown(self)
+            outcome.together("compiled")
             loop = Loop(self)
             loop.run()
             self.step = loop.step
@@ -418,13 +419,13 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         """Remember a derived or chosen number with its reason: shown at the start, saved in derived.json."""
         self.derived[name] = {"value": value, "reason": reason}
 
-    def given_params(self, params: Any) -> Any:
-        """The starting weights: those given, those of `init`, or the freshly made ones."""
+    def given_params(self) -> Any:
+        """The starting weights: those given, or those of `init`; what is not among them is drawn from the seed."""
         if self.given.model_state is not None:
-            placed = jax.tree.map(lambda leaf: leaf.sharding, params)
+            placed = shardings(self.model_parts.boxed, self.topology.mesh, self.topology.rest_rules)
             # a copy: the step donates its state, and these are the caller's, and needed again to start over
             return jax.device_put(self.given.model_state, placed, may_alias=False)
-        return params if self.settings.init is None else restore.initial_params(self, params)
+        return {} if self.settings.init is None else restore.initial_params(self)
 
     def gather(self, params: Any) -> Any:
         """Parameters whole on every device, for writing them out."""
@@ -443,10 +444,12 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def log_metrics(self, metrics: dict[str, Any], pbar: ProgressBar, step: int, mode: str = "train") -> None:
         pbar.update(step, metrics)
 
-    def log_weight_distribution(self, state: TrainState, step: int) -> None:
-        from bessemer.training.callbacks.weight_distribution import FILE, append_weights
+    def log_weight_distribution(self, state: TrainState, step: int) -> list[dict[str, Any]]:
+        """Histograms of every parameter, one row each, also appended to weights.jsonl."""
+        from bessemer.training.callbacks.weight_distribution import append_weights
 
-        append_weights(self.run_directory.path / FILE, state.params, step, write=self.is_process_zero)
+        path = self.run_directory.weights
+        return append_weights(path, state.params, step, write=self.is_process_zero)
 
     # --- text --------------------------------------------------------------------------------------------
     def generate(

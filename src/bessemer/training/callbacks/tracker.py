@@ -1,22 +1,27 @@
 """Rows also go to Weights & Biases (logging.wandb=true) or TensorBoard (logging.tensorboard=true); extra: track.
 
-The tracker's run id is part of the loop state, so a resumed run continues the same curve.
+So do the configuration, samples, and the histograms of callbacks=[weight_distribution]. The tracker's run id is part of
+the loop state, so a resumed run continues the same curve.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
 
-from bessemer.errors import InputError
+import numpy as np
+
+from bessemer.errors import InputError, Stopped
 from bessemer.generate import Completion
 from bessemer.registry import callbacks
 from bessemer.training.callback import Callback
 from bessemer.training.loop import Loop
 
 SAMPLES = "samples"
+WEIGHTS = "weights"
 DT_STRING = 7  # of TensorBoard's types.proto
 
 
@@ -29,58 +34,111 @@ def _require(module: str, setting: str) -> Any:
         ) from error
 
 
+def edges(row: dict[str, Any]) -> list[float]:
+    """The bounds of the histogram's pieces, which are equal parts of min … max (or of ±½ where those are one)."""
+    return [float(edge) for edge in np.histogram_bin_edges([row["min"], row["max"]], len(row["counts"]))]
+
+
 class WandbSink:
+    """Their own step may not go backwards: rows after a rollback would be dropped. So `step` is a column of
+    ours, and every curve is drawn against it."""
+
     def __init__(self, loop: Loop):
-        wandb = _require("wandb", "logging.wandb")
+        self.wandb = _require("wandb", "logging.wandb")
         trainer = loop.trainer
-        self.run = wandb.init(
-            project=trainer.spec.project,
-            group=trainer.spec.group,
-            name=trainer.spec.name,
-            id=loop.loop_state.tracker_id,
-            resume="allow",
-            dir=str(trainer.run_directory.path),
-            config=trainer.config.tree(),
-        )
+        try:
+            self.run = self.wandb.init(
+                project=trainer.spec.project,
+                group=trainer.spec.group,
+                name=trainer.spec.name,
+                id=loop.loop_state.tracker_id,
+                resume="allow",
+                dir=str(trainer.run_directory.path),
+                config=trainer.config.tree(),
+            )
+        except self.wandb.Error as error:
+            raise InputError(
+                f"logging.wandb=true, but wandb does not start: {error} Log in with `wandb login`, or keep the "
+                "run on this machine with WANDB_MODE=offline."
+            ) from error
         loop.loop_state.tracker_id = self.run.id
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
 
     def write(self, row: dict[str, Any]) -> None:
-        self.run.log({name: value for name, value in row.items() if value is not None}, step=row["step"])
+        self.run.log({name: value for name, value in row.items() if value is not None})
 
     def write_samples(self, step: int, lines: list[str]) -> None:
-        self.run.log({SAMPLES: "\n".join(lines)}, step=step)
+        table = self.wandb.Table(columns=["step", "sample"], data=[[step, line] for line in lines])
+        self.run.log({"step": step, SAMPLES: table})
 
-    def close(self) -> None:
-        self.run.finish()
+    def write_weights(self, step: int, rows: list[dict[str, Any]]) -> None:
+        histograms = {
+            f"{WEIGHTS}/{row['name']}": self.wandb.Histogram(np_histogram=(row["counts"], edges(row)))
+            for row in rows
+        }
+        self.run.log({"step": step, **histograms})
+
+    def go_back(self, step: int) -> None:
+        """What was undone stays there; the rows that follow say `rollbacks`."""
+
+    def close(self, failed: bool = False) -> None:
+        self.run.finish(exit_code=int(failed))
 
 
 class TensorboardSink:
     def __init__(self, loop: Loop):
         writer = _require("tensorboard.summary.writer.event_file_writer", "logging.tensorboard")
-        self.event = _require("tensorboard.compat.proto.event_pb2", "logging.tensorboard").Event
-        self.summary = _require("tensorboard.compat.proto.summary_pb2", "logging.tensorboard").Summary
+        self.events = _require("tensorboard.compat.proto.event_pb2", "logging.tensorboard")
+        self.summaries = _require("tensorboard.compat.proto.summary_pb2", "logging.tensorboard")
         self.writer = writer.EventFileWriter(str(loop.trainer.run_directory.path / "tensorboard"))
+        self.config = "".join(f"    {line}\n" for line in loop.trainer.config.to_yaml().splitlines())
+        self.go_back(loop.step)
+
+    def _add(self, step: int, values: list[Any]) -> None:
+        summary = self.summaries.Summary(value=values)
+        self.writer.add_event(self.events.Event(wall_time=time.time(), step=step, summary=summary))
+
+    def _text(self, tag: str, text: str) -> Any:
+        value = self.summaries.Summary.Value(tag=f"{tag}/text_summary")
+        value.metadata.plugin_data.plugin_name = "text"
+        value.tensor.dtype = DT_STRING
+        value.tensor.string_val.append(text.encode())
+        return value
 
     def write(self, row: dict[str, Any]) -> None:
         values = [
-            self.summary.Value(tag=name, simple_value=value)
+            self.summaries.Summary.Value(tag=name, simple_value=value)
             for name, value in row.items()
             if isinstance(value, int | float) and name != "step"
         ]
-        self.writer.add_event(
-            self.event(wall_time=time.time(), step=row["step"], summary=self.summary(value=values))
-        )
+        self._add(row["step"], values)
 
     def write_samples(self, step: int, lines: list[str]) -> None:
-        value = self.summary.Value(tag=f"{SAMPLES}/text_summary")
-        value.metadata.plugin_data.plugin_name = "text"
-        value.tensor.dtype = DT_STRING
-        value.tensor.string_val.append("\n\n".join(lines).encode())
-        self.writer.add_event(
-            self.event(wall_time=time.time(), step=step, summary=self.summary(value=[value]))
-        )
+        self._add(step, [self._text(SAMPLES, "\n\n".join(lines))])
 
-    def close(self) -> None:
+    def write_weights(self, step: int, rows: list[dict[str, Any]]) -> None:
+        values = []
+        for row in rows:
+            value = self.summaries.Summary.Value(tag=f"{WEIGHTS}/{row['name']}")
+            number = sum(row["counts"])
+            value.histo.min, value.histo.max, value.histo.num = row["min"], row["max"], number
+            value.histo.sum = row["mean"] * number
+            value.histo.sum_squares = (row["std"] ** 2 + row["mean"] ** 2) * number
+            value.histo.bucket_limit.extend(edges(row)[1:])
+            value.histo.bucket.extend(row["counts"])
+            values.append(value)
+        self._add(step, values)
+
+    def go_back(self, step: int) -> None:
+        """Their readers forget what was written from the step of such a mark on."""
+        mark = self.events.SessionLog(status=self.events.SessionLog.START)
+        first = step + 1 if step > 0 else 0
+        self.writer.add_event(self.events.Event(wall_time=time.time(), step=first, session_log=mark))
+        if first == 0:
+            self._add(0, [self._text("config", self.config)])
+
+    def close(self, failed: bool = False) -> None:
         self.writer.close()
 
 
@@ -109,10 +167,19 @@ class Tracker(Callback):
         for sink in self.sinks:
             sink.write_samples(loop.step, [f"{sample.prompt} ▸ {sample.text}" for sample in samples])
 
+    def on_weights(self, loop: Loop, rows: list[dict[str, Any]]) -> None:
+        finite = [row for row in rows if math.isfinite(row["min"]) and math.isfinite(row["max"])]
+        for sink in self.sinks:
+            sink.write_weights(loop.step, finite)
+
+    def on_rollback(self, loop: Loop) -> None:
+        for sink in self.sinks:
+            sink.go_back(loop.step)
+
     def on_train_end(self, loop: Loop) -> None:
         for sink in self.sinks:
             sink.close()
 
     def on_error(self, loop: Loop, error: BaseException) -> None:
         for sink in getattr(self, "sinks", []):
-            sink.close()
+            sink.close(failed=not isinstance(error, Stopped))

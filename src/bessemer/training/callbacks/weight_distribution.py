@@ -1,8 +1,9 @@
-"""Histograms of every parameter at validation points (callbacks=[weight_distribution]), in RUN/weights.jsonl."""
+"""Histograms of every parameter at validation points (callbacks=[weight_distribution]): RUN/weights.jsonl, trackers."""
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import jax
@@ -15,7 +16,6 @@ from bessemer.training.fetch import fetch
 from bessemer.training.loop import Loop
 
 BINS = 32
-FILE = "weights.jsonl"
 
 
 @jax.jit
@@ -53,19 +53,28 @@ def weight_rows(params: Any, step: int) -> list[dict[str, Any]]:
 class WeightDistribution(Callback):
     def on_train_begin(self, loop: Loop) -> None:
         if loop.trainer.is_process_zero:
-            rows = MetricsFile(loop.trainer.run_directory.path / FILE)
+            rows = MetricsFile(loop.trainer.run_directory.weights)
             rows.truncate_after(loop.step if loop.step > 0 else -1)
 
     def on_rollback(self, loop: Loop) -> None:
         self.on_train_begin(loop)
 
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
-        loop.trainer.log_weight_distribution(loop.trainer.state, row["step"])
+        rows = loop.trainer.log_weight_distribution(loop.trainer.state, row["step"])
+        loop.callbacks.fire("on_weights", loop, rows)
 
 
-def append_weights(path: Any, params: Any, step: int, write: bool = True) -> None:
-    """Every process takes part in the measuring; process 0 writes."""
+def append_weights(path: Any, params: Any, step: int, write: bool = True) -> list[dict[str, Any]]:
+    """The rows. Every process takes part in the measuring; process 0 writes (JSON has no NaN: null)."""
     rows = weight_rows(params, step)
     if write:
         with open(path, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            file.writelines(json.dumps(_plain(row), allow_nan=False) + "\n" for row in rows)
+    return rows
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }

@@ -6,13 +6,21 @@ const known = new Map();
 let token = stored();
 
 function stored() {
-  try { return sessionStorage.getItem("bessemer-token") ?? ""; } catch { return ""; }
+  try {
+    return sessionStorage.getItem("bessemer-token") ?? "";
+  } catch {
+    return "";
+  }
 }
 
 export function setToken(given) {
   token = given.trim();
   known.clear();
-  try { sessionStorage.setItem("bessemer-token", token); } catch { /* kept for this page only */ }
+  try {
+    sessionStorage.setItem("bessemer-token", token);
+  } catch {
+    /* kept for this page only */
+  }
 }
 
 // The printed address ends with #token=…: a part of it that browsers never send. It is taken out of the address bar.
@@ -45,11 +53,16 @@ async function refusal(response) {
 export async function get(path, query = {}, signal = undefined) {
   const words = new URLSearchParams();
   for (const [name, value] of Object.entries(query)) {
-    for (const one of Array.isArray(value) ? value : [value]) if (one !== null && one !== undefined) words.append(name, one);
+    for (const one of Array.isArray(value) ? value : [value])
+      if (one !== null && one !== undefined) words.append(name, one);
   }
   const address = `/api/${path}${words.size ? `?${words}` : ""}`;
   const before = known.get(address);
-  const response = await fetch(address, { headers: headers(before ? { "If-None-Match": before.tag } : {}), signal, cache: "no-store" });
+  const response = await fetch(address, {
+    headers: headers(before ? { "If-None-Match": before.tag } : {}),
+    signal,
+    cache: "no-store",
+  });
   if (response.status === 304 && before) return before.data;
   if (!response.ok) throw await refusal(response);
   const data = await response.json();
@@ -63,14 +76,23 @@ export async function get(path, query = {}, signal = undefined) {
 }
 
 export async function post(path, body) {
-  const response = await fetch(`/api/${path}`, { method: "POST", headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify(body) });
+  const response = await fetch(`/api/${path}`, {
+    method: "POST",
+    headers: headers({ "Content-Type": "application/json" }),
+    body: JSON.stringify(body),
+  });
   if (!response.ok) throw await refusal(response);
   return response.json();
 }
 
 // An answer of a model, piece by piece.
 export async function* chat(body, signal) {
-  const response = await fetch("/api/chat", { method: "POST", headers: headers({ "Content-Type": "application/json" }), body: JSON.stringify(body), signal });
+  const response = await fetch("/api/chat", {
+    method: "POST",
+    headers: headers({ "Content-Type": "application/json" }),
+    body: JSON.stringify(body),
+    signal,
+  });
   if (!response.ok) throw await refusal(response);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -2,44 +2,11 @@
 
 import { h, fill, say, table } from "./dom.js";
 import { compact, duration, number } from "./format.js";
+import { colours } from "./paint.js";
+import { at, clean } from "./points.js";
 
-const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
 const HEIGHT = 230;
 const TICKS = { step: compact, tokens: compact, flops: compact, time: duration };
-
-// The theme's colours as a canvas takes them.
-export function colours() {
-  const probe = document.body.appendChild(h("span", { hidden: true }));
-  const read = (name) => {
-    probe.style.color = `var(${name})`;
-    return getComputedStyle(probe).color;
-  };
-  const found = { ink: read("--muted"), grid: read("--grid"), curves: [1, 2, 3, 4, 5, 6, 7, 8].map((place) => read(`--curve-${place}`)) };
-  probe.remove();
-  return found;
-}
-
-// {x, y} with rising x, each once: what a chart can draw. On a log axis only what is above zero is there.
-function clean(points, logX, logY) {
-  const pairs = [];
-  points.x.forEach((x, place) => {
-    if ((!logX || x > 0) && (!logY || points.y[place] > 0)) pairs.push([x, points.y[place]]);
-  });
-  pairs.sort((a, b) => a[0] - b[0]);
-  const last = pairs.filter((pair, place) => place + 1 === pairs.length || pair[0] !== pairs[place + 1][0]);
-  return [last.map((pair) => pair[0]), last.map((pair) => pair[1])];
-}
-
-// The value at x or the last one before it.
-function at([xs, ys], x) {
-  let low = 0, high = xs.length - 1;
-  if (high < 0 || x < xs[0]) return undefined;
-  while (low < high) {
-    const middle = (low + high + 1) >> 1;
-    if (xs[middle] <= x) low = middle; else high = middle - 1;
-  }
-  return ys[low];
-}
 
 export class Chart {
   // spec: {title, unit, log}; onZoom(low, high), or onZoom(null, null) for all of it.
@@ -50,16 +17,57 @@ export class Chart {
     this.log = spec.log;
     this.curves = [];
     this.hidden = new Set();
-    this.plot = h("div", { class: "plot", tabindex: "0", role: "img", onkeydown: (event) => this.key(event) });
+    this.plot = h("div", {
+      class: "plot",
+      tabindex: "0",
+      role: "application",
+      "aria-roledescription": "chart",
+      onkeydown: (event) => this.key(event),
+    });
     this.legend = h("ul", { class: "legend" });
     this.live = h("p", { class: "unseen", "aria-live": "polite" });
     this.numbers = h("div", { class: "numbers", hidden: true });
-    this.logButton = h("button", { class: "quiet small", type: "button", "aria-pressed": String(this.log), onclick: () => this.setLog(!this.log) }, "log");
-    this.tableButton = h("button", { class: "quiet small", type: "button", "aria-expanded": "false", onclick: () => this.toggleTable() }, "numbers");
-    this.wideButton = h("button", { class: "quiet small wide", type: "button", "aria-pressed": "false", "aria-label": `${spec.title}: full width`, onclick: () => this.toggleWide() }, "⤢");
-    this.element = h("figure", { class: "chart", data: { title: spec.title } },
-      h("figcaption", {}, h("span", { class: "title" }, spec.title), h("span", { class: "unit" }, spec.unit), h("span", { class: "tools" }, this.logButton, this.tableButton, this.wideButton)),
-      this.plot, this.legend, this.numbers, this.live);
+    this.logButton = h(
+      "button",
+      {
+        class: "quiet small",
+        type: "button",
+        "aria-pressed": String(this.log),
+        onclick: () => this.setLog(!this.log),
+      },
+      "log",
+    );
+    this.tableButton = h(
+      "button",
+      { class: "quiet small", type: "button", "aria-expanded": "false", onclick: () => this.toggleTable() },
+      "numbers",
+    );
+    this.wideButton = h(
+      "button",
+      {
+        class: "quiet small wide",
+        type: "button",
+        "aria-pressed": "false",
+        "aria-label": `${spec.title}: full width`,
+        onclick: () => this.toggleWide(),
+      },
+      "⤢",
+    );
+    this.element = h(
+      "figure",
+      { class: "chart", data: { title: spec.title } },
+      h(
+        "figcaption",
+        {},
+        h("span", { class: "title" }, spec.title),
+        h("span", { class: "unit" }, spec.unit),
+        h("span", { class: "tools" }, this.logButton, this.tableButton, this.wideButton),
+      ),
+      this.plot,
+      this.legend,
+      this.numbers,
+      this.live,
+    );
     this.observer = new ResizeObserver(() => this.resize());
     this.observer.observe(this.plot);
   }
@@ -83,7 +91,10 @@ export class Chart {
 
   // curves: [{label, colour, dash, x, y, smooth}]; view: {axis, logX, low, high}
   show(curves, view) {
-    const shape = JSON.stringify([curves.map((curve) => [curve.label, curve.colour, Boolean(curve.smooth)]), view]);
+    const shape = JSON.stringify([
+      curves.map((curve) => [curve.label, curve.colour, Boolean(curve.smooth)]),
+      view,
+    ]);
     this.curves = curves;
     this.view = view;
     this.draw(shape !== this.shape);
@@ -92,7 +103,8 @@ export class Chart {
 
   draw(anew) {
     if (!this.view) return;
-    const tables = [], series = [{}];
+    const tables = [],
+      series = [{}];
     this.clean = [];
     for (const [place, curve] of this.curves.entries()) {
       const shown = !this.hidden.has(curve.label);
@@ -104,7 +116,13 @@ export class Chart {
         series.push({ stroke: curve.colour, width: 1, alpha: 0.38, show: shown, points: { show: false } });
       }
       tables.push(main);
-      series.push({ stroke: curve.colour, width: 1.8, dash: curve.dash, show: shown, points: { show: few, size: 5, fill: curve.colour } });
+      series.push({
+        stroke: curve.colour,
+        width: 1.8,
+        dash: curve.dash,
+        show: shown,
+        points: { show: few, size: 5, fill: curve.colour },
+      });
       this.clean[place] = main;
     }
     const data = tables.length ? uPlot.join(tables) : [[]];
@@ -123,7 +141,12 @@ export class Chart {
 
   options(series) {
     const paint = colours();
-    const axis = { stroke: paint.ink, font: "11px system-ui, sans-serif", grid: { stroke: paint.grid, width: 1 }, ticks: { stroke: paint.grid, width: 1, size: 4 } };
+    const axis = {
+      stroke: paint.ink,
+      font: "11px system-ui, sans-serif",
+      grid: { stroke: paint.grid, width: 1 },
+      ticks: { stroke: paint.grid, width: 1, size: 4 },
+    };
     const tick = TICKS[this.view.axis];
     const { low, high } = this.view;
     const range = low === null ? undefined : () => [low, high];
@@ -134,10 +157,27 @@ export class Chart {
       legend: { show: false },
       scales: { x: { time: false, distr: this.view.logX ? 3 : 1, range }, y: { distr: this.log ? 3 : 1 } },
       axes: [
-        { ...axis, size: 32, space: 64, values: (u, values) => values.map((value) => value === null ? "" : tick(value)) },
-        { ...axis, size: 52, values: (u, values) => values.map((value) => value === null ? "" : Math.abs(value) >= 1e4 ? compact(value) : number(value)) },
+        {
+          ...axis,
+          size: 32,
+          space: 64,
+          values: (u, values) => values.map((value) => (value === null ? "" : tick(value))),
+        },
+        {
+          ...axis,
+          size: 52,
+          values: (u, values) =>
+            values.map((value) =>
+              value === null ? "" : Math.abs(value) >= 1e4 ? compact(value) : number(value),
+            ),
+        },
       ],
-      cursor: { sync: { key: this.sync, setSeries: false }, drag: { x: true, y: false, setScale: false }, points: { size: 7 }, focus: { prox: 20 } },
+      cursor: {
+        sync: { key: this.sync, setSeries: false },
+        drag: { x: true, y: false, setScale: false },
+        points: { size: 7 },
+        focus: { prox: 20 },
+      },
       hooks: {
         setCursor: [() => this.read()],
         setSelect: [(u) => this.selected(u)],
@@ -152,25 +192,41 @@ export class Chart {
 
   selected(u) {
     if (u.select.width < 4) return;
-    const low = u.posToVal(u.select.left, "x"), high = u.posToVal(u.select.left + u.select.width, "x");
+    const low = u.posToVal(u.select.left, "x"),
+      high = u.posToVal(u.select.left + u.select.width, "x");
     u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
     this.onZoom(low, high);
   }
 
   resize() {
     const width = Math.max(120, this.plot.clientWidth);
-    if (this.uplot && (width !== this.uplot.width || this.height() !== this.uplot.height)) this.uplot.setSize({ width, height: this.height() });
+    if (this.uplot && (width !== this.uplot.width || this.height() !== this.uplot.height))
+      this.uplot.setSize({ width, height: this.height() });
   }
 
   makeLegend() {
     this.values = this.curves.map(() => h("span", { class: "value" }));
-    fill(this.legend, this.curves.map((curve, place) => {
-      const swatch = h("span", { class: "swatch" });
-      swatch.style.background = curve.colour;
-      const button = h("button", { type: "button", class: "quiet small", "aria-pressed": String(!this.hidden.has(curve.label)), title: "Show or hide this curve", onclick: () => this.toggle(curve.label) },
-        swatch, h("span", { class: "label" }, curve.label), this.values[place]);
-      return h("li", {}, button);
-    }));
+    fill(
+      this.legend,
+      this.curves.map((curve, place) => {
+        const swatch = h("span", { class: "swatch" });
+        swatch.style.background = curve.colour;
+        const button = h(
+          "button",
+          {
+            type: "button",
+            class: "quiet small",
+            "aria-pressed": String(!this.hidden.has(curve.label)),
+            title: "Show or hide this curve",
+            onclick: () => this.toggle(curve.label),
+          },
+          swatch,
+          h("span", { class: "label" }, curve.label),
+          this.values[place],
+        );
+        return h("li", {}, button);
+      }),
+    );
   }
 
   toggle(label) {
@@ -183,12 +239,17 @@ export class Chart {
     if (!this.values || !this.uplot) return;
     const { left } = this.uplot.cursor;
     const x = left >= 0 && left !== undefined && left !== null ? this.uplot.posToVal(left, "x") : Infinity;
-    this.curves.forEach((curve, place) => this.values[place] && say(this.values[place], number(at(this.clean[place], x))));
+    this.curves.forEach(
+      (curve, place) => this.values[place] && say(this.values[place], number(at(this.clean[place], x))),
+    );
   }
 
   describe() {
     const words = this.curves.map((curve, place) => `${curve.label}: ${number(this.clean[place][1].at(-1))}`);
-    this.plot.setAttribute("aria-label", `${this.spec.title} against ${this.view.axis}. Newest: ${words.join("; ")}. Arrow keys read the curve, plus and minus zoom, 0 shows all.`);
+    this.plot.setAttribute(
+      "aria-label",
+      `${this.spec.title} against ${this.view.axis}. Newest: ${words.join("; ")}. Arrow keys read the curve, plus and minus zoom, 0 shows all.`,
+    );
   }
 
   fillTable() {
@@ -197,7 +258,12 @@ export class Chart {
       const [least, most] = ys.reduce(([a, b], y) => [Math.min(a, y), Math.max(b, y)], [Infinity, -Infinity]);
       return [curve.label, ...[ys[0], ys.at(-1), least, most].map((value) => number(value))];
     });
-    fill(this.numbers, table(["curve", "first", "newest", "least", "greatest"], rows, { label: `${this.spec.title} in numbers` }));
+    fill(
+      this.numbers,
+      table(["curve", "first", "newest", "least", "greatest"], rows, {
+        label: `${this.spec.title} in numbers`,
+      }),
+    );
   }
 
   key(event) {
@@ -209,9 +275,13 @@ export class Chart {
       const step = (event.shiftKey ? 0.1 : 0.01) * width * (event.key === "ArrowLeft" ? -1 : 1);
       u.setCursor({ left: Math.min(width - 1, Math.max(0, place + step)), top: u.over.clientHeight / 2 });
       const x = u.posToVal(u.cursor.left, "x");
-      say(this.live, `${this.view.axis} ${TICKS[this.view.axis](x)}: ${this.curves.map((curve, n) => `${curve.label} ${number(at(this.clean[n], x))}`).join(", ")}`);
+      say(
+        this.live,
+        `${this.view.axis} ${TICKS[this.view.axis](x)}: ${this.curves.map((curve, n) => `${curve.label} ${number(at(this.clean[n], x))}`).join(", ")}`,
+      );
     } else if (event.key === "+" || event.key === "=" || event.key === "-") {
-      const middle = u.posToVal(Math.min(place, width), "x"), { min, max } = u.scales.x;
+      const middle = u.posToVal(Math.min(place, width), "x"),
+        { min, max } = u.scales.x;
       const reach = (max - min) * (event.key === "-" ? 1 : 0.25);
       this.onZoom(middle - reach, middle + reach);
     } else if (event.key === "0" || event.key === "Escape") {
@@ -224,8 +294,4 @@ export class Chart {
     this.observer.disconnect();
     this.uplot?.destroy();
   }
-}
-
-export function dash(place) {
-  return DASHES[Math.floor(place / 8) % DASHES.length];
 }

@@ -1,14 +1,25 @@
 // The charts of one run or of several laid over each other: one set of controls, one range, one request for all of it.
 
 import { get } from "./api.js";
-import { Chart, colours, dash } from "./chart.js";
+import { Chart } from "./chart.js";
 import { empty, fill, h, say } from "./dom.js";
+import { colours, dash } from "./paint.js";
 
-const AXES = [["step", "Step"], ["tokens", "Tokens"], ["time", "Training time"], ["flops", "FLOPs"]];
+const AXES = [
+  ["step", "Step"],
+  ["tokens", "Tokens"],
+  ["time", "Training time"],
+  ["flops", "FLOPs"],
+];
+const MOST_NAMES = 100; // of one question: a run may watch every parameter
 const SMOOTHINGS = [0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999];
 
 function remembered() {
-  try { return JSON.parse(localStorage.getItem("bessemer-view")) ?? {}; } catch { return {}; }
+  try {
+    return JSON.parse(localStorage.getItem("bessemer-view")) ?? {};
+  } catch {
+    return {};
+  }
 }
 
 export class Curves {
@@ -19,39 +30,90 @@ export class Curves {
     this.sync = `charts-${Math.random()}`;
     this.grid = h("div", { class: "charts" });
     this.element = h("section", { "aria-label": "Curves" }, this.controls(), this.grid);
-    this.repaint = () => this.refresh(true);
+    this.repaint = () => {
+      this.key = null;
+      this.refresh(true);
+    };
     window.addEventListener("repaint", this.repaint);
   }
 
   controls() {
-    const axis = h("select", { id: "axis", onchange: (event) => this.set({ axis: event.target.value, low: null, high: null }) },
-      AXES.map(([value, title]) => h("option", { value, selected: value === this.view.axis }, title)));
+    const axis = h(
+      "select",
+      { id: "axis", onchange: (event) => this.set({ axis: event.target.value, low: null, high: null }) },
+      AXES.map(([value, title]) => h("option", { value, selected: value === this.view.axis }, title)),
+    );
     const shown = h("output", { for: "smoothing" });
     const place = Math.max(0, SMOOTHINGS.indexOf(this.view.smoothing));
     const word = (value) => say(shown, value ? String(value) : "off");
     word(this.view.smoothing);
-    const smoothing = h("input", { id: "smoothing", type: "range", min: "0", max: String(SMOOTHINGS.length - 1), step: "1", value: String(place), oninput: (event) => {
-      const value = SMOOTHINGS[event.target.value];
-      word(value);
-      this.set({ smoothing: value });
-    } });
-    const logX = h("input", { id: "log-x", type: "checkbox", checked: this.view.logX, onchange: (event) => this.set({ logX: event.target.checked }) });
-    const logY = h("button", { type: "button", onclick: () => { this.allLog = !this.allLog; for (const chart of this.charts.values()) chart.setLog(this.allLog); } }, "Log values");
-    this.reset = h("button", { type: "button", id: "reset", disabled: true, onclick: () => this.zoom(null, null) }, "Show all");
-    return h("div", { class: "controls", role: "group", "aria-label": "How curves are drawn" },
+    const smoothing = h("input", {
+      id: "smoothing",
+      type: "range",
+      min: "0",
+      max: String(SMOOTHINGS.length - 1),
+      step: "1",
+      value: String(place),
+      oninput: (event) => {
+        const value = SMOOTHINGS[event.target.value];
+        word(value);
+        this.set({ smoothing: value });
+      },
+    });
+    const logX = h("input", {
+      id: "log-x",
+      type: "checkbox",
+      checked: this.view.logX,
+      onchange: (event) => this.set({ logX: event.target.checked }),
+    });
+    const logY = h(
+      "button",
+      {
+        type: "button",
+        onclick: () => {
+          this.allLog = !this.allLog;
+          for (const chart of this.charts.values()) chart.setLog(this.allLog);
+        },
+      },
+      "Log values",
+    );
+    const newest = h("button", { type: "button", onclick: () => this.newest() }, "Newest half");
+    this.reset = h(
+      "button",
+      { type: "button", id: "reset", disabled: true, onclick: () => this.zoom(null, null) },
+      "Show all",
+    );
+    return h(
+      "div",
+      { class: "controls", role: "group", "aria-label": "How curves are drawn" },
       h("label", { for: "axis" }, "Against", axis),
       h("label", { for: "smoothing" }, "Smoothing", smoothing, shown),
       h("label", { class: "check", for: "log-x" }, logX, "Log axis"),
-      logY, this.reset,
-      h("span", { class: "hint" }, "Drag over a chart to zoom, double-click for all of it."));
+      logY,
+      newest,
+      this.reset,
+      h("span", { class: "hint" }, "Drag over a chart to zoom, double-click for all of it."),
+    );
   }
 
   set(change) {
     Object.assign(this.view, change);
     const { axis, smoothing, logX } = this.view;
-    try { localStorage.setItem("bessemer-view", JSON.stringify({ axis, smoothing, logX })); } catch { /* for this page only */ }
+    try {
+      localStorage.setItem("bessemer-view", JSON.stringify({ axis, smoothing, logX }));
+    } catch {
+      /* for this page only */
+    }
     this.reset.disabled = this.view.low === null;
     this.refresh(true);
+  }
+
+  // Closer without a mouse: the second half of what is shown.
+  newest() {
+    const chart = [...this.charts.values()].find((one) => one.uplot && !one.element.hidden);
+    if (!chart) return;
+    const { min, max } = chart.uplot.scales.x;
+    this.zoom((min + max) / 2, max);
   }
 
   zoom(low, high) {
@@ -79,11 +141,17 @@ export class Curves {
     const { charts } = await get("charts", { run: this.runs });
     const names = [...new Set(charts.flatMap((chart) => chart.names))];
     const { axis, low, high, smoothing } = this.view;
-    const asked = names.length ? await get("curves", { run: this.runs, name: names, x: axis, from: low, to: high, smooth: smoothing || null, points: Math.min(1600, Math.max(400, innerWidth)) }) : { curves: [] };
+    const view = { x: axis, from: low, to: high, smooth: smoothing || null };
+    const points = Math.min(1600, Math.max(400, innerWidth));
+    const parts = [];
+    for (let place = 0; place < names.length; place += MOST_NAMES)
+      parts.push({ run: this.runs, name: names.slice(place, place + MOST_NAMES), ...view, points });
+    const asked = await Promise.all(parts.map((part) => get("curves", part)));
     const key = JSON.stringify([charts, this.view, document.documentElement.dataset.theme ?? ""]);
-    if (asked === this.drawn && key === this.key) return;
+    const same = asked.length === this.drawn?.length && asked.every((part, place) => part === this.drawn[place]);
+    if (same && key === this.key) return;
     [this.drawn, this.key] = [asked, key];
-    this.draw(this.runs.length > 1 ? apart(charts) : charts, asked.curves);
+    this.draw(this.runs.length > 1 ? apart(charts) : charts, asked.flatMap((part) => part.curves));
   }
 
   draw(charts, curves) {
@@ -102,7 +170,9 @@ export class Curves {
     if (!this.charts.size) this.grid.replaceChildren();
     const paint = colours().curves;
     for (const spec of charts) {
-      const own = curves.filter((curve) => spec.names.includes(curve.name)).map((curve) => this.line(curve, spec, paint));
+      const own = curves
+        .filter((curve) => spec.names.includes(curve.name))
+        .map((curve) => this.line(curve, spec, paint));
       if (!this.charts.has(spec.title)) {
         const chart = new Chart(spec, this.sync, (low, high) => this.zoom(low, high));
         this.charts.set(spec.title, chart);
@@ -111,15 +181,24 @@ export class Curves {
       const chart = this.charts.get(spec.title);
       chart.element.hidden = !own.length;
       const { axis, logX, low, high } = this.view;
-      if (own.length) chart.show(own, { axis, logX, low, high, theme: document.documentElement.dataset.theme });
+      if (own.length)
+        chart.show(own, { axis, logX, low, high, theme: document.documentElement.dataset.theme });
     }
   }
 
   line(curve, spec, paint) {
     const several = this.runs.length > 1;
     const place = several ? this.runs.indexOf(curve.run) : spec.names.indexOf(curve.name);
-    const line = { label: several ? curve.run : curve.name, colour: paint[place % paint.length], dash: dash(place), x: curve.x, y: curve.y, sparse: curve.name.startsWith("val_") };
-    if (curve.smooth && spec.smooth && !curve.name.startsWith("val_") && curve.name !== "loss_smooth") line.smooth = curve.smooth;
+    const line = {
+      label: several ? curve.run : curve.name,
+      colour: paint[place % paint.length],
+      dash: dash(place),
+      x: curve.x,
+      y: curve.y,
+      sparse: curve.name.startsWith("val_"),
+    };
+    if (curve.smooth && spec.smooth && !curve.name.startsWith("val_") && curve.name !== "loss_smooth")
+      line.smooth = curve.smooth;
     return line;
   }
 
@@ -131,5 +210,11 @@ export class Curves {
 
 // Of several runs, each metric has a chart of its own.
 function apart(charts) {
-  return charts.flatMap((chart) => chart.names.map((name) => ({ ...chart, title: chart.names.length > 1 ? `${chart.title}: ${name}` : chart.title, names: [name] })));
+  return charts.flatMap((chart) =>
+    chart.names.map((name) => ({
+      ...chart,
+      title: chart.names.length > 1 ? `${chart.title}: ${name}` : chart.title,
+      names: [name],
+    })),
+  );
 }

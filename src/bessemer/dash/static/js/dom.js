@@ -10,7 +10,12 @@ export function h(tag, attributes = {}, ...children) {
     else if (name in element && typeof value === "boolean") element[name] = value;
     else element.setAttribute(name, value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false).map(node));
+  element.append(
+    ...children
+      .flat(Infinity)
+      .filter((child) => child !== null && child !== undefined && child !== false)
+      .map(node),
+  );
   return element;
 }
 
@@ -29,23 +34,52 @@ export function say(element, text) {
 }
 
 export function table(head, rows, options = {}) {
-  const cell = (tag) => (value) => h(tag, tag === "th" ? { scope: "col" } : typeof value === "number" ? { class: "number" } : {}, value ?? "–");
-  return h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": options.label ?? "table" },
-    h("table", { class: options.class ?? null },
+  const cell = (tag) => (value) =>
+    h(
+      tag,
+      tag === "th" ? { scope: "col" } : typeof value === "number" ? { class: "number" } : {},
+      value ?? "–",
+    );
+  return h(
+    "div",
+    { class: "scroll", tabindex: "0", role: "region", "aria-label": options.label ?? "table" },
+    h(
+      "table",
+      { class: options.class ?? null },
       h("thead", {}, h("tr", {}, head.map(cell("th")))),
-      h("tbody", {}, rows.map((row) => h("tr", {}, row.map(cell("td")))))));
+      h(
+        "tbody",
+        {},
+        rows.map((row) => h("tr", {}, row.map(cell("td")))),
+      ),
+    ),
+  );
 }
 
 export function empty(title, ...words) {
-  return h("div", { class: "empty" }, h("h2", {}, title), ...words.map((word) => word instanceof Node ? word : h("p", {}, word)));
+  return h(
+    "div",
+    { class: "empty" },
+    h("h2", {}, title),
+    ...words.map((word) => (word instanceof Node ? word : h("p", {}, word))),
+  );
 }
 
 // A question in a dialog; true when it is answered with yes.
 export function ask(title, text, yes) {
   const dialog = document.getElementById("ask");
   return new Promise((resolve) => {
-    fill(dialog, h("h2", {}, title), h("p", {}, text), h("form", { method: "dialog", class: "row end" },
-      h("button", { value: "no" }, "Cancel"), h("button", { value: "yes", class: "primary" }, yes)));
+    fill(
+      dialog,
+      h("h2", {}, title),
+      h("p", {}, text),
+      h(
+        "form",
+        { method: "dialog", class: "row end" },
+        h("button", { value: "no" }, "Cancel"),
+        h("button", { value: "yes", class: "primary" }, yes),
+      ),
+    );
     dialog.onclose = () => resolve(dialog.returnValue === "yes");
     dialog.returnValue = "no";
     dialog.showModal();

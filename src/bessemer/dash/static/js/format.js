@@ -6,12 +6,21 @@ export function number(value, digits = 4) {
   if (!known(value)) return "–";
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace("e+", "e");
-  return size >= 1000 ? value.toLocaleString("en", { maximumFractionDigits: 0 }) : String(Number(value.toFixed(digits)));
+  return size >= 1000
+    ? value.toLocaleString("en", { maximumFractionDigits: 0 })
+    : String(Number(value.toFixed(digits)));
 }
 
 export function compact(value) {
   if (!known(value)) return "–";
-  for (const [size, letter] of [[1e18, "E"], [1e15, "P"], [1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]]) {
+  for (const [size, letter] of [
+    [1e18, "E"],
+    [1e15, "P"],
+    [1e12, "T"],
+    [1e9, "B"],
+    [1e6, "M"],
+    [1e3, "k"],
+  ]) {
     if (Math.abs(value) >= size) return `${Number((value / size).toPrecision(3))}${letter}`;
   }
   return String(Number(value.toPrecision(3)));
@@ -28,8 +37,13 @@ export function percent(value) {
 export function duration(seconds) {
   if (!known(seconds)) return "–";
   const all = Math.max(0, Math.floor(seconds));
-  for (const [unit, size, lesser, below] of [["d", 86400, "h", 3600], ["h", 3600, "m", 60], ["m", 60, "s", 1]]) {
-    if (all >= size) return `${Math.floor(all / size)}${unit} ${String(Math.floor((all % size) / below)).padStart(2, "0")}${lesser}`;
+  for (const [unit, size, lesser, below] of [
+    ["d", 86400, "h", 3600],
+    ["h", 3600, "m", 60],
+    ["m", 60, "s", 1],
+  ]) {
+    if (all >= size)
+      return `${Math.floor(all / size)}${unit} ${String(Math.floor((all % size) / below)).padStart(2, "0")}${lesser}`;
   }
   return `${all}s`;
 }
@@ -40,7 +54,11 @@ export function ago(seconds) {
 
 export function bytes(count) {
   if (!known(count)) return "–";
-  let value = count, unit = 0;
-  while (value >= 1024 && unit < 4) { value /= 1024; unit += 1; }
+  let value = count,
+    unit = 0;
+  while (value >= 1024 && unit < 4) {
+    value /= 1024;
+    unit += 1;
+  }
   return `${unit && value < 10 ? value.toFixed(1) : Math.round(value)} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
 }

@@ -16,10 +16,19 @@ function words() {
   return path.split("/");
 }
 
-const list = (text) => text.split(",").filter(Boolean).map(decodeURIComponent);
+// An address may be typed by hand: what cannot be decoded is taken as it stands.
+function decode(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
+}
+
+const list = (text) => text.split(",").filter(Boolean).map(decode);
 
 function make([kind, what = "", tab = ""]) {
-  if (kind === "run" && what) return new Run(decodeURIComponent(what), tab);
+  if (kind === "run" && what) return new Run(decode(what), tab);
   if (kind === "overlay" && what) return new Overlay(list(what));
   if (kind === "diff" && what) return new Diff(list(what));
   return new List();
@@ -27,7 +36,7 @@ function make([kind, what = "", tab = ""]) {
 
 function open() {
   const now = words();
-  if (view instanceof Run && now[0] === "run" && decodeURIComponent(now[1] ?? "") === view.id) {
+  if (view instanceof Run && now[0] === "run" && decode(now[1] ?? "") === view.id) {
     view.open(now[2] ?? "");
   } else {
     view?.destroy?.();
@@ -37,7 +46,16 @@ function open() {
   }
   opened = location.hash;
   document.title = `${view.title} · Bessemer`;
-  fill(document.getElementById("trail"), view instanceof List ? null : [h("a", { href: "#/" }, "Runs"), h("span", { "aria-hidden": "true" }, "/"), h("span", { "aria-current": "page" }, view.title)]);
+  fill(
+    document.getElementById("trail"),
+    view instanceof List
+      ? null
+      : [
+          h("a", { href: "#/" }, "Runs"),
+          h("span", { "aria-hidden": "true" }, "/"),
+          h("span", { "aria-current": "page" }, view.title),
+        ],
+  );
   tick();
 }
 
@@ -52,12 +70,21 @@ let ticking = null;
 async function tick() {
   if (ticking) return ticking;
   const asked = view;
-  ticking = asked.refresh().then(() => {
-    trouble(null);
-    live("live", "good");
-  }, (error) => {
-    if (view === asked) failed(error);
-  }).finally(() => { ticking = null; });
+  ticking = asked
+    .refresh()
+    .then(
+      () => {
+        trouble(null);
+        live("live", "good");
+        if (view === asked && view.element.parentNode !== main) fill(main, view.element); // an error stood in its place
+      },
+      (error) => {
+        if (view === asked) failed(error);
+      },
+    )
+    .finally(() => {
+      ticking = null;
+    });
   await ticking;
   if (view !== asked) return tick();
 }
@@ -71,7 +98,14 @@ function live(text, kind) {
 function failed(error) {
   if (error instanceof ServerError && error.status === 401) {
     live("locked", "bad");
-    fill(main, empty("A token is needed", h("p", {}, "It is at the end of the address that bessemer dash printed."), h("button", { class: "primary", type: "button", onclick: askToken }, "Enter the token")));
+    fill(
+      main,
+      empty(
+        "A token is needed",
+        h("p", {}, "It is at the end of the address that bessemer dash printed."),
+        h("button", { class: "primary", type: "button", onclick: askToken }, "Enter the token"),
+      ),
+    );
   } else if (error instanceof ServerError && error.status === 404) {
     live("live", "good");
     fill(main, empty("There is no such run", error.message, h("p", {}, h("a", { href: "#/" }, "All runs"))));
@@ -105,7 +139,9 @@ async function askToken() {
 function showKey(right) {
   const key = document.getElementById("key");
   say(key, right ? "Token ✓" : "Token");
-  key.title = right ? "Stop, resume and chat are allowed" : "Enter the token: it allows stop, resume and chat";
+  key.title = right
+    ? "Stop, resume and chat are allowed"
+    : "Enter the token: it allows stop, resume and chat";
 }
 
 function changeTheme() {
@@ -113,23 +149,39 @@ function changeTheme() {
   const now = document.documentElement.dataset.theme ?? (dark ? "dark" : "light");
   const next = now === "dark" ? "light" : "dark";
   document.documentElement.dataset.theme = next;
-  try { localStorage.setItem("bessemer-theme", next); } catch { /* for this page only */ }
+  try {
+    localStorage.setItem("bessemer-theme", next);
+  } catch {
+    /* for this page only */
+  }
   window.dispatchEvent(new Event("repaint"));
 }
 
 document.getElementById("theme").addEventListener("click", changeTheme);
 document.getElementById("key").addEventListener("click", askToken);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => window.dispatchEvent(new Event("repaint")));
-window.addEventListener("unhandledrejection", (event) => { trouble(event.reason?.message ?? "something went wrong"); });
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
+  window.dispatchEvent(new Event("repaint")),
+);
+window.addEventListener("unhandledrejection", (event) => {
+  trouble(event.reason?.message ?? "something went wrong");
+});
 
 takeToken();
-window.addEventListener("hashchange", () => { if (/[#&]token=/.test(location.hash)) takeToken(); open(); });
+window.addEventListener("hashchange", () => {
+  if (/[#&]token=/.test(location.hash)) takeToken();
+  open();
+});
 open();
-get("session").then(({ may_act: right }) => showKey(right), () => {});
+get("session").then(
+  ({ may_act: right }) => showKey(right),
+  () => {},
+);
 (async () => {
   for (;;) {
     await new Promise((resolve) => setTimeout(resolve, document.hidden ? 4 * EVERY : EVERY));
     await tick();
   }
 })();
-document.addEventListener("visibilitychange", () => { if (!document.hidden) tick(); });
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden) tick();
+});

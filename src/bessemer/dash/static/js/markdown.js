@@ -34,7 +34,11 @@ export function markdown(text) {
 }
 
 function cells(line) {
-  return line.replace(/^\|/, "").replace(/\|\s*$/, "").split(/(?<!\\)\|/).map((cell) => cell.trim().replace(/\\([\\|])/g, "$1"));
+  return line
+    .replace(/^\|/, "")
+    .replace(/\|\s*$/, "")
+    .split(/(?<!\\)\|/)
+    .map((cell) => cell.trim().replace(/\\([\\|])/g, "$1"));
 }
 
 function inline(text) {

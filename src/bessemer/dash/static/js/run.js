@@ -7,12 +7,14 @@ import { ago, compact, duration, number, percent } from "./format.js";
 import { address, pill, progress } from "./list.js";
 import { Checkpoints, Evaluations, Log, Report, Samples, Settings } from "./parts.js";
 import { Chat } from "./talk.js";
+import { Weights } from "./weights.js";
 
 const TABS = [
   ["curves", "Curves", (run) => new Curves([run])],
   ["samples", "Samples", (run) => new Samples(run)],
   ["checkpoints", "Checkpoints", (run) => new Checkpoints(run)],
   ["evaluations", "Evaluations", (run) => new Evaluations(run)],
+  ["weights", "Weights", (run) => new Weights(run)],
   ["settings", "Settings", (run) => new Settings(run)],
   ["report", "Report", (run) => new Report(run)],
   ["log", "Log", (run) => new Log(run)],
@@ -20,13 +22,21 @@ const TABS = [
 ];
 const TILES = [
   ["Loss", (run) => number(run.loss)],
-  ["Held out", (run) => run.val_bpb !== null ? `${number(run.val_bpb)} bpb` : run.val_reward !== null ? `${number(run.val_reward)} reward` : "–"],
+  [
+    "Held out",
+    (run) =>
+      run.val_bpb !== null
+        ? `${number(run.val_bpb)} bpb`
+        : run.val_reward !== null
+          ? `${number(run.val_reward)} reward`
+          : "–",
+  ],
   ["Tokens", (run) => compact(run.tokens)],
   ["Tokens/s", (run) => compact(run.tok_per_s)],
   ["MFU", (run) => percent(run.mfu)],
   ["Parameters", (run) => compact(run.facts?.parameters?.total)],
   ["Training time", (run) => duration(run.seconds)],
-  ["Left", (run) => run.state === "running" ? duration(run.eta) : ""],
+  ["Left", (run) => (run.state === "running" ? duration(run.eta) : "")],
 ];
 
 export class Run {
@@ -39,17 +49,41 @@ export class Run {
     this.notes = h("div", { class: "notes" });
     this.steps = h("div", { class: "wide-steps" });
     this.panel = h("div", { role: "tabpanel", id: "panel", tabindex: "-1" });
-    this.tabs = TABS.map(([name, title]) => h("a", { role: "tab", id: `tab-${name}`, href: address(id, name), "aria-controls": "panel", onkeydown: (event) => this.arrow(event, name) }, title));
-    this.element = h("div", {},
+    this.tabs = TABS.map(([name, title]) =>
+      h(
+        "a",
+        {
+          role: "tab",
+          id: `tab-${name}`,
+          href: address(id, name),
+          "aria-controls": "panel",
+          onkeydown: (event) => this.arrow(event, name),
+        },
+        title,
+      ),
+    );
+    this.element = h(
+      "div",
+      {},
       h("div", { class: "head" }, h("div", {}, h("h1", {}, id), this.state), this.buttons),
-      this.notes, this.steps,
-      h("dl", { class: "tiles" }, TILES.map(([title], place) => h("div", {}, h("dt", {}, title), this.tiles[place]))),
-      h("div", { class: "tabs", role: "tablist", "aria-label": "Parts of the run" }, this.tabs), this.panel);
+      this.notes,
+      this.steps,
+      h(
+        "dl",
+        { class: "tiles" },
+        TILES.map(([title], place) => h("div", {}, h("dt", {}, title), this.tiles[place])),
+      ),
+      h("div", { class: "tabs", role: "tablist", "aria-label": "Parts of the run" }, this.tabs),
+      this.panel,
+    );
     this.open(tab);
   }
 
   open(tab) {
-    const place = Math.max(0, TABS.findIndex(([name]) => name === tab));
+    const place = Math.max(
+      0,
+      TABS.findIndex(([name]) => name === tab),
+    );
     this.tab = TABS[place][0];
     this.tabs.forEach((element, other) => {
       element.setAttribute("aria-selected", String(other === place));
@@ -77,38 +111,90 @@ export class Run {
       say(this.tiles[place], value(run));
       this.tiles[place].parentNode.hidden = value(run) === "";
     });
-    fill(this.state, pill(run.state), h("span", { class: "muted" }, ` last sign of life ${ago(run.beat)}${run.host ? ` on ${run.host}` : ""}`));
+    fill(
+      this.state,
+      pill(run.state),
+      h(
+        "span",
+        { class: "muted" },
+        ` last sign of life ${ago(run.beat)}${run.host ? ` on ${run.host}` : ""}`,
+      ),
+    );
     fill(this.steps, progress(run.step, run.steps));
-    const resumed = run.resumed && run.resumed.exit_code ? [`The last resume ended with code ${run.resumed.exit_code}: ${run.resumed.said}`] : [];
-    fill(this.notes, [...(run.message ? [run.message] : []), ...resumed, ...run.problems].map((text) => h("p", { class: "note" }, text)));
+    const resumed =
+      run.resumed && run.resumed.exit_code
+        ? [`The last resume ended with code ${run.resumed.exit_code}: ${run.resumed.said}`]
+        : [];
+    fill(
+      this.notes,
+      [...(run.message ? [run.message] : []), ...resumed, ...run.problems].map((text) =>
+        h("p", { class: "note" }, text),
+      ),
+    );
     this.act(run, session.may_act);
     await this.part.refresh(run, session);
   }
 
   act(run, may) {
-    const wanted = run.state === "running" ? "stop" : ["stopped", "crashed", "failed"].includes(run.state) && !run.id.includes("/") ? "resume" : null;
+    const wanted =
+      run.state === "running"
+        ? "stop"
+        : ["stopped", "crashed", "failed"].includes(run.state) && !run.id.includes("/")
+          ? "resume"
+          : null;
     const starting = run.resumed && run.resumed.exit_code === null && run.state !== "running";
     const key = `${wanted} ${may} ${starting}`;
     if (key === this.acted) return;
     this.acted = key;
     const hint = may ? null : "Needs the token: the Token button, top right";
-    const button = (title, click) => h("button", { type: "button", id: "act", class: "primary", disabled: !may, title: hint, onclick: click }, title);
-    fill(this.buttons,
-      starting ? h("span", { class: "muted" }, "resuming…") : wanted === "stop" ? button("Stop", () => this.stop()) : wanted === "resume" ? button("Resume", () => this.resume()) : null,
-      h("a", { class: "button", href: `#/overlay/${encodeURIComponent(run.id)}` }, "Overlay…"));
+    const button = (title, click) =>
+      h(
+        "button",
+        { type: "button", id: "act", class: "primary", disabled: !may, title: hint, onclick: click },
+        title,
+      );
+    fill(
+      this.buttons,
+      starting
+        ? h("span", { class: "muted" }, "resuming…")
+        : wanted === "stop"
+          ? button("Stop", () => this.stop())
+          : wanted === "resume"
+            ? button("Resume", () => this.resume())
+            : null,
+      h("a", { class: "button", href: `#/overlay/${encodeURIComponent(run.id)}` }, "Overlay…"),
+    );
   }
 
   async stop() {
-    if (await ask("Stop this run?", `${this.id} finishes its step, saves a checkpoint and ends. Resume continues it exactly.`, "Stop it")) this.tell(await post("stop", { run: this.id }));
+    if (
+      await ask(
+        "Stop this run?",
+        `${this.id} finishes its step, saves a checkpoint and ends. Resume continues it exactly.`,
+        "Stop it",
+      )
+    )
+      this.tell(await post("stop", { run: this.id }));
   }
 
   async resume() {
-    if (await ask("Resume this run?", `bessemer resume ${this.id} starts on this machine, from its newest checkpoint.`, "Resume it")) this.tell(await post("resume", { run: this.id }));
+    if (
+      await ask(
+        "Resume this run?",
+        `bessemer resume ${this.id} starts on this machine, from its newest checkpoint.`,
+        "Resume it",
+      )
+    )
+      this.tell(await post("resume", { run: this.id }));
   }
 
   tell(answer) {
-    this.notes.prepend(h("p", { class: "note good", role: "status" }, answer.message ?? `Resuming as pid ${answer.pid}.`));
+    this.notes.prepend(
+      h("p", { class: "note good", role: "status" }, answer.message ?? `Resuming as pid ${answer.pid}.`),
+    );
   }
 
-  destroy() { this.part?.destroy?.(); }
+  destroy() {
+    this.part?.destroy?.();
+  }
 }

@@ -10,17 +10,64 @@ export class Chat {
     this.messages = [];
     this.list = h("ol", { class: "talk", "aria-live": "polite", "aria-label": "Conversation" });
     this.step = h("select", { id: "step" });
-    this.temperature = h("input", { id: "temperature", type: "number", min: "0", max: "2", step: "0.1", value: "0.8" });
+    this.temperature = h("input", {
+      id: "temperature",
+      type: "number",
+      min: "0",
+      max: "2",
+      step: "0.1",
+      value: "0.8",
+    });
     this.most = h("input", { id: "most", type: "number", min: "1", max: "4096", step: "1", value: "128" });
-    this.text = h("textarea", { id: "message", rows: "2", placeholder: "Say something…", "aria-label": "Message", onkeydown: (event) => {
-      if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); this.send(); }
-    } });
+    this.text = h("textarea", {
+      id: "message",
+      rows: "2",
+      placeholder: "Say something…",
+      "aria-label": "Message",
+      onkeydown: (event) => {
+        if (event.key === "Enter" && !event.shiftKey) {
+          event.preventDefault();
+          this.send();
+        }
+      },
+    });
     this.button = h("button", { type: "submit", class: "primary", id: "send" }, "Send");
     this.place = h("div", {});
-    this.pane = h("div", {},
-      h("div", { class: "controls" }, h("label", { for: "step" }, "Checkpoint", this.step), h("label", { for: "temperature" }, "Temperature", this.temperature), h("label", { for: "most" }, "Tokens at most", this.most),
-        h("button", { type: "button", onclick: () => { this.messages = []; this.list.replaceChildren(); } }, "Clear")),
-      this.list, h("form", { class: "say", onsubmit: (event) => { event.preventDefault(); this.send(); } }, this.text, this.button));
+    this.pane = h(
+      "div",
+      {},
+      h(
+        "div",
+        { class: "controls" },
+        h("label", { for: "step" }, "Checkpoint", this.step),
+        h("label", { for: "temperature" }, "Temperature", this.temperature),
+        h("label", { for: "most" }, "Tokens at most", this.most),
+        h(
+          "button",
+          {
+            type: "button",
+            onclick: () => {
+              this.messages = [];
+              this.list.replaceChildren();
+            },
+          },
+          "Clear",
+        ),
+      ),
+      this.list,
+      h(
+        "form",
+        {
+          class: "say",
+          onsubmit: (event) => {
+            event.preventDefault();
+            this.send();
+          },
+        },
+        this.text,
+        this.button,
+      ),
+    );
     this.element = h("div", { class: "panel chat" }, this.place);
   }
 
@@ -30,7 +77,13 @@ export class Chat {
     if (key === this.key) return;
     this.key = key;
     if (!session.may_act) {
-      fill(this.place, empty("The token is needed to chat", "It is in the address that bessemer dash printed. The Token button, top right, takes it."));
+      fill(
+        this.place,
+        empty(
+          "The token is needed to chat",
+          "It is in the address that bessemer dash printed. The Token button, top right, takes it.",
+        ),
+      );
       return;
     }
     if (!steps.length) {
@@ -38,12 +91,20 @@ export class Chat {
       return;
     }
     const wanted = this.step.value || /step=(\d+)/.exec(location.hash)?.[1];
-    fill(this.step, steps.map((step) => h("option", { value: String(step), selected: String(step) === wanted }, `step ${whole(step)}`)));
+    fill(
+      this.step,
+      steps.map((step) =>
+        h("option", { value: String(step), selected: String(step) === wanted }, `step ${whole(step)}`),
+      ),
+    );
     if (this.pane.parentNode !== this.place) fill(this.place, this.pane);
   }
 
   async send() {
-    if (this.stop) { this.stop.abort(); return; }
+    if (this.stop) {
+      this.stop.abort();
+      return;
+    }
     const text = this.text.value.trim();
     if (!text) return;
     this.text.value = "";
@@ -56,15 +117,27 @@ export class Chat {
     say(this.button, "Stop");
     let said = "";
     try {
-      const body = { run: this.id, step: Number(this.step.value), messages: this.messages, max_tokens: Number(this.most.value), temperature: Number(this.temperature.value) };
+      const body = {
+        run: this.id,
+        step: Number(this.step.value),
+        messages: this.messages,
+        max_tokens: Number(this.most.value),
+        temperature: Number(this.temperature.value),
+      };
       for await (const piece of chat(body, this.stop.signal)) {
         said += piece;
-        if (said) { answer.classList.remove("waiting"); say(answer, said); }
+        if (said) {
+          answer.classList.remove("waiting");
+          say(answer, said);
+        }
       }
       if (!said) say(answer, "(nothing)");
     } catch (error) {
       if (error.name === "AbortError") say(answer, said || "(stopped)");
-      else { say(answer, error.message); answer.classList.add("failed"); }
+      else {
+        say(answer, error.message);
+        answer.classList.add("failed");
+      }
     }
     answer.classList.remove("waiting");
     answer.dataset.done = "true";
@@ -76,10 +149,14 @@ export class Chat {
 
   add(role, text) {
     const words = h("p", { class: "words" }, text);
-    this.list.append(h("li", { class: role }, h("span", { class: "who" }, role === "user" ? "you" : this.id), words));
+    this.list.append(
+      h("li", { class: role }, h("span", { class: "who" }, role === "user" ? "you" : this.id), words),
+    );
     words.scrollIntoView({ block: "nearest" });
     return words;
   }
 
-  destroy() { this.stop?.abort(); }
+  destroy() {
+    this.stop?.abort();
+  }
 }

@@ -1,0 +1,52 @@
+"""Goodput over restarts: what counts as useful, and what as time."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bessemer.job import RunDirectory
+from bessemer.training import goodput
+from bessemer.training.report import StepClock
+from bessemer.training.startup import StartUp
+from bessemer.training.state import LoopState
+
+
+def a_start(run: RunDirectory, began: float, continues: bool) -> Any:
+    """What a trainer is to goodput, begun `began` seconds ago."""
+    startup = StartUp()
+    startup.began(time.monotonic() - began)
+    return SimpleNamespace(run_directory=run, continues=continues, startup=startup, wall_before=0.0)
+
+
+def test_time_adds_up_over_starts_and_queues_do_not_count(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "x").create()
+    run.write_status(state="running", **goodput.begin(a_start(run, 100.0, False)))
+    status = run.read_status()
+    status["heartbeat"] += 50.0  # it lived for 150 s, was killed, and waited in a queue ever since
+    status["began"] -= 1000.0
+    status["heartbeat"] -= 1000.0
+    run.status.write_text(json.dumps(status))
+    again = a_start(run, 20.0, True)
+    fields = goodput.begin(again)
+    assert fields["starts"] == 2 and fields["wall_before"] == pytest.approx(150.0, abs=2)
+    assert goodput.wall_seconds(again) == pytest.approx(170.0, abs=2)
+    assert goodput.begin(a_start(run, 1.0, False)) | {"began": 0} == {
+        "starts": 1,
+        "began": 0,
+        "wall_before": 0.0,
+    }
+
+
+def test_waiting_for_data_pauses_and_lost_steps_are_not_useful() -> None:
+    loop = LoopState(useful_seconds=30.0)
+    clock = StepClock(loop, 8, 100, lambda causal: None, lambda: 100.0)
+    clock._marks = {0: (0.0, 0.0), 4: (10.0, 2.0)}  # four steps in ten seconds, of which two waited for data
+    row = clock.row(4)
+    assert loop.useful_seconds == 38.0 and row["time/goodput"] == 0.38
+    assert LoopState.from_json(LoopState(useful_seconds=5.0).to_json()).useful_seconds == 5.0
