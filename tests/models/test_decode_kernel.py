@@ -12,10 +12,11 @@ import pytest
 
 from bessemer.models import decode_kernel
 from bessemer.models.attention import cached_attention
+from bessemer.models.cache import held_positions, write
 from bessemer.models.decode_kernel import decode_attention, suits_decode
 from bessemer.models.gpt import GPT
 
-SIZE = 256
+SIZE = 250  # not a multiple of a block
 
 
 def draw(seed: int, *shape: int, dtype: type = np.float32) -> jax.Array:
@@ -32,22 +33,34 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 @pytest.mark.parametrize("pieces", [1, 64], indirect=True)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2)])
 def test_it_is_the_plain_attention_at_every_length(pieces: None, heads: int, kv_heads: int) -> None:
-    held = jnp.array([1, 63, 64, 65, 200, SIZE])
-    q = draw(0, len(held), heads, 32)
-    k, v = (draw(seed, len(held), kv_heads, SIZE, 32) for seed in (1, 2))
-    places = jnp.broadcast_to(jnp.arange(SIZE), (len(held), SIZE))
-    wanted = cached_attention(q[:, None], k, v, q_positions=held[:, None] - 1, k_positions=places)[:, 0]
-    np.testing.assert_allclose(decode_attention(q, k, v, held), wanted, atol=2e-6, rtol=1e-5)
+    """Also in a full ring, where the new token takes the oldest one's place, and in rows that add nothing."""
+    lengths = jnp.array([0, 62, 63, 64, 199, SIZE - 1, SIZE, SIZE + 70, 30, SIZE + 5])
+    added = jnp.array([1] * 8 + [0] * 2)
+    q = draw(0, len(lengths), heads, 32)
+    k, v = (draw(seed, len(lengths), kv_heads, 32) for seed in (1, 2))
+    stores = [draw(seed, len(lengths), kv_heads, SIZE, 32) for seed in (3, 4)]
+    new = [write(store, x[:, None], lengths, added) for store, x in zip(stores, (k, v), strict=True)]
+    wanted = cached_attention(
+        q[:, None],
+        *new,
+        q_positions=(lengths + added)[:, None] - 1,
+        k_positions=held_positions(SIZE, lengths + added),
+    )[:, 0]
+    got, *written = decode_attention(q, k, v, *stores, lengths, added)
+    np.testing.assert_allclose(got, wanted, atol=2e-6, rtol=1e-5)
+    for mine, its in zip(written, new, strict=True):
+        np.testing.assert_array_equal(mine, its)
 
 
 @pytest.mark.parametrize("pieces", [64], indirect=True)
 def test_a_row_that_holds_nothing_gives_zeros_and_what_is_beyond_a_row_weighs_nothing(pieces: None) -> None:
-    q, k, v = draw(0, 2, 2, 32), draw(1, 2, 2, SIZE, 32), draw(2, 2, 2, SIZE, 32)
-    held = jnp.array([0, 70])
-    garbage = jnp.arange(SIZE)[None, None, :, None] >= held[:, None, None, None]
-    got = decode_attention(q, *(jnp.where(garbage, 1e9, x) for x in (k, v)), held)
+    q, k, v = (draw(seed, 2, 2, 32) for seed in range(3))
+    stores = [draw(seed, 2, 2, SIZE, 32) for seed in (3, 4)]
+    lengths, added = jnp.array([0, 70]), jnp.array([0, 1])
+    beyond = jnp.arange(SIZE)[None, None, :, None] >= lengths[:, None, None, None]
+    got, *_ = decode_attention(q, k, v, *(jnp.where(beyond, np.nan, x) for x in stores), lengths, added)
     assert not np.any(got[0])
-    np.testing.assert_allclose(got[1], decode_attention(q, k, v, held)[1], rtol=1e-6)
+    np.testing.assert_allclose(got[1], decode_attention(q, k, v, *stores, lengths, added)[0][1], rtol=1e-6)
 
 
 def test_a_model_decodes_the_same_tokens_with_it_through_a_full_window() -> None:
@@ -79,15 +92,16 @@ def test_a_model_decodes_the_same_tokens_with_it_through_a_full_window() -> None
     np.testing.assert_allclose(results[1], results[0], atol=1e-4)
 
 
-def test_which_caches_it_reads() -> None:
-    assert suits_decode(1280, 128) and suits_decode(64, 64)
-    assert not suits_decode(100, 128) and not suits_decode(1280, 96)
+def test_which_heads_it_reads() -> None:
+    assert suits_decode(128) and suits_decode(64)
+    assert not suits_decode(96)
 
 
 def test_it_lowers_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled as far as a machine without a GPU can: the Triton program is built."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 6, 128), (4, 3, 1280, 128)))
-    held = jax.ShapeDtypeStruct((4,), jnp.int32)
-    lowered = jax.jit(decode_attention).trace(q, k, k, held).lower(lowering_platforms=("cuda",))
+    shapes = ((4, 6, 128), (4, 3, 128), (4, 3, 128), (4, 3, 1300, 128), (4, 3, 1300, 128))
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    counts = [jax.ShapeDtypeStruct((4,), jnp.int32)] * 2
+    lowered = jax.jit(decode_attention).trace(*arrays, *counts).lower(lowering_platforms=("cuda",))
     assert "xla.gpu.triton" in lowered.as_text()

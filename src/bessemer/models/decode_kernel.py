@@ -1,6 +1,6 @@
-"""One query a row against its cache, in one pass over the keys and values that are there.
+"""A decode step of attention in one kernel: one query a row against its cache, which takes the row's new key and value.
 
-    out = Σ softmax(q·k_s / √H) v_s   over the places s < held[b] of row b
+    out = Σ softmax(q·k_s / √H) v_s   over the places s that row b holds, the new one among them
 
 What is read follows the rows' lengths, not the capacity. A row is cut into pieces that run side by side, each with its
 own largest score m, Σ e^(s − m) and Σ e^(s − m) v; they are joined afterwards (Dao et al. 2023, flash decoding).
@@ -21,21 +21,28 @@ BLOCK = 64
 """Places read at once: 16 KiB of keys in bf16 at head dimension 128."""
 PROGRAMS = 1024
 """Pieces that keep an H200 busy: a few for each of its 132 processors."""
+WARPS, STAGES = 4, 2
 LOWEST = -1e30  # of no place at all: its weight in the join is 0, and never 0/0
 
 
-def suits_decode(size: int, head_dim: int) -> bool:
-    """Whether places can be read in whole blocks, and a head is a power of two."""
-    return size % BLOCK == 0 and head_dim >= 16 and head_dim & (head_dim - 1) == 0
+def suits_decode(head_dim: int) -> bool:
+    """Whether a head is a power of two, as the kernel's shapes are."""
+    return head_dim >= 16 and head_dim & (head_dim - 1) == 0
 
 
-def decode_attention(q: Array, k: Array, v: Array, held: Array) -> Array:
-    """q: (B, N, H); k, v: (B, K, S, H); held: (B,), at most S → (B, N, H). A row that holds nothing gives zeros."""
+def decode_attention(
+    q: Array, k: Array, v: Array, keys: Array, values: Array, lengths: Array, added: Array
+) -> tuple[Array, Array, Array]:
+    """(out (B, N, H), keys, values). q: (B, N, H); k, v: (B, K, H), the new token of the rows whose `added` (B,) is 1;
+    keys, values: (B, K, S, H), where the token at position p lies at p mod S; lengths: (B,) tokens so far.
+
+    A row that holds nothing gives zeros.
+    """
     batch, heads, head_dim = q.shape
-    kv_heads, size = k.shape[1:3]
+    kv_heads, size = keys.shape[1:3]
     group = heads // kv_heads
-    pieces = _pieces(batch * kv_heads, size)
-    places = size // pieces
+    places = _places(batch * kv_heads, size)
+    pieces = -(-size // places)
     partial_shape = (batch, kv_heads, pieces, group)
 
     def at_row(*block: int) -> pl.BlockSpec:
@@ -44,65 +51,99 @@ def decode_attention(q: Array, k: Array, v: Array, held: Array) -> Array:
     def at_piece(*block: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, None, *block), lambda b, h, p: (b, h, p, *(0 for _ in block)))
 
-    out, most, total = pl.pallas_call(
-        partial(_read_piece, group=group, places=places, scale=head_dim**-0.5),
+    one = pl.BlockSpec((1,), lambda b, h, p: (b,))
+    store = at_row(size, head_dim)
+    out, most, total, keys, values = pl.pallas_call(
+        partial(_read_piece, group=group, places=places, size=size, scale=head_dim**-0.5),
         grid=(batch, kv_heads, pieces),
-        in_specs=[
-            pl.BlockSpec((1,), lambda b, h, p: (b,)),
-            at_row(group, head_dim),
-            at_row(size, head_dim),
-            at_row(size, head_dim),
-        ],
-        out_specs=[at_piece(group, head_dim), at_piece(group), at_piece(group)],
+        in_specs=[one, one, at_row(group, head_dim), at_row(head_dim), at_row(head_dim), store, store],
+        out_specs=[at_piece(group, head_dim), at_piece(group), at_piece(group), store, store],
         out_shape=[
             jax.ShapeDtypeStruct((*partial_shape, head_dim), jnp.float32),
             jax.ShapeDtypeStruct(partial_shape, jnp.float32),
             jax.ShapeDtypeStruct(partial_shape, jnp.float32),
+            jax.ShapeDtypeStruct(keys.shape, keys.dtype),
+            jax.ShapeDtypeStruct(values.shape, values.dtype),
         ],
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        input_output_aliases={5: 3, 6: 4},
+        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=STAGES),
         interpret=jax.default_backend() != "gpu",
-    )(held.astype(jnp.int32), q.reshape(batch, kv_heads, group, head_dim), k, v)
-    return _join(out, most, total).reshape(batch, heads, head_dim).astype(v.dtype)
+    )(
+        lengths.astype(jnp.int32),
+        added.astype(jnp.int32),
+        q.reshape(batch, kv_heads, group, head_dim),
+        k.astype(keys.dtype),
+        v.astype(values.dtype),
+        keys,
+        values,
+    )
+    return _join(out, most, total).reshape(batch, heads, head_dim).astype(v.dtype), keys, values
 
 
-def _pieces(programs: int, size: int) -> int:
-    """As few pieces of a row as keep the chip busy, each of at least two blocks."""
-    pieces = 1
-    while programs * pieces < PROGRAMS and size % (pieces * 4 * BLOCK) == 0:
-        pieces *= 2
-    return pieces
+def _places(programs: int, size: int) -> int:
+    """Places of a piece: as many as leave the chip busy, in whole blocks."""
+    pieces = max(1, PROGRAMS // programs)
+    return max(1, -(-size // (pieces * BLOCK))) * BLOCK
 
 
 def _read_piece(
-    held_ref: Any,
+    lengths_ref: Any,
+    added_ref: Any,
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
+    _keys_in: Any,
+    _values_in: Any,
     out_ref: Any,
     most_ref: Any,
     total_ref: Any,
+    keys_ref: Any,
+    values_ref: Any,
     *,
     group: int,
     places: int,
+    size: int,
     scale: float,
 ) -> None:
-    start = pl.program_id(2) * places
-    held = held_ref[0]
+    """The new token is read from where it comes from, by the first piece, which also writes it: no piece waits."""
+    piece = pl.program_id(2)
+    length, added = lengths_ref[0], added_ref[0]
+    place = length % size
+    held = jnp.minimum(length + added, size)
+    start = piece * places
     blocks = (jnp.clip(held - start, 0, places) + BLOCK - 1) // BLOCK
+    queries = [q_ref[g, :].astype(jnp.float32) * scale for g in range(group)]
 
     def read(block: Any, carry: Any) -> Any:
-        first = start + block * BLOCK
-        k = k_ref[pl.ds(first, BLOCK), :].astype(jnp.float32)
-        v = v_ref[pl.ds(first, BLOCK), :].astype(jnp.float32)
-        there = first + jnp.arange(BLOCK) < held
+        at = start + block * BLOCK + jnp.arange(BLOCK)
+        there = (at < held) & ((at != place) | (added == 0))
+        k, v = (
+            plgpu.load(ref.at[pl.ds(start + block * BLOCK, BLOCK), :], mask=there[:, None], other=0.0)
+            for ref in (keys_ref, values_ref)
+        )
+        k, v = k.astype(jnp.float32), v.astype(jnp.float32)
         return tuple(_add(*state, query, k, v, there) for state, query in zip(carry, queries, strict=True))
 
-    queries = [q_ref[g, :].astype(jnp.float32) * scale for g in range(group)]
-    none = (jnp.float32(LOWEST), jnp.float32(0.0), jnp.zeros_like(queries[0]))
-    for g, (most, total, out) in enumerate(jax.lax.fori_loop(0, blocks, read, (none,) * group)):
+    mine = (piece == 0) & (added > 0)
+    new_k, new_v = k_ref[...].astype(jnp.float32), v_ref[...].astype(jnp.float32)
+    none = jnp.zeros_like(new_v)
+    first = [
+        (
+            jnp.where(mine, jnp.sum(query * new_k), LOWEST),
+            jnp.where(mine, jnp.float32(1.0), jnp.float32(0.0)),
+            jnp.where(mine, new_v, none),
+        )
+        for query in queries
+    ]
+    for g, (most, total, out) in enumerate(jax.lax.fori_loop(0, blocks, read, tuple(first))):
         out_ref[g, :] = out
         most_ref[g] = most
         total_ref[g] = total
+
+    @pl.when(mine)
+    def _() -> None:
+        keys_ref[place, :] = k_ref[...]
+        values_ref[place, :] = v_ref[...]
 
 
 def _add(

@@ -1,5 +1,8 @@
 """Norms joined with what comes before them, in plain JAX or by the one-pass kernels; the same numbers either way.
 
+A decode step has one token a row: it is over before a kernel's programs are spread, and XLA joins more of its
+neighbours. The kernels are for many.
+
 The kernels see rows of one device: on a mesh they run under `shard_map`, each device on its own rows.
 """
 
@@ -55,6 +58,12 @@ def unpack_rotate_norm(
 ) -> tuple[Array, Array, Array]:
     """q, k = scale · norm(rotate(·)) and v of (B, T, (N + 2K)·H) → (B, T, N, H), (B, T, K, H), (B, T, K, H)."""
     half = rotary[0].shape[-1]
+    if _is_step(packed):
+        q, k, v = (
+            part.reshape(*packed.shape[:2], -1, 2 * half)
+            for part in jnp.split(packed, (2 * half * heads, 2 * half * (heads + kv_heads)), axis=-1)
+        )
+        return blocks.rotate_norm(q, *rotary, scale), blocks.rotate_norm(k, *rotary, scale), v
 
     def rows(packed: Array, cos: Array, sin: Array) -> tuple[Array, ...]:
         tables = (table.reshape(-1, half) for table in (cos, sin))
@@ -71,7 +80,11 @@ def unpack_rotate_norm(
 
 def _can(x: Array, implementation: Implementation) -> bool:
     fits = x.shape[0] % shards("batch") == 0 and x.shape[1] % shards("sequence") == 0
-    return implementation == "pallas" and kernels.suits(x.shape[-1]) and fits
+    return implementation == "pallas" and kernels.suits(x.shape[-1]) and fits and not _is_step(x)
+
+
+def _is_step(x: Array) -> bool:
+    return x.shape[1] == 1
 
 
 def _on_rows(

@@ -200,6 +200,11 @@ class HeadedModel(ModelSettings):
     ) -> Array:
         """Attention of new tokens, whose keys and values go to `stores`. positions: (B, n); added: (B,)."""
         window, old = self.shape.windows[index], (cache.keys[index], cache.values[index])
+        if q.shape[1] == 1 and self._steps_in_one_kernel():
+            tokens = (q[:, 0], k[:, 0], v[:, 0])
+            out, *stored = decode_attention(*tokens, *old, cache.lengths, added)
+            stores.append(tuple(stored))
+            return out[:, None]
         put = begin if cache.empty else write
         keys, values = (put(store, new, cache.lengths, added) for store, new in zip(old, (k, v), strict=True))
         stores.append((keys, values))
@@ -207,9 +212,6 @@ class HeadedModel(ModelSettings):
             return attention(q, k, v, window=window, implementation=self.attention)
         size = keys.shape[2]
         if q.shape[1] == 1:
-            if self._reads_in_one_pass(size):
-                held = jnp.minimum(cache.lengths + added, size)
-                return decode_attention(q[:, 0], keys, values, held)[:, None]
             held = held_positions(size, cache.lengths + added)
         else:  # a window may lose keys to the last of these tokens that the first of them still sees
             keys, values = (
@@ -219,8 +221,8 @@ class HeadedModel(ModelSettings):
             held = jnp.concatenate([held_positions(size, cache.lengths), positions], axis=1)
         return cached_attention(q, keys, values, window=window, q_positions=positions, k_positions=held)
 
-    def _reads_in_one_pass(self, size: int) -> bool:
-        """Whether a step runs the kernel: its rows and heads are then those of one device."""
+    def _steps_in_one_kernel(self) -> bool:
+        """Whether a step's attention is the kernel: its rows and heads are then those of one device."""
         chosen = choose_kernels(self.kernels, self.compute_dtype) == "pallas"
         alone = shards("batch") * shards("kv") == 1
-        return chosen and alone and suits_decode(size, self.shape.head_dim)
+        return chosen and alone and suits_decode(self.shape.head_dim)
