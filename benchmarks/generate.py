@@ -4,9 +4,10 @@
     python benchmarks/generate.py --depth 12 --vocab 32768 --batch 32,128 --prompt 1024 --new 256 --bandwidth 4.3
 
 Each case, a system and a batch, runs in a process of its own, one after the other, so that memories do not mix. Alike
-in both: depth, width, heads, vocabulary, full attention in every layer, greedy choice, prompts of random tokens
-continued by exactly --new, bf16 on a GPU and float32 on a CPU. The Llama's feed-forward (three matrices) is as wide as
-makes it as large as ours (two). On a GPU transformers compiles its decode step by itself; --eager keeps it from that.
+in both: depth, width, heads, vocabulary, full attention in every layer (--window gives ours another), greedy choice,
+prompts of random tokens continued by exactly --new, bf16 on a GPU and float32 on a CPU. The Llama's feed-forward (three
+matrices) is as wide as makes it as large as ours (two). On a GPU transformers compiles its decode step by itself;
+--eager keeps it from that.
 
 One JSON line a case: prefill and decode tokens/s, time to the first token (ours hands tokens out in rounds of --steps),
 and the share of the limit: what a step must read, the weights of its products and the keys and values so far, over the
@@ -58,7 +59,17 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", default="1,8", help="rows, comma-separated: a case each")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=64, help="tokens made after it")
-    parser.add_argument("--steps", type=int, default=16, help="ours: decode steps a round; new is a multiple")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=0,
+        help="ours: decode steps a round, of which --new is a multiple; 0: its own",
+    )
+    parser.add_argument(
+        "--window", default="L", help="ours: attention pattern; the peer's layers see everything"
+    )
+    parser.add_argument("--window_short", type=float, default=0.5, help="ours: S as a share of the block")
+    parser.add_argument("--block", type=int, default=0, help="ours: context of the model; 0: prompt + new")
     parser.add_argument("--repeats", type=int, default=3, help="timed passes, after one that compiles")
     parser.add_argument("--bandwidth", type=float, default=0.0, help="TB/s of the memory; 0: measured")
     parser.add_argument("--peer", default=PEER, choices=(PEER, "none"), help="what stands beside ours")
@@ -67,8 +78,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         "--alone", choices=(OURS, PEER), help=argparse.SUPPRESS
     )  # this process is that system
     args = parser.parse_args(given)
-    if args.new % args.steps or args.new < 2 * args.steps:
-        parser.error(f"--new is a multiple of --steps ({args.steps}), and more than one of them")
     fill_width(args)
     return args
 
@@ -92,7 +101,8 @@ def line(args: argparse.Namespace, passes: Sequence[Pass], facts: dict[str, Any]
     )
     seconds = decode / steps
     held = args.prompt + args.new - steps / 2  # tokens of a row in the cache, on average of those steps
-    size = facts["weight_bytes"] + batch * held * facts.pop("token_bytes")
+    seen = sum(min(window or held, held) for window in facts.pop("windows"))
+    size = facts["weight_bytes"] + batch * seen * facts.pop("token_bytes")
     limit = size / facts["bandwidth"]
     bandwidth = facts.pop("bandwidth") / 1e12
     return {
@@ -122,17 +132,22 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     import numpy as np
 
     from bessemer.generate import Engine, Request
+    from bessemer.generate.engine import round_of
     from bessemer.models.gpt import GPT
     from bessemer.topology import unbox
 
-    batch, block = int(args.batch), args.prompt + args.new
+    batch, capacity = int(args.batch), args.prompt + args.new
+    args.steps = args.steps or round_of()
+    if args.new % args.steps or args.new < 2 * args.steps:
+        raise SystemExit(f"--new is a multiple of --steps ({args.steps}), and more than one of them")
     shape = {"depth": args.depth, "width": args.width, "head_dim": args.head_dim, "vocab_size": args.vocab}
-    model = GPT(**shape, block_size=block, window="L")
+    windows = {"window": args.window, "window_short": args.window_short}
+    model = GPT(**shape, **windows, block_size=args.block or capacity)
     model.check()
     params = jax.jit(lambda key: unbox(model.init(key, jnp.zeros((1, 8), jnp.int32)))["params"])(
         jax.random.key(0)
     )
-    engine = Engine(model, params, slots=batch, steps=args.steps)
+    engine = Engine(model, params, slots=batch, capacity=capacity, steps=args.steps)
     prompts = np.random.default_rng(0).integers(0, args.vocab, (batch, args.prompt)).tolist()
     requests = [Request(prompt, args.new) for prompt in prompts]
 
@@ -160,7 +175,9 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     memory = jax.local_devices()[0].memory_stats()
     facts = {
         "weight_bytes": (counts["matrix"] + counts["head"]) * width,
-        "token_bytes": 2 * args.depth * model.shape.kv_width * width,
+        "token_bytes": 2 * model.shape.kv_width * width,
+        "windows": model.shape.windows,
+        "window": args.window,
         "bandwidth": args.bandwidth * 1e12 or measured,
         "parameters": counts["total"],
         "precision": model.compute_dtype.__name__,
@@ -230,7 +247,8 @@ def transformers_llama(args: argparse.Namespace) -> dict[str, Any]:
     measured = best_bandwidth(read, data.numel() * 4)
     facts = {
         "weight_bytes": in_products(model) * dtype.itemsize,
-        "token_bytes": 2 * args.depth * args.width * dtype.itemsize,
+        "token_bytes": 2 * args.width * dtype.itemsize,
+        "windows": [None] * args.depth,
         "bandwidth": args.bandwidth * 1e12 or measured,
         "precision": str(dtype).removeprefix("torch."),
         "compiled": cuda and not args.eager,

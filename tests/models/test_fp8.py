@@ -291,5 +291,6 @@ def test_every_product_of_a_layer_runs_in_float8_units() -> None:
     for got, wanted in zip(
         jax.tree.leaves(compiled(x, up, down, *weights)), jax.tree.leaves(emulated), strict=True
     ):
-        # A gradient off by a bit of bf16 (2⁻⁸) crosses a step of e5m2 (2⁻²) once in 64 times: √(1/64) · 2⁻² = .03.
-        assert distance(got, wanted) < 0.04
+        # A gradient off by a bit of bf16 (2⁻⁸) crosses a step of e5m2 (2⁻²) once in 64 times: √(1/64) · 2⁻² = .031;
+        # the gradient of `up` is rounded so twice, once behind `down`: √2 · .031 = .044, and this is one draw of it.
+        assert distance(got, wanted) < 0.06

@@ -30,6 +30,11 @@ from bessemer.generate.slots import Slots
 from bessemer.generate.stream import TextStream
 
 
+def round_of() -> int:
+    """Decode steps a round. Between rounds an accelerator waits two milliseconds for the host, as long as two steps."""
+    return 16 if jax.default_backend() == "cpu" else 32
+
+
 @dataclass
 class Waiting:
     """A request in the queue; its samples up to `begun` are in slots already."""
@@ -58,7 +63,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,  # for text and stop strings
         pad_id: int | None = None,
         end_ids: Sequence[int] | None = None,  # end every row; none: the tokenizer's document token
-        steps: int = 16,  # decode steps a round
+        steps: int | None = None,  # decode steps a round; none: see round_of
         queue: int | None = None,  # rows that may wait; none: any number
         reuse: bool = False,  # a prompt that continues what a free slot holds is prefilled from there (chat)
         fetch: Callable[[Any], Any] = jax.device_get,
@@ -77,7 +82,7 @@ class Engine:
         self.threaded = False  # an EngineThread runs the rounds
         self.rounds = self.tokens = self.prompt_tokens = 0
         with scope():
-            self._slots = Slots(model, slots, self.capacity, steps, self.pad_id)
+            self._slots = Slots(model, slots, self.capacity, steps or round_of(), self.pad_id)
         self._rows: dict[int, Row] = {}  # by slot
         self._free = deque(range(self._slots.count))  # longest free first
         self._held: dict[int, tuple[int, ...]] = {}  # tokens in the cache of a free slot, with `reuse`

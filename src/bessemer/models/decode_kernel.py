@@ -22,6 +22,8 @@ BLOCK = 64
 PROGRAMS = 1024
 """Pieces that keep an H200 busy: a few for each of its 132 processors."""
 WARPS, STAGES = 4, 2
+TILE = 16
+"""Rows of a matrix unit's product: the queries that share a key-value head, and nothing."""
 LOWEST = -1e30  # of no place at all: its weight in the join is 0, and never 0/0
 
 
@@ -111,34 +113,32 @@ def _read_piece(
     place = length % size
     held = jnp.minimum(length + added, size)
     start = piece * places
-    blocks = (jnp.clip(held - start, 0, places) + BLOCK - 1) // BLOCK
-    queries = [q_ref[g, :].astype(jnp.float32) * scale for g in range(group)]
+    row = jnp.arange(TILE)
+    q = sum(jnp.where(row[:, None] == g, q_ref[g, :][None, :], 0).astype(q_ref.dtype) for g in range(group))
 
-    def read(block: Any, carry: Any) -> Any:
+    def read(block: Any, state: Any) -> Any:
         at = start + block * BLOCK + jnp.arange(BLOCK)
         there = (at < held) & ((at != place) | (added == 0))
         k, v = (
             plgpu.load(ref.at[pl.ds(start + block * BLOCK, BLOCK), :], mask=there[:, None], other=0.0)
             for ref in (keys_ref, values_ref)
         )
-        k, v = k.astype(jnp.float32), v.astype(jnp.float32)
-        return tuple(_add(*state, query, k, v, there) for state, query in zip(carry, queries, strict=True))
+        return _add(*state, jnp.where(there[None, :], scale * _product(q, k.T), LOWEST), v)
 
     mine = (piece == 0) & (added > 0)
-    new_k, new_v = k_ref[...].astype(jnp.float32), v_ref[...].astype(jnp.float32)
-    none = jnp.zeros_like(new_v)
-    first = [
-        (
-            jnp.where(mine, jnp.sum(query * new_k), LOWEST),
-            jnp.where(mine, jnp.float32(1.0), jnp.float32(0.0)),
-            jnp.where(mine, new_v, none),
-        )
-        for query in queries
-    ]
-    for g, (most, total, out) in enumerate(jax.lax.fori_loop(0, blocks, read, tuple(first))):
-        out_ref[g, :] = out
-        most_ref[g] = most
-        total_ref[g] = total
+    own = scale * jnp.sum(q.astype(jnp.float32) * k_ref[...].astype(jnp.float32)[None, :], axis=1)
+    value = jnp.where(mine, v_ref[...].astype(jnp.float32), 0.0)
+    state = (
+        jnp.where(mine, own, LOWEST),
+        jnp.where(mine, jnp.ones_like(own), 0.0),
+        jnp.broadcast_to(value[None, :], q.shape),
+    )
+    blocks = (jnp.clip(held - start, 0, places) + BLOCK - 1) // BLOCK
+    most, total, out = jax.lax.fori_loop(0, blocks, read, state)
+    for g in range(group):
+        out_ref[g, :] = jnp.sum(jnp.where(row[:, None] == g, out, 0.0), axis=0)
+        most_ref[g] = jnp.sum(jnp.where(row == g, most, 0.0))
+        total_ref[g] = jnp.sum(jnp.where(row == g, total, 0.0))
 
     @pl.when(mine)
     def _() -> None:
@@ -146,15 +146,19 @@ def _read_piece(
         values_ref[place, :] = v_ref[...]
 
 
-def _add(
-    most: Array, total: Array, out: Array, query: Array, k: Array, v: Array, there: Array
-) -> tuple[Array, ...]:
-    """The state of one query after one more block: what was summed is scaled to the new largest score."""
-    scores = jnp.where(there, jnp.sum(k * query[None, :], axis=1), LOWEST)
-    higher = jnp.maximum(most, jnp.max(scores))
-    weights = jnp.where(there, jnp.exp(scores - higher), 0.0)
+def _add(most: Array, total: Array, out: Array, scores: Array, v: Array) -> tuple[Array, ...]:
+    """The state after one more block: what was summed is scaled to the new largest score. scores: (TILE, BLOCK)."""
+    higher = jnp.maximum(most, jnp.max(scores, axis=1))
+    # a block of nothing in a piece of nothing: e^0 a place, which the join weighs with e^(LOWEST − m) = 0
+    weights = jnp.exp(scores - higher[:, None])
     old = jnp.exp(most - higher)
-    return higher, total * old + jnp.sum(weights), out * old + jnp.sum(weights[:, None] * v, axis=0)
+    out = out * old[:, None] + _product(weights.astype(v.dtype), v)
+    return higher, total * old + jnp.sum(weights, axis=1), out
+
+
+def _product(a: Array, b: Array) -> Array:
+    exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot(a, b, precision=exact, preferred_element_type=jnp.float32)
 
 
 def _join(out: Array, most: Array, total: Array) -> Array:
