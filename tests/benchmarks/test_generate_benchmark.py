@@ -19,14 +19,14 @@ WORDS += ["--prompt", "8", "--new", "16", "--steps", "8", "--repeats", "1"]
 def test_the_limit_is_what_a_step_must_read() -> None:
     args = generate.arguments([*WORDS, "--alone", "ours"])
     passes = [generate.Pass(0.5, prefill=0.25, decode=0.8, steps=8, prefill_processor=0.3, processor=1.6)] * 3
-    facts = {"weight_bytes": 1000, "token_bytes": 10, "bandwidth": 1e6}
+    facts = {"weight_bytes": 1000, "token_bytes": 5, "windows": [None, 8], "bandwidth": 1e6}
     row = generate.line(args, passes, facts)
     assert row["decode_tokens_per_s"] == 20 and row["prefill_tokens_per_s"] == 64
     assert (row["first_token_ms"], row["step_ms"]) == (500, 100)
     assert (row["prefill_processor_ms"], row["processor_ms"]) == (300, 200)
-    # steps 9 to 16 after 8 tokens of the prompt: 20 tokens a row on average
-    assert row["limit_ms"] == pytest.approx((1000 + 2 * 20 * 10) / 1e6 * 1e3)
-    assert row["share_of_limit"] == pytest.approx(0.014)
+    # steps 9 to 16 after 8 tokens of the prompt: 20 tokens a row on average, of which the second layer sees 8
+    assert row["limit_ms"] == pytest.approx((1000 + 2 * (20 + 8) * 5) / 1e6 * 1e3)
+    assert row["share_of_limit"] == pytest.approx(0.0128)
 
 
 def test_ratios_are_of_what_both_measured() -> None:

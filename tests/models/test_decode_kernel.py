@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,9 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     yield
 
 
-@pytest.mark.parametrize("pieces", [1, 64], indirect=True)
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (6, 2)])
+@pytest.mark.parametrize(
+    ("pieces", "heads", "kv_heads"), [(1, 6, 2), (64, 6, 2), (64, 2, 2)], indirect=["pieces"]
+)
 def test_it_is_the_plain_attention_at_every_length(pieces: None, heads: int, kv_heads: int) -> None:
     """Also in a full ring, where the new token takes the oldest one's place, and in rows that add nothing."""
     lengths = jnp.array([0, 62, 63, 64, 199, SIZE - 1, SIZE, SIZE + 70, 30, SIZE + 5])
@@ -76,15 +78,19 @@ def test_a_model_decodes_the_same_tokens_with_it_through_a_full_window() -> None
         kernels="xla",
     )
     prompts = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 140)), jnp.int32)
-    params = model.init(jax.random.key(0), prompts)
+    params = jax.jit(model.init)(jax.random.key(0), prompts[:, :8])
+
+    @jax.jit
+    def begin(params: Any) -> Any:
+        return model.apply(params, prompts, model.init_cache(2, 256), jnp.array([140, 100]), method="decode")[
+            1
+        ]
+
     results = []
     for kernels in ("xla", "pallas"):
         one = dataclasses.replace(model, kernels=kernels)
         step = jax.jit(lambda tokens, cache, one=one: one.apply(params, tokens, cache, method="decode"))
-        logits, cache = one.apply(
-            params, prompts, one.init_cache(2, 256), jnp.array([140, 100]), method="decode"
-        )
-        rows = []
+        cache, rows = begin(params), []
         for token in range(4):
             logits, cache = step(jnp.full((2, 1), token), cache)
             rows.append(logits[:, 0])
@@ -93,8 +99,8 @@ def test_a_model_decodes_the_same_tokens_with_it_through_a_full_window() -> None
 
 
 def test_which_heads_it_reads() -> None:
-    assert suits_decode(128) and suits_decode(64)
-    assert not suits_decode(96)
+    assert suits_decode(128, 1) and suits_decode(64, 16)
+    assert not suits_decode(96, 1) and not suits_decode(128, 32)
 
 
 def test_it_lowers_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,3 +111,20 @@ def test_it_lowers_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = [jax.ShapeDtypeStruct((4,), jnp.int32)] * 2
     lowered = jax.jit(decode_attention).trace(*arrays, *counts).lower(lowering_platforms=("cuda",))
     assert "xla.gpu.triton" in lowered.as_text()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_the_plain_attention_in_half_precision() -> None:
+    """To a rounding of the weights (2⁻⁹ each, averaged) and of the result (2⁻⁹): values are of size 1."""
+    lengths, added = jnp.array([0, 62, 1151, 1279, 1280, 1400, 700]), jnp.array([1, 1, 1, 1, 1, 1, 0])
+    q = draw(0, len(lengths), 6, 128).astype(jnp.bfloat16)
+    k, v = (draw(seed, len(lengths), 3, 128).astype(jnp.bfloat16) for seed in (1, 2))
+    stores = [draw(seed, len(lengths), 3, 1280, 128).astype(jnp.bfloat16) for seed in (3, 4)]
+    new = [write(store, x[:, None], lengths, added) for store, x in zip(stores, (k, v), strict=True)]
+    exact = [x.astype(jnp.float32) for x in (q[:, None], *new)]
+    places = held_positions(1280, lengths + added)
+    wanted = cached_attention(*exact, q_positions=(lengths + added)[:, None] - 1, k_positions=places)[:, 0]
+    got, *written = jax.jit(decode_attention)(q, k, v, *stores, lengths, added)
+    np.testing.assert_allclose(got.astype(jnp.float32), wanted, atol=0.02)
+    for mine, its in zip(written, new, strict=True):
+        np.testing.assert_array_equal(mine, its)

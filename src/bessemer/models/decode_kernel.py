@@ -8,7 +8,7 @@ own largest score m, Σ e^(s − m) and Σ e^(s − m) v; they are joined afterw
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -21,15 +21,15 @@ BLOCK = 64
 """Places read at once: 16 KiB of keys in bf16 at head dimension 128."""
 PROGRAMS = 1024
 """Pieces that keep an H200 busy: a few for each of its 132 processors."""
-WARPS, STAGES = 4, 2
+WARPS, STAGES = 2, 3
 TILE = 16
 """Rows of a matrix unit's product: the queries that share a key-value head, and nothing."""
 LOWEST = -1e30  # of no place at all: its weight in the join is 0, and never 0/0
 
 
-def suits_decode(head_dim: int) -> bool:
-    """Whether a head is a power of two, as the kernel's shapes are."""
-    return head_dim >= 16 and head_dim & (head_dim - 1) == 0
+def suits_decode(head_dim: int, group: int) -> bool:
+    """Whether a head is a power of two, as the kernel's shapes are, and the queries of a key-value head fit a tile."""
+    return head_dim >= 16 and head_dim & (head_dim - 1) == 0 and group <= TILE
 
 
 def decode_attention(
@@ -73,7 +73,7 @@ def decode_attention(
     )(
         lengths.astype(jnp.int32),
         added.astype(jnp.int32),
-        q.reshape(batch, kv_heads, group, head_dim),
+        q.astype(keys.dtype).reshape(batch, kv_heads, group, head_dim),
         k.astype(keys.dtype),
         v.astype(values.dtype),
         keys,
@@ -114,7 +114,10 @@ def _read_piece(
     held = jnp.minimum(length + added, size)
     start = piece * places
     row = jnp.arange(TILE)
-    q = sum(jnp.where(row[:, None] == g, q_ref[g, :][None, :], 0).astype(q_ref.dtype) for g in range(group))
+    nothing = jnp.zeros((TILE, q_ref.shape[1]), q_ref.dtype)
+    q = reduce(
+        lambda tile, g: jnp.where(row[:, None] == g, q_ref[g, :][None, :], tile), range(group), nothing
+    )
 
     def read(block: Any, state: Any) -> Any:
         at = start + block * BLOCK + jnp.arange(BLOCK)
@@ -123,7 +126,7 @@ def _read_piece(
             plgpu.load(ref.at[pl.ds(start + block * BLOCK, BLOCK), :], mask=there[:, None], other=0.0)
             for ref in (keys_ref, values_ref)
         )
-        return _add(*state, jnp.where(there[None, :], scale * _product(q, k.T), LOWEST), v)
+        return _add(state, jnp.where(there[None, :], scale * _product(q, k.T), LOWEST), v)
 
     mine = (piece == 0) & (added > 0)
     own = scale * jnp.sum(q.astype(jnp.float32) * k_ref[...].astype(jnp.float32)[None, :], axis=1)
@@ -146,8 +149,9 @@ def _read_piece(
         values_ref[place, :] = v_ref[...]
 
 
-def _add(most: Array, total: Array, out: Array, scores: Array, v: Array) -> tuple[Array, ...]:
+def _add(state: tuple[Array, Array, Array], scores: Array, v: Array) -> tuple[Array, Array, Array]:
     """The state after one more block: what was summed is scaled to the new largest score. scores: (TILE, BLOCK)."""
+    most, total, out = state
     higher = jnp.maximum(most, jnp.max(scores, axis=1))
     # a block of nothing in a piece of nothing: e^0 a place, which the join weighs with e^(LOWEST − m) = 0
     weights = jnp.exp(scores - higher[:, None])

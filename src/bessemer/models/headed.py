@@ -225,4 +225,5 @@ class HeadedModel(ModelSettings):
         """Whether a step's attention is the kernel: its rows and heads are then those of one device."""
         chosen = choose_kernels(self.kernels, self.compute_dtype) == "pallas"
         alone = shards("batch") * shards("kv") == 1
-        return chosen and alone and suits_decode(self.shape.head_dim)
+        s = self.shape
+        return chosen and alone and suits_decode(s.head_dim, s.heads // s.kv_heads)

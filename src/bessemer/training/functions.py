@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -41,6 +42,7 @@ class Functions(NamedTuple):
     micro: int
     validation_batches: int
     compiled: bool = False
+    init: Any = None  # the executable of a state that is drawn from the seed alone
 
 
 def build_functions(trainer: BaseTrainer) -> Functions:
@@ -198,22 +200,29 @@ def jit_init(trainer: BaseTrainer) -> Any:
 def initial_state(trainer: BaseTrainer) -> TrainState:
     """Step 0: parameters from the seed (or `init`, or given), born on their devices."""
     given = trainer.given_params()
+    init = trainer.functions.init or jit_init(trainer)
     with trainer.topology.scope():
-        return jit_init(trainer)(jax.random.key(trainer.settings.seed), given)
+        return init(jax.random.key(trainer.settings.seed), given)
 
 
 def compile_steps(trainer: BaseTrainer) -> tuple[Functions, bool]:
-    """Both steps as executables, from shapes alone; already compiled ones stay."""
+    """Both steps as executables, from shapes alone, and the first state's program; already compiled ones stay.
+
+    Traced one after the other, compiled side by side: the compiler needs no Python.
+    """
     functions = trainer.functions
     if functions.compiled:
         return functions, False
     data, sharding = trainer.data, trainer.topology.batch_sharding(1)
     batch = abstract_batch(data.fields, functions.micro, functions.accumulate_steps, sharding)
-    train = functions.train_step.lower(functions.abstract_state, batch, functions.key).compile()
-    val = functions.val_step
+    lowered = {"train_step": functions.train_step.lower(functions.abstract_state, batch, functions.key)}
     if data.validation is not None:
         batch = abstract_batch(
             data.validation.fields, functions.micro, functions.validation_batches, sharding
         )
-        val = functions.val_step.lower(functions.abstract_state, batch).compile()
-    return functions._replace(train_step=train, val_step=val, compiled=True), True
+        lowered["val_step"] = functions.val_step.lower(functions.abstract_state, batch)
+    if trainer.draws_state:
+        lowered["init"] = jit_init(trainer).lower(jax.random.key(trainer.settings.seed), {})
+    with ThreadPoolExecutor(len(lowered)) as pool:
+        done = list(pool.map(lambda program: program.compile(), lowered.values()))
+    return functions._replace(**dict(zip(lowered, done, strict=True)), compiled=True), True

@@ -206,6 +206,11 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         self._state = state
 
     @property
+    def draws_state(self) -> bool:
+        """Whether a state is still to be made, all of it from the seed."""
+        return self._state is None and self.given.model_state is None and self.settings.init is None
+
+    @property
     def key(self) -> jax.Array:
         return self.functions.key
 
