@@ -11,7 +11,8 @@ train: $(VENV)/.base
 	$(BIN)/bessemer train
 
 # Most of a test is compiling: these ask the compiler for less. What learns in many steps, and `make long`, runs as users do.
-QUICK := JAX_DISABLE_MOST_OPTIMIZATIONS=1
+# Hundreds of processes are started: each finds Python's compiled files of the one before it, whatever the shell says of them.
+QUICK = PYTHONDONTWRITEBYTECODE= JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS="$$($(BIN)/python -m tests.quick)"
 
 test: $(VENV)/.test
 	$(QUICK) $(BIN)/pytest -n $(WORKERS) --dist loadfile

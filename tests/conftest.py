@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.quick import OLDER_LOOPS
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -39,6 +40,7 @@ def _private_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def optimised(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs as users get them, where something is learnt in many steps: `make test` asks the compiler for less."""
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "").replace(OLDER_LOOPS, ""))
     name = "jax_disable_most_optimizations"
     before = jax.config.values[name]
     jax.config.update(name, False)

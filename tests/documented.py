@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -166,6 +167,41 @@ def run(command: str, folder: Path, home: Path) -> subprocess.CompletedProcess[s
         capture_output=True,
         text=True,
         timeout=300,
+    )
+
+
+class Pages:
+    """Runs the commands of pages, each page in a folder of its own. A start that pages have in common (`bessemer train
+    quickstart --name` whatever) is trained once; the others get its run directory under their name."""
+
+    def __init__(self, kept: Path, home: Path) -> None:
+        self.kept, self.home = kept, home
+        self.trained: dict[str, Path] = {}
+
+    def run(self, command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+        words, name = without_name(shorten(command))
+        shared = name is not None and of_the_folder_as_made(words)
+        if shared and words in self.trained:
+            shutil.copytree(self.trained[words], folder / "runs" / name)
+            return subprocess.CompletedProcess(command, 0, "", "")
+        result = run(shorten(command), folder, self.home)
+        if shared and result.returncode == 0:
+            self.trained[words] = self.kept / str(len(self.trained))
+            shutil.copytree(folder / "runs" / name, self.trained[words])
+        return result
+
+
+def without_name(command: str) -> tuple[str, str | None]:
+    """A command without its `--name NAME`, and the name."""
+    found = re.search(r" --name (\S+)", command)
+    return (command, None) if found is None else (command.replace(found[0], ""), found[1])
+
+
+def of_the_folder_as_made(command: str) -> bool:
+    """Whether a training rests on nothing that commands before it have made."""
+    return (
+        re.match(r"bessemer train (?!.*(\binit=|teacher=|time_limit=|dataset=data/|auto\b))", command)
+        is not None
     )
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.documented import PAGES, ROOT, commands, make_files, run, said, shorten
+from tests.documented import PAGES, ROOT, Pages, commands, make_files, said
 
 from bessemer.cli import COMMANDS
 from bessemer.cli.foreign import FLAGS
@@ -50,10 +50,15 @@ def runnable(page: Path) -> list[str]:
     return [line for line in commands(page) if line.startswith("bessemer") and reason_not_run(line) is None]
 
 
-def run_page(page: Path, folder: Path, home: Path) -> None:
+@pytest.fixture(scope="module")
+def pages(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Pages:
+    return Pages(tmp_path_factory.mktemp("trained"), home)
+
+
+def run_page(page: Path, folder: Path, pages: Pages) -> None:
     make_files(folder)
     for command in runnable(page):
-        result = run(shorten(command), folder, home)
+        result = pages.run(command, folder)
         # a time limit ends with 75, unless the shortened run is done before it
         allowed = (0, 75) if "training.time_limit=" in command and " train " in command else (0,)
         assert result.returncode in allowed, said(result)
@@ -64,14 +69,14 @@ RUN_HERE = [page for page in PAGES if page.name not in RUN_ELSEWHERE and runnabl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in RUN_HERE if p.name not in MINUTES], ids=identity)
-def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path, home: Path) -> None:
-    run_page(page, tmp_path, home)
+def test_the_commands_of_a_page_run_in_order(page: Path, tmp_path: Path, pages: Pages) -> None:
+    run_page(page, tmp_path, pages)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("page", [p for p in RUN_HERE if p.name in MINUTES], ids=identity)
-def test_the_commands_of_a_long_page_run_in_order(page: Path, tmp_path: Path, home: Path) -> None:
-    run_page(page, tmp_path, home)
+def test_the_commands_of_a_long_page_run_in_order(page: Path, tmp_path: Path, pages: Pages) -> None:
+    run_page(page, tmp_path, pages)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=identity)

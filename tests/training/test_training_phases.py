@@ -108,7 +108,6 @@ def start(runs: Path, home: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env=variables, stdout=pipe, stderr=pipe, text=True)
 
 
-@pytest.mark.usefixtures("optimised")
 @pytest.mark.slow
 def test_killed_in_every_phase_it_goes_on(tmp_path: Path, home: Path) -> None:
     """kill -9 while pretraining, SIGTERM while fine-tuning, kill -9 while the result is judged; then to the end."""
