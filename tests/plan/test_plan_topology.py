@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from bessemer.errors import InputError
-from bessemer.plan.absent_plan import estimated, make_absent_plan
+from bessemer.plan.absent_plan import document, estimated, make_absent_plan
 from bessemer.plan.advice import tried
-from bessemer.plan.compiled import has_compiler
+from bessemer.plan.compiled import Compiled, has_compiler
 from bessemer.plan.estimate import Choice, estimate
 from bessemer.plan.prices import terms_of
 from bessemer.plan.show_absent import render_absent
@@ -96,6 +96,14 @@ def test_bytes_sent_stay_flat_in_fsdp_and_data(deep: Any) -> None:
     wide = [sent(1, 8), sent(1, 64), sent(8, 64)]
     joined = [sent(size // 8, 8) for size in (8, 64, 512)]
     assert max(wide) < 1.2 * min(wide) and max(joined) < 1.2 * min(joined), (wide, joined)
+
+
+def test_what_the_torus_makes_of_the_mesh_is_a_note_of_the_plan(deep: Any) -> None:
+    plan = document(
+        "pretrain", deep, Compiled(None, (), 1.0, message="no room", notes=("two mesh axes share a side",))
+    )
+    assert "two mesh axes share a side" in plan["notes"]
+    assert "note       two mesh axes share a side" in render_absent(plan)
 
 
 def test_memory_follows_the_mesh(deep: Any) -> None:

@@ -141,9 +141,10 @@ def _mix(options: LookupOptions, up: Array, h: Array, mix: Array) -> Array:
     """W_mix [up; h]. up: (B, T, d_up); h: (B, T, D)."""
     if shards("mlp") == 1:
         return linear(jnp.concatenate([up, h], axis=-1), mix, AXES["mix"], options.dtype)
-    # joined, a split axis and a whole one would have to be laid out anew
+    # Joined, a split axis and a whole one would have to be laid out anew. W_mix is asked for whole, as it is gathered;
+    # each device then takes its rows of it: asked for by rows, the compiler goes there by the last of its ways.
     wide = up.shape[-1]
-    mixed = linear(up, mix[:wide], ("mlp", "embed"), options.dtype)
+    mixed = linear(up, mix[:wide], AXES["mix"], options.dtype)
     return mixed + linear(h, mix[wide:], AXES["mix"], options.dtype)
 
 

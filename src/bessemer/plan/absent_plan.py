@@ -134,7 +134,7 @@ def document(recipe: Any, planned: Planned, program: Compiled | None) -> dict[st
         "time": spent,
         "cost": run_cost(spent["seconds"], planned.target, planned.terms),
         "placement": placement(state.params, placed.params),
-        "notes": [*trainer.config.notes, *trainer.said],
+        "notes": [*(program.notes if program else ()), *trainer.config.notes, *trainer.said],
     }
 
 

@@ -45,7 +45,7 @@ def make_plan(
         "memory": memory,
         "time": predict(trainer, rate),
         "schedules": sample_curves(trainer.functions.optimizer, trainer.steps),
-        "notes": [*trainer.config.notes, *trainer.said],
+        "notes": [*trainer.topology.notes, *trainer.config.notes, *trainer.said],
     }
 
 

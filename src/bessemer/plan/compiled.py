@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from bessemer.config import configuration
@@ -26,7 +25,7 @@ from bessemer.errors import InputError
 from bessemer.plan.absent import AbsentTopology
 from bessemer.plan.collectives import Collective, Layout
 from bessemer.plan.hlo import collectives_of
-from bessemer.topology import AXES, Topology, planned_for
+from bessemer.topology import AXES, Topology, arrange, planned_for
 from bessemer.training.feed import abstract_batch
 from bessemer.training.functions import abstract_state, jit_train_step, make_optimizer
 from bessemer.training.microbatch import StepMemory, step_bytes
@@ -62,6 +61,7 @@ class Compiled:
     needed: float | None = None
     limit: float | None = None
     message: str = ""
+    notes: tuple[str, ...] = ()
 
 
 def has_compiler() -> bool:
@@ -84,7 +84,7 @@ def compile_step(trainer: Any, node: int | None, say: Say, quick: bool = False) 
     """
     own: AbsentTopology = trainer.topology
     key = jax.eval_shape(lambda: jax.random.key(0))
-    mesh = compile_mesh(own)
+    mesh, notes = compile_mesh(own)
     functions = trainer.functions
     trainer.topology = Topology(mesh, own.chip, own.settings, own.rest_rules, own.compute_rules)
     begun = time.monotonic()
@@ -99,17 +99,19 @@ def compile_step(trainer: Any, node: int | None, say: Say, quick: bool = False) 
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return Compiled(None, (), time.monotonic() - begun, *_words_of(str(error)), _sentence(str(error)))
+        return Compiled(
+            None, (), time.monotonic() - begun, *_words_of(str(error)), _sentence(str(error)), notes
+        )
     finally:
         trainer.topology = own
     layout = Layout({axis: int(mesh.shape[axis]) for axis in AXES}, node)
     found = collectives_of(program.as_text(), layout)
-    return Compiled(step_bytes(program), tuple(found), time.monotonic() - begun)
+    return Compiled(step_bytes(program), tuple(found), time.monotonic() - begun, notes=notes)
 
 
-def compile_mesh(topology: AbsentTopology) -> Mesh:
-    """The mesh over compile-only devices, slices on the outermost axis that they divide."""
-    from jax.experimental import mesh_utils, topologies
+def compile_mesh(topology: AbsentTopology) -> tuple[Mesh, tuple[str, ...]]:
+    """The mesh over compile-only devices, in the places that a run would give them, and notes on those."""
+    from jax.experimental import topologies
 
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
@@ -125,30 +127,8 @@ def compile_mesh(topology: AbsentTopology) -> Mesh:
         raise InputError(
             f"--topology {target.name}: libtpu makes no such slice ({first}). Try another shape, or --no-compile."
         ) from error
-    devices: Any = described.devices
-    try:
-        if target.slices > 1:
-            across = _across(sizes, target.slices)
-            inside = tuple(size // count for size, count in zip(sizes, across, strict=True))
-            placed = mesh_utils.create_hybrid_device_mesh(inside, across, devices)
-        else:
-            placed = mesh_utils.create_device_mesh(sizes, devices)
-    except (NotImplementedError, ValueError, AssertionError):
-        placed = np.array(devices).reshape(sizes)  # a shape without a neat place on the torus
-    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def _across(sizes: tuple[int, ...], slices: int) -> tuple[int, ...]:
-    """How many slices each axis spans: the outermost that they divide takes them all."""
-    across = [1] * len(sizes)
-    for place, size in enumerate(sizes):
-        if size % slices == 0:
-            across[place] = slices
-            return tuple(across)
-    written = ", ".join(f"topology.{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
-    raise InputError(
-        f"{slices} slices divide no axis of the mesh ({written}): make topology.data a multiple of {slices}."
-    )
+    placed, notes = arrange(sizes, described.devices)
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES)), notes
 
 
 def _words_of(message: str) -> tuple[float | None, float | None]:

@@ -4,6 +4,7 @@ Model code knows nothing of devices: it names the axes of its arrays, and the ta
 axis each named axis rests (parameters, optimizer state) and computes (weights in use, activations).
 """
 
+from bessemer.topology.arrange import arrange
 from bessemer.topology.backend import backend, planned_for
 from bessemer.topology.chips import CHIPS, Chip, chip_of, has_float8
 from bessemer.topology.distributed import (
@@ -41,6 +42,7 @@ __all__ = [
     "Topology",
     "TopologySettings",
     "absent_processes",
+    "arrange",
     "backend",
     "barrier",
     "check_rules",

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from bessemer.errors import InputError
+from bessemer.topology.arrange import arrange
 from bessemer.topology.chips import Chip, chip_of, has_float8
 from bessemer.topology.distributed import process_index
 from bessemer.topology.rules import COMPUTE_RULES, REST_RULES, Rules, check_rules, shardings, unbox
@@ -29,6 +30,7 @@ class Topology:
     settings: TopologySettings
     rest_rules: Rules = REST_RULES
     compute_rules: Rules = COMPUTE_RULES
+    notes: tuple[str, ...] = ()  # what the devices' own wiring makes of this mesh
 
     @property
     def platform(self) -> str:
@@ -120,8 +122,9 @@ def make_topology(settings: TopologySettings | None = None, devices: Sequence[An
     settings = settings or TopologySettings()
     chosen = list(_devices(settings.platform) if devices is None else devices)
     sizes = _fill(settings, len(chosen))
-    mesh = jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=chosen)
-    topology = Topology(mesh, chip_of(chosen[0]), settings)
+    placed, notes = arrange(sizes, chosen)
+    mesh = Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    topology = Topology(mesh, chip_of(chosen[0]), settings, notes=notes)
     check_rules(topology.rest_rules, mesh)
     check_rules(topology.compute_rules, mesh)
     return topology

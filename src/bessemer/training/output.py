@@ -135,7 +135,7 @@ def header(trainer: BaseTrainer) -> None:
     )
     axes = " × ".join(f"{axis} {size}" for axis, size in topology.mesh.shape.items() if size > 1)
     trainer.say(f"devices    {topology.device_count} {topology.platform}{f' ({axes})' if axes else ''}")
-    for note in trainer.config.notes:
+    for note in (*topology.notes, *trainer.config.notes):
         trainer.say(f"note       {note}")
     for name, entry in trainer.derived.items():
         if not entry["reason"].endswith("given"):
