@@ -104,14 +104,14 @@ export class List {
 
   draw() {
     if (!this.data) return;
-    const { runs, folder, outside } = this.data;
+    const { runs, folder, outside, indexing } = this.data;
     const shown = runs.filter(
       (row) => row.id.toLowerCase().includes(this.wanted) || row.state.includes(this.wanted),
     );
     const going = runs.filter((row) => row.state === "running").length;
     say(
       this.count,
-      `${runs.length} in ${folder}${going ? `, ${going} running` : ""}${outside ? `; ${outside} that link elsewhere are not shown` : ""}`,
+      `${runs.length} in ${folder}${going ? `, ${going} running` : ""}${outside ? `; ${outside} that link elsewhere are not shown` : ""}${indexing ? `; indexing long runs: ${indexing.done} of ${indexing.of}` : ""}`,
     );
     if (!runs.length) {
       fill(
