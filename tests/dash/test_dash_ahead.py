@@ -1,4 +1,4 @@
-"""Long runs are indexed before somebody looks: only those, in the order of the list, and the list says how far it is."""
+"""Long runs are indexed before somebody looks: only those, in the order of the list, which says how far it is."""
 
 from __future__ import annotations
 
