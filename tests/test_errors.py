@@ -29,6 +29,7 @@ def test_after_make_train_alone_the_virtual_environment_is_named(
     said = runnable(TEXT)
     assert "with: .venv/bin/bessemer resume runs/a" in said and "`.venv/bin/bessemer doctor runs/a`" in said
     assert said.endswith("A bug in bessemer.")
+    assert runnable("next\n  bessemer dash    # all runs") == "next\n  .venv/bin/bessemer dash    # all runs"
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert f"with: {program} resume runs/a" in runnable(TEXT)

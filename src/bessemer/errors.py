@@ -56,7 +56,9 @@ def to_install(extra: str) -> str:
     return f"{_python()} -m pip install 'bessemer[{extra}]'"
 
 
-_COMMAND = re.compile(r"(?:(?<=: )|(?<=`))bessemer(?= [a-z])")  # after a colon or in backticks
+_COMMAND = re.compile(
+    r"(^ +|: |`)bessemer(?= [a-z])", re.MULTILINE
+)  # on a line of its own, after a colon, in backticks
 
 
 def runnable(text: str) -> str:
@@ -68,7 +70,7 @@ def runnable(text: str) -> str:
     known = (
         _short(program) if program.name == "bessemer" and program.is_file() else f"{_python()} -m bessemer"
     )
-    return _COMMAND.sub(lambda _: known, text)
+    return _COMMAND.sub(lambda found: found[1] + known, text)
 
 
 def _python() -> str:
