@@ -30,6 +30,7 @@ from bessemer.training import frozen, stages
 from bessemer.training.facts import compressor_baselines, write_facts
 from bessemer.training.fetch import fetch
 from bessemer.training.finale import final_lines, shown
+from bessemer.training.horizon import repeats
 from bessemer.training.progress import compact
 
 if TYPE_CHECKING:
@@ -133,10 +134,10 @@ def header(trainer: BaseTrainer) -> None:
         f"batch      {data.batch_size} × {trainer.settings.block_size} tokens in {trainer.functions.accumulate_steps}"
         f" part(s); {data.steps:,} steps, {compact(data.steps * trainer.tokens_per_step)} tokens, {epochs:.2f} epochs"
     )
+    for note in (*trainer.config.notes, *repeats(trainer.config, epochs)):
+        trainer.say(f"note       {note}")
     axes = " × ".join(f"{axis} {size}" for axis, size in topology.mesh.shape.items() if size > 1)
     trainer.say(f"devices    {topology.device_count} {topology.platform}{f' ({axes})' if axes else ''}")
-    for note in trainer.config.notes:
-        trainer.say(f"note       {note}")
     for name, entry in trainer.derived.items():
         if not entry["reason"].endswith("given"):
             trainer.say(f"{name:<30} {entry['value']!s:<12} {entry['reason']}")
