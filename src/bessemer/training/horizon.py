@@ -40,12 +40,12 @@ def target_of(config: Config) -> Target:
 
 
 def repeats(config: Config, epochs: float) -> list[str]:
-    """A word about text that a recipe's horizon repeats many times; who chose the horizon knows."""
-    if epochs < MANY or config["objective"] != "pretrain" or asked(config, HORIZONS):
+    """A word about data that a recipe's horizon repeats many times; who chose the horizon knows."""
+    if epochs < MANY or config["objective"] not in ("pretrain", "sft") or asked(config, HORIZONS):
         return []
     return [
-        f"the same text {epochs:.0f} times: when validation gets worse, it is being learnt by heart. "
-        f"training.epochs={MANY // 2} is shorter; more text is better"
+        f"the same data {epochs:.0f} times: when validation gets worse, it is being learnt by heart. "
+        f"training.epochs={MANY // 2} is shorter; more data is better"
     ]
 
 
