@@ -65,7 +65,7 @@ def cli() -> None:
     """Train language models: from raw text to a model you can talk to, on a CPU, a GPU or many hosts.
 
     \b
-    Start here (no GPU, no download, about two minutes):
+    Start here (no GPU, no download, a few minutes):
       bessemer train
     Then:
       bessemer train pretrain training.dataset=my.txt model.depth=4
