@@ -9,7 +9,7 @@ N ?= 50
 
 train: $(VENV)/.base
 	$(BIN)/bessemer train
-	@echo "(source $(BIN)/activate makes it: bessemer …)"
+	@echo "source $(BIN)/activate brings the command bessemer into this shell"
 
 # Most of a test is compiling: these ask the compiler for less. What learns in many steps, and `make long`, runs as users do.
 QUICK := JAX_DISABLE_MOST_OPTIMIZATIONS=1
