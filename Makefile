@@ -9,6 +9,7 @@ N ?= 50
 
 train: $(VENV)/.base
 	$(BIN)/bessemer train
+	@echo "source $(BIN)/activate brings the command bessemer into this shell"
 
 # Most of a test is compiling: these ask the compiler for less. What learns in many steps, and `make long`, runs as users do.
 # Hundreds of processes are started: each finds Python's compiled files of the one before it, whatever the shell says of them.
@@ -49,6 +50,7 @@ $(BIN)/python:
 
 # With the page and the server: whoever has trained a model wants to look at it.
 $(VENV)/.base: $(BIN)/python pyproject.toml
+	@echo "installing into $(VENV): a minute or so"
 	$(BIN)/python -m pip install --quiet --editable ".[dash]"
 	touch $@
 

@@ -157,6 +157,20 @@ def opening(root: Path, home: Path, names: list[str]) -> None:
             )
 
 
+def ahead(root: Path, home: Path, names: list[str]) -> None:
+    """Nobody asks until every long run is indexed; then ten of them are laid over each other."""
+    with dash(root, home) as (page, pid, _):
+        begun, most, of = time.monotonic(), 0.0, 0
+        while (found := page.get("/api/runs")) is None or found["indexing"] or not of:
+            of = max(of, found["indexing"]["of"] if found and found["indexing"] else 0)
+            most = max(most, resident(pid))
+            time.sleep(POLL / 2)
+            if time.monotonic() - begun > 600:
+                raise SystemExit("the runs were not indexed in ten minutes")
+        say("indexed ahead", seconds=time.monotonic() - begun, runs=of, mib=most)
+        say(f"overlay of {len(names[:10])}, indexed ahead", seconds=page.open_runs(names[:10]))
+
+
 def freshness(root: Path, home: Path, name: str, trials: int = 20) -> None:
     """From the moment a row is in the file to the answer in which a page that asks once a second sees it."""
     rng, waits = random.Random(0), []
@@ -216,6 +230,7 @@ def main() -> None:
         size = sum((root / name / "metrics.jsonl").stat().st_size for name in names)
         say("made", runs=options.runs, rows=options.rows, gib=size / 2**30)
         opening(root, home, names)
+        ahead(root, folder / "other-home", names)
         freshness(root, home, names[0])
         memory(root, home, names[1], options.updates)
     finally:

@@ -80,6 +80,7 @@ class Live:
     def __exit__(self, *error: object) -> None:
         self.server.should_exit = True
         self._thread.join(60)
+        self.dash.ahead.close()
         self.dash.models.close()
         assert not self._thread.is_alive()
 

@@ -1,6 +1,6 @@
 """The pictures of the documentation, of real runs:
 
-python -m tests.dash.pictures RUNS one,two,three      # docs/images/dash.png, dash-dark.png, dash-phone.png
+python -m tests.dash.pictures RUNS one,two,three      # docs/images/dash*.png; `one` has weights.jsonl
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ PHONE = {
 
 
 def take(browser: Any, address: str, runs: list[str], folder: Path) -> list[Path]:
-    """An overlay in light, a run in dark, and both on a phone."""
+    """An overlay in light, a run in dark, its weights, and the list on a phone."""
     wanted = {
         "dash": (f"#/overlay/{','.join(runs)}", {**LARGE, "color_scheme": "light"}),
         "dash-dark": (f"#/run/{runs[0]}", {**LARGE, "color_scheme": "dark"}),
+        "dash-weights": (f"#/run/{runs[0]}/weights", {**LARGE, "color_scheme": "light"}),
         "dash-phone": ("#/", {**PHONE, "color_scheme": "light"}),
     }
     taken = []
@@ -37,6 +38,7 @@ def take(browser: Any, address: str, runs: list[str], folder: Path) -> list[Path
         page.goto(f"{address}/{place}")
         if place != "#/":
             page.locator("figure canvas").first.wait_for()
+        if page.locator("#smoothing").count():
             page.fill("#smoothing", "3")
         page.wait_for_timeout(1500)
         page.evaluate("document.activeElement.blur()")

@@ -281,7 +281,8 @@ def test_a_closed_page_asks_for_the_token_and_a_lost_server_is_said(
 
 def test_the_pictures_of_the_documentation_can_be_taken(chromium: Any, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        make_run(tmp_path / "runs", name)
+        run = make_run(tmp_path / "runs", name)
+        run.weights.write_text("".join(json.dumps(histogram(step)) + "\n" for step in (0, 100, 200)))
     with serving(tmp_path / "runs") as live:
         taken = pictures.take(chromium, live.address, ["one", "two"], tmp_path)
     assert all(path.stat().st_size > 5_000 for path in taken)

@@ -263,6 +263,9 @@ def test_distributions_of_weights_and_watched_parameters(tmp_path: Path) -> None
         assert steps[0] == 0 and steps[-1] == 2990 and max(b - a for a, b in pairwise(steps)) <= 40
         assert found["rows"][0] == {k: v for k, v in histogram(0, "head").items() if k != "name"}
         assert live.call("GET", f"{address}&name=head", headers={"If-None-Match": headers["ETag"]})[0] == 304
+        scalar = {**histogram(0, "a_scale"), "counts": [0, 1, 0]}
+        run.weights.write_text("".join(json.dumps(line) + "\n" for line in [scalar, *good]))
+        assert live.get(address)["name"] == "embedding", "the one with the most values says most"
 
         gap = {**histogram(3001), "mean": None, "min": math.nan, "max": 1e300}
         wide = {**histogram(1, "wide"), "counts": [1] * (MOST_BINS + 1)}

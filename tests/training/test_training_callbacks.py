@@ -91,8 +91,9 @@ def test_trackers_say_what_to_install(tiny: dict[str, object], tmp_path: Path) -
     except ImportError:
         pass
     settings = {**tiny, "logging.wandb": True}
-    with pytest.raises(InputError, match=r"bessemer\[track\]"):
-        launch.build_trainer("quickstart", settings, name="a", root=tmp_path).run()
+    with pytest.raises(InputError, match=r"-m pip install 'bessemer\[track\]'"):
+        launch.build_trainer("quickstart", settings, name="a", root=tmp_path)
+    assert not (tmp_path / "a").exists(), "known before data is prepared and steps are compiled"
 
 
 def test_hooks_fire_in_order_and_only_where_defined() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import bessemer as bm
+from bessemer.config import resolve
 from bessemer.data import prepare
 from bessemer.errors import InputError, Stopped
 from bessemer.job import RestoreableJob
@@ -19,6 +20,8 @@ from bessemer.report import write_report
 from bessemer.topology import make_topology
 from bessemer.training import launch
 from bessemer.training.facts import write_facts
+from bessemer.training.horizon import repeats
+from bessemer.training.schema import schema_of
 from bessemer.training.trainer import BaseTrainer
 
 
@@ -62,6 +65,14 @@ def test_horizons(
     if "training.flops" in horizon:
         steps = round(1e9 / (trainer.model_parts.flops_per_token * 128))
     assert trainer.steps == steps
+
+
+def test_a_little_text_many_times_is_said_to_who_did_not_choose_it() -> None:
+    mine = resolve(schema_of, "quickstart", ["training.dataset=my.txt"])
+    [said] = repeats(mine, 19.75)
+    assert "20 times" in said and "training.epochs=4" in said
+    assert not repeats(mine, 3.0)
+    assert not repeats(resolve(schema_of, "quickstart", ["training.steps=1000"]), 19.75)
 
 
 def test_an_epoch_of_a_mixture_ends(tiny: dict[str, object], corpus: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import click
 
 from bessemer import __version__
 from bessemer.cli.allocator import keep_memory
-from bessemer.errors import BessemerError, Stopped
+from bessemer.errors import BessemerError, Stopped, runnable
 
 BEGAN = time.monotonic()
 """When the program began, for the time to the first step; only the interpreter's own start comes before."""
@@ -65,7 +65,7 @@ def cli() -> None:
     """Train language models: from raw text to a model you can talk to, on a CPU, a GPU or many hosts.
 
     \b
-    Start here (no GPU, no download, about two minutes):
+    Start here (no GPU, no download, a few minutes):
       bessemer train
     Then:
       bessemer train pretrain training.dataset=my.txt model.depth=4
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> Any:
         error.show()
         sys.exit(2)
     except BessemerError as error:
-        print(f"error: {error}" if error.exit_code != 75 else str(error), file=sys.stderr)
+        print(runnable(f"error: {error}" if error.exit_code != 75 else str(error)), file=sys.stderr)
         _leave(error.exit_code)
     except BrokenPipeError:
         # the reader of our output has gone (`bessemer runs | head`): nothing is wrong with us

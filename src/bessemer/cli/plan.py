@@ -55,7 +55,7 @@ def command(
     vocabulary's size is then assumed, and the table says so.
 
     With --topology on hardware that is not here: memory, collectives, roofline time, days and cost, whether it fits
-    and which setting to change. TPU steps are compiled for real (pip install 'bessemer[tpu-plan]').
+    and which setting to change. TPU steps are compiled for real (extra: tpu-plan).
 
     \b
     Examples:

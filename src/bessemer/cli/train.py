@@ -16,7 +16,7 @@ FORWARD = {"ignore_unknown_options": True, "allow_extra_args": True}
 @click.option("--name", help="Name of the run; default: recipe and time.")
 @click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
 def command(words: tuple[str, ...], name: str | None, root: str) -> None:
-    """Train a model. With no arguments: the quickstart, about two minutes on a CPU.
+    """Train a model. With no arguments: the quickstart, a few minutes on a CPU.
 
     RECIPE is a shipped name (see `bessemer recipes`) or a YAML file; settings are dotted
     (`bessemer config RECIPE` lists them all).

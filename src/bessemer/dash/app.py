@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from bessemer import __version__
 from bessemer.dash.actions import Actions
+from bessemer.dash.ahead import Ahead
 from bessemer.dash.charts import charts_of
 from bessemer.dash.chat import Models
 from bessemer.dash.files import Folder, Gone, parsed
@@ -53,6 +54,7 @@ class Dash:
         self.folder, self.guard = folder, guard
         self.runs = Runs(folder)
         self.index = Index(folder, cache)
+        self.ahead = Ahead(folder, cache)
         self.distributions = Distributions(folder)
         self.actions = Actions(folder, logs)
         self.models = Models(folder, platform=platform)
@@ -63,6 +65,9 @@ class Dash:
     def session(self, request: Request) -> dict[str, Any]:
         right = self.guard.allows(request)
         return {"version": __version__, "may_read": right or not self.guard.closed, "may_act": right}
+
+    def listed(self) -> dict[str, Any]:
+        return {**self.runs.listed(), "indexing": self.ahead.state}
 
     def detail(self, name: str) -> dict[str, Any]:
         found = self.runs.detail(name)
@@ -106,7 +111,7 @@ class Dash:
 def make_app(dash: Dash) -> Starlette:
     """The application over one directory of runs."""
     reading: dict[str, Callable[[Request], Any]] = {
-        "/api/runs": lambda request: dash.runs.listed(),
+        "/api/runs": lambda request: dash.listed(),
         "/api/run": lambda request: dash.detail(_one(request)),
         "/api/charts": lambda request: dash.charts(_several(request.query_params.getlist("run"))),
         "/api/samples": lambda request: {"samples": dash.runs.samples(_one(request))},

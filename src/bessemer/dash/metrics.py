@@ -5,6 +5,7 @@ home/dash/SHA256(path).columns = length of the header (8 bytes), header (JSON), 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import mmap
@@ -23,13 +24,34 @@ from bessemer.job.files import atomic_write
 
 FORMAT = 1
 KEEP_FROM = 2000  # rows: fewer are read again faster than found
+DISK = 2 << 30  # bytes of cache
+
+
+def cache_file(cache: Path, path: Path) -> Path:
+    """Where the columns of a metrics file are kept."""
+    return cache / f"{hashlib.sha256(bytes(path)).hexdigest()}.columns"
+
+
+def kept_bytes(cached: Path, path: Path) -> int:
+    """How many bytes of `path` need not be read again; 0 where nothing is kept."""
+    try:
+        with open(cached, "rb") as file:
+            header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 1 << 20)))
+        return int(header["offset"]) if header["format"] == FORMAT and header["path"] == str(path) else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def used_bytes(cache: Path) -> int:
+    """Of the whole cache."""
+    return sum(stat.st_size for stat, _ in _cached(cache))
 
 
 class RunMetrics(Growing):
     """The columns of one metrics.jsonl; `refresh` reads what is new."""
 
     def __init__(self, folder: Folder, path: Path, cache: Path | None):
-        self.cache = None if cache is None else cache / f"{hashlib.sha256(bytes(path)).hexdigest()}.columns"
+        self.cache = None if cache is None else cache_file(cache, path)
         super().__init__(folder, path)
         self._kept = self._load()
 
@@ -111,7 +133,7 @@ class RunMetrics(Growing):
 class Index:
     """The metrics of the runs looked at lately, in at most `limit` bytes of memory and `disk` bytes of cache."""
 
-    def __init__(self, folder: Folder, cache: Path | None, limit: int = 256 << 20, disk: int = 2 << 30):
+    def __init__(self, folder: Folder, cache: Path | None, limit: int = 256 << 20, disk: int = DISK):
         self.folder, self.cache, self.limit = folder, cache, limit
         self._known: OrderedDict[Path, RunMetrics] = OrderedDict()
         self._lock = threading.Lock()
@@ -138,12 +160,16 @@ class Index:
 
 def _prune(cache: Path, limit: int) -> None:
     """Remove the oldest files beyond `limit` bytes."""
-    try:
-        found = [(entry.stat(), entry.path) for entry in os.scandir(cache) if entry.name.endswith(".columns")]
-        total = 0
-        for stat, path in sorted(found, key=lambda pair: -pair[0].st_mtime):
-            total += stat.st_size
-            if total > limit:
+    total = 0
+    for stat, path in sorted(_cached(cache), key=lambda pair: -pair[0].st_mtime):
+        total += stat.st_size
+        if total > limit:
+            with contextlib.suppress(OSError):
                 os.unlink(path)
+
+
+def _cached(cache: Path) -> list[tuple[os.stat_result, str]]:
+    try:
+        return [(entry.stat(), entry.path) for entry in os.scandir(cache) if entry.name.endswith(".columns")]
     except OSError:
-        return
+        return []

@@ -15,6 +15,7 @@ from bessemer.job.home import home
 from bessemer.serve.net import BACKLOG, address_of, check_port, is_loopback, listen, server_of
 
 DEFAULT = "runs"  # need not be there yet: the first run makes it, and the page shows it then
+FIRST = 2  # seconds that belong to the page's first questions
 GRACE = 2  # seconds for open answers: a page asks again
 
 
@@ -70,7 +71,9 @@ def dash(
         say(f"runs of {folder.root}\nopen {address}{given}\n({who}; Ctrl-C stops)")
         show(f"{address}{given}")
         try:
+            state.ahead.start(lambda: [row["id"] for row in state.runs.listed()["runs"]], FIRST)
             server_of(make_app(state), GRACE).run(sockets=[bound])
         finally:
+            state.ahead.close()
             state.models.close()
     say("stopped.")

@@ -58,6 +58,11 @@ class Thinned:
         self.newest = row
         self.seen += 1
 
+    @property
+    def values(self) -> float:
+        """How many the parameter has: a histogram counts them all."""
+        return float(self.rows[0].counts.sum()) if self.rows else 0.0
+
     def documents(self) -> list[dict[str, Any]]:
         """By rising step, each once: what was written last counts."""
         found = {row.step: row for row in [*self.rows, *([self.newest] if self.newest else [])]}
@@ -90,7 +95,7 @@ class RunWeights(Growing):
         self.bad += 1
 
     def shown(self, name: str) -> tuple[str, Callable[[], dict[str, Any]]]:
-        """(version, document) of a parameter; of the first one when there is none of this name."""
+        """(version, document) of a parameter; of the one with the most values when there is none of this name."""
         with self.lock:
             self.look()
             version = repr((str(self.path), name, self.signature, self.left))
@@ -98,7 +103,8 @@ class RunWeights(Growing):
         def make() -> dict[str, Any]:
             with self.lock:
                 names = list(self.parameters)
-                chosen = name if name in self.parameters else next(iter(names), None)
+                largest = max(names, key=lambda one: self.parameters[one].values, default=None)
+                chosen = name if name in self.parameters else largest
                 rows = [] if chosen is None else self.parameters[chosen].documents()
                 return {
                     "names": names,

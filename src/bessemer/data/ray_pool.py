@@ -16,7 +16,7 @@ from typing import Any
 from bessemer.data.merge import read_counts
 from bessemer.data.pool import Task, check, message
 from bessemer.data.progress import Tally
-from bessemer.errors import InputError, StorageError
+from bessemer.errors import InputError, StorageError, to_install
 
 RETRIES = 5  # of a shard whose worker died
 
@@ -89,7 +89,7 @@ def cluster(workers: int) -> Iterator[Any]:
     try:
         import ray
     except ImportError as error:
-        raise InputError("--engine ray needs the extra: pip install 'bessemer[ray]'.") from error
+        raise InputError(f"--engine ray needs the extra: {to_install('ray')}") from error
     if ray.is_initialized():
         yield ray
         return

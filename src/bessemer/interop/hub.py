@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from bessemer.errors import InputError, StorageError
+from bessemer.errors import InputError, StorageError, to_install
 
 PREFIX = "hf:"
 NEEDED = ("*.json", "*.safetensors", "*.jinja")
@@ -27,7 +27,7 @@ def fetched(source: str) -> Path:
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError as error:
         raise InputError(
-            f"{source} needs the extra `hf`: pip install 'bessemer[hf]'. Or download the folder yourself."
+            f"{source} needs the extra `hf`: {to_install('hf')}. Or download the folder yourself."
         ) from error
     offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
     try:

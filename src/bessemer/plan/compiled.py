@@ -21,7 +21,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from bessemer.config import configuration
-from bessemer.errors import InputError
+from bessemer.errors import InputError, to_install
 from bessemer.plan.absent import AbsentTopology
 from bessemer.plan.collectives import Collective, Layout
 from bessemer.plan.hlo import collectives_of
@@ -30,7 +30,6 @@ from bessemer.training.feed import abstract_batch
 from bessemer.training.functions import abstract_state, jit_train_step, make_optimizer
 from bessemer.training.microbatch import StepMemory, step_bytes
 
-INSTALL = "pip install 'bessemer[tpu-plan]'"
 USED = re.compile(
     r"(?:Used |required for [\w ]*\()([\d.]+)([KMGT])(?: of |\) exceeds available HBM \()([\d.]+)([KMGT])"
 )
@@ -72,8 +71,8 @@ def has_compiler() -> bool:
 def require_compiler(name: str) -> None:
     if not has_compiler():
         raise InputError(
-            f"--topology {name} is compiled with libtpu, which is not installed: {INSTALL}. Or give --no-compile for "
-            "the analytic model alone, in seconds."
+            f"--topology {name} is compiled with libtpu, which is not installed: {to_install('tpu-plan')}. "
+            "Or give --no-compile for the analytic model alone, in seconds."
         )
 
 

@@ -212,6 +212,10 @@ async def _plain_error(request: Request, error: Exception) -> Response:
     """404 and 405 in the protocol's shape."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:100]}: {error.detail}."
+    if error.status_code == 404:
+        message += (
+            " Programs talk here, to /v1/chat/completions or /v1/completions; for a page: bessemer dash"
+        )
     return JSONResponse(ApiError(error.status_code, message).document(), error.status_code, error.headers)
 
 

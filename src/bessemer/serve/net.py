@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bessemer.errors import InputError
+from bessemer.errors import InputError, to_install
 from bessemer.serve.errors import ApiError
 
 try:
@@ -22,7 +22,7 @@ try:
     from starlette.requests import Request
 except ModuleNotFoundError as error:
     raise InputError(
-        f"the server needs {error.name}, which is not installed: pip install 'bessemer[dash]'."
+        f"the server needs {error.name}, which is not installed: {to_install('dash')}"
     ) from error
 
 if TYPE_CHECKING:

@@ -6,12 +6,16 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bessemer.errors import runnable
 from bessemer.registry import objectives
 from bessemer.report.metrics import MetricsFile
 from bessemer.training.progress import clock, compact
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
+
+
+WATCH = "  bessemer dash                              # all runs in a browser"
 
 
 def final_lines(trainer: BaseTrainer, compressors: dict[str, float]) -> list[str]:
@@ -27,17 +31,18 @@ def final_lines(trainer: BaseTrainer, compressors: dict[str, float]) -> list[str
         f"report  {path}/report.md, curves in {path}/plots",
         "",
         "next",
-        *next_commands(trainer, path),
+        *map(runnable, next_commands(trainer, path)),
     ]
 
 
 def next_commands(trainer: BaseTrainer, path: str) -> list[str]:
     if teaches_chat(trainer):
-        return [f"  bessemer chat {path}", f"  bessemer serve {path}"]
+        return [f"  bessemer chat {path}", f"  bessemer serve {path}", WATCH]
     can_sample = trainer.tokenizer is not None and hasattr(trainer.model, "decode")
     return [
         *([f"  bessemer sample {path} --prompt {shlex.quote(a_prompt(trainer))}"] if can_sample else []),
         f"  bessemer eval {path} --tasks bpb",
+        WATCH,
         "  bessemer train training.dataset=my.txt     # the same on your own text",
     ]
 

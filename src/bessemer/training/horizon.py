@@ -18,6 +18,9 @@ HORIZONS = {
     "training/epochs": "epochs",
     "training/ratio": "ratio",
 }
+MANY = (
+    8  # epochs of one text; up to about four, repeating it is nearly as good as new text (arXiv:2305.16264)
+)
 ASKED = ("command line", "python")
 
 
@@ -34,6 +37,16 @@ def target_of(config: Config) -> Target:
         raise InputError(f"{names} are both given, but a run has one horizon; leave out all but one.")
     chosen = given or [key for key in HORIZONS if config[key] is not None]
     return Target(**{HORIZONS[key]: config[key] for key in chosen})
+
+
+def repeats(config: Config, epochs: float) -> list[str]:
+    """A word about data that a recipe's horizon repeats many times; who chose the horizon knows."""
+    if epochs < MANY or config["objective"] not in ("pretrain", "sft") or asked(config, HORIZONS):
+        return []
+    return [
+        f"the same data {epochs:.0f} times: when validation gets worse, it is being learnt by heart. "
+        f"training.epochs={MANY // 2} is shorter; more data is better"
+    ]
 
 
 def check_batch_settings(config: Config) -> bool:

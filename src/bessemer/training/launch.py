@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 from bessemer.config import Config, configuration, configure, dotted, load_saved, resolve
 from bessemer.config.layers import Layer
-from bessemer.errors import InputError
+from bessemer.errors import InputError, to_install
 from bessemer.job import ExecutionSpec, RunDirectory, RunLock, check_run_name, default_run_name, find_run
 from bessemer.job.trust import check_trust
 from bessemer.registry import jobs
@@ -49,6 +50,7 @@ def build_trainer(
         return resolve(schema_of, recipe, overrides, between=between)
 
     config = resolved()
+    check_trackers(config)
     topology_settings = _topology_settings(config, distributed)
     name = share("run name", lambda: new_name(recipe, name, root))
     begun = time.monotonic()
@@ -59,6 +61,15 @@ def build_trainer(
         trainer = jobs.get(config["job"])(spec, **parts)
     trainer.startup.elsewhere = elsewhere
     return trainer
+
+
+def check_trackers(config: Config) -> None:
+    """Before data is prepared and steps are compiled; whether a tracker starts is known only with the run."""
+    for name in ("wandb", "tensorboard"):
+        if config.get(f"logging/{name}") and importlib.util.find_spec(name) is None:
+            raise InputError(
+                f"logging.{name}=true, but {name} is not installed. Install it with: {to_install('track')}"
+            )
 
 
 def new_name(recipe: Any, name: str | None, root: str | Path) -> str:
@@ -99,7 +110,9 @@ def reopen(
         raise InputError(without_config(directory))
     RunLock.check_free(directory)  # before its checkpoints are read: the owner may be deleting old ones
     check_trust(directory, trust)
-    trainer = rebuild(directory, overridden(directory.config, overrides), distributed=distributed, **parts)
+    config = overridden(directory.config, overrides)
+    check_trackers(config)
+    trainer = rebuild(directory, config, distributed=distributed, **parts)
     check_given(directory, trainer)
     if not trainer.load(None if step is None else str(step)):
         if step is not None:

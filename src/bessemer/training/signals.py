@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
-from bessemer.errors import Stopped
+from bessemer.errors import Stopped, runnable
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 PATIENCE = 10.0
@@ -89,7 +89,7 @@ _watch: Watch | None = None
 
 def _end(code: int, words: str) -> None:
     with contextlib.suppress(OSError, ValueError):
-        print(words, file=sys.stderr, flush=True)
+        print(runnable(words), file=sys.stderr, flush=True)
         sys.stdout.flush()
     os._exit(code)
 

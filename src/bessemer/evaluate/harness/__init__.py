@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bessemer.errors import InputError
+from bessemer.errors import InputError, to_install
 from bessemer.generate import LoadedModel
 from bessemer.registry import evaluations
 
@@ -30,7 +30,7 @@ def harness(
         from bessemer.evaluate.harness.model import HarnessModel
     except ImportError as error:
         raise InputError(
-            f"lm-evaluation-harness is not installed ({error}). Install it with: pip install 'bessemer[eval]'"
+            f"lm-evaluation-harness is not installed ({error}). Install it with: {to_install('eval')}"
         ) from error
     model = HarnessModel(loaded, batch_size=batch_size)
     try:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bessemer.errors import InputError, Stopped
+from bessemer.errors import InputError, Stopped, to_install
 from bessemer.generate import Completion
 from bessemer.registry import callbacks
 from bessemer.training.callback import Callback
@@ -30,7 +30,7 @@ def _require(module: str, setting: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise InputError(
-            f"{setting}=true needs the tracking extra. Install it with: pip install 'bessemer[track]' ({error})."
+            f"{setting}=true needs the tracking extra ({error}). Install it with: {to_install('track')}"
         ) from error
 
 

@@ -92,7 +92,7 @@ export class Curves {
       logY,
       newest,
       this.reset,
-      h("span", { class: "hint" }, "Drag over a chart to zoom, double-click for all of it."),
+      h("span", { class: "hint" }, "Drag to zoom, double-click for all."),
     );
   }
 

@@ -104,14 +104,14 @@ export class List {
 
   draw() {
     if (!this.data) return;
-    const { runs, folder, outside } = this.data;
+    const { runs, folder, outside, indexing } = this.data;
     const shown = runs.filter(
       (row) => row.id.toLowerCase().includes(this.wanted) || row.state.includes(this.wanted),
     );
     const going = runs.filter((row) => row.state === "running").length;
     say(
       this.count,
-      `${runs.length} in ${folder}${going ? `, ${going} running` : ""}${outside ? `; ${outside} that link elsewhere are not shown` : ""}`,
+      `${runs.length} in ${folder}${going ? `, ${going} running` : ""}${outside ? `; ${outside} that link elsewhere are not shown` : ""}${indexing ? `; indexing long runs: ${indexing.done} of ${indexing.of}` : ""}`,
     );
     if (!runs.length) {
       fill(
@@ -182,14 +182,15 @@ export class List {
 
   choose() {
     const ids = [...this.chosen].map(encodeURIComponent);
-    link(this.overlay, ids.length >= 2 && ids.length <= 20, `#/overlay/${ids.join(",")}`);
-    link(this.diff, ids.length === 2, `#/diff/${ids.join(",")}`);
+    link(this.overlay, ids.length >= 2 && ids.length <= 20, `#/overlay/${ids.join(",")}`, "Tick two to twenty runs");
+    link(this.diff, ids.length === 2, `#/diff/${ids.join(",")}`, "Tick two runs");
     say(this.overlay, ids.length ? `Overlay ${ids.length}` : "Overlay");
   }
 }
 
-function link(element, works, target) {
+function link(element, works, target, hint) {
   element.setAttribute("aria-disabled", String(!works));
+  element.title = works ? "" : hint;
   if (works) element.setAttribute("href", target);
   else element.removeAttribute("href");
 }
