@@ -142,6 +142,9 @@ def difference(got: Any, wanted: Any, keep: Callable[[str], bool] = lambda name:
     return worst
 
 
+LAST_RESORT = "Involuntary full rematerialization"
+"""What the compiler writes when it finds no way from one layout to the next but to make the array whole."""
+
 KINDS = "all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter"
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.mesh.harness import (
     FAMILIES,
+    LAST_RESORT,
     VOCAB,
     K,
     batch_of,
@@ -60,10 +61,6 @@ MOVES = {
     ("gpt", "context 4"): {"collective-permute": 9, "all-gather": 2, "reduce-scatter": 1, "all-to-all": 0},
 }
 """Collectives of a whole step beside the sums of gradients: no activation is ever gathered."""
-
-
-LAST_RESORT = "Involuntary full rematerialization"
-"""What the compiler writes when it finds no way from one layout to the next but to make the array whole."""
 
 
 def cases():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.mesh.harness import LAST_RESORT
 from tests.plan.golden.snapshots import CASES, read, snapshot, version
 
 RENEW = "If that is meant, renew with `python -m tests.plan.golden` and say why in the commit."
@@ -15,8 +16,11 @@ def marked(name: str) -> object:
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in CASES])
-def test_placement_and_collectives_are_those_of_the_snapshot(name: str) -> None:
+def test_placement_and_collectives_are_those_of_the_snapshot(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     known, found = read(name), snapshot(name)
+    assert LAST_RESORT not in capfd.readouterr().err
     assert found["settings"] == known["settings"], RENEW
     assert found["placement"] == known["placement"], f"{name}: parameters lie elsewhere. {RENEW}"
     if version() not in known["collectives"]:
