@@ -24,6 +24,14 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
 WORDS = ["the", "a", "red", "blue", "green", "fox", "dog", "cat", "runs", "jumps", "sleeps", "over", "under"]
 WORDS += ["near", "river", "hill", "tree", "quickly", "and", "then"]
 
+LONGEST = {"test_docs", "test_grpo_process", "test_elastic", "test_invariance", "test_invariance_mesh"}
+LONGEST |= {"test_training_processes", "test_training_init", "test_training_phases", "test_hygiene"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of a minute and more come first (`make slow` keeps this order): one that began last would be waited for."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
 
 @pytest.fixture(scope="session")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -88,7 +88,7 @@ def test_a_full_disk_is_one_clear_error_and_the_last_checkpoint_stays(
     store.save(1, first, wait=True)
     if not foreseen:
         usage = shutil.disk_usage(tiny_disk)
-        monkeypatch.setattr(store_module.shutil, "disk_usage", lambda path: usage._replace(free=1 << 40))
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1 << 40))
     capfd.readouterr()
     with pytest.raises(StorageError) as caught:
         store.save(2, noise(9, 1000), wait=True)

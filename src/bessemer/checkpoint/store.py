@@ -9,10 +9,8 @@ Whatever is killed, whenever: a directory with a final name is complete, and not
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +29,7 @@ from bessemer.checkpoint.manifest import (
 )
 from bessemer.checkpoint.quiet import SILENCE, quiet
 from bessemer.checkpoint.tree import Leaves, Signature, check_same, flatten, rebuild, select, signature
+from bessemer.checkpoint.unfinished import Unfinished
 from bessemer.errors import InputError, StorageError
 from bessemer.job import sync_directory
 from bessemer.job.directory import step_name
@@ -74,7 +73,6 @@ class Checkpoints:
         self._pending: Future[None] | None = None
         self._protected: dict[str, int] = {}
         self._damaged: set[int] = set()
-        self._made: int | None = None  # process 0: the `.tmp` of the save in progress, held open
 
     def at(self, path: str | Path) -> Checkpoints:
         """The same kind of store over another directory."""
@@ -101,19 +99,18 @@ class Checkpoints:
         self.wait()
         beside = _siblings(step, files or {}, meta or {})
         leaves = flatten(state)
-        temporary = self.root / f"{step_name(step)}.tmp"
+        unfinished = Unfinished(self.root / f"{step_name(step)}.tmp")
         # Process 0 decides for all: one that skipped or failed here alone would leave the others waiting.
-        if share(f"prepare {self.root}", lambda: self._prepare(step, temporary, leaves)) == "committed":
+        if share(f"prepare {self.root}", lambda: self._prepare(step, unfinished, leaves)) == "committed":
             return
         SILENCE.enter()
         try:
-            self._writer.start(temporary / STATE, leaves)
+            self._writer.start(unfinished.path / STATE, leaves)
         except STORAGE_FAILURES as error:
             SILENCE.leave()
-            cause = self._cause(error, temporary)
-            self._abandon(temporary)
+            cause = self._abandon(unfinished, error)
             raise explain(f"cannot save checkpoint {step} in {self.root}", cause) from error
-        self._pending = self._background.submit(self._finish, step, temporary, beside, signature(leaves))
+        self._pending = self._background.submit(self._finish, step, unfinished, beside, signature(leaves))
         if wait:
             self.wait()
 
@@ -255,40 +252,26 @@ class Checkpoints:
             )
         return json.dumps({"step": None, "damaged": damaged, "messages": messages})
 
-    def _prepare(self, step: int, temporary: Path, leaves: Leaves) -> str:
-        """Make an empty `.tmp` on a disk with room, since Orbax's own failure on a full one is late and long.
-
-        "committed" when there is nothing to do, else "save".
-        """
+    def _prepare(self, step: int, unfinished: Unfinished, leaves: Leaves) -> str:
+        """What is to be done: "save", or nothing ("committed")."""
         if step not in self._damaged and not self._problems(step):
             with storage("cannot delete old checkpoints"):
                 self._retire(step)  # a kill may have come between the commit and this
             return "committed"
-        with storage("cannot save a checkpoint"):
-            if not self._seen:
+        if not self._seen:
+            with storage("cannot save a checkpoint"):
                 self.root.mkdir(exist_ok=True)
-                self._seen = True
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
-            self._made = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
-            free = shutil.disk_usage(self.root).free
-        needed = sum(int(leaf.size) * leaf.dtype.itemsize for leaf in leaves.values())
-        if free < needed:
-            self._abandon(temporary)
-            raise StorageError(
-                f"cannot save a checkpoint in {self.root}: it needs up to {needed / 2**30:.3f} GiB and "
-                f"{free / 2**30:.3f} GiB are free. Free space, then continue with `bessemer resume`."
-            )
+            self._seen = True
+        unfinished.make(sum(int(leaf.size) * leaf.dtype.itemsize for leaf in leaves.values()))
         return "save"
 
-    def _finish(self, step: int, temporary: Path, beside: dict[str, bytes], tree: Signature) -> None:
+    def _finish(self, step: int, unfinished: Unfinished, beside: dict[str, bytes], tree: Signature) -> None:
         """In the background: wait for Orbax on all processes, commit, tell the others, retire old ones."""
         try:
             self._writer.finish()
-            share(f"commit {self.root}", lambda: self._commit(step, temporary, beside, tree), self.timeout)
+            share(f"commit {self.root}", lambda: self._commit(step, unfinished, beside, tree), self.timeout)
         except (*STORAGE_FAILURES, StorageError) as error:
-            cause = self._cause(error, temporary)
-            self._abandon(temporary)
+            cause = self._abandon(unfinished, error)
             raise explain(f"cannot save checkpoint {step} in {self.root}", cause) from error
         finally:
             SILENCE.leave()
@@ -296,9 +279,9 @@ class Checkpoints:
         if self.on_commit is not None and self.process_zero:
             self.on_commit(self, step)
 
-    def _commit(self, step: int, temporary: Path, beside: dict[str, bytes], tree: Signature) -> str:
-        self._check_still_there(temporary)
-        self._let_go()
+    def _commit(self, step: int, unfinished: Unfinished, beside: dict[str, bytes], tree: Signature) -> str:
+        unfinished.written()
+        temporary = unfinished.path
         for name, data in beside.items():
             (temporary / name).write_bytes(data)
         write_manifest(temporary, step, tree)
@@ -325,31 +308,12 @@ class Checkpoints:
             protected=list(self._protected.values()),
         )
 
-    def _cause(self, error: BaseException, temporary: Path) -> BaseException:
-        """TensorStore has many words for a directory deleted under its hands; the cause is that one."""
-        try:
-            self._check_still_there(temporary)
-        except OSError as gone:
-            return gone
-        return error
-
-    def _check_still_there(self, temporary: Path) -> None:
-        """TensorStore silently makes a deleted directory again: what it had written before would be missing."""
-        if self._made is None:  # not process 0, or the files are written
-            return
-        if not os.path.samestat(os.fstat(self._made), os.stat(temporary)):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(temporary))
-
-    def _abandon(self, temporary: Path) -> None:
-        """Give back the space of a failed save; the last committed checkpoint is untouched."""
-        self._let_go()
+    def _abandon(self, unfinished: Unfinished, error: BaseException) -> BaseException:
+        """Why a save failed, and its space given back; the last committed checkpoint is untouched."""
+        cause = unfinished.cause(error)
         if self.process_zero:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-    def _let_go(self) -> None:
-        if self._made is not None:
-            os.close(self._made)
-            self._made = None
+            unfinished.abandon()
+        return cause
 
 
 def _siblings(step: int, files: Mapping[str, str | bytes], meta: Mapping[str, Any]) -> dict[str, bytes]:
