@@ -19,6 +19,9 @@ REFERENCE_DEPTH = 12
 REFERENCE_BATCH = 2**19
 FLOOR_DEPTH = 8
 BATCH_EXPONENT = 0.383
+MOST_STEPS = 2**31 - 1
+"""The step is counted on the device in 32 bits."""
+
 RATIO = 10.5
 """Tokens per scaling parameter when no horizon is given."""
 
@@ -112,6 +115,11 @@ def horizon(target: Target, batch_tokens: int, sizes: Sizes | None = None) -> De
         raise InputError(
             f"the run would have {steps} steps ({reason}); raise training.{target.given}, or lower "
             "training.batch_size."
+        )
+    if steps > MOST_STEPS:
+        raise InputError(
+            f"the run would have {steps:,} steps ({reason}), more than can be counted ({MOST_STEPS:,}); lower "
+            f"training.{target.given}, or raise training.batch_size."
         )
     return Derived("training/steps", steps, reason)
 

@@ -75,6 +75,18 @@ def test_out_of_range(refuse: Callable[..., str]) -> None:
     assert "training.steps" in refuse(training__steps=0)
 
 
+def test_numbers_that_nothing_can_hold(refuse: Callable[..., str]) -> None:
+    assert "optimization.lr_multiplier" in refuse("optimization.lr_multiplier=1e400")
+    assert "4294967295" in refuse("seed=99999999999")
+    assert "2147483647" in refuse(training__steps=10**20)
+    assert "64 bits" in refuse(training__validation_steps=10**20)
+    assert "training.flops" in refuse("training.flops=1e38", training__steps="none")
+
+
+def test_a_platform_that_is_not_here(refuse: Callable[..., str], eight_devices: None) -> None:
+    assert "topology.platform=gpu" in refuse("topology.platform=gpu")
+
+
 def test_missing_file(refuse: Callable[..., str], tmp_path: Path) -> None:
     assert "nothing-here.txt" in refuse(training__dataset=tmp_path / "nothing-here.txt")
 
@@ -82,6 +94,21 @@ def test_missing_file(refuse: Callable[..., str], tmp_path: Path) -> None:
 def test_empty_corpus(refuse: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     assert "empty" in refuse(training__dataset=tmp_path / "empty.txt")
+
+
+def test_a_dataset_without_a_name(refuse: Callable[..., str]) -> None:
+    """Not the working directory, which an empty path would be."""
+    assert "training.dataset names nothing" in refuse(training__dataset="")
+
+
+def test_one_document_says_how_to_train_without_validation(
+    refuse: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "same.jsonl").write_text((json.dumps({"text": "the same again " * 9}) + "\n") * 3)
+    text = refuse(training__dataset=tmp_path / "same.jsonl")
+    assert "3 copies" in text and "data.val_fraction=0 training.validation=false" in text
+    text = refuse(training__dataset=tmp_path / "same.jsonl", data__val_fraction=0)
+    assert "training.validation=false" in text
 
 
 def test_corrupt_parquet(refuse: Callable[..., str], tmp_path: Path) -> None:
@@ -161,6 +188,12 @@ def test_unknown_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["train", "quickstrat"])
     assert caught.value.code == 2 and "Did you mean 'quickstart'" in capsys.readouterr().err
+
+
+def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["trian"])
+    assert caught.value.code == 2 and "Did you mean 'train'" in capsys.readouterr().err
 
 
 def test_bad_run_name(tiny: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,6 +68,13 @@ def test_resume_of_a_finished_run_says_so(finished: Path, capsys: pytest.Capture
     assert caught.value.code == 0 and "finished" in capsys.readouterr().out
 
 
+def test_settings_for_a_finished_run_are_judged_all_the_same(
+    finished: Path, refused: Callable[..., str]
+) -> None:
+    assert "did you mean 'training.steps'" in refused("resume", str(finished), "trainin.steps=20")
+    assert "init=RUN" in refused("resume", str(finished), "training.steps=20")
+
+
 def test_resume_refuses_what_would_change_the_run(finished: Path, refused: Callable[..., str]) -> None:
     text = refused("resume", str(finished), "--step", "3", "training.batch_size=16")
     assert "training.batch_size" in text and "init=RUN" in text

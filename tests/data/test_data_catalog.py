@@ -107,11 +107,16 @@ def test_a_tokenizer_is_trained_once(tmp_path, monkeypatch):
 def test_tokenizer_settings_that_cannot_be(tmp_path):
     path = str(text_file(tmp_path))
     prepare(path, tmp_path / "store", TOKENIZER)
+    blank, other = tmp_path / "blank.jsonl", tmp_path / "other.jsonl"
+    blank.write_text("\n")
+    other.write_text('{"body": "x"}\n')
     for setting, sources, match in [
         ("auto", [path], "data.tokenizer is not set"),
         ("train:many", [path], "train:N"),
         ("train:300", [str(tmp_path / "store")], "prepared stores"),
         (str(tmp_path / "nowhere"), [path], "no tokenizer at"),
+        ("train:300", [str(blank)], "hold no documents"),
+        ("train:300", [str(other)], "line 1: no 'text' .it has body"),
     ]:
         with pytest.raises(InputError, match=match):
             tokenizer_for(setting, sources, tmp_path / "root")

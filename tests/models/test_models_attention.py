@@ -10,6 +10,7 @@ import pytest
 from bessemer.errors import InputError
 from bessemer.models.attention import attention, block_length, cached_attention
 from bessemer.models.gpt import GPT
+from bessemer.plan.jaxprs import inner_jaxprs
 from bessemer.topology import TopologySettings, make_topology
 
 
@@ -89,6 +90,25 @@ def test_a_query_without_keys_gives_zeros_not_the_mean():
 
 def test_few_blocks_whatever_the_length():
     assert [block_length(n) for n in (16, 256, 512, 2048, 4096)] == [64, 64, 64, 256, 512]
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_scores_of_a_window_are_never_held_for_the_whole_square(segments):
+    """2048 tokens and a window of 256: what is held grows with the window, with a document mask too."""
+    length, window = 2048, 256
+    q = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32) if segments else None
+
+    def sizes(jaxpr):
+        for equation in jaxpr.eqns:
+            yield from (value.aval.size for value in equation.outvars)
+            for inner in inner_jaxprs(equation):
+                yield from sizes(inner)
+
+    def attend(q, k, v, ids):
+        return attention(q, k, v, window=window, segment_ids=ids, implementation="xla")
+
+    assert max(sizes(jax.make_jaxpr(attend)(q, q, q, ids).jaxpr)) < length * length / 2
 
 
 @pytest.mark.gpu

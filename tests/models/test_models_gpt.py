@@ -13,6 +13,7 @@ import pytest
 from bessemer.errors import InputError
 from bessemer.models.gpt import GPT
 from bessemer.models.shape import layer_windows, scan_segments
+from bessemer.plan.jaxprs import inner_jaxprs
 from bessemer.registry import models
 
 TINY = {"depth": 4, "aspect": 8, "head_dim": 8, "vocab_size": 50, "block_size": 16}
@@ -284,3 +285,19 @@ def test_a_position_outside_the_table_is_not_a_wrong_angle():
     ids = batch_of()["input_ids"]
     logits = forward(model, params, ids, positions=jnp.arange(16)[None] + 8)
     assert np.all(np.isnan(logits[:, 8:]))
+
+
+def operations(jaxpr) -> int:
+    return sum(1 + sum(map(operations, inner_jaxprs(equation))) for equation in jaxpr.eqns)
+
+
+def test_a_scanned_program_does_not_grow_with_the_depth():
+    """So neither does the time to compile it; unrolled it does."""
+
+    def size(depth: int, scan: bool) -> int:
+        model = GPT(**{**TINY, "depth": depth}, scan_layers=scan, window="L")
+        params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
+        loss = lambda params: model.apply({"params": params}, batch_of(), method="loss")[0]  # noqa: E731
+        return operations(jax.make_jaxpr(loss)(nn.unbox(params)).jaxpr)
+
+    assert size(16, True) < 1.1 * size(8, True) and size(16, False) > 1.5 * size(8, False)

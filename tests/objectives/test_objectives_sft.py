@@ -121,6 +121,27 @@ def test_a_conversation_does_not_touch_the_loss_of_its_neighbour(parts) -> None:
     assert traits["document_mask"] is True and traits["style"] is DatasetStyle.PACKED
 
 
+def test_the_mask_hides_the_prompt_from_the_loss_and_not_from_the_model(parts) -> None:
+    """Another prompt, the same answer: other losses. And token 0 is a token, though padding has the same id."""
+    apply, _, params = parts
+    batch = packed()
+    first = np.flatnonzero(batch["loss_mask"][0])[0]
+    prompt, answer = slice(0, int(first)), batch["loss_mask"][0] > 0
+    assert first > 0
+    run = jax.jit(lambda rows: apply(params, rows, method="token_logprobs"))
+    old = np.asarray(run(batch))[0][answer]
+    other = {**batch, "input_ids": batch["input_ids"].copy()}
+    other["input_ids"][0, prompt] = 0
+    new = np.asarray(run(other))[0][answer]
+    segment = batch["segment_ids"][0][answer]
+    assert (old != new)[segment == segment[0]].all()
+    documents = [np.array([1, 0, 0, 2, 0]), np.array([3, 0, 4])]
+    store = ArrayStore.of(documents, None, {"vocab_size": VOCAB, "pad_id": 0})
+    zeros = make_rows(store, DatasetStyle.PACKED, BLOCK, allow_short=True).get(np.arange(1))
+    targets = zeros["target_ids"][zeros["target_ids"] >= 0]
+    assert sorted(targets) == [0, 0, 0, 0, 2, 4] and zeros["loss_mask"].sum() == 6
+
+
 def test_pieces_with_uneven_masks_are_the_big_batch(parts) -> None:
     """Sums of losses, weights and gradients over micro-batches: one division at the end is that of the whole."""
     apply, _, params = parts

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from bessemer.topology import make_topology
@@ -55,8 +57,16 @@ def test_row_n_is_batch_n_under_the_weights_of_checkpoint_n_minus_1(
         weights[step] = saved["params"]
     rows = [json.loads(line) for line in (tmp_path / "a/metrics.jsonl").read_text().splitlines()]
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    norms = {row["step"]: row["grad_norm"] for row in rows if "grad_norm" in row}
     assert list(losses) == list(range(1, STEPS + 1))
     forward = jax.jit(lambda params, ids: trainer.model.apply({"params": params}, ids))
+
+    def mean(params: Any, batch: dict[str, Any]) -> Any:
+        logprobs = jax.nn.log_softmax(trainer.model.apply({"params": params}, batch["input_ids"]))
+        taken = jnp.take_along_axis(logprobs, jnp.maximum(batch["target_ids"], 0)[..., None], -1)[..., 0]
+        return -(taken * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
+
+    norm_of = jax.jit(lambda params, batch: optax.tree.norm(jax.grad(mean)(params, batch)))
     for step, logged in losses.items():
         batch = trainer.data.plan.batch(step - 1)
         before, later = (
@@ -64,6 +74,8 @@ def test_row_n_is_batch_n_under_the_weights_of_checkpoint_n_minus_1(
         )
         assert logged == pytest.approx(before, rel=1e-5)
         assert abs(logged - later) > 1e-3 * logged, "else an update more or less would not be seen"
+        now, next_ = (float(norm_of(weights[number], batch)) for number in (step - 1, step))
+        assert norms[step] == pytest.approx(now, rel=1e-4) and abs(now - next_) > 1e-3 * now
 
 
 @pytest.mark.parametrize("axes", [{"data": 4, "tensor": 2}, {"fsdp": 8}], ids=str)

@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from bessemer.models.gpt import GPT
@@ -21,9 +22,11 @@ VOCAB, BLOCK, ROWS = 97, 16, 8
 
 
 @functools.cache
-def setup(ema: float = 0.0, limit: float = 1.0):
-    model = GPT(depth=2, width=32, head_dim=16, vocab_size=VOCAB, block_size=BLOCK)
+def setup(ema: float = 0.0, limit: float = 1.0, precision: str = "auto", lr: float | None = None):
+    model = GPT(depth=2, width=32, head_dim=16, vocab_size=VOCAB, block_size=BLOCK, precision=precision)
     optimizer = build_optimizer("adamw", lambda cls: cls(), 100, model.group_of)
+    if lr is not None:
+        optimizer = build_optimizer(optax.adam(lr), lambda cls: cls(), 100)
     params = unbox(model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))["params"]
     # the head starts at almost nothing; give every parameter a gradient worth comparing
     params = {**params, "head": params["head"] * 300}
@@ -104,6 +107,18 @@ def test_a_non_finite_step_is_skipped_and_counted() -> None:
         *map(jax.tree.leaves, ((after.params, after.opt_state), (state.params, state.opt_state))), strict=True
     ):
         np.testing.assert_array_equal(new, old)
+
+
+def test_small_steps_are_taken_in_bf16() -> None:
+    """Adam's first step moves a weight by the rate, 3e-6 here: kept in bf16, almost all would stay where they are."""
+    state, loss, _ = step_of(1)(setup(precision="bf16", lr=3e-6), split(rows(), 1), jax.random.key(0))
+    assert loss.dtype == jnp.float32
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
+    before, after = (params["head"][:, :VOCAB] for params in (setup().params, state.params))
+    moved = before != after
+    assert moved.mean() > 0.9
+    half = (before.astype(jnp.bfloat16) != after.astype(jnp.bfloat16)) & moved
+    assert half.sum() < 0.1 * moved.sum()
 
 
 def test_clip_scales_the_gradient_and_reports_the_norm_before_it() -> None:

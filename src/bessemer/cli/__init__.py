@@ -14,7 +14,7 @@ import click
 
 from bessemer import __version__
 from bessemer.cli.allocator import keep_memory
-from bessemer.errors import BessemerError, Stopped, runnable
+from bessemer.errors import BessemerError, InputError, Stopped, nearest, runnable
 
 BEGAN = time.monotonic()
 """When the program began, for the time to the first step; only the interpreter's own start comes before."""
@@ -53,6 +53,15 @@ class LazyGroup(click.Group):
             return None
         module = f"{name}_" if keyword.iskeyword(name) else name
         return importlib.import_module(f"bessemer.cli.{module}").command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            close = nearest(args[0], list(COMMANDS))
+            hint = f" Did you mean '{close}'?" if close else ""
+            raise InputError(f"unknown command '{args[0]}'.{hint} `bessemer --help` lists them.")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -23,7 +23,7 @@ def command() -> None:
     """
 
 
-@command.command("prepare")
+@command.command("prepare", short_help="Encode text files into a store.")
 @click.argument("files", nargs=-1, required=True)
 @click.option("-o", "--out", required=True, metavar="DIR", help="Directory of the store.")
 @click.option(
@@ -50,6 +50,11 @@ def prepare(
     """Encode FILES (.parquet, .jsonl[.gz|.zst], .txt, directories, globs, or one dataset name) into a store.
 
     A killed preparation continues where it stopped when the same command is run again.
+
+    \b
+    Examples:
+      bessemer data prepare texts/*.parquet -o data/mine --tokenizer tokenizer --val-fraction 0.01
+      bessemer data prepare train.jsonl --val held-out.jsonl -o data/mine --tokenizer tokenizer --on-error skip
     """
     from bessemer.data.prepare import prepare as run
     from bessemer.data.progress import show_progress
@@ -68,11 +73,17 @@ def prepare(
     click.echo(_text(info.about))
 
 
-@command.command("inspect")
+@command.command("inspect", short_help="Show what a store holds.")
 @click.argument("directory", metavar="DIR")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def inspect(directory: str, as_json: bool) -> None:
-    """Show what a store holds, with the beginning of a few documents."""
+    """Show what a store holds, with the beginning of a few documents.
+
+    \b
+    Examples:
+      bessemer data inspect data/mine
+      bessemer data inspect data/mine --json
+    """
     from bessemer.data.inspect import describe_store
 
     facts = describe_store(directory)
@@ -85,7 +96,7 @@ def inspect(directory: str, as_json: bool) -> None:
             click.echo(f"  {split} | {text!r}")
 
 
-@command.command("tasks")
+@command.command("tasks", short_help="Write a synthetic task set; without NAME list them.")
 @click.argument("name", required=False)
 @click.option("-o", "--out", metavar="FILE", help="A .jsonl file to write.")
 @click.option("--count", type=int, metavar="N", help="Rows; default: as many as the registered dataset has.")

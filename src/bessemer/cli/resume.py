@@ -36,12 +36,13 @@ def command(run: str, words: tuple[str, ...], step: int | None, trust: bool, roo
     from bessemer.training.signals import before_resuming, watched
 
     with watched(functools.partial(before_resuming, run)):
-        from bessemer.training.launch import is_finished, reopen
+        from bessemer.training.launch import check_overrides, is_finished, reopen
         from bessemer.training.mirror import fetched
 
         refuse_foreign(words)
         run = str(fetched(run, root))
         if step is None and is_finished(run, root):
+            check_overrides(run, list(words), root=root, trust=trust)
             click.echo(f"{run} is finished; nothing to do. To train on, start a new run with init={run}.")
             return
         trainer = reopen(run, list(words), root=root, step=step, trust=trust, distributed=True)

@@ -16,7 +16,7 @@ def command() -> None:
     """
 
 
-@command.command("train")
+@command.command("train", short_help="Train a byte-level BPE on text files.")
 @click.argument("files", nargs=-1, required=True)
 @click.option("-o", "--out", required=True, metavar="DIR", help="Directory for tokenizer.json.")
 @click.option("--vocab-size", required=True, type=int, metavar="N", help="Tokens, special ones included.")
@@ -25,8 +25,14 @@ def train(files: tuple[str, ...], out: str, vocab_size: int, text_key: str | Non
     """Train a byte-level BPE on FILES: .parquet, .jsonl[.gz|.zst], .txt, directories, globs, dataset names.
 
     A corpus larger than 32 MiB is sampled evenly.
+
+    \b
+    Examples:
+      bessemer tokenizer train texts/ -o tokenizer --vocab-size 8192
+      bessemer tokenizer train one.jsonl two.parquet -o tokenizer --vocab-size 8192 --text-key content
     """
-    from bessemer.data.catalog import find_source, sample_texts
+    from bessemer.data.catalog import find_source
+    from bessemer.data.texts import sample_texts
     from bessemer.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.train(sample_texts([find_source(name) for name in files], text_key), vocab_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -89,8 +90,9 @@ class Setting:
                 self._check_leaf(leaf)
         except Mismatch as mismatch:
             meaning = f" It means: {self.help}." if self.help else ""
+            problem = mismatch.problem if mismatch.problem[-1:] in ".?!" else f"{mismatch.problem}."
             raise InputError(
-                f"setting '{dotted(self.key)}{mismatch.where}' ({source}): {mismatch.problem}.{meaning}"
+                f"setting '{dotted(self.key)}{mismatch.where}' ({source}): {problem}{meaning}"
             ) from None
         return converted
 
@@ -108,6 +110,9 @@ class Setting:
             raise Mismatch(f"expected at least {self.minimum}, got {leaf}")
         if self.maximum is not None and leaf > self.maximum:
             raise Mismatch(f"expected at most {self.maximum}, got {leaf}")
+        ranged = self.minimum is not None or self.maximum is not None  # so it is a quantity
+        if ranged and (math.isinf(leaf) if isinstance(leaf, float) else abs(leaf) >= 2**63):
+            raise Mismatch(f"expected a number that 64 bits can hold, got {leaf}")
 
 
 def declared(cls: type) -> Mapping[str, Setting]:

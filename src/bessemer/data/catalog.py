@@ -12,30 +12,24 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bessemer.data.chat import spoken
 from bessemer.data.lock import exclusive
 from bessemer.data.making import make_rows
 from bessemer.data.mixture import DatasetStyle, Sampling
-from bessemer.data.permutation import permute
-from bessemer.data.preference import texts_of
-from bessemer.data.prepare import Options, as_source, content_key, documents_of, prepare, source_key
+from bessemer.data.prepare import Options, as_source, content_key, prepare, source_key
 from bessemer.data.progress import Callback
-from bessemer.data.readers import Bad, Document, read_piece
 from bessemer.data.rows import Rows
 from bessemer.data.settings import DataSettings, data_root
-from bessemer.data.sources import Files, Source, Stream, find_files, plan_shards
+from bessemer.data.sources import Source, Stream, find_files
 from bessemer.data.store import ArrayStore, TokenStore, is_store
+from bessemer.data.texts import SAMPLE_BYTES, sample_texts
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError
 from bessemer.job.remote import is_remote
 from bessemer.registry import datasets
-
-SAMPLE_BYTES = 32 << 20  # text a tokenizer is trained on
-SAMPLE_SHARD = 1 << 20  # a larger corpus is sampled in pieces of this size
 
 
 def open_dataset(
@@ -275,36 +269,3 @@ def _trained(sources: Sequence[Source], vocab_size: int, root: Path, text_key: s
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
     return Tokenizer.load(folder)
-
-
-def sample_texts(
-    sources: Sequence[Source], text_key: str | None = None, limit: int = SAMPLE_BYTES
-) -> Iterator[str]:
-    """Texts of the sources, about `limit` bytes in all; of larger ones a sample of pieces spread over
-    them."""
-    share = limit // max(1, len(sources))
-    for source in sources:
-        used = 0
-        for text in _texts(source, text_key):
-            yield text
-            used += len(text)
-            if used >= share:
-                break
-
-
-def _texts(source: Source, text_key: str | None) -> Iterator[str]:
-    if isinstance(source, Files):
-        shards = plan_shards(source, SAMPLE_SHARD)
-        order = permute(range(len(shards)), len(shards), 0).tolist()
-        reads: Iterator[Document | Bad] = (
-            read for i in order for piece in shards[i] for read in read_piece(piece, text_key)
-        )
-    else:
-        reads = documents_of(source.items, text_key)
-    for read in reads:
-        if isinstance(read, Document) and read.messages:
-            yield spoken(read.messages)
-        elif isinstance(read, Document) and read.text:
-            yield read.text
-        elif isinstance(read, Document) and read.pair is not None:
-            yield from texts_of(read.pair)

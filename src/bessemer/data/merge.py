@@ -51,9 +51,11 @@ def choose_validation(hashes: np.ndarray, fraction: float) -> np.ndarray:
     if fraction == 0:
         return np.zeros(len(hashes), bool)
     if len(np.unique(hashes, axis=0)) < 2:
+        copies = f" ({len(hashes)} copies of it)" if len(hashes) > 1 else ""
         raise InputError(
-            "all of the data is one document, so none can be set apart for validation: give --val FILE, or "
-            "more documents (a .jsonl with one text a line), or set the validation fraction to 0."
+            f"all of the data is one document{copies}, so none can be set apart for validation: give more documents "
+            "(a .jsonl with one text a line); or train without, by data.val_fraction=0 training.validation=false; or "
+            "name the held-out texts by `bessemer data prepare … --val FILE`."
         )
     chosen = hashes[:, 0] < np.uint64(min(int(fraction * 2**64), 2**64 - 1))
     if not chosen.any():

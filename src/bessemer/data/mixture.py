@@ -52,12 +52,20 @@ def check_mixture(mixture: Sequence[Sampling]) -> None:
     if not mixture:
         raise InputError("training.dataset is empty: name at least one dataset.")
     for sampling in mixture:
+        if not sampling.name.strip():
+            raise InputError(
+                "training.dataset names nothing: give a text file, a glob, a prepared directory or a registered name "
+                "such as python-stdlib."
+            )
         if not (math.isfinite(sampling.rate) and sampling.rate > 0):
             raise InputError(f"dataset '{sampling.name}' has rate {sampling.rate}; rates are above 0.")
     total = math.fsum(sampling.rate for sampling in mixture)
     if abs(total - 1) > 1e-6:
         parts = " + ".join(f"{s.rate:g} ({s.name})" for s in mixture)
-        raise InputError(f"the rates of a mixture must sum to 1; these sum to {total:g}: {parts}.")
+        raise InputError(
+            f"the rates of a mixture must sum to 1; these sum to {total:g}: {parts}. "
+            "A source with its share is written {name: NAME, rate: 0.5}."
+        )
     seen: set[tuple[str, str, str]] = set()
     for sampling in mixture:
         if sampling.identity in seen:

@@ -120,7 +120,8 @@ def _pair(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Do
 
 
 def _missing(key: str, columns: list[str]) -> str:
-    return f"no '{key}' (it has {', '.join(map(str, columns)) or 'nothing'}); name the column with --text-key"
+    there = ", ".join(map(str, columns)) or "nothing"
+    return f"no '{key}' (it has {there}); name the column with data.text_key (--text-key when preparing)"
 
 
 def _checked(text: str, where: str) -> Document | Bad:

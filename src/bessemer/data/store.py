@@ -80,7 +80,7 @@ class TokenStore:
         if not leaf.is_dir():
             raise InputError(
                 f"store '{self.root}' has no '{split}' part; it has {', '.join(self.splits)}. Prepare it "
-                f"with --val-fraction or --val."
+                "with --val-fraction or --val (data.val_fraction above 0), or train with training.validation=false."
             )
         self.info = _read_json(leaf / "store.json", given)
         dtype = np.dtype(self.info["dtype"])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,12 @@ SPLIT = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*"
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
+LONGEST = 1000
+"""Letters, signs or spaces in a row that a tokenizer learns from in one piece: merging costs their number squared, and
+one line of a million letters would take hours."""
+_LONG = re.compile(rf"[^\W\d_]{{{LONGEST}}}|[^\w\s]{{{LONGEST}}}|\s{{{LONGEST}}}")
+_SPACES = re.compile(rf"\s{{{LONGEST}}}")
+
 SMALLEST = 256 + len(SPECIAL_TOKENS)
 # What other families call the token a document begins with, and padding; the first one present is used.
 BOS_NAMES = (
@@ -59,6 +65,9 @@ BOS_NAMES = (
 )
 PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<｜▁pad▁｜>", "<|endoftext|>")
 FILE = "tokenizer.json"
+NOT_UNICODE = (
+    "the text is no valid Unicode (half of a surrogate pair, or bytes that are not UTF-8): write it as UTF-8."
+)
 
 
 class Tokenizer:
@@ -134,7 +143,7 @@ class Tokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             special_tokens=list(SPECIAL_TOKENS),
         )
-        backend.train_from_iterator(texts, trainer)
+        backend.train_from_iterator(_in_short_words(texts), trainer)
         return cls(backend.to_str(), f"trained, {vocab_size} tokens")
 
     def save(self, directory: str | Path) -> Path:
@@ -164,7 +173,10 @@ class Tokenizer:
         """Ids of the text, without bos. `allow_special`: names like `<|bos|>` in it become their special
         ids. `continued`: the text goes on after other tokens, so no space is put before it."""
         backend = self._special if allow_special else self._continued if continued else self._plain
-        return backend.encode(text, add_special_tokens=False).ids
+        try:
+            return backend.encode(text, add_special_tokens=False).ids
+        except TypeError:  # what the library makes of half a surrogate pair
+            raise InputError(NOT_UNICODE) from None
 
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name."""
@@ -182,7 +194,10 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, sorted(named, key=len, reverse=True))) or r"(?!)")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        encoded = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encoded = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
+        except TypeError:
+            raise InputError(NOT_UNICODE) from None
         return [one.ids for one in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -230,6 +245,17 @@ class Tokenizer:
             f"{self.origin} has no token to begin a document with; looked for {', '.join(names)}. Add one of "
             f"them to its added_tokens as a special token."
         )
+
+
+def _in_short_words(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, cut within runs longer than `LONGEST`; all but such texts as they are."""
+    for text in texts:
+        first = 0
+        if max(map(len, text.split()), default=0) >= LONGEST or _SPACES.search(text):
+            for run in _LONG.finditer(text):
+                yield text[first : run.end()]
+                first = run.end()
+        yield text[first:]
 
 
 def _drop_first_space(part: Any) -> bool:

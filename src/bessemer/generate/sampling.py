@@ -37,16 +37,20 @@ class SamplingOptions:
     def __post_init__(self) -> None:
         seeds = [] if self.seed is None else [self.seed] if isinstance(self.seed, int) else list(self.seed)
         penalty = self.repetition_penalty
-        for holds, problem in (
-            (math.isfinite(self.temperature) and self.temperature >= 0, "temperature is at least 0"),
-            (self.top_k >= 0, "top-k is at least 1, or 0 for no limit"),
-            (0 < self.top_p <= 1, "top-p is above 0 and at most 1"),
-            (0 <= self.min_p <= 1, "min-p is between 0 and 1"),
-            (all(0 <= seed < 2**32 for seed in seeds), "a seed is between 0 and 4294967295"),
-            (math.isfinite(penalty) and penalty > 0, "repetition penalty is above 0"),
+        for holds, problem, given in (
+            (
+                math.isfinite(self.temperature) and self.temperature >= 0,
+                "temperature is at least 0",
+                self.temperature,
+            ),
+            (self.top_k >= 0, "top-k is at least 1, or 0 for no limit", self.top_k),
+            (0 < self.top_p <= 1, "top-p is above 0 and at most 1", self.top_p),
+            (0 <= self.min_p <= 1, "min-p is between 0 and 1", self.min_p),
+            (all(0 <= seed < 2**32 for seed in seeds), "a seed is between 0 and 4294967295", self.seed),
+            (math.isfinite(penalty) and penalty > 0, "repetition penalty is above 0", penalty),
         ):
             if not holds:
-                raise InputError(f"{problem}; got {self}.")
+                raise InputError(f"{problem}; got {given}.")
 
     def streams(self, rows: int) -> np.ndarray:
         """(rows, 2) uint32, the pair (seed, number) that `row_keys` makes a row's random stream of."""

@@ -147,12 +147,19 @@ def _devices(platform: str) -> list[Any]:
         return jax.devices()
     try:
         return jax.devices(platform)
-    except RuntimeError as error:
-        found = ", ".join(sorted({device.platform for device in jax.devices()}))
+    except (RuntimeError, AssertionError) as error:  # the latter: no plugin of that platform is installed
         raise InputError(
-            f"topology.platform={platform}: JAX sees no such device here (found: {found}). "
+            f"topology.platform={platform}: JAX sees no such device here{_found()}. "
             f"Set topology.platform=auto, or install JAX for {platform}."
         ) from error
+
+
+def _found() -> str:
+    """What is there instead, where JAX can say it: not when it was told to look for one platform alone."""
+    try:
+        return f" (found: {', '.join(sorted({device.platform for device in jax.devices()}))})"
+    except (RuntimeError, AssertionError):
+        return ""
 
 
 def _fill(settings: TopologySettings, count: int) -> tuple[int, ...]:

@@ -159,6 +159,16 @@ def check_given(directory: RunDirectory, trainer: BaseTrainer) -> None:
         )
 
 
+def check_overrides(
+    run: str | Path, overrides: Overrides, *, root: str | Path = "runs", trust: bool = False
+) -> None:
+    """An InputError for what a resume of `run` could not accept, though there is nothing left to do for it."""
+    if overrides:
+        directory = find_run(run, root)
+        check_trust(directory, trust)
+        overridden(directory.config, overrides)
+
+
 def overridden(path: Path, overrides: Overrides) -> Config:
     """The saved configuration with the overrides a resume may make; another setting would make it another run."""
     saved = load_saved(path, schema_of)

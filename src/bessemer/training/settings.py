@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from bessemer.config import field, parse_duration
 from bessemer.data.mixture import Sampling
 from bessemer.errors import InputError
+from bessemer.scaling import MOST_STEPS
 
 
 @dataclass
@@ -35,7 +36,9 @@ class BaseTrainerConfig:
         help="start from the weights of a run or checkpoint, whose tokenizer and shapes it takes over; recipe:NAME "
         "trains that recipe first, once",
     )
-    seed: int = field("seed", default=1337, minimum=0, help="the only source of randomness")
+    seed: int = field(
+        "seed", default=1337, minimum=0, maximum=2**32 - 1, help="the only source of randomness"
+    )
     family: str = field("model/family", default="gpt", help="model family: a name from the models registry")
     block_size: int = field(
         "architecture/block_size", default=512, minimum=2, help="sequence length in tokens"
@@ -57,7 +60,9 @@ class BaseTrainerConfig:
         default=-1,
         help="sequences in one forward pass per data-parallel device; -1: the largest that fits in memory",
     )
-    steps: int | None = field("training/steps", default=None, minimum=1, help="horizon: optimizer steps")
+    steps: int | None = field(
+        "training/steps", default=None, minimum=1, maximum=MOST_STEPS, help="horizon: optimizer steps"
+    )
     flops: float | None = field("training/flops", default=None, help="horizon: training FLOPs")
     total_tokens: list[int] | None = field(
         "training/tokens", default=None, help="horizon: tokens; a list gives one horizon per stage"
