@@ -14,10 +14,10 @@ from tests.data.chat_forms import CHATML, Form, forms, with_specials
 
 from bessemer.cli.data import command
 from bessemer.data import DatasetStyle, Tokenizer, TokenStore, chat, make_rows, prepare
-from bessemer.data.catalog import sample_texts
 from bessemer.data.prepare import as_source
 from bessemer.data.readers import Bad, document_of
 from bessemer.data.templates import ChatTemplate
+from bessemer.data.tokenizer_choice import sample_texts
 from bessemer.errors import InputError
 
 NAMES = sorted({name for form in forms() for name in form.tokenizer.specials})

@@ -26,8 +26,9 @@ def train(files: tuple[str, ...], out: str, vocab_size: int, text_key: str | Non
 
     A corpus larger than 32 MiB is sampled evenly.
     """
-    from bessemer.data.catalog import find_source, sample_texts
+    from bessemer.data.catalog import find_source
     from bessemer.data.tokenizer import Tokenizer
+    from bessemer.data.tokenizer_choice import sample_texts
 
     tokenizer = Tokenizer.train(sample_texts([find_source(name) for name in files], text_key), vocab_size)
     path = tokenizer.save(out)
