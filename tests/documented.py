@@ -199,10 +199,10 @@ def without_name(command: str) -> tuple[str, str | None]:
 
 def of_the_folder_as_made(command: str) -> bool:
     """Whether a training rests on nothing that commands before it have made."""
-    return (
-        re.match(r"bessemer train (?!.*(\binit=|teacher=|time_limit=|dataset=data/|auto\b))", command)
-        is not None
+    made = (
+        r"bessemer train (?=.*\btraining\.dataset=my\.txt\b)(?!.*(\binit=|\bdistill\.teacher=|\btime_limit=))"
     )
+    return re.match(made, command) is not None
 
 
 def said(result: subprocess.CompletedProcess[str]) -> str:

@@ -3,7 +3,7 @@
 Nothing here imports JAX: preparation workers stay small, and batches are plain host arrays.
 """
 
-from bessemer.data.catalog import find_source, open_dataset, open_store, rows_of, tokenizer_for
+from bessemer.data.catalog import find_source, open_dataset, open_store, rows_of
 from bessemer.data.loader import DataPlan
 from bessemer.data.making import make_rows, store_of
 from bessemer.data.mixture import DatasetStyle, Sampling, check_mixture
@@ -16,6 +16,7 @@ from bessemer.data.settings import DataSettings, data_root
 from bessemer.data.sources import Documents, Files, find_files
 from bessemer.data.store import ArrayStore, Store, TokenStore
 from bessemer.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from bessemer.data.tokenizer_choice import tokenizer_for
 from bessemer.data.validation import Validation
 
 __all__ = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from bessemer.config import Config, configuration, configure
 from bessemer.data import DataSettings, Sampling, Tokenizer, find_source
-from bessemer.data.catalog import store_directory, store_place, tokenizer_place
+from bessemer.data.catalog import store_directory, store_place
 from bessemer.data.store import is_store
 from bessemer.data.tokenizer import FILE
+from bessemer.data.tokenizer_choice import tokenizer_place
 from bessemer.doctor.findings import Diagnosis
 from bessemer.errors import BessemerError, InputError
 from bessemer.job import RunDirectory

@@ -22,10 +22,11 @@ from bessemer.data import (
     find_source,
     open_dataset,
 )
-from bessemer.data.catalog import store_directory, store_place, tokenizer_place
+from bessemer.data.catalog import store_directory, store_place
 from bessemer.data.pairs import most_pairs
 from bessemer.data.store import is_store
 from bessemer.data.tokenizer import FILE
+from bessemer.data.tokenizer_choice import tokenizer_place
 from bessemer.errors import InputError
 from bessemer.generate.load import FAMILY
 from bessemer.job import ExecutionSpec
