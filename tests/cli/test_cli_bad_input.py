@@ -132,6 +132,17 @@ def test_block_size_longer_than_the_data(refuse: Callable[..., str]) -> None:
     assert "architecture.block_size=100000" in refuse(architecture__block_size=100000)
 
 
+def test_horizon_and_batch_are_judged_before_data_is_prepared(
+    refuse: Callable[..., str], tmp_path: Path, home: Path
+) -> None:
+    """Not after hours of it."""
+    (tmp_path / "fresh.jsonl").write_text("".join(f'{{"text": "{n} more words"}}\n' for n in range(50)))
+    unprepared = {"training__dataset": tmp_path / "fresh.jsonl", "data__tokenizer": "train:301"}
+    assert "no horizon" in refuse(training__steps="none", **unprepared)
+    assert "training.batch_size=8" in refuse(training__per_device_batch_size=3, **unprepared)
+    assert not list(home.glob("*/*fresh*")) and not list(home.glob("tokenizers/bpe-301-*"))
+
+
 def test_batch_not_divisible(refuse: Callable[..., str]) -> None:
     text = refuse(training__per_device_batch_size=3)
     assert "training.batch_size=8" in text and "1, 2, 4, 8" in text

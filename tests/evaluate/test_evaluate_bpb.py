@@ -1,5 +1,6 @@
 """Bits per byte: the formula, over every batch size and mesh, from a run directory."""
 
+import dataclasses
 import json
 import math
 
@@ -76,6 +77,12 @@ def test_the_job_writes_its_result(run, loaded):
     assert evaluator.done
     saved = json.loads((run.eval / "bpb_step20.json").read_text())
     assert saved == results["bpb"] and saved["sequences"] == 2
+
+
+def test_held_out_rows_are_opened_once(loaded):
+    """With the parameters of a later step as well: a source that changes meanwhile changes no result."""
+    newer = dataclasses.replace(loaded, params=None)
+    assert held_out(loaded, 3) is held_out(newer, 3) is not held_out(loaded, 4)
 
 
 def test_the_eval_command(run):

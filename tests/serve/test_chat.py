@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from tests.tiny_run import make_run
 
 from bessemer.errors import InputError
 from bessemer.generate import Engine, LoadedModel, Sample, SamplingOptions
-from bessemer.serve.chat import Chat, Repl
+from bessemer.serve.chat import Chat, Repl, read_line
 from bessemer.serve.conversation import Transcript, Turns, remark, template_of
 
 GREEDY = SamplingOptions()
@@ -199,3 +200,10 @@ def test_the_calculator_answers_within_the_answer(
     assert shown.endswith("<|python_start|>12*3<|python_end|><|output_start|>36<|output_end|>")
     assert "<|output_start|>36<|output_end|>" in chat.write.text
     assert "<|output_start|>36" in tokenizer.decode(chat.exchanges[0])
+
+
+def test_a_pipe_that_is_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bad input, not a bug: one paragraph, exit code 2."""
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
+    with pytest.raises(InputError, match="no valid Unicode"):
+        read_line()

@@ -18,7 +18,17 @@ from bessemer.registry import datasets
 
 
 def held_out(loaded: LoadedModel, limit: int | None = None) -> Validation:
-    """`limit` validation sequences of the run's (last stage's) data; default: as many as in training."""
+    """`limit` validation sequences of the run's (last stage's) data; default: as many as in training.
+
+    Opened once and kept with the model's programs: a run that evaluates while it trains reads the same set each time,
+    whatever has become of the files it was made from.
+    """
+    asked = [loaded.config.get(name) for name in ("training", "data")]
+    rows: Validation = loaded.program(f"held-out rows {limit} {asked}", lambda: _opened(loaded, limit))
+    return rows
+
+
+def _opened(loaded: LoadedModel, limit: int | None) -> Validation:
     training = section(loaded.config, "training")
     mixture = last_mixture(training.get("dataset"), where(loaded))
     count = limit if limit is not None else int(training.get("validation_steps") or 2048)

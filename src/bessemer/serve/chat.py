@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from bessemer.data.tokenizer import NOT_UNICODE
+from bessemer.errors import InputError
 from bessemer.generate import Engine, EngineThread, Event, Request, Sample, SamplingOptions
 from bessemer.generate.tools import CALLS, call_id, output_ids
 from bessemer.serve.conversation import Exchange, Template
@@ -182,7 +184,10 @@ def read_line(prompt: str = "> ") -> str:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401 -- input() uses it from then on
         return input(prompt)
-    line = sys.stdin.readline()
+    try:
+        line = sys.stdin.readline()
+    except UnicodeDecodeError:
+        raise InputError(NOT_UNICODE) from None
     if not line:
         raise EOFError
     return line

@@ -23,7 +23,7 @@ from bessemer.scaling import stage_starts
 from bessemer.training import reference_logps
 from bessemer.training.collate import CollatedRows
 from bessemer.training.feed import device_batch, row_fields
-from bessemer.training.horizon import asked, plan_horizon
+from bessemer.training.horizon import asked, check_sizes, plan_horizon
 from bessemer.training.lookup_parts import allocate
 from bessemer.training.taught import taught
 from bessemer.training.validation import ValidationSet
@@ -70,6 +70,7 @@ def choose_tokenizer(trainer: BaseTrainer) -> Tokenizer | None:
     """Given, or named by data/tokenizer: a directory, a file, or `train:VOCAB` on the training sources."""
     for mixture in trainer.settings.datasets:
         check_mixture(mixture)  # before minutes of preparation, not after
+    check_sizes(trainer)
     if trainer.given.tokenizer is not None:
         return trainer.given.tokenizer
     settings = configure(DataSettings)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from bessemer.config import Config, dotted
 from bessemer.errors import InputError
 from bessemer.scaling import Derived, Dial, Reference, Sizes, Target, dial, horizon
+from bessemer.training.microbatch import accumulation
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -59,6 +60,19 @@ def check_batch_settings(config: Config) -> bool:
             "in tokens. Leave one out."
         )
     return given == ["training/batch_tokens"]
+
+
+def check_sizes(trainer: BaseTrainer) -> None:
+    """What is wrong with horizon and batch whatever the data is: said before minutes of preparation, not after."""
+    config, target = trainer.config, target_of(trainer.config)
+    in_tokens = check_batch_settings(config)
+    if in_tokens and config["training/batch_tokens"] == -1:
+        return  # the dial derives both
+    if target.given in (None, "steps"):
+        horizon(target, 1)
+    per_device = trainer.settings.per_device_batch_size
+    if not in_tokens and per_device != -1:
+        accumulation(config["training/batch_size"], per_device, trainer.topology.data_parallel)
 
 
 def plan_horizon(trainer: BaseTrainer, epoch_rows: int) -> tuple[int, int]:
