@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.data import SPECIAL_TOKENS, Tokenizer
-from bessemer.errors import InputError
+from bessemer.errors import InputError, StorageError
 
 TEXT = (
     "def main(arguments):\n    return len(arguments) + 12345\n\nthe quick brown fox — naïve café 世界\n" * 20
@@ -115,3 +115,12 @@ def test_what_is_no_unicode_is_an_input_error(tokenizer):
             tokenizer.encode(text)
         with pytest.raises(InputError, match="no valid Unicode"):
             tokenizer.encode_batch(["fine", text])
+
+
+def test_a_place_that_cannot_be_written_is_a_storage_error(tokenizer, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot make the directory"):
+        tokenizer.save(tmp_path / "file")
+    (tmp_path / "taken" / "tokenizer.json").mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"cannot write .*tokenizer\.json"):
+        tokenizer.save(tmp_path / "taken")

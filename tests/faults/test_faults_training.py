@@ -61,6 +61,15 @@ def test_non_finite_batches_in_a_row_end_the_run(settings: Settings, run: Path, 
     assert_same_run(run, whole_in_place)
 
 
+def test_a_run_that_never_made_an_update_is_not_told_of_its_learning_rate(
+    settings: Settings, run: Path
+) -> None:
+    trainer = build(settings, run)
+    poison(trainer, {0, 1, 2})
+    code, message = ends(trainer)
+    assert code == 3 and "those of step 0" in message and "learning rate is not the cause" in message
+
+
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [

@@ -21,6 +21,7 @@ import numpy as np
 
 from bessemer.data.templates import CONFIG, ChatTemplate
 from bessemer.errors import InputError
+from bessemer.job.files import atomic_write, storage
 from bessemer.job.remote import refuse_remote
 
 if TYPE_CHECKING:
@@ -149,9 +150,10 @@ class Tokenizer:
     def save(self, directory: str | Path) -> Path:
         """Write `files` into the directory (made when missing); returns tokenizer.json."""
         folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
+        with storage(f"cannot make the directory {folder}"):
+            folder.mkdir(parents=True, exist_ok=True)
         for name, text in self.files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            atomic_write(folder / name, text)
         return folder / FILE
 
     @property

@@ -21,7 +21,7 @@ _REMEDIES = {
     errno.EROFS: "The file system is read-only: choose another --runs directory or mount it writable.",
     errno.EACCES: "Permission denied: choose a --runs directory this user may write to.",
     errno.EPERM: "Not permitted: choose a --runs directory this user may write to.",
-    errno.ENOENT: "The directory has vanished: it was deleted, moved or unmounted while in use.",
+    errno.ENOENT: "The directory has vanished: it was deleted, moved or unmounted while in use, or never made.",
     errno.ESTALE: "The network file system dropped the directory: check the mount, then `bessemer resume`.",
 }
 

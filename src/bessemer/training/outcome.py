@@ -152,13 +152,7 @@ def explained(trainer: BaseTrainer) -> Iterator[None]:
     try:
         yield
     except Unstable as error:
-        spikes = (
-            " If these are no true spikes, raise guard.spike_sigma." if trainer.guard.spike_sigma > 0 else ""
-        )
-        raise TrainingError(
-            f"{error} {_last_checkpoint(trainer)} Try a new run with a lower optimization.lr or a longer warm-up "
-            f"(training.warmup_pct), and look at the data near that step.{spikes}"
-        ) from error
+        raise TrainingError(f"{error} {_last_checkpoint(trainer)} {_remedy(trainer, error)}") from error
     except (jax.errors.JaxRuntimeError, MemoryError) as error:  # the device's memory, or the host's
         raise _runtime_error(trainer, error) from error
     except OSError as error:
@@ -188,6 +182,21 @@ def _runtime_error(trainer: BaseTrainer, error: Exception) -> Exception:
             f"Start all processes again with: bessemer resume {trainer.run_directory.path}"
         )
     return error
+
+
+def _remedy(trainer: BaseTrainer, error: Unstable) -> str:
+    """What to try. A run that never made an update has not learnt too fast: it began with what is no number."""
+    if trainer.loop_state.skipped_steps >= error.step:
+        begun = "" if trainer.settings.init is None else f" in the weights of init={trainer.settings.init},"
+        return (
+            f"No step ever gave an update, so the learning rate is not the cause: look for it{begun} in the data, or "
+            "in the model."
+        )
+    spikes = " If these are no true spikes, raise guard.spike_sigma." if trainer.guard.spike_sigma > 0 else ""
+    return (
+        "Try a new run with a lower optimization.lr or a longer warm-up (training.warmup_pct), and look at the data "
+        f"near that step.{spikes}"
+    )
 
 
 def _last_checkpoint(trainer: BaseTrainer) -> str:
