@@ -73,24 +73,33 @@ def check_circle(recipe: str) -> None:
 
 def planned_from(resolved: Resolve, config: Config) -> Config:
     """`config` as it would be once the recipes it begins from were trained; nothing is trained."""
-    teacher = config.get(TEACHER)
-    if teacher is not None and teacher.startswith(PREFIX):
-        tokenizer = resolve(schema_of, teacher.removeprefix(PREFIX))["data/tokenizer"]
-        config = resolved((override_layer({"data/tokenizer": tokenizer}, f"{ORIGIN}{teacher}"),))
-        config.set(TEACHER, teacher, PLANNED.removeprefix("chosen: "))
-    init = config["init"]
-    if init is None or not init.startswith(PREFIX):
+    layers: list[Layer] = []
+    named = {key: str(config.get(key)) for key in (TEACHER, INIT)}
+    planned = {key: word for key, word in named.items() if word.startswith(PREFIX)}
+    for key, word in planned.items():
+        base = planned_recipe(word.removeprefix(PREFIX))
+        values = inherited(base.tree(), config) if key == INIT else {}
+        layers.append(
+            override_layer({**values, "data/tokenizer": base["data/tokenizer"]}, f"{ORIGIN}{word}")
+        )
+    if not planned:
         return config
-    check_circle(init.removeprefix(PREFIX))
+    found = resolved(tuple(layers))
+    if TEACHER in planned:
+        found.set(TEACHER, planned[TEACHER], PLANNED.removeprefix("chosen: "))
+    if INIT in planned:
+        found.set(INIT, None, f"{planned[INIT]} is not trained for a plan")
+    return found
+
+
+def planned_recipe(recipe: str) -> Config:
+    """The configuration of a recipe's run, with what it would inherit."""
+    check_circle(recipe)
 
     def of_recipe(between: tuple[Layer, ...] = ()) -> Config:
-        return resolve(schema_of, init.removeprefix(PREFIX), between=between)
+        return resolve(schema_of, recipe, between=between)
 
-    base = planned_from(of_recipe, of_recipe())
-    values = {**inherited(base.tree(), config), "data/tokenizer": base["data/tokenizer"]}
-    found = resolved((override_layer(values, f"{ORIGIN}{init}"),))
-    found.set("init", None, f"{init} is not trained for a plan")
-    return found
+    return planned_from(of_recipe, of_recipe())
 
 
 def state_of(directory: RunDirectory, recipe: str) -> str:

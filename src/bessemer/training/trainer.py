@@ -79,6 +79,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     )
 
     state_class: ClassVar[type[TrainState]] = TrainState
+    rolls_out: ClassVar[bool] = False  # samples what it trains on
 
     def __init__(
         self,
