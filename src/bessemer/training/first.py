@@ -79,9 +79,7 @@ def planned_from(resolved: Resolve, config: Config) -> Config:
     for key, word in planned.items():
         base = planned_recipe(word.removeprefix(PREFIX))
         values = inherited(base.tree(), config) if key == INIT else {}
-        layers.append(
-            override_layer({**values, "data/tokenizer": base["data/tokenizer"]}, f"{ORIGIN}{word}")
-        )
+        layers.append(override_layer({**values, "data/tokenizer": base["data/tokenizer"]}, f"{ORIGIN}{word}"))
     if not planned:
         return config
     found = resolved(tuple(layers))

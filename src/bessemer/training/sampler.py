@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -100,7 +100,8 @@ class Sampler:
         if trainer.rewards is not None:
             total, each = self.judge(chosen, samples, size)
             rewards = {"reward": total, **each}
-            metrics |= reward_metrics(total.reshape(-1, size), each)
+            metrics["reward"] = float(total.mean())
+            metrics |= {f"reward/{name}": float(values.mean()) for name, values in each.items()}
         if isinstance(policy, GrpoSettings):
             if policy.overlong == "mask":
                 rows["loss_mask"][cut] = 0
@@ -108,7 +109,11 @@ class Sampler:
             rows["advantages"][:] = group_advantages(grouped, policy.baseline, policy.scale).reshape(-1, 1)
             sampled = spread([sample.logprobs for sample in samples], rows)
             rows["old_logprobs"], gap = self.old_logprobs(rows, sampled)
-            metrics |= gap
+            metrics |= {
+                "reward_std": float(grouped.std(axis=1).mean()),
+                "flat_groups": float((np.ptp(grouped, axis=1) == 0).mean()),
+                **gap,
+            }
         metrics["time/rollout_s"] = time.monotonic() - begun
         return Rollout(number, rows, rewards, metrics)
 
@@ -204,16 +209,6 @@ class Sampler:
 
             sharding = trainer.topology.batch_sharding(1)
             yield device_batch(read, row_fields(rows), functions.micro, functions.accumulate_steps, sharding)
-
-
-def reward_metrics(grouped: np.ndarray, each: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Of a rollout's rewards, (groups, G), and of each that they are the sum of."""
-    return {
-        "reward": float(grouped.mean()),
-        "reward_std": float(grouped.std(axis=1).mean()),
-        "flat_groups": float((np.ptp(grouped, axis=1) == 0).mean()),
-        **{f"reward/{name}": float(values.mean()) for name, values in each.items()},
-    }
 
 
 def _scores(apply: Any, temperature: float, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:

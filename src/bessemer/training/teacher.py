@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
 
 
-
 class Teacher(NamedTuple):
     """`apply(params, batch, method="projection")`; `place` is the checkpoint directory the parameters are read from."""
 
