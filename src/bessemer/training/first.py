@@ -57,18 +57,15 @@ def _train_first(config: Config, key: str, root: str | Path) -> None:
     config.set(key, str(directory.path), f"the run of {init}")
 
 
-def check_circle(recipe: str) -> None:
-    """A recipe that begins from itself, by way of others or not, could never begin."""
-    seen: list[str] = []
-    while recipe not in seen:
-        seen.append(recipe)
-        init = resolve(schema_of, recipe).get("init")
-        if init is None or not init.startswith(PREFIX):
-            return
-        recipe = init.removeprefix(PREFIX)
-    raise InputError(
-        f"recipes begin from each other in a circle: {' from '.join([*seen, recipe])}. Change one `init`."
-    )
+def check_circle(recipe: str, seen: tuple[str, ...] = ()) -> None:
+    """A recipe that begins from itself (or learns from itself), by way of others or not, could never begin."""
+    if recipe in seen:
+        way = " from ".join([*seen, recipe])
+        raise InputError(f"recipes begin from each other in a circle: {way}. Change one `init`, or teacher.")
+    config = resolve(schema_of, recipe)
+    for key in (INIT, TEACHER):
+        if str(config.get(key)).startswith(PREFIX):
+            check_circle(config[key].removeprefix(PREFIX), (*seen, recipe))
 
 
 def planned_from(resolved: Resolve, config: Config) -> Config:
