@@ -27,6 +27,7 @@ NOT_RUN = {
     r"bessemer (train|resume) (speedrun|runs/road).*": "minutes, and killed: tests/training/test_training_phases.py",
     r"bessemer train (sft|dpo|reward|grpo) --name \w+": "its whole demonstration, with the model before it: make prove",
     r"bessemer train distill .*": "trains a teacher too: tests/training/test_training_distill.py",
+    r"bessemer train distill-online .*": "with a teacher and a student before it: make prove; test_on_policy.py",
     r"bessemer plan .*--topology (\d+x)?v\w+:[\dx]+( --quick)?": "needs libtpu: tests/plan/test_plan_topology.py",
     r"bessemer data prepare .* --engine ray": "needs the extra `ray`: tests/data/test_data_ray.py",
     r"bessemer serve .*": "it serves until it is stopped: tests/serve/test_serve_process.py",

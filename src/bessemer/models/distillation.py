@@ -2,7 +2,8 @@
 
 Per token with weight w and target t, for logits z (student) and y (teacher), p = softmax(y/τ), q = softmax(z/τ):
 
-    loss = α·τ²·Σ_v p_v (log p_v − log q_v) + (1 − α)·(logsumexp(z) − z_t)
+    loss = α·τ²·KL + (1 − α)·(logsumexp(z) − z_t),     KL =  forward  Σ_v p_v (log p_v − log q_v)
+                                                             reverse  Σ_v q_v (log q_v − log p_v)
 
 A teacher stored as its k likeliest tokens leaves out the mass of the others, p_rest = 1 − Σ_k p. `bucket` keeps it as
 one outcome, Σ_k p (log p − log q) + p_rest (log p_rest − log q_rest): a lower bound, 0 only where the student agrees on
@@ -43,13 +44,14 @@ class TopTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class DistillOptions:
-    """The static part: mixture α, temperature τ, what becomes of the mass that was not stored."""
+    """The static part: mixture α, temperature τ, the direction, what becomes of the mass that was not stored."""
 
     alpha: float
     temperature: float
     student: LossOptions
     teacher: LossOptions | None  # None: stored
     renormalise: bool = False
+    reverse: bool = False
 
 
 def distillation_loss(
@@ -61,9 +63,11 @@ def distillation_loss(
     alpha: float,
     temperature: float,
     renormalise: bool = False,
+    reverse: bool = False,
     chunks: int | str = "auto",
 ) -> tuple[Array, Array, Array]:
-    """(Σ w·loss, Σ w·KL, Σ w·nll) in float32; the first is differentiable, in the student. targets, weights: (B, T)."""
+    """(Σ w·loss, Σ w·KL, Σ w·nll) in float32; the first is differentiable, in the student. targets, weights: (B, T);
+    `reverse` needs the whole of the teacher's distribution, so a live one."""
     live = isinstance(teacher, Projection)
     columns = (student.hidden if student.head is None else student.head).shape[-1]
     count = choose_chunks(chunks, targets.shape[0], targets.shape[1], columns * (2 if live else 1))
@@ -73,6 +77,7 @@ def distillation_loss(
         LossOptions(student.vocab_size, count, student.softcap),
         LossOptions(teacher.vocab_size, count, teacher.softcap) if isinstance(teacher, Projection) else None,
         renormalise,
+        reverse,
     )
     if isinstance(teacher, Projection):
         against: tuple[Array, ...] = (teacher.hidden,)
@@ -120,7 +125,10 @@ def _tile(
     norm = jax.nn.logsumexp(cooled, axis=-1)
     if options.teacher is not None:
         y = _statistics(options.teacher, _project(against[0], fixed))[0] / options.temperature
-        divergence = _full_divergence(y, cooled, norm, options.student.vocab_size)
+        sides = (y, cooled, norm)
+        if options.reverse:
+            sides = (cooled, y, jax.nn.logsumexp(y, axis=-1))
+        divergence = _full_divergence(*sides, options.student.vocab_size)
     else:
         divergence = _stored_divergence(TopTokens(*against), cooled, norm, options)
     nll = lse - _pick(z, targets)
@@ -129,7 +137,8 @@ def _tile(
 
 
 def _full_divergence(y: Array, z: Array, norm: Array, vocab_size: int) -> Array:
-    """Σ_v p_v (log p_v − log q_v). y, z: (B, t, V), padding at −∞ and without part in it; norm: logsumexp of z."""
+    """Σ_v p_v (log p_v − log q_v) of p = softmax(y), q = softmax(z). y, z: (B, t, V), padding at −∞ and without part in
+    it; norm: logsumexp of z."""
     logp = y - jax.nn.logsumexp(y, axis=-1, keepdims=True)
     known = (jnp.arange(z.shape[-1]) < vocab_size) & (logp > -jnp.inf)
     gap = jnp.where(known, logp - jnp.where(known, z, 0.0) + norm[..., None], 0.0)

@@ -32,7 +32,19 @@ TOKENS = "trained_tokens"
 
 
 @dataclass(frozen=True)
-class GrpoSettings:
+class SampledSettings:
+    """How completions are sampled: what every objective with the trait `rollouts` says."""
+
+    temperature: float = field(
+        "grpo/temperature", default=1.0, minimum=1e-3, help="of sampling; by rewards that policy is trained"
+    )
+    max_completion_length: int = field(
+        "grpo/max_completion_length", default=64, minimum=1, help="tokens of a completion at most"
+    )
+
+
+@dataclass(frozen=True)
+class GrpoSettings(SampledSettings):
     """What the loss and the advantages need. A variant is the same class with other defaults."""
 
     clip_eps: float = field(
@@ -70,12 +82,6 @@ class GrpoSettings:
     )
     scale: bool = field(
         "grpo/scale", default=True, help="divide advantages by the group's standard deviation"
-    )
-    temperature: float = field(
-        "grpo/temperature", default=1.0, minimum=1e-3, help="of sampling, and of the policy that is trained"
-    )
-    max_completion_length: int = field(
-        "grpo/max_completion_length", default=64, minimum=1, help="tokens of a completion at most"
     )
     overlong: str = field(
         "grpo/overlong",

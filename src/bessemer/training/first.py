@@ -57,40 +57,44 @@ def _train_first(config: Config, key: str, root: str | Path) -> None:
     config.set(key, str(directory.path), f"the run of {init}")
 
 
-def check_circle(recipe: str) -> None:
-    """A recipe that begins from itself, by way of others or not, could never begin."""
-    seen: list[str] = []
-    while recipe not in seen:
-        seen.append(recipe)
-        init = resolve(schema_of, recipe).get("init")
-        if init is None or not init.startswith(PREFIX):
-            return
-        recipe = init.removeprefix(PREFIX)
-    raise InputError(
-        f"recipes begin from each other in a circle: {' from '.join([*seen, recipe])}. Change one `init`."
-    )
+def check_circle(recipe: str, seen: tuple[str, ...] = ()) -> None:
+    """A recipe that begins from itself (or learns from itself), by way of others or not, could never begin."""
+    if recipe in seen:
+        way = " from ".join([*seen, recipe])
+        raise InputError(f"recipes begin from each other in a circle: {way}. Change one `init`, or teacher.")
+    config = resolve(schema_of, recipe)
+    for key in (INIT, TEACHER):
+        if str(config.get(key)).startswith(PREFIX):
+            check_circle(config[key].removeprefix(PREFIX), (*seen, recipe))
 
 
 def planned_from(resolved: Resolve, config: Config) -> Config:
     """`config` as it would be once the recipes it begins from were trained; nothing is trained."""
-    teacher = config.get(TEACHER)
-    if teacher is not None and teacher.startswith(PREFIX):
-        tokenizer = resolve(schema_of, teacher.removeprefix(PREFIX))["data/tokenizer"]
-        config = resolved((override_layer({"data/tokenizer": tokenizer}, f"{ORIGIN}{teacher}"),))
-        config.set(TEACHER, teacher, PLANNED.removeprefix("chosen: "))
-    init = config["init"]
-    if init is None or not init.startswith(PREFIX):
+    layers: list[Layer] = []
+    named = {key: str(config.get(key)) for key in (TEACHER, INIT)}
+    planned = {key: word for key, word in named.items() if word.startswith(PREFIX)}
+    for key, word in planned.items():
+        base = planned_recipe(word.removeprefix(PREFIX))
+        values = inherited(base.tree(), config) if key == INIT else {}
+        layers.append(override_layer({**values, "data/tokenizer": base["data/tokenizer"]}, f"{ORIGIN}{word}"))
+    if not planned:
         return config
-    check_circle(init.removeprefix(PREFIX))
+    found = resolved(tuple(layers))
+    if TEACHER in planned:
+        found.set(TEACHER, planned[TEACHER], PLANNED.removeprefix("chosen: "))
+    if INIT in planned:
+        found.set(INIT, None, f"{planned[INIT]} is not trained for a plan")
+    return found
+
+
+def planned_recipe(recipe: str) -> Config:
+    """The configuration of a recipe's run, with what it would inherit."""
+    check_circle(recipe)
 
     def of_recipe(between: tuple[Layer, ...] = ()) -> Config:
-        return resolve(schema_of, init.removeprefix(PREFIX), between=between)
+        return resolve(schema_of, recipe, between=between)
 
-    base = planned_from(of_recipe, of_recipe())
-    values = {**inherited(base.tree(), config), "data/tokenizer": base["data/tokenizer"]}
-    found = resolved((override_layer(values, f"{ORIGIN}{init}"),))
-    found.set("init", None, f"{init} is not trained for a plan")
-    return found
+    return planned_from(of_recipe, of_recipe())
 
 
 def state_of(directory: RunDirectory, recipe: str) -> str:

@@ -171,6 +171,10 @@ def objective_function(trainer: BaseTrainer) -> Callable[..., Any]:
     entry = objectives.entry(trainer.settings.objective)
     if len(entry.settings) > 1:
         raise InputError(f"objective '{entry.name}' registers several settings classes; join them into one.")
+    if entry.traits.get("rollouts") and not trainer.rolls_out:
+        raise InputError(
+            f"objective={entry.name} trains on completions that the model writes on the way: add job=GRPOTrainer."
+        )
     settings = configure(entry.settings[0]) if entry.settings else None
     taught = (
         {"teacher": trainer.teacher.apply} if trainer.teacher is not None and trainer.teacher.live else {}

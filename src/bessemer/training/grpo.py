@@ -1,4 +1,5 @@
-"""GRPOTrainer: reinforcement from groups of completions, sampled by the engine from the live parameters, or stored.
+"""GRPOTrainer: learns from completions that the engine samples from the live parameters, or from stored ones. Rewards
+say what was good in a group of them (GRPO and its family), or a teacher's distributions do (on-policy distillation).
 
 The loop is BaseTrainer's. A step takes a part of the current rollout; when its passes are over, the next one is
 sampled, which is the only time the loop waits for the device. The rollout in use is part of a checkpoint.
@@ -7,17 +8,18 @@ sampled, which is the only time the loop waits for the device. The rollout in us
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, cast
 
 import jax
 
-from bessemer.config import configure, field
+from bessemer.config import configure, dotted, field
 from bessemer.data import Prefetcher
 from bessemer.errors import InputError
 from bessemer.job import CheckpointManager, Snapshot
-from bessemer.objectives.grpo import TOKENS, GrpoSettings
+from bessemer.objectives.grpo import TOKENS, GrpoSettings, SampledSettings
 from bessemer.objectives.rewards import Rewards, RewardSpec
 from bessemer.registry import jobs, objectives
 from bessemer.training import reference, step
@@ -26,7 +28,7 @@ from bessemer.training.feed import device_batch
 from bessemer.training.offline import StoredPlan, build_stored
 from bessemer.training.outcome import doing
 from bessemer.training.prompt_plan import PromptPlan, build_prompts
-from bessemer.training.rollout import FIELDS, FILE, Rollout
+from bessemer.training.rollout import FIELDS, FILE, TOKEN_FIELDS, Rollout
 from bessemer.training.sampler import Sampler
 from bessemer.training.settings import BaseTrainerConfig
 from bessemer.training.state import TrainState
@@ -67,10 +69,10 @@ class GRPOTrainerConfig(BaseTrainerConfig):
         choices=("forward", "sampler"),
         help="of the policy that sampled: from a training pass over the rollout, or as the sampler gave them",
     )
-    rewards: list[RewardSpec] = field(
+    rewards: list[RewardSpec] | None = field(
         "grpo/rewards",
-        default_factory=lambda: [RewardSpec("exact_match")],
-        help="names or {name, weight, options}; the reward is their weighted sum",
+        default=None,
+        help="names or {name, weight, options}, summed by weight; none: exact_match, or with a teacher no reward",
     )
     chat: bool = field("grpo/chat", default=True, help="a text prompt is a user's message; false: plain text")
     slots: int = field("grpo/slots", default=64, minimum=1, help="completions written at the same time")
@@ -80,9 +82,8 @@ class GRPOTrainerConfig(BaseTrainerConfig):
 class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
     """Online unless grpo.offline says otherwise."""
 
-    row_types = FIELDS
-    policy: GrpoSettings
-    rewards: Rewards
+    rolls_out = True
+    rewards: Rewards | None
     rollout: Rollout | None
 
     def configure_dataloaders(self) -> DataParts:
@@ -90,21 +91,21 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         if not entry.traits.get("rollouts"):
             family = [one.name for one in objectives if one.traits.get("rollouts")]
             raise InputError(f"GRPOTrainer trains objective={'|'.join(family)}, not {entry.name}.")
-        self.policy = configure(entry.settings[0])
         self.sampler = Sampler(self)
         if self.offline:
             data, self.passes = build_stored(self)
             return data
         if jax.process_count() > 1:
             raise InputError("rollouts are sampled by one process; use its devices, or grpo.offline.")
-        if self.settings.old_logprobs == "sampler" and self.policy.temperature != 1:
+        if self.reinforces and self.settings.old_logprobs == "sampler" and self.policy.temperature != 1:
             raise InputError(
                 "grpo.old_logprobs=sampler gives the log-probabilities of temperature 1, and grpo.temperature="
                 f"{self.policy.temperature} is trained: use grpo.old_logprobs=forward."
             )
-        self.rewards = Rewards(self.settings.rewards)
+        self.rewards = self.choose_rewards()
         data, self.passes = build_prompts(self)
-        self.rewards.check_columns([*cast(PromptPlan, data.plan).columns, "completion_tokens"])
+        if self.rewards is not None:
+            self.rewards.check_columns([*cast(PromptPlan, data.plan).columns, "completion_tokens"])
         self.note_derived(
             "prompts a rollout",
             self.passes.prompts,
@@ -112,9 +113,33 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         )
         return data
 
+    @functools.cached_property
+    def policy(self) -> SampledSettings:
+        """The objective's settings."""
+        return cast(SampledSettings, configure(objectives.entry(self.settings.objective).settings[0]))
+
+    @property
+    def reinforces(self) -> bool:
+        """Whether rewards are what is learnt from."""
+        return isinstance(self.policy, GrpoSettings)
+
     @property
     def offline(self) -> bool:
-        return self.policy.offline != "no"
+        return isinstance(self.policy, GrpoSettings) and self.policy.offline != "no"
+
+    @property
+    def row_types(self) -> Mapping[str, Any]:
+        return FIELDS if self.reinforces else TOKEN_FIELDS
+
+    def choose_rewards(self) -> Rewards | None:
+        """Those named; without a word exact match, and none where a teacher judges."""
+        if self.reinforces:
+            named = self.settings.rewards
+            return Rewards([RewardSpec("exact_match")] if named is None else named)
+        for key in ("grpo/sync_interval", "grpo/old_logprobs"):
+            if self.config.is_set(key):
+                self.say(f"note: {dotted(key)} has no effect with a teacher, which never changes")
+        return Rewards(self.settings.rewards) if self.settings.rewards else None
 
     @property
     def prompts(self) -> PromptPlan:
@@ -172,7 +197,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
 
     def on_step_end(self, state: TrainState, metrics: step.Meta, step: int) -> tuple[TrainState, step.Meta]:
         """What is known of the rollout joins the row; the reference is renewed where that is due."""
-        interval = self.settings.sync_interval
+        interval = self.settings.sync_interval if self.teacher is None else 0
         if state.reference is not None and interval and step % interval == 0 and step < self.steps:
             self.step, self.state = step, state.replace(reference=None)  # one copy at a time
             reference.take(self)
@@ -190,10 +215,15 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         return not self.offline and bool(self.prompts.held_out)
 
     def validate(self) -> dict[str, Any]:
-        """val_reward: the mean reward of greedy completions of held-out prompts."""
+        """On held-out prompts: val_reward, the mean reward of greedy completions; with a teacher val_loss, the mean
+        divergence from it where the student itself goes."""
+        row: dict[str, Any] = {}
         with self.topology.scope():
-            row: dict[str, Any] = self.sampler.validate()
-        loop, score = self.loop_state, -row["val_reward"]  # smaller is better there
+            if self.rewards is not None:
+                row |= self.sampler.validate()
+            if not self.reinforces:
+                row |= self.sampler.divergence()
+        loop, score = self.loop_state, row["val_loss"] if "val_loss" in row else -row["val_reward"]
         if loop.best_val_loss is None or score < loop.best_val_loss:
             loop.best_val_loss, loop.best_step, loop.stale_validations = score, self.step, 0
         elif loop.best_step != self.step:

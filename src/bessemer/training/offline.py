@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -23,10 +23,11 @@ from bessemer.data.prompts import end_ids, prompt_ids, prompt_of, read_rows
 from bessemer.data.rows import Batch
 from bessemer.errors import InputError
 from bessemer.objectives.advantages import group_advantages
+from bessemer.objectives.grpo import GrpoSettings
 from bessemer.training.data_parts import DataParts
 from bessemer.training.horizon import plan_horizon
 from bessemer.training.prompt_plan import check_groups, longest_prompt
-from bessemer.training.rollout import FIELDS, Passes, completion_rows, spread
+from bessemer.training.rollout import FIELDS, TOKEN_FIELDS, Passes, completion_rows, spread
 
 if TYPE_CHECKING:
     from bessemer.training.grpo import GRPOTrainer
@@ -88,6 +89,7 @@ def build_stored(trainer: GRPOTrainer) -> tuple[DataParts, Passes]:
     settings, policy = trainer.settings, trainer.policy
     if len(settings.datasets) != 1:
         raise InputError("training.dataset has several stages; stored completions are one mixture.")
+    assert isinstance(policy, GrpoSettings)  # others have nothing stored
     mixture = []
     for sampling in settings.datasets[0]:
         groups = StoredGroups(sampling.name, list(read_rows(sampling.name)), trainer)
@@ -135,10 +137,10 @@ def group_of(row: dict[str, Any], where: str, trainer: GRPOTrainer) -> tuple[Bat
     if rewards.shape != (size,) or not all(map(math.isfinite, rewards.tolist())):
         raise InputError(f"{where}: 'rewards' are {json.dumps(row['rewards'])[:80]}; one finite number each.")
     masks = per_token(row, "masks", completions, where) or [[1.0] * len(one) for one in completions]
-    rows = completion_rows([ids] * size, completions, masks, settings.block_size, tokenizer.pad_id)
+    block, pad = settings.block_size, tokenizer.pad_id
+    rows = completion_rows([ids] * size, completions, masks, block, pad, TOKEN_FIELDS)
     stored = per_token(row, "logprobs", completions, where)
-    del rows["advantages"], rows["old_logprobs"]
-    if trainer.policy.offline == "logprobs":
+    if cast(GrpoSettings, trainer.policy).offline == "logprobs":
         if stored is None:
             raise InputError(
                 f"{where}: no 'logprobs', which grpo.offline=logprobs needs; use grpo.offline=reference."

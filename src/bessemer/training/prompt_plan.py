@@ -15,7 +15,7 @@ from bessemer.data.prompts import PromptRows, read_split
 from bessemer.errors import InputError
 from bessemer.training.data_parts import DataParts
 from bessemer.training.horizon import plan_horizon
-from bessemer.training.rollout import FIELDS, Passes
+from bessemer.training.rollout import Passes
 
 if TYPE_CHECKING:
     from bessemer.training.grpo import GRPOTrainer
@@ -91,7 +91,7 @@ def build_prompts(trainer: GRPOTrainer) -> tuple[DataParts, Passes]:
         batch_size, settings.group_size, settings.mini_batches, settings.num_iterations, settings.seed
     )
     plan = PromptPlan(mixture, held_out, passes, settings.validation_steps)
-    fields = {name: ((block,), dtype) for name, dtype in FIELDS.items()}
+    fields = {name: ((block,), dtype) for name, dtype in trainer.row_types.items()}
     return DataParts(plan, None, batch_size, steps, [0], 0, fields, len(plan.held_out)), passes  # type: ignore[arg-type]
 
 

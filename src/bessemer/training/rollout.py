@@ -6,6 +6,8 @@ A row is a prompt with one completion, so they can never be parted:
     target_ids     the next token, −1 in the prompt and the padding
     old_logprobs   log π of each target under the policy that sampled        advantages   of the row, on every token
 
+The last two are of reinforcement alone.
+
 Of one rollout `iterations × parts` steps are taken: in each pass the groups are shuffled anew and dealt to the parts.
 """
 
@@ -24,15 +26,14 @@ from bessemer.errors import StorageError
 FILE = "rollout.safetensors"
 """Beside loop.json in a checkpoint that was taken between two steps of one rollout."""
 
-FIELDS: dict[str, Any] = {
+TOKEN_FIELDS: dict[str, Any] = {
     "input_ids": np.int32,
     "target_ids": np.int32,
     "positions": np.int32,
     "segment_ids": np.int32,
     "loss_mask": np.float32,
-    "advantages": np.float32,
-    "old_logprobs": np.float32,
 }
+FIELDS: dict[str, Any] = {**TOKEN_FIELDS, "advantages": np.float32, "old_logprobs": np.float32}
 
 
 @dataclass
@@ -123,10 +124,11 @@ def completion_rows(
     masks: Sequence[Sequence[float]],
     block_size: int,
     pad_id: int,
+    fields: Mapping[str, Any] = FIELDS,
 ) -> dict[str, np.ndarray]:
     """Rows (N, T) of prompts with their completions (end tokens included); masks: one value a completion token."""
     shape = (len(prompts), block_size)
-    rows = {name: np.zeros(shape, dtype) for name, dtype in FIELDS.items()}
+    rows = {name: np.zeros(shape, dtype) for name, dtype in fields.items()}
     rows["input_ids"][:] = pad_id
     rows["target_ids"][:] = -1
     for row, (prompt, completion, mask) in enumerate(zip(prompts, completions, masks, strict=True)):

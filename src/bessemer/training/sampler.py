@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from bessemer.data import key_of
-from bessemer.data.prompts import PromptRows, end_ids
+from bessemer.data.prompts import end_ids
 from bessemer.errors import InputError
 from bessemer.generate import Engine, Request, Result, Sample, SamplingOptions
 from bessemer.generate.decoder import end_tokens
 from bessemer.objectives.advantages import group_advantages
+from bessemer.objectives.grpo import GrpoSettings
 from bessemer.training.feed import device_batch, row_fields
 from bessemer.training.fetch import fetch
+from bessemer.training.prompt_plan import Chosen
 from bessemer.training.rollout import Rollout, completion_rows, spread
+from bessemer.training.validation import added
 
 if TYPE_CHECKING:
     from bessemer.training.grpo import GRPOTrainer
@@ -80,46 +83,63 @@ class Sampler:
             engine.reset()
 
     def rollout(self, number: int) -> Rollout:
-        """Rollout `number` of the run: prompts of the plan, completions, rewards, advantages, old log-probabilities."""
+        """Rollout `number` of the run: prompts of the plan, completions, and of reinforcement rewards, advantages and
+        old log-probabilities."""
         trainer, begun = self.trainer, time.monotonic()
-        passes, settings, policy = trainer.passes, trainer.settings, trainer.policy
+        size, policy = trainer.passes.group_size, trainer.policy
         chosen = trainer.prompts.prompts(number)
-        sampling = SamplingOptions(policy.temperature, settings.top_k, settings.top_p)
-        seeds = [key_of(settings.seed, "rollout", number, row) % 2**32 for row in range(len(chosen))]
-        ids = [source.ids[place] for source, place in chosen]
-        results = self.complete(ids, seeds, sampling=sampling, n=passes.group_size, logprobs=True)
+        results = self.drawn(chosen, "rollout", number, n=size, logprobs=trainer.reinforces)
         samples = [sample for result in results for sample in result.samples]
-        total, each = self.judge(chosen, samples, passes.group_size)
-        grouped = total.reshape(-1, passes.group_size)
+        rows = self.rows_of(results)
         cut = np.array([sample.finish != "stop" for sample in samples])
-        rows = completion_rows(
-            [result.prompt_ids for result in results for _ in result.samples],
-            [sample.ids for sample in samples],
-            [
-                [float(policy.overlong == "keep" or not out)] * len(s.ids)
-                for s, out in zip(samples, cut, strict=True)
-            ],
-            settings.block_size,
-            self.engine.pad_id,
-        )
-        advantages = group_advantages(grouped, policy.baseline, policy.scale).reshape(-1, 1)
-        rows["advantages"][:] = advantages
-        sampled = spread([sample.logprobs for sample in samples], rows)
-        rows["old_logprobs"], gap = self.old_logprobs(rows, sampled)
         metrics = {
-            "reward": float(total.mean()),
-            "reward_std": float(grouped.std(axis=1).mean()),
-            "flat_groups": float((np.ptp(grouped, axis=1) == 0).mean()),
             "completion_len": float(np.mean([len(sample.ids) for sample in samples])),
             "truncated": float(cut.mean()),
-            **gap,
-            **{f"reward/{name}": float(values.mean()) for name, values in each.items()},
-            "time/rollout_s": time.monotonic() - begun,
         }
-        return Rollout(number, rows, {"reward": total, **each}, metrics)
+        rewards: dict[str, np.ndarray] = {}
+        if trainer.rewards is not None:
+            total, each = self.judge(chosen, samples, size)
+            rewards = {"reward": total, **each}
+            metrics["reward"] = float(total.mean())
+            metrics |= {f"reward/{name}": float(values.mean()) for name, values in each.items()}
+        if isinstance(policy, GrpoSettings):
+            if policy.overlong == "mask":
+                rows["loss_mask"][cut] = 0
+            grouped = rewards["reward"].reshape(-1, size)
+            rows["advantages"][:] = group_advantages(grouped, policy.baseline, policy.scale).reshape(-1, 1)
+            sampled = spread([sample.logprobs for sample in samples], rows)
+            rows["old_logprobs"], gap = self.old_logprobs(rows, sampled)
+            metrics |= {
+                "reward_std": float(grouped.std(axis=1).mean()),
+                "flat_groups": float((np.ptp(grouped, axis=1) == 0).mean()),
+                **gap,
+            }
+        metrics["time/rollout_s"] = time.monotonic() - begun
+        return Rollout(number, rows, rewards, metrics)
+
+    def drawn(self, chosen: Chosen, *purpose: Any, **options: Any) -> list[Result]:
+        """Completions sampled as the settings say; each prompt has a seed of its own for the purpose."""
+        settings = self.trainer.settings
+        sampling = SamplingOptions(self.trainer.policy.temperature, settings.top_k, settings.top_p)
+        seeds = [key_of(settings.seed, *purpose, row) % 2**32 for row in range(len(chosen))]
+        return self.complete(
+            [source.ids[place] for source, place in chosen], seeds, sampling=sampling, **options
+        )
+
+    def rows_of(self, results: Sequence[Result]) -> dict[str, np.ndarray]:
+        """A row a completion, every token of it trained."""
+        pairs = [(result.prompt_ids, sample.ids) for result in results for sample in result.samples]
+        return completion_rows(
+            [prompt for prompt, _ in pairs],
+            [completion for _, completion in pairs],
+            [[1.0] * len(completion) for _, completion in pairs],
+            self.trainer.settings.block_size,
+            self.engine.pad_id,
+            self.trainer.row_types,
+        )
 
     def judge(
-        self, chosen: Sequence[tuple[PromptRows, int]], samples: Sequence[Sample], copies: int
+        self, chosen: Chosen, samples: Sequence[Sample], copies: int
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Rewards of samples, `copies` of them for each prompt; every column of the prompt's row goes along."""
         prompts = [source.prompts[place] for source, place in chosen for _ in range(copies)]
@@ -128,6 +148,7 @@ class Sampler:
             for name in self.trainer.prompts.columns
         }
         columns["completion_tokens"] = [len(sample.ids) for sample in samples]
+        assert self.trainer.rewards is not None
         return self.trainer.rewards(prompts, [sample.text for sample in samples], columns)
 
     def validate(self) -> dict[str, float]:
@@ -141,6 +162,14 @@ class Sampler:
         if len(each) > 1:
             row |= {f"val_reward/{name}": float(values.mean()) for name, values in each.items()}
         return row | {"val_completion_len": float(np.mean([len(sample.ids) for sample in samples]))}
+
+    def divergence(self) -> dict[str, float]:
+        """The objective itself, for one completion of each held-out prompt; the seeds are the same each time."""
+        trainer = self.trainer
+        rows = self.rows_of(self.drawn(trainer.prompts.held_out, "held-out"))
+        val_step, state = trainer.functions.val_step, trainer.state
+        sums = added([val_step(state, batch) for batch in self.batches(rows)])
+        return {f"val_{name}": sums[name] / sums["weight"] for name in ("loss", "kl", "nll")}
 
     # -- log-probabilities ---------------------------------------------------------------------------------------
 
@@ -157,26 +186,29 @@ class Sampler:
 
     def score(self, rows: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """log p of every target (N, T): of the policy at its temperature, and of the model itself (temperature 1)."""
-        trainer, functions = self.trainer, self.trainer.functions
+        trainer = self.trainer
         if self._score is None:
             self._score = jax.jit(
                 functools.partial(_scores, trainer.model_parts.apply, trainer.policy.temperature)
             )
         kept = {name: array for name, array in rows.items() if name not in ("advantages", "old_logprobs")}
-        parts, params, size = [], trainer.full_params(), trainer.data.batch_size
+        params = trainer.full_params()
+        found = fetch([self._score(params, batch) for batch in self.batches(kept)])
+        policy, plain = (np.concatenate([_flat(part[which]) for part in found]) for which in (0, 1))
+        return policy, plain
+
+    def batches(self, rows: dict[str, np.ndarray]) -> Iterator[dict[str, Any]]:
+        """Device batches as large as a step's; the last is filled up with blank rows, which weigh nothing."""
+        trainer, functions, size = self.trainer, self.trainer.functions, self.trainer.data.batch_size
+        missing = -len(rows["input_ids"]) % size
+        rows = {name: np.pad(array, ((0, missing), (0, 0))) for name, array in rows.items()}
         for first in range(0, len(rows["input_ids"]), size):
 
             def read(begin: int, end: int, first: int = first) -> dict[str, np.ndarray]:
-                return {name: array[first + begin : first + end] for name, array in kept.items()}
+                return {name: array[first + begin : first + end] for name, array in rows.items()}
 
             sharding = trainer.topology.batch_sharding(1)
-            batch = device_batch(
-                read, row_fields(kept), functions.micro, functions.accumulate_steps, sharding
-            )
-            parts.append(self._score(params, batch))
-        found = fetch(parts)
-        policy, plain = (np.concatenate([_flat(part[which]) for part in found]) for which in (0, 1))
-        return policy, plain
+            yield device_batch(read, row_fields(rows), functions.micro, functions.accumulate_steps, sharding)
 
 
 def _scores(apply: Any, temperature: float, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:

@@ -11,22 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.config import configure, resolve
+from bessemer.config import configure
 from bessemer.data.tokenizer import FILE as TOKENIZER
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate import load
 from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.registry import objectives
+from bessemer.training.first import PREFIX, planned_recipe
 from bessemer.training.model_parts import make_apply
-from bessemer.training.schema import schema_of
 from bessemer.training.starts import read_weights, tree_in
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
-
-
-PREFIX = "recipe:"
 
 
 class Teacher(NamedTuple):
@@ -72,7 +69,7 @@ def kept_place(trainer: BaseTrainer) -> Path | None:
 def config_of(trainer: BaseTrainer, place: Path) -> dict[str, Any]:
     """The teacher's configuration; of one that a plan would train first, its recipe's."""
     if str(place).startswith(PREFIX):
-        tree = resolve(schema_of, str(place).removeprefix(PREFIX)).tree()
+        tree = planned_recipe(str(place).removeprefix(PREFIX)).tree()
         return {**tree, "model": {**tree["model"], "vocab_size": trainer.model.vocab_size}}
     if not place.is_dir():
         raise InputError(

@@ -72,6 +72,7 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
     )
 
     state_class: ClassVar[type[TrainState]] = TrainState
+    rolls_out: ClassVar[bool] = False  # samples what it trains on
 
     def __init__(
         self,

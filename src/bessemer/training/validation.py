@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,7 +60,11 @@ def validate(trainer: BaseTrainer) -> dict[str, Any]:
 def validation_sums(trainer: BaseTrainer) -> dict[str, float]:
     """Run `val_step` over the whole set, then read once; sums are added in float64."""
     state, val_step = trainer.state, trainer.functions.val_step
-    parts = [val_step(state, batch) for batch in validation_batches(trainer)]
+    return added([val_step(state, batch) for batch in validation_batches(trainer)])
+
+
+def added(parts: Sequence[Any]) -> dict[str, float]:
+    """What calls of `val_step` returned, read at once and summed by name."""
     totals: dict[str, float] = {}
     for loss, weight, meta in fetch(parts):
         for name, value in {"loss": loss, "weight": weight, **meta}.items():

@@ -11,12 +11,14 @@ from bessemer.training.loop import Loop
 
 @callbacks.register("validation")
 class Validation(Callback):
-    """One line a validation: loss (or reward), bits per byte where they are known, how many pairs are ranked right, and
+    """One line a validation: loss or reward, bits per byte where they are known, how many pairs are ranked right, and
     whether it is the best."""
 
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
         name = "val_loss" if "val_loss" in row else "val_reward"
         line = f"step {row['step']:>6}  {name.replace('_', ' ')} {row[name]:.4f}"
+        if "val_loss" in row and "val_reward" in row:
+            line += f"  reward {row['val_reward']:.4f}"
         if row.get("val_bpb") is not None:
             line += f"  bits/byte {row['val_bpb']:.4f}"
         if "val_pref_acc" in row:
