@@ -2,11 +2,17 @@
 
 The engine holds the trainer's own parameters while it samples, on its mesh; nothing is copied, and its cache is let go
 afterwards. What is drawn depends on (seed, rollout, prompt, sample) and the parameters alone.
+
+Of several processes every one asks the engine for the same, so that they run the same programs in the same order, and
+reads the same completions. Rewards are anyone's code, which may draw lots, keep a log or ask another machine: process 0
+alone calls them, and the others are told what it found.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +26,7 @@ from bessemer.errors import InputError
 from bessemer.generate import Engine, Request, Result, Sample, SamplingOptions
 from bessemer.generate.decoder import end_tokens
 from bessemer.objectives.advantages import group_advantages
+from bessemer.topology import agree, forget, share
 from bessemer.training.feed import device_batch, row_fields
 from bessemer.training.fetch import fetch
 from bessemer.training.rollout import Rollout, completion_rows, spread
@@ -28,6 +35,9 @@ if TYPE_CHECKING:
     from bessemer.training.grpo import GRPOTrainer
 
 ROUND = 16  # decode steps between two looks at what has ended
+REWARD_SECONDS = (
+    4 * 3600.0
+)  # how long the other processes wait for rewards; one that is lost they notice sooner
 
 
 class Sampler:
@@ -89,7 +99,7 @@ class Sampler:
         ids = [source.ids[place] for source, place in chosen]
         results = self.complete(ids, seeds, sampling=sampling, n=passes.group_size, logprobs=True)
         samples = [sample for result in results for sample in result.samples]
-        total, each = self.judge(chosen, samples, passes.group_size)
+        total, each = self.judge(f"rollout {number}", chosen, samples, passes.group_size)
         grouped = total.reshape(-1, passes.group_size)
         cut = np.array([sample.finish != "stop" for sample in samples])
         rows = completion_rows(
@@ -119,16 +129,29 @@ class Sampler:
         return Rollout(number, rows, {"reward": total, **each}, metrics)
 
     def judge(
-        self, chosen: Sequence[tuple[PromptRows, int]], samples: Sequence[Sample], copies: int
+        self, where: str, chosen: Sequence[tuple[PromptRows, int]], samples: Sequence[Sample], copies: int
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Rewards of samples, `copies` of them for each prompt; every column of the prompt's row goes along."""
+        """(Σ weight · reward, each reward) of samples, `copies` of them for each prompt, as process 0 finds them; an
+        error where the processes do not hold the same samples."""
+        told = share("rewards", lambda: self._rewards(chosen, samples, copies), REWARD_SECONDS)
+        ids = json.dumps([sample.ids for sample in samples])
+        agree("the sampled completions", f"{where}: {hashlib.sha256(ids.encode()).hexdigest()[:16]}")
+        forget("rewards")
+        total, each = json.loads(told)
+        return np.array(total), {name: np.array(values) for name, values in each.items()}
+
+    def _rewards(
+        self, chosen: Sequence[tuple[PromptRows, int]], samples: Sequence[Sample], copies: int
+    ) -> str:
+        """As JSON, which keeps every bit of a float. All columns of a prompt's row go along."""
         prompts = [source.prompts[place] for source, place in chosen for _ in range(copies)]
         columns = {
             name: [source.columns[place][name] for source, place in chosen for _ in range(copies)]
             for name in self.trainer.prompts.columns
         }
         columns["completion_tokens"] = [len(sample.ids) for sample in samples]
-        return self.trainer.rewards(prompts, [sample.text for sample in samples], columns)
+        total, each = self.trainer.rewards(prompts, [sample.text for sample in samples], columns)
+        return json.dumps([total.tolist(), {name: values.tolist() for name, values in each.items()}])
 
     def validate(self) -> dict[str, float]:
         """Mean reward of greedy completions of the held-out prompts."""
@@ -136,7 +159,7 @@ class Sampler:
         ids = [source.ids[place] for source, place in chosen]
         results = self.complete(ids, [0] * len(ids), sampling=SamplingOptions(0.0))
         samples = [result.samples[0] for result in results]
-        total, each = self.judge(chosen, samples, 1)
+        total, each = self.judge(f"validation at step {self.trainer.step}", chosen, samples, 1)
         row = {"val_reward": float(total.mean())}
         if len(each) > 1:
             row |= {f"val_reward/{name}": float(values.mean()) for name, values in each.items()}
@@ -160,7 +183,8 @@ class Sampler:
         trainer, functions = self.trainer, self.trainer.functions
         if self._score is None:
             self._score = jax.jit(
-                functools.partial(_scores, trainer.model_parts.apply, trainer.policy.temperature)
+                functools.partial(_scores, trainer.model_parts.apply, trainer.policy.temperature),
+                out_shardings=trainer.topology.replicated,  # every process reads all of it
             )
         kept = {name: array for name, array in rows.items() if name not in ("advantages", "old_logprobs")}
         parts, params, size = [], trainer.full_params(), trainer.data.batch_size
