@@ -11,7 +11,15 @@ import pytest
 from tests.processes import free_port
 
 from bessemer.errors import InputError
-from bessemer.topology import StopAgreement, TopologySettings, barrier, share, start_distributed
+from bessemer.topology import (
+    StopAgreement,
+    TopologySettings,
+    agree,
+    barrier,
+    forget,
+    share,
+    start_distributed,
+)
 from bessemer.topology.launch import cluster, slurm_local_devices
 
 CLUSTER = ("SLURM", "OMPI", "KUBERNETES", "JOB_COMPLETION", "TPU_", "MEGASCALE", "BESSEMER_", "CUDA_VISIBLE")
@@ -28,6 +36,8 @@ def test_alone_everything_is_trivial():
     assert start_distributed() is False
     barrier("nothing")
     assert share("value", lambda: "x") == "x"
+    forget("value")
+    agree("value", "x")
     stop = StopAgreement()
     assert not stop.due(7)
     stop.propose(7)
@@ -82,8 +92,9 @@ def test_a_pod_that_does_not_know_its_peers_is_told_what_to_set(monkeypatch):
 
 WORKER = """
 import os, sys
-from bessemer.errors import StorageError
+from bessemer.errors import StorageError, TrainingError
 from bessemer.topology import *
+from bessemer.topology.distributed import client
 index, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 settings = TopologySettings(coordinator=f"127.0.0.1:{port}", processes=2, process_id=index, start_timeout=60)
 assert start_distributed(settings) and start_distributed(settings)
@@ -122,6 +133,25 @@ for step in range(1, 12):
     last = step
     if stop.due(step):
         break
+for number in range(3):  # alike twice, then not; what was read is not kept
+    told = share("draw", lambda: f"a:{number}")
+    try:
+        agree("the draw", f"draw {number if number < 2 else index}")
+    except StorageError as error:
+        print("DISAGREE", number, error, flush=True)
+    forget("draw")
+    assert told == f"a:{number}"
+barrier("forgotten", 30)
+kept = [key for kind in ("share", "agree") for key, _ in client().key_value_dir_get(f"bessemer/{kind}")]
+print("KEPT", sum("draw" in key for key in kept), flush=True)
+
+def lose():
+    raise TrainingError("unlucky: again")
+
+try:
+    share("lottery", lose)
+except TrainingError as error:
+    print("LOST", error, flush=True)
 print("RESULT", total, same, store.committed(), messages, last, flush=True)
 if index == 0:
     try:
@@ -154,6 +184,12 @@ def test_two_processes_commit_together_and_stop_at_one_step(tmp_path):
         results = [line for line in out.splitlines() if line.startswith("RESULT")]
         assert results == ["RESULT 6.0 True [5] [] 5"], out + err
         assert "[Gloo]" not in out
+        assert (
+            "DISAGREE 2 the processes do not agree on the draw: process 1 has draw 1, process 0 draw 0."
+            in out
+        )
+        assert out.count("DISAGREE") == 1 and "unlucky: again" in out.partition("LOST")[2]
+        assert "KEPT 2" in out, "what the two said last, and nothing of what was shared"
     assert "missing: process 1" in outputs[0][0]
 
 

@@ -9,8 +9,10 @@ from bessemer.topology.backend import backend, planned_for
 from bessemer.topology.chips import CHIPS, Chip, chip_of, has_float8
 from bessemer.topology.distributed import (
     StopAgreement,
+    agree,
     barrier,
     first_line,
+    forget,
     process_count,
     process_index,
     share,
@@ -42,6 +44,7 @@ __all__ = [
     "Topology",
     "TopologySettings",
     "absent_processes",
+    "agree",
     "arrange",
     "backend",
     "barrier",
@@ -49,6 +52,7 @@ __all__ = [
     "chip_of",
     "farewell",
     "first_line",
+    "forget",
     "has_float8",
     "init_sharded",
     "keep_stdout_clean",

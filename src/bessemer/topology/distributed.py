@@ -1,4 +1,5 @@
-"""Many processes: how they wait for each other, share a value, and agree on a step at which to stop.
+"""Many processes: how they wait for each other, share a value, make sure that they have the same one, and agree on a
+step at which to stop.
 
 Everything here rests on JAX's coordination service (a small key-value store with barriers on process 0), so
 none of it runs a device computation and all of it has a time limit. `_state` is the one place that touches
@@ -7,12 +8,19 @@ a private JAX name.
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from bessemer.errors import InputError, StorageError
+from bessemer import errors
+from bessemer.errors import BessemerError, StorageError
+
+LINGER = 3.0
+"""Seconds for which process 0 stays after a failure that the others read from it: the service goes with it."""
+
+OK = "ok:"  # before a value that is shared; a failure has the name of its error there
 
 _uses: Counter[str] = Counter()
 
@@ -29,39 +37,61 @@ def process_count() -> int:
 def barrier(name: str, timeout: float = 300.0) -> None:
     """Wait until every process has come here; after `timeout` seconds name those that have not."""
     service = client()
+    if service is not None and process_count() > 1:
+        _meet(service, name, _numbered(f"bessemer/barrier/{name}"), "here", timeout)
+
+
+def agree(name: str, value: str, timeout: float = 1800.0) -> None:
+    """Every process has the same `value`, or each of them ends with an error that names those which do not.
+
+    All must call it in the same order, from one thread: `name` may come again, and the values of its last time go.
+    """
+    service = client()
     if service is None or process_count() == 1:
         return
-    key = _numbered(f"bessemer/barrier/{name}")
-    service.key_value_set(f"{key}/{process_index()}", "here")
+    before = _latest(f"bessemer/agree/{name}")
+    key = _numbered(f"bessemer/agree/{name}")
+    _meet(service, name, key, value, timeout)
     try:
-        service.wait_at_barrier(key, int(timeout * 1000))
+        found = {int(entry.rpartition("/")[2]): given for entry, given in service.key_value_dir_get(key)}
+        if before is not None and process_index() == 0:
+            service.key_value_delete(before)  # all are here, so all have read it
     except (RuntimeError, ValueError) as error:
+        raise _lost(error) from error
+    others = sorted(index for index, given in found.items() if given != found[0])
+    if others:
+        _linger()
         raise StorageError(
-            f"waited {timeout:.0f} s at '{name}' for the other processes ({_missing(service, key)}; "
-            f"{first_line(error)}). A process was lost: start the job again with `bessemer resume`."
-        ) from error
+            f"the processes do not agree on {name}: process {', '.join(map(str, others))} has {found[others[0]]}, "
+            f"process 0 {found[0]}. All need the same settings, files, versions and kind of device; then start them "
+            "again, with `bessemer resume` if the run has begun."
+        )
 
 
 def share(name: str, make: Callable[[], str], timeout: float = 1800.0) -> str:
     """Process 0 computes `make()`; all processes return its value, and all must call this in the same order.
 
-    When `make` raises, process 0 raises it as it is and the others get a StorageError with its message.
+    When `make` raises, process 0 raises it as it is and the others an error of the same kind with its message
+    (StorageError, if it is none of ours).
     """
     service = client()
     if service is None or process_count() == 1:
         return make()
     key = _numbered(f"bessemer/share/{name}")
     if process_index() == 0:
-        outcome = "failed:process 0 ended before it had a result"
+        outcome = "StorageError:process 0 ended before it had a result"
         try:
             value = make()
-            outcome = "ok:" + value
+            outcome = OK + value
             return value
-        except (RuntimeError, ValueError, TypeError, KeyError, OSError, InputError, StorageError) as error:
-            outcome = f"failed:{error}"
+        except (RuntimeError, ValueError, TypeError, KeyError, OSError, BessemerError) as error:
+            kind = type(error).__name__ if isinstance(error, BessemerError) else "StorageError"
+            outcome = f"{kind}:{error}"
             raise
         finally:
             service.key_value_set(key, outcome)
+            if not outcome.startswith(OK):
+                _linger()
     try:
         verdict, _, value = service.blocking_key_value_get(key, int(timeout * 1000)).partition(":")
     except (RuntimeError, ValueError) as error:
@@ -69,9 +99,21 @@ def share(name: str, make: Callable[[], str], timeout: float = 1800.0) -> str:
             f"waited up to {timeout:.0f} s for process 0 to finish '{name}' ({first_line(error)}). "
             "Process 0 was lost or is stuck: see its log, then `bessemer resume`."
         ) from error
-    if verdict != "ok":
-        raise StorageError(f"process 0 failed in '{name}': {value}")
+    if verdict + ":" != OK:
+        raise getattr(errors, verdict, StorageError)(f"process 0 failed in '{name}': {value}")
     return value
+
+
+def forget(name: str) -> None:
+    """Process 0 drops what was last shared as `name`, which is large or comes often. To be called when every process
+    has read it: after `agree` or `barrier`."""
+    service, key = client(), _latest(f"bessemer/share/{name}")
+    if service is None or process_count() == 1 or process_index() != 0 or key is None:
+        return
+    try:
+        service.key_value_delete(key)
+    except (RuntimeError, ValueError) as error:
+        raise _lost(error) from error
 
 
 class StopAgreement:
@@ -143,7 +185,28 @@ def client() -> Any | None:
 def _numbered(name: str) -> str:
     """Keys are used once: the same call on every process gets the same number. Names become short."""
     _uses[name] += 1
+    return _key(name)
+
+
+def _latest(name: str) -> str | None:
+    """The key of the last call."""
+    return _key(name) if _uses[name] else None
+
+
+def _key(name: str) -> str:
     return f"{name[:60]}-{zlib.crc32(name.encode()):08x}/{_uses[name]}"
+
+
+def _meet(service: Any, name: str, key: str, word: str, timeout: float) -> None:
+    """Sign in below `key` with a word, and wait for the others."""
+    service.key_value_set(f"{key}/{process_index()}", word)
+    try:
+        service.wait_at_barrier(key, int(timeout * 1000))
+    except (RuntimeError, ValueError) as error:
+        raise StorageError(
+            f"waited {timeout:.0f} s at '{name}' for the other processes ({_missing(service, key)}; "
+            f"{first_line(error)}). A process was lost: start the job again with `bessemer resume`."
+        ) from error
 
 
 def _missing(service: Any, key: str) -> str:
@@ -154,6 +217,11 @@ def _missing(service: Any, key: str) -> str:
         return "it is unknown which are missing"
     absent = sorted(set(range(process_count())) - here)
     return f"missing: process {', '.join(map(str, absent))}" if absent else "all had arrived"
+
+
+def _linger() -> None:
+    if process_index() == 0:
+        time.sleep(LINGER)
 
 
 def _lost(error: BaseException) -> StorageError:

@@ -22,6 +22,7 @@ from bessemer.job import CheckpointManager, Snapshot
 from bessemer.objectives.grpo import TOKENS, GrpoSettings, SampledSettings
 from bessemer.objectives.rewards import Rewards, RewardSpec
 from bessemer.registry import jobs, objectives
+from bessemer.topology import agree
 from bessemer.training import reference, step
 from bessemer.training.data_parts import DataParts
 from bessemer.training.feed import device_batch
@@ -95,8 +96,6 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         if self.offline:
             data, self.passes = build_stored(self)
             return data
-        if jax.process_count() > 1:
-            raise InputError("rollouts are sampled by one process; use its devices, or grpo.offline.")
         if self.reinforces and self.settings.old_logprobs == "sampler" and self.policy.temperature != 1:
             raise InputError(
                 "grpo.old_logprobs=sampler gives the log-probabilities of temperature 1, and grpo.temperature="
@@ -104,8 +103,10 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             )
         self.rewards = self.choose_rewards()
         data, self.passes = build_prompts(self)
+        plan = cast(PromptPlan, data.plan)
+        agree("the prompts", plan.identity)
         if self.rewards is not None:
-            self.rewards.check_columns([*cast(PromptPlan, data.plan).columns, "completion_tokens"])
+            self.rewards.check_columns([*plan.columns, "completion_tokens"])
         self.note_derived(
             "prompts a rollout",
             self.passes.prompts,
@@ -244,3 +245,4 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         super().accept(tree, step, files)
         path = self.checkpoint_manager.path(step) / FILE
         self.rollout = Rollout.load(path) if path.is_file() else None
+        agree("the rollout in use", "none" if self.rollout is None else f"rollout {self.rollout.number}")

@@ -76,8 +76,16 @@ class PromptPlan:
 
     @property
     def fingerprint(self) -> str:
-        facts = [self.inner.fingerprint, dataclasses.astuple(self.passes)]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        return _digest([self.inner.fingerprint, dataclasses.astuple(self.passes)])
+
+    @property
+    def identity(self) -> str:
+        """All prompts in a few characters, the held-out ones too: what several processes must have in common."""
+        return _digest([self.fingerprint, [(rows.fingerprint, place) for rows, place in self.held_out]])[:16]
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def build_prompts(trainer: GRPOTrainer) -> tuple[DataParts, Passes]:

@@ -58,6 +58,8 @@ def take(trainer: BaseTrainer) -> None:
         placed = jax.tree.map(lambda leaf: leaf.sharding, trainer.functions.abstract_state.reference)
         copy = jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=placed)
         reference, files = copy(trainer.state.params), {}  # the frozen ones are what they were
+    # Orbax counts its barriers by process, not by store: of two saves at once, one process's could meet the other's
+    trainer.checkpoint_manager.wait()
     manager = store(trainer)
     manager.save(trainer.step, {"params": reference}, files=files, meta={"kind": "reference"}, wait=True)
     _prune(trainer, manager)

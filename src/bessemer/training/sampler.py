@@ -2,11 +2,17 @@
 
 The engine holds the trainer's own parameters while it samples, on its mesh; nothing is copied, and its cache is let go
 afterwards. What is drawn depends on (seed, rollout, prompt, sample) and the parameters alone.
+
+Of several processes every one asks the engine for the same, so that they run the same programs in the same order, and
+reads the same completions. Rewards are anyone's code, which may draw lots, keep a log or ask another machine: process 0
+alone calls them, and the others are told what it found.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,6 +27,7 @@ from bessemer.generate import Engine, Request, Result, Sample, SamplingOptions
 from bessemer.generate.decoder import end_tokens
 from bessemer.objectives.advantages import group_advantages
 from bessemer.objectives.grpo import GrpoSettings
+from bessemer.topology import agree, forget, share
 from bessemer.training.feed import device_batch, row_fields
 from bessemer.training.fetch import fetch
 from bessemer.training.prompt_plan import Chosen
@@ -31,6 +38,9 @@ if TYPE_CHECKING:
     from bessemer.training.grpo import GRPOTrainer
 
 ROUND = 16  # decode steps between two looks at what has ended
+REWARD_SECONDS = (
+    4 * 3600.0
+)  # how long the other processes wait for rewards; one that is lost they notice sooner
 
 
 class Sampler:
@@ -90,6 +100,7 @@ class Sampler:
         chosen = trainer.prompts.prompts(number)
         results = self.drawn(chosen, "rollout", number, n=size, logprobs=trainer.reinforces)
         samples = [sample for result in results for sample in result.samples]
+        self.compare(f"rollout {number}", samples)
         rows = self.rows_of(results)
         cut = np.array([sample.finish != "stop" for sample in samples])
         metrics = {
@@ -138,10 +149,23 @@ class Sampler:
             self.trainer.row_types,
         )
 
+    def compare(self, where: str, samples: Sequence[Sample]) -> None:
+        """An error where the processes do not hold the same samples."""
+        ids = json.dumps([sample.ids for sample in samples])
+        agree("the sampled completions", f"{where}: {hashlib.sha256(ids.encode()).hexdigest()[:16]}")
+
     def judge(
         self, chosen: Chosen, samples: Sequence[Sample], copies: int
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Rewards of samples, `copies` of them for each prompt; every column of the prompt's row goes along."""
+        """(Σ weight · reward, each reward) of samples, `copies` of them for each prompt, as process 0 finds them."""
+        told = share("rewards", lambda: self._rewards(chosen, samples, copies), REWARD_SECONDS)
+        agree("the rewards", hashlib.sha256(told.encode()).hexdigest()[:16])
+        forget("rewards")  # all have read them
+        total, each = json.loads(told)
+        return np.array(total), {name: np.array(values) for name, values in each.items()}
+
+    def _rewards(self, chosen: Chosen, samples: Sequence[Sample], copies: int) -> str:
+        """As JSON, which keeps every bit of a float. All columns of a prompt's row go along."""
         prompts = [source.prompts[place] for source, place in chosen for _ in range(copies)]
         columns = {
             name: [source.columns[place][name] for source, place in chosen for _ in range(copies)]
@@ -149,7 +173,8 @@ class Sampler:
         }
         columns["completion_tokens"] = [len(sample.ids) for sample in samples]
         assert self.trainer.rewards is not None
-        return self.trainer.rewards(prompts, [sample.text for sample in samples], columns)
+        total, each = self.trainer.rewards(prompts, [sample.text for sample in samples], columns)
+        return json.dumps([total.tolist(), {name: values.tolist() for name, values in each.items()}])
 
     def validate(self) -> dict[str, float]:
         """Mean reward of greedy completions of the held-out prompts."""
@@ -157,6 +182,7 @@ class Sampler:
         ids = [source.ids[place] for source, place in chosen]
         results = self.complete(ids, [0] * len(ids), sampling=SamplingOptions(0.0))
         samples = [result.samples[0] for result in results]
+        self.compare(f"validation at step {self.trainer.step}", samples)
         total, each = self.judge(chosen, samples, 1)
         row = {"val_reward": float(total.mean())}
         if len(each) > 1:
@@ -166,7 +192,9 @@ class Sampler:
     def divergence(self) -> dict[str, float]:
         """The objective itself, for one completion of each held-out prompt; the seeds are the same each time."""
         trainer = self.trainer
-        rows = self.rows_of(self.drawn(trainer.prompts.held_out, "held-out"))
+        results = self.drawn(trainer.prompts.held_out, "held-out")
+        self.compare(f"validation at step {trainer.step}", [result.samples[0] for result in results])
+        rows = self.rows_of(results)
         val_step, state = trainer.functions.val_step, trainer.state
         sums = added([val_step(state, batch) for batch in self.batches(rows)])
         return {f"val_{name}": sums[name] / sums["weight"] for name in ("loss", "kl", "nll")}
@@ -189,7 +217,8 @@ class Sampler:
         trainer = self.trainer
         if self._score is None:
             self._score = jax.jit(
-                functools.partial(_scores, trainer.model_parts.apply, trainer.policy.temperature)
+                functools.partial(_scores, trainer.model_parts.apply, trainer.policy.temperature),
+                out_shardings=trainer.topology.replicated,  # every process reads all of it
             )
         kept = {name: array for name, array in rows.items() if name not in ("advantages", "old_logprobs")}
         params = trainer.full_params()

@@ -1,0 +1,125 @@
+"""Rollouts by two real processes over one mesh: the run of one process with two devices, also from the middle of a
+rollout on; and what happens when the processes do not have the same prompts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tests.faults.harness import metrics, train
+from tests.processes import finish, start
+from tests.tiny_run import tiny_tokenizer
+from tests.training.test_training_processes import assert_same_run
+
+PLUGIN = """
+import os
+from bessemer.registry import datasets, rewards
+
+ME = os.environ.get("BESSEMER_PROCESS_ID", "0")
+
+@rewards.register("of_process_0")
+def of_process_0(prompts, completions, **columns):
+    assert ME == "0"
+    return [sum(map(ord, text)) % 7 / 7 for text in completions]
+
+@datasets.register("one_each")
+def one_each():
+    return [{"prompt": f"cats of process {ME}, {n}"} for n in range(40)]
+"""
+
+
+class Pair(NamedTuple):
+    """A finished run of two processes, and its settings."""
+
+    settings: dict[str, Any]
+    run: Path
+
+
+@pytest.fixture(scope="module")
+def pair(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Six steps, four a rollout, with a checkpoint in the middle of each; a reward that only process 0 can give."""
+    root = tmp_path_factory.mktemp("pair")
+    tiny_tokenizer().save(root / "tokenizer")
+    rows = [json.dumps({"prompt": f"cats and dogs {n}"}) for n in range(40)]
+    (root / "cats.jsonl").write_text("\n".join(rows) + "\n")
+    (root / "plugin.py").write_text(PLUGIN)
+    settings = {
+        "job": "GRPOTrainer",
+        "objective": "grpo",
+        "plugins": f"[{root / 'plugin.py'}]",
+        "topology.data": 2,
+        "training.dataset": root / "cats.jsonl",
+        "training.batch_size": 8,
+        "training.per_device_batch_size": 4,
+        "training.steps": 6,
+        "training.validation_steps": 8,
+        "training.max_grad_norm": 0,
+        "data.tokenizer": root / "tokenizer",
+        "data.val_fraction": 0.2,
+        "model.depth": 1,
+        "model.width": 32,
+        "model.head_dim": 16,
+        "architecture.block_size": 32,
+        "architecture.precision": "float32",
+        "grpo.num_iterations": 2,
+        "grpo.mini_batches": 2,
+        "grpo.max_completion_length": 6,
+        "grpo.sync_interval": 3,
+        "grpo.rewards": "[of_process_0, length_penalty]",
+        "optimization.name": "sgd",
+        "optimization.lr": 0.1,
+        "logging.report_interval": 1,
+        "logging.validation_interval": 4,
+        "logging.checkpoint_interval": 2,
+        "logging.preview_interval": 0,
+        "logging.progress": "none",
+        "logging.plots": False,
+    }
+    run = root / "runs" / "two"
+    codes, outputs = finish(start(home, 2, *train(settings, run)))
+    assert codes == [0, 0], outputs
+    return Pair(settings, run)
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_run(pair: Pair, home: Path) -> None:
+    """The same completions and rewards, and to rounding the same losses, as one process with two devices."""
+    two, one = pair.run, pair.run.with_name("one")
+    codes, outputs = finish(start(home, 1, *train(pair.settings, one), JAX_NUM_CPU_DEVICES="2"))
+    assert codes == [0], outputs
+    for step in (2, 6):  # in the first rollout and in the second
+        a, b = (load_file(run / f"checkpoints/step_{step:08}/rollout.safetensors") for run in (one, two))
+        assert a.keys() == b.keys() and np.ptp(a["rewards/reward"]) > 0
+        for name in a:
+            most = 1e-5 if name == "rows/old_logprobs" else 0
+            np.testing.assert_allclose(b[name], a[name], 0, most, err_msg=name)
+    left, right = metrics(one), metrics(two)
+    assert [row["step"] for row in left] == [0, 1, 2, 3, 4, 4, 5, 6, 6]
+    assert any(abs(row.get("loss", 0)) > 1e-3 for row in left)
+    for a, b in zip(left, right, strict=True):
+        assert b == pytest.approx(a, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.long
+def test_two_processes_go_on_in_the_middle_of_a_rollout(pair: Pair, home: Path) -> None:
+    again = pair.run.with_name("again")
+    shutil.copytree(pair.run, again)
+    for step in (4, 6):
+        shutil.rmtree(again / f"checkpoints/step_{step:08}")
+    (again / "status.json").unlink()  # which says that it is done
+    codes, outputs = finish(start(home, 2, "resume", str(again)))
+    assert codes == [0, 0], outputs
+    assert_same_run(again, pair.run)
+
+
+@pytest.mark.long
+def test_processes_with_other_prompts_say_so(pair: Pair, home: Path) -> None:
+    settings = {**pair.settings, "training.dataset": "one_each"}
+    codes, outputs = finish(start(home, 2, *train(settings, pair.run.with_name("apart"))))
+    assert codes == [4, 4], outputs
+    assert all("do not agree on the prompts: process 1 has" in output for output in outputs), outputs
