@@ -144,7 +144,9 @@ def test_off_by_default_nothing_is_added(tiny: dict[str, object], tmp_path: Path
     assert trainer.functions.abstract_state.guard is None and "guard" not in trainer.abstract_state()
 
 
-def test_warn_says_counts_reports_and_changes_nothing(guarded: dict[str, object], tmp_path: Path) -> None:
+def test_warn_says_counts_reports_and_changes_nothing(
+    guarded: dict[str, object], tmp_path: Path, newer_loops: None
+) -> None:
     settings = {**guarded, "training.poison": {"8": 50.0}}
     warned = run({**settings, "guard.spike_action": "warn"}, tmp_path, "warn")
     unguarded = run({**settings, "guard.spike_sigma": 0.0}, tmp_path, "off")
