@@ -35,7 +35,8 @@ def test_after_make_train_alone_the_virtual_environment_is_named(
     assert f"with: {program} resume runs/a" in runnable(TEXT)
 
 
-def test_an_extra_is_installed_where_this_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_extra_is_installed_where_this_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", os.defpath)
     assert to_install("dash") == f"{sys.executable} -m pip install 'bessemer[dash]'"
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
