@@ -283,14 +283,16 @@ def test_a_rollback_across_the_boundary_takes_the_reference_again(
 
 
 @pytest.mark.slow
-def test_a_rollback_within_the_stage_keeps_the_reference(
-    rolling: dict[str, object], whole: tuple[Any, Watch], tmp_path: Path
-) -> None:
-    watch = Watch()
+def test_a_rollback_within_the_stage_keeps_the_reference(rolling: dict[str, object], tmp_path: Path) -> None:
+    """That of a run with the same guard which never went back: it is the same program."""
+    (tmp_path / "clean").mkdir()
+    straight, watch = Watch(), Watch()
+    clean = run({**rolling, "training.poison": [99]}, tmp_path / "clean", "whole", straight)
     trainer = run({**rolling, "training.poison": [6]}, tmp_path, "whole", watch)
     assert trainer.loop_state.rollbacks == 1 and [step for step, _ in watch.batches].count(7) == 2
-    assert_same_references(trainer, whole[0])
-    assert same_leaves(watch.references[9], whole[1].params[FIRST])
+    assert clean.loop_state.rollbacks == 0
+    assert_same_references(trainer, clean)
+    assert same_leaves(watch.references[9], straight.params[FIRST])
 
 
 @pytest.mark.slow
