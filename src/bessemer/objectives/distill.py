@@ -18,10 +18,16 @@ TOP_IDS, TOP_LOGPROBS = "teacher_ids", "teacher_logprobs"
 
 
 @dataclass(frozen=True)
-class DistillSettings:
+class TaughtSettings:
+    """What every objective with the trait `teacher` says."""
+
     teacher: str | None = field(
         "distill/teacher", default=None, help="the run to learn from; of any depth and width, same tokenizer"
     )
+
+
+@dataclass(frozen=True)
+class DistillSettings(TaughtSettings):
     alpha: float = field(
         "distill/alpha",
         default=0.5,

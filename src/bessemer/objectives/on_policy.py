@@ -19,15 +19,13 @@ from jax import Array
 from bessemer.config import field
 from bessemer.models.cross_entropy import target_weights
 from bessemer.models.distillation import distillation_loss
+from bessemer.objectives.distill import TaughtSettings
 from bessemer.objectives.grpo import TOKENS, SampledSettings
 from bessemer.registry import objectives
 
 
 @dataclass(frozen=True)
-class OnPolicySettings(SampledSettings):
-    teacher: str | None = field(
-        "distill/teacher", default=None, help="the run to learn from; of any depth and width, same tokenizer"
-    )
+class OnPolicySettings(SampledSettings, TaughtSettings):
     direction: str = field(
         "distill/direction",
         default="reverse",

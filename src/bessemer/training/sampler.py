@@ -25,6 +25,7 @@ from bessemer.data.prompts import end_ids
 from bessemer.errors import InputError
 from bessemer.generate import Engine, Request, Result, Sample, SamplingOptions
 from bessemer.generate.decoder import end_tokens
+from bessemer.generate.engine import round_of
 from bessemer.objectives.advantages import group_advantages
 from bessemer.objectives.grpo import GrpoSettings
 from bessemer.topology import agree, forget, share
@@ -37,7 +38,6 @@ from bessemer.training.validation import added
 if TYPE_CHECKING:
     from bessemer.training.grpo import GRPOTrainer
 
-ROUND = 16  # decode steps between two looks at what has ended
 REWARD_SECONDS = (
     4 * 3600.0
 )  # how long the other processes wait for rewards; one that is lost they notice sooner
@@ -70,7 +70,7 @@ class Sampler:
                 slots=min(trainer.settings.slots, max(trainer.passes.rows, len(trainer.prompts.held_out))),
                 tokenizer=trainer.tokenizer,
                 end_ids=tuple(dict.fromkeys(ends)),
-                steps=min(ROUND, trainer.policy.max_completion_length),
+                steps=min(round_of(), trainer.policy.max_completion_length),
                 fetch=fetch,
                 scope=trainer.topology.scope,
             )
