@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bessemer.errors import InputError
-from bessemer.models.attention import attention, block_length, cached_attention
+from bessemer.models.attention import attention, block_length, cached_attention, same_document
 from bessemer.models.gpt import GPT
 from bessemer.plan.jaxprs import inner_jaxprs
 from bessemer.topology import TopologySettings, make_topology
@@ -112,16 +112,33 @@ def test_scores_of_a_window_are_never_held_for_the_whole_square(segments):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 128])
-def test_cudnn_equals_xla(window):
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("window", [None, 128, 16])
+def test_cudnn_equals_xla(window, documents):
+    """Results and gradients, which sum over up to 512 queries."""
     q, k, v = (jnp.asarray(draw(2, 512, n, 64, seed=n), jnp.bfloat16) for n in (4, 2, 2))
-    got = [attention(q, k, v, window=window, implementation=name) for name in ("cudnn", "xla")]
-    np.testing.assert_allclose(got[0].astype(jnp.float32), got[1].astype(jnp.float32), atol=2e-2)
+    ids = jnp.asarray(np.arange(1024).reshape(2, 512) // 100) if documents else None
+
+    def value(q, k, v, name):
+        out = attention(q, k, v, window=window, segment_ids=ids, implementation=name)
+        return jnp.sum(out.astype(jnp.float32) ** 2), out
+
+    got, want = (jax.grad(value, argnums=(0, 1, 2), has_aux=True)(q, k, v, name) for name in ("cudnn", "xla"))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=4e-2, rtol=4e-2)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_table_that_cudnn_reads_allows_the_same_keys(window):
+    q, k, v = (jnp.asarray(draw(2, 16, 2, 8, seed=n)) for n in range(3))
+    ids = jnp.asarray(np.arange(32).reshape(2, 16) // 6)
+    want = attention(q, k, v, window=window, segment_ids=ids, implementation="xla")
+    got = jax.nn.dot_product_attention(q, k, v, mask=same_document(ids, ids, window), is_causal=True)
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("segments", [None, np.ones((1, 8), np.int32)])
 def test_cudnn_by_name_is_refused_where_it_cannot(segments):
-    """Above all with a document mask, which it would drop."""
     q = jnp.zeros((1, 8, 2, 16))
     with pytest.raises(InputError, match=r"architecture\.attention=auto"):
         attention(q, q, q, segment_ids=segments, implementation="cudnn")

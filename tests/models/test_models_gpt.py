@@ -301,3 +301,14 @@ def test_a_scanned_program_does_not_grow_with_the_depth():
         return operations(jax.make_jaxpr(loss)(nn.unbox(params)).jaxpr)
 
     assert size(16, True) < 1.1 * size(8, True) and size(16, False) > 1.5 * size(8, False)
+
+
+def test_layers_of_a_kind_are_traced_and_lowered_once():
+    """What a program says grows with the kinds of layers, not with their number: Python is most of a warm start."""
+
+    def lines(depth):
+        model = GPT(**{**TINY, "depth": depth}, window="L", value_embeddings=False)
+        params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
+        return len(jax.jit(model.apply).lower(params, jnp.zeros((1, 16), jnp.int32)).as_text().splitlines())
+
+    assert lines(8) - lines(4) < 4 * 20

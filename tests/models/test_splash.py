@@ -54,6 +54,10 @@ def test_it_is_chosen_on_a_tpu_and_only_there() -> None:
         whole = Layout(sequence=("context",), pieces=32, way="heads")
         assert choose_attention("auto", jnp.bfloat16, 128, False, 2048, whole) == "cudnn"
         assert choose_attention("auto", jnp.bfloat16, 128, False, 2048, pieces) == "xla"
+        assert choose_attention("auto", jnp.bfloat16, 128, True, 2048) == "cudnn"
+        assert (
+            choose_attention("auto", jnp.bfloat16, 128, True, 2047) == "xla"
+        )  # cuDNN's tables are of even length
 
 
 COMPILE = """

@@ -21,6 +21,8 @@ from bessemer.topology.backend import backend
 
 Implementation = Literal["auto", "xla", "cudnn", "splash"]
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
+NARROW = 0.25
+"""Of the sequence: below it a table of all pairs costs more than the pairs that a window allows."""
 MAX_BLOCKS = 8  # query blocks of the XLA path: more would skip more masked keys, and compile longer
 
 
@@ -56,15 +58,16 @@ def choose_attention(
 ) -> str:
     """`architecture/attention`: auto takes what the platform has for these heads, and XLA otherwise.
 
-    cuDNN: an NVIDIA GPU, half precision, head dimensions up to 128 in steps of 8, no document mask, as many keys as
-    queries. Splash: a TPU, head dimensions in steps of 64, sequences (what a device has of them) in steps of 128.
+    cuDNN: an NVIDIA GPU, half precision, head dimensions up to 128 in steps of 8, as many keys as queries, an even
+    number of them with a document mask. Splash: a TPU, head dimensions in steps of 64, sequences (what a device has of
+    them) in steps of 128.
     """
     layout = layout or Layout()
     platform = backend()
     half = dtype in (jnp.bfloat16, jnp.float16)
     shaped = half and head_dim % 8 == 0 and head_dim <= 128
     possible = {
-        "cudnn": platform == "gpu" and shaped and not masked and layout.way != "keys",
+        "cudnn": platform == "gpu" and shaped and layout.way != "keys" and not (masked and (length or 0) % 2),
         "splash": platform == "tpu" and (length is None or suits_splash(layout.queries(length), head_dim)),
     }
     if not possible.get(implementation, True):
@@ -75,8 +78,9 @@ def choose_attention(
 
 
 NEEDS = {
-    "cudnn": "needs an NVIDIA GPU, half precision, a head dimension of at most 128 in steps of 8, no document mask, "
-    "which it cannot keep, and a topology.context that divides the key-value heads. Set architecture.attention=auto.",
+    "cudnn": "needs an NVIDIA GPU, half precision, a head dimension of at most 128 in steps of 8, and a "
+    "topology.context that divides the key-value heads; with a document mask also a sequence of even length. Set "
+    "architecture.attention=auto.",
     "splash": "is a kernel for TPUs, for head dimensions in steps of 64 and sequences in steps of 128 on each "
     "device. Set architecture.attention=auto.",
 }
@@ -85,12 +89,29 @@ NEEDS = {
 def _cudnn(
     q: Array, k: Array, v: Array, q_ids: Array | None, k_ids: Array | None, window: int | None
 ) -> Array:
+    mask = local = None
+    if (
+        q_ids is not None and k_ids is not None
+    ):  # cuDNN knows no documents: it reads them, and the window, from a table
+        if window is not None and window < q.shape[1] * NARROW:
+            return _blocked(q, k, v, q_ids, k_ids, window)
+        mask = same_document(q_ids, k_ids, window)
+    elif window is not None:
+        local = (window - 1, 0)
     if jax.default_backend() != "gpu":  # a plan for a GPU that is not here
-        return absent_flash(q, k, v)
-    local = None if window is None else (window - 1, 0)
+        return absent_flash(q, k, v, mask)
     return jax.nn.dot_product_attention(
-        q, k, v, is_causal=True, local_window_size=local, implementation="cudnn"
+        q, k, v, mask=mask, is_causal=True, local_window_size=local, implementation="cudnn"
     )
+
+
+def same_document(q_ids: Array, k_ids: Array, window: int | None) -> Array:
+    """Which keys a query's document and window allow, later ones among them. ids: (B, T) → (B, 1, T, T)."""
+    same = q_ids[:, :, None] == k_ids[:, None]
+    if window is not None:
+        places = jnp.arange(q_ids.shape[1])
+        same &= places > places[:, None] - window
+    return same[:, None]
 
 
 def _blocked(

@@ -32,6 +32,7 @@ def suits_decode(head_dim: int, group: int) -> bool:
     return head_dim >= 16 and head_dim & (head_dim - 1) == 0 and group <= TILE
 
 
+@jax.jit  # traced and lowered once for all layers
 def decode_attention(
     q: Array, k: Array, v: Array, keys: Array, values: Array, lengths: Array, added: Array
 ) -> tuple[Array, Array, Array]:

@@ -7,7 +7,7 @@ their parameters are stacked when the program is traced.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -40,6 +40,12 @@ def run_layers(
     kinds = tuple((window, tuple(sorted(p))) for window, p in zip(windows, params, strict=True))
     segments = scan_segments(kinds) if scan else [(layer, 1, 1) for layer in range(depth)]
 
+    @cache
+    def layer(
+        window: int | None,
+    ) -> Callable[..., Stream]:  # traced and lowered once for all layers of a kind
+        return jax.jit(rematerialised(partial(step, window), remat))
+
     def look_up(p: dict[str, Any], x: Array) -> Array:
         return rematerialised(after, remat)(p["lookup"], x) if "lookup" in p else x
 
@@ -48,7 +54,7 @@ def run_layers(
     ) -> tuple[tuple[Stream, Array], None]:
         stream, middle = carry
         for offset, p in enumerate(xs[0]):
-            stream = rematerialised(partial(step, windows[start + offset]), remat)(p, xs[1] + offset, stream)
+            stream = layer(windows[start + offset])(p, xs[1] + offset, stream)
             middle = jnp.where(xs[1] + offset == depth // 2, stream[0], middle)
             stream = (look_up(p, stream[0]), stream[1])
         return (stream, middle), None
@@ -57,9 +63,7 @@ def run_layers(
     for start, period, repeats in segments:
         groups = [params[start + g * period : start + (g + 1) * period] for g in range(repeats)]
         if repeats == 1:
-            stream = rematerialised(partial(step, windows[start]), remat)(
-                params[start], jnp.int32(start), carry[0]
-            )
+            stream = layer(windows[start])(params[start], jnp.int32(start), carry[0])
             middle = stream[0] if start == depth // 2 else carry[1]
             carry = ((look_up(params[start], stream[0]), stream[1]), middle)
         else:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bessemer.plan.jaxprs import inner_jaxprs
+from bessemer.plan.jaxprs import Program, inlined, inner_jaxprs
 from bessemer.training.model_parts import make_apply
 from bessemer.training.trainer import BaseTrainer
 
@@ -102,12 +102,12 @@ def kept_tensors(trainer: BaseTrainer, remat: tuple[str, ...] | None = None) -> 
     def residuals(params: Any, state: Any, batch: Any, key: Any) -> Any:
         return jax.tree.leaves(jax.vjp(lambda p: state.objective(p, batch, key)[0], params)[1])
 
-    kept = jax.make_jaxpr(residuals)(state.params, state, batch, key)
+    kept = inlined(jax.make_jaxpr(residuals)(state.params, state, batch, key))
     width = getattr(getattr(model, "shape", None), "width", 0)
     weights = {tuple(sorted(leaf.shape)) for leaf in jax.tree.leaves(state.params)}
-    found = tuple(_tensors(kept.jaxpr, weights, rows))
+    found = tuple(_tensors(kept, weights, rows))
     largest = {True: 0, False: 0}
-    for shape, size, looped in _results(kept.jaxpr):
+    for shape, size, looped in _results(kept):
         # a loop over pieces of the loss takes more of them, not larger ones; one over layers has the rows in front
         in_front = rows in shape[:2] or rows * trainer.settings.block_size in shape
         grows = in_front if looped else math.prod(shape) % rows == 0
@@ -115,11 +115,11 @@ def kept_tensors(trainer: BaseTrainer, remat: tuple[str, ...] | None = None) -> 
     return Kept(rows, found, largest[True], largest[False], width)
 
 
-def _tensors(jaxpr: Any, weights: set[tuple[int, ...]], rows: int) -> Iterator[Tensor]:
+def _tensors(program: Program, weights: set[tuple[int, ...]], rows: int) -> Iterator[Tensor]:
     """Results that are no arguments, each once: a tensor that two operations need is one tensor."""
-    wanted = {id(v): v for v in jaxpr.outvars if not hasattr(v, "val")}
-    makers = {id(v): equation for equation in jaxpr.eqns for v in equation.outvars}
-    given = {id(variable) for variable in (*jaxpr.invars, *jaxpr.constvars)}
+    wanted = {id(v): v for v in program.outvars if not hasattr(v, "val")}
+    makers = {id(v): equation for equation in program.eqns for v in equation.outvars}
+    given = {id(variable) for variable in program.invars}
     kept = {id(root): root for v in wanted.values() for root in [_source(v, wanted, makers)]}
     kept = _joined(kept, makers)
     shapes = Counter(

@@ -15,6 +15,7 @@ from bessemer.models.lora import group_of_adapted
 from bessemer.optim import Optimizer, build_optimizer, mesh_spread, state_shardings
 from bessemer.registry import objectives
 from bessemer.topology import shardings, share, unbox, validate_divisible
+from bessemer.topology.draws import quick_draws
 from bessemer.training import microbatch
 from bessemer.training.feed import abstract_batch
 from bessemer.training.guard import spike_rule
@@ -205,7 +206,7 @@ def initial_state(trainer: BaseTrainer) -> TrainState:
     """Step 0: parameters from the seed (or `init`, or given), born on their devices."""
     given = trainer.given_params()
     init = trainer.functions.init or jit_init(trainer)
-    with trainer.topology.scope():
+    with trainer.topology.scope(), quick_draws(trainer.topology.mesh):
         return init(jax.random.key(trainer.settings.seed), given)
 
 
@@ -226,7 +227,8 @@ def compile_steps(trainer: BaseTrainer) -> tuple[Functions, bool]:
         )
         lowered["val_step"] = functions.val_step.lower(functions.abstract_state, batch)
     if trainer.draws_state:
-        lowered["init"] = jit_init(trainer).lower(jax.random.key(trainer.settings.seed), {})
+        with quick_draws(trainer.topology.mesh):
+            lowered["init"] = jit_init(trainer).lower(jax.random.key(trainer.settings.seed), {})
     with ThreadPoolExecutor(len(lowered)) as pool:
         done = list(pool.map(lambda program: program.compile(), lowered.values()))
     return functions._replace(**dict(zip(lowered, done, strict=True)), compiled=True), True
