@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bessemer.errors import InputError
-from bessemer.models.attention import attention, block_length, cached_attention, same_document
+from bessemer.models.attention import attention, block_length, cached_attention
 from bessemer.models.gpt import GPT
 from bessemer.plan.jaxprs import inner_jaxprs
 from bessemer.topology import TopologySettings, make_topology
@@ -126,15 +126,6 @@ def test_cudnn_equals_xla(window, documents):
     got, want = (jax.grad(value, argnums=(0, 1, 2), has_aux=True)(q, k, v, name) for name in ("cudnn", "xla"))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=4e-2, rtol=4e-2)
-
-
-@pytest.mark.parametrize("window", [None, 5])
-def test_the_table_that_cudnn_reads_allows_the_same_keys(window):
-    q, k, v = (jnp.asarray(draw(2, 16, 2, 8, seed=n)) for n in range(3))
-    ids = jnp.asarray(np.arange(32).reshape(2, 16) // 6)
-    want = attention(q, k, v, window=window, segment_ids=ids, implementation="xla")
-    got = jax.nn.dot_product_attention(q, k, v, mask=same_document(ids, ids, window), is_causal=True)
-    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("segments", [None, np.ones((1, 8), np.int32)])

@@ -21,8 +21,6 @@ from bessemer.topology.backend import backend
 
 Implementation = Literal["auto", "xla", "cudnn", "splash"]
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
-NARROW = 0.25
-"""Of the sequence: below it a table of all pairs costs more than the pairs that a window allows."""
 MAX_BLOCKS = 8  # query blocks of the XLA path: more would skip more masked keys, and compile longer
 
 
@@ -89,29 +87,17 @@ NEEDS = {
 def _cudnn(
     q: Array, k: Array, v: Array, q_ids: Array | None, k_ids: Array | None, window: int | None
 ) -> Array:
-    mask = local = None
+    mask = None
     if (
         q_ids is not None and k_ids is not None
-    ):  # cuDNN knows no documents: it reads them, and the window, from a table
-        if window is not None and window < q.shape[1] * NARROW:
-            return _blocked(q, k, v, q_ids, k_ids, window)
-        mask = same_document(q_ids, k_ids, window)
-    elif window is not None:
-        local = (window - 1, 0)
+    ):  # cuDNN knows no documents: it reads them from a table, (B, 1, T, T)
+        mask = (q_ids[:, :, None] == k_ids[:, None])[:, None]
+    local = None if window is None else (window - 1, 0)
     if jax.default_backend() != "gpu":  # a plan for a GPU that is not here
         return absent_flash(q, k, v, mask)
     return jax.nn.dot_product_attention(
         q, k, v, mask=mask, is_causal=True, local_window_size=local, implementation="cudnn"
     )
-
-
-def same_document(q_ids: Array, k_ids: Array, window: int | None) -> Array:
-    """Which keys a query's document and window allow, later ones among them. ids: (B, T) → (B, 1, T, T)."""
-    same = q_ids[:, :, None] == k_ids[:, None]
-    if window is not None:
-        places = jnp.arange(q_ids.shape[1])
-        same &= places > places[:, None] - window
-    return same[:, None]
 
 
 def _blocked(
