@@ -41,9 +41,8 @@ def run_layers(
     segments = scan_segments(kinds) if scan else [(layer, 1, 1) for layer in range(depth)]
 
     @cache
-    def layer(
-        window: int | None,
-    ) -> Callable[..., Stream]:  # traced and lowered once for all layers of a kind
+    def layer(window: int | None) -> Callable[..., Stream]:
+        """A call, which the compiler inlines: traced and lowered once for all layers of a kind."""
         return jax.jit(rematerialised(partial(step, window), remat))
 
     def look_up(p: dict[str, Any], x: Array) -> Array:
