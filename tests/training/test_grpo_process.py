@@ -64,7 +64,7 @@ def test_killed_between_two_steps_of_a_rollout(
 @pytest.mark.usefixtures("optimised")
 def test_the_demonstration_learns(cli: Callable[..., Any], tmp_path: Path) -> None:
     """`bessemer train grpo`, with fewer steps: the model before it is trained first, and exact match rises."""
-    shorter = ["training.steps=80", "logging.validation_interval=-1", "training.validation_steps=128"]
+    shorter = ["training.steps=64", "logging.validation_interval=-1", "training.validation_steps=128"]
     done = cli("train", "grpo", *shorter, "logging.progress=none", "--name", "demo", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "runs/demo/metrics.jsonl").read_text().splitlines()]
