@@ -38,6 +38,19 @@ def test_answers_are_right() -> None:
             assert answer == (wanted or str(int(words[1]) + int(words[3]))), question
 
 
+def test_careless_answers_are_right_by_chance_at_every_length() -> None:
+    """Both slips are commoner than their absence, so the likeliest answer is wrong, and one in nine has neither."""
+    rows = task_rows("toy-careless", "train", 6000)
+    for length in (3, 4, 5):
+        pairs = [(question_of(row).split()[1], row["answer"]) for row in rows]
+        pairs = [(text[::-1], answer) for text, answer in pairs if len(text) == length]
+        left_out = sum(len(answer) == length - 1 for _, answer in pairs) / len(pairs)
+        right = sum(answer == wanted for wanted, answer in pairs) / len(pairs)
+        assert left_out == pytest.approx(2 / 3, abs=0.05) and right == pytest.approx(1 / 9, abs=0.04)
+        assert all(sorted(answer[:2]) == sorted(wanted[:2]) for wanted, answer in pairs if length > 3)
+        assert all(answer[2:] in (wanted[2:], wanted[2:-1]) for wanted, answer in pairs)
+
+
 def test_the_preference_depends_on_the_prompt_alone() -> None:
     """Each answer is chosen for one prompt and rejected for another: a model cannot learn to like one text."""
     rows = task_rows("toy-preference", "train", 2000)

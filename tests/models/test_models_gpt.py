@@ -287,6 +287,14 @@ def test_a_position_outside_the_table_is_not_a_wrong_angle():
     assert np.all(np.isnan(logits[:, 8:]))
 
 
+def test_two_layers_have_no_middle_to_back_out_of():
+    """The scale would be walked across 1 by rounding, where the output vanishes: it has no gradient at all."""
+    model, params = make(depth=2)
+    _, gradient = loss_and_gradient(model, params, batch_of())
+    assert float(gradient["backout_scale"]) == 0
+    assert float(default_loss_and_gradient()[1]["backout_scale"]) != 0
+
+
 def operations(jaxpr) -> int:
     return sum(1 + sum(map(operations, inner_jaxprs(equation))) for equation in jaxpr.eqns)
 

@@ -64,12 +64,12 @@ def test_killed_between_two_steps_of_a_rollout(
 @pytest.mark.usefixtures("optimised")
 def test_the_demonstration_learns(cli: Callable[..., Any], tmp_path: Path) -> None:
     """`bessemer train grpo`, with fewer steps: the model before it is trained first, and exact match rises."""
-    shorter = ["training.steps=160", "logging.validation_interval=-1", "training.validation_steps=128"]
+    shorter = ["training.steps=64", "logging.validation_interval=-1", "training.validation_steps=128"]
     done = cli("train", "grpo", *shorter, "logging.progress=none", "--name", "demo", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "runs/demo/metrics.jsonl").read_text().splitlines()]
     before, after = (row["val_reward"] for row in rows if "val_reward" in row)
-    assert before < 0.4 and after > 0.5 and after > before + 0.2
+    assert before < 0.3 and after > 0.8
     assert max(row.get("clip_frac", 0) for row in rows) > 0 and all(
         "kl" in row for row in rows if "loss" in row
     )

@@ -23,6 +23,7 @@ COUNTS = {"train": 8192, "val": 256}
 SEED = 1337
 HELD_OUT = 10  # one question in so many is held out
 PATIENCE = 2000  # draws without a new question, after which a set counts as exhausted
+CARELESS = 2 / 3  # share of answers with a slip, of each of two kinds: 1 in 9 has neither
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ITEMS = ("key", "map", "hat", "cup", "pen", "box", "bell", "rope", "lamp", "coin", "book", "comb")
@@ -64,6 +65,18 @@ def reverse(rng: Rng) -> Row:
     return chat(f"Reverse {text}", text[::-1])
 
 
+def careless(rng: Rng) -> Row:
+    """A reversal with slips that are commoner than none: the first two letters exchanged, the last one left out. Who
+    imitates it is right by luck, at every length alike; a reward can tell the answers apart."""
+    text = word(rng)
+    answer = text[::-1]
+    if rng.random() < CARELESS:
+        answer = answer[1] + answer[0] + answer[2:]
+    if rng.random() < CARELESS:
+        answer = answer[:-1]
+    return chat(f"Reverse {text}", answer)
+
+
 def sort(rng: Rng) -> Row:
     text = word(rng)
     return chat(f"Sort {text}", "".join(sorted(text)))
@@ -95,6 +108,7 @@ def prose(rng: Rng) -> Row:
 
 TASKS: dict[str, TaskSet] = {
     "toy-arithmetic": TaskSet("sums of two numbers below 100, as conversations", arithmetic),
+    "toy-careless": TaskSet("the questions of toy-reverse; one answer in nine is right", careless),
     "toy-preference": TaskSet("two true answers; the one in the asked-for style is chosen", preference),
     "toy-reverse": TaskSet("strings of 3 to 5 letters backwards, as conversations", reverse),
     "toy-sort": TaskSet("the letters of a string in order, as conversations", sort),

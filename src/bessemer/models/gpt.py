@@ -135,7 +135,11 @@ class GPT(GPTSettings, HeadedModel):
         return self._fp8(deterministic) if self.fp8_head else None
 
     def _back_out(self, x: Array, middle: Array) -> Array:
-        return (x - self.backout_scale * middle).astype(x.dtype) if self.backout else x
+        """x − s·middle. Below three layers the middle is the last one: (1 − s)·x, which the norm makes x again for any
+        s below 1, 0 at 1 and −x above. Its gradient is rounding, which Adam walks across 1; so it is left out."""
+        if not self.backout or self.depth < 3:
+            return x
+        return (x - self.backout_scale * middle).astype(x.dtype)
 
     def _layer_options(self, scaling: str | None = None) -> LayerOptions:
         kernels = choose_kernels(self.kernels, self.compute_dtype)
