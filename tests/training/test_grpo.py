@@ -154,6 +154,8 @@ def test_what_cannot_work_is_said_before_anything_is_written(
         assert not (tmp_path / "no").exists()
 
     refused("whole number of groups", grpo__group_size=3)
+    refused("nothing to compare", grpo__group_size=1)
+    refused("set grpo.scale=false", grpo__baseline="rollout")
     refused("do not fit into", grpo__max_prompt_length=30)
     refused("needs pattern", grpo__rewards=["regex"])
     refused("is a setting of objective", objective="pretrain")
@@ -239,6 +241,7 @@ def test_stored_completions_are_batches_of_the_step(settings: dict[str, Any], tm
             {"prompt": "a", "completions": ["b"] * 4, "rewards": [1, 2, 3, None]},
             "one finite number each",
         ),
+        ("ids", {"prompt": "a", "completions": [[1, 300]] * 4, "rewards": [1] * 4}, "outside the tokenizer"),
     ):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
         with pytest.raises(InputError, match=says):
