@@ -46,6 +46,7 @@ def build_model(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> ModelParts
         model = configure(trainer.model_class() or models.get(trainer.settings.family))
     if hasattr(model, "check"):
         model.check()
+    note_shape(trainer, model)
     train_new_parameters(trainer, model)
     if precision_of(model) == "fp8":
         check_float8(trainer, model)
@@ -78,6 +79,17 @@ def describe_model(trainer: BaseTrainer, model: Any, tokenizer: Tokenizer | None
         split,
         idle,
     )
+
+
+def note_shape(trainer: BaseTrainer, model: Any) -> None:
+    """Width and heads that follow from the depth, with their reasons."""
+    config, shape = trainer.config, getattr(model, "shape", None)
+    if shape is None or "model/aspect" not in config or config["model/width"] != -1:
+        return
+    why = f"depth {model.depth} · aspect {model.aspect}, up to a multiple of head_dim {model.head_dim}"
+    trainer.note_derived("model.width", shape.width, why)
+    if config["model/heads"] == -1:
+        trainer.note_derived("model.heads", shape.heads, f"width {shape.width:,} / head_dim {model.head_dim}")
 
 
 def train_new_parameters(trainer: BaseTrainer, model: Any) -> None:
