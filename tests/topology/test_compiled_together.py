@@ -32,6 +32,10 @@ def total(rows, times):
         time.sleep(35)  # in the trace, as a compiler would: gloo gives up after 30
     return times * jnp.sum(rows)
 
+if me == 0:  # nobody else calls it: it must not wait
+    alone = CompiledTogether(jax.jit(lambda x: 2 * x), "what one process does alone")
+    print("alone", float(alone(jnp.float32(4))))
+
 program = jax.jit(total, static_argnames="times", out_shardings=NamedSharding(mesh, PartitionSpec()))
 program = CompiledTogether(program, "the sum", ("times",))
 print("total", float(program(rows, times=2)), float(program(rows, times=2)), program.compilations)
@@ -60,3 +64,4 @@ def test_a_process_that_compiles_for_longer_than_collectives_wait(tmp_path: Path
     ]
     codes, outputs = finish(processes)
     assert codes == [0, 0] and all("total 6.0 6.0 1" in output for output in outputs), outputs
+    assert "alone 8.0" in outputs[0] and "alone" not in outputs[1], outputs

@@ -21,7 +21,8 @@ SECONDS = 3600.0
 class CompiledTogether:
     """`program` (of `jax.jit`) as it is, except that all processes have compiled it for new shapes before one runs it.
 
-    Every process must call it in the same order, from one thread. `static`: its static arguments, given by name.
+    With arrays over several processes, all of them must call it in the same order, from one thread. `static`: its
+    static arguments, given by name.
     """
 
     def __init__(self, program: Any, name: str, static: tuple[str, ...] = ()):
@@ -32,6 +33,8 @@ class CompiledTogether:
         if process_count() == 1:
             return self.program(*args, **named)
         leaves, form = jax.tree.flatten((args, named))
+        if all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
+            return self.program(*args, **named)  # a model of this process alone, such as a judge in a reward
         key = (form, *map(_kind, leaves))
         if key not in self._made:
             self._made[key] = self.program.lower(*args, **named).compile()
@@ -43,7 +46,7 @@ class CompiledTogether:
     @property
     def compilations(self) -> int:
         """For how many shapes it has been compiled."""
-        return len(self._made) or int(self.program._cache_size())
+        return len(self._made) + int(self.program._cache_size())
 
 
 def _kind(leaf: Any) -> Any:
