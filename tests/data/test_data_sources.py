@@ -76,7 +76,7 @@ def test_a_small_text_alone_becomes_several_documents_and_many_texts_do_not(tmp_
     ("line", "reason"),
     [
         (b'{"text": "cut off', "not valid JSON"),
-        (b'{"title": "x"}', "no 'text'"),
+        (b'{"title": "x"}', "no 'text' (it has title), nor 'chosen' and 'rejected'; 'messages'"),
         (b'{"text": 5}', "'text' is int"),
         (b'{"text": "\\ud800"}', "surrogate"),
         (b'{"text": "\xff"}', "not UTF-8"),

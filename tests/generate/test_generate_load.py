@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from bessemer.errors import InputError, StorageError
-from bessemer.generate import SamplingOptions, load_model, sample
+from bessemer.checkpoint import Checkpoints
+from bessemer.errors import InputError, StorageError, TrainingError
+from bessemer.generate import Engine, Request, SamplingOptions, load_model, sample
 from bessemer.generate.load import build_model
 from tiny_run import make_run, tiny_model, tiny_params, tiny_tokenizer
 
@@ -63,6 +64,29 @@ def test_plain_files_serve_when_there_are_no_checkpoints(tmp_path):
     save_file({**flat, "extra": np.zeros(1, np.float32)}, run.model / "model.safetensors")
     with pytest.raises(StorageError, match="extra"):
         load_model(run)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_no_numbers_are_an_error_that_names_them(tmp_path, value):
+    run = make_run(tmp_path, steps=(10,))
+    params = tiny_params(20)
+    params["embedding"] = params["embedding"].at[3, 4].set(value)
+    files = {"config.yaml": run.config.read_text(), "tokenizer.json": tiny_tokenizer().to_json()}
+    checkpoints = Checkpoints(run.checkpoints)
+    checkpoints.save(20, {"params": params}, files=files, wait=True)
+    checkpoints.close()
+    with pytest.raises(TrainingError, match=r"step_00000020 .* embedding\. .*--step: the run holds 10"):
+        load_model(run)
+    assert load_model(run, 10).step == 10
+
+
+def test_output_that_is_no_number_is_an_error(run):
+    loaded = load_model(run)
+    loaded.params = jax.tree.map(lambda leaf: leaf * np.nan, loaded.params)
+    with pytest.raises(TrainingError, match="not a number"):
+        sample(loaded, ["The cat"], max_tokens=4)
+    with pytest.raises(TrainingError, match="not a number"):
+        Engine.of(loaded, slots=1).generate([Request((1, 2, 3), 4)])
 
 
 def test_code_named_by_a_run_is_never_imported(tmp_path, monkeypatch):

@@ -105,6 +105,8 @@ def test_every_column_reaches_a_reward_by_module_and_function():
 def test_what_is_wrong_before_the_first_completion():
     with pytest.raises(InputError, match=r"needs answer.*columns"):
         score(["exact_match"], ["a"])
+    with pytest.raises(InputError, match=r"needs the column 'answer', and 1 of 9 rows lack it"):
+        Rewards([RewardSpec("exact_match")]).check_columns(["prompt"], {"answer": "1 of 9 rows lack it"})
     with pytest.raises(InputError, match=r"grpo\.rewards is empty"):
         Rewards([])
     with pytest.raises(InputError, match="twice"):

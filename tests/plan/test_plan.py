@@ -49,6 +49,11 @@ def test_depth_12_through_the_command_line(
     assert plan["flops"]["total"] == plan["flops"]["per_token"] * plan["horizon"]["tokens"]
     assert "not trained yet" in plan["derived"]["model.vocab_size"]["reason"]
     assert all(entry["reason"] for entry in plan["derived"].values())
+    assert plan["derived"]["model.width"] == {
+        "value": 768,
+        "reason": "depth 12 · aspect 64, up to a multiple of head_dim 128",
+    }
+    assert plan["derived"]["model.heads"]["value"] == 6
     rates = {row["group"]: row for row in plan["optimizer"]["groups"]}
     assert rates["matrix"]["lr"] == 0.02 and rates["matrix"]["weight_decay"] == pytest.approx(0.2, rel=1e-3)
     assert plan["memory"] is None and plan["time"]["bound"] is True and plan["time"]["seconds"] > 0

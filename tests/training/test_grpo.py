@@ -110,13 +110,22 @@ def test_the_rollout_is_in_a_checkpoint_between_its_steps_only(whole: Any) -> No
     assert held == {2: True, 4: False, 6: True, 7: True}
 
 
-def test_a_rollout_is_repeatable_and_cut_completions_can_be_masked(whole: Any) -> None:
-    policy = whole.policy
+def test_a_rollout_is_repeatable_and_cut_completions_can_be_masked(
+    whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, engine, given = whole.policy, whole.sampler.engine, []
+    monkeypatch.setattr(
+        engine,
+        "update_params",
+        lambda params, take=engine.update_params: (given.append(params), take(params)),
+    )
     with whole.topology.scope():
         one, two = (whole.sampler.rollout(9) for _ in range(2))
         whole.policy = replace(policy, overlong="mask")
         masked = whole.sampler.rollout(9)
     whole.policy = policy
+    own = jax.tree.leaves(whole.state.params)
+    assert all(mine is its for mine, its in zip(own, jax.tree.leaves(given[0]), strict=True)), "not a copy"
     for name, array in one.rows.items():
         np.testing.assert_array_equal(array, two.rows[name])
     prompts = np.where(one.rows["target_ids"] < 0, one.rows["input_ids"], 0)[:, :12].reshape(4, 4, 12)
@@ -154,6 +163,8 @@ def test_what_cannot_work_is_said_before_anything_is_written(
         assert not (tmp_path / "no").exists()
 
     refused("whole number of groups", grpo__group_size=3)
+    refused("nothing to compare", grpo__group_size=1)
+    refused("set grpo.scale=false", grpo__baseline="rollout")
     refused("do not fit into", grpo__max_prompt_length=30)
     refused("needs pattern", grpo__rewards=["regex"])
     refused("is a setting of objective", objective="pretrain")
@@ -239,6 +250,7 @@ def test_stored_completions_are_batches_of_the_step(settings: dict[str, Any], tm
             {"prompt": "a", "completions": ["b"] * 4, "rewards": [1, 2, 3, None]},
             "one finite number each",
         ),
+        ("ids", {"prompt": "a", "completions": [[1, 300]] * 4, "rewards": [1] * 4}, "outside the tokenizer"),
     ):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
         with pytest.raises(InputError, match=says):

@@ -154,6 +154,7 @@ def test_prompts_are_a_function_of_the_rollout_and_the_seed():
     assert sorted(place for number in drawn for place in number) == sorted([*range(10)] * 2)  # two epochs
     assert one.epoch(4) == 0.4 and len(one.held_out) == 4
     assert one.columns == ["answer", "prompt"]  # not one that a single row has
+    assert one.partial_columns == {"rare": "9 of 10 rows lack it, first cats row 1"}
     assert one.fingerprint == same.fingerprint != other.fingerprint
 
 

@@ -172,6 +172,18 @@ def test_a_reward_model_starts_from_a_gpt(
     assert final["val_pref_acc"] > 0.9
 
 
+def test_beside_adapters_a_new_head_is_trained(settings: dict[str, object], tmp_path: Path) -> None:
+    changed = settings | {"objective": "reward", "model.family": "gpt-reward", "lora.rank": 2}
+    trainer = launch.build_trainer("quickstart", changed, name="adapted", root=tmp_path)
+    assert trainer.model_parts.split.trained == (("value_head",),)
+    assert trainer.config["lora/whole"] == (
+        "value_head",
+    )  # saved: whoever loads the run finds the same split
+    frozen = changed | {"lora.whole": ["smear*"]}  # what is given stands
+    split = launch.build_trainer("quickstart", frozen, name="given", root=tmp_path).model_parts.split
+    assert ("value_head",) in split.frozen
+
+
 def test_answers_must_not_see_each_other(settings: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="document_mask"):
         launch.build_trainer("quickstart", settings | {"architecture.document_mask": False}, root=tmp_path)

@@ -15,6 +15,7 @@ from bessemer.generate import load_model
 from bessemer.serve.conversation import Exchange, Foreign, template_of
 from bessemer.topology import make_topology
 from bessemer.training import launch
+from bessemer.training.output import supervision
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +43,25 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]
         "optimization.name": "adamw",
         "optimization.lr": 0.02,
     }
+
+
+def test_what_is_learnt_otherwise_than_expected_is_said(
+    tiny: dict[str, object], conversations: dict[str, object], tmp_path: Path
+) -> None:
+    def remarks(name: str, **changes: object) -> str:
+        given = {**tiny, **conversations, **{key.replace("__", "."): value for key, value in changes.items()}}
+        trainer = launch.build_trainer("quickstart", given, name=name, root=tmp_path)
+        return " ".join(
+            remark for stats in trainer.data.plan.stats.values() for remark in supervision(trainer, stats)
+        )
+
+    assert remarks("whole") == ""
+    assert "24 of 24 conversations are longer than architecture.block_size=8" in remarks(
+        "pieces", architecture__block_size=8, training__validation=False
+    )
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"The cats and {n} dogs."}) + "\n" for n in range(40)))
+    assert "every token is learnt" in remarks("texts", training__dataset=str(texts))
 
 
 def test_a_run_on_conversations(

@@ -91,6 +91,8 @@ class Setting:
         except Mismatch as mismatch:
             meaning = f" It means: {self.help}." if self.help else ""
             problem = mismatch.problem if mismatch.problem[-1:] in ".?!" else f"{mismatch.problem}."
+            if self.choices is not None and "one of" not in problem:
+                problem += f" It is one of {', '.join(map(str, self.choices))}."
             raise InputError(
                 f"setting '{dotted(self.key)}{mismatch.where}' ({source}): {problem}{meaning}"
             ) from None

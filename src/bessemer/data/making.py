@@ -115,7 +115,9 @@ def _packed(store: Store, block_size: int) -> Rows:
     if not len(plan):
         raise InputError("no token of the data is trained on: all of its mask is 0.")
     left_out = int(np.maximum(np.diff(store.offsets) - 1, 0).sum()) - int(plan.lengths.sum(dtype=np.int64))
-    return PieceRows(store, block_size, plan, "PACKED", {"untrained_tokens": left_out})
+    split = int(np.count_nonzero(np.diff(store.offsets) - 1 > block_size))
+    stats = {"untrained_tokens": left_out, "split_documents": split}
+    return PieceRows(store, block_size, plan, "PACKED", stats)
 
 
 def _padded(store: Store, block_size: int, truncation: str, on_empty: str) -> Rows:

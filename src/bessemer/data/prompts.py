@@ -160,7 +160,8 @@ class PromptRows:
         chat: bool = True,
         number: int = 0,
     ):
-        self.block_size, self.number = block_size, number
+        self.block_size, self.number, self.name = block_size, number, name
+        self.places: list[int] = []  # the row of each prompt in its source, from 1
         self.prompts: list[Any] = []
         self.ids: list[list[int]] = []
         self.columns: list[Row] = []
@@ -179,6 +180,7 @@ class PromptRows:
             self.prompts.append(prompt)
             self.ids.append(ids)
             self.columns.append(row)
+            self.places.append(place + 1)
         if rows and not self.ids:
             raise InputError(
                 f"every one of the {len(rows)} prompts of {name} is longer than {longest} tokens: raise "

@@ -83,9 +83,9 @@ def document_of(
     key = text_key or "text"
     chosen = {"messages": value[key]} if text_key and chat.is_messages(value.get(key)) else None
     if chosen or (key not in value and text_key is None):
-        return _conversation(chosen or value, where, tokenizer) or Bad(where, _missing(key, list(value)))
+        return _conversation(chosen or value, where, tokenizer) or Bad(where, _missing(text_key, list(value)))
     if key not in value:
-        return Bad(where, _missing(key, list(value)))
+        return Bad(where, _missing(text_key, list(value)))
     if not isinstance(value[key], str):
         return Bad(where, f"'{key}' is {type(value[key]).__name__}, not text")
     return _checked(value[key], where)
@@ -119,9 +119,15 @@ def _pair(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Do
     return Document(ids=ids, mask=mask, bytes=pair_bytes(pair), pair=pair)
 
 
-def _missing(key: str, columns: list[str]) -> str:
+def _missing(text_key: str | None, columns: list[str]) -> str:
+    """Which columns a row has, and which would make it a document, a conversation or a pair."""
     there = ", ".join(map(str, columns)) or "nothing"
-    return f"no '{key}' (it has {there}); name the column with data.text_key (--text-key when preparing)"
+    name = "name the column with data.text_key (--text-key when preparing)"
+    if text_key is not None:
+        return f"no '{text_key}' (it has {there}); {name}"
+    known = [("chosen", "rejected"), *CONVERSATIONS]
+    others = "; ".join(" and ".join(f"'{column}'" for column in group) for group in known)
+    return f"no 'text' (it has {there}), nor {others}; {name}"
 
 
 def _checked(text: str, where: str) -> Document | Bad:

@@ -21,6 +21,7 @@ from jax import Array
 from bessemer.errors import InputError
 from bessemer.generate.rows import Asked, Output, begin_rows, decode_block, forward, stop_table
 from bessemer.generate.sampling import Filters, SamplingOptions, Way, way_of
+from bessemer.topology import CompiledTogether
 
 SMALLEST = 16
 """The shortest bucket of prompts and of new tokens."""
@@ -66,12 +67,14 @@ class Decoder:
         self.pad_id = pad_id
         self.end_ids = tuple(end_ids)
         self.fetch = fetch
-        self._run = jax.jit(functools.partial(run_rows, model, pad_id), static_argnames=("tokens", "way"))
+        static = ("tokens", "way")
+        program = jax.jit(functools.partial(run_rows, model, pad_id), static_argnames=static)
+        self._run = CompiledTogether(program, "decoding", static)
 
     @property
     def compilations(self) -> int:
         """How many shape buckets have been compiled."""
-        return self._run._cache_size()  # type: ignore[attr-defined]
+        return self._run.compilations
 
     def __call__(
         self,

@@ -22,6 +22,7 @@ from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate.admission import PROMPTS, ROWS, Joining, admission, by_width, check_request
 from bessemer.generate.decoder import end_tokens
+from bessemer.generate.finite import check_scores
 from bessemer.generate.load import LoadedModel
 from bessemer.generate.request import Event, Handle, QueueFull, Request, Result, Sample
 from bessemer.generate.row import Row
@@ -291,6 +292,7 @@ class Engine:
         way = way_of(row.handle.request.sampling for row in self._rows.values())
         output, columns = self._slots.decode(self.params, active, longest, way)
         output = self.fetch(output)
+        check_scores(output.logprobs)  # 0 where no token is
         self.rounds += 1
         tokens, scores, counts, live = (array.T.tolist() for array in output)
         for slot, column in zip(active, columns, strict=True):

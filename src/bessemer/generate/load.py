@@ -23,6 +23,7 @@ from bessemer.config import declared, dotted
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError, StorageError
 from bessemer.generate.decoder import Decoder, end_tokens
+from bessemer.generate.finite import check_finite
 from bessemer.job import RunDirectory
 from bessemer.models.allocation import Allocation
 from bessemer.models.split import Split, split_of
@@ -98,6 +99,7 @@ def load_model(
         boxed = boxed_params(model, topology)
         split = split_of(flat(config), boxed, getattr(model, "group_of", None))
         params = read_whole(checkpoints, chosen, split, boxed, partial(located, topology=topology))
+        check_finite(params, str(checkpoints.path(chosen)), _other_steps(checkpoints, chosen))
     finally:
         checkpoints.close()
     return LoadedModel(model, params, tokenizer, chosen, config, run, topology, [*notes, *unknown])
@@ -116,6 +118,13 @@ def choose(checkpoints: Checkpoints, run: RunDirectory, step: int | None) -> tup
             f"checkpoint {checkpoints.path(step)} is damaged: {'; '.join(problems[:3])}. Use another --step."
         )
     return step, []
+
+
+def _other_steps(checkpoints: Checkpoints, step: int) -> str:
+    others = [str(other) for other in checkpoints.committed() if other != step]
+    if others:
+        return f"Use another checkpoint with --step: the run holds {', '.join(others)}."
+    return "The run holds no other checkpoint: train it again, with a lower learning rate."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +160,9 @@ class ModelFiles:
 
 def _from_files(run: RunDirectory, topology: Topology | None) -> LoadedModel:
     files = ModelFiles.of(run)
-    params = place(files.weights, abstract_params(files.model, topology), str(files.weights.path))
+    where = str(files.weights.path)
+    params = place(files.weights, abstract_params(files.model, topology), where)
+    check_finite(params, where, "Take the model from where it came again, or train it again.")
     return LoadedModel(
         files.model, params, files.tokenizer, files.step, files.config, run, topology, files.notes
     )

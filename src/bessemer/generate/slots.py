@@ -30,6 +30,7 @@ from bessemer.generate.rows import (
 from bessemer.generate.sampling import Filters, SamplingOptions, Way
 from bessemer.models.axes import constrain, shards
 from bessemer.models.shape import round_up
+from bessemer.topology import CompiledTogether
 
 SHORTEST = 128
 """The least part of the capacity that is worth a program of its own."""
@@ -61,14 +62,14 @@ class Slots:
         admit = functools.partial(_admit, model)
         self.steps = steps
         decode = functools.partial(_decode, model, pad_id, steps)
-        self._start = jax.jit(start)
+        self._start = CompiledTogether(jax.jit(start), "the engine's empty rows")
         self._programs = (admit, decode)
-        self._admit: Any = None
+        self._admit: Any = None  # CompiledTogether, once it is known where the rows lie
         self._decode: Any = None
 
     @property
     def compilations(self) -> int:
-        return sum(program._cache_size() for program in (self._admit, self._decode) if program is not None)
+        return sum(program.compilations for program in (self._admit, self._decode) if program is not None)
 
     def bucket(self, rows: int) -> int:
         """The number of rows to compute for `rows` of them."""
@@ -122,14 +123,15 @@ class Slots:
             meshed = not jax.sharding.get_abstract_mesh().empty
             places = jax.tree.map(lambda leaf: leaf.sharding, rows) if meshed else None
             admit, decode = self._programs
-            self._admit = jax.jit(
-                admit, static_argnames=("width", "reuse"), donate_argnums=1, out_shardings=places
-            )
+            self._admit = _program(admit, "prefill", ("width", "reuse"), places)
             out = (places, None) if meshed else None
-            self._decode = jax.jit(
-                decode, static_argnames=("reach", "way"), donate_argnums=1, out_shardings=out
-            )
+            self._decode = _program(decode, "decoding", ("reach", "way"), out)
         return rows
+
+
+def _program(function: Any, name: str, static: tuple[str, ...], places: Any) -> CompiledTogether:
+    made = jax.jit(function, static_argnames=static, donate_argnums=1, out_shardings=places)
+    return CompiledTogether(made, name, static)
 
 
 def _empty_rows(model: Any, count: int, capacity: int, params: Any) -> Rows:

@@ -9,6 +9,7 @@ from typing import Any
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate.decoder import Decoder
+from bessemer.generate.finite import check_scores
 from bessemer.generate.load import LoadedModel
 from bessemer.generate.sampling import SamplingOptions
 
@@ -41,6 +42,7 @@ def complete(
     """
     ids = ids or [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in prompts]
     result = decoder(params, ids, max_tokens=max_tokens, sampling=sampling, stop_ids=stop_ids)
+    check_scores(result.logprobs)  # 0 where no token is
     completions = []
     for index, prompt in enumerate(prompts):
         tokens = result.row(index)

@@ -51,8 +51,8 @@ class Rewards:
         self.specs = list(specs)
         self.functions: list[Reward] = [rewards.get(spec.name) for spec in specs]
 
-    def check_columns(self, columns: Sequence[str]) -> None:
-        """Before anything is sampled: a reward whose column is not in the data says so."""
+    def check_columns(self, columns: Sequence[str], partial: Mapping[str, str] | None = None) -> None:
+        """Before anything is sampled: a reward whose column is not in the data, or not in all of it, says so."""
         for spec, function in zip(self.specs, self.functions, strict=True):
             given = {"prompts", "completions", *columns, *spec.options}
             missing = [
@@ -62,6 +62,11 @@ class Rewards:
                 and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
                 and name not in given
             ]
+            if missing and (lacking := (partial or {}).get(missing[0])):
+                raise InputError(
+                    f"the reward '{spec.name}' needs the column '{missing[0]}', and {lacking}. Complete those rows, or "
+                    "remove them."
+                )
             if missing:
                 raise InputError(
                     f"the reward '{spec.name}' needs {', '.join(missing)}, and the data has the columns "

@@ -32,6 +32,7 @@ from bessemer.topology.rules import (
 )
 from bessemer.topology.settings import AXES, TopologySettings
 from bessemer.topology.start import keep_stdout_clean, start_distributed
+from bessemer.topology.together import CompiledTogether
 
 __all__ = [
     "AXES",
@@ -39,6 +40,7 @@ __all__ = [
     "COMPUTE_RULES",
     "REST_RULES",
     "Chip",
+    "CompiledTogether",
     "Rules",
     "StopAgreement",
     "Topology",

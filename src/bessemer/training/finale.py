@@ -38,6 +38,8 @@ def final_lines(trainer: BaseTrainer, compressors: dict[str, float]) -> list[str
 def next_commands(trainer: BaseTrainer, path: str) -> list[str]:
     if teaches_chat(trainer):
         return [f"  bessemer chat {path}", f"  bessemer serve {path}", WATCH]
+    if hasattr(trainer.model, "values"):  # it judges answers and was not taught to write them
+        return [f"  bessemer report {path} --html", WATCH]
     can_sample = trainer.tokenizer is not None and hasattr(trainer.model, "decode")
     return [
         *([f"  bessemer sample {path} --prompt {shlex.quote(a_prompt(trainer))}"] if can_sample else []),

@@ -18,6 +18,7 @@ from bessemer.generate.results import GenerationConfig, GenerationResults, gener
 from bessemer.generate.rows import Output, stop_table
 from bessemer.generate.sampling import Filters, way_of
 from bessemer.models.shape import round_up
+from bessemer.topology import CompiledTogether
 from bessemer.training.fetch import fetch
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ def program(trainer: BaseTrainer) -> Any:
                 "docs/extending.md."
             )
         call = functools.partial(generate_rows, trainer.model, pad_id(trainer))
-        trainer.generate_program = jax.jit(call, static_argnames=("tokens", "way"))
+        made = jax.jit(call, static_argnames=("tokens", "way"))
+        trainer.generate_program = CompiledTogether(made, "generation", ("tokens", "way"))
     return trainer.generate_program
 
 

@@ -106,7 +106,9 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         plan = cast(PromptPlan, data.plan)
         agree("the prompts", plan.identity)
         if self.rewards is not None:
-            self.rewards.check_columns([*plan.columns, "completion_tokens"])
+            self.rewards.check_columns([*plan.columns, "completion_tokens"], plan.partial_columns)
+            for column, lacking in plan.partial_columns.items():
+                self.say(f"note: rewards are not given the column '{column}': {lacking}")
         self.note_derived(
             "prompts a rollout",
             self.passes.prompts,

@@ -12,6 +12,7 @@ from bessemer.config import configure
 from bessemer.data import Tokenizer
 from bessemer.errors import InputError
 from bessemer.models.fp8 import GPU_OPTIONS as FLOAT8_OPTIONS
+from bessemer.models.lora import LoraSettings
 from bessemer.models.split import Split, make_split
 from bessemer.registry import models
 from bessemer.training.inherit import check_tokenizer
@@ -45,6 +46,8 @@ def build_model(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> ModelParts
         model = configure(trainer.model_class() or models.get(trainer.settings.family))
     if hasattr(model, "check"):
         model.check()
+    note_shape(trainer, model)
+    train_new_parameters(trainer, model)
     if precision_of(model) == "fp8":
         check_float8(trainer, model)
     chosen = trainer.topology.platform != "cpu" or trainer.topology.mesh.shape["context"] > 1
@@ -76,6 +79,27 @@ def describe_model(trainer: BaseTrainer, model: Any, tokenizer: Tokenizer | None
         split,
         idle,
     )
+
+
+def note_shape(trainer: BaseTrainer, model: Any) -> None:
+    """Width and heads that follow from the depth, with their reasons."""
+    config, shape = trainer.config, getattr(model, "shape", None)
+    if shape is None or "model/aspect" not in config or config["model/width"] != -1:
+        return
+    why = f"depth {model.depth} · aspect {model.aspect}, up to a multiple of head_dim {model.head_dim}"
+    trainer.note_derived("model.width", shape.width, why)
+    if config["model/heads"] == -1:
+        trainer.note_derived("model.heads", shape.heads, f"width {shape.width:,} / head_dim {model.head_dim}")
+
+
+def train_new_parameters(trainer: BaseTrainer, model: Any) -> None:
+    """lora/whole: beside adapters, a head that begins at random (`new_parameters`) is trained, or it stays random."""
+    new = [name for name in getattr(model, "new_parameters", ()) if name not in trainer.lora.whole]
+    if not trainer.lora.rank or not new or trainer.config.is_set("lora/whole"):
+        return
+    trainer.config.set("lora/whole", new, f"{trainer.settings.family}: new parameters")
+    trainer.lora = configure(LoraSettings)
+    trainer.note_derived("lora.whole", new, "begins at random, so it is trained beside the adapters")
 
 
 def init_variables(model: nn.Module, block_size: int, key: jax.Array) -> Any:

@@ -96,7 +96,7 @@ def build_stored(trainer: GRPOTrainer) -> tuple[DataParts, Passes]:
         mixture.append((Sampling(sampling.name, sampling.rate), groups))
     count = sum(len(groups) for _, groups in mixture) * settings.group_size
     batch_size, steps = plan_horizon(trainer, count)
-    check_groups(batch_size, settings.group_size)
+    check_groups(batch_size, settings.group_size, policy)
     for name, value in (("num_iterations", settings.num_iterations), ("mini_batches", settings.mini_batches)):
         if value > 1:
             trainer.say(
@@ -127,6 +127,10 @@ def group_of(row: dict[str, Any], where: str, trainer: GRPOTrainer) -> tuple[Bat
         [*tokenizer.encode(one), end] if isinstance(one, str) else [int(token) for token in one]
         for one in row["completions"]
     ]
+    if any(not 0 <= token < tokenizer.vocab_size for one in completions for token in one):
+        raise InputError(
+            f"{where}: 'completions' has ids outside the tokenizer's {tokenizer.vocab_size} tokens."
+        )
     longest = max(map(len, completions))
     if len(ids) > longest_prompt(trainer) or not 0 < longest <= trainer.policy.max_completion_length:
         raise InputError(

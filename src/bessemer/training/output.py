@@ -129,6 +129,8 @@ def header(trainer: BaseTrainer) -> None:
             known += [f"{stats['padding_share']:.1%} padding", f"{stats['truncated']:,} prompts truncated"]
             known += [f"{stats['without_targets']:,} left out"]
         trainer.say(f"data       {shown(name)}: {', '.join(known)}; {data.validation_count:,} rows held out")
+        for remark in supervision(trainer, stats):
+            trainer.say(f"note       {shown(name)}: {remark}")
     epochs = data.plan.epoch(data.steps)
     trainer.say(
         f"batch      {data.batch_size} × {trainer.settings.block_size} tokens in {trainer.functions.accumulate_steps}"
@@ -141,6 +143,22 @@ def header(trainer: BaseTrainer) -> None:
     for name, entry in trainer.derived.items():
         if not entry["reason"].endswith("given"):
             trainer.say(f"{name:<30} {entry['value']!s:<12} {entry['reason']}")
+
+
+def supervision(trainer: BaseTrainer, stats: dict[str, Any]) -> list[str]:
+    """What is unusual about which tokens of conversations are learnt, and with what before them."""
+    if trainer.settings.objective != "sft" or "documents" not in stats:
+        return []
+    remarks = []
+    if stats["target_tokens"] >= stats["tokens"] - stats["documents"]:
+        remarks.append("texts without turns; every token is learnt, not only those of an assistant")
+    if split := stats.get("split_documents"):
+        remarks.append(
+            f"{split:,} of {stats['documents']:,} conversations are longer than "
+            f"architecture.block_size={trainer.settings.block_size} and learnt in pieces, of which only the first sees "
+            "the beginning; a larger block keeps them whole, the style PADDED truncates them"
+        )
+    return remarks
 
 
 def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: bool) -> Path:

@@ -13,6 +13,7 @@ from bessemer.config import configure
 from bessemer.data import DataPlan, DataSettings, Sampling, Validation
 from bessemer.data.prompts import PromptRows, read_split
 from bessemer.errors import InputError
+from bessemer.objectives.grpo import GrpoSettings, SampledSettings
 from bessemer.training.data_parts import DataParts
 from bessemer.training.horizon import plan_horizon
 from bessemer.training.rollout import Passes
@@ -63,6 +64,22 @@ class PromptPlan:
         ]
         return sorted(set.intersection(*every))
 
+    @cached_property
+    def partial_columns(self) -> dict[str, str]:
+        """Columns that some rows have and others lack, each with how many lack it and the first that does."""
+        sources = {id(rows): rows for rows in [*self.sources, *self._held_sources()]}.values()
+        rows = [
+            (row, f"{source.name} row {source.places[number]}")
+            for source in sources
+            for number, row in enumerate(source.columns)
+        ]
+        some = sorted({column for row, _ in rows for column in row} - set(self.columns))
+        lacking = {column: [where for row, where in rows if column not in row] for column in some}
+        return {
+            column: f"{len(where)} of {len(rows)} rows lack it, first {where[0]}"
+            for column, where in lacking.items()
+        }
+
     def _held_sources(self) -> list[PromptRows]:
         return [rows for rows, _ in self.held_out]
 
@@ -94,7 +111,7 @@ def build_prompts(trainer: GRPOTrainer) -> tuple[DataParts, Passes]:
     mixture, held_out = read_prompts(trainer)
     each = settings.group_size * settings.num_iterations
     batch_size, steps = plan_horizon(trainer, sum(len(rows) for _, rows in mixture) * each)
-    check_groups(batch_size, settings.group_size)
+    check_groups(batch_size, settings.group_size, trainer.policy)
     passes = Passes(
         batch_size, settings.group_size, settings.mini_batches, settings.num_iterations, settings.seed
     )
@@ -154,9 +171,24 @@ def longest_prompt(trainer: GRPOTrainer) -> int:
     return room if given is None else given
 
 
-def check_groups(batch_size: int, group_size: int) -> None:
+def check_groups(batch_size: int, group_size: int, policy: SampledSettings) -> None:
+    """Groups are whole, and large enough for what is computed within them."""
     if batch_size % group_size:
         raise InputError(
             f"training.batch_size={batch_size} is not a whole number of groups of grpo.group_size={group_size}: it "
             "counts completions. Make it a multiple."
+        )
+    if not isinstance(policy, GrpoSettings):
+        return
+    within = policy.baseline in ("group", "leave_one_out")
+    if group_size == 1 and (within or policy.scale):
+        raise InputError(
+            f"grpo.group_size=1 leaves nothing to compare a completion with: grpo.baseline={policy.baseline} and "
+            f"grpo.scale={str(policy.scale).lower()} mean nothing. Use a larger group, or grpo.baseline=rollout and "
+            "grpo.scale=false."
+        )
+    if policy.scale and not within:
+        raise InputError(
+            f"grpo.scale divides by the deviation within a group, which is 0 where all of its rewards are equal, and "
+            f"with grpo.baseline={policy.baseline} such groups count: set grpo.scale=false."
         )

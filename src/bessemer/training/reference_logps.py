@@ -27,7 +27,7 @@ from bessemer.errors import InputError, StorageError
 from bessemer.job.files import storage
 from bessemer.objectives.pairs import answer_logps
 from bessemer.registry import objectives
-from bessemer.topology import share
+from bessemer.topology import CompiledTogether, share
 from bessemer.training.feed import device_batch, row_fields
 from bessemer.training.fetch import fetch
 
@@ -83,9 +83,8 @@ def ensure(trainer: BaseTrainer) -> None:
     """Before the first step: fill in what is not there yet, from the disk or by a pass over the data."""
     plan = trainer.data.plan
     held_out = [] if plan.validation is None else plan.validation.rows
-    program = jax.jit(
-        functools.partial(_logps, trainer.model_parts.apply), out_shardings=trainer.topology.replicated
-    )
+    logps = functools.partial(_logps, trainer.model_parts.apply)
+    program = CompiledTogether(jax.jit(logps, out_shardings=trainer.topology.replicated), "log-probabilities")
     for rows in dict.fromkeys([*plan.sources, *held_out]):
         if not isinstance(rows, ReferencedRows) or rows.complete:
             continue

@@ -28,7 +28,7 @@ from bessemer.generate.decoder import end_tokens
 from bessemer.generate.engine import round_of
 from bessemer.objectives.advantages import group_advantages
 from bessemer.objectives.grpo import GrpoSettings
-from bessemer.topology import agree, forget, share
+from bessemer.topology import CompiledTogether, agree, forget, share
 from bessemer.training.feed import device_batch, row_fields
 from bessemer.training.fetch import fetch
 from bessemer.training.prompt_plan import Chosen
@@ -216,10 +216,11 @@ class Sampler:
         """log p of every target (N, T): of the policy at its temperature, and of the model itself (temperature 1)."""
         trainer = self.trainer
         if self._score is None:
-            self._score = jax.jit(
+            program = jax.jit(
                 functools.partial(_scores, trainer.model_parts.apply, trainer.policy.temperature),
                 out_shardings=trainer.topology.replicated,  # every process reads all of it
             )
+            self._score = CompiledTogether(program, "log-probabilities")
         kept = {name: array for name, array in rows.items() if name not in ("advantages", "old_logprobs")}
         params = trainer.full_params()
         found = fetch([self._score(params, batch) for batch in self.batches(kept)])
