@@ -172,6 +172,16 @@ def test_what_cannot_work_is_said_before_anything_is_written(
     refused("longer than 2 tokens", grpo__max_prompt_length=2)
 
 
+def test_few_prompts_without_held_out_ones_are_said(
+    settings: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join(json.dumps({"prompt": f"say {n}", "answer": "a"}) + "\n" for n in range(3)))
+    given = settings | {"training.dataset": str(few), "data.val_fraction": 0.001}
+    assert not launch.build_trainer(None, given, name="few", root=tmp_path).validates
+    assert "no prompt is held out (data.val_fraction=0.001" in capsys.readouterr().out
+
+
 def test_a_reward_that_fails_ends_the_run_with_its_name(settings: dict[str, Any], tmp_path: Path) -> None:
     given = settings | {"grpo.rewards": [f"{HERE}:unlucky"], "training.validation": False}
     trainer = launch.build_trainer(None, given, name="unlucky", root=tmp_path)

@@ -154,6 +154,10 @@ def read_prompts(trainer: GRPOTrainer) -> tuple[list[Any], list[Any]]:
                 )
         if not mixture[-1][1]:
             raise InputError(f"{sampling.name} holds no prompt to train on.")
+    if settings.validate and not any(len(rows) for _, rows in held_out):
+        trainer.say(
+            f"note: no prompt is held out (data.val_fraction={data.val_fraction:g} of so few), so nothing is validated"
+        )
     return mixture, held_out if settings.validate else []
 
 
