@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bessemer.config import Config, Schema, configure, current, field, gather, resolve
-from bessemer.errors import BessemerError, InputError, Stopped
+from bessemer.errors import BessemerError, InputError, Stopped, runnable
 from bessemer.evaluate import Evaluator, check_tasks
 from bessemer.job import BasicJob, ExecutionSpec, RunDirectory, RunLock, atomic_write
 from bessemer.job.files import storage
@@ -144,7 +144,7 @@ class Phases(BasicJob):
                 f"report  {path}/report.md",
                 "",
                 "next",
-                f"  bessemer chat {path}",
+                runnable(f"  bessemer chat {path}"),
             ):
                 self.say(line)
 
