@@ -110,6 +110,7 @@ def test_memory_and_time_of_a_tiny_model(
     )
     assert memory["arguments"] > 2 * 4 * parameters, "weights and momentum in float32, and more"
     assert memory["aliased"] >= 2 * 4 * parameters, "the state is donated: it is counted once"
+    assert memory["fits"] is True and 2**30 < memory["limit"] * jax.local_device_count() < 2**50
     assert memory["temporaries"] > 0 and any("--no-compile" in line for line in said)
     spent = plan["time"]
     assert spent["share_of_matrix_rate"] > 0 and "2048³ product" in spent["measured"]
@@ -118,7 +119,8 @@ def test_memory_and_time_of_a_tiny_model(
     assert spent["optimizer_flops"] > 0 and list(tmp_path.iterdir()) == []
     again = make_plan("quickstart", tiny)["memory"]  # now the program comes from the cache
     assert {**again, "compile_seconds": 0} == {**memory, "compile_seconds": 0}
-    assert "≈" in render(plan) and "GiB" in render(plan)
+    assert "≈" in render(plan) and "fits into" in render(plan)
+    assert "DOES NOT FIT" in render({**plan, "memory": {**memory, "fits": False}})
 
 
 def test_what_is_assumed_and_what_is_refused(corpus: Path, tmp_path: Path) -> None:

@@ -98,6 +98,7 @@ def test_rollouts_are_trained_on_and_reported(whole: Any) -> None:
     assert all(row["logprob_gap_max"] < 1e-4 for row in found)
     assert found[0]["reward"] == found[3]["reward"] != found[4]["reward"]  # a rollout lasts four steps
     assert [row["step"] for row in rows(whole.run_directory.path) if "val_reward" in row] == [0, 4, 7]
+    assert all(stats["prompts"] > 0 and "PMD" not in name for name, stats in whole.data.plan.stats.items())
     trained = [row["target_tokens"] for row in found]
     assert trained[-1] == sum(np.diff(trained, prepend=0)) and trained[0] <= 8 * 6
     assert (

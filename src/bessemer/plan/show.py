@@ -106,8 +106,9 @@ def _memory(memory: dict[str, Any] | None) -> tuple[str, str, str]:
     parts = f"compiled step: state and batch {kept}, temporaries {passing}"
     if memory["fits"] is None:
         return name, gib(memory["total"]), parts
-    word = "fits" if memory["fits"] else "DOES NOT FIT"
-    return name, gib(memory["total"]), f"{word} into {gib(memory['limit'])}: {parts}"
+    room, advice = gib(memory["limit"]), "lower training.per_device_batch_size"
+    verdict = f"fits into {room}" if memory["fits"] else f"DOES NOT FIT into {room}, {advice}"
+    return name, gib(memory["total"]), f"{verdict}: {parts}"
 
 
 def _time(spent: dict[str, Any]) -> tuple[str, str, str]:

@@ -89,7 +89,9 @@ class PromptPlan:
 
     @property
     def stats(self) -> dict[str, dict[str, Any]]:
-        return self.inner.stats
+        """By dataset alone: prompts are not laid out in rows of some style."""
+        pairs = zip(self.inner.samplings, self.sources, strict=True)
+        return {"/".join(filter(None, (s.name, s.suffix))): rows.stats for s, rows in pairs}
 
     @property
     def fingerprint(self) -> str:
