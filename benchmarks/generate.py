@@ -9,8 +9,8 @@ prompts of random tokens continued by exactly --new, bf16 on a GPU and float32 o
 matrices) is as wide as makes it as large as ours (two). On a GPU transformers compiles its decode step by itself;
 --eager keeps it from that.
 
-One JSON line a case: prefill and decode tokens/s, time to the first token (ours hands tokens out in rounds of --steps),
-and the share of the limit: what a step must read, the weights of its products and the keys and values so far, over the
+One JSON line a case: prefill and decode tokens/s, time to the first token (ours: of requests that are read along, with
+their tokens/s after it; the rest is measured in whole rounds of --steps, without readers), and the share of the limit: what a step must read, the weights of its products and the keys and values so far, over the
 memory bandwidth, which is measured in the same process unless --bandwidth says it. (A toy that fits into a CPU's
 caches is faster than that limit.) Then one line a batch with the ratios of ours over transformers. On a CPU that others
 use too, pin the run to one core (taskset -c 0) and read the processor times: of the prefill, and of a decode step.
@@ -19,6 +19,7 @@ use too, pin the run to one core (taskset -c 0) and read the processor times: of
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
 import statistics
@@ -132,7 +133,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     import numpy as np
 
     from bessemer.generate import Engine, Request
-    from bessemer.generate.engine import round_of
+    from bessemer.generate.pace import round_of
     from bessemer.models.gpt import GPT
     from bessemer.topology import unbox
 
@@ -164,10 +165,21 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         prefill, before = first - decode / rounds, first_processor - processor / rounds
         return Pass(first, prefill, decode, rounds * args.steps, before, processor)
 
+    def read_along() -> tuple[float, float]:
+        """Seconds to the first token of each row, and tokens/s after it, of requests that stream."""
+        begun = time.perf_counter()
+        handles = [engine.submit(dataclasses.replace(request, stream=True)) for request in requests]
+        engine.step()
+        first = time.perf_counter()
+        tokens = sum(len(event.ids) for handle in handles if (event := handle.next_event(timeout=0)))
+        engine.run_until_idle()
+        return first - begun, (batch * args.new - tokens) / (time.perf_counter() - first)
+
     start = time.perf_counter()
     once()
     first_pass = time.perf_counter() - start
-    passes = [once() for _ in range(args.repeats)]
+    pairs = [(once(), read_along()) for _ in range(args.repeats)]
+    passes = [whole._replace(first=first) for whole, (first, _) in pairs]
     data = jnp.ones((2**29 if jax.default_backend() == "gpu" else 2**25) // 4096 * 4096, jnp.float32)
     total = jax.jit(lambda x: jnp.sum(x.reshape(-1, 4096), axis=1))
     measured = best_bandwidth(lambda: total(data).block_until_ready(), data.nbytes)
@@ -182,6 +194,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
         "parameters": counts["total"],
         "precision": model.compute_dtype.__name__,
         "steps_a_round": args.steps,
+        "streamed_tokens_per_s": round(statistics.median(rate for _, (_, rate) in pairs), 1),
         "programs": engine.compilations,
         "first_pass_s": round(first_pass, 1),
         "peak_gib": round(memory["peak_bytes_in_use"] / 2**30, 2) if memory else None,

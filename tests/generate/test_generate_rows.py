@@ -79,7 +79,8 @@ def test_a_step_writes_the_cache_in_place_and_asks_nobody():
     program = jax.jit(
         functools.partial(_decode, model, 0, 2 * BETWEEN_LOOKS, reach=32, way=Way.GREEDY), donate_argnums=1
     )
-    compiled = program.lower(params, rows, jax.ShapeDtypeStruct((4,), bool), None).compile()
+    mask, bound = jax.ShapeDtypeStruct((4,), bool), jax.ShapeDtypeStruct((), jnp.int32)
+    compiled = program.lower(params, rows, mask, None, bound).compile()
     text, (shape,) = compiled.as_text(), {leaf.shape for leaf in rows.cache.keys}
     assert f'"known_trip_count":{{"n":"{BETWEEN_LOOKS}"}}' in text, (
         "steps between two looks are not counted out"

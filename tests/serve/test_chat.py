@@ -91,6 +91,12 @@ def test_the_cache_changes_nothing(
     assert kept.write.text == fresh.write.text and kept.exchanges == fresh.exchanges
 
 
+def test_an_answer_is_written_as_it_comes(own: Engine, loaded: LoadedModel) -> None:
+    chat, before = make_chat(own, loaded, "plain"), own.rounds
+    talk(chat, "cats")
+    assert own.rounds - before > 1, "six tokens, fewer than a whole round has"
+
+
 def test_the_same_seed_says_the_same(own: Engine, loaded: LoadedModel) -> None:
     chat = make_chat(own, loaded, "plain")
     talk(chat, "cats")

@@ -40,6 +40,7 @@ def test_streamed_completions_are_the_whole_ones(live: Live) -> None:
     ask = {**ASK, "n": 3, "logprobs": 0}
     whole = live.client.completions.create(prompt=PROMPT, **ask)
     texts, tokens, finish = [""] * 3, [[] for _ in range(3)], [None] * 3
+    sizes = []
     options = {"include_usage": True}
     usage = None
     for chunk in live.client.completions.create(prompt=PROMPT, stream=True, stream_options=options, **ask):
@@ -47,11 +48,13 @@ def test_streamed_completions_are_the_whole_ones(live: Live) -> None:
         for choice in chunk.choices:
             texts[choice.index] += choice.text
             tokens[choice.index] += choice.logprobs.token_logprobs
+            sizes.append(len(choice.logprobs.token_logprobs))
             finish[choice.index] = choice.finish_reason or finish[choice.index]
     assert texts == [choice.text for choice in whole.choices]
     assert tokens == [choice.logprobs.token_logprobs for choice in whole.choices]
     assert finish == [choice.finish_reason for choice in whole.choices]
     assert usage == whole.usage
+    assert sizes[:3] == [1, 1, 1], "the first token of each waits for no other"
     assert len(set(texts)) == 3, "each sample has a random stream of its own"
 
 

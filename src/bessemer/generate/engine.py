@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -24,16 +25,14 @@ from bessemer.generate.admission import PROMPTS, ROWS, Joining, admission, by_wi
 from bessemer.generate.decoder import end_tokens
 from bessemer.generate.finite import check_scores
 from bessemer.generate.load import LoadedModel
+from bessemer.generate.pace import Pace, round_of
 from bessemer.generate.request import Event, Handle, QueueFull, Request, Result, Sample
 from bessemer.generate.row import Row
+from bessemer.generate.rows import looks
 from bessemer.generate.sampling import way_of
 from bessemer.generate.slots import Slots
 from bessemer.generate.stream import TextStream
-
-
-def round_of() -> int:
-    """Decode steps a round. Between rounds an accelerator waits two milliseconds for the host, as long as two steps."""
-    return 16 if jax.default_backend() == "cpu" else 32
+from bessemer.topology import process_count
 
 
 @dataclass
@@ -64,7 +63,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,  # for text and stop strings
         pad_id: int | None = None,
         end_ids: Sequence[int] | None = None,  # end every row; none: the tokenizer's document token
-        steps: int | None = None,  # decode steps a round; none: see round_of
+        steps: int | None = None,  # decode steps of a whole round; none: see round_of
         queue: int | None = None,  # rows that may wait; none: any number
         reuse: bool = False,  # a prompt that continues what a free slot holds is prefilled from there (chat)
         fetch: Callable[[Any], Any] = jax.device_get,
@@ -84,6 +83,7 @@ class Engine:
         self.rounds = self.tokens = self.prompt_tokens = 0
         with scope():
             self._slots = Slots(model, slots, self.capacity, steps or round_of(), self.pad_id)
+        self._pace = Pace(self._slots.steps, clocked=process_count() == 1)
         self._rows: dict[int, Row] = {}  # by slot
         self._free = deque(range(self._slots.count))  # longest free first
         self._held: dict[int, tuple[int, ...]] = {}  # tokens in the cache of a free slot, with `reuse`
@@ -287,11 +287,12 @@ class Engine:
         return max(found, key=lambda slot: found[slot], default=None)
 
     def _decode(self) -> None:
-        active = sorted(self._rows)
-        longest = max(row.length for row in self._rows.values())
-        way = way_of(row.handle.request.sampling for row in self._rows.values())
-        output, columns = self._slots.decode(self.params, active, longest, way)
+        active, rows, begun = sorted(self._rows), self._rows.values(), time.perf_counter()
+        way = way_of(row.handle.request.sampling for row in rows)
+        steps, length = self._pace.next(rows, looks(self._slots.steps, way))
+        output, columns = self._slots.decode(self.params, active, length, way, steps)
         output = self.fetch(output)
+        self._pace.took(time.perf_counter() - begun, int(output.made.max()))
         check_scores(output.logprobs)  # 0 where no token is
         self.rounds += 1
         tokens, scores, counts, live = (array.T.tolist() for array in output)

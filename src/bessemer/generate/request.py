@@ -35,6 +35,9 @@ class Request:
     stop_strings: Sequence[str] = ()  # the text is cut before the one that ends first
     seed: int | None = None  # none: that of `sampling`; none there either: the engine chooses
     logprobs: bool = False  # log p(token) of the model itself, before penalty, temperature and filters
+    stream: bool = (
+        False  # somebody reads its events as they come: short rounds (see pace.py), the same tokens
+    )
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from bessemer.models.axes import constrain
 STOPS = 16
 """Stop tokens of a row; more are rounded up to a multiple, which compiles again."""
 BETWEEN_LOOKS = 8
-"""Steps between two looks at whether any row is left: a GPU asks the host at each."""
+"""Steps between two looks at whether the loop goes on: a GPU asks the host at each."""
 
 
 @struct.dataclass
@@ -119,16 +119,28 @@ def begin_rows(vocab_size: int, cache: Any, prompts: Array, lengths: Array, aske
     )
 
 
+def looks(steps: int, way: Way | None) -> int:
+    """Steps between two looks in a block of `steps`. They cost nothing where no `way` is named (`sampling.way_of`)."""
+    return 1 if way is None else math.gcd(steps, BETWEEN_LOOKS)
+
+
 def decode_block(
-    model: Any, pad_id: int, steps: int, params: Any, rows: Rows, way: Way | None = None
+    model: Any,
+    pad_id: int,
+    steps: int,
+    params: Any,
+    rows: Rows,
+    way: Way | None = None,
+    bound: Array | int | None = None,
 ) -> tuple[Rows, Output]:
-    """Up to `steps` tokens for every live row; ends early when none is left. `way`: see `sampling.way_of`."""
+    """Up to `steps` tokens for every live row; ends early when none is left, or after `bound`, a multiple of `looks`
+    that is known to the running program only."""
     params = in_use(model, params)
     size = rows.token.shape[0]
     before = rows.count
 
     def goes_on(carry: tuple[Array, Rows, Array, Array]) -> Array:
-        return (carry[0] < steps) & jnp.any(carry[1].live)
+        return (carry[0] < (steps if bound is None else bound)) & jnp.any(carry[1].live)
 
     def advance(_: int, carry: tuple[Array, Rows, Array, Array]) -> tuple[Array, Rows, Array, Array]:
         step, rows, ids, logprobs = carry
@@ -136,7 +148,7 @@ def decode_block(
         rows, logprob = _take(pad_id, replace(rows, cache=cache), logits, way)
         return step + 1, rows, ids.at[step].set(rows.token), logprobs.at[step].set(logprob)
 
-    some = functools.partial(jax.lax.fori_loop, 0, math.gcd(steps, BETWEEN_LOOKS), advance)
+    some = functools.partial(jax.lax.fori_loop, 0, looks(steps, way), advance)
     ids = jnp.full((steps, size), pad_id, jnp.int32)
     start = (jnp.zeros((), jnp.int32), rows, ids, jnp.zeros((steps, size), jnp.float32))
     _, rows, ids, logprobs = jax.lax.while_loop(goes_on, some, start)

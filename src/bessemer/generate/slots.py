@@ -91,17 +91,17 @@ class Slots:
         return size
 
     def decode(
-        self, params: Any, active: Sequence[int], longest: int, way: Way | None
+        self, params: Any, active: Sequence[int], length: int, way: Way | None, steps: int
     ) -> tuple[Output, Sequence[int]]:
-        """(output, the column of each of the `active` slots); `longest`: the most tokens one of them has, `way`: of
-        choosing their tokens.
+        """(output, the column of each of the `active` slots) after `steps` of the block's, see `looks`; no row has more
+        than `length` tokens then. `way`: of choosing them.
 
         Few rows, or short ones, are taken out of the slots for the block and put back: a step's cost follows what it
         reads. On a mesh all rows take part: they stay on their devices.
         """
         self.rows = self._ready(params)
         size = self.count if self.shards > 1 else self.bucket(len(active))
-        reach = self.reach(longest + self.steps)
+        reach = self.reach(length)
         if size * reach * 2 > self.count * self.capacity:  # copying twice would cost as much as it saves
             size, reach = self.count, self.capacity
         if size == self.count:
@@ -111,7 +111,8 @@ class Slots:
             index[: len(active)] = active
         mask = np.zeros(self.count, bool)
         mask[list(active)] = True
-        self.rows, output = self._decode(params, self.rows, mask, index, reach=reach, way=way)
+        bound = np.int32(steps)  # an argument like the others: rounds of any length are one program
+        self.rows, output = self._decode(params, self.rows, mask, index, bound, reach=reach, way=way)
         return output, columns
 
     def _ready(self, params: Any) -> Rows:
@@ -182,23 +183,24 @@ def _decode(
     rows: Rows,
     mask: Array,
     index: Array | None,
+    bound: Array,
     *,
     reach: int,
     way: Way | None,
 ) -> tuple[Rows, Output]:
-    """A block of steps for the slots of `mask` (S,), which are those of `index` (R,) if it is given."""
+    """A block of steps, at most `bound`, for the slots of `mask` (S,), which are those of `index` (R,) if given."""
     rows = replace(rows, live=rows.live & mask)
     whole = jax.tree.leaves(rows.cache)
     part = rows if index is None else take_rows(replace(rows, cache=None), index)
     size = part.token.shape[0]
     shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(size, reach)))]
     if index is None and shapes == [leaf.shape for leaf in whole]:
-        return decode_block(model, pad_id, steps, params, rows, way)
+        return decode_block(model, pad_id, steps, params, rows, way, bound)
     some = [_beginning(leaf, shape, index) for leaf, shape in zip(whole, shapes, strict=True)]
     part = replace(part, cache=jax.tree.unflatten(jax.tree.structure(rows.cache), some))
     if index is not None:
         part = replace(part, live=part.live & (index < rows.live.shape[0]))
-    part, output = decode_block(model, pad_id, steps, params, part, way)
+    part, output = decode_block(model, pad_id, steps, params, part, way, bound)
     return put_rows(rows, part, index), output
 
 

@@ -56,6 +56,7 @@ class Ask:
                 stop_strings=options.stop,
                 seed=None if options.seed is None else (options.seed + number) % SEEDS,
                 logprobs=options.logprobs,
+                stream=options.stream,
             )
             for number, ids in enumerate(self.prompts)
         ]

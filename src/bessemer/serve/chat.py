@@ -96,6 +96,7 @@ class Chat:
             stop_ids=(*self.template.stop_ids, *([] if call is None else [call])),
             stop_strings=self.template.stop_strings,
             seed=(self.seed + self.asked) % SEEDS,
+            stream=True,
         )
         self.asked += 1
         handle = self.engine.submit(request)

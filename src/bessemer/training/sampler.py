@@ -25,7 +25,7 @@ from bessemer.data.prompts import end_ids
 from bessemer.errors import InputError
 from bessemer.generate import Engine, Request, Result, Sample, SamplingOptions
 from bessemer.generate.decoder import end_tokens
-from bessemer.generate.engine import round_of
+from bessemer.generate.pace import round_of
 from bessemer.objectives.advantages import group_advantages
 from bessemer.objectives.grpo import GrpoSettings
 from bessemer.topology import CompiledTogether, agree, forget, share
