@@ -12,9 +12,9 @@ matrices) is as wide as makes it as large as ours (two). On a GPU transformers c
 One JSON line a case: prefill and decode tokens/s; time to the first token (ours: of requests that are read along, with
 their tokens/s after it; all else is measured without readers, in whole rounds of --steps); and the share of the limit:
 what a step must read, the weights of its products and the keys and values so far, over the memory bandwidth, which is
-measured in the same process unless --bandwidth says it. (A toy that fits into a CPU's caches is faster than that limit.)
-Then one line a batch with the ratios of ours over transformers. On a CPU that others use too, pin the run to one core
-(taskset -c 0) and read the processor times: of the prefill, and of a decode step.
+measured in the same process unless --bandwidth says it. (A toy that fits into a CPU's caches beats that limit.) Then a
+line a batch with the ratios of ours over transformers. On a CPU that others use too, pin the run to one core (taskset
+-c 0) and read the processor times: of the prefill, and of a decode step.
 """
 
 from __future__ import annotations
