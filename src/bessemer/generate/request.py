@@ -35,9 +35,7 @@ class Request:
     stop_strings: Sequence[str] = ()  # the text is cut before the one that ends first
     seed: int | None = None  # none: that of `sampling`; none there either: the engine chooses
     logprobs: bool = False  # log p(token) of the model itself, before penalty, temperature and filters
-    stream: bool = (
-        False  # somebody reads its events as they come: short rounds (see pace.py), the same tokens
-    )
+    stream: bool = False  # somebody reads its events as they come: the same tokens in short rounds
 
 
 @dataclass(frozen=True)
