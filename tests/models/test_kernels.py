@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.absent_gpu import lowered_for_a_gpu
 
 from bessemer.models import blocks, fused, kernels
 from bessemer.models.gpt import GPT
@@ -133,7 +134,6 @@ def test_on_a_mesh_each_device_takes_its_own_rows():
 
 @pytest.mark.parametrize("width", [512, 768, 1280])
 def test_the_kernels_lower_for_a_gpu(width: int, monkeypatch: pytest.MonkeyPatch):
-    """Compiled as far as a machine without a GPU can: every Triton program is built."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     model = GPT(
         depth=2,
@@ -146,12 +146,8 @@ def test_the_kernels_lower_for_a_gpu(width: int, monkeypatch: pytest.MonkeyPatch
     )
     ids = jax.ShapeDtypeStruct((2, 64), jnp.int32)
     params = _unboxed(jax.eval_shape(model.init, jax.random.key(0), ids)["params"])
-    step = jax.jit(jax.grad(lambda p, b: model.apply({"params": p}, b, method="loss")[0]))
-    text = (
-        step.trace(params, {"input_ids": ids, "target_ids": ids})
-        .lower(lowering_platforms=("cuda",))
-        .as_text()
-    )
+    step = jax.grad(lambda p, b: model.apply({"params": p}, b, method="loss")[0])
+    text = lowered_for_a_gpu(step, params, {"input_ids": ids, "target_ids": ids})
     assert text.count("xla.gpu.triton") >= 7  # mix, add, rotary: forward and backward; the loss
 
 
