@@ -38,17 +38,18 @@ class Gate:
 
     def __init__(self) -> None:
         self.shut = False
-        self._permits = threading.Semaphore(0)
+        self._permit = threading.Event()
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        while self.shut and not self._permits.acquire(timeout=0.01):
+        while self.shut and not self._permit.wait(0.01):
             pass
+        self._permit.clear()
         yield
 
     @contextlib.contextmanager
     def closed(self) -> Iterator[None]:
-        self._permits = threading.Semaphore(0)
+        self._permit.clear()
         self.shut = True
         try:
             yield
@@ -56,7 +57,8 @@ class Gate:
             self.shut = False
 
     def allow(self) -> None:
-        self._permits.release()
+        """The next round; permits that nobody has used yet do not add up."""
+        self._permit.set()
 
 
 class Live:
