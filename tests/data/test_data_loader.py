@@ -59,7 +59,7 @@ def test_an_epoch_may_end_inside_a_batch(batch_size):
 @given(
     st.sampled_from([1, 2, 4, 8]), st.integers(0, 19), st.integers(0, 5), st.sampled_from(["none", "cosine"])
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_same_batch_for_any_number_of_processes(processes, step, seed, fade):
     whole = mixed(seed, crossfade=fade, crossfade_share=0.8).batch(step)
     other = mixed(seed, crossfade=fade, crossfade_share=0.8)
