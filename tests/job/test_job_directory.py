@@ -86,7 +86,7 @@ import sys, time
 from bessemer.job import RunLock
 RunLock(sys.argv[1]).acquire()
 print("held", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
