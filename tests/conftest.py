@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.processes import TIMEOUT
 from tests.quick import OLDER_LOOPS
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -130,7 +131,7 @@ def cli(home: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             env=variables,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=TIMEOUT,
             **options,  # type: ignore[call-overload]
         )
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-TIMEOUT = 300
+TIMEOUT = 900  # seconds: only a guard against hanging, for what takes two minutes on two idle cores at most
 FIRST_PORT, PORTS = 20_000, 12_000  # below those that a system takes for connections and for port 0
 _numbers = itertools.count(97 * os.getpid())  # processes that test at the same time begin apart
 

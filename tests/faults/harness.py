@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
+from tests.processes import TIMEOUT
 
 from bessemer.checkpoint import Checkpoints
 
-TIMEOUT = 300
 HOLD = Path(__file__).with_name("hold.py")
 WORDS = ["the", "a", "red", "blue", "green", "fox", "dog", "cat", "runs", "jumps", "over", "hill", "tree"]
 
