@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from tests.processes import TIMEOUT, free_port
+from tests.processes import TIMEOUT, finish, free_port
 
 from bessemer.errors import InputError
 from bessemer.topology import (
@@ -252,3 +252,26 @@ def test_a_lost_process_ends_those_that_wait(tmp_path, lost, how):
         for worker in workers:
             worker.kill()
             worker.wait()
+
+
+LATE = """
+import sys, time
+from bessemer.topology import *
+index, port = int(sys.argv[1]), sys.argv[2]
+start_distributed(TopologySettings(coordinator=f"127.0.0.1:{port}", processes=2, process_id=index, peer_timeout=10))
+if index == 0:
+    time.sleep(20)
+"""
+
+
+@pytest.mark.slow
+def test_the_first_to_end_waits_for_the_last(tmp_path):
+    """Process 0 has a report to write, for longer than the time after which a silent process counts as lost."""
+    port, env = free_port(), {**os.environ, "JAX_PLATFORMS": "cpu"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    workers = [
+        subprocess.Popen([sys.executable, "-c", LATE, str(index), str(port)], env=env, **pipes)
+        for index in range(2)
+    ]
+    codes, outputs = finish(workers)
+    assert codes == [0, 0], outputs
