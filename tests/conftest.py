@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+from tests.processes import TIMEOUT
 from tests.quick import OLDER_LOOPS
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -22,6 +24,10 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     jax.config.update("jax_num_cpu_devices", 8)
 
 from bessemer.topology import Topology
+
+# By default an example that takes 200 ms is a failure, and so are examples that come slowly: a busy machine has both.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 WORDS = ["the", "a", "red", "blue", "green", "fox", "dog", "cat", "runs", "jumps", "sleeps", "over", "under"]
 WORDS += ["near", "river", "hill", "tree", "quickly", "and", "then"]
@@ -125,7 +131,7 @@ def cli(home: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             env=variables,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=TIMEOUT,
             **options,  # type: ignore[call-overload]
         )
 

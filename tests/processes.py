@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import socket
 import subprocess
@@ -10,13 +12,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-TIMEOUT = 300
+TIMEOUT = 900  # seconds: only a guard against hanging, for what takes two minutes on two idle cores at most
+FIRST_PORT, PORTS = 20_000, 12_000  # below those that a system takes for connections and for port 0
+_numbers = itertools.count(97 * os.getpid())  # processes that test at the same time begin apart
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One that nobody has, and that nobody gets who does not ask for it by number before our process listens there."""
+    for number in _numbers:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", FIRST_PORT + number % PORTS))
+            return int(probe.getsockname()[1])
+    raise AssertionError("endless")
 
 
 def start(home: Path, count: int, *arguments: str, **variables: str) -> list[subprocess.Popen[str]]:

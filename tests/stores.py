@@ -50,7 +50,7 @@ def make_bucket(variables: dict[str, str], server: subprocess.Popen[bytes]) -> N
         endpoint_override=variables["AWS_ENDPOINT_URL"].removeprefix("http://"),
         allow_bucket_creation=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while True:
         assert server.poll() is None and time.monotonic() < deadline, "the server does not come up"
         try:

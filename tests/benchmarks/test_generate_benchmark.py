@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.processes import TIMEOUT
 
 import generate
 
@@ -45,7 +46,7 @@ def test_a_case_runs_and_the_peer_runs_or_says_why_not() -> None:
         env=variables,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=TIMEOUT,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     mine, peer, *rest = [json.loads(row) for row in result.stdout.splitlines()]

@@ -11,6 +11,7 @@ from pathlib import Path
 import peers
 import pytest
 from beside import feed_forward_width
+from tests.processes import TIMEOUT
 
 from bessemer.models.gpt import GPT
 
@@ -42,7 +43,11 @@ def test_each_system_runs_or_says_why_not() -> None:
     source = Path(peers.__file__).parents[1] / "src"
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])}
     result = subprocess.run(
-        [sys.executable, peers.__file__, *words], env=variables, capture_output=True, text=True, timeout=300
+        [sys.executable, peers.__file__, *words],
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     peer, mine, *rest = [json.loads(row) for row in result.stdout.splitlines()]

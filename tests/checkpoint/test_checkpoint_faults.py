@@ -41,7 +41,7 @@ def test_sigkill_in_the_middle_of_saves_never_leaves_a_bad_checkpoint(tmp_path):
     for _ in range(3):
         saver = subprocess.Popen([sys.executable, "-c", SAVER, str(folder)], stdout=subprocess.PIPE)
         assert saver.stdout is not None and saver.stdout.readline() == b"ready\n"
-        while len(Checkpoints(folder).committed()) < 3:  # however slow the machine is
+        while (Checkpoints(folder).latest() or 0) < reached + 3:  # however slow the machine is
             assert saver.poll() is None
             time.sleep(0.01)
         time.sleep(chance.random() * 0.5)
@@ -49,7 +49,7 @@ def test_sigkill_in_the_middle_of_saves_never_leaves_a_bad_checkpoint(tmp_path):
         saver.wait()
         store = Checkpoints(folder)
         steps = store.committed()
-        assert steps and steps[-1] >= reached
+        assert steps and steps[-1] >= reached + 3
         reached = steps[-1]
         assert store.newest_valid() == (reached, [])
         for step in steps:
@@ -57,7 +57,6 @@ def test_sigkill_in_the_middle_of_saves_never_leaves_a_bad_checkpoint(tmp_path):
             back = store.restore(step, expected)
             assert (back["a"] == step).all() and (back["b"] == -step).all()
             assert store.read(step, "loop.json") == str(step)
-    assert reached > 3
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ values = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(values=values, why=text)
 def test_the_round_trip_is_exact(tmp_path, values, why):
     config = resolve(schema_of)

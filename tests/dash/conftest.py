@@ -52,7 +52,7 @@ class Watched:
         self.wrong: list[str] = []
         self.context.on("request", lambda request: self.requests.append(request.url))
         self.page = self.context.new_page()
-        self.page.set_default_timeout(60_000)
+        self.page.set_default_timeout(180_000)
         self.page.on("pageerror", lambda error: self.wrong.append(f"error: {error}"))
         self.page.on(
             "dialog", lambda dialog: (self.wrong.append(f"dialog: {dialog.message}"), dialog.dismiss())

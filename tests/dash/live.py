@@ -21,7 +21,7 @@ from bessemer.serve.net import listen, server_of
 TOKEN = "the-token"
 
 
-def until(condition: Callable[[], Any], seconds: float = 60) -> Any:
+def until(condition: Callable[[], Any], seconds: float = 300) -> Any:
     """Wait for something another thread or process does."""
     end = time.monotonic() + seconds
     while not (found := condition()):

@@ -41,7 +41,7 @@ def test_long_runs_are_read_ahead_once_and_the_list_says_so(
     again = Ahead(Folder(root), cache)
     again.start(lambda: ["newer", "older", "short"])
     assert again._thread is not None
-    again._thread.join(60)
+    again._thread.join(300)
     assert again.of == 0, "the next start has nothing to do, and starts nothing"
 
 
@@ -50,6 +50,7 @@ def test_the_process_ends_with_the_page(tmp_path: Path, monkeypatch: pytest.Monk
     for number in range(20):
         make_run(root, f"run-{number}", rows=2500)
     monkeypatch.setattr(ahead_module, "LONG", 1 << 18)
+    monkeypatch.setattr(ahead_module, "PATIENCE", 300)  # of the lowest priority, it may get no turn for long
     ahead = Ahead(Folder(root), cache)
     ahead.start(lambda: [f"run-{number}" for number in range(20)])
     process = until(lambda: ahead._process)

@@ -93,11 +93,11 @@ def test_a_run_is_watched_stopped_resumed_and_talked_to(
             command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         try:
-            page.locator("tr[data-run=watched] .pill.running").wait_for(timeout=120_000)
+            page.locator("tr[data-run=watched] .pill.running").wait_for(timeout=300_000)
             page.get_by_role("link", name="watched").click()
-            page.locator("figure[data-title=Loss] canvas").wait_for(timeout=120_000)
+            page.locator("figure[data-title=Loss] canvas").wait_for(timeout=300_000)
             before, loss = read_step(page), newest(page)
-            until(lambda: read_step(page) > before + 100 and newest(page) != loss, 120)
+            until(lambda: read_step(page) > before + 100 and newest(page) != loss)
             page.get_by_role("button", name="Stop").click()
             page.get_by_role("button", name="Stop it").click()
             assert process.wait(120) == 75, "it saved, and can be resumed"
@@ -109,19 +109,19 @@ def test_a_run_is_watched_stopped_resumed_and_talked_to(
         assert stopped < 200_000
         page.get_by_role("button", name="Resume").click()
         page.get_by_role("button", name="Resume it").click()
-        page.locator(".state .pill.running").wait_for(timeout=120_000)
+        page.locator(".state .pill.running").wait_for(timeout=300_000)
         resumed = live.dash.actions.known("watched")
         assert resumed is not None
         try:
-            until(lambda: read_step(page) > stopped, 120)
+            until(lambda: read_step(page) > stopped)
         finally:
             os.kill(resumed["pid"], signal.SIGTERM)
-        page.locator(".state .pill.stopped").wait_for(timeout=120_000)
+        page.locator(".state .pill.stopped").wait_for(timeout=300_000)
         page.get_by_role("tab", name="Chat").click()
         page.fill("#most", "12")
         page.fill("#message", "the red fox")
         page.press("#message", "Enter")
-        page.locator(".talk .assistant .words[data-done]").wait_for(timeout=180_000)
+        page.locator(".talk .assistant .words[data-done]").wait_for(timeout=300_000)
         answer = page.text_content(".talk .assistant .words")
         assert answer and "failed" not in (page.get_attribute(".talk .assistant .words", "class") or ""), (
             answer

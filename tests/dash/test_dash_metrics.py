@@ -96,7 +96,7 @@ def test_a_small_file_that_describes_a_huge_table_is_cut(
     assert columns.left_out and columns.nbytes < 20_000_000
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(
         st.dictionaries(st.sampled_from(["step", "loss", "x/y"]), st.floats(width=32) | st.integers(-9, 9)),

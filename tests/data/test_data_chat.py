@@ -43,7 +43,7 @@ def runs(ids: list[int], mask: list[int]) -> list[list[int]]:
 
 
 @each_form
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(said=exchanges, system=st.none() | texts)
 def test_what_is_learnt_is_what_the_assistant_says_and_its_end(form: Form, said, system) -> None:
     """Also: what looks like a special token is text, and a prompt is the beginning of what was trained on."""
@@ -64,7 +64,7 @@ def test_what_is_learnt_is_what_the_assistant_says_and_its_end(form: Form, said,
 
 
 @each_form
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(said=st.lists(exchanges, min_size=1, max_size=5), block=st.integers(4, 48), style=st.data())
 def test_rows_train_on_those_tokens_and_no_others(form: Form, said, block, style) -> None:
     """Packed: all of them, once. Padded: those the truncation leaves."""

@@ -3,13 +3,14 @@ of it."""
 
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.data import ArrayStore, DataPlan, DatasetStyle, Prefetcher, Sampling, make_rows
+from bessemer.data import ArrayStore, DataPlan, DatasetStyle, Prefetcher, Sampling, make_rows, prefetch
 from bessemer.errors import InputError
 
 BLOCK = 4
@@ -58,7 +59,7 @@ def test_an_epoch_may_end_inside_a_batch(batch_size):
 @given(
     st.sampled_from([1, 2, 4, 8]), st.integers(0, 19), st.integers(0, 5), st.sampled_from(["none", "cosine"])
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_same_batch_for_any_number_of_processes(processes, step, seed, fade):
     whole = mixed(seed, crossfade=fade, crossfade_share=0.8).batch(step)
     other = mixed(seed, crossfade=fade, crossfade_share=0.8)
@@ -146,24 +147,29 @@ def test_prefetched_batches_are_the_same(depth):
         source.get(8)
 
 
-def test_prefetching_is_bounded_and_waiting_is_counted():
-    made = []
+def test_prefetching_is_bounded_and_waiting_is_counted(monkeypatch):
+    """By a clock that moves only while the first batch is made, and its caller waits for it."""
+    made, asked, now = [], threading.Event(), [0.0]
+
+    def monotonic():
+        asked.set()
+        return now[0]
 
     def make(step):
-        time.sleep(0.1)
+        if step == 0:
+            assert asked.wait(60)
+            now[0] = 100.0
         made.append(step)
         return step
 
+    monkeypatch.setattr(prefetch, "time", SimpleNamespace(monotonic=monotonic))
     source = Prefetcher(make, 0, 2)
-    source.get(0)
-    assert source.waited > 0.05
-    while len(made) < 3:
+    assert source.get(0) == 0 and source.waited == 100.0
+    while len(source._ready) < 2:
         time.sleep(0.01)
-    time.sleep(0.15)
+    time.sleep(0.1)  # in which it makes no further one
     assert made == [0, 1, 2]
-    before = source.waited
-    source.get(1)
-    assert source.waited - before < 0.09
+    assert source.get(1) == 1 and source.waited == 100.0
     source.close()
     source.close()
     assert not [t for t in threading.enumerate() if t.name == "prefetch" and t.is_alive()]

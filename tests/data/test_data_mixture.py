@@ -37,13 +37,13 @@ def check_counts(shares, steps, batch):
 
 
 @given(RATES, st.integers(1, 40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_constant_rates_hold_at_every_step(rates, batch):
     check_counts(Shares([rates], [], batch), 60, batch)
 
 
 @given(st.lists(st.integers(1, 30), min_size=2, max_size=5), st.integers(1, 16), st.integers(0, 10**9))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_step_is_found_at_once(weights, batch, far):
     rates = decimals(weights)
     shares = Shares([rates], [], batch)
@@ -71,7 +71,7 @@ STAGES = st.integers(2, 4).flatmap(
     st.floats(0, 1),
     st.data(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_stages_and_fades_hold_at_every_step(stages, batch, fade, share, data):
     gaps = data.draw(st.lists(st.integers(1, 25), min_size=len(stages), max_size=len(stages)))
     ends = np.cumsum(gaps).tolist()
@@ -100,7 +100,7 @@ def test_a_source_in_two_stages_goes_on_where_it_was():
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**64 - 1))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_permutation_is_a_bijection(n, key):
     assert np.sort(permute(np.arange(n), n, key)).tolist() == list(range(n))
 

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from bessemer.data import Documents, Tokenizer, TokenStore, find_files, prepare
+from bessemer.data import Documents, Tokenizer, TokenStore, find_files, lock, prepare
 from bessemer.data.lock import exclusive
 from bessemer.errors import InputError, StorageError
 
@@ -65,6 +66,7 @@ def test_workers_do_not_change_a_byte(tmp_path):
 
 CHILD = """
 import sys, time
+from pathlib import Path
 from bessemer.data import Tokenizer, prepare
 source, out, tokenizer, workers, calls = sys.argv[1:]
 left = int(calls)
@@ -74,15 +76,18 @@ def progress(state):
     left -= 1
     if left == 0:
         print("here", flush=True)
-        time.sleep(0.3 if workers == "0" else 600)
+        for _ in range(60000):
+            if Path(out + ".go").exists():
+                break
+            time.sleep(0.01)
 
-prepare(source, out, Tokenizer.load(tokenizer), workers=max(1, int(workers)), val_fraction=0.1,
+prepare(source, out, Tokenizer.load(tokenizer), workers=int(workers), val_fraction=0.1,
         shard_bytes=4096, progress=progress)
 """
 
 
 def child_process(path, out, workers, calls):
-    """Prepares in a process of its own, which pauses at a given call of its progress callback."""
+    """Prepares in a process of its own, which pauses at a given call of its progress callback until OUT.go is there."""
     TOKENIZER.save(out.parent / "t")
     arguments = [str(path), str(out), str(out.parent / "t"), str(workers), str(calls)]
     child = subprocess.Popen([sys.executable, "-c", CHILD, *arguments], stdout=subprocess.PIPE, text=True)
@@ -254,10 +259,16 @@ def test_a_store_is_not_a_source(tmp_path):
         find_files(tmp_path / "s")
 
 
-def test_waiting_for_another_preparation(tmp_path):
-    path = corpus(tmp_path, 100)
-    child = child_process(path, tmp_path / "s", 0, 2)
-    begun = time.monotonic()
+def test_waiting_for_another_preparation(tmp_path, monkeypatch):
+    """The other one goes on when it has been found at work."""
+    path, go = corpus(tmp_path, 100), tmp_path / "s.go"
+    child = child_process(path, tmp_path / "s", 1, 2)
+
+    def found(seconds):
+        go.touch()
+        time.sleep(0.01)
+
+    monkeypatch.setattr(lock, "time", SimpleNamespace(sleep=found))
     info = prepare(path, tmp_path / "s", TOKENIZER, val_fraction=0.1, shard_bytes=4096, wait=True)
-    assert info.reused and time.monotonic() - begun > 0.1
+    assert info.reused and go.exists()
     assert child.wait() == 0

@@ -43,7 +43,7 @@ def check_shapes(batch, rows, block):
 
 
 @given(LENGTHS, BLOCKS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_pmd_targets_every_token_but_the_first_once(lengths, block):
     store = store_with(lengths)
     rows = make_rows(store, DatasetStyle.PMD, block, allow_short=True)
@@ -63,7 +63,7 @@ def test_pmd_targets_every_token_but_the_first_once(lengths, block):
 
 
 @given(LENGTHS, BLOCKS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_packed_targets_every_token_but_each_documents_first_once(lengths, block):
     store = store_with(lengths)
     if max(lengths) < 2:
@@ -100,7 +100,7 @@ def slow_best_fit(sizes, capacity):
 
 
 @given(st.lists(st.integers(2, 30), min_size=1, max_size=60), st.integers(2, 20))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_packing_is_best_fit(lengths, block):
     plan = pack(np.concatenate([[0], np.cumsum(lengths)]), block)
     rows = [plan.lengths[plan.first[i] : plan.first[i + 1]].tolist() for i in range(len(plan))]
@@ -109,18 +109,15 @@ def test_packing_is_best_fit(lengths, block):
 
 
 def test_packing_two_million_documents_is_fast():
-    import time
-
+    """Seconds; comparing all pairs would take days, which the limit of a test ends."""
     lengths = np.random.default_rng(0).geometric(1 / 300, 2_000_000) + 1
-    begun = time.monotonic()
     plan = pack(np.concatenate([[0], np.cumsum(lengths)]), 2048)
-    assert time.monotonic() - begun < 20
     assert plan.lengths.sum() == (lengths - 1).sum()
     assert plan.lengths.sum() / (len(plan) * 2048) > 0.999
 
 
 @given(LENGTHS, BLOCKS, st.integers(1, 8))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_cropped_rows_are_full_and_begin_with_a_document(lengths, block, buffer):
     store = store_with(lengths)
     plan = crop(store.offsets, block, buffer)
@@ -164,7 +161,7 @@ def slow_crop(lengths, capacity, buffer):
 
 
 @given(LENGTHS, BLOCKS, st.integers(1, 8))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_cropping_is_nanochats_rule(lengths, block, buffer):
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     plan = crop(offsets, block, buffer)

@@ -51,7 +51,7 @@ def test_jsonl_shards_do_not_lose_or_repeat_lines(tmp_path, shard_bytes):
 
 
 @given(st.text(alphabet="ab\né世", min_size=1, max_size=3000), st.integers(8, 64))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_text_is_cut_without_loss(tmp_path_factory, text, cut):
     path = tmp_path_factory.mktemp("t") / "a.txt"
     path.write_bytes(text.encode())

@@ -2,7 +2,8 @@
 after each fault: is every committed checkpoint sound, and is the finished run the undisturbed one?
 
 Nothing in the package helps to aim: what a process is doing is read off the names in its checkpoint directory,
-and, once it is dead, so is what it was doing when it died.
+and, once it is dead, so is what it was doing when it died. Where a moment must not be missed, a plugin waits there
+(hold.py).
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
+from tests.processes import TIMEOUT
 
 from bessemer.checkpoint import Checkpoints
 
-TIMEOUT = 300
+HOLD = Path(__file__).with_name("hold.py")
 WORDS = ["the", "a", "red", "blue", "green", "fox", "dog", "cat", "runs", "jumps", "over", "hill", "tree"]
 
 SAVING, DATA, WRITTEN, COMMITTED, IDLE = "saving", "data", "written", "committed", "idle"
@@ -59,6 +61,9 @@ def fault_settings(corpus: Path) -> dict[str, object]:
         "logging.progress": "none",
         "logging.plots": False,
     }
+
+
+HOLDING = {"plugins": f"[{HOLD}]", "callbacks": "[hold]"}
 
 
 def environment(home: Path, **variables: str) -> dict[str, str]:
@@ -118,6 +123,18 @@ def until(
     return True
 
 
+def hold(home: Path, moment: str, folder: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    """A run with `HOLDING` that has come to `moment` (see hold.py), where it waits for a signal or `let_go(folder)`."""
+    folder.mkdir()
+    process = start(home, *arguments, HOLD=str(folder), HOLD_AT=moment, **variables)
+    assert until(process, (folder / "here").exists, poll=0.01), finish(process)
+    return process
+
+
+def let_go(folder: Path) -> None:
+    (folder / "go").touch()
+
+
 # --- what a process is doing, seen from outside ---
 
 
@@ -146,11 +163,6 @@ def steps_saved(run: Path) -> int:
     return max(
         (int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdigit()), default=0
     )
-
-
-def steps_reported(run: Path) -> int:
-    rows = metrics(run)
-    return rows[-1]["step"] if rows else -1
 
 
 # --- the two questions ---

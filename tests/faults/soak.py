@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -130,12 +132,26 @@ def _killed(process: subprocess.Popen[str], run: Path, aim: str, rng: random.Ran
         there = until(process, lambda: time.monotonic() >= moment, poll=0.01)
     else:
         there = until(process, reached, poll=0.0002)
-        time.sleep(rng.uniform(0, 0.15 if aim == INSIDE else 0.004))
+        while there:
+            time.sleep(rng.uniform(0, 0.15 if aim == INSIDE else 0.004))
+            if _frozen(process) and reached():
+                break
+            process.send_signal(signal.SIGCONT)  # the moment has passed: the next one
+            there = until(process, reached, poll=0.0002)
     if not there or process.poll() is not None:
         return False
     process.kill()
     process.communicate()
     return process.returncode == -9
+
+
+def _frozen(process: subprocess.Popen[str]) -> bool:
+    """Stopped where it is, so that it can be looked at; False when it ended first."""
+    process.send_signal(signal.SIGSTOP)
+    if process.returncode is not None:
+        return False
+    happened = os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    return happened is not None and happened.si_code == os.CLD_STOPPED
 
 
 def _count(found: Soak, run: Path) -> None:

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 from tests.faults.harness import (
+    HOLDING,
     assert_resumes,
     assert_same_run,
     assert_sound,
     call,
     finish,
-    start,
+    hold,
+    let_go,
     steps_saved,
     train,
     until,
@@ -121,12 +123,13 @@ def test_a_disk_full_at_the_final_weights(
 
 @pytest.mark.slow
 def test_a_real_process_on_a_disk_that_fills_up(
-    settings: Settings, small_disk: Path, home: Path, whole: Path
+    settings: Settings, small_disk: Path, home: Path, whole: Path, tmp_path: Path
 ) -> None:
     run = small_disk / "part"
-    process = start(home, *train(settings, run))
+    process = hold(home, "step 8", tmp_path / "hold", *train(settings | HOLDING, run))
     assert until(process, lambda: steps_saved(run) >= 6)
     fill(small_disk)
+    let_go(tmp_path / "hold")
     output = finish(process)
     assert process.returncode == 4, output
     assert_one_paragraph(output, "bessemer resume")
@@ -137,12 +140,13 @@ def test_a_real_process_on_a_disk_that_fills_up(
 
 @pytest.mark.slow
 def test_a_run_directory_that_becomes_read_only(
-    settings: Settings, run: Path, home: Path, whole: Path
+    settings: Settings, run: Path, home: Path, whole: Path, tmp_path: Path
 ) -> None:
     run.mkdir(parents=True)
-    process = start(home, *train(settings, run))
+    process = hold(home, "step 8", tmp_path / "hold", *train(settings | HOLDING, run))
     assert until(process, lambda: steps_saved(run) >= 6)
     with read_only(run):
+        let_go(tmp_path / "hold")
         output = finish(process)
         saved = assert_sound(run)
         again, refused = call(home, "resume", str(run))
@@ -192,12 +196,13 @@ def test_a_run_directory_deleted_after_the_last_save(
 
 @pytest.mark.slow
 def test_a_real_process_whose_directory_is_deleted(
-    settings: Settings, run: Path, home: Path, whole: Path
+    settings: Settings, run: Path, home: Path, whole: Path, tmp_path: Path
 ) -> None:
-    process = start(home, *train(settings, run))
+    process = hold(home, "step 5", tmp_path / "hold", *train(settings | HOLDING, run))
     assert until(process, lambda: steps_saved(run) >= 3)
     aside = run.with_name("aside")
     run.rename(aside)
+    let_go(tmp_path / "hold")
     output = finish(process)
     assert process.returncode == 4, output
     assert_one_paragraph(output, "vanished")

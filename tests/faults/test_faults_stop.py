@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 from tests.faults.harness import (
+    HOLDING,
     assert_resumes,
     assert_sound,
     call,
     finish,
+    hold,
     metrics,
     start,
-    steps_reported,
     train,
     until,
     words,
@@ -26,17 +27,16 @@ Settings = dict[str, object]
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_with_a_checkpoint(
-    number: signal.Signals, settings: Settings, run: Path, home: Path, whole: Path
+    number: signal.Signals, settings: Settings, run: Path, home: Path, whole: Path, tmp_path: Path
 ) -> None:
-    process = start(home, *train(settings, run))
-    assert until(process, lambda: steps_reported(run) >= 4, poll=0.005)
+    process = hold(home, "step 5", tmp_path / "hold", *train(settings | HOLDING, run))
     process.send_signal(number)
     output = finish(process)
     assert process.returncode == 75, output
     assert f"received {number.name}" in output and f"bessemer resume {run}" in output
     status = json.loads((run / "status.json").read_text())
     assert status["state"] == "stopped" and status["exit_code"] == 75
-    assert status["step"] == max(assert_sound(run)) == max(row["step"] for row in metrics(run))
+    assert status["step"] == max(assert_sound(run)) == max(row["step"] for row in metrics(run)) == 5
     assert_resumes(run, whole, home)
 
 

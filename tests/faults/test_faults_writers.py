@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 from tests.faults.harness import (
+    HOLDING,
     assert_resumes,
     assert_same_run,
     assert_sound,
     call,
     finish,
+    hold,
+    let_go,
     start,
     steps_saved,
     train,
@@ -52,20 +55,17 @@ def test_a_second_writer_is_refused_and_the_first_unharmed(
 
 @pytest.mark.slow
 def test_two_processes_on_one_run_and_a_stale_lock(
-    settings: Settings, run: Path, home: Path, whole: Path
+    settings: Settings, run: Path, home: Path, whole: Path, tmp_path: Path
 ) -> None:
-    first = start(home, *train(settings, run))
-    assert until(first, lambda: steps_saved(run) >= 3)
+    first = hold(home, "step 7", tmp_path / "first", *train(settings | HOLDING, run))
     code, output = call(home, "resume", str(run))
-    if first.poll() is None:
-        assert code == 2 and f"is in use by pid {first.pid}" in output, output
-    else:  # a loaded machine: the first was done before the second asked
-        assert code == 0 and "finished" in output, output
+    assert code == 2 and f"is in use by pid {first.pid}" in output, output
+    let_go(tmp_path / "first")
     finish(first)
     assert first.returncode == 0
     assert_same_run(run, whole)
     again = run.with_name("again")
-    killed = start(home, *train(settings, again))
+    killed = hold(home, "step 7", tmp_path / "killed", *train(settings | HOLDING, again))
     assert until(killed, lambda: steps_saved(again) >= 3)
     killed.kill()
     finish(killed)

@@ -77,8 +77,9 @@ def test_memory_files_and_threads_are_flat(settings: Settings, run: Path, home: 
     )
     print(f"memory {memory} MiB, open files {files}, threads {threads}, {len(seen)} samples")
     assert memory[1] - memory[0] < 4, memory
-    assert max(s[2] for s in last) <= max(s[2] for s in second) + 2, "open files"
-    assert max(s[3] for s in last) <= max(s[3] for s in second) + 2, "threads"
+    # What stays between saves: how much of a save's own a look meets is luck, and what leaked is there at every look.
+    assert min(s[2] for s in last) <= min(s[2] for s in second) + 2, "open files"
+    assert min(s[3] for s in last) <= min(s[3] for s in second) + 2, "threads"
 
 
 class Oracle(Callback):

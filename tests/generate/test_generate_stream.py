@@ -21,7 +21,7 @@ def reference(text, stops):
     return text, None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TEXT, STOPS, st.lists(st.integers(0, 6), max_size=40))
 def test_a_stop_string_is_found_however_the_text_is_cut(text, stops, sizes):
     detector, pieces, at = StopDetector(stops), [], 0
@@ -42,7 +42,7 @@ def test_text_is_held_only_while_it_may_become_a_stop_string():
         StopDetector(["a", ""])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.text(max_size=20), st.lists(st.integers(0, 299), max_size=12), st.lists(st.integers(1, 5), max_size=60)
 )

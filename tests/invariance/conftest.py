@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.invariance.classes import Member, Settings
 from tests.invariance.compare import Arrays, saved_arrays
-from tests.processes import free_port
+from tests.processes import TIMEOUT, free_port
 from tests.tiny_run import random_params, tiny_tokenizer
 
 from bessemer.checkpoint import Checkpoints
@@ -148,7 +148,7 @@ class Runs:
                 )
             )
         try:
-            outputs = [process.communicate(timeout=500)[0] for process in processes]
+            outputs = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
         finally:
             for process in processes:
                 process.kill()  # nothing to a process that has ended

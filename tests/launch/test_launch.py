@@ -15,6 +15,7 @@ import yaml
 from click.testing import CliRunner
 from tests.conftest import words
 from tests.launch.jobset_schema import problems
+from tests.processes import TIMEOUT
 from tests.training.test_training_processes import STOP_AT, metrics
 
 from bessemer.cli.launch import command
@@ -187,7 +188,7 @@ def test_the_script_trains_two_processes_and_asks_to_be_started_again(
     for start in ("0", "1"):
         env = {**os.environ, **slurm, "SLURM_RESTART_COUNT": start}
         done = subprocess.run(
-            ["bash", "job.sbatch"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+            ["bash", "job.sbatch"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=TIMEOUT
         )
         ends.append(done.returncode)
         assert done.returncode in (75, 0), done.stdout + done.stderr

@@ -45,7 +45,7 @@ def by_definition(sequences, vocab_size: int, rows: int, k_max: int) -> list[int
     return k
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(SEQUENCES, st.integers(1, 9), st.floats(0, 1))
 def test_allocation_is_its_definition(sequences, k_max, share):
     rows = VOCAB + round(share * VOCAB * (k_max - 1))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.models.test_models_attention import draw
+from tests.processes import TIMEOUT
 
 from bessemer.errors import InputError
 from bessemer.models.attention import KERNELS, choose_attention
@@ -89,7 +90,7 @@ def test_a_step_compiles_for_a_tpu_with_it() -> None:
     """Tensor 2 × context 2 of a v5e: forward, and both kernels of the gradient."""
     variables = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=variables, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", COMPILE], env=variables, capture_output=True, text=True, timeout=TIMEOUT
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "splash" in done.stdout and "kernels 3" in done.stdout

@@ -84,7 +84,7 @@ def nanochat_trapezoid(i: int, n: int, warmup: float, warmdown: float, final: fl
     return p + (1 - p) * final
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     n=st.integers(1, 400),
     warmup=st.sampled_from([0.0, 0.03, 0.25]),

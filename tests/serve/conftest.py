@@ -37,26 +37,38 @@ class Gate:
     """The engine's scope: open, or shut so that each round needs a permit."""
 
     def __init__(self) -> None:
-        self.shut = False
-        self._permits = threading.Semaphore(0)
+        self.shut = self.permit = self.inside = False
+        self._changed = threading.Condition()
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        while self.shut and not self._permits.acquire(timeout=0.01):
-            pass
-        yield
-
-    @contextlib.contextmanager
-    def closed(self) -> Iterator[None]:
-        self._permits = threading.Semaphore(0)
-        self.shut = True
+        with self._changed:
+            self._changed.wait_for(lambda: self.permit or not self.shut)
+            self.permit, self.inside = False, True
         try:
             yield
         finally:
-            self.shut = False
+            self._set(inside=False)
+
+    @contextlib.contextmanager
+    def closed(self) -> Iterator[None]:
+        """From the end of the round that is in there on: it may be about to look at the queue."""
+        self._set(shut=True, permit=False)
+        with self._changed:
+            assert self._changed.wait_for(lambda: not self.inside, 300)
+        try:
+            yield
+        finally:
+            self._set(shut=False)
 
     def allow(self) -> None:
-        self._permits.release()
+        """The next round; permits that nobody has used yet do not add up."""
+        self._set(permit=True)
+
+    def _set(self, **states: bool) -> None:
+        with self._changed:
+            vars(self).update(states)
+            self._changed.notify_all()
 
 
 class Live:

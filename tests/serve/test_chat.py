@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.processes import TIMEOUT
 from tests.tiny_run import make_run
 
 from bessemer.errors import InputError
@@ -171,7 +172,7 @@ def test_the_command_talks_to_a_pipe(run: Path, home: Path) -> None:
     process = subprocess.Popen(
         words, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    said, notes = process.communicate("cats\n/seed 9\n/clear\ncats\n", timeout=300)
+    said, notes = process.communicate("cats\n/seed 9\n/clear\ncats\n", timeout=TIMEOUT)
     assert process.returncode == 0, notes
     first, second, end = said.split("\n")[0], said.split("\n")[1], said[-1:]
     assert first == second and first and end == "\n"

@@ -148,7 +148,7 @@ def bodies(path: str) -> st.SearchStrategy[bytes]:
 asks = st.sampled_from(sorted(right)).flatmap(lambda path: st.tuples(st.just(path), bodies(path)))
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(ask=asks)
 def test_anything_gets_an_answer(impatient: Live, ask: tuple[str, bytes]) -> None:
     """Rounds are held back, so what happens to be right ends as late: only the time limit may be a 5xx."""

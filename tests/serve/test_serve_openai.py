@@ -88,7 +88,7 @@ def test_logprobs_are_the_engines(live: Live, loaded: LoadedModel) -> None:
     given = live.client.completions.create(prompt=PROMPT, logprobs=0, **ASK).choices[0].logprobs
     prompt = [loaded.tokenizer.bos_id, *loaded.tokenizer.encode(PROMPT)]
     request = Request(prompt, max_tokens=24, sampling=SamplingOptions(temperature=1.0), seed=5, logprobs=True)
-    wanted = live.engine.submit(request).result(60).samples[0]
+    wanted = live.engine.submit(request).result(300).samples[0]
     assert given.token_logprobs == list(wanted.logprobs)
     assert given.tokens == [loaded.tokenizer.decode([token]) for token in wanted.ids]
     assert all(math.isfinite(value) and value <= 0 for value in given.token_logprobs)
@@ -118,7 +118,7 @@ def test_a_chat_model_gets_the_tokens_of_turns(live: Live, loaded: LoadedModel) 
             model="tiny", messages=chat_messages(), temperature=0, max_completion_tokens=8
         )
     prompt = render(chat_messages(), loaded.tokenizer)
-    wanted = live.engine.submit(Request(prompt, max_tokens=8, stop_ids=service.template.stop_ids)).result(60)
+    wanted = live.engine.submit(Request(prompt, max_tokens=8, stop_ids=service.template.stop_ids)).result(300)
     assert given.usage.prompt_tokens == len(prompt)
     assert given.choices[0].message.content == wanted.samples[0].text
 

@@ -52,7 +52,7 @@ def test_a_signal_lets_the_answer_finish(tmp_path: Path, home: Path, number: sig
         stream = client.completions.create(stream=True, **ask)
         process.send_signal(number)
         assert "".join(chunk.choices[0].text for chunk in stream) == whole
-        assert process.wait(60) == 0
+        assert process.wait(120) == 0
         assert process.stderr.read().strip() == "stopped."
         with pytest.raises(openai.APIConnectionError):
             client.models.list()
@@ -88,7 +88,7 @@ def test_many_streams_at_once_none_lost_none_mixed(loaded: LoadedModel) -> None:
         for number, (text, ends) in enumerate(given):
             prompt = [tokenizer.bos_id, *tokenizer.encode(f"cat {number}")]
             request = Request(prompt, 20, SamplingOptions(temperature=1.0), seed=number)
-            wanted = engine.submit(request).result(60).samples[0]
+            wanted = engine.submit(request).result(300).samples[0]
             assert text == wanted.text, number
             assert ends[-1] in ("stop", "length") and set(ends[:-1]) <= {None}
     assert len({text for text, _ in given}) > CLIENTS * 0.9, "texts that are all alike would prove nothing"

@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
-from tests.processes import free_port
+from tests.processes import TIMEOUT, finish, free_port
 
 from bessemer.errors import InputError
 from bessemer.topology import (
@@ -96,7 +97,7 @@ from bessemer.errors import StorageError, TrainingError
 from bessemer.topology import *
 from bessemer.topology.distributed import client
 index, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-settings = TopologySettings(coordinator=f"127.0.0.1:{port}", processes=2, process_id=index, start_timeout=60)
+settings = TopologySettings(coordinator=f"127.0.0.1:{port}", processes=2, process_id=index)
 assert start_distributed(settings) and start_distributed(settings)
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -108,7 +109,7 @@ rows = NamedSharding(topology.mesh, P("fsdp"))
 x = jax.make_array_from_callback((4,), rows, lambda i: np.arange(4.0)[i])
 total = float(jax.jit(jnp.sum, out_shardings=topology.replicated)(x))
 
-store = Checkpoints(folder, process_zero=topology.is_process_zero, timeout=60)
+store = Checkpoints(folder, process_zero=topology.is_process_zero)
 store.save(5, {"x": x}, files={"loop.json": "{}"}, wait=True)
 store.save(5, {"x": x})
 step, messages = store.newest_valid()
@@ -129,7 +130,7 @@ last = 0
 for step in range(1, 12):
     if step == 2 and index == 1:
         stop.propose(step)
-    barrier(f"step {step}", 30)
+    barrier(f"step {step}")
     last = step
     if stop.due(step):
         break
@@ -141,7 +142,7 @@ for number in range(3):  # alike twice, then not; what was read is not kept
         print("DISAGREE", number, error, flush=True)
     forget("draw")
     assert told == f"a:{number}"
-barrier("forgotten", 30)
+barrier("forgotten")
 kept = [key for kind in ("share", "agree") for key, _ in client().key_value_dir_get(f"bessemer/{kind}")]
 print("KEPT", sum("draw" in key for key in kept), flush=True)
 
@@ -178,7 +179,7 @@ def test_two_processes_commit_together_and_stop_at_one_step(tmp_path):
         )
         for index in range(2)
     ]
-    outputs = [worker.communicate(timeout=120) for worker in workers]
+    outputs = [worker.communicate(timeout=TIMEOUT) for worker in workers]
     for (out, err), rows in zip(outputs, ([0, 1, 4, 5], [2, 3, 6, 7]), strict=True):
         assert f"ROWS {rows}" in out, "of two micro-batches of four rows, each process reads its own half"
         results = [line for line in out.splitlines() if line.startswith("RESULT")]
@@ -198,8 +199,7 @@ import os, sys, time
 from pathlib import Path
 from bessemer.topology import *
 index, port, folder, lost, how = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
-settings = TopologySettings(coordinator=f"127.0.0.1:{port}", processes=2, process_id=index, start_timeout=60,
-                            peer_timeout=5)
+settings = TopologySettings(coordinator=f"127.0.0.1:{port}", processes=2, process_id=index, peer_timeout=10)
 start_distributed(settings)
 
 def record(what):
@@ -239,9 +239,10 @@ def test_a_lost_process_ends_those_that_wait(tmp_path, lost, how):
     try:
         while len(list(tmp_path.glob("*.ready"))) < 2:
             assert all(worker.poll() is None for worker in workers)
+            time.sleep(0.02)
         if how != ABORTS:
             workers[lost].send_signal(how)
-        _, said = workers[1 - lost].communicate(timeout=60)
+        _, said = workers[1 - lost].communicate(timeout=TIMEOUT)
         assert workers[1 - lost].returncode == 4, said
         who = "process 0, which leads the others," if lost == 0 else "another process"
         assert f"error: process {1 - lost} cannot go on: {who} gives no sign of life" in said
@@ -251,3 +252,26 @@ def test_a_lost_process_ends_those_that_wait(tmp_path, lost, how):
         for worker in workers:
             worker.kill()
             worker.wait()
+
+
+LATE = """
+import sys, time
+from bessemer.topology import *
+index, port = int(sys.argv[1]), sys.argv[2]
+start_distributed(TopologySettings(coordinator=f"127.0.0.1:{port}", processes=2, process_id=index, peer_timeout=10))
+if index == 0:
+    time.sleep(20)
+"""
+
+
+@pytest.mark.slow
+def test_the_first_to_end_waits_for_the_last(tmp_path):
+    """Process 0 has a report to write, for longer than the time after which a silent process counts as lost."""
+    port, env = free_port(), {**os.environ, "JAX_PLATFORMS": "cpu"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    workers = [
+        subprocess.Popen([sys.executable, "-c", LATE, str(index), str(port)], env=env, **pipes)
+        for index in range(2)
+    ]
+    codes, outputs = finish(workers)
+    assert codes == [0, 0], outputs

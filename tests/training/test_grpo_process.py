@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.harness import assert_resumes, call, finish, start, steps_saved, train, until
+from tests.faults.harness import HOLDING, assert_resumes, call, finish, hold, steps_saved, train, until
 from tests.tiny_run import tiny_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -53,8 +53,8 @@ def test_killed_between_two_steps_of_a_rollout(
     whole, run = tmp_path / "runs" / "whole", tmp_path / "runs" / "killed"
     code, output = call(home, *train(settings, whole))
     assert code == 0, output
-    process = start(home, *train(settings, run))
-    assert until(process, lambda: steps_saved(run) >= 2), "it ended unhurt"
+    process = hold(home, "step 3", tmp_path / "hold", *train(settings | HOLDING, run))
+    assert until(process, lambda: steps_saved(run) >= 2)
     process.kill()
     finish(process)
     assert process.returncode == -9

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.processes import TIMEOUT
 from tests.tiny_run import make_run
 
 from bessemer.doctor import examine
@@ -123,14 +124,14 @@ def test_killed_in_every_phase_it_goes_on(tmp_path: Path, home: Path) -> None:
         while not (job / place).exists() and process.poll() is None:
             time.sleep(0.02)
         process.send_signal(number)
-        _, errors = process.communicate(timeout=300)
+        _, errors = process.communicate(timeout=TIMEOUT)
         assert process.returncode in (-number, 75), errors
         if process.returncode == 75:
             assert f"bessemer resume {job}" in errors
             assert json.loads((job / "status.json").read_text())["state"] == "stopped"
         command = ["resume", str(job)]
     process = start(tmp_path, home, *command)
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0, errors
 
     for phase in ("pretrain", "sft"):

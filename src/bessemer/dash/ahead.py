@@ -36,7 +36,8 @@ class Ahead:
     @property
     def state(self) -> dict[str, int] | None:
         """{"done", "of"} while there is something to do."""
-        return {"done": self.done, "of": self.of} if self.done < self.of else None
+        done, of = self.done, self.of  # once each: the thread counts on
+        return {"done": done, "of": of} if done < of else None
 
     def start(self, names: Callable[[], list[str]], delay: float = 0.0) -> None:
         """Index those of these runs that are long; `delay` leaves the first seconds to the page's questions."""

@@ -17,6 +17,10 @@ from bessemer.topology.loss import catch_aborts, leave_without
 from bessemer.topology.roll_call import answer_roll_calls
 from bessemer.topology.settings import TopologySettings
 
+LAST_SECONDS = 3600
+"""For which the first process to end waits for the last: process 0 writes the report, and copies it to a store. Nobody
+waits for one that is dead: its heartbeats say so."""
+
 _stdout_kept = False
 
 
@@ -78,7 +82,7 @@ def _connect(arguments: dict[str, Any], where: str, settings: TopologySettings) 
                 **arguments,
                 initialization_timeout=settings.start_timeout + 60,
                 heartbeat_timeout_seconds=settings.peer_timeout,
-                shutdown_timeout_seconds=settings.peer_timeout,
+                shutdown_timeout_seconds=LAST_SECONDS,
             )
         except (RuntimeError, ValueError, TypeError, OSError) as error:
             failures.append(error)
