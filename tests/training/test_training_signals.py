@@ -152,3 +152,24 @@ def test_a_second_interrupt_leaves_at_once(
     assert process.returncode == 130, output
     assert "leaving at once" in output
     assert saved.exists()
+
+
+def test_a_run_outlives_the_reader_of_its_output(
+    small: dict[str, object], home: Path, tmp_path: Path
+) -> None:
+    """`bessemer train | tee log` goes on when tee is killed; a closed terminal's SIGHUP stops it as SIGTERM does."""
+    settings = {**small, "training.steps": 100_000, "logging.report_interval": 1}
+    process = start(home, "train", "quickstart", *words(settings), "--runs", str(tmp_path), "--name", "a")
+    run = tmp_path / "a"
+    wait_until(process, lambda: (run / "metrics.jsonl").exists() and len(losses(run)) >= 3)
+    assert process.stdout is not None
+    process.stdout.close()
+    before = len(losses(run))
+    wait_until(process, lambda: len(losses(run)) >= before + 20)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(TIMEOUT) == 75
+    status = json.loads((run / "status.json").read_text())
+    assert status["message"].startswith("received SIGHUP") and status["step"] == losses(run)[-1][0]
+    assert (run / f"checkpoints/step_{status['step']:08}/COMMIT").exists()
+    said = [int(line.split()[3]) for line in (run / "log.txt").read_text().splitlines() if "val loss" in line]
+    assert said[-1] > before, "what nobody read is in the log"

@@ -14,6 +14,7 @@ import click
 
 from bessemer import __version__
 from bessemer.cli.allocator import keep_memory
+from bessemer.cli.screen import outlive_readers
 from bessemer.errors import BessemerError, InputError, Stopped, nearest, runnable
 
 BEGAN = time.monotonic()
@@ -87,6 +88,7 @@ def main(arguments: list[str] | None = None) -> Any:
     """Entry point: errors become one plain paragraph on stderr and the exit code of their kind."""
     if arguments is None and sys.argv[1:2] in (["train"], ["resume"]):
         keep_memory()
+        outlive_readers()
     try:
         code = cli.main(arguments, prog_name="bessemer", standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT, from the first moment of a command to its last.
+"""SIGTERM, SIGINT and SIGHUP (the terminal was closed), from the first moment of a command to its last.
 
 In the loop they ask for a stop after the step, with a checkpoint. Outside it (data is prepared, the program compiles,
 the report is written) there is nothing to save and the process leaves at once. A second SIGINT always does.
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 
 from bessemer.errors import Stopped, runnable
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PATIENCE = 10.0
 """Seconds that a signal waits for the run directory to be set up: half of it could not be resumed."""
 
@@ -39,7 +39,10 @@ class Watch:
     def start(self) -> None:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
-        self._handlers = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        # under nohup a closed terminal means nothing
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        heard = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
+        self._handlers = {number: signal.signal(number, lambda *_: None) for number in heard}
         self._descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._read, name="bessemer-signals", daemon=True)
         self._thread.start()
@@ -63,12 +66,12 @@ class Watch:
         if self._interrupts > 1:
             _end(130, "\ninterrupted twice: leaving at once; resume continues from the last checkpoint")
         waited = self.request_stop is None and self.set_up.acquire(timeout=PATIENCE)
-        if self.request_stop is not None:
-            print(
-                f"\n{number.name}: stopping after this step, with a checkpoint (Ctrl-C again: leave at once)",
-                file=sys.stderr,
+        request_stop = self.request_stop  # once: the loop may end meanwhile
+        if request_stop is not None:
+            request_stop(f"received {number.name}")
+            _say(
+                f"\n{number.name}: stopping after this step, with a checkpoint (Ctrl-C again: leave at once)"
             )
-            self.request_stop(f"received {number.name}")
         elif self.leave is not None:
             try:
                 code, words = self.leave(f"received {number.name}")
@@ -87,9 +90,15 @@ class Watch:
 _watch: Watch | None = None
 
 
-def _end(code: int, words: str) -> None:
+def _say(words: str) -> None:
+    """A terminal that is gone keeps nobody from stopping."""
     with contextlib.suppress(OSError, ValueError):
-        print(runnable(words), file=sys.stderr, flush=True)
+        print(words, file=sys.stderr, flush=True)
+
+
+def _end(code: int, words: str) -> None:
+    _say(runnable(words))
+    with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
     os._exit(code)
 
