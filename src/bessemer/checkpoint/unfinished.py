@@ -5,10 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from pathlib import Path
 
 from bessemer.errors import StorageError
 from bessemer.job.files import storage
+
+PAUSE, AWAY, PATIENCE = 0.02, 1.0, 30.0
+"""Seconds between two looks at a directory that was deleted; for which it must stay away; after which nobody waits."""
 
 
 class Unfinished:
@@ -27,7 +31,8 @@ class Unfinished:
             self._made = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             free = shutil.disk_usage(self.path.parent).free
         if free < needed:
-            self.abandon()
+            self._let_go()
+            self.path.rmdir()
             raise StorageError(
                 f"cannot save a checkpoint in {self.path.parent}: it needs up to {needed / 2**30:.3f} GiB and "
                 f"{free / 2**30:.3f} GiB are free. Free space, then continue with `bessemer resume`."
@@ -47,9 +52,17 @@ class Unfinished:
         return error
 
     def abandon(self) -> None:
-        """Give back the space of a failed save. For process 0."""
+        """Give back the space of a failed save. For process 0.
+
+        When one write has failed, TensorStore's others are still under way and make the directory again: it has to
+        stay away for a while. What comes later still is a leftover that the next owner deletes.
+        """
         self._let_go()
-        shutil.rmtree(self.path, ignore_errors=True)
+        end, away = time.monotonic() + PATIENCE, 0
+        while away * PAUSE < AWAY and time.monotonic() < end:
+            shutil.rmtree(self.path, ignore_errors=True)
+            time.sleep(PAUSE)
+            away = 0 if self.path.exists() else away + 1
 
     def _check_still_there(self) -> None:
         if self._made is None:  # not process 0, or the files are written
