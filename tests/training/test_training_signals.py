@@ -40,14 +40,19 @@ def slow_data():
 
 
 def start(home: Path, *arguments: str) -> subprocess.Popen[str]:
+    """As from a terminal, also where the tests themselves run under nohup: a process inherits what is ignored."""
     env = {**os.environ, "BESSEMER_HOME": str(home), "JAX_NUM_CPU_DEVICES": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "bessemer", *arguments],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "bessemer", *arguments],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGHUP, inherited)
 
 
 def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
