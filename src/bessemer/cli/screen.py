@@ -16,8 +16,10 @@ GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)
 
 
 def outlive_readers() -> None:
-    """From now on stdout and stderr lead nowhere once nobody reads them."""
-    sys.stdout, sys.stderr = Lasting(sys.stdout), Lasting(sys.stderr)
+    """From now on stdout and stderr lead nowhere once nobody reads them. One that was closed before, None, stays."""
+    for name in ("stdout", "stderr"):
+        if (stream := getattr(sys, name)) is not None:
+            setattr(sys, name, Lasting(stream))
 
 
 class Lasting:
