@@ -14,7 +14,6 @@ import jax
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from bessemer.models import product_kernel
 from bessemer.models.axes import constrain, shards
 from bessemer.models.blocks import Axes, linear_gradients, over_tokens
 from bessemer.models.fused import Implementation, on_rows
@@ -22,6 +21,13 @@ from bessemer.topology.backend import backend
 
 SMALLEST = 4096
 """Rows below which a product is over before a kernel's start is paid."""
+
+
+def _kernels() -> Any:
+    """Imported where they are used alone: it takes .2 s of every start."""
+    from bessemer.models import product_kernel
+
+    return product_kernel
 
 
 def can_join(h: Array, up: Array, implementation: Implementation) -> bool:
@@ -34,8 +40,7 @@ def can_join(h: Array, up: Array, implementation: Implementation) -> bool:
     if shards("mlp") > 1 or h.shape[0] % shards("batch") or h.shape[1] % shards("sequence"):
         return False
     rows = h.shape[0] * h.shape[1] // (shards("batch") * shards("sequence"))
-    device = jax.devices()[0]
-    return rows >= SMALLEST and product_kernel.runs_on(device) and product_kernel.suits(rows, *up.shape)
+    return rows >= SMALLEST and _kernels().runs_on(jax.devices()[0]) and _kernels().suits(rows, *up.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -47,7 +52,7 @@ def feed_forward(h: Array, up: Array, down: Array, axes: tuple[Axes, Axes], dtyp
 def _forward(
     h: Array, up: Array, down: Array, axes: tuple[Axes, Axes], dtype: Any, name: str
 ) -> tuple[Array, Any]:
-    y = on_rows(lambda *a: (product_kernel.up(*a),), (h,), (constrain(up.astype(dtype), *axes[0]),), 1)[0]
+    y = on_rows(lambda *a: (_kernels().up(*a),), (h,), (constrain(up.astype(dtype), *axes[0]),), 1)[0]
     y = checkpoint_name(y, name)
     return y @ constrain(down.astype(dtype), *axes[1]), (h, y, up, down)
 
@@ -57,7 +62,7 @@ def _backward(
 ) -> tuple[Array, Array, Array]:
     h, y, up, down = kept
     turned = constrain(down.astype(dtype), *axes[1]).T
-    d = on_rows(lambda g, y, v: (product_kernel.back(g, v, y),), (g, y), (turned,), 1)[0]
+    d = on_rows(lambda g, y, v: (_kernels().back(g, v, y),), (g, y), (turned,), 1)[0]
     dh, dup = linear_gradients(h, up, d, axes[0], dtype)
     return dh, dup, over_tokens(y, g).astype(down.dtype)
 
