@@ -171,14 +171,24 @@ def _linear_forward(x: Array, w: Array, axes: Axes, dtype: Any) -> tuple[Array, 
 
 
 def _linear_backward(axes: Axes, dtype: Any, residuals: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
-    x, w = residuals
+    return linear_gradients(*residuals, g, axes, dtype)
+
+
+def linear_gradients(x: Array, w: Array, g: Array, axes: Axes, dtype: Any) -> tuple[Array, Array]:
+    """(dx, dW) of x W for the gradient g of the result. x: (B, T, D), g: (B, T, F)."""
     table = constrain(w.astype(dtype), *axes)
-    if shards("sequence") > 1:  # flattening would gather a sequence that is split over devices
-        dw = jnp.einsum("btd,btf->df", x, g, preferred_element_type=jnp.float32)
-        return jnp.einsum("btf,df->btd", g, table), dw.astype(w.dtype)
+    dw = over_tokens(x, g).astype(w.dtype)
+    if shards("sequence") > 1:
+        return jnp.einsum("btf,df->btd", g, table), dw
+    return jnp.einsum("nf,df->nd", g.reshape(-1, g.shape[-1]), table).reshape(x.shape), dw
+
+
+def over_tokens(x: Array, g: Array) -> Array:
+    """xᵀ g in float32; a sequence that is split over devices is not flattened, which would gather it."""
+    if shards("sequence") > 1:
+        return jnp.einsum("btd,btf->df", x, g, preferred_element_type=jnp.float32)
     rows, grows = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
-    dw = jnp.einsum("nd,nf->df", rows, grows, preferred_element_type=jnp.float32)
-    return jnp.einsum("nf,df->nd", grows, table).reshape(x.shape), dw.astype(w.dtype)
+    return jnp.einsum("nd,nf->df", rows, grows, preferred_element_type=jnp.float32)
 
 
 linear.defvjp(_linear_forward, _linear_backward)

@@ -21,7 +21,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from bessemer.models.axes import constrain, shards
-from bessemer.models.blocks import Axes
+from bessemer.models.blocks import Axes, over_tokens
 
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
 # Merging the products of q, k and v hides the float8 pattern from cuBLASLt, which then multiplies dequantised bf16
@@ -121,19 +121,11 @@ def _gradients(
     g8 = _cast(g, GRADIENT, scaling, g_bound)
     dx = product(g8, _table(w, axes, scaling, 1), (-1, 1), g.dtype, exact=True)
     if scaling == ROWWISE:  # dW sums over tokens, whose scales differ: it stays in the compute dtype
-        return dx, _over_tokens(x, g).astype(w.dtype)
+        return dx, over_tokens(x, g).astype(w.dtype)
     x8 = _cast(x, FORWARD, scaling, x_bound)
     if shards("sequence") > 1:
-        return dx, _over_tokens(x8.wide(g.dtype), g8.wide(g.dtype)).astype(w.dtype)
+        return dx, over_tokens(x8.wide(g.dtype), g8.wide(g.dtype)).astype(w.dtype)
     return dx, product(x8.rows(), g8.rows(), (0, 0), jnp.float32, exact=True).astype(w.dtype)
-
-
-def _over_tokens(x: Array, g: Array) -> Array:
-    """xᵀ g in float32; a sequence that is split over devices is not flattened, which would gather it."""
-    if shards("sequence") > 1:
-        return jnp.einsum("btd,btf->df", x, g, preferred_element_type=jnp.float32)
-    rows, grows = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
-    return jnp.einsum("nd,nf->df", rows, grows, preferred_element_type=jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))

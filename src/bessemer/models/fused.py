@@ -35,7 +35,7 @@ def mix_norm(
 ) -> tuple[Array, Array, Array]:
     """x ← ρx + ξx0; (x, norm x, x0). x, x0: (B, T, D). x0 is handed on: see kernels.mix_norm."""
     if _can(x, implementation):
-        return _on_rows(kernels.mix_norm, (x, x0), (rho, xi), 3)
+        return on_rows(kernels.mix_norm, (x, x0), (rho, xi), 3)
     x = (rho * x + xi * x0).astype(x.dtype)
     return x, blocks.rms_norm(x), x0
 
@@ -43,7 +43,7 @@ def mix_norm(
 def add_norm(x: Array, z: Array, implementation: Implementation) -> tuple[Array, Array]:
     """x ← x + z; (x, norm x). x, z: (B, T, D)."""
     if _can(x, implementation):
-        return _on_rows(kernels.add_norm, (x, z), (), 2)
+        return on_rows(kernels.add_norm, (x, z), (), 2)
     x = x + z
     return x, blocks.rms_norm(x)
 
@@ -87,18 +87,19 @@ def _is_step(x: Array) -> bool:
     return x.shape[1] == 1
 
 
-def _on_rows(
-    kernel: Callable[..., Any], tensors: tuple[Array, ...], scalars: tuple[Array, ...], outputs: int
+def on_rows(
+    kernel: Callable[..., Any], tensors: tuple[Array, ...], whole: tuple[Array, ...], outputs: int
 ) -> Any:
-    """`kernel` on (B·T, D) rows of (B, T, D) tensors."""
+    """`kernel` on (B·T, …) rows of (B, T, …) tensors, beside what every device has whole."""
 
     def rows(*args: Array) -> tuple[Array, ...]:
         local = [x.reshape(-1, x.shape[-1]) for x in args[: len(tensors)]]
-        return tuple(y.reshape(args[0].shape) for y in kernel(*local, *args[len(tensors) :]))
+        results = kernel(*local, *args[len(tensors) :])
+        return tuple(y.reshape(*args[0].shape[:2], y.shape[-1]) for y in results)
 
     spec = PartitionSpec(mesh_axes("batch"), mesh_axes("sequence"))
-    in_specs = (spec,) * len(tensors) + (PartitionSpec(),) * len(scalars)
-    return _shard_map(rows, in_specs, (spec,) * outputs)(*tensors, *scalars)
+    in_specs = (spec,) * len(tensors) + (PartitionSpec(),) * len(whole)
+    return _shard_map(rows, in_specs, (spec,) * outputs)(*tensors, *whole)
 
 
 def _shard_map(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ from bessemer.models.blocks import (
     rotate,
     rotate_norm,
 )
+from bessemer.models.feed_forward import can_join, feed_forward
 from bessemer.models.fused import add_norm, can_pack, mix_norm, unpack_rotate_norm
 from bessemer.models.shape import Shape
 
@@ -194,11 +195,11 @@ def _turn(options: LayerOptions, x: Array, rotary: tuple[Array, Array]) -> Array
 
 
 def _feed_forward(options: LayerOptions, params: dict[str, Array], h: Array) -> Array:
+    matrices, axes = (params["up"], params["down"]), (AXES["up"], AXES["down"])
     if options.fp8 is not None and fp8.fits(params["up"].shape):
-        axes = (AXES["up"], AXES["down"])
-        return fp8.feed_forward(
-            h, params["up"], params["down"], axes, options.dtype, options.fp8, "mlp_hidden"
-        )
+        return fp8.feed_forward(h, *matrices, axes, options.dtype, options.fp8, "mlp_hidden")
+    if can_join(h, params["up"], options.kernels):
+        return feed_forward(h, *matrices, axes, options.dtype, "mlp_hidden")
     up = constrain(_linear(options, params, "up", h), "batch", "sequence", "mlp")
     return _linear(options, params, "down", relu_squared(up, "mlp_hidden"))
 

@@ -1,0 +1,86 @@
+"""relu² inside the products of the feed-forward: values and gradients, by the interpreter of GPU kernels or on one."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from bessemer.models import product_kernel
+from bessemer.models.feed_forward import can_join, feed_forward
+from bessemer.models.layers import AXES
+from bessemer.models.product_kernel import Tiles
+
+ROWS, WIDTH, HIDDEN = (2, 192), 128, 512
+MATRICES = (AXES["up"], AXES["down"])
+
+
+def interpreted() -> Any:
+    """Kernels run by JAX's simulation of a GPU: blocks, warpgroups, copies and barriers."""
+    home = plgpu if hasattr(plgpu, "force_gpu_interpret_mode") else None  # public from jax 0.11 on
+    home = home or importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.params")
+    return home.force_gpu_interpret_mode()
+
+
+def normal(index: int, *shape: int, scale: float = 1.0) -> jax.Array:
+    return scale * jax.random.normal(jax.random.fold_in(jax.random.key(3), index), shape)
+
+
+def near(one: Any, other: Any) -> None:
+    """bf16 keeps 8 bits: half a percent of the largest number, and two roundings of each."""
+    one, other = (np.asarray(x, np.float32) for x in (one, other))
+    np.testing.assert_allclose(one, other, rtol=0.02, atol=0.005 * np.abs(other).max())
+
+
+def plain(h: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    return jnp.square(jnp.maximum(h @ up, 0)) @ down
+
+
+def check(rows: tuple[int, ...], width: int, hidden: int) -> None:
+    """The joined feed-forward and its three gradients in bf16 against plain JAX in float32, of the same numbers."""
+    h, g = (normal(i, *rows, width).astype(jnp.bfloat16) for i in (0, 1))
+    up, down = normal(2, width, hidden, scale=width**-0.5), normal(3, hidden, width, scale=hidden**-0.5)
+    up, down = (w.astype(jnp.bfloat16).astype(jnp.float32) for w in (up, down))
+
+    out, pull = jax.vjp(lambda *a: feed_forward(*a, MATRICES, jnp.bfloat16, "mlp_hidden"), h, up, down)
+    grads = pull(g)
+    wide, wide_pull = jax.vjp(plain, h.astype(jnp.float32), up, down)
+    near(out, wide)
+    for mine, theirs in zip(grads, wide_pull(g.astype(jnp.float32)), strict=True):
+        near(mine, theirs)
+
+
+def test_the_joined_feed_forward_and_its_gradients() -> None:
+    with interpreted():
+        check(ROWS, WIDTH, HIDDEN)
+
+
+@pytest.mark.parametrize("tiles", [Tiles(m=64, n=128, stages=3, turns=True), Tiles(m=64, n=128, stages=2)])
+def test_a_product_however_it_is_cut(tiles: Tiles) -> None:
+    x, w = normal(0, 384, 192).astype(jnp.bfloat16), normal(1, 192, 256, scale=0.1).astype(jnp.bfloat16)
+    with interpreted():
+        y = product_kernel.up(x, w, tiles)
+    wide = jnp.square(jnp.maximum(x.astype(jnp.float32) @ w.astype(jnp.float32), 0))
+    near(y, wide)
+    assert float(jnp.min(y)) == 0 and float(jnp.mean(y == 0)) > 0.4
+
+
+def test_it_is_left_alone_where_it_cannot_be() -> None:
+    h, up = jnp.zeros((32, 256, 256), jnp.bfloat16), jnp.zeros((256, 1024))
+    assert not can_join(h, up, "xla")
+    assert can_join(h, up, "pallas") == (jax.default_backend() == "gpu")
+    assert product_kernel.suits(65536, 768, 3072) and product_kernel.suits(65536, 1280, 5120)
+    assert not product_kernel.suits(65536, 768, 3000) and not product_kernel.suits(100, 768, 3072)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [768, 1280])
+def test_on_a_gpu(width: int) -> None:
+    """Tolerances as above; 8 × 1,024 rows."""
+    assert can_join(jnp.zeros((8, 1024, width)), jnp.zeros((width, 4 * width)), "pallas")
+    check((8, 1024), width, 4 * width)
