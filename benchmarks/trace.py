@@ -22,7 +22,7 @@ from step import SWEPT, arguments, build
 STEPS = 3
 KINDS = (
     ("attention", r"cudnn|sdpa|flash|fmha"),
-    ("matmul", r"gemm|nvjet|cutlass|cublas|wgrad|sm90_xmma"),
+    ("matmul", r"gemm|nvjet|cutlass|cublas|wgrad|sm90_xmma|relu_squared"),
     ("copy", r"memcpy|memset|copy|transpose"),
     ("scatter", r"scatter|sort"),
     ("reduce", r"reduce"),

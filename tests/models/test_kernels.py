@@ -71,7 +71,7 @@ def test_rotate_norm_and_its_gradient(table_rows: int):
 
 
 @pytest.mark.parametrize("softcap", [15.0, 0.0])
-@pytest.mark.parametrize(("columns", "vocab_size"), [(192, 150), (5000, 4999)])
+@pytest.mark.parametrize(("columns", "vocab_size"), [(192, 150), (256, 256), (5000, 4999)])
 def test_softmax_gradient_is_the_gradient_of_the_loss(softcap: float, columns: int, vocab_size: int):
     logits, weights = 6 * normal(0, 5, columns), jnp.abs(normal(1, 5))
     targets = jnp.asarray([0, 3, 149, 7, 149])

@@ -22,9 +22,9 @@ from jax.experimental.pallas import triton as plgpu
 
 from bessemer.models.blocks import NORM_EPSILON
 
-ROWS = 4  # rows a program holds; a multiple of it is not needed, but a batch has one
-WARPS = 4
 MOST_PIECES = 16
+WARP_WIDTH = 1536
+"""What of a row one warp can hold in registers, 48 numbers a lane of each tensor."""
 
 
 def suits(width: int) -> bool:
@@ -37,18 +37,24 @@ def _piece(width: int) -> int:
     return width & -width
 
 
-def rows_of(count: int) -> int:
-    return min(ROWS, count & -count)
+def _warps(width: int) -> int:
+    """Warps a program has for its row: a power of two. One row and one warp were the fastest (benchmarks/LOG.md)."""
+    return 1 << ((width - 1) // WARP_WIDTH).bit_length()
 
 
 def call(
     kernel: Callable[..., None],
     inputs: Sequence[Array],
     outputs: Sequence[tuple[tuple[int, ...], Any]],
-    rows: int,
     row_axis: Sequence[int | None],
+    *,
+    warps: int,
+    rows: int = 1,
 ) -> list[Array]:
-    """Run `kernel` on blocks of rows. row_axis: for each input, then output, the axis that is cut (None: whole)."""
+    """Run `kernel` on blocks of `rows`, each with so many warps.
+
+    row_axis: for each input, then output, the axis that is cut (None: whole).
+    """
     count = next(x.shape[axis] for x, axis in zip(inputs, row_axis, strict=False) if axis is not None)
 
     def spec(shape: tuple[int, ...], axis: int | None) -> pl.BlockSpec:
@@ -63,7 +69,7 @@ def call(
         in_specs=specs[: len(inputs)],
         out_specs=specs[len(inputs) :],
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs],
-        compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=jax.default_backend() != "gpu",
     )(*inputs)
 
@@ -90,7 +96,7 @@ def _mix_norm_forward(x: Array, z: Array, a: Array, b: Array) -> tuple[tuple[Arr
     scalars = jnp.stack([a, b]).astype(jnp.float32)
     outputs = [(x.shape, x.dtype), (x.shape, x.dtype), ((count,), jnp.float32)]
     kernel = functools.partial(_mix_norm_kernel, width=width)
-    y, h, r = call(kernel, (scalars, x, z), outputs, rows_of(count), (None, 0, 0, 0, 0, 0))
+    y, h, r = call(kernel, (scalars, x, z), outputs, (None, 0, 0, 0, 0, 0), warps=_warps(width))
     return (y, h, z), (scalars, x, z, h, r)
 
 
@@ -119,15 +125,14 @@ def _mix_norm_backward(
 ) -> tuple[Array, Array, Array, Array]:
     scalars, x, z, h, r = residuals
     count, width = x.shape
-    rows = rows_of(count)
-    partial = ((count // rows,), jnp.float32)
+    partial = ((count,), jnp.float32)
     kernel = functools.partial(_mix_norm_backward_kernel, width=width)
     dx, dz, da, db = call(
         kernel,
         (scalars, x, z, h, r, *cotangents),
         [(x.shape, x.dtype), (z.shape, z.dtype), partial, partial],
-        rows,
         (None, *(0,) * 11),
+        warps=_warps(width),
     )
     return dx, dz, jnp.sum(da), jnp.sum(db)
 
@@ -185,7 +190,7 @@ def _add_norm_forward(x: Array, z: Array) -> tuple[tuple[Array, Array], Any]:
     count, width = x.shape
     outputs = [(x.shape, x.dtype), (x.shape, x.dtype), ((count,), jnp.float32)]
     kernel = functools.partial(_add_norm_kernel, width=width)
-    y, h, r = call(kernel, (x, z), outputs, rows_of(count), (0,) * 5)
+    y, h, r = call(kernel, (x, z), outputs, (0,) * 5, warps=_warps(width))
     return (y, h), (h, r)
 
 
@@ -201,9 +206,9 @@ def _add_norm_kernel(x_ref: Any, z_ref: Any, y_ref: Any, h_ref: Any, r_ref: Any,
 
 def _add_norm_backward(residuals: Any, cotangents: tuple[Array, Array]) -> tuple[Array, Array]:
     h, r = residuals
-    count, width = h.shape
+    width = h.shape[1]
     kernel = functools.partial(_add_norm_backward_kernel, width=width)
-    (t,) = call(kernel, (h, r, *cotangents), [(h.shape, h.dtype)], rows_of(count), (0,) * 5)
+    (t,) = call(kernel, (h, r, *cotangents), [(h.shape, h.dtype)], (0,) * 5, warps=_warps(width))
     return t, t
 
 

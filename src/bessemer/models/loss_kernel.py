@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 COLUMNS = 4096  # columns held at a time
-WARPS = 8
+WARPS = 16
 
 
 def softmax_gradient(
@@ -72,34 +72,48 @@ def _kernel(
     target, weight = t_ref[0], w_ref[0]
     steps = -(-columns // size)
 
-    def capped(index: Any) -> tuple[Array, Array]:
-        """z of one piece, −∞ at padding, and its columns."""
+    def read(start: Any, count: int, mask: Array | None) -> tuple[Array, Array]:
+        """(z, z/c) of `count` columns. A product with 1/c: a quotient would take as long as an exponential."""
+        part = l_ref.at[pl.ds(0, 1), pl.ds(start, count)]
+        z = plgpu.load(part, mask=mask, other=None if mask is None else 0.0).astype(jnp.float32)
+        if not softcap:
+            return z, z
+        share = tanh(z * (1 / softcap))
+        return softcap * share, share
+
+    def piece(index: Any) -> tuple[Array, Array, Array, Array | None]:
+        """z of one piece, −∞ at padding, z/c, its columns and which of them are there (None: all)."""
         column = index * size + jnp.arange(size)[None]
-        z = plgpu.load(l_ref.at[pl.ds(0, 1), pl.ds(index * size, size)], mask=column < columns, other=0.0)
-        z = z.astype(jnp.float32)
-        if softcap:
-            z = softcap * tanh(z / softcap)
-        return jnp.where(column < vocab_size, z, -jnp.inf), column
+        mask = column < columns if columns % size else None
+        z, share = read(index * size, size, mask)
+        return (
+            (z if vocab_size == columns else jnp.where(column < vocab_size, z, -jnp.inf)),
+            share,
+            column,
+            mask,
+        )
 
-    def sweep(index: Any, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        top, total, picked = carry
-        z, column = capped(index)
-        higher = top if softcap else jnp.maximum(top, jnp.max(z))  # |z| ≤ c needs no maximum
-        total = total * jnp.exp(top - higher) + jnp.exp(z - higher)
-        return higher, total, picked + jnp.where(column == target, z, 0.0)
+    def sweep(index: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        top, total = carry
+        z = piece(index)[0]
+        if softcap:  # |z| ≤ c needs no maximum
+            return top, total + jnp.exp(z - top)
+        higher = jnp.maximum(top, jnp.max(z))
+        return higher, total * jnp.exp(top - higher) + jnp.exp(z - higher)
 
+    # read before the sweep: after it, a warp that is ahead may already write its gradient there
+    aim = read(jnp.minimum(target, columns - 1), 1, None)[0][0]
     start = jnp.float32(softcap) if softcap else jnp.float32(jnp.finfo(jnp.float32).min)
-    nothing = jnp.zeros((1, size), jnp.float32)
-    top, total, picked = jax.lax.fori_loop(0, steps, sweep, (start, nothing, nothing))
+    top, total = jax.lax.fori_loop(0, steps, sweep, (start, jnp.zeros((1, size), jnp.float32)))
     lse = jnp.log(jnp.sum(total)) + top
-    nll_ref[...] = jnp.full((1,), lse - jnp.sum(picked))
+    nll_ref[...] = lse - aim
 
     def write(index: Any, _: None) -> None:
-        z, column = capped(index)
+        z, share, column, mask = piece(index)
         gradient = jnp.exp(z - lse) - jnp.where(column == target, 1.0, 0.0)
         if softcap:
-            gradient *= 1 - jnp.square(jnp.where(column < vocab_size, z, 0.0) / softcap)
+            gradient *= 1 - jnp.square(share)
         gradient = (weight * gradient).astype(g_ref.dtype)
-        plgpu.store(g_ref.at[pl.ds(0, 1), pl.ds(index * size, size)], gradient, mask=column < columns)
+        plgpu.store(g_ref.at[pl.ds(0, 1), pl.ds(index * size, size)], gradient, mask=mask)
 
     jax.lax.fori_loop(0, steps, write, None)

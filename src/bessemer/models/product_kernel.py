@@ -8,7 +8,8 @@ As kernels of their own relu² and its gradient move five tensors of tokens × 4
 here.
 
 A multiprocessor runs three warpgroups. One copies blocks of both factors into a ring in shared memory; the other two
-multiply, either side by side on the two halves of a tile, or in turns: while one multiplies, the other writes out.
+take turns: while one multiplies, the other writes out. Two multiprocessors share the blocks of W. How the sizes were
+chosen is in benchmarks/LOG.md.
 """
 
 from __future__ import annotations
@@ -31,27 +32,19 @@ COPIER = WORKERS  # its index among the warpgroups
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is cut: m × n is one warpgroup's, k the depth of a block in the ring."""
+    """How a product is cut: a tile is m × n, a block in the ring k deep."""
 
-    m: int = 64
-    n: int = 256
+    m: int = 128
+    n: int = 128
     k: int = 64
-    stages: int = 4  # blocks in the ring
-    piece: int = 64  # columns written out at a time
-    slots: int = 2  # pieces on their way out
-    turns: bool = False  # the two warpgroups take turns instead of working side by side
-    cluster: int = 1  # multiprocessors that share the blocks of W
+    stages: int = 5  # blocks in the ring
+    piece: int = 64  # columns written out at a time; all of a tile have their place, which its y has before
+    cluster: int = 2  # multiprocessors that share the blocks of W
     worker_registers: int = 232
     copier_registers: int = 40
 
-    @property
-    def rows(self) -> int:
-        """Of a tile of the multiprocessor."""
-        return self.m if self.turns else WORKERS * self.m
 
-
-UP = Tiles()
-BACK = Tiles(stages=3, slots=4)  # all of a tile's y comes in beforehand
+TILES = Tiles()
 
 
 def runs_on(device: Any) -> bool:
@@ -60,33 +53,39 @@ def runs_on(device: Any) -> bool:
 
 def suits(rows: int, width: int, hidden: int) -> bool:
     """Whether the products of `rows` × width × hidden can be cut into whole tiles."""
-    return not (rows % (UP.rows * UP.cluster) or width % UP.k or hidden % UP.n)
+    return _divides(TILES, rows, width, hidden)
 
 
-def up(x: Array, w: Array, tiles: Tiles = UP) -> Array:
+@functools.partial(jax.jit, static_argnames="tiles")  # compiled once, however many layers there are
+def up(x: Array, w: Array, tiles: Tiles | None = None) -> Array:
     """relu(x W)²."""
     return _product(x, w, None, tiles)
 
 
-def back(g: Array, v: Array, y: Array, tiles: Tiles = BACK) -> Array:
+@functools.partial(jax.jit, static_argnames="tiles")
+def back(g: Array, v: Array, y: Array, tiles: Tiles | None = None) -> Array:
     """(g V) · 2√y."""
     return _product(g, v, y, tiles)
 
 
-def _product(x: Array, w: Array, y: Array | None, tiles: Tiles) -> Array:
-    (m, k), n, t = x.shape, w.shape[1], tiles
-    if k % t.k or m % (t.rows * t.cluster) or n % t.n:
+def _divides(t: Tiles, m: int, k: int, n: int) -> bool:
+    return not (m % (t.m * t.cluster) or k % t.k or n % t.n)
+
+
+def _product(x: Array, w: Array, y: Array | None, tiles: Tiles | None) -> Array:
+    (m, k), n, t = x.shape, w.shape[1], tiles or TILES
+    if not _divides(t, m, k, n):
         raise ValueError(f"a product of {m}×{k}×{n} does not divide into {t}")
-    rows, columns = m // t.rows // t.cluster, n // t.n
+    rows, columns = m // t.m // t.cluster, n // t.n
     groups = min(rows * columns, max(1, _processors() // t.cluster))
     kernel = functools.partial(
         _kernel, t=t, depth=k // t.k, groups=groups, tiles=rows * columns, columns=columns
     )
     scratch = {
-        "x_ring": _shared((t.stages, t.rows, t.k), x.dtype),
+        "x_ring": _shared((t.stages, t.m, t.k), x.dtype),
         "w_ring": _shared((t.stages, t.k, t.n), w.dtype),
-        "out": _shared((WORKERS, t.slots, t.m, t.piece), x.dtype),
-        "filled": plgpu.Barrier(num_arrivals=2, num_barriers=t.stages * (WORKERS if t.turns else 1)),
+        "out": _shared((WORKERS, t.n // t.piece, t.m, t.piece), x.dtype),
+        "filled": plgpu.Barrier(num_arrivals=2, num_barriers=WORKERS * t.stages),
         "emptied": _emptied(t),
         "y_there": plgpu.Barrier(num_arrivals=t.n // t.piece, num_barriers=WORKERS),
     }
@@ -109,10 +108,9 @@ def _product(x: Array, w: Array, y: Array | None, tiles: Tiles) -> Array:
 
 def _emptied(t: Tiles) -> Any:
     """A barrier a block of the ring; neighbours that share blocks of W wait for each other."""
-    readers = 1 if t.turns else WORKERS
     if t.cluster == 1:
-        return plgpu.Barrier(num_barriers=t.stages, num_arrivals=readers)
-    return plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=t.stages, num_arrivals=readers)
+        return plgpu.Barrier(num_barriers=t.stages)
+    return plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=t.stages)
 
 
 def _processors() -> int:
@@ -165,7 +163,7 @@ def _kernel(
         """First row and column of our tile `number`; along the columns first: x is then read once."""
         index = group + number * groups
         row = lax.div(index, jnp.int32(columns)) * t.cluster + member
-        return row * t.rows, lax.rem(index, jnp.int32(columns)) * t.n
+        return row * t.m, lax.rem(index, jnp.int32(columns)) * t.n
 
     @pl.when(me == COPIER)
     def copy() -> None:
@@ -173,12 +171,12 @@ def _kernel(
 
         def tile(number: Any, _: None) -> None:
             top, left = corner(number)
-            reader = lax.rem(number, jnp.int32(WORKERS)) * t.stages if t.turns else 0
+            reader = lax.rem(number, jnp.int32(WORKERS)) * t.stages
 
             def block(step: Any, stage: Any) -> Any:
                 here, there = pl.ds(step * t.k, t.k), filled.at[reader + stage]
                 pl.when(number * depth + step >= t.stages)(lambda: plgpu.barrier_wait(emptied.at[stage]))
-                plgpu.copy_gmem_to_smem(x.at[pl.ds(top, t.rows), here], x_ring.at[stage], there)
+                plgpu.copy_gmem_to_smem(x.at[pl.ds(top, t.m), here], x_ring.at[stage], there)
                 everyone = None if t.cluster == 1 else "cluster"
                 plgpu.copy_gmem_to_smem(
                     w.at[here, pl.ds(left, t.n)], w_ring.at[stage], there, collective_axes=everyone
@@ -194,14 +192,12 @@ def _kernel(
     @pl.when(me != COPIER)
     def work() -> None:
         plgpu.set_max_registers(t.worker_registers, action="increase")
-        mine = lax.div(own + (WORKERS - 1) - me, jnp.int32(WORKERS)) if t.turns else own
-        first = me * t.stages if t.turns else 0
-        half = slice(None) if t.turns else pl.ds(me * t.m, t.m)
+        mine = lax.div(own + (WORKERS - 1) - me, jnp.int32(WORKERS))
 
         def multiply(number: Any, acc: Any) -> Any:
             def begin(stage: Any) -> None:
-                plgpu.barrier_wait(filled.at[first + stage])
-                plgpu.wgmma(acc, x_ring.at[stage, half], w_ring.at[stage])
+                plgpu.barrier_wait(filled.at[me * t.stages + stage])
+                plgpu.wgmma(acc, x_ring.at[stage], w_ring.at[stage])
 
             def block(_: Any, before: Any) -> Any:
                 stage = after(before)
@@ -218,23 +214,23 @@ def _kernel(
             return acc[...]
 
         def tile(turn: Any, _: None) -> None:
-            number = turn * WORKERS + me if t.turns else turn
+            number = turn * WORKERS + me
             top, left = corner(number)
-            across = pl.ds(top if t.turns else top + me * t.m, t.m)
+            across = pl.ds(top, t.m)
             pieces = [pl.ds(left + i * t.piece, t.piece) for i in range(t.n // t.piece)]
             if y is not None:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was written out last
                 for i, piece in enumerate(pieces):
                     plgpu.copy_gmem_to_smem(y.at[across, piece], out.at[me, i], y_there.at[me])
             product = pl.run_scoped(functools.partial(multiply, number), plgpu.ACC((t.m, t.n), jnp.float32))
             if y is not None:
                 plgpu.barrier_wait(y_there.at[me])
             for i, piece in enumerate(pieces):
-                part, slot = product[:, i * t.piece : (i + 1) * t.piece], out.at[me, i % t.slots]
+                part, slot = product[:, i * t.piece : (i + 1) * t.piece], out.at[me, i]
                 if y is None:
                     part = jnp.maximum(part, 0)
                     part = part * part
-                    plgpu.wait_smem_to_gmem(t.slots - 1, wait_read_only=True)
+                    plgpu.wait_smem_to_gmem(len(pieces) - 1, wait_read_only=True)
                 else:
                     was = slot[...].astype(jnp.float32)
                     part = part * (2 * was * lax.rsqrt(jnp.maximum(was, TINY)))  # 0 stays 0

@@ -11,7 +11,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from bessemer.models.blocks import NORM_EPSILON
-from bessemer.models.kernels import call, rows_of
+from bessemer.models.kernels import call
+
+ROWS, WARPS = 8, 4
+"""Rows a program takes, a head of all of them at a time. A multiple is not needed, but a batch has one."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -34,8 +37,12 @@ def _rotate_norm_forward(
     kernel = functools.partial(_rotate_norm_kernel, heads=heads, kv_heads=kv_heads, half=half, scale=scale)
     outputs = [((count, width), packed.dtype) for width in widths]
     outputs.append(((heads + kv_heads, count), jnp.float32))
-    q, k, r = call(kernel, (packed, cos, sin), outputs, rows_of(count), (0, 0, 0, 0, 0, 1))
+    q, k, r = call(kernel, (packed, cos, sin), outputs, (0, 0, 0, 0, 0, 1), warps=WARPS, rows=_rows(count))
     return (q, k, packed[:, sum(widths) :]), (q, k, r, cos, sin)
+
+
+def _rows(count: int) -> int:
+    return min(ROWS, count & -count)
 
 
 def _halves(head: int, half: int) -> tuple[Any, Any]:
@@ -78,7 +85,9 @@ def _rotate_norm_backward(
     )
     inputs = (q, k, *cotangents, cos, sin, r)
     shape = (count, 2 * half * (heads + 2 * kv_heads))
-    (gradient,) = call(kernel, inputs, [(shape, q.dtype)], rows_of(count), (0, 0, 0, 0, 0, 0, 0, 1, 0))
+    (gradient,) = call(
+        kernel, inputs, [(shape, q.dtype)], (0, 0, 0, 0, 0, 0, 0, 1, 0), warps=WARPS, rows=_rows(count)
+    )
     return gradient, None, None
 
 
@@ -98,14 +107,17 @@ def _rotate_norm_backward_kernel(
     half: int,
     scale: float,
 ) -> None:
-    """With u = y/scale: t = scale·r·(g − u·mean(g·u)), turned back by the angle; v's gradient as it is."""
+    """With u = y/scale: t = scale·r·(g − u·mean(g·u)), turned back by the angle; v's gradient as it is.
+
+    u·mean(g·u) = y·Σ g·y / (n·scale²): no quotient an element, which would take as long as an exponential.
+    """
     cos, sin = cos_ref[...], sin_ref[...]
     for head in range(heads + kv_heads):
         y_ref, g_ref, own = (q_ref, gq_ref, head) if head < heads else (k_ref, gk_ref, head - heads)
         low, high = _halves(own, half)
-        u, v = y_ref[:, low].astype(jnp.float32) / scale, y_ref[:, high].astype(jnp.float32) / scale
+        u, v = y_ref[:, low].astype(jnp.float32), y_ref[:, high].astype(jnp.float32)
         p, q = g_ref[:, low].astype(jnp.float32), g_ref[:, high].astype(jnp.float32)
-        mean = ((jnp.sum(p * u, axis=1) + jnp.sum(q * v, axis=1)) / (2 * half))[:, None]
+        mean = ((jnp.sum(p * u, axis=1) + jnp.sum(q * v, axis=1)) / (2 * half * scale**2))[:, None]
         r = (scale * r_ref[head, :])[:, None]
         p, q = r * (p - u * mean), r * (q - v * mean)
         low, high = _halves(head, half)
