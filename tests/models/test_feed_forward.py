@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from bessemer.models import product_kernel
 from bessemer.models.feed_forward import can_join, feed_forward
+from bessemer.models.gpt import GPT
 from bessemer.models.layers import AXES
 from bessemer.models.product_kernel import Tiles
 
@@ -88,4 +89,5 @@ def test_it_is_left_alone_where_it_cannot_be() -> None:
 def test_on_a_gpu(width: int) -> None:
     """Tolerances as above; 8 × 1,024 rows."""
     assert can_join(jnp.zeros((8, 1024, width)), jnp.zeros((width, 4 * width)), "pallas")
+    assert "relu²" in GPT(depth=1, width=width, vocab_size=64).chosen_kernels()["kernels"][1]
     check((8, 1024), width, 4 * width)

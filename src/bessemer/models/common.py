@@ -49,7 +49,7 @@ class ModelSettings(nn.Module):
         "architecture/kernels",
         default="auto",
         choices=("auto", "xla", "pallas"),
-        help="norms and loss; auto = one-pass kernels (pallas) on a GPU, XLA elsewhere",
+        help="norms, relu² and loss; auto = one-pass kernels (pallas) on a GPU, XLA elsewhere",
     )
     remat: list[str] = field(
         "architecture/remat",
@@ -103,5 +103,9 @@ class ModelSettings(nn.Module):
         masked = ", with a document mask" if self.document_mask else ""
         return {
             "attention": (attention, f"for {why}{masked}{layout.describe()}"),
-            "kernels": (rows, f"norms and loss for {jnp.dtype(dtype).name}"),
+            "kernels": (rows, f"{self.kernel_work(rows)} for {jnp.dtype(dtype).name}"),
         }
+
+    def kernel_work(self, implementation: str) -> str:
+        """What `kernels` stands for, in words."""
+        return "norms and loss"

@@ -31,16 +31,18 @@ def _kernels() -> Any:
 
 
 def can_join(h: Array, up: Array, implementation: Implementation) -> bool:
-    """Whether relu² is done inside the products: on a Hopper GPU, with whole matrices and enough rows a device.
-
-    h: (B, T, D), up: (D, F).
-    """
-    if implementation != "pallas" or backend() != "gpu" or jax.default_backend() != "gpu":
-        return False
-    if shards("mlp") > 1 or h.shape[0] % shards("batch") or h.shape[1] % shards("sequence"):
+    """Whether relu² is done inside the products of h: (B, T, D) and up: (D, F): with enough rows a device."""
+    if not joins_on_chip(implementation) or h.shape[0] % shards("batch") or h.shape[1] % shards("sequence"):
         return False
     rows = h.shape[0] * h.shape[1] // (shards("batch") * shards("sequence"))
-    return rows >= SMALLEST and _kernels().runs_on(jax.devices()[0]) and _kernels().suits(rows, *up.shape)
+    return rows >= SMALLEST and _kernels().suits(rows, *up.shape)
+
+
+def joins_on_chip(implementation: Implementation) -> bool:
+    """Whether the chip is a Hopper GPU, and the matrices whole on it."""
+    if implementation != "pallas" or backend() != "gpu" or jax.default_backend() != "gpu":
+        return False
+    return shards("mlp") == 1 and _kernels().runs_on(jax.devices()[0])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))

@@ -15,6 +15,7 @@ from bessemer.models.attention import attention
 from bessemer.models.axes import constrain
 from bessemer.models.cache import Cache
 from bessemer.models.checks import check_gpt
+from bessemer.models.feed_forward import joins_on_chip
 from bessemer.models.fp8_plan import Conversion, conversion_of
 from bessemer.models.fused import choose_kernels
 from bessemer.models.headed import AttendAt, HeadedModel
@@ -44,6 +45,10 @@ class GPT(GPTSettings, HeadedModel):
     def fp8_conversion(self) -> Conversion:
         """Which matrices float8 takes, from the shapes of the parameters; no array is made."""
         return conversion_of(self)
+
+    def kernel_work(self, implementation: str) -> str:
+        joined = self.precision != "fp8" and joins_on_chip(implementation)
+        return "norms, relu² inside its products, loss" if joined else super().kernel_work(implementation)
 
     def _fp8(self, deterministic: bool) -> str | None:
         """The scaling of float8 products, which are for training passes alone."""
