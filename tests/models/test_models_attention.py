@@ -114,18 +114,27 @@ def test_scores_of_a_window_are_never_held_for_the_whole_square(segments):
 @pytest.mark.gpu
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("window", [None, 128, 16])
-def test_cudnn_equals_xla(window, documents):
-    """Results and gradients, which sum over up to 512 queries."""
+def test_cudnn_is_attention_in_float32(window, documents):
+    """Result and gradients in bf16 against XLA's in float32 of the same numbers: within 1% on average (root of the
+    mean square) and 2% of the largest. Number by number bf16 has no bound: where few keys are seen, gradients cancel.
+    """
     q, k, v = (jnp.asarray(draw(2, 512, n, 64, seed=n), jnp.bfloat16) for n in (4, 2, 2))
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
     ids = jnp.asarray(np.arange(1024).reshape(2, 512) // 100) if documents else None
 
-    def value(q, k, v, name):
-        out = attention(q, k, v, window=window, segment_ids=ids, implementation=name)
-        return jnp.sum(out.astype(jnp.float32) ** 2), out
+    def gradients(q, k, v, name):
+        def value(q, k, v):
+            out = attention(q, k, v, window=window, segment_ids=ids, implementation=name)
+            return jnp.sum(out.astype(jnp.float32) ** 2), out
 
-    got, want = (jax.grad(value, argnums=(0, 1, 2), has_aux=True)(q, k, v, name) for name in ("cudnn", "xla"))
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=4e-2, rtol=4e-2)
+        return jax.tree.leaves(jax.grad(value, argnums=(0, 1, 2), has_aux=True)(q, k, v))
+
+    with jax.default_matmul_precision("float32"):
+        want = gradients(*wide, "xla")
+    for a, b in zip(gradients(q, k, v, "cudnn"), want, strict=True):
+        error, b = np.abs(np.asarray(a, np.float32) - np.asarray(b)), np.asarray(b)
+        assert np.sqrt(np.mean(error**2)) < 0.01 * np.sqrt(np.mean(b**2))
+        assert np.max(error) < 0.02 * np.max(np.abs(b))
 
 
 @pytest.mark.parametrize("segments", [None, np.ones((1, 8), np.int32)])
