@@ -122,16 +122,15 @@ def test_cudnn_is_attention_in_float32(window, documents):
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
     ids = jnp.asarray(np.arange(1024).reshape(2, 512) // 100) if documents else None
 
-    def gradients(q, k, v, name):
-        def value(q, k, v):
-            out = attention(q, k, v, window=window, segment_ids=ids, implementation=name)
-            return jnp.sum(out.astype(jnp.float32) ** 2), out
+    def value(q, k, v, name):
+        out = attention(q, k, v, window=window, segment_ids=ids, implementation=name)
+        return jnp.sum(out.astype(jnp.float32) ** 2), out
 
-        return jax.tree.leaves(jax.grad(value, argnums=(0, 1, 2), has_aux=True)(q, k, v))
-
+    gradients = jax.jit(jax.grad(value, argnums=(0, 1, 2), has_aux=True), static_argnums=3)
     with jax.default_matmul_precision("float32"):
         want = gradients(*wide, "xla")
-    for a, b in zip(gradients(q, k, v, "cudnn"), want, strict=True):
+    got = gradients(q, k, v, "cudnn")
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         error, b = np.abs(np.asarray(a, np.float32) - np.asarray(b)), np.asarray(b)
         assert np.sqrt(np.mean(error**2)) < 0.01 * np.sqrt(np.mean(b**2))
         assert np.max(error) < 0.02 * np.max(np.abs(b))
