@@ -16,6 +16,7 @@ from bessemer.models.feed_forward import can_join, feed_forward
 from bessemer.models.gpt import GPT
 from bessemer.models.layers import AXES
 from bessemer.models.product_kernel import Tiles
+from bessemer.topology import TopologySettings, make_topology
 
 ROWS, WIDTH, HIDDEN = (2, 256), 128, 512
 MATRICES = (AXES["up"], AXES["down"])
@@ -82,6 +83,22 @@ def test_it_is_left_alone_where_it_cannot_be() -> None:
     assert can_join(h, up, "pallas") == (jax.default_backend() == "gpu")
     assert product_kernel.suits(65536, 768, 3072) and product_kernel.suits(65536, 1280, 5120)
     assert not product_kernel.suits(65536, 768, 3000) and not product_kernel.suits(100, 768, 3072)
+
+
+def test_on_a_mesh_each_device_multiplies_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulation has one GPU: plain products stand for the kernels here, and see 4 × 64 rows and whole matrices."""
+    seen = []
+
+    def up(x: jax.Array, w: jax.Array) -> jax.Array:
+        seen.append((x.shape, w.shape))
+        return jnp.square(jnp.maximum(x @ w, 0))
+
+    monkeypatch.setattr(product_kernel, "up", up)
+    monkeypatch.setattr(product_kernel, "back", lambda g, v, y: (g @ v) * (2 * jnp.sqrt(y)))
+    topology = make_topology(TopologySettings(data=2, fsdp=2, tensor=1, context=2))
+    with topology.scope():
+        check((16, 128), WIDTH, HIDDEN)
+    assert set(seen) == {((4 * 64, WIDTH), (WIDTH, HIDDEN))}
 
 
 @pytest.mark.gpu
