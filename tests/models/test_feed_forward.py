@@ -67,9 +67,22 @@ def test_the_joined_feed_forward_and_its_gradients(monkeypatch: pytest.MonkeyPat
         check(ROWS, WIDTH, HIDDEN)
 
 
-@pytest.mark.parametrize("tiles", [SMALL, Tiles(m=64, n=256, stages=2, cluster=1)])
-def test_a_product_however_it_is_cut(tiles: Tiles) -> None:
-    x, w = normal(0, 384, 192).astype(jnp.bfloat16), normal(1, 192, 256, scale=0.1).astype(jnp.bfloat16)
+@pytest.mark.parametrize(
+    ("tiles", "rows", "width", "hidden"),
+    [
+        (SMALL, 384, 192, 256),
+        (Tiles(m=64, n=256, stages=2, cluster=1), 384, 192, 256),
+        (
+            SMALL,
+            128,
+            64,
+            128,
+        ),  # a multiprocessor has fewer blocks than its ring: it must not wait for the rest
+    ],
+)
+def test_a_product_however_it_is_cut(tiles: Tiles, rows: int, width: int, hidden: int) -> None:
+    x = normal(0, rows, width).astype(jnp.bfloat16)
+    w = normal(1, width, hidden, scale=0.1).astype(jnp.bfloat16)
     with interpreted():
         y = product_kernel.up(x, w, tiles)
     wide = jnp.square(jnp.maximum(x.astype(jnp.float32) @ w.astype(jnp.float32), 0))

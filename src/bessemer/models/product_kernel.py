@@ -78,9 +78,7 @@ def _product(x: Array, w: Array, y: Array | None, tiles: Tiles | None) -> Array:
         raise ValueError(f"a product of {m}×{k}×{n} does not divide into {t}")
     rows, columns = m // t.m // t.cluster, n // t.n
     groups = min(rows * columns, max(1, _processors() // t.cluster))
-    kernel = functools.partial(
-        _kernel, t=t, depth=k // t.k, groups=groups, tiles=rows * columns, columns=columns
-    )
+    deal = _Deal(t, k // t.k, groups, rows * columns, columns)
     scratch = {
         "x_ring": _shared((t.stages, t.m, t.k), x.dtype),
         "w_ring": _shared((t.stages, t.k, t.n), w.dtype),
@@ -90,7 +88,7 @@ def _product(x: Array, w: Array, y: Array | None, tiles: Tiles | None) -> Array:
         "y_there": plgpu.Barrier(num_arrivals=t.n // t.piece, num_barriers=WORKERS),
     }
     return plgpu.kernel(
-        kernel if y is not None else functools.partial(_without_y, kernel),
+        functools.partial(_kernel if y is not None else _kernel_without_y, deal=deal),
         out_type=jax.ShapeDtypeStruct((m, n), x.dtype),
         scratch_types=scratch,
         grid=(groups,),
@@ -125,8 +123,37 @@ def _shared(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def _without_y(kernel: Any, x: Any, w: Any, result: Any, **scratch: Any) -> None:
-    kernel(x, w, None, result, **scratch)
+@dataclass(frozen=True)
+class _Deal:
+    """Which tiles a multiprocessor has. They go round `groups`, whose members have them one below the other."""
+
+    t: Tiles
+    depth: int  # blocks of a tile
+    groups: int
+    tiles: int  # of one member each
+    columns: int
+
+    def own(self) -> Any:
+        """How many tiles we have."""
+        return lax.div(self.tiles - 1 - lax.axis_index("group"), jnp.int32(self.groups)) + 1
+
+    def corner(self, number: Any) -> tuple[Any, Any]:
+        """First row and column of our tile `number`; along the columns first: x is then read once."""
+        member = 0 if self.t.cluster == 1 else lax.axis_index("cluster")
+        index = lax.axis_index("group") + number * self.groups
+        row = lax.div(index, jnp.int32(self.columns)) * self.t.cluster + member
+        return row * self.t.m, lax.rem(index, jnp.int32(self.columns)) * self.t.n
+
+    def start(self, number: Any) -> Any:
+        """Where in the ring the first block of a tile lies."""
+        return lax.rem(number * self.depth, jnp.int32(self.t.stages))
+
+    def after(self, stage: Any) -> Any:
+        return jnp.where(stage == self.t.stages - 1, 0, stage + 1)
+
+
+def _kernel_without_y(x: Any, w: Any, result: Any, **given: Any) -> None:
+    _kernel(x, w, None, result, **given)
 
 
 def _kernel(
@@ -141,102 +168,112 @@ def _kernel(
     filled: Any,
     emptied: Any,
     y_there: Any,
-    t: Tiles,
-    depth: int,
-    groups: int,
-    tiles: int,
-    columns: int,
+    deal: _Deal,
 ) -> None:
-    """The tiles are dealt out to `groups` of multiprocessors; the members of a group have them one below the other."""
-    group, member = lax.axis_index("group"), 0 if t.cluster == 1 else lax.axis_index("cluster")
     me = lax.axis_index("warpgroup")
-    own = lax.div(tiles - 1 - group, jnp.int32(groups)) + 1
-
-    def start(number: Any) -> Any:
-        """Where in the ring the first block of a tile lies."""
-        return lax.rem(number * depth, jnp.int32(t.stages))
-
-    def after(stage: Any) -> Any:
-        return jnp.where(stage == t.stages - 1, 0, stage + 1)
-
-    def corner(number: Any) -> tuple[Any, Any]:
-        """First row and column of our tile `number`; along the columns first: x is then read once."""
-        index = group + number * groups
-        row = lax.div(index, jnp.int32(columns)) * t.cluster + member
-        return row * t.m, lax.rem(index, jnp.int32(columns)) * t.n
 
     @pl.when(me == COPIER)
-    def copy() -> None:
-        plgpu.set_max_registers(t.copier_registers, action="decrease")
-
-        def tile(number: Any, _: None) -> None:
-            top, left = corner(number)
-            reader = lax.rem(number, jnp.int32(WORKERS)) * t.stages
-
-            def block(step: Any, stage: Any) -> Any:
-                here, there = pl.ds(step * t.k, t.k), filled.at[reader + stage]
-                pl.when(number * depth + step >= t.stages)(lambda: plgpu.barrier_wait(emptied.at[stage]))
-                plgpu.copy_gmem_to_smem(x.at[pl.ds(top, t.m), here], x_ring.at[stage], there)
-                everyone = None if t.cluster == 1 else "cluster"
-                plgpu.copy_gmem_to_smem(
-                    w.at[here, pl.ds(left, t.n)], w_ring.at[stage], there, collective_axes=everyone
-                )
-                return after(stage)
-
-            lax.fori_loop(0, depth, block, start(number))
-
-        lax.fori_loop(0, own, tile, None)
-        for stage in range(t.stages):  # a block is not left while a neighbour may still write into it
-            plgpu.barrier_wait(emptied.at[stage])
+    def _() -> None:
+        _copy(deal, (x, w), (x_ring, w_ring), filled, emptied)
 
     @pl.when(me != COPIER)
-    def work() -> None:
+    def _() -> None:
+        t = deal.t
         plgpu.set_max_registers(t.worker_registers, action="increase")
-        mine = lax.div(own + (WORKERS - 1) - me, jnp.int32(WORKERS))
-
-        def multiply(number: Any, acc: Any) -> Any:
-            def begin(stage: Any) -> None:
-                plgpu.barrier_wait(filled.at[me * t.stages + stage])
-                plgpu.wgmma(acc, x_ring.at[stage], w_ring.at[stage])
-
-            def block(_: Any, before: Any) -> Any:
-                stage = after(before)
-                begin(stage)
-                plgpu.wgmma_wait(1)
-                plgpu.barrier_arrive(emptied.at[before])
-                return stage
-
-            stage = start(number)
-            begin(stage)
-            stage = lax.fori_loop(1, depth, block, stage)
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(emptied.at[stage])
-            return acc[...]
 
         def tile(turn: Any, _: None) -> None:
             number = turn * WORKERS + me
-            top, left = corner(number)
-            across = pl.ds(top, t.m)
-            pieces = [pl.ds(left + i * t.piece, t.piece) for i in range(t.n // t.piece)]
+            top, left = deal.corner(number)
+            places = [(pl.ds(top, t.m), pl.ds(left + i * t.piece, t.piece)) for i in range(t.n // t.piece)]
             if y is not None:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was written out last
-                for i, piece in enumerate(pieces):
-                    plgpu.copy_gmem_to_smem(y.at[across, piece], out.at[me, i], y_there.at[me])
-            product = pl.run_scoped(functools.partial(multiply, number), plgpu.ACC((t.m, t.n), jnp.float32))
-            if y is not None:
+                for i, place in enumerate(places):
+                    plgpu.copy_gmem_to_smem(y.at[place], out.at[me, i], y_there.at[me])
+            multiply = functools.partial(_multiply, deal, number, me, (x_ring, w_ring), filled, emptied)
+            product = pl.run_scoped(multiply, plgpu.ACC((t.m, t.n), jnp.float32))
+            if y is None:
+                _write_squares(product, out.at[me], result, places)
+            else:
                 plgpu.barrier_wait(y_there.at[me])
-            for i, piece in enumerate(pieces):
-                part, slot = product[:, i * t.piece : (i + 1) * t.piece], out.at[me, i]
-                if y is None:
-                    part = jnp.maximum(part, 0)
-                    part = part * part
-                    plgpu.wait_smem_to_gmem(len(pieces) - 1, wait_read_only=True)
-                else:
-                    was = slot[...].astype(jnp.float32)
-                    part = part * (2 * was * lax.rsqrt(jnp.maximum(was, TINY)))  # 0 stays 0
-                slot[...] = part.astype(out.dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(slot, result.at[across, piece])
+                _write_gradient(product, out.at[me], result, places)
 
-        lax.fori_loop(0, mine, tile, None)
+        lax.fori_loop(0, lax.div(deal.own() + (WORKERS - 1) - me, jnp.int32(WORKERS)), tile, None)
         plgpu.wait_smem_to_gmem(0)
+
+
+def _copy(deal: _Deal, factors: tuple[Any, Any], rings: tuple[Any, Any], filled: Any, emptied: Any) -> None:
+    """Blocks of both factors into the ring, as fast as they are multiplied."""
+    t, (x, w), (x_ring, w_ring) = deal.t, factors, rings
+    plgpu.set_max_registers(t.copier_registers, action="decrease")
+    own = deal.own()
+
+    def tile(number: Any, _: None) -> None:
+        top, left = deal.corner(number)
+        reader = lax.rem(number, jnp.int32(WORKERS)) * t.stages
+
+        def block(step: Any, stage: Any) -> Any:
+            here, there = pl.ds(step * t.k, t.k), filled.at[reader + stage]
+            pl.when(number * deal.depth + step >= t.stages)(lambda: plgpu.barrier_wait(emptied.at[stage]))
+            plgpu.copy_gmem_to_smem(x.at[pl.ds(top, t.m), here], x_ring.at[stage], there)
+            everyone = None if t.cluster == 1 else "cluster"
+            plgpu.copy_gmem_to_smem(
+                w.at[here, pl.ds(left, t.n)], w_ring.at[stage], there, collective_axes=everyone
+            )
+            return deal.after(stage)
+
+        lax.fori_loop(0, deal.depth, block, deal.start(number))
+
+    lax.fori_loop(0, own, tile, None)
+    for stage in range(t.stages):  # a block is not left while a neighbour may still write into it
+        pl.when(own * deal.depth > stage)(functools.partial(plgpu.barrier_wait, emptied.at[stage]))
+
+
+def _multiply(
+    deal: _Deal, number: Any, me: Any, rings: tuple[Any, Any], filled: Any, emptied: Any, acc: Any
+) -> Any:
+    """The product of tile `number`: a block is multiplied while the one before it is given back."""
+    x_ring, w_ring = rings
+
+    def begin(stage: Any) -> None:
+        plgpu.barrier_wait(filled.at[me * deal.t.stages + stage])
+        plgpu.wgmma(acc, x_ring.at[stage], w_ring.at[stage])
+
+    def block(_: Any, before: Any) -> Any:
+        stage = deal.after(before)
+        begin(stage)
+        plgpu.wgmma_wait(1)
+        plgpu.barrier_arrive(emptied.at[before])
+        return stage
+
+    stage = deal.start(number)
+    begin(stage)
+    stage = lax.fori_loop(1, deal.depth, block, stage)
+    plgpu.wgmma_wait(0)
+    plgpu.barrier_arrive(emptied.at[stage])
+    return acc[...]
+
+
+def _write_squares(product: Any, slots: Any, result: Any, places: list[Any]) -> None:
+    """relu(product)², a piece on its way while the next is made."""
+    for i, (place, part) in enumerate(zip(places, _pieces(product, len(places)), strict=True)):
+        part = jnp.maximum(part, 0)
+        plgpu.wait_smem_to_gmem(len(places) - 1, wait_read_only=True)
+        _send(part * part, slots.at[i], result.at[place])
+
+
+def _write_gradient(product: Any, slots: Any, result: Any, places: list[Any]) -> None:
+    """product · 2√y, where y lies in the slots."""
+    for i, (place, part) in enumerate(zip(places, _pieces(product, len(places)), strict=True)):
+        y = slots.at[i][...].astype(jnp.float32)
+        _send(part * (2 * y * lax.rsqrt(jnp.maximum(y, TINY))), slots.at[i], result.at[place])  # 0 stays 0
+
+
+def _pieces(product: Any, count: int) -> list[Any]:
+    size = product.shape[1] // count
+    return [product[:, i * size : (i + 1) * size] for i in range(count)]
+
+
+def _send(part: Any, slot: Any, target: Any) -> None:
+    slot[...] = part.astype(slot.dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(slot, target)
