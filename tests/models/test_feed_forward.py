@@ -117,7 +117,7 @@ def test_on_a_mesh_each_device_multiplies_its_own_rows(monkeypatch: pytest.Monke
 @pytest.mark.gpu
 @pytest.mark.parametrize(("batch", "width"), [(8, 768), (8, 1280), (4, 256)])
 def test_on_a_gpu(batch: int, width: int) -> None:
-    """Tolerances as above; rows of 1,024 tokens. In the last case most multiprocessors have less than a ring of blocks."""
+    """Tolerances as above; rows of 1,024 tokens. In the last case a multiprocessor has less than a ring of blocks."""
     assert can_join(jnp.zeros((batch, 1024, width)), jnp.zeros((width, 4 * width)), "pallas")
     assert "relu²" in GPT(depth=1, width=width, vocab_size=64).chosen_kernels()["kernels"][1]
     check((batch, 1024), width, 4 * width)
