@@ -7,6 +7,8 @@ gradient over the logits. The tile travels through memory twice instead of six t
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -28,13 +30,12 @@ def softmax_gradient(
     nll = logsumexp(z) − z_t and the gradient is w·(softmax(z) − onehot)·(1 − (z/c)²).
     """
     count, columns = logits.shape
-    kernel = functools.partial(
-        _kernel, columns=columns, vocab_size=vocab_size, softcap=softcap, size=min(COLUMNS, _power(columns))
-    )
+    size = min(COLUMNS, _power(columns))
+    pieces = functools.partial(_Row, columns=columns, vocab_size=vocab_size, softcap=softcap, size=size)
     row = pl.BlockSpec((1,), lambda i: (i,))
     tile = pl.BlockSpec((1, columns), lambda i: (i, 0))
     gradient, nll = pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, row=pieces),
         grid=(count,),
         in_specs=[tile, row, row],
         out_specs=[tile, row],
@@ -54,66 +55,66 @@ def _power(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _kernel(
-    l_ref: Any,
-    t_ref: Any,
-    w_ref: Any,
-    g_ref: Any,
-    nll_ref: Any,
-    *,
-    columns: int,
-    vocab_size: int,
-    softcap: float,
-    size: int,
-) -> None:
-    # The hardware's tanh is right to 2⁻¹¹, a quarter of the rounding of the bf16 logits it is given, and leaves the
-    # kernel bound by memory: exact tanh took 28 ms of a 448 ms step at depth 12.
-    tanh = plgpu.approx_tanh if jax.default_backend() == "gpu" and l_ref.dtype == jnp.bfloat16 else jnp.tanh
-    target, weight = t_ref[0], w_ref[0]
-    steps = -(-columns // size)
+@dataclass(frozen=True)
+class _Row:
+    """A row of logits, read in pieces of `size` columns."""
 
-    def read(start: Any, count: int, mask: Array | None) -> tuple[Array, Array]:
+    ref: Any
+    columns: int
+    vocab_size: int
+    softcap: float
+    size: int
+
+    def read(self, start: Any, count: int, mask: Array | None) -> tuple[Array, Array]:
         """(z, z/c) of `count` columns. A product with 1/c: a quotient would take as long as an exponential."""
-        part = l_ref.at[pl.ds(0, 1), pl.ds(start, count)]
+        part = self.ref.at[pl.ds(0, 1), pl.ds(start, count)]
         z = plgpu.load(part, mask=mask, other=None if mask is None else 0.0).astype(jnp.float32)
-        if not softcap:
+        if not self.softcap:
             return z, z
-        share = tanh(z * (1 / softcap))
-        return softcap * share, share
+        # The hardware's tanh is right to 2⁻¹¹, a quarter of the rounding of the bf16 logits it is given, and leaves
+        # the kernel bound by memory: exact tanh took 28 ms of a 448 ms step at depth 12.
+        near = jax.default_backend() == "gpu" and self.ref.dtype == jnp.bfloat16
+        share = (plgpu.approx_tanh if near else jnp.tanh)(z * (1 / self.softcap))
+        return self.softcap * share, share
 
-    def piece(index: Any) -> tuple[Array, Array, Array, Array | None]:
+    def piece(self, index: Any) -> tuple[Array, Array, Array, Array | None]:
         """z of one piece, −∞ at padding, z/c, its columns and which of them are there (None: all)."""
-        column = index * size + jnp.arange(size)[None]
-        mask = column < columns if columns % size else None
-        z, share = read(index * size, size, mask)
-        return (
-            (z if vocab_size == columns else jnp.where(column < vocab_size, z, -jnp.inf)),
-            share,
-            column,
-            mask,
-        )
+        column = index * self.size + jnp.arange(self.size)[None]
+        mask = column < self.columns if self.columns % self.size else None
+        z, share = self.read(index * self.size, self.size, mask)
+        if self.vocab_size < self.columns:
+            z = jnp.where(column < self.vocab_size, z, -jnp.inf)
+        return z, share, column, mask
+
+
+def _kernel(
+    l_ref: Any, t_ref: Any, w_ref: Any, g_ref: Any, nll_ref: Any, *, row: Callable[[Any], _Row]
+) -> None:
+    it = row(l_ref)
+    target, weight = t_ref[0], w_ref[0]
+    steps = -(-it.columns // it.size)
+    # read before the sweep: after it, a warp that is ahead may already write its gradient there
+    aim = it.read(jnp.minimum(target, it.columns - 1), 1, None)[0][0]
 
     def sweep(index: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         top, total = carry
-        z = piece(index)[0]
-        if softcap:  # |z| ≤ c needs no maximum
+        z = it.piece(index)[0]
+        if it.softcap:  # |z| ≤ c needs no maximum
             return top, total + jnp.exp(z - top)
         higher = jnp.maximum(top, jnp.max(z))
         return higher, total * jnp.exp(top - higher) + jnp.exp(z - higher)
 
-    # read before the sweep: after it, a warp that is ahead may already write its gradient there
-    aim = read(jnp.minimum(target, columns - 1), 1, None)[0][0]
-    start = jnp.float32(softcap) if softcap else jnp.float32(jnp.finfo(jnp.float32).min)
-    top, total = jax.lax.fori_loop(0, steps, sweep, (start, jnp.zeros((1, size), jnp.float32)))
+    start = jnp.float32(it.softcap or jnp.finfo(jnp.float32).min)
+    top, total = jax.lax.fori_loop(0, steps, sweep, (start, jnp.zeros((1, it.size), jnp.float32)))
     lse = jnp.log(jnp.sum(total)) + top
     nll_ref[...] = lse - aim
 
     def write(index: Any, _: None) -> None:
-        z, share, column, mask = piece(index)
+        z, share, column, mask = it.piece(index)
         gradient = jnp.exp(z - lse) - jnp.where(column == target, 1.0, 0.0)
-        if softcap:
+        if it.softcap:
             gradient *= 1 - jnp.square(share)
         gradient = (weight * gradient).astype(g_ref.dtype)
-        plgpu.store(g_ref.at[pl.ds(0, 1), pl.ds(index * size, size)], gradient, mask=mask)
+        plgpu.store(g_ref.at[pl.ds(0, 1), pl.ds(index * it.size, it.size)], gradient, mask=mask)
 
     jax.lax.fori_loop(0, steps, write, None)
