@@ -27,10 +27,11 @@ from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.models.llama_settings import LlamaSettings
 from bessemer.report import write_report
 from bessemer.training import frozen, stages
-from bessemer.training.facts import compressor_baselines, write_facts
+from bessemer.training.facts import compressor_baselines, derivation, optimizer_groups, write_facts
 from bessemer.training.fetch import fetch
 from bessemer.training.finale import final_lines, shown
 from bessemer.training.horizon import repeats
+from bessemer.training.model_parts import flops_formula
 from bessemer.training.progress import compact
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class Output:
 def write_setup(trainer: BaseTrainer) -> None:
     """config.yaml with every key, and derived.json with each derived or chosen number and its reason."""
     atomic_write(trainer.run_directory.config, trainer.config.to_yaml(), sync=True)
-    atomic_write(trainer.run_directory.derived, json.dumps(trainer.derived, indent=1))
+    atomic_write(trainer.run_directory.derived, json.dumps(derivation(trainer), indent=1))
     if len(trainer.stages) > 1:
         atomic_write(trainer.run_directory.stages, json.dumps(stages.described(trainer), indent=1))
     try:
@@ -136,6 +137,11 @@ def header(trainer: BaseTrainer) -> None:
         f"batch      {data.batch_size} × {trainer.settings.block_size} tokens in {trainer.functions.accumulate_steps}"
         f" part(s); {data.steps:,} steps, {compact(data.steps * trainer.tokens_per_step)} tokens, {epochs:.2f} epochs"
     )
+    trainer.say(f"rates      {'; '.join(rates(trainer))}")
+    trainer.say(
+        f"FLOPs      {compact(trainer.model_parts.flops_per_token)} a token = {flops_formula(trainer)}; "
+        f"{compact(trainer.model_parts.flops_per_token_causal)} with causal attention counted once"
+    )
     axes = " × ".join(f"{axis} {size}" for axis, size in topology.mesh.shape.items() if size > 1)
     trainer.say(f"devices    {topology.device_count} {topology.platform}{f' ({axes})' if axes else ''}")
     for note in (*topology.notes, *trainer.config.notes, *repeats(trainer.config, epochs)):
@@ -143,6 +149,16 @@ def header(trainer: BaseTrainer) -> None:
     for name, entry in trainer.derived.items():
         if not entry["reason"].endswith("given"):
             trainer.say(f"{name:<30} {entry['value']!s:<12} {entry['reason']}")
+
+
+def rates(trainer: BaseTrainer) -> list[str]:
+    """Peak rate and decay of each group: which parameters decay is decided by rule, so it is said."""
+    words = []
+    for row in optimizer_groups(trainer):
+        rate = "rate of its own" if row["lr"] is None else f"{row['lr']:.4g}"
+        decay = f", decay {row['weight_decay']:.4g}" if row["weight_decay"] else ""
+        words.append(f"{row['group']} {rate}{decay} ({row['tensors']} tensors)")
+    return words
 
 
 def supervision(trainer: BaseTrainer, stats: dict[str, Any]) -> list[str]:
@@ -234,6 +250,9 @@ def save_information(trainer: BaseTrainer, path: Any) -> None:
     lines += ["", "| derived | value | why |", "|---|---|---|"]
     lines += [f"| {name} | {entry['value']} | {entry['reason']} |" for name, entry in trainer.derived.items()]
     lines += ["", "| group | tensors | parameters | rate | decay |", "|---|---|---|---|---|"]
-    for row in trainer.functions.optimizer.describe(trainer.functions.abstract_state.params):
-        lines.append(f"| {row.group} | {row.tensors} | {row.parameters:,} | {row.lr:g} | {row.decay:g} |")
+    for row in optimizer_groups(trainer):
+        rate = "-" if row["lr"] is None else f"{row['lr']:g}"
+        lines.append(
+            f"| {row['group']} | {row['tensors']} | {row['parameters']:,} | {rate} | {row['weight_decay']:g} |"
+        )
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
