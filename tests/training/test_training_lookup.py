@@ -82,7 +82,10 @@ def test_rows_are_shown_and_saved(whole: BaseTrainer) -> None:
     formula = json.loads(run.facts.read_text())["flops_formula"]
     assert formula.endswith("rows · 1 lookup layer(s)") and f" a token = {formula}; " in log
     assert f" = {formula} |" in (run.path / "report.md").read_text()
-    assert re.search(r"rates      matrix 0\.0\d*, decay [\d.]+ \(\d+ tensors\); head .*value_embedding", log)
+    assert re.search(
+        r"rates      matrix 0\.0\d*, decay [\d.]+ \(\d+ tensors\); head \S+ \(1 tensor\); .*value_embedding",
+        log,
+    )
     for place in (*run.checkpoints.glob("step_*"), run.model):
         assert Allocation.read(place) == allocation
     saved = whole.config

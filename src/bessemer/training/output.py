@@ -157,7 +157,8 @@ def rates(trainer: BaseTrainer) -> list[str]:
     for row in optimizer_groups(trainer):
         rate = "rate of its own" if row["lr"] is None else f"{row['lr']:.4g}"
         decay = f", decay {row['weight_decay']:.4g}" if row["weight_decay"] else ""
-        words.append(f"{row['group']} {rate}{decay} ({row['tensors']} tensors)")
+        many = f"{row['tensors']} tensor{'s' if row['tensors'] > 1 else ''}"
+        words.append(f"{row['group']} {rate}{decay} ({many})")
     return words
 
 
