@@ -142,7 +142,9 @@ def test_a_resumed_run_keeps_the_table_of_its_first_start(tiny: dict[str, object
     saved = json.loads(first.run_directory.derived.read_text())
     again = launch.reopen(tmp_path / "a")
     assert "reference tokens" in saved and "reference tokens" not in again.derived
-    assert again.steps == first.steps and again.config.values == first.config.values  # nothing is scaled twice
+    assert (
+        again.steps == first.steps and again.config.values == first.config.values
+    )  # nothing is scaled twice
     write_setup(again)
     assert json.loads(first.run_directory.derived.read_text()) == saved
     again.config.set("optimization/weight_decay", 0.5, "a test")

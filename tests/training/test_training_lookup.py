@@ -79,6 +79,7 @@ def test_rows_are_shown_and_saved(whole: BaseTrainer) -> None:
     assert derived["lookup k_max"]["value"] == 12 and derived["lookup path"]["value"] == "gather"
     log = run.log.read_text()
     assert all(name in log for name in derived if name.startswith("lookup"))
+    assert "devices    1 cpu; attention: xla, kernels: xla" in log
     formula = json.loads(run.facts.read_text())["flops_formula"]
     assert formula.endswith("rows · 1 lookup layer(s)") and f" a token = {formula}; " in log
     assert f" = {formula} |" in (run.path / "report.md").read_text()
