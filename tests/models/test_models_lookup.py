@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import re
 
 import flax.linen as nn
 import jax
@@ -14,7 +16,7 @@ from bessemer.errors import InputError, StorageError
 from bessemer.models.gpt import GPT
 from bessemer.models.lookup import Allocation, LookupOptions, lookup_layer
 from bessemer.models.segment_attention import Tiles, choose_path, gathered, tiled
-from bessemer.models.shape import LookupShape
+from bessemer.models.shape import LookupShape, explain_flops
 from bessemer.models.stack import run_layers
 from bessemer.optim.muon_settings import MuonSettings
 
@@ -308,6 +310,14 @@ def test_flops_use_the_measured_mean():
     assert model.allocation.mean_k == 7.0 and model.shape.lookup.rows == 58
     dense = WIDTH * 4 * WIDTH + 5 * WIDTH * WIDTH
     assert model.flops_per_token() - plain.flops_per_token() == 6 * dense + 12 * WIDTH * 7
+    for one in (
+        model,
+        plain,
+        model.clone(lookup_after_layers=(0, 1)),
+    ):  # the formula that is printed, worked out
+        terms = explain_flops(one.shape, 16).replace(",", "").split(" + ")
+        factors = [re.findall(r"(?<!\S)[0-9.]+", term) for term in terms]
+        assert sum(math.prod(map(float, numbers)) for numbers in factors) == one.flops_per_token()
 
 
 def test_rows_are_derived_from_the_parameters():

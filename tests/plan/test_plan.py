@@ -21,6 +21,7 @@ from bessemer.plan.trainer import VOCABULARY, planned_trainer
 from bessemer.registry import schedules
 from bessemer.training import launch
 from bessemer.training.microbatch import StepMemory
+from bessemer.training.output import write_setup
 
 PNG = b"\x89PNG\r\n"
 
@@ -94,6 +95,63 @@ def test_the_same_numbers_as_training(tiny: dict[str, object], tmp_path: Path) -
     assert trained.steps == before.steps == after.steps
     assert after.epochs == pytest.approx(trained.data.plan.epoch(trained.steps))
     assert trained.config["optimization/weight_decay"] == after.config["optimization/weight_decay"]
+
+
+def dialled(*words: str) -> Any:
+    small = ("model.depth=2", "model.vocab_size=512", "training.per_device_batch_size=1")
+    return planned_trainer("pretrain", [*small, *words], compiles=False)
+
+
+def test_the_dial_moves_what_the_optimizer_has() -> None:
+    """Ratio and decay are the preset's; an optimizer with one rate has that rate scaled; what is given stays."""
+    classic, july = dialled(), dialled("optimization.preset=july2026")
+    for trainer, ratio, decay in ((classic, 10.5, 0.2), (july, 12.0, 0.28)):
+        assert trainer.config["training/ratio"] == ratio
+        assert trainer.derived["reference tokens"]["reason"].startswith(f"{ratio:g} · ")
+        assert trainer.derived["training.steps"]["reason"].startswith(f"training.ratio: {ratio:g} · ")
+        assert trainer.derived["optimization.weight_decay"]["reason"].startswith(f"{decay:g} · ")
+        rows = {row.group: row for row in groups_of(trainer)}
+        assert rows["matrix"].decay == trainer.derived["optimization.weight_decay"]["value"]
+        assert rows["matrix"].lr == 0.02 * trainer.derived["optimization.lr_multiplier"]["value"]
+    multiplier = classic.config["optimization/lr_multiplier"]
+    assert multiplier == (2**18 / 2**19) ** 0.5
+    adamw = dialled("optimization.name=adamw")
+    assert adamw.derived["optimization.lr"]["value"] == groups_of(adamw)[0].lr == 3e-4 * multiplier
+    assert "optimization.lr_multiplier" not in adamw.derived
+    given = dialled("optimization.lr_multiplier=0.5")
+    assert given.config["optimization/lr_multiplier"] == 0.5
+    assert given.derived["optimization.lr_multiplier"]["reason"].startswith("given, in place of 0.7071 = √")
+    assert given.config["optimization/weight_decay"] == classic.config["optimization/weight_decay"]
+    batch = dialled("training.batch_size=8")
+    assert batch.config["optimization/lr_multiplier"] == 1 and batch.config["training/ratio"] == 10.5
+    assert "the batch is given" in batch.derived["optimization.lr_multiplier"]["reason"]
+
+
+def groups_of(trainer: Any) -> Any:
+    return trainer.functions.optimizer.describe(trainer.functions.abstract_state.params)
+
+
+def test_a_resumed_run_keeps_the_table_of_its_first_start(tiny: dict[str, object], tmp_path: Path) -> None:
+    """The dial's numbers are settings by then; why they are what they are stays in derived.json."""
+    settings = {**tiny, "training.batch_tokens": -1, "training.tokens": 2_000_000}
+    for key in ("training.batch_size", "training.steps"):
+        del settings[key]
+    first = launch.build_trainer({"objective": "pretrain"}, settings, name="a", root=tmp_path)
+    first.run_directory.create()
+    write_setup(first)
+    saved = json.loads(first.run_directory.derived.read_text())
+    again = launch.reopen(tmp_path / "a")
+    assert "reference tokens" in saved and "reference tokens" not in again.derived
+    assert (
+        again.steps == first.steps and again.config.values == first.config.values
+    )  # nothing is scaled twice
+    write_setup(again)
+    assert json.loads(first.run_directory.derived.read_text()) == saved
+    again.config.set("optimization/weight_decay", 0.5, "a test")
+    again.note_derived("training.steps", 7, "training.steps, given")
+    write_setup(again)
+    changed = json.loads(first.run_directory.derived.read_text())
+    assert "optimization.weight_decay" not in changed and changed["training.steps"]["value"] == 7
 
 
 @pytest.mark.slow

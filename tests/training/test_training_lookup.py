@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,14 @@ def test_rows_are_shown_and_saved(whole: BaseTrainer) -> None:
     assert derived["lookup k_max"]["value"] == 12 and derived["lookup path"]["value"] == "gather"
     log = run.log.read_text()
     assert all(name in log for name in derived if name.startswith("lookup"))
+    assert "devices    1 cpu; attention: xla, kernels: xla" in log
+    formula = json.loads(run.facts.read_text())["flops_formula"]
+    assert formula.endswith("rows · 1 lookup layer(s)") and f" a token = {formula}; " in log
+    assert f" = {formula} |" in (run.path / "report.md").read_text()
+    assert re.search(
+        r"rates      matrix 0\.0\d*, decay [\d.]+ \(\d+ tensors\); head \S+ \(1 tensor\); .*value_embedding",
+        log,
+    )
     for place in (*run.checkpoints.glob("step_*"), run.model):
         assert Allocation.read(place) == allocation
     saved = whole.config

@@ -15,7 +15,7 @@ from bessemer.generate import load_model
 from bessemer.serve.conversation import Exchange, Foreign, template_of
 from bessemer.topology import make_topology
 from bessemer.training import launch
-from bessemer.training.output import supervision
+from bessemer.training.header import supervision
 
 
 @pytest.fixture(autouse=True)

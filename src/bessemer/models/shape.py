@@ -127,25 +127,32 @@ class Shape:
         total = sum(counts.values())
         return {**counts, "total": total, "scaling": counts["matrix"] + counts["head"]}
 
+    def matmul_parameters(self) -> int:
+        """Those that are multiplied: all but tables and scalars."""
+        counts = self.count_parameters()
+        return counts["matrix"] + counts["head"] + counts["gate"] + self.smear_channels * self.smear
+
     def flops_per_token(self, block_size: int, causal: bool = False) -> float:
         """Training FLOPs per token: 6 × (parameters in matmuls) + Σ_layers 12 · width · min(window, T).
 
         A lookup layer is an attention over the mean k rows of a token. `width` is that of the queries. With
         `causal` a layer counts the keys its queries really attend to, on average over the row: the causal half.
         """
-        counts = self.count_parameters()
-        matmul = counts["matrix"] + counts["head"] + counts["gate"] + self.smear_channels * self.smear
         keys = sum(attended_keys(window, block_size, causal) for window in self.windows)
         looked_up = len(self.lookup.layers) * self.lookup.mean_k if self.lookup else 0
-        return 6 * matmul + 12 * self.query_width * keys + 12 * self.width * looked_up
+        return 6 * self.matmul_parameters() + 12 * self.query_width * keys + 12 * self.width * looked_up
 
 
 def explain_flops(shape: Shape, block_size: int) -> str:
     """`flops_per_token` with its numbers, in one line."""
     keys = sum(attended_keys(window, block_size, causal=False) for window in shape.windows)
-    attention = 12 * shape.query_width * keys
-    matmul = round((shape.flops_per_token(block_size) - attention) / 6)
-    return f"6 · {matmul:,} parameters in matmuls + 12 · {shape.query_width:,} · {keys:,} keys of all layers"
+    matmul, width = shape.matmul_parameters(), shape.query_width
+    words = f"6 · {matmul:,} parameters in matmuls + 12 · {width:,} · {keys:,} keys of all layers"
+    if (lookup := shape.lookup) is None:
+        return words
+    return (
+        f"{words} + 12 · {shape.width:,} · {lookup.mean_k:,.4g} rows · {len(lookup.layers)} lookup layer(s)"
+    )
 
 
 def attended_keys(window: int | None, block_size: int, causal: bool) -> float:

@@ -10,12 +10,14 @@ from typing import Any
 
 import jax
 
-from bessemer.models.shape import Shape, explain_flops
+from bessemer.models.shape import Shape
 from bessemer.plan.curves import sample_curves
 from bessemer.plan.measure import measure_rate, predict
 from bessemer.plan.trainer import planned_trainer
 from bessemer.training import microbatch
+from bessemer.training.facts import optimizer_groups
 from bessemer.training.launch import Overrides
+from bessemer.training.model_parts import flops_formula
 from bessemer.training.trainer import BaseTrainer
 
 Say = Callable[[str], None]
@@ -80,34 +82,21 @@ def plan_horizon(trainer: BaseTrainer) -> dict[str, Any]:
 
 
 def plan_flops(trainer: BaseTrainer) -> dict[str, Any]:
-    shape, block = getattr(trainer.model, "shape", None), trainer.settings.block_size
-    formula = explain_flops(shape, block) if isinstance(shape, Shape) else "the model's own flops_per_token"
-    if idle := trainer.model_parts.idle:
-        formula += f", less 2 · {idle:,} frozen parameters without a gradient"
     return {
         "per_token": trainer.model_parts.flops_per_token,
         "per_token_causal": trainer.model_parts.flops_per_token_causal,
         "total": trainer.calculate_number_total_flops(),
-        "formula": formula,
+        "formula": flops_formula(trainer),
     }
 
 
 def plan_optimizer(trainer: BaseTrainer) -> dict[str, Any]:
     """Peak rates and decay by group. Decay is that of step 0; the curves say how it goes on."""
-    rows = trainer.functions.optimizer.describe(trainer.functions.abstract_state.params)
     name = trainer.settings.optimizer or trainer.optimizer()
-    groups = [
-        {
-            "group": row.group,
-            "tensors": row.tensors,
-            "parameters": row.parameters,
-            "lr": None if row.lr != row.lr else row.lr,  # nan: inside an optax transformation
-            "weight_decay": row.decay,
-            "betas": list(row.betas),
-        }
-        for row in rows
-    ]
-    return {"name": name if isinstance(name, str) else type(name).__name__, "groups": groups}
+    return {
+        "name": name if isinstance(name, str) else type(name).__name__,
+        "groups": optimizer_groups(trainer),
+    }
 
 
 def machine_memory() -> int | None:

@@ -116,7 +116,7 @@ def _numbers(summary: Summary) -> list[str]:
         ("parameters", count(parameters)),
         *_trained(facts, parameters),
         ("tokens : parameters", ratio),
-        ("FLOPs per token", short(facts.get("flops_per_token"))),
+        ("FLOPs per token", short(facts.get("flops_per_token")) + _formula(facts)),
         ("FLOPs per token, causal attention only", short(facts.get("flops_per_token_causal"))),
         ("FLOPs in all", short(summary.last("total_training_flops") or facts.get("total_flops"))),
         ("tokens per second (median)", short(summary.typical("time/tok_per_s"))),
@@ -132,6 +132,11 @@ def _numbers(summary: Summary) -> list[str]:
         ("peak memory of a device", gib(summary.largest("mem/peak_gib"))),
     ]
     return ["## Numbers", "", *markdown_table(("", ""), rows)]
+
+
+def _formula(facts: Mapping[str, Any]) -> str:
+    """What FLOPs, and with them MFU, are made of; reports of older runs have none."""
+    return f" = {facts['flops_formula']}" if facts.get("flops_formula") else ""
 
 
 def _starts(summary: Summary) -> str:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bessemer.config.values import plain
 from bessemer.job import atomic_write
 from bessemer.report import baselines
 from bessemer.training.finale import teaches_chat
-from bessemer.training.model_parts import mfu_peak
+from bessemer.training.model_parts import flops_formula, mfu_peak
 from bessemer.training.restore import versions
 
 if TYPE_CHECKING:
@@ -30,8 +31,10 @@ def run_facts(trainer: BaseTrainer) -> dict[str, Any]:
         "trained_parameters": parts.split.count(parts.boxed)[0],
         "flops_per_token": parts.flops_per_token,
         "flops_per_token_causal": parts.flops_per_token_causal,
+        "flops_formula": flops_formula(trainer),
         "mfu_peak": mfu_peak(trainer, parts.model),
         "total_flops": trainer.calculate_number_total_flops(),
+        "optimizer": optimizer_groups(trainer),
         "steps": trainer.steps,
         "tokens": trainer.steps * trainer.tokens_per_step,
         "accumulate_steps": trainer.functions.accumulate_steps,
@@ -40,6 +43,42 @@ def run_facts(trainer: BaseTrainer) -> dict[str, Any]:
         "versions": versions(),
         "start_up": trainer.startup.facts(),
     }
+
+
+def optimizer_groups(trainer: BaseTrainer) -> list[dict[str, Any]]:
+    """Peak rate, decay at step 0 and betas of each group of parameters, as it is trained."""
+    rows = trainer.functions.optimizer.describe(trainer.functions.abstract_state.params)
+    return [
+        {
+            "group": row.group,
+            "tensors": row.tensors,
+            "parameters": row.parameters,
+            "lr": None if row.lr != row.lr else row.lr,  # nan: inside an optax transformation
+            "weight_decay": row.decay,
+            "betas": list(row.betas),
+        }
+        for row in rows
+    ]
+
+
+def derivation(trainer: BaseTrainer) -> dict[str, Any]:
+    """Derived numbers with their reasons. A resumed run finds most of them in its configuration and derives them no
+    more: the rows of its first start stay, as long as they are the same numbers."""
+    try:
+        saved = json.loads(trainer.run_directory.derived.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a first start, or a file that is damaged
+        saved = {}
+    rows = saved.items() if isinstance(saved, dict) else ()
+    return trainer.derived | {name: row for name, row in rows if still_holds(trainer, name, row)}
+
+
+def still_holds(trainer: BaseTrainer, name: str, row: Any) -> bool:
+    """Whether this start says no more about the number than that it is given, and it is the same."""
+    if not isinstance(row, dict) or "value" not in row:
+        return False
+    if (now := trainer.derived.get(name)) is not None:
+        return bool(now["reason"].endswith("given") and now["value"] == row["value"])
+    return bool(name not in trainer.config or plain(trainer.config[name]) == row["value"])
 
 
 def write_facts(trainer: BaseTrainer, **more: Any) -> None:

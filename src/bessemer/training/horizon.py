@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bessemer.config import Config, dotted
 from bessemer.errors import InputError
-from bessemer.scaling import Derived, Dial, Reference, Sizes, Target, dial, horizon
+from bessemer.optim.presets import preset
+from bessemer.scaling import RATIO, REFERENCE_BATCH, Derived, Dial, Reference, Sizes, Target, dial, horizon
 from bessemer.training.microbatch import accumulation
 
 if TYPE_CHECKING:
@@ -23,6 +26,7 @@ MANY = (
     8  # epochs of one text; up to about four, repeating it is nearly as good as new text (arXiv:2305.16264)
 )
 ASKED = ("command line", "python")
+MULTIPLIER, DECAY, RATE = "optimization/lr_multiplier", "optimization/weight_decay", "optimization/lr"
 
 
 def asked(config: Config, keys: Any) -> list[str]:
@@ -37,7 +41,22 @@ def target_of(config: Config) -> Target:
         names = " and ".join(dotted(key) for key in given)
         raise InputError(f"{names} are both given, but a run has one horizon; leave out all but one.")
     chosen = given or [key for key in HORIZONS if config[key] is not None]
-    return Target(**{HORIZONS[key]: config[key] for key in chosen})
+    values = {HORIZONS[key]: config[key] for key in chosen}
+    return Target(**(values | {"ratio": ratio_of(config)} if "ratio" in values else values))
+
+
+def ratio_of(config: Config) -> float:
+    """Tokens per scaling parameter: training.ratio, or where it is -1 or open the optimizer preset's."""
+    if config["training/ratio"] not in (None, -1):
+        return float(config["training/ratio"])
+    name = config.get("optimization/preset")
+    return RATIO if name is None else preset(name).ratio
+
+
+def decay_of(config: Config) -> float:
+    """The weight decay that the dial scales: the setting, or the preset's; 0 where the optimizer has none."""
+    decay, name = config.get(DECAY), config.get("optimization/preset")
+    return float(preset(name).weight_decay if decay is None and name is not None else decay or 0.0)
 
 
 def repeats(config: Config, epochs: float) -> list[str]:
@@ -78,7 +97,9 @@ def check_sizes(trainer: BaseTrainer) -> None:
 def plan_horizon(trainer: BaseTrainer, epoch_rows: int) -> tuple[int, int]:
     """(batch size in sequences, steps), each noted with its reason."""
     config, block = trainer.config, trainer.settings.block_size
-    target = target_of(config)
+    target, dialled = target_of(config), config["training/ratio"] == -1
+    if dialled:
+        config.set("training/ratio", ratio_of(config), "the optimizer preset's")
     counts = trainer.model_parts.counts
     sizes = Sizes(counts.get("scaling"), trainer.model_parts.flops_per_token, epoch_rows * block)
     in_tokens = check_batch_settings(config)
@@ -95,6 +116,10 @@ def plan_horizon(trainer: BaseTrainer, epoch_rows: int) -> tuple[int, int]:
         )
     steps = horizon(target, tokens, sizes)
     note(trainer, steps)
+    if dialled and MULTIPLIER in config and not asked(config, [MULTIPLIER]):
+        dial_says = math.sqrt(tokens / REFERENCE_BATCH)
+        why = f"the batch is given: rates and decay are not scaled (√(B/B_ref) would be {dial_says:.3g})"
+        note(trainer, Derived(MULTIPLIER, config[MULTIPLIER], why))
     return tokens // block, steps.value
 
 
@@ -113,23 +138,40 @@ def turn_dial(trainer: BaseTrainer, target: Target, sizes: Sizes) -> Dial:
         return member.count_parameters()["scaling"]
 
     config = trainer.config
-    ratio = {} if target.ratio is None else {"ratio": target.ratio}
-    decay = config.get("optimization/weight_decay")
-    base = {} if decay is None else {"weight_decay": decay}
     derived = dial(
         target,
         depth=model.depth,
         sizes=sizes,
-        reference=Reference(count(12), count(8), **ratio),
+        reference=Reference(count(12), count(8), ratio_of(config)),
         block_size=trainer.settings.block_size,
-        **base,
+        weight_decay=decay_of(config),
     )
-    if "optimization/lr_multiplier" in config and not asked(config, ["optimization/lr_multiplier"]):
-        config.set("optimization/lr_multiplier", derived.lr_multiplier, "the depth dial")
-        config.set("optimization/weight_decay", derived.weight_decay, "the depth dial")
+    derived = replace(derived, rows=settle_rates(config, derived))
     config.set("training/batch_tokens", derived.batch_tokens, "the depth dial")
     config.set("training/steps", derived.steps, "the depth dial")
     return derived
+
+
+def settle_rates(config: Config, derived: Dial) -> list[Derived]:
+    """The dial's rates and decay go into the configuration; its rows, as they then hold.
+
+    An optimizer with one rate has no multiplier: the rate itself is scaled. One brought by the caller has neither.
+    """
+    *rows, multiplier, decay = derived.rows
+    scaled = []
+    if MULTIPLIER in config and asked(config, [MULTIPLIER]):
+        why = f"given, in place of {multiplier.value:.4g} = {multiplier.reason}"
+        rows.append(Derived(MULTIPLIER, config[MULTIPLIER], why))
+    elif MULTIPLIER in config:
+        scaled.append(multiplier)
+    elif config.get(RATE) is not None:
+        rate = config[RATE]
+        scaled.append(Derived(RATE, rate * derived.lr_multiplier, f"{rate:g} · {multiplier.reason}"))
+    if DECAY in config:
+        scaled.append(decay)
+    for row in scaled:
+        config.set(row.name, row.value, "the depth dial")
+    return [*rows, *scaled]
 
 
 def note(trainer: BaseTrainer, row: Derived) -> None:

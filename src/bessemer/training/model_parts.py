@@ -13,6 +13,7 @@ from bessemer.data import Tokenizer
 from bessemer.errors import InputError
 from bessemer.models.fp8 import GPU_OPTIONS as FLOAT8_OPTIONS
 from bessemer.models.lora import LoraSettings
+from bessemer.models.shape import Shape, explain_flops
 from bessemer.models.split import Split, make_split
 from bessemer.registry import models
 from bessemer.training.inherit import check_tokenizer
@@ -195,6 +196,14 @@ def flops_share(trainer: BaseTrainer, causal: bool) -> float | None:
     parts = trainer.model_parts
     flops = parts.flops_per_token_causal if causal else parts.flops_per_token
     return flops / (chip.peak_flops(precision_of(parts.model)) * trainer.topology.device_count)
+
+
+def flops_formula(trainer: BaseTrainer) -> str:
+    """What FLOPs per token, and with them MFU, are made of: the formula with its numbers."""
+    parts, block = trainer.model_parts, trainer.settings.block_size
+    shape = getattr(parts.model, "shape", None)
+    words = explain_flops(shape, block) if isinstance(shape, Shape) else "the model's own flops_per_token"
+    return words + (f", less 2 · {parts.idle:,} frozen parameters without a gradient" if parts.idle else "")
 
 
 def peak_memory() -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: the header, log.txt, status.json, the final weights."""
+"""What a run shows and leaves behind: log.txt, derived.json, the final weights."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ from bessemer.job.trust import mark_origin
 from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.models.llama_settings import LlamaSettings
 from bessemer.report import write_report
-from bessemer.training import frozen, stages
-from bessemer.training.facts import compressor_baselines, write_facts
+from bessemer.training import stages
+from bessemer.training.facts import compressor_baselines, derivation, optimizer_groups, write_facts
 from bessemer.training.fetch import fetch
-from bessemer.training.finale import final_lines, shown
-from bessemer.training.horizon import repeats
-from bessemer.training.progress import compact
+from bessemer.training.finale import final_lines
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -82,7 +80,7 @@ class Output:
 def write_setup(trainer: BaseTrainer) -> None:
     """config.yaml with every key, and derived.json with each derived or chosen number and its reason."""
     atomic_write(trainer.run_directory.config, trainer.config.to_yaml(), sync=True)
-    atomic_write(trainer.run_directory.derived, json.dumps(trainer.derived, indent=1))
+    atomic_write(trainer.run_directory.derived, json.dumps(derivation(trainer), indent=1))
     if len(trainer.stages) > 1:
         atomic_write(trainer.run_directory.stages, json.dumps(stages.described(trainer), indent=1))
     try:
@@ -111,54 +109,6 @@ def compile_shown(trainer: BaseTrainer) -> None:
         trainer.say("compiling  the training and validation steps; kept, so that the next start is quick")
     if trainer.compile_aot():
         trainer.say(f"compiled   in {time.monotonic() - start:.1f} s")
-
-
-def header(trainer: BaseTrainer) -> None:
-    """The few lines that say what is about to run, and each derived number with its reason."""
-    counts, data, topology = trainer.model_parts.counts, trainer.data, trainer.topology
-    trainer.say(f"run        {shown(trainer.run_directory.path)}")
-    trainer.say(
-        f"model      {trainer.settings.family}, {counts['total']:,} parameters ({counts['scaling']:,} scaling)"
-    )
-    if (trained := frozen.describe(trainer)) is not None:
-        trainer.say(f"trains     {trained}")
-    for name, stats in data.plan.stats.items():
-        known = [f"{stats[key]:,} {key}" for key in ("documents", "prompts", "tokens") if key in stats]
-        if "pairs" in stats:
-            known = [f"{stats['pairs']:,} pairs in {stats['rows']:,} rows", *known[1:]]
-            known += [f"{stats['padding_share']:.1%} padding", f"{stats['truncated']:,} prompts truncated"]
-            known += [f"{stats['without_targets']:,} left out"]
-        trainer.say(f"data       {shown(name)}: {', '.join(known)}; {data.validation_count:,} rows held out")
-        for remark in supervision(trainer, stats):
-            trainer.say(f"note       {shown(name)}: {remark}")
-    epochs = data.plan.epoch(data.steps)
-    trainer.say(
-        f"batch      {data.batch_size} × {trainer.settings.block_size} tokens in {trainer.functions.accumulate_steps}"
-        f" part(s); {data.steps:,} steps, {compact(data.steps * trainer.tokens_per_step)} tokens, {epochs:.2f} epochs"
-    )
-    axes = " × ".join(f"{axis} {size}" for axis, size in topology.mesh.shape.items() if size > 1)
-    trainer.say(f"devices    {topology.device_count} {topology.platform}{f' ({axes})' if axes else ''}")
-    for note in (*topology.notes, *trainer.config.notes, *repeats(trainer.config, epochs)):
-        trainer.say(f"note       {note}")
-    for name, entry in trainer.derived.items():
-        if not entry["reason"].endswith("given"):
-            trainer.say(f"{name:<30} {entry['value']!s:<12} {entry['reason']}")
-
-
-def supervision(trainer: BaseTrainer, stats: dict[str, Any]) -> list[str]:
-    """What is unusual about which tokens of conversations are learnt, and with what before them."""
-    if trainer.settings.objective != "sft" or "documents" not in stats:
-        return []
-    remarks = []
-    if stats["target_tokens"] >= stats["tokens"] - stats["documents"]:
-        remarks.append("texts without turns; every token is learnt, not only those of an assistant")
-    if split := stats.get("split_documents"):
-        remarks.append(
-            f"{split:,} of {stats['documents']:,} conversations are longer than "
-            f"architecture.block_size={trainer.settings.block_size} and learnt in pieces, of which only the first sees "
-            "the beginning; a larger block keeps them whole, the style PADDED truncates them"
-        )
-    return remarks
 
 
 def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: bool) -> Path:
@@ -234,6 +184,9 @@ def save_information(trainer: BaseTrainer, path: Any) -> None:
     lines += ["", "| derived | value | why |", "|---|---|---|"]
     lines += [f"| {name} | {entry['value']} | {entry['reason']} |" for name, entry in trainer.derived.items()]
     lines += ["", "| group | tensors | parameters | rate | decay |", "|---|---|---|---|---|"]
-    for row in trainer.functions.optimizer.describe(trainer.functions.abstract_state.params):
-        lines.append(f"| {row.group} | {row.tensors} | {row.parameters:,} | {row.lr:g} | {row.decay:g} |")
+    for row in optimizer_groups(trainer):
+        rate = "-" if row["lr"] is None else f"{row['lr']:g}"
+        lines.append(
+            f"| {row['group']} | {row['tensors']} | {row['parameters']:,} | {rate} | {row['weight_decay']:g} |"
+        )
     Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")

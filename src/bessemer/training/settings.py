@@ -68,7 +68,11 @@ class BaseTrainerConfig:
         "training/tokens", default=None, help="horizon: tokens; a list gives one horizon per stage"
     )
     epochs: float | None = field("training/epochs", default=None, help="horizon: passes over the data")
-    ratio: float | None = field("training/ratio", default=None, help="horizon: tokens per scaling parameter")
+    ratio: float | None = field(
+        "training/ratio",
+        default=None,
+        help="horizon: tokens per scaling parameter; -1: the optimizer preset's (10.5; july2026: 12)",
+    )
 
     datasets: list[list[Sampling]] = field(
         "training/dataset",

@@ -40,6 +40,7 @@ from bessemer.training import (
 )
 from bessemer.training.cache import keep_compiled_programs
 from bessemer.training.callback import Callback
+from bessemer.training.header import header
 from bessemer.training.loop import Loop
 from bessemer.training.mirror import make_mirror
 from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings, seconds_of
@@ -239,7 +240,7 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
     def run(self) -> None:
         """Train to the end (every process calls it). Continues from what `load` restored."""
         with outcome.opened(self):
-            output.header(self)
+            header(self)
             output.compile_shown(self)
             outcome.together("compiled")
             loop = Loop(self)
