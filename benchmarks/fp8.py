@@ -7,13 +7,15 @@ Prints one JSON line per case and form: milliseconds, TFLOP/s (6 · tokens · pa
 matrix products the compiled program calls, and the bytes it plans for temporaries.
 
 Cases: `linear` (each shape of a layer and of the head), `qkv` (norm and three projections), `mlp` (norm, feed-forward,
-residual). Forms: bf16, tensorwise, rowwise, compiled as a training step is; FORM/triton with the compiler's defaults,
-whose own Triton products hide the float8 pattern from cuBLASLt.
+residual). Forms: bf16, tensorwise, rowwise, compiled as a training step is; tensorwise/known, where each scale is there
+before its tensor, the most that delayed scaling (scales of earlier steps) could gain; FORM/triton with the compiler's
+defaults, whose own Triton products hide the float8 pattern from cuBLASLt.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
 import time
@@ -25,11 +27,13 @@ import jax
 import jax.numpy as jnp
 
 from bessemer.models import blocks, fp8
+from bessemer.models.feed_forward import can_join, feed_forward
 from bessemer.topology import make_topology
 
 NO_AXES = (None, None)
 SCALINGS: dict[str, str | None] = {"bf16": None, **{scaling: scaling for scaling in fp8.SCALINGS}}
-CONTROLS = ("bf16/triton", "tensorwise/triton")
+KNOWN = "tensorwise/known"
+CONTROLS = (KNOWN, "bf16/triton", "tensorwise/triton")
 BF16 = jnp.bfloat16
 
 
@@ -49,12 +53,26 @@ def arguments() -> argparse.Namespace:
 
 
 def scaling_of(form: str) -> str | None:
-    return SCALINGS[form.removesuffix("/triton")]
+    return SCALINGS[form.partition("/")[0]]
 
 
 def compiler_options(form: str) -> dict[str, Any] | None:
     options = None if form.endswith("/triton") else make_topology().compiler_options
     return {**options, **fp8.GPU_OPTIONS} if options and scaling_of(form) else options
+
+
+@contextlib.contextmanager
+def scales_of(form: str) -> Iterator[None]:
+    """While a form is traced: `KNOWN` measures no tensor."""
+    quantise = fp8.quantise
+    if form == KNOWN:
+        fp8.quantise = lambda x, kind, axis=None, bound=None: quantise(
+            x, kind, axis, 1.0 if bound is None else bound
+        )
+    try:
+        yield
+    finally:
+        fp8.quantise = quantise
 
 
 def linear_of(scaling: str | None, bound: float | None = None) -> Callable[..., jax.Array]:
@@ -77,6 +95,8 @@ def mlp_of(scaling: str | None) -> Callable[..., jax.Array]:
     def mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
         h = blocks.rms_norm(x)
         if scaling is None:
+            if can_join(h, up, "pallas"):
+                return x + feed_forward(h, up, down, (NO_AXES, NO_AXES), BF16, "mlp_hidden")
             squared = blocks.relu_squared(blocks.linear(h, up, NO_AXES, BF16), "mlp_hidden")
             return x + blocks.linear(squared, down, NO_AXES, BF16)
         return x + fp8.feed_forward(h, up, down, (NO_AXES, NO_AXES), BF16, scaling, "mlp_hidden")
@@ -135,7 +155,9 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 
 def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     name, form, function, inputs, flops = case
-    compiled = jax.jit(function).lower(*inputs).compile(compiler_options=compiler_options(form))
+    with scales_of(form):
+        lowered = jax.jit(function).lower(*inputs)
+    compiled = lowered.compile(compiler_options=compiler_options(form))
     text = compiled.as_text()
     if args.dump:
         Path(args.dump).mkdir(parents=True, exist_ok=True)

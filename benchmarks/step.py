@@ -55,6 +55,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--head_dim", type=int, default=128)
     parser.add_argument("--matmul", type=int, default=2048, help="side of the matrix product measured beside")
     parser.add_argument("--repeats", type=int, default=10, help="timed steps")
+    parser.add_argument("--remat", default="none", help="as architecture.remat")
+    parser.add_argument("--scan_layers", action="store_true", help="as architecture.scan_layers=true")
     parser.add_argument("--deterministic", action="store_true", help="as topology.deterministic=true")
     parser.add_argument("--top", type=int, default=40, help="trace.py: instructions listed")
     parser.add_argument("--hlo", default="", help="trace.py: file for the compiled program's text")
@@ -91,6 +93,8 @@ def build(case: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any, Any
         window_short=float(case["window_short"]),
         precision=case["precision"],
         attention="xla" if args.deterministic else "auto",
+        remat=args.remat.split(","),
+        scan_layers=args.scan_layers,
         fp8_scaling=args.fp8_scaling if case["precision"] == "fp8" else "tensorwise",
         fp8_head=args.fp8_head and case["precision"] == "fp8",
     )

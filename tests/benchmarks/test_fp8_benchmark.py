@@ -13,9 +13,10 @@ def test_each_case_and_form_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--width", "128", "--tokens", "32", "--sequence", "16", "--repeats", "1", "--cases", "mlp,qkv"]
-    monkeypatch.setattr(sys, "argv", ["fp8.py", *words, "--forms", "bf16,tensorwise/triton"])
+    forms = ("bf16", "tensorwise/known", "tensorwise/triton")
+    monkeypatch.setattr(sys, "argv", ["fp8.py", *words, "--forms", ",".join(forms)])
     benchmark.main()
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    wanted = [(case, form) for case in ("mlp 128", "qkv 128") for form in ("bf16", "tensorwise/triton")]
+    wanted = [(case, form) for case in ("mlp 128", "qkv 128") for form in forms]
     assert [(line["case"], line["form"]) for line in lines] == wanted
     assert all(line["ms"] > 0 for line in lines)
