@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bessemer.generate import Completion
     from bessemer.training.loop import Loop
+    from bessemer.training.trainer import BaseTrainer
 
 
 class Callback:
@@ -19,6 +20,9 @@ class Callback:
     (on_checkpoint). on_weights: histograms of every parameter, where weight_distribution is on.
     on_rollback fires when the run has gone back to an earlier step: forget what is known of later ones.
     """
+
+    def on_check(self, trainer: BaseTrainer) -> None:
+        """Refuse (InputError) what cannot work, before anything is compiled or written."""
 
     def on_train_begin(self, loop: Loop) -> None: ...
 

@@ -188,6 +188,11 @@ def overridden(path: Path, overrides: Overrides) -> Config:
             "logging.checkpoint_interval cannot be changed on resume with guard.spike_action=rollback: it decides to "
             "which step a rollback goes back, so the result would be another run."
         )
+    if "logging/validation_interval" in changed and "early_stopping" in config["callbacks"]:
+        raise InputError(
+            "logging.validation_interval cannot be changed on resume with callbacks=[early_stopping]: it decides when "
+            "the run ends, so the result would be another run."
+        )
     # What the program chose for one mesh it chooses again for another; what was given now stays.
     chosen = config.provenance.get("training/per_device_batch_size", "").startswith("chosen")
     meshes = [f"topology/{axis}" for axis in ("platform", *AXES)]

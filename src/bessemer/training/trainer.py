@@ -39,7 +39,7 @@ from bessemer.training import (
     validation,
 )
 from bessemer.training.cache import keep_compiled_programs
-from bessemer.training.callback import Callback
+from bessemer.training.callback import Callback, Callbacks
 from bessemer.training.loop import Loop
 from bessemer.training.mirror import make_mirror
 from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings, seconds_of
@@ -238,6 +238,7 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
     # --- running -----------------------------------------------------------------------------------------
     def run(self) -> None:
         """Train to the end (every process calls it). Continues from what `load` restored."""
+        Callbacks(self.make_callbacks()).fire("on_check", self)
         with outcome.opened(self):
             output.header(self)
             output.compile_shown(self)
