@@ -48,11 +48,11 @@ class Evaluation(Callback):
     def on_check(self, trainer: BaseTrainer) -> None:
         if self.tasks:
             check_tasks(self.tasks)
-        if self.enabled and self.meant(trainer) and not trainer.validates:
-            raise InputError(
-                "eval.evaluations run with each validation, but this run has none: set training.validation=true "
-                "and give held-out data, or eval.evaluations=[]."
-            )
+            if self.enabled and self.meant(trainer) and not trainer.validates:
+                raise InputError(
+                    "eval.evaluations run with each validation, but this run has none: set training.validation=true "
+                    "and give held-out data, or eval.evaluations=[]."
+                )
         if self.core_interval and self.enabled:
             if not self.core_bundle:
                 raise InputError(
@@ -121,7 +121,7 @@ class Evaluation(Callback):
         loop.trainer.say(f"step {loop.step:>6}  {result['metric']} {result['value']:.4f}")
         if loop.step not in self.scored:
             self.scored.add(loop.step)
-            loop.report([{"step": loop.step, CORE: result["value"]}])
+            loop.callbacks.fire("on_evaluation", loop, {"step": loop.step, CORE: result["value"]})
 
     def evaluate(self, loop: Loop, task: str, setting: str) -> dict[str, Any]:
         remedy = f"Lower eval.limit={self.limit}, or leave it out of {setting}"
