@@ -131,7 +131,9 @@ def test_every_mesh_gets_the_same_rows(
         np.testing.assert_array_equal(np.asarray(array).reshape(whole[name].shape), whole[name])
 
 
-@pytest.mark.parametrize(("mesh", "expected"), [({"data": 1}, 8), ({"data": 2}, 4), ({"data": 4, "fsdp": 2}, 1)])
+@pytest.mark.parametrize(
+    ("mesh", "expected"), [({"data": 1}, 8), ({"data": 2}, 4), ({"data": 4, "fsdp": 2}, 1)]
+)
 def test_a_micro_batch_of_the_recipe_gives_way_to_the_mesh(
     tiny: dict[str, object],
     tmp_path: Path,
@@ -139,7 +141,7 @@ def test_a_micro_batch_of_the_recipe_gives_way_to_the_mesh(
     mesh: dict[str, int],
     expected: int,
 ) -> None:
-    """Every shipped recipe starts on any number of GPUs that divides its batch; quickstart names 16, and 8 are given."""
+    """Every shipped recipe starts on any number of GPUs that divides its batch; quickstart says 16, 8 are given."""
     settings = {key: value for key, value in tiny.items() if key != "training.per_device_batch_size"}
     count = int(np.prod(list(mesh.values())))
     topology = make_topology(TopologySettings(**mesh), devices=jax.devices()[:count])
