@@ -32,7 +32,7 @@ def final_lines(trainer: BaseTrainer, compressors: dict[str, float]) -> list[str
         f"report  {path}/report.md{curves}",
         "",
         "next",
-        *map(runnable, next_commands(trainer, path)),
+        *map(runnable, next_commands(trainer, shlex.quote(path))),
     ]
 
 

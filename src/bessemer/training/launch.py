@@ -81,7 +81,7 @@ def new_name(recipe: Any, name: str | None, root: str | Path) -> str:
     if directory.exists():
         raise InputError(
             f"a run named '{directory.name}' already exists at {directory.path}. Continue it with "
-            f"`bessemer resume {directory.path}`, or choose another --name."
+            f"`bessemer resume {directory.word}`, or choose another --name."
         )
     return directory.name
 
