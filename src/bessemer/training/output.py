@@ -31,6 +31,7 @@ from bessemer.training.facts import compressor_baselines, write_facts
 from bessemer.training.fetch import fetch
 from bessemer.training.finale import final_lines, shown
 from bessemer.training.horizon import repeats
+from bessemer.training.idle import idle
 from bessemer.training.progress import compact
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def header(trainer: BaseTrainer) -> None:
     )
     axes = " × ".join(f"{axis} {size}" for axis, size in topology.mesh.shape.items() if size > 1)
     trainer.say(f"devices    {topology.device_count} {topology.platform}{f' ({axes})' if axes else ''}")
-    for note in (*topology.notes, *trainer.config.notes, *repeats(trainer.config, epochs)):
+    for note in (*topology.notes, *trainer.config.notes, *idle(trainer), *repeats(trainer.config, epochs)):
         trainer.say(f"note       {note}")
     for name, entry in trainer.derived.items():
         if not entry["reason"].endswith("given"):
