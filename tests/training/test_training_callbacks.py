@@ -85,6 +85,7 @@ def test_time_limit_stops_with_a_checkpoint(tiny: dict[str, object], tmp_path: P
         ({"callbacks": ["watchers"], "logging.watch": ["no_such_thing"]}, "matches no parameter"),
         ({"callbacks": ["watchers"], "logging.watch": ["("]}, "no regular expression"),
         ({"eval.evaluations": ["bqb"]}, "unknown evaluation 'bqb'. Did you mean 'bpb'"),
+        ({"eval.evaluations": ["exact:no.jsonl"]}, "there is no file 'no.jsonl'"),
         ({"eval.evaluations": ["bpb"], "training.validation": False}, "set training.validation=true"),
         ({"eval.core_interval": 5}, "set eval.core_bundle"),
         ({"eval.core_interval": 5, "eval.core_bundle": "/nowhere"}, "no bundle of tasks at '/nowhere'"),

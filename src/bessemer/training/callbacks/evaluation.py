@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.evaluate import Evaluator, check_tasks
 from bessemer.evaluate.bundle import read_bundle
+from bessemer.evaluate.names import is_file
 from bessemer.registry import callbacks, datasets
 from bessemer.report.metrics import MetricsFile
 from bessemer.training.callback import Callback
@@ -48,6 +50,9 @@ class Evaluation(Callback):
     def on_check(self, trainer: BaseTrainer) -> None:
         if self.tasks:
             check_tasks(self.tasks)
+            for task, _, source in (task.partition(":") for task in self.meant(trainer)):
+                if is_file(source) and not Path(source).is_file():
+                    raise InputError(f"eval.evaluations={task}:{source}: there is no file '{source}'.")
             if self.enabled and self.meant(trainer) and not trainer.validates:
                 raise InputError(
                     "eval.evaluations run with each validation, but this run has none: set training.validation=true "
