@@ -82,6 +82,8 @@ def test_defaults_recipe_command_line_in_this_order():
         ("training.tokens=[1e6, 2e6]", "training/tokens", [1_000_000, 2_000_000]),
         ("training.validation=false", "training/validation", False),
         ("training.dataset=*.txt", "training/dataset", [[Mix("*.txt")]]),
+        ("training.dataset=[{name: *.txt}]", "training/dataset", [[Mix("*.txt")]]),
+        ("training.dataset=[*/a.txt,*.txt]", "training/dataset", [[Mix("*/a.txt"), Mix("*.txt")]]),
         ("training.dataset=my #1.txt", "training/dataset", [[Mix("my #1.txt")]]),
         ("training.dataset={name: a, style: packed}", "training/dataset", [[Mix("a", style=Style.PACKED)]]),
         ("init=2024", "init", "2024"),

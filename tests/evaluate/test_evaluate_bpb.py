@@ -104,7 +104,7 @@ def test_wrong_requests_say_what_there_is(loaded):
         check_tasks(["bpp"])
     with pytest.raises(InputError, match="Known"):
         check_tasks(["os:system"])
-    with pytest.raises(InputError, match="given from Python"):
+    with pytest.raises(InputError, match="imported, or its data given from Python"):
         last_mixture([], "run")
     with pytest.raises(InputError, match="at least 1"):
         bpb(loaded, limit=0)

@@ -1,5 +1,6 @@
 """CORE: both layouts of a bundle, the mean, what is missing; a trainer and its checkpoint score the same."""
 
+import contextlib
 import json
 import random
 import types
@@ -16,7 +17,9 @@ from bessemer.evaluate.core import core
 from bessemer.generate import load_model
 from bessemer.topology import make_topology
 from bessemer.training import launch
+from bessemer.training.callback import Callback, Callbacks
 from bessemer.training.callbacks import evaluation
+from bessemer.training.callbacks.gradient_clipping import GradientClipping
 from tiny_run import make_run
 
 
@@ -188,6 +191,23 @@ def core_rows(run):
 
 
 def test_an_interval_without_a_bundle_is_an_error():
-    loop = types.SimpleNamespace(step=0, trainer=types.SimpleNamespace(is_process_zero=True))
     with pytest.raises(InputError, match=r"eval\.core_bundle"):
-        evaluation.Evaluation(core_interval=2).on_train_begin(loop)
+        evaluation.Evaluation(core_interval=2).on_check(types.SimpleNamespace())
+
+
+def test_a_score_is_no_row_of_a_step(monkeypatch):
+    """Callbacks read loss and clipping in the rows of steps; from step 200 on, one of ours does."""
+    rows = []
+
+    class Scores(Callback):
+        def on_evaluation(self, loop, row):
+            rows.append(row)
+
+    trainer = types.SimpleNamespace(say=print, is_process_zero=True)
+    loop = types.SimpleNamespace(step=200, trainer=trainer, flush=lambda: None, paused=contextlib.nullcontext)
+    loop.callbacks = Callbacks([GradientClipping(), Scores()])
+    core = evaluation.Evaluation(core_interval=-1)
+    core.scored = set()
+    monkeypatch.setattr(core, "evaluate", lambda *_: {"metric": "core_metric", "value": 0.5})
+    core.on_train_end(loop)
+    assert rows == [{"step": 200, "core_metric": 0.5}]

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from bessemer.job import RunDirectory
 from bessemer.training import fetch
 from bessemer.training.callback import Callbacks
-from bessemer.training.callbacks.preview import PROMPTS, Preview, one_line
+from bessemer.training.callbacks.preview import PROMPTS, Preview, beginning, one_line
 from bessemer.training.callbacks.tracker import Tracker
 from tiny_run import tiny_model, tiny_params, tiny_tokenizer
 
@@ -52,6 +53,20 @@ def run(loop, preview, stop=None):
 
 def rows(loop):
     return [json.loads(line) for line in loop.trainer.run_directory.samples.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ("of it.\n\nA line\nand more", "A line\nand more"),
+        ("of it<|bos|>One.<|bos|>Two.", "One."),  # documents without a line end, as in JSON lines
+        ("of one long document", "one long document"),
+        ("the end\n<|bos|>import os", "import os"),
+        ("<|bos|>", ""),
+    ],
+)
+def test_held_out_text_begins_at_a_line_a_document_or_a_word(row, prompt):
+    assert beginning(row, re.compile(re.escape("<|bos|>"))) == prompt
 
 
 def test_previews_at_due_steps_and_after_the_end(loop):

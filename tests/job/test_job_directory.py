@@ -27,6 +27,11 @@ def test_a_run_name_is_one_safe_path_component(name):
             check_run_name(name)
 
 
+def test_a_path_as_a_word_of_a_command(tmp_path):
+    assert RunDirectory(tmp_path / "a").word == str(tmp_path / "a")
+    assert RunDirectory(tmp_path / "my runs/a").word == f"'{tmp_path}/my runs/a'"
+
+
 def test_create_refuses_an_existing_run_and_names_resume(tmp_path):
     run = RunDirectory(tmp_path / "mine").create()
     assert run.checkpoints.is_dir() and run.eval.is_dir() and run.exists()

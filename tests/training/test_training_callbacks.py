@@ -58,6 +58,8 @@ def test_watchers_weights_profile_ema_and_evaluation(tiny: dict[str, object], tm
     assert {row["step"] for row in samples} == {5, 10}
     assert trainer.state.ema is not None
     assert gc.isenabled(), "the collector is given back after the run"
+    launch.reopen(tmp_path / "a", callbacks=[largest]).run()  # as after a kill beyond the last save
+    assert MetricsFile(tmp_path / "a/weights.jsonl").rows() == weights, "the last validation's, once"
 
 
 def test_weights_that_are_no_numbers_leave_a_file_that_can_be_resumed(tmp_path: Path) -> None:
@@ -77,10 +79,24 @@ def test_time_limit_stops_with_a_checkpoint(tiny: dict[str, object], tmp_path: P
     assert trainer.checkpoint_manager.committed() == [1]
 
 
-def test_a_watch_pattern_that_matches_nothing(tiny: dict[str, object], tmp_path: Path) -> None:
-    settings = {**tiny, "callbacks": ["watchers"], "logging.watch": ["no_such_thing"]}
-    with pytest.raises(InputError, match="matches no parameter"):
-        launch.build_trainer("quickstart", settings, name="a", root=tmp_path).run()
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"callbacks": ["watchers"], "logging.watch": ["no_such_thing"]}, "matches no parameter"),
+        ({"callbacks": ["watchers"], "logging.watch": ["("]}, "no regular expression"),
+        ({"eval.evaluations": ["bqb"]}, "unknown evaluation 'bqb'. Did you mean 'bpb'"),
+        ({"eval.evaluations": ["exact:no.jsonl"]}, "there is no file 'no.jsonl'"),
+        ({"eval.evaluations": ["bpb"], "training.validation": False}, "set training.validation=true"),
+        ({"eval.core_interval": 5}, "set eval.core_bundle"),
+        ({"eval.core_interval": 5, "eval.core_bundle": "/nowhere"}, "no bundle of tasks at '/nowhere'"),
+    ],
+)
+def test_what_a_callback_cannot_do_is_said_before_anything_is_compiled_or_written(
+    tiny: dict[str, object], tmp_path: Path, settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        launch.build_trainer("quickstart", {**tiny, **settings}, name="a", root=tmp_path).run()
+    assert not (tmp_path / "a").exists()
 
 
 def test_trackers_say_what_to_install(tiny: dict[str, object], tmp_path: Path) -> None:

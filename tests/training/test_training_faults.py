@@ -91,7 +91,7 @@ def test_other_data_on_resume_needs_a_permission_and_is_recorded(
     with pytest.raises(Stopped):
         run(settings, tmp_path, "a", Record(stop_at=5))
     data.write_text("\n".join(corpus.read_text().splitlines()[::-1]) + "\n")
-    with pytest.raises(InputError, match="allow_data_change"):
+    with pytest.raises(InputError, match=r"training data \(\w+ then, .*allow_data_change"):
         launch.reopen(tmp_path / "a")
     other = tmp_path / "other.jsonl"
     other.write_text(data.read_text())

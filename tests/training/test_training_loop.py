@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from bessemer.errors import TrainingError
+from bessemer.errors import InputError, TrainingError
 from bessemer.training import fetch as fetching
 from bessemer.training import launch
 from bessemer.training.callback import Callback
@@ -154,3 +154,5 @@ def test_early_end_and_best_checkpoint(tiny: dict[str, object], tmp_path: Path) 
     assert trainer.step == 4, "two validations without a better loss"
     assert "no better" in trainer.run_directory.read_status()["message"]
     assert launch.reopen(tmp_path / "a").done
+    with pytest.raises(InputError, match="early_stopping"):
+        launch.reopen(tmp_path / "a", {"logging.validation_interval": 3})

@@ -129,3 +129,24 @@ def test_every_mesh_gets_the_same_rows(
     )
     for name, array in batch.items():
         np.testing.assert_array_equal(np.asarray(array).reshape(whole[name].shape), whole[name])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "expected"), [({"data": 1}, 8), ({"data": 2}, 4), ({"data": 4, "fsdp": 2}, 1)]
+)
+def test_a_micro_batch_of_the_recipe_gives_way_to_the_mesh(
+    tiny: dict[str, object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mesh: dict[str, int],
+    expected: int,
+) -> None:
+    """Every shipped recipe starts on any number of GPUs that divides its batch; quickstart says 16, 8 are given."""
+    settings = {key: value for key, value in tiny.items() if key != "training.per_device_batch_size"}
+    count = int(np.prod(list(mesh.values())))
+    topology = make_topology(TopologySettings(**mesh), devices=jax.devices()[:count])
+    monkeypatch.setattr(launch, "make_topology", lambda settings: topology)
+    trainer = launch.build_trainer("quickstart", settings, name="a", root=tmp_path)
+    assert trainer.config["training/per_device_batch_size"] == expected
+    assert trainer.functions.accumulate_steps * trainer.functions.micro == 8
+    assert "in place of 16" in trainer.derived["training.per_device_batch_size"]["reason"]

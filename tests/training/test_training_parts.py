@@ -21,6 +21,7 @@ from bessemer.topology import make_topology
 from bessemer.training import launch
 from bessemer.training.facts import write_facts
 from bessemer.training.horizon import repeats
+from bessemer.training.idle import idle
 from bessemer.training.schema import schema_of
 from bessemer.training.trainer import BaseTrainer
 
@@ -48,6 +49,25 @@ def test_the_dial_sets_up_depth_12(tiny: dict[str, object], tmp_path: Path) -> N
     assert trainer.config["optimization/weight_decay"] == pytest.approx(0.2, rel=1e-3)
     assert all(entry["reason"] for entry in trainer.derived.values())
     assert trainer._state is None
+
+
+def test_settings_that_do_nothing_as_the_others_are_get_a_line(
+    tiny: dict[str, object], tmp_path: Path
+) -> None:
+    given = {
+        "lora.alpha": 32,
+        "guard.spike_action": "rollback",
+        "data.crossfade": "cosine",
+        "lora.init": "kaiming",
+    }
+    trainer = launch.build_trainer("quickstart", {**tiny, **given}, name="a", root=tmp_path)
+    assert sorted(idle(trainer)) == [
+        "data.crossfade has no effect, as the run has one stage",
+        "guard.spike_action has no effect, as guard.spike_sigma is 0.0",
+        "lora.alpha has no effect, as lora.rank is 0",
+    ]
+    working = {"guard.spike_sigma": 6, "guard.spike_action": "rollback", "lora.rank": 2, "lora.alpha": 32}
+    assert not [*idle(launch.build_trainer("quickstart", {**tiny, **working}, name="b", root=tmp_path))]
 
 
 @pytest.mark.parametrize(

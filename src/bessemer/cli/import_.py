@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -32,4 +33,4 @@ def command(source: str, out: str, context: int | None) -> None:
     _, lines = import_folder(fetched(source) if is_hub(source) else Path(source), Path(out), shown, context)
     for line in lines:
         click.echo(line)
-    click.echo(f"imported   {out}; next: bessemer sample {out} --prompt 'Once'")
+    click.echo(f"imported   {out}; next: bessemer sample {shlex.quote(out)} --prompt 'Once'")

@@ -21,6 +21,7 @@ Keys = tuple[str, ...]
 
 _NULLS = ("", "~", "null", "Null", "NULL")
 _NOT_DECIMAL = re.compile(r"[+-]?0[0-9]|.*:")  # YAML reads 010 as 8 and 1:30 as 90; people do not
+_STARRED = re.compile(r"([\[,{:]\s*)([*&][^,\]}\s]*)")  # an item such as */q, which YAML takes for an alias
 
 
 @dataclass
@@ -162,27 +163,34 @@ def override_layer(overrides: Sequence[str] | Mapping[str, Any], origin: str) ->
 
 def parse_value(text: str, key: str, origin: str) -> Any:
     """A value from the command line, read as YAML, without YAML's traps for people who type plain words."""
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     word = text.strip()
     structured = word.startswith(("[", "{", '"', "'")) or "${" in word
     try:
-        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={word}"]), resolve=False)
+        value = _from_yaml(word)
     except (YAMLError, OmegaConfBaseException) as error:
+        if structured and (quoted := _STARRED.sub(r'\1"\2"', word)) != word:
+            return parse_value(quoted, key, origin)
         if structured:
             problem = getattr(error, "problem", None) or str(error).splitlines()[0]
             raise InputError(
                 f"the value of '{key}' ({origin}) cannot be read: {text} ({problem})."
             ) from error
         return word  # a glob such as *.txt, or @name: special to YAML, plain text here
-    value = parsed["value"]
     if structured:
         return value
     is_text = isinstance(value, str) or (value is None and word not in _NULLS)
     looks_odd = isinstance(value, int | float) and not isinstance(value, bool) and _NOT_DECIMAL.match(word)
     return word if is_text or looks_odd else value
+
+
+def _from_yaml(word: str) -> Any:
+    from omegaconf import OmegaConf
+
+    parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={word}"]), resolve=False)
+    return parsed["value"]
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:

@@ -147,7 +147,10 @@ def _expand(name: str) -> list[Path]:
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     close = nearest(path.name, siblings)
     hint = f" Did you mean '{path.parent / close}'?" if close else ""
-    raise InputError(f"'{name}' does not exist.{hint}")
+    where = (
+        "" if path.is_absolute() else f" below {Path.cwd()}"
+    )  # a run may be resumed from another directory
+    raise InputError(f"'{name}' does not exist{where}.{hint}")
 
 
 def _hidden(path: Path, below: Path) -> bool:

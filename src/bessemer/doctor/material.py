@@ -34,6 +34,9 @@ def examine_material(run: RunDirectory, config: Config, found: Diagnosis) -> boo
     with configuration(config):
         settings = configure(DataSettings)
     samplings = [sampling for mixture in config["training/dataset"] or [] for sampling in mixture]
+    if not samplings:
+        found.add("data", "note", "the run names none: an imported model was not trained here.")
+        return False
     try:
         tokenizer = _tokenizer(settings, samplings, found)
         if tokenizer is None:

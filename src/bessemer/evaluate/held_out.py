@@ -61,8 +61,8 @@ def last_mixture(saved: Any, where: str) -> list[Sampling]:
         raise InputError(f"{where}: training.dataset cannot be read ({error.problem}).") from error
     if not stages or not stages[-1]:
         raise InputError(
-            f"{where} does not say what data it was trained on (training.dataset is empty: the data was "
-            "given from Python), so there are no held-out sequences to evaluate on."
+            f"{where} does not say what data it was trained on (training.dataset is empty: the model was "
+            "imported, or its data given from Python), so there are no held-out sequences to evaluate on."
         )
     return list(stages[-1])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import socket
 import threading
 import time
@@ -64,6 +65,11 @@ class RunDirectory:
     @property
     def name(self) -> str:
         return self.path.name
+
+    @property
+    def word(self) -> str:
+        """The path as a shell takes it, for the commands that are printed."""
+        return shlex.quote(str(self.path))
 
     @property
     def config(self) -> Path:

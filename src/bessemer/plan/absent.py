@@ -100,12 +100,10 @@ def fit_micro_batch(trainer: Any) -> int:
             f"(topology.data × topology.fsdp): make training.batch_size a multiple of {parallel:,}, or use fewer and "
             "put the rest on topology.tensor or topology.context."
         )
-    sizes = microbatch.candidates(batch, parallel)
-    size = next((n for n in sizes if asked == -1 or n <= asked), sizes[-1])
+    size, why = batch // parallel, f"the largest that divides {batch // parallel} sequences a device"
+    if asked != -1:
+        size, why = microbatch.lowered(asked, batch, parallel)
     if size != asked:
-        why = f"the largest that divides {batch // parallel} sequences a device" + (
-            f", in place of {asked}" if asked != -1 else ""
-        )
         trainer.config.set(MICRO, size, why)
         trainer.note_derived("training.per_device_batch_size", size, why)
     return size

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bessemer.generate import Completion
     from bessemer.training.loop import Loop
+    from bessemer.training.trainer import BaseTrainer
 
 
 class Callback:
@@ -16,9 +17,13 @@ class Callback:
     The compiled step fuses all micro-batches, so on_batch_begin, on_optimizer_step and on_batch_end fire once an
     optimizer step. After a step the order is: on_optimizer_step (nothing has been read yet), metrics (on_metrics),
     validation (on_validation), on_batch_end (evaluations and previews act here; then on_samples), checkpoint
-    (on_checkpoint). on_weights: histograms of every parameter, where weight_distribution is on.
+    (on_checkpoint). A row of on_metrics is a step's, with its loss; one of on_evaluation has a step and a score (CORE).
+    on_weights: histograms of every parameter, where weight_distribution is on.
     on_rollback fires when the run has gone back to an earlier step: forget what is known of later ones.
     """
+
+    def on_check(self, trainer: BaseTrainer) -> None:
+        """Refuse (InputError) what cannot work, before anything is compiled or written."""
 
     def on_train_begin(self, loop: Loop) -> None: ...
 
@@ -31,6 +36,8 @@ class Callback:
     def on_metrics(self, loop: Loop, row: dict[str, Any]) -> None: ...
 
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None: ...
+
+    def on_evaluation(self, loop: Loop, row: dict[str, Any]) -> None: ...
 
     def on_batch_end(self, loop: Loop) -> None: ...
 

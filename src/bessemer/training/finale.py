@@ -25,13 +25,14 @@ def final_lines(trainer: BaseTrainer, compressors: dict[str, float]) -> list[str
     lines = ["", *results, *rates(rows), ""]
     lines += sample_lines(trainer)
     path = shown(trainer.run_directory.path)
+    curves = f", curves in {path}/plots" if trainer.logging.plots else ""
     return [
         *lines,
         f"run     {path}",
-        f"report  {path}/report.md, curves in {path}/plots",
+        f"report  {path}/report.md{curves}",
         "",
         "next",
-        *map(runnable, next_commands(trainer, path)),
+        *map(runnable, next_commands(trainer, shlex.quote(path))),
     ]
 
 

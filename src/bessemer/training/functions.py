@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from bessemer.config import configure
+from bessemer.config import configure, dotted
 from bessemer.errors import InputError
 from bessemer.models.lora import group_of_adapted
 from bessemer.optim import Optimizer, build_optimizer, mesh_spread, state_shardings
@@ -19,6 +19,7 @@ from bessemer.topology.draws import quick_draws
 from bessemer.training import microbatch
 from bessemer.training.feed import abstract_batch
 from bessemer.training.guard import spike_rule
+from bessemer.training.horizon import asked
 from bessemer.training.lookup_parts import note_path
 from bessemer.training.model_parts import compiler_options, init_variables
 from bessemer.training.state import StepRules, TrainState, added_fields, create_state
@@ -46,16 +47,28 @@ class Functions(NamedTuple):
     init: Any = None  # the executable of a state that is drawn from the seed alone
 
 
+def micro_batch(trainer: BaseTrainer, abstract: Any, placed: Any) -> int:
+    """Sequences of a pass on one device: as the caller says; as a recipe says, or fewer where that does not divide the
+    batch over this mesh; or the most that fit."""
+    key = "training/per_device_batch_size"
+    per_device, batch, parallel = trainer.config[key], trainer.data.batch_size, trainer.topology.data_parallel
+    if per_device == -1:
+        per_device, why = microbatch.choose(trainer, abstract, placed)
+        per_device = int(share("per-device batch size", lambda: str(per_device)))  # process 0 decides
+    elif per_device > 0 and batch % (per_device * parallel) and not asked(trainer.config, [key]):
+        per_device, why = microbatch.lowered(per_device, batch, parallel)
+    else:
+        return int(per_device)
+    trainer.config.set(key, per_device, why)
+    trainer.note_derived(dotted(key), per_device, why)
+    return per_device
+
+
 def build_functions(trainer: BaseTrainer) -> Functions:
     check_sequence(trainer.settings.block_size, trainer.topology.mesh.shape["context"])
     optimizer = make_optimizer(trainer)
     abstract, placed = abstract_state(trainer, optimizer)
-    per_device = trainer.config["training/per_device_batch_size"]
-    if per_device == -1:
-        per_device, why = microbatch.choose(trainer, abstract, placed)
-        per_device = int(share("per-device batch size", lambda: str(per_device)))  # process 0 decides
-        trainer.config.set("training/per_device_batch_size", per_device, why)
-        trainer.note_derived("training.per_device_batch_size", per_device, why)
+    per_device = micro_batch(trainer, abstract, placed)
     note_path(trainer, per_device)
     micro = per_device * trainer.topology.data_parallel
     accumulate = microbatch.accumulation(trainer.data.batch_size, per_device, trainer.topology.data_parallel)

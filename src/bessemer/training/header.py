@@ -8,6 +8,7 @@ from bessemer.training import frozen
 from bessemer.training.facts import optimizer_groups
 from bessemer.training.finale import shown
 from bessemer.training.horizon import repeats
+from bessemer.training.idle import idle
 from bessemer.training.model_parts import flops_formula
 from bessemer.training.progress import compact
 
@@ -47,7 +48,7 @@ def header(trainer: BaseTrainer) -> None:
     trainer.say(
         f"devices    {topology.device_count} {topology.platform}{f' ({axes})' if axes else ''}{kernels(trainer)}"
     )
-    for note in (*topology.notes, *trainer.config.notes, *repeats(trainer.config, epochs)):
+    for note in (*topology.notes, *trainer.config.notes, *idle(trainer), *repeats(trainer.config, epochs)):
         trainer.say(f"note       {note}")
     for name, entry in trainer.derived.items():
         if not entry["reason"].endswith("given"):

@@ -91,7 +91,8 @@ def check_sizes(trainer: BaseTrainer) -> None:
         horizon(target, 1)
     per_device = trainer.settings.per_device_batch_size
     if not in_tokens and per_device != -1:
-        accumulation(config["training/batch_size"], per_device, trainer.topology.data_parallel)
+        wished = per_device if asked(config, ["training/per_device_batch_size"]) else min(1, per_device)
+        accumulation(config["training/batch_size"], wished, trainer.topology.data_parallel)
 
 
 def plan_horizon(trainer: BaseTrainer, epoch_rows: int) -> tuple[int, int]:

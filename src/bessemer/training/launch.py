@@ -81,7 +81,7 @@ def new_name(recipe: Any, name: str | None, root: str | Path) -> str:
     if directory.exists():
         raise InputError(
             f"a run named '{directory.name}' already exists at {directory.path}. Continue it with "
-            f"`bessemer resume {directory.path}`, or choose another --name."
+            f"`bessemer resume {directory.word}`, or choose another --name."
         )
     return directory.name
 
@@ -187,6 +187,11 @@ def overridden(path: Path, overrides: Overrides) -> Config:
         raise InputError(
             "logging.checkpoint_interval cannot be changed on resume with guard.spike_action=rollback: it decides to "
             "which step a rollback goes back, so the result would be another run."
+        )
+    if "logging/validation_interval" in changed and "early_stopping" in config["callbacks"]:
+        raise InputError(
+            "logging.validation_interval cannot be changed on resume with callbacks=[early_stopping]: it decides when "
+            "the run ends, so the result would be another run."
         )
     # What the program chose for one mesh it chooses again for another; what was given now stays.
     chosen = config.provenance.get("training/per_device_batch_size", "").startswith("chosen")

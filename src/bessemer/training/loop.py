@@ -224,7 +224,7 @@ class Loop:
         reason = self._stop_reason or "another process asked to stop"
         raise Stopped(
             f"{reason}: stopped after step {self.step} of {self.steps} with a checkpoint. "
-            f"Continue with: bessemer resume {self.trainer.run_directory.path}"
+            f"Continue with: bessemer resume {self.trainer.run_directory.word}"
         )
 
     def _finish(self) -> None:

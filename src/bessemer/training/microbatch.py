@@ -45,6 +45,13 @@ def candidates(batch_size: int, data_parallel: int) -> list[int]:
     return [n for n in range(share, 0, -1) if share % n == 0]
 
 
+def lowered(wished: int, batch_size: int, data_parallel: int) -> tuple[int, str]:
+    """(the largest that divides the batch here and is no more than a recipe wishes for, why)."""
+    size = next((n for n in candidates(batch_size, data_parallel) if n <= wished), 1)
+    why = f"the largest that divides {batch_size // data_parallel} sequences a device"
+    return size, f"{why}, in place of {wished}"
+
+
 def choose(trainer: BaseTrainer, abstract: Any, placed: Any) -> tuple[int, str]:
     """(sequences per device, why)."""
     sizes = candidates(trainer.data.batch_size, trainer.topology.data_parallel)

@@ -105,7 +105,7 @@ def leave(trainer: BaseTrainer, lock: RunLock | None, reason: str) -> tuple[int,
     )
     error = Stopped(
         f"{reason}: stopped {after}, as the same run. "
-        f"Continue with: bessemer resume {trainer.run_directory.path}"
+        f"Continue with: bessemer resume {trainer.run_directory.word}"
     )
     if lock is not None:
         record_failure(trainer, error)
@@ -117,7 +117,7 @@ def lost(trainer: BaseTrainer, lock: RunLock | None, what: str) -> str:
     """Another process was lost while this one waits for it; the same thread and end as in `leave`."""
     error = StorageError(
         f"{what} {_last_checkpoint(trainer)} "
-        f"Start all processes again with: bessemer resume {trainer.run_directory.path}"
+        f"Start all processes again with: bessemer resume {trainer.run_directory.word}"
     )
     if lock is not None:
         record_failure(trainer, error)
@@ -161,7 +161,7 @@ def explained(trainer: BaseTrainer) -> Iterator[None]:
         raise StorageError(
             f"reading or writing {error.filename or 'the run directory'} failed: {error.strerror}. "
             f"{_last_checkpoint(trainer)} "
-            f"Free or restore the disk, then: bessemer resume {trainer.run_directory.path}"
+            f"Free or restore the disk, then: bessemer resume {trainer.run_directory.word}"
         ) from error
 
 
@@ -171,7 +171,7 @@ def _runtime_error(trainer: BaseTrainer, error: Exception) -> Exception:
         activity = trainer.activity or stepping(trainer)
         return TrainingError(
             f"out of memory in {activity.what} ({first_line(error)}). {_last_checkpoint(trainer)} "
-            f"{activity.remedy}, then continue with: bessemer resume {trainer.run_directory.path}"
+            f"{activity.remedy}, then continue with: bessemer resume {trainer.run_directory.word}"
         )
     if jax.process_count() > 1:
         absent = ", ".join(map(str, absent_processes()))
@@ -179,7 +179,7 @@ def _runtime_error(trainer: BaseTrainer, error: Exception) -> Exception:
         return StorageError(
             f"process {jax.process_index()} could not work with the others: {lost} ({first_line(error)}). "
             f"{_last_checkpoint(trainer)} "
-            f"Start all processes again with: bessemer resume {trainer.run_directory.path}"
+            f"Start all processes again with: bessemer resume {trainer.run_directory.word}"
         )
     return error
 

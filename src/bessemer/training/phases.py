@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -144,7 +145,7 @@ class Phases(BasicJob):
                 f"report  {path}/report.md",
                 "",
                 "next",
-                runnable(f"  bessemer chat {path}"),
+                runnable(f"  bessemer chat {shlex.quote(path)}"),
             ):
                 self.say(line)
 
@@ -222,7 +223,7 @@ class Phases(BasicJob):
 
     def record(self, code: int, words: str) -> str:
         if code == Stopped.exit_code:
-            words += f" The whole goes on with: bessemer resume {self.run_directory.path}"
+            words += f" The whole goes on with: bessemer resume {self.run_directory.word}"
         state = "stopped" if code == Stopped.exit_code else "failed"
         self.run_directory.write_status(state=state, exit_code=code, message=words)
         return words

@@ -115,18 +115,18 @@ def check_same_run(trainer: BaseTrainer, step: int) -> None:
     saved = json.loads(trainer.checkpoint_manager.read(step, "meta.json"))
     stages.select(trainer, step)
     current = meta(trainer, step)
-    changes = []
-    for name, what in (("tokenizer_hash", "tokenizer"), ("data_fingerprint", "training data")):
-        if saved[name] == current[name]:
-            continue
-        changes.append(f"{what} {_short(saved[name])} then, {_short(current[name])} now")
-        if not trainer.settings.allow_data_change:
-            raise InputError(
-                f"the checkpoint at step {saved['step']} of {trainer.run_directory.path} was made with another {what} "
-                f"({_short(saved[name])} then, {_short(current[name])} now), so continuing would not be the same run. "
-                f"Restore the {what}, or start a new run from these weights with init={trainer.run_directory.path}, "
-                "or go on all the same with training.allow_data_change=true."
-            )
+    changes = [
+        f"{what} ({_short(saved[name])} then, {_short(current[name])} now)"
+        for name, what in (("tokenizer_hash", "tokenizer"), ("data_fingerprint", "training data"))
+        if saved[name] != current[name]
+    ]
+    if changes and not trainer.settings.allow_data_change:
+        raise InputError(
+            f"the checkpoint at step {saved['step']} of {trainer.run_directory.path} was made with another "
+            f"{' and another '.join(changes)}, so continuing would not be the same run. Restore the data (a tokenizer "
+            "train:N is trained on it) or the tokenizer, or start a new run from these weights with "
+            f"init={trainer.run_directory.path}, or go on all the same with training.allow_data_change=true."
+        )
     for name, use in (("reference", "trained against"), ("frozen", "trained with")):
         if saved.get(name) != current[name]:
             raise StorageError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -180,5 +181,5 @@ def before_resuming(run: str, reason: str) -> tuple[int, str]:
     """The run is as it was."""
     return (
         Stopped.exit_code,
-        f"{reason} before the run went on: it is as it was. Continue with: bessemer resume {run}",
+        f"{reason} before the run went on: it is as it was. Continue with: bessemer resume {shlex.quote(run)}",
     )

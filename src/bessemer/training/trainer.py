@@ -39,7 +39,7 @@ from bessemer.training import (
     validation,
 )
 from bessemer.training.cache import keep_compiled_programs
-from bessemer.training.callback import Callback
+from bessemer.training.callback import Callback, Callbacks
 from bessemer.training.header import header
 from bessemer.training.loop import Loop
 from bessemer.training.mirror import make_mirror
@@ -239,6 +239,7 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
     # --- running -----------------------------------------------------------------------------------------
     def run(self) -> None:
         """Train to the end (every process calls it). Continues from what `load` restored."""
+        Callbacks(self.make_callbacks()).fire("on_check", self)
         with outcome.opened(self):
             header(self)
             output.compile_shown(self)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.evaluate import Evaluator, check_tasks
 from bessemer.evaluate.bundle import read_bundle
+from bessemer.evaluate.names import is_file
 from bessemer.registry import callbacks, datasets
 from bessemer.report.metrics import MetricsFile
 from bessemer.training.callback import Callback
 from bessemer.training.fetch import fetch
 from bessemer.training.loop import Loop
 from bessemer.training.outcome import doing
+
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
 
 CORE = "core_metric"
 
@@ -42,13 +47,13 @@ class Evaluation(Callback):
     core_bundle: str = field("eval/core_bundle", default="", help="directory of the CORE tasks")
     enabled: bool = field("training/evaluate", default=True, help="run the evaluations of eval.evaluations")
 
-    def on_train_begin(self, loop: Loop) -> None:
-        self.programs: dict[str, Any] = {}
-        self.on_rollback(loop)
+    def on_check(self, trainer: BaseTrainer) -> None:
         if self.tasks:
             check_tasks(self.tasks)
-            self.leave_out_the_demonstration(loop)
-            if not loop.trainer.validates:
+            for task, _, source in (task.partition(":") for task in self.meant(trainer)):
+                if is_file(source) and not Path(source).is_file():
+                    raise InputError(f"eval.evaluations={task}:{source}: there is no file '{source}'.")
+            if self.enabled and self.meant(trainer) and not trainer.validates:
                 raise InputError(
                     "eval.evaluations run with each validation, but this run has none: set training.validation=true "
                     "and give held-out data, or eval.evaluations=[]."
@@ -58,22 +63,35 @@ class Evaluation(Callback):
                 raise InputError(
                     "eval.core_interval is set, but not where the tasks of CORE are: set eval.core_bundle."
                 )
+            read_bundle(self.core_bundle)
+
+    def on_train_begin(self, loop: Loop) -> None:
+        self.programs: dict[str, Any] = {}
+        self.on_rollback(loop)
+        self.leave_out_the_demonstration(loop)
+        if self.core_interval and self.enabled:
             missing = [task.name for task in read_bundle(self.core_bundle) if task.path is None]
             if missing:
                 loop.trainer.say(f"CORE: the bundle lacks {', '.join(missing)}")
 
+    def meant(self, trainer: BaseTrainer) -> list[str]:
+        """The tasks, but for a recipe's evaluation of its own dataset, which means nothing to a run whose data the
+        caller named."""
+        evaluations, data = (
+            trainer.config.provenance[key] for key in ("eval/evaluations", "training/dataset")
+        )
+        if not evaluations.startswith("recipe") or data.startswith("recipe"):
+            return self.tasks
+        return [task for task in self.tasks if task.partition(":")[2] not in datasets]
+
     def leave_out_the_demonstration(self, loop: Loop) -> None:
-        """A recipe's evaluation of its own dataset means nothing to a run whose data the caller named."""
-        origins = loop.trainer.config.provenance
-        if origins["eval/evaluations"].startswith("recipe") and not origins["training/dataset"].startswith(
-            "recipe"
-        ):
-            own = [task for task in self.tasks if task.partition(":")[2] in datasets]
-            self.tasks = [task for task in self.tasks if task not in own]
-            if own:
-                loop.trainer.say(
-                    f"note: the recipe's {', '.join(own)} is left out, as this run has data of its own"
-                )
+        meant = self.meant(loop.trainer)
+        own = [task for task in self.tasks if task not in meant]
+        self.tasks = meant
+        if own:
+            loop.trainer.say(
+                f"note: the recipe's {', '.join(own)} is left out, as this run has data of its own"
+            )
 
     def on_rollback(self, loop: Loop) -> None:
         self.scored: set[int] = set()
@@ -108,7 +126,7 @@ class Evaluation(Callback):
         loop.trainer.say(f"step {loop.step:>6}  {result['metric']} {result['value']:.4f}")
         if loop.step not in self.scored:
             self.scored.add(loop.step)
-            loop.report([{"step": loop.step, CORE: result["value"]}])
+            loop.callbacks.fire("on_evaluation", loop, {"step": loop.step, CORE: result["value"]})
 
     def evaluate(self, loop: Loop, task: str, setting: str) -> dict[str, Any]:
         remedy = f"Lower eval.limit={self.limit}, or leave it out of {setting}"

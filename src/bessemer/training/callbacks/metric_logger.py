@@ -34,6 +34,9 @@ class MetricLogger(Callback):
             self.file.append(row)
             loop.trainer.run_directory.write_status(step=row["step"])
 
+    def on_evaluation(self, loop: Loop, row: dict[str, Any]) -> None:
+        self.on_metrics(loop, row)
+
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
         # a run killed after its last validation is validated again on resume: same numbers, no second row
         if self.file is not None and row["step"] not in self.validated:

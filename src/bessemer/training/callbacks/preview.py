@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -50,11 +51,20 @@ def held_out_prompts(trainer: BaseTrainer, count: int = len(PROMPTS)) -> list[st
     prompts = []
     for row in range(min(4 * count, held_out.count)):
         ids = held_out.read(row, 1)["input_ids"][0].tolist()
-        _, _, text = tokenizer.decode(ids).partition("\n")
-        start = tokenizer.decode(tokenizer.encode(text.lstrip("\n"))[:PROMPT_TOKENS]).rstrip()
+        text = beginning(tokenizer.decode(ids), tokenizer.special_names)
+        start = tokenizer.decode(tokenizer.encode(text)[:PROMPT_TOKENS]).rstrip()
         if start.strip():
             prompts.append(start)
     return list(dict.fromkeys(prompts))[:count]
+
+
+def beginning(text: str, special: re.Pattern[str]) -> str:
+    """`text` from the first line that begins in it, else document, else word: a row may begin inside of each."""
+    _, newline, rest = text.partition("\n")
+    if not newline:
+        documents = special.split(text)[1:]
+        rest = next(filter(str.strip, documents), "") or text.partition(" ")[2] or text
+    return next(filter(str.strip, special.split(rest)), "").strip("\n")
 
 
 def held_out_questions(trainer: BaseTrainer, count: int = len(PROMPTS)) -> dict[str, list[int]]:

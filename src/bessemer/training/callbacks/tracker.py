@@ -160,6 +160,9 @@ class Tracker(Callback):
     def on_metrics(self, loop: Loop, row: dict[str, Any]) -> None:
         self._write(row)
 
+    def on_evaluation(self, loop: Loop, row: dict[str, Any]) -> None:
+        self._write(row)
+
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
         self._write(row)
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from dataclasses import field as plain_field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ from bessemer.training.callback import Callback
 from bessemer.training.fetch import fetch
 from bessemer.training.loop import Loop
 
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
+
 
 def root_mean_square(array: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(array.astype(jnp.float32))))
@@ -31,7 +34,10 @@ def matching(params: Any, pattern: str) -> dict[str, jax.Array]:
     """Parameters whose path (joined by /) matches the regular expression from its start."""
     flat = jax.tree_util.tree_flatten_with_path(params)[0]
     named = {"/".join(str(part.key) for part in path): leaf for path, leaf in flat}
-    found = {name: leaf for name, leaf in named.items() if re.match(pattern, name)}
+    try:
+        found = {name: leaf for name, leaf in named.items() if re.match(pattern, name)}
+    except re.error as error:
+        raise InputError(f"watch pattern '{pattern}' is no regular expression: {error}.") from error
     if not found:
         examples = ", ".join(list(named)[:3])
         raise InputError(
@@ -50,10 +56,12 @@ class Watchers(Callback):
     )
     functions: Mapping[str, Callable[[jax.Array], jax.Array]] = plain_field(default_factory=dict)
 
+    def on_check(self, trainer: BaseTrainer) -> None:
+        for pattern in (*self.patterns, *self.functions):
+            matching(trainer.functions.abstract_state.params, pattern)
+
     def on_train_begin(self, loop: Loop) -> None:
         table = {**dict.fromkeys(self.patterns, root_mean_square), **self.functions}
-        for pattern in table:
-            matching(loop.trainer.state.params, pattern)
 
         def measure(params: Any) -> dict[str, jax.Array]:
             return {

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bessemer.job.files import storage
 from bessemer.registry import callbacks
 from bessemer.report.metrics import MetricsFile
 from bessemer.training.callback import Callback
@@ -52,9 +53,11 @@ def weight_rows(params: Any, step: int) -> list[dict[str, Any]]:
 @callbacks.register("weight_distribution")
 class WeightDistribution(Callback):
     def on_train_begin(self, loop: Loop) -> None:
-        if loop.trainer.is_process_zero:
-            rows = MetricsFile(loop.trainer.run_directory.weights)
-            rows.truncate_after(loop.step if loop.step > 0 else -1)
+        trainer = loop.trainer
+        if trainer.is_process_zero:
+            # the validation after the last step follows its checkpoint, and is made again on resume
+            again = loop.step == 0 or (trainer.done and loop.loop_state.last_validation != loop.step)
+            MetricsFile(trainer.run_directory.weights).truncate_after(loop.step - 1 if again else loop.step)
 
     def on_rollback(self, loop: Loop) -> None:
         self.on_train_begin(loop)
@@ -68,7 +71,7 @@ def append_weights(path: Any, params: Any, step: int, write: bool = True) -> lis
     """The rows. Every process takes part in the measuring; process 0 writes (JSON has no NaN: null)."""
     rows = weight_rows(params, step)
     if write:
-        with open(path, "a", encoding="utf-8") as file:
+        with storage(f"cannot write {path}"), open(path, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(_plain(row), allow_nan=False) + "\n" for row in rows)
     return rows
 
