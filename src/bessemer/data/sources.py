@@ -147,9 +147,8 @@ def _expand(name: str) -> list[Path]:
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     close = nearest(path.name, siblings)
     hint = f" Did you mean '{path.parent / close}'?" if close else ""
-    where = (
-        "" if path.is_absolute() else f" below {Path.cwd()}"
-    )  # a run may be resumed from another directory
+    # a run may be resumed from another directory
+    where = "" if path.is_absolute() else f" below {Path.cwd()}"
     raise InputError(f"'{name}' does not exist{where}.{hint}")
 
 
