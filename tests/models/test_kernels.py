@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.absent_gpu import lowered_for_a_gpu
 
-from bessemer.models import blocks, fused, kernels
+from bessemer.models import blocks, cross_entropy, fused, kernels
 from bessemer.models.gpt import GPT
 from bessemer.models.loss_kernel import softmax_gradient
 from bessemer.topology import TopologySettings, init_sharded, make_topology
@@ -105,6 +105,17 @@ def loss_and_gradients(model: GPT, params, batch):
     return jax.jit(jax.value_and_grad(loss))(params)
 
 
+def gradient_of_odd_rows(implementation: str) -> jax.Array:
+    """Of the loss of three rows, which four devices cannot share."""
+    head, targets = normal(1, 64, 192), jax.random.randint(jax.random.key(3), (3, T), 0, 130)
+
+    def loss(hidden: jax.Array) -> jax.Array:
+        rest = (head, targets, jnp.ones((3, T)))
+        return cross_entropy.cross_entropy(hidden, *rest, vocab_size=130, kernels=implementation)[0]
+
+    return jax.grad(loss)(normal(0, 3, T, 64))
+
+
 @pytest.mark.slow
 def test_the_whole_model_gives_the_same_loss_and_gradients():
     batch = batch_of(B)
@@ -119,7 +130,15 @@ def test_the_whole_model_gives_the_same_loss_and_gradients():
     assert_same(xla, pallas, 1e-4)
 
 
-def test_on_a_mesh_each_device_takes_its_own_rows():
+def test_on_a_mesh_each_device_takes_its_own_rows(monkeypatch: pytest.MonkeyPatch):
+    """Norms, rotary and the loss; the rows of a device are 1/8 of the batch's."""
+    logits = []
+
+    def gradient(part: jax.Array, *args, **options):
+        logits.append(part.shape)
+        return softmax_gradient(part, *args, **options)
+
+    monkeypatch.setattr(cross_entropy, "softmax_gradient", gradient)
     topology = make_topology(TopologySettings(data=2, fsdp=2, tensor=1, context=2))
     model = dataclasses.replace(MODEL, kernels="pallas")
     batch = batch_of(B)
@@ -129,7 +148,10 @@ def test_on_a_mesh_each_device_takes_its_own_rows():
     )
     with topology.scope():
         spread = loss_and_gradients(model, variables["params"], batch)
+        uneven = gradient_of_odd_rows("pallas")
     assert_same(alone, spread, 1e-4)
+    assert logits == [(B * T // 8, MODEL.shape.padded_vocab)]  # and none of the rows that do not divide
+    assert_same(gradient_of_odd_rows("xla"), uneven, 1e-4)
 
 
 @pytest.mark.parametrize("width", [512, 768, 1280])

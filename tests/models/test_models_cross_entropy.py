@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bessemer.models.cross_entropy import choose_chunks, cross_entropy, token_logprobs
+from bessemer.models.cross_entropy import cross_entropy, token_logprobs
+from bessemer.models.loss_tiles import choose_chunks
 
 B, T, D, V, REAL = 3, 10, 6, 16, 13
 

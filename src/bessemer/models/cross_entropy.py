@@ -22,15 +22,10 @@ from jax import Array
 
 from bessemer.models.axes import constrain, shards
 from bessemer.models.fp8 import head_products, over_rows
+from bessemer.models.fused import on_parts
 from bessemer.models.loss_kernel import softmax_gradient
-from bessemer.topology.backend import backend
+from bessemer.models.loss_tiles import KERNEL_TILE, choose_chunks, join, row_groups, scan_tiles, split
 
-# Logits held at once. On accelerators 128 MiB in float32. On a CPU a tile that stays in its cache is faster (148 ms
-# against 236 ms for 4,096 tokens × 4,096), as long as it has rows enough to pay for adding up dW once a tile.
-TILE = 2**25
-# One kernel makes the gradient in place of bf16 logits: a tile of 512 MiB, and matmuls 15% faster than at 2**25.
-KERNEL_TILE = 2**28
-CPU_TILE, CPU_ROWS = 2**20, 256
 IGNORED = -1  # a target below 0 has no loss
 
 
@@ -66,19 +61,20 @@ def cross_entropy(
     Targets below 0 are ignored. Only the first result is differentiable, and in `hidden` and `head`; the matmuls
     run in the dtype of `hidden`, or in float8 with the scaling `fp8` when a gradient is taken. `chunks` cuts the
     sequence axis, so a batch split over devices stays where it is.
-    `kernels="pallas"`: logits are kept in the dtype of `hidden` and one kernel makes their gradient, on one device and
-    for the plain loss; everything else takes the general path.
+    `kernels="pallas"`: logits are kept in the dtype of `hidden` and one kernel makes their gradient, each device with
+    its own rows, for the plain loss over a vocabulary that is not split; everything else takes the general path.
     """
     if hidden.ndim == 2:
         hidden, targets, weights = hidden[None], targets[None], weights[None]
     alone = shards("batch") * shards("sequence") * shards("vocab") == 1
-    kernel = kernels == "pallas" and alone and not label_smoothing and not z_loss
+    kernel = kernels == "pallas" and shards("vocab") == 1 and not label_smoothing and not z_loss
     if alone:  # one long row: cutting it copies nothing
         hidden = hidden.reshape(1, -1, hidden.shape[-1])
         targets, weights = targets.reshape(1, -1), weights.reshape(1, -1)
-    count = choose_chunks(
-        chunks, targets.shape[0], targets.shape[1], head.shape[1], KERNEL_TILE if kernel else None
-    )
+    sizes = (targets.shape[0], targets.shape[1], head.shape[1])
+    count = choose_chunks(chunks, *sizes, KERNEL_TILE if kernel else None)
+    if kernel and row_groups(sizes[0], -(-sizes[1] // count)) != (shards("batch"), shards("sequence")):
+        kernel, count = False, choose_chunks(chunks, *sizes)  # devices would have different rows
     options = LossOptions(vocab_size, count, softcap, label_smoothing, z_loss, kernel, fp8)
     weights = jnp.where(targets < 0, 0.0, weights.astype(jnp.float32))
     loss, nll = _cross_entropy(options, hidden, head, jnp.maximum(targets, 0), weights)
@@ -118,52 +114,9 @@ def token_logprobs(
         z, lse = _statistics(options, _logits(h, table))
         return None, jnp.where(t < 0, 0.0, _pick(z, jnp.maximum(t, 0)) - lse)
 
-    pieces = (_split(hidden, count), _split(targets, count, IGNORED))
+    pieces = (split(hidden, count), split(targets, count, IGNORED))
     _, logprobs = jax.lax.scan(tile, None, pieces)
-    return _join(logprobs)[:, : targets.shape[1]]
-
-
-def choose_chunks(chunks: int | str, batch: int, length: int, vocab: int, tile: int | None = None) -> int:
-    """How many pieces to cut the sequence into: an explicit number, or tiles of about `tile` (TILE) logits a device.
-
-    A number that divides a device's piece of the sequence is preferred to a slightly smaller one that needs padding.
-    """
-    if chunks != "auto":
-        return max(1, min(int(chunks), length))
-    share = shards("batch") * shards("sequence") * shards("vocab")
-    if tile is None:
-        tile = max(CPU_TILE, CPU_ROWS * vocab) if backend() == "cpu" else TILE
-    needed = max(1, min(-(-batch * length * vocab // (share * tile)), length))
-    pieces = shards("sequence")
-    return next((c for c in range(needed, min(2 * needed, length) + 1) if length % (c * pieces) == 0), needed)
-
-
-def row_groups(batch: int, length: int) -> tuple[int, int]:
-    """Into how many parts devices split the rows and the positions of a chunk; 1 where they do not divide."""
-    counts = (shards("batch"), shards("sequence"))
-    rows, positions = (n if size % n == 0 else 1 for size, n in zip((batch, length), counts, strict=True))
-    return rows, positions
-
-
-def _split(x: Array, chunks: int, fill: float = 0) -> Array:
-    """(B, T, …) → (chunks, B, T/chunks, …), padded with `fill`.
-
-    A chunk takes every chunks-th position: a sequence axis split over devices stays split within each chunk. One
-    row alone (see cross_entropy) is cut into consecutive pieces.
-    """
-    length = -(-x.shape[1] // chunks) * chunks
-    x = jnp.pad(x, ((0, 0), (0, length - x.shape[1])) + ((0, 0),) * (x.ndim - 2), constant_values=fill)
-    if x.shape[0] == 1 and shards("sequence") == 1:
-        return x.reshape(chunks, 1, length // chunks, *x.shape[2:])
-    return jnp.moveaxis(x.reshape(x.shape[0], length // chunks, chunks, *x.shape[2:]), 2, 0)
-
-
-def _join(x: Array) -> Array:
-    """The inverse of `_split`, padding kept: (chunks, B, t, …) → (B, t·chunks, …)."""
-    if x.shape[1] == 1 and shards("sequence") == 1:
-        return x.reshape(1, -1, *x.shape[3:])
-    x = jnp.moveaxis(x, 0, 2)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
+    return join(logprobs)[:, : targets.shape[1]]
 
 
 def _logits(hidden: Array, table: Array, dtype: Any = jnp.float32) -> Array:
@@ -230,8 +183,8 @@ def _cross_entropy(
         loss, nll = _token_loss(options, z, lse, t)
         return sums + jnp.stack([jnp.sum(w * loss), jnp.sum(w * nll)]), None
 
-    pieces = tuple(_split(x, options.chunks) for x in (hidden, targets, weights))
-    sums, _ = _scan(tile, jnp.zeros(2, jnp.float32), pieces, options.chunks)
+    pieces = tuple(split(x, options.chunks) for x in (hidden, targets, weights))
+    sums, _ = scan_tiles(tile, jnp.zeros(2, jnp.float32), pieces, options.chunks)
     return sums[0], sums[1]
 
 
@@ -255,11 +208,11 @@ def _forward(
         sums += jnp.stack([jnp.sum(w * loss), jnp.sum(w * nll)])
         return (sums, constrain(dhead, "batch", "sequence", None, "vocab")), dh.astype(h.dtype)
 
-    pieces = tuple(_split(x, options.chunks) for x in (hidden, targets, weights))
+    pieces = tuple(split(x, options.chunks) for x in (hidden, targets, weights))
     zeros = jnp.zeros((*groups, *head.shape), jnp.float32)
     start = (jnp.zeros(2, jnp.float32), constrain(zeros, "batch", "sequence", None, "vocab"))
-    (sums, dhead), dhidden = _scan(tile, start, pieces, options.chunks)
-    dhidden = _join(dhidden)[:, : hidden.shape[1]]
+    (sums, dhead), dhidden = scan_tiles(tile, start, pieces, options.chunks)
+    dhidden = join(dhidden)[:, : hidden.shape[1]]
     return (sums[0], sums[1]), (dhidden, jnp.sum(dhead, axis=(0, 1)).astype(head.dtype))
 
 
@@ -268,18 +221,29 @@ def _loss_and_gradient(
 ) -> tuple[Array, Array, Array, Array]:
     """(loss, nll, ∂(Σ w·loss)/∂logits, a bound of its entries) of one tile. h: (B, t, D)."""
     if options.kernel:
-        dlogits, nll = softmax_gradient(
-            logits(h, dtype=h.dtype)[0],
-            targets[0],
-            weights[0],
-            vocab_size=options.vocab_size,
-            softcap=options.softcap,
-        )
-        return nll[None], nll[None], dlogits[None], jnp.max(weights)
+        dlogits, nll = _by_kernel(options, logits(h, dtype=h.dtype), targets, weights)
+        return nll, nll, dlogits, jnp.max(weights)
     z, lse = _statistics(options, logits(h))
     loss, nll = _token_loss(options, z, lse, targets)
     bound = jnp.max(weights * (1 + 2 * options.z_loss * jnp.abs(lse)))
     return loss, nll, _logit_gradient(options, z, lse, targets, weights), bound
+
+
+def _by_kernel(options: LossOptions, logits: Array, targets: Array, weights: Array) -> tuple[Array, Array]:
+    """(∂(Σ w·nll)/∂logits, nll), each device's rows by its own kernel. logits: (B, t, V), overwritten."""
+
+    def rows(logits: Array, targets: Array, weights: Array) -> tuple[Array, Array]:
+        gradient, nll = softmax_gradient(
+            logits.reshape(-1, logits.shape[-1]),
+            targets.reshape(-1),
+            weights.reshape(-1),
+            vocab_size=options.vocab_size,
+            softcap=options.softcap,
+        )
+        return gradient.reshape(logits.shape), nll.reshape(targets.shape)
+
+    gradient, nll = on_parts(rows, (logits, targets, weights), (), 2)
+    return gradient, nll
 
 
 def _products(head: Array, dtype: Any) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array]]]:
@@ -303,11 +267,3 @@ def _backward(
 
 
 _cross_entropy.defvjp(_forward, _backward)
-
-
-def _scan(tile: Any, start: Any, pieces: tuple[Array, ...], chunks: int) -> tuple[Any, Any]:
-    """lax.scan, without the loop when there is one chunk."""
-    if chunks > 1:
-        return jax.lax.scan(tile, start, pieces)
-    carry, out = tile(start, tuple(x[0] for x in pieces))
-    return carry, None if out is None else out[None]

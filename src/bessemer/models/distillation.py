@@ -25,14 +25,12 @@ from jax import Array
 from bessemer.models.axes import constrain
 from bessemer.models.cross_entropy import (
     LossOptions,
-    _join,
     _logits,
     _pick,
-    _split,
     _statistics,
-    choose_chunks,
 )
 from bessemer.models.divergence import Projection
+from bessemer.models.loss_tiles import choose_chunks, join, split
 
 
 class TopTokens(NamedTuple):
@@ -103,8 +101,8 @@ def top_tokens(teacher: Projection, k: int, temperature: float, chunks: int | st
         values, ids = jax.lax.top_k(z, k)
         return None, (ids.astype(jnp.int32), values - jax.nn.logsumexp(z, axis=-1, keepdims=True))
 
-    _, (ids, logprobs) = jax.lax.scan(tile, None, _split(teacher.hidden, count))
-    return TopTokens(_join(ids)[:, :length], _join(logprobs)[:, :length])
+    _, (ids, logprobs) = jax.lax.scan(tile, None, split(teacher.hidden, count))
+    return TopTokens(join(ids)[:, :length], join(logprobs)[:, :length])
 
 
 def _table(head: Array | None, hidden: Array) -> Array | None:
@@ -159,7 +157,7 @@ def _stored_divergence(teacher: TopTokens, z: Array, norm: Array, options: Disti
 
 
 def _pieces(options: DistillOptions, hidden: Array, held: tuple[Array, ...]) -> tuple[Array, ...]:
-    return tuple(_split(x, options.student.chunks) for x in (hidden, *held))
+    return tuple(split(x, options.student.chunks) for x in (hidden, *held))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -191,7 +189,7 @@ def _forward(
 
     start = (jnp.zeros(3, jnp.float32), None if head is None else jnp.zeros(head.shape, jnp.float32))
     (sums, dhead), dhidden = jax.lax.scan(tile, start, _pieces(options, hidden, held))
-    return sums, (_join(dhidden)[:, : hidden.shape[1]], dhead)
+    return sums, (join(dhidden)[:, : hidden.shape[1]], dhead)
 
 
 def _backward(options: DistillOptions, residuals: tuple[Any, ...], g: Array) -> tuple[Any, ...]:

@@ -26,17 +26,13 @@ from jax import Array
 from bessemer.models.axes import constrain, shards
 from bessemer.models.cross_entropy import (
     LossOptions,
-    _join,
     _logit_gradient,
     _products,
-    _scan,
-    _split,
     _statistics,
     _token_loss,
-    choose_chunks,
-    row_groups,
 )
 from bessemer.models.fp8 import head_products
+from bessemer.models.loss_tiles import choose_chunks, join, row_groups, scan_tiles, split
 
 ESTIMATORS = ("nll", "exact", "reverse")
 
@@ -156,11 +152,13 @@ def _run(
     zeros = None
     if differentiate and head is not None:
         zeros = constrain(jnp.zeros((*groups, *head.shape), jnp.float32), "batch", "sequence", None, "vocab")
-    pieces = tuple(_split(x, count) for x in (mine, its, targets, weights))
-    (sums, dhead), dhidden = _scan(tile, (jnp.zeros(len(Sums._fields), jnp.float32), zeros), pieces, count)
+    pieces = tuple(split(x, count) for x in (mine, its, targets, weights))
+    (sums, dhead), dhidden = scan_tiles(
+        tile, (jnp.zeros(len(Sums._fields), jnp.float32), zeros), pieces, count
+    )
     if not differentiate:
         return tuple(sums), None
-    dhidden = _join(dhidden)[:, : mine.shape[1]]
+    dhidden = join(dhidden)[:, : mine.shape[1]]
     return tuple(sums), (dhidden, None if head is None else jnp.sum(dhead, axis=(0, 1)).astype(head.dtype))
 
 

@@ -73,8 +73,7 @@ def unpack_rotate_norm(
         return tuple(part.reshape(*packed.shape[:2], -1, 2 * half) for part in parts)
 
     tables = [jnp.broadcast_to(t[:, :, 0], (*packed.shape[:2], half)) for t in rotary]
-    spec = PartitionSpec(mesh_axes("batch"), mesh_axes("sequence"))
-    q, k, v = _shard_map(rows, (spec,) * 3, (spec,) * 3)(packed, *tables)
+    q, k, v = on_parts(rows, (packed, *tables), (), 3)
     return q, k, v
 
 
@@ -97,9 +96,16 @@ def on_rows(
         results = kernel(*local, *args[len(tensors) :])
         return tuple(y.reshape(*args[0].shape[:2], y.shape[-1]) for y in results)
 
+    return on_parts(rows, tensors, whole, outputs)
+
+
+def on_parts(
+    function: Callable[..., Any], tensors: tuple[Array, ...], whole: tuple[Array, ...], outputs: int
+) -> Any:
+    """`function` on the parts of (B, T, …) tensors that a device has, beside what every device has whole."""
     spec = PartitionSpec(mesh_axes("batch"), mesh_axes("sequence"))
     in_specs = (spec,) * len(tensors) + (PartitionSpec(),) * len(whole)
-    return _shard_map(rows, in_specs, (spec,) * outputs)(*tensors, *whole)
+    return _shard_map(function, in_specs, (spec,) * outputs)(*tensors, *whole)
 
 
 def _shard_map(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:

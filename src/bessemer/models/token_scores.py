@@ -11,13 +11,11 @@ from bessemer.models.axes import constrain
 from bessemer.models.cross_entropy import (
     IGNORED,
     LossOptions,
-    _join,
     _logits,
     _pick,
-    _split,
     _statistics,
-    choose_chunks,
 )
+from bessemer.models.loss_tiles import choose_chunks, join, split
 
 
 def token_scores(
@@ -42,10 +40,10 @@ def token_scores(
         h, t = inputs
         return None, scores_of(options, _logits(h, table), t)
 
-    pieces = (_split(hidden, count), _split(targets, count, IGNORED))
+    pieces = (split(hidden, count), split(targets, count, IGNORED))
     _, (logprobs, greedy) = jax.lax.scan(tile, None, pieces)
     length = targets.shape[1]
-    return _join(logprobs)[:, :length], _join(greedy)[:, :length]
+    return join(logprobs)[:, :length], join(greedy)[:, :length]
 
 
 def scores_of(options: LossOptions, logits: Array, targets: Array) -> tuple[Array, Array]:
@@ -80,10 +78,10 @@ def policy_scores(
         h, t = inputs
         return None, policy_scores_of(options, _logits(h, table), t, temperature)
 
-    pieces = (_split(hidden, count), _split(targets, count, IGNORED))
+    pieces = (split(hidden, count), split(targets, count, IGNORED))
     _, (logprobs, entropy) = jax.lax.scan(tile, None, pieces)
     length = targets.shape[1]
-    return _join(logprobs)[:, :length], _join(entropy)[:, :length]
+    return join(logprobs)[:, :length], join(entropy)[:, :length]
 
 
 def policy_scores_of(
