@@ -13,6 +13,7 @@ from bessemer.errors import InputError
 from bessemer.generate import Decoder, SamplingOptions
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import fetch, launch
+from bessemer.training.callbacks.preview import held_out_prompts
 from tiny_run import random_params
 
 PROMPTS = ["the red fox", "a", "blue dog runs over the"]
@@ -138,4 +139,6 @@ def test_maybe_generate_previews_when_due(trainer):
     assert not metrics and not trainer.run_directory.samples.exists()
     trainer.maybe_generate(trainer.state, 5, metrics)
     rows = [json.loads(line) for line in trainer.run_directory.samples.read_text().splitlines()]
-    assert len(rows) == len(metrics["samples"]) == 7 and {row["step"] for row in rows} == {5}
+    prompts = held_out_prompts(trainer)
+    assert prompts and [row["prompt"] for row in rows] == prompts and len(metrics["samples"]) == len(prompts)
+    assert {row["step"] for row in rows} == {5}
