@@ -102,6 +102,11 @@ def dialled(*words: str) -> Any:
     return planned_trainer("pretrain", [*small, *words], compiles=False)
 
 
+def test_a_ratio_is_above_0_or_the_presets() -> None:
+    with pytest.raises(InputError, match=r"training\.ratio=-5.*or -1"):
+        dialled("training.ratio=-5")
+
+
 def test_the_dial_moves_what_the_optimizer_has() -> None:
     """Ratio and decay are the preset's; an optimizer with one rate has that rate scaled; what is given stays."""
     classic, july = dialled(), dialled("optimization.preset=july2026")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bessemer.errors import InputError, Stopped
+from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.report.metrics import MetricsFile
 from bessemer.training import launch
 from bessemer.training.callback import Callback, Callbacks
@@ -69,6 +69,8 @@ def test_weights_that_are_no_numbers_leave_a_file_that_can_be_resumed(tmp_path: 
     assert MetricsFile(path).truncate_after(1) == 1
     [row] = MetricsFile(path).rows()
     assert row["step"] == 1 and row["mean"] is None
+    with pytest.raises(StorageError, match="cannot write"):
+        append_weights(tmp_path, {"head": jnp.ones(2)}, 3)  # a directory stands for a disk that refuses
 
 
 def test_time_limit_stops_with_a_checkpoint(tiny: dict[str, object], tmp_path: Path) -> None:
