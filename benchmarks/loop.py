@@ -6,10 +6,12 @@
 The run is the command itself, in a process of its own: recipe `pretrain` on the source files of Python's standard
 library, with metrics, checkpoints, validation and previews at their intervals. Its rate is that of its own report
 (`time/total`: the steps after the tenth, without validation, previews and saves where those stop the loop), and beside
-it the rate by the clock from row to row of metrics.jsonl, with everything in it. The bare step is `step.py` with the
-same shape, in a process of its own, before and after the run, since a warm chip is slower.
+it the rate by the clock from row to row of metrics.jsonl, with everything in it: `wall` from the second row on, with
+the one compilation of what a preview runs, and `steady` after the first validation, preview and checkpoint, with the
+later ones. The bare step is `step.py` with the same shape, in a process of its own, before and after the run, since a
+warm chip is slower.
 
-One JSON line: both rates, their shares of the bare step's, and the share of time the loop waited for data.
+One JSON line: the rates, their shares of the bare step's, and the share of time the loop waited for data.
 """
 
 from __future__ import annotations
@@ -110,15 +112,21 @@ def watch(process: subprocess.Popen[bytes], metrics: Path) -> list[dict[str, Any
         time.sleep(0.02)
 
 
-def rates(rows: list[dict[str, Any]], tokens_per_step: int) -> dict[str, Any]:
+def rates(rows: list[dict[str, Any]], tokens_per_step: int, interval: int) -> dict[str, Any]:
     """From the rows of the run: its own rate, the clock's, and the wait for data."""
     timed = [row for row in rows if "time/total" in row and row["step"] >= 2 * REPORT]
     first, last = timed[0], timed[-1]
-    tokens = (last["step"] - first["step"]) * tokens_per_step
+    after = next((row for row in timed if row["step"] > interval), last)
+
+    def rate(begin: dict[str, Any], clock: str) -> int | None:
+        tokens, seconds = (last["step"] - begin["step"]) * tokens_per_step, last[clock] - begin[clock]
+        return round(tokens / seconds) if seconds else None
+
     return {
         "steps": last["step"] - first["step"],
-        "loop_tokens_per_s": round(tokens / (last["time/total"] - first["time/total"])),
-        "wall_tokens_per_s": round(tokens / (last["seen"] - first["seen"])),
+        "loop_tokens_per_s": rate(first, "time/total"),
+        "wall_tokens_per_s": rate(first, "seen"),
+        "steady_tokens_per_s": rate(after, "seen"),
         "data_wait_pct": round(statistics.mean(row["time/data_wait_pct"] for row in timed[1:]), 3),
         "peak_gib": last.get("mem/peak_gib"),
     }
@@ -128,10 +136,15 @@ def main() -> None:
     args = arguments()
     with tempfile.TemporaryDirectory() as scratch:
         before = bare(args)
-        found = rates(train(args, args.runs or Path(scratch)), args.batch * args.accumulation * args.sequence)
+        rows = train(args, args.runs or Path(scratch))
         after = bare(args)
     step = statistics.mean((before, after))
-    shares = {f"{kind}_share": round(found[f"{kind}_tokens_per_s"] / step, 4) for kind in ("loop", "wall")}
+    found = rates(rows, args.batch * args.accumulation * args.sequence, args.interval)
+    shares = {
+        f"{kind}_share": round(found[f"{kind}_tokens_per_s"] / step, 4)
+        for kind in ("loop", "wall", "steady")
+        if found[f"{kind}_tokens_per_s"]
+    }
     print(
         json.dumps({"depth": args.depth, "window": args.window, "bare": [before, after], **found, **shares})
     )

@@ -10,7 +10,8 @@ validation is the first 8·B windows of val, in nats per token.
 
 The parts are those of a run: settings, model, optimizer, train_step and val_step. `--set` takes any of their
 settings, so a trial on a CPU is `--set model.depth=2 architecture.block_size=64 training.batch_size=2
-training.steps=5`. One JSON line a seed, then the table (with --json: a JSON line too).
+training.steps=5`. A preset or an optimizer that is named there comes with its own numbers in place of the reference's:
+`--set optimization.preset=classic`. One JSON line a seed, then the table (with --json: a JSON line too).
 """
 
 from __future__ import annotations
@@ -95,8 +96,9 @@ def settings_of(shape: Mapping[str, Any], given: Sequence[str] = ()) -> Config:
     names = {word.partition("=")[0].strip().replace("/", ".") for word in given}
     if names & {"model.depth", "model.aspect"} and "model.width" not in names:
         recipe["model.width"] = -1
-    if "optimization.name" in names:  # another optimizer has none of Muon's settings
+    if names & {"optimization.name", "optimization.preset"}:  # which bring numbers of their own
         recipe = {key: value for key, value in recipe.items() if not key.startswith("optimization.")}
+        recipe["optimization.name"] = "muon"
     config = resolve(schema_of, recipe, given)
     tokens = config["training/batch_size"] * config["architecture/block_size"]
     multiplier = math.sqrt(tokens / REFERENCE_BATCH)

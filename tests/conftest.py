@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -20,9 +21,6 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import jax
 
-if os.environ["JAX_PLATFORMS"] == "cpu":
-    jax.config.update("jax_num_cpu_devices", 8)
-
 from bessemer.topology import Topology
 
 # By default an example that takes 200 ms is a failure, and so are examples that come slowly: a busy machine has both.
@@ -34,6 +32,18 @@ WORDS += ["near", "river", "hill", "tree", "quickly", "and", "then"]
 
 LONGEST = {"test_docs", "test_grpo_process", "test_elastic", "test_invariance", "test_invariance_mesh"}
 LONGEST |= {"test_training_processes", "test_training_init", "test_training_phases", "test_hygiene"}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`-m gpu` runs on a GPU, whatever the shell says, here and in the processes that are started: on a CPU some of
+    these tests would pass and show nothing."""
+    if config.option.markexpr == "gpu":
+        if shutil.which("nvidia-smi") is None:
+            raise pytest.UsageError("-m gpu needs an NVIDIA GPU and its driver (nvidia-smi was not found).")
+        os.environ["JAX_PLATFORMS"] = "cuda"
+    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
+    if os.environ["JAX_PLATFORMS"] == "cpu":
+        jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
