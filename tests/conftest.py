@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "gpu":
         if shutil.which("nvidia-smi") is None:
             raise pytest.UsageError("-m gpu needs an NVIDIA GPU and its driver (nvidia-smi was not found).")
-        os.environ["JAX_PLATFORMS"] = "cuda"
+        os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # the first is the default; one test compares the two
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     if os.environ["JAX_PLATFORMS"] == "cpu":
         jax.config.update("jax_num_cpu_devices", 8)
