@@ -11,7 +11,8 @@ the one compilation of what a preview runs, and `steady` after the first validat
 later ones. The bare step is `step.py` with the same shape, in a process of its own, before and after the run, since a
 warm chip is slower.
 
-One JSON line: the rates, their shares of the bare step's, and the share of time the loop waited for data.
+One JSON line: the rates, their shares of the bare step's, how long one such stop takes once everything is compiled
+(`stop_s`), and the share of time the loop waited for data.
 """
 
 from __future__ import annotations
@@ -127,9 +128,18 @@ def rates(rows: list[dict[str, Any]], tokens_per_step: int, interval: int) -> di
         "loop_tokens_per_s": rate(first, "time/total"),
         "wall_tokens_per_s": rate(first, "seen"),
         "steady_tokens_per_s": rate(after, "seen"),
+        "stop_s": stop(after, last, interval),
         "data_wait_pct": round(statistics.mean(row["time/data_wait_pct"] for row in timed[1:]), 3),
         "peak_gib": last.get("mem/peak_gib"),
     }
+
+
+def stop(after: dict[str, Any], last: dict[str, Any], interval: int) -> float | None:
+    """Seconds for which a validation, a preview and a checkpoint together stop the loop, once all is compiled."""
+    # those of the last row come after it
+    times = (last["step"] - 1) // interval - (after["step"] - 1) // interval
+    idle = sum(sign * (row["seen"] - row["time/total"]) for row, sign in ((last, 1), (after, -1)))
+    return round(idle / times, 3) if times else None
 
 
 def main() -> None:
