@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bessemer.data import Sampling
-from bessemer.data.places import found_again, full_path, relocated
+from bessemer.data.places import found_again, full_path, relocated, relocated_root
 from bessemer.data.sources import find_files
 
 
@@ -55,3 +55,12 @@ def test_registered_names_and_suffixes(here: Path) -> None:
     shutil.copytree("texts", "store-small")
     moved = relocated(Sampling("store", rate=0.5, suffix="-small"), full_path)
     assert moved == Sampling(str(here / "store"), rate=0.5, suffix="-small")
+
+
+def test_a_cache_is_found_again_by_what_it_holds(here: Path) -> None:
+    Path("cache").mkdir()
+    assert relocated_root("/gone/cache", found_again) == "/gone/cache"  # made anew: this one is another's
+    Path("cache/stores").mkdir()
+    assert relocated_root("/gone/cache", found_again) == str(here / "cache")
+    assert relocated_root("new", full_path) == str(here / "new")
+    assert relocated_root("s3://bucket/cache", full_path) == "s3://bucket/cache"

@@ -105,6 +105,11 @@ def test_a_moved_folder_is_found_from_inside_it(
     assert any(
         "training.dataset: what it names is gone, and found again below" in n for n in trainer.config.notes
     )
+    evaluator = Evaluator.from_run(trainer.run_directory)
+    evaluator.run()
+    assert evaluator.loaded.notes == [
+        f"the data {project / 'mine.jsonl'} is gone; held-out sequences are those of {moved / 'mine.jsonl'}"
+    ]
     assert not project.exists()  # nor made again, for the cache
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bessemer.data.mixture import Sampling
 from bessemer.data.store import is_store
+from bessemer.job.remote import is_remote
 from bessemer.registry import datasets
 
 Find = Callable[[str], str]
@@ -53,3 +54,13 @@ def relocated(sampling: Sampling, find: Find) -> Sampling:
     if found == whole:
         return sampling
     return dataclasses.replace(sampling, name=found.removesuffix(sampling.suffix))
+
+
+def relocated_root(root: str, find: Find) -> str:
+    """data.root as `find` finds it: a full path even of what is not there, as it is made then; an address is refused
+    elsewhere. A directory that holds no stores is another one."""
+    if is_remote(root):
+        return root
+    whole = str(Path(root).expanduser().absolute())
+    found = find(whole)
+    return found if (Path(found) / "stores").is_dir() else whole

@@ -12,7 +12,7 @@ from typing import Any
 from bessemer.config import declared
 from bessemer.config.values import Mismatch, convert
 from bessemer.data import DataSettings, Sampling, Tokenizer, Validation, open_dataset
-from bessemer.data.places import found_again, relocated
+from bessemer.data.places import found_again, relocated, relocated_root
 from bessemer.errors import InputError
 from bessemer.generate import LoadedModel
 from bessemer.registry import datasets
@@ -81,7 +81,7 @@ def data_settings(saved: Mapping[str, Any], where: str) -> DataSettings:
         if setting.key in values
     }
     if given.get("root"):
-        given["root"] = found_again(given["root"])
+        given["root"] = relocated_root(given["root"], found_again)
     return DataSettings(**given)
 
 

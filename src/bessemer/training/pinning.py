@@ -10,22 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.config import Config, dotted
-from bessemer.data.places import Find, found_again, full_path, relocated
+from bessemer.data.places import Find, found_again, full_path, relocated, relocated_root
 
 
 def _tokenizer(value: str, find: Find) -> str:
     return value if value == "auto" or value.startswith("train:") else find(value)
 
 
-def _root(value: str, find: Find) -> str:
-    """A path whether it exists or not: it is made where it is missing."""
-    return find(str(Path(value).expanduser().absolute()))
-
-
 PATHS: dict[str, Callable[[Any, Find], Any]] = {
     "training/dataset": lambda value, find: [[relocated(one, find) for one in mixture] for mixture in value],
     "data/tokenizer": _tokenizer,
-    "data/root": _root,
+    "data/root": relocated_root,
     "eval/core_bundle": lambda value, find: find(value),
     "init": lambda value, find: find(value),
     "distill/teacher": lambda value, find: find(value),
@@ -46,8 +41,8 @@ def refound(config: Config, given: Collection[str] = ()) -> Config:
     they are, and code is never looked for."""
     for key in PATHS:
         if key != "plugins" and key not in given and config.get(key):
-            before, config.values[key] = config[key], PATHS[key](config[key], found_again)
-            if config[key] != before:
+            as_saved, config.values[key] = (PATHS[key](config[key], find) for find in (str, found_again))
+            if config[key] != as_saved:
                 config.notes.append(
                     f"{dotted(key)}: what it names is gone, and found again below {Path.cwd()}"
                 )
