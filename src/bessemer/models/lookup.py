@@ -131,9 +131,7 @@ class LookupOptions:
 
 def lookup_layer(options: LookupOptions, params: dict[str, Array], x: Array, ids: Array) -> Array:
     """x + W_mix [norm(W_up e); h]. x: (B, T, D); ids: (B, T)."""
-    if not fp8.fits(
-        params["up"].shape
-    ):  # then W_mix stays with it: what reads W_up's output has the same sides
+    if not fp8.fits(params["up"].shape):  # nor does W_mix then: a part of it has these sides
         options = dataclasses.replace(options, fp8=None)
     h = rms_norm(x)
     keys = params["lookup_keys"]
