@@ -80,7 +80,7 @@ def test_spelling_of_a_type_is_no_conflict():
 
 def test_ranges_of_two_classes_intersect():
     setting = gather(Base, other(float, 3e-4, minimum=1e-5, maximum=1.0))["optimization/lr"]
-    assert (setting.minimum, setting.maximum) == (1e-5, 1.0)
+    assert (setting.range.minimum, setting.range.maximum) == (1e-5, 1.0)
 
 
 def test_a_key_cannot_be_a_setting_and_a_section():

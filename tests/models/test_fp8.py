@@ -16,12 +16,16 @@ from tests.tiny_run import random_params
 
 from bessemer.errors import InputError
 from bessemer.models import fp8
+from bessemer.models.allocation import Allocation
 from bessemer.models.blocks import rms_norm
 from bessemer.models.gpt import GPT
+from bessemer.models.lookup import LookupOptions, look_up, lookup_layer
 from bessemer.topology import TopologySettings, has_float8, make_topology, shardings
 
 AXES = (None, None)
 TINY = {"depth": 2, "width": 128, "head_dim": 64, "vocab_size": 320, "block_size": 32}
+ROWS = Allocation.of(np.where(np.arange(320) < 64, 2, 1))
+LOOKUP = {"lookup_after_layers": (0,), "lookup_rows": 384, "lookup_d_up": 256, "allocation": ROWS}
 
 
 def draw(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
@@ -178,6 +182,43 @@ def test_float8_is_in_training_and_not_in_evaluation(params: Any) -> None:
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.parametrize("scaling", fp8.SCALINGS)
+def test_a_lookup_layer_matches_a_float64_reference(scaling: str) -> None:
+    """Operands of W_up and W_mix are rounded to float8, the rows that a token reads are not."""
+    params = random_params(GPT(**TINY, **LOOKUP), scale=0.1)["lookups_0"]
+    x, ids = draw(0, 2, 16, 128), jnp.asarray(np.random.default_rng(1).integers(0, 320, (2, 16)))
+    options = LookupOptions(jnp.float32, ROWS, fp8=scaling)
+    h, axis = np.asarray(rms_norm(x)), -1 if scaling == fp8.ROWWISE else None
+    e = look_up(options, jnp.asarray(h), params["lookup_keys"], params["lookup_values"], ids)
+
+    def weights(name: str) -> np.ndarray:
+        return rounded(params[name], fp8.FORWARD, 0 if axis == -1 else None)
+
+    up = rounded(e, fp8.FORWARD, axis) @ weights("up")
+    up /= np.sqrt(np.mean(up**2, axis=-1, keepdims=True) + 1e-6)
+    joined = np.concatenate([up, h], axis=-1)
+    bound = None if axis == -1 else math.sqrt(256)
+    wanted = rounded(joined, fp8.FORWARD, axis, bound) @ weights("mix")
+    got = jax.jit(partial(lookup_layer, options))(params, x, ids) - x
+    plain = lookup_layer(LookupOptions(jnp.float32, ROWS), params, x, ids) - x
+    assert distance(got, wanted) < 2e-3  # a few values lie between two of float8, and float32 decides
+    assert 0.01 < distance(got, plain) < 0.08
+
+
+def test_a_lookup_model_is_converted_in_training_alone() -> None:
+    model, batch = fp8_model(**LOOKUP), batch_of()
+    params = random_params(model, scale=0.1)
+    exact, quantised = (
+        jax.jit(jax.grad(partial(mean_loss, model, training)))(params, batch)["lookups_0"]
+        for training in (False, True)
+    )
+    for name in ("up", "mix", "lookup_keys", "lookup_values"):
+        assert 0.01 < distance(quantised[name], exact[name]) < 0.25, name  # as in a block
+    plain = GPT(**{**TINY, **LOOKUP})
+    one, other = (jax.jit(partial(mean_loss, m, False))(params, batch) for m in (plain, model))
+    assert float(one) == float(other)
+
+
 def curve(model: GPT, params: Any, steps: int = 20) -> np.ndarray:
     """Losses of Adam on one batch."""
     tx, batch = optax.adam(3e-3), batch_of(2)
@@ -215,13 +256,15 @@ def test_scanned_and_rematerialised_layers_give_the_same_gradient(params: Any) -
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lookup", [{}, LOOKUP], ids=["blocks", "lookup"])
 @pytest.mark.parametrize(
     "sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2}], ids=str
 )
-def test_a_mesh_gives_the_gradient_of_one_device(sizes: dict[str, int], params: Any) -> None:
+def test_a_mesh_gives_the_gradient_of_one_device(sizes: dict[str, int], lookup: dict[str, Any]) -> None:
     """Scales are of the whole tensor wherever its parts lie. Sums in another order flip a few roundings: 2%."""
     topology = make_topology(TopologySettings(**sizes))
-    model, batch = fp8_model(), batch_of()
+    model, batch = fp8_model(**lookup), batch_of()
+    params = random_params(model, scale=0.1)
     boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
     wanted = jax.jit(jax.grad(partial(mean_loss, model, True)))(params, batch)
     placed = jax.device_put(params, shardings(boxed, topology.mesh))
@@ -237,6 +280,11 @@ def test_what_is_converted_is_said_with_the_reasons() -> None:
     assert line.startswith("converted 12 of 15 matrices, skipped 3: ")
     assert "value_gate 12 × 2 (a side below 128)" in line and "architecture.fp8.head is false" in line
     assert len(fp8_model(fp8_head=True).fp8_conversion().converted) == 13
+    lookup = fp8_model(**LOOKUP).fp8_conversion()
+    assert str(lookup).startswith("converted 14 of 17 matrices, skipped 3: ")
+    assert {"lookups_0/up", "lookups_0/mix"} < set(lookup.converted)
+    thin = str(fp8_model(**{**LOOKUP, "lookup_d_up": 64}).fp8_conversion())
+    assert "up 128 × 64 (a side below 128)" in thin and "mix 192 × 128 (a side below 128)" in thin
     narrow = fp8_model(width=136, head_dim=68).fp8_conversion()
     assert not narrow.converted and "up 136 × 544 (a side not divisible by 16)" in str(narrow)
 

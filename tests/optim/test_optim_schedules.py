@@ -69,6 +69,8 @@ def test_sgdr_restarts_at_whole_steps() -> None:
     got = values(schedule, 0, 5, 10, 20, 30, 50, 70)
     np.testing.assert_allclose(got, [1, 0.55, 1, 0.55, 1, 0.55, 1], rtol=1e-5)
     assert values(schedule, 9)[0] < 0.15
+    long = sgdr(SgdrSettings(warmup_pct=0.0, first_cycle=0.1, t_mult=1e300), 1000)  # no step is so late
+    assert float(long(99)) < 0.11 and float(long(999)) == pytest.approx(1.0)
     equal = sgdr(SgdrSettings(warmup_pct=0.02, first_cycle=0.1, t_mult=1.0), 100)
     assert equal.corners == tuple(range(2, 100, 10))
     np.testing.assert_allclose(values(equal, 0, 1, 2, 12), [0.5, 1, 1, 1], rtol=1e-6)

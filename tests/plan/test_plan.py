@@ -103,7 +103,7 @@ def dialled(*words: str) -> Any:
 
 
 def test_a_ratio_is_above_0_or_the_presets() -> None:
-    with pytest.raises(InputError, match=r"training\.ratio=-5.*or -1"):
+    with pytest.raises(InputError, match=r"training\.ratio.*above 0, or -1, got -5"):
         dialled("training.ratio=-5")
 
 

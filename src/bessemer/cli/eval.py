@@ -59,10 +59,12 @@ def command(
         limit=limit,
         batch_size=batch,
     )
-    for note in evaluator.loaded.notes:
+    for note in (said := list(evaluator.loaded.notes)):
         click.echo(f"note: {note}", err=True)
     with shown():
         results = evaluator.run()
+    for note in evaluator.loaded.notes[len(said) :]:
+        click.echo(f"note: {note}", err=True)
     if as_json:
         click.echo(json.dumps({"run": str(found.path), "step": evaluator.loaded.step, "results": results}))
         return

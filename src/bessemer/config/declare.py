@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from bessemer.config.annotations import canonical, type_hints
+from bessemer.config.ranges import Range
 from bessemer.config.values import Mismatch, convert, leaves, plain
 from bessemer.errors import InputError, nearest
 
@@ -33,15 +33,20 @@ def field(
     choices: tuple[Any, ...] | None = None,
     minimum: float | None = None,
     maximum: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    also: tuple[float, ...] = (),
 ) -> Any:
     """A dataclass field that is also the setting `key` ("section/name").
 
     `batch_size: int = field("training/batch_size", default=512, help="sequences per optimizer step")`
-    Ranges and choices hold for each element of a list; None, where the type allows it, is always in range.
+    Ranges (see `Range`) and choices hold for each element of a list; None, where the type allows it, is always in
+    range.
     """
     if not _KEY_FORM.fullmatch(key) or key.split("/")[0] in RESERVED:
         raise ValueError(f"'{key}' cannot be the key of a setting: write section/name, not one of {RESERVED}")
-    metadata = {KEY: key, "help": help, "choices": choices, "minimum": minimum, "maximum": maximum}
+    limits = Range(minimum, maximum, above, below, also)
+    metadata = {KEY: key, "help": help, "choices": choices, "range": limits}
     if default_factory is not dataclasses.MISSING:
         return dataclasses.field(default_factory=default_factory, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -66,8 +71,7 @@ class Setting:
     default: Any
     help: str
     choices: tuple[Any, ...] | None
-    minimum: float | None
-    maximum: float | None
+    range: Range
     owner: type
 
     @property
@@ -108,13 +112,7 @@ class Setting:
             raise Mismatch(f"expected one of {', '.join(known)}, got {plain(leaf)!r}{hint}")
         if isinstance(leaf, bool) or not isinstance(leaf, int | float):
             return
-        if self.minimum is not None and leaf < self.minimum:
-            raise Mismatch(f"expected at least {self.minimum}, got {leaf}")
-        if self.maximum is not None and leaf > self.maximum:
-            raise Mismatch(f"expected at most {self.maximum}, got {leaf}")
-        ranged = self.minimum is not None or self.maximum is not None  # so it is a quantity
-        if ranged and (math.isinf(leaf) if isinstance(leaf, float) else abs(leaf) >= 2**63):
-            raise Mismatch(f"expected a number that 64 bits can hold, got {leaf}")
+        self.range.check(leaf)
 
 
 def declared(cls: type) -> Mapping[str, Setting]:
@@ -135,7 +133,7 @@ def declared(cls: type) -> Mapping[str, Setting]:
 def _setting(cls: type, f: dataclasses.Field[Any], annotation: Any) -> Setting:
     owner = next(base for base in cls.__mro__ if f.name in inspect.get_annotations(base))
     default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
-    facts = {name: f.metadata[name] for name in ("help", "choices", "minimum", "maximum")}
+    facts = {name: f.metadata[name] for name in ("help", "choices", "range")}
     setting = Setting(f.metadata[KEY], annotation, default, owner=owner, **facts)
     if setting.required:
         return setting
@@ -223,15 +221,8 @@ def _unite(first: Setting, second: Setting) -> Setting:
     choices = first.choices if second.choices is None else second.choices
     if first.choices is not None and second.choices is not None:
         choices = tuple(choice for choice in first.choices if choice in second.choices)
-    minima = [limit for limit in (first.minimum, second.minimum) if limit is not None]
-    maxima = [limit for limit in (first.maximum, second.maximum) if limit is not None]
-    return dataclasses.replace(
-        first,
-        help=first.help or second.help,
-        choices=choices,
-        minimum=max(minima, default=None),
-        maximum=min(maxima, default=None),
-    )
+    united = first.range.intersect(second.range)
+    return dataclasses.replace(first, help=first.help or second.help, choices=choices, range=united)
 
 
 def _facts(setting: Setting) -> str:

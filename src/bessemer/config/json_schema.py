@@ -12,6 +12,7 @@ from typing import Any
 
 from bessemer.config.annotations import UNIONS, type_hints
 from bessemer.config.declare import Setting
+from bessemer.config.ranges import Range
 from bessemer.config.values import plain
 
 _SIMPLE: dict[Any, dict[str, Any]] = {
@@ -46,9 +47,7 @@ def _section() -> dict[str, Any]:
 
 
 def _setting_schema(setting: Setting) -> dict[str, Any]:
-    limits = {"minimum": setting.minimum, "maximum": setting.maximum}
-    limits = {word: limit for word, limit in limits.items() if limit is not None}
-    schema = dict(_type_schema(setting.type, limits, setting.choices))
+    schema = dict(_type_schema(setting.type, setting.range, setting.choices))
     if setting.help:
         schema["description"] = setting.help
     if not setting.required:
@@ -58,7 +57,7 @@ def _setting_schema(setting: Setting) -> dict[str, Any]:
     return schema
 
 
-def _type_schema(annotation: Any, limits: dict[str, Any], choices: tuple[Any, ...] | None) -> dict[str, Any]:
+def _type_schema(annotation: Any, limits: Range, choices: tuple[Any, ...] | None) -> dict[str, Any]:
     """`limits` and `choices` belong to the scalars, however deep inside lists they are."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
@@ -80,11 +79,11 @@ def _type_schema(annotation: Any, limits: dict[str, Any], choices: tuple[Any, ..
     if choices is not None and annotation not in (None, type(None)):
         schema["enum"] = [plain(choice) for choice in choices]
     if annotation in (int, float):
-        schema.update(limits)
+        return limits.json_schema(schema)
     return schema
 
 
-def _list_schema(annotation: Any, limits: dict[str, Any], choices: tuple[Any, ...] | None) -> dict[str, Any]:
+def _list_schema(annotation: Any, limits: Range, choices: tuple[Any, ...] | None) -> dict[str, Any]:
     args = typing.get_args(annotation)
     if typing.get_origin(annotation) is tuple and args[-1] is not Ellipsis:
         items = [_type_schema(arg, limits, choices) for arg in args]
@@ -98,7 +97,7 @@ def _dataclass_schema(cls: type) -> dict[str, Any]:
     fields = [f for f in dataclasses.fields(cls) if f.init]
     hints = type_hints(cls, tuple(f.name for f in fields))
     schema = _section()
-    schema["properties"] = {f.name: _type_schema(hints[f.name], {}, None) for f in fields}
+    schema["properties"] = {f.name: _type_schema(hints[f.name], Range(), None) for f in fields}
     missing = dataclasses.MISSING
     required = [f.name for f in fields if f.default is missing and f.default_factory is missing]
     if required:

@@ -125,7 +125,8 @@ def file_of(path: Path, kind: str | None = None) -> File:
         facts = path.stat()
     except OSError as error:
         raise InputError(f"cannot read '{path}': {error.strerror}.") from error
-    return File(str(path), kind or _kind(path), facts.st_size, facts.st_mtime_ns)
+    # in full, so that a file is the same source, and its store the same, from whatever directory it is named
+    return File(str(path.absolute()), kind or _kind(path), facts.st_size, facts.st_mtime_ns)
 
 
 def _expand(name: str) -> list[Path]:
@@ -147,7 +148,7 @@ def _expand(name: str) -> list[Path]:
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     close = nearest(path.name, siblings)
     hint = f" Did you mean '{path.parent / close}'?" if close else ""
-    # a run may be resumed from another directory
+    # an older run, whose configuration has no full path, may be resumed from another directory
     where = "" if path.is_absolute() else f" below {Path.cwd()}"
     raise InputError(f"'{name}' does not exist{where}.{hint}")
 

@@ -12,6 +12,7 @@ from typing import Any
 from bessemer.config import declared
 from bessemer.config.values import Mismatch, convert
 from bessemer.data import DataSettings, Sampling, Tokenizer, Validation, open_dataset
+from bessemer.data.places import found_again, relocated, relocated_root
 from bessemer.errors import InputError
 from bessemer.generate import LoadedModel
 from bessemer.registry import datasets
@@ -30,7 +31,11 @@ def held_out(loaded: LoadedModel, limit: int | None = None) -> Validation:
 
 def _opened(loaded: LoadedModel, limit: int | None) -> Validation:
     training = section(loaded.config, "training")
-    mixture = last_mixture(training.get("dataset"), where(loaded))
+    named = last_mixture(training.get("dataset"), where(loaded))
+    mixture = [relocated(sampling, found_again) for sampling in named]
+    for before, now in zip(named, mixture, strict=True):
+        if before != now:
+            loaded.notes.append(f"the data {before.name} is gone; held-out sequences are those of {now.name}")
     count = limit if limit is not None else int(training.get("validation_steps") or 2048)
     if count < 1:
         raise InputError(f"the limit is {count} sequences; give at least 1.")
@@ -75,6 +80,8 @@ def data_settings(saved: Mapping[str, Any], where: str) -> DataSettings:
         for name, setting in declared(DataSettings).items()
         if setting.key in values
     }
+    if given.get("root"):
+        given["root"] = relocated_root(given["root"], found_again)
     return DataSettings(**given)
 
 

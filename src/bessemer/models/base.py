@@ -27,7 +27,9 @@ class LanguageModel(nn.Module):
     `group_of(path)` tells the optimizer which parameter is what; without it names and shapes decide.
     """
 
-    vocab_size: int = field("model/vocab_size", default=-1, help="tokens; -1 = the tokenizer's")
+    vocab_size: int = field(
+        "model/vocab_size", default=-1, minimum=1, also=(-1,), help="tokens; -1 = the tokenizer's"
+    )
     block_size: int = field("architecture/block_size", default=512, minimum=1, help="sequence length")
 
     def __call__(

@@ -25,12 +25,26 @@ class ModelSettings(nn.Module):
         "model/aspect", default=64, minimum=1, help="width = depth × aspect, rounded up to head_dim"
     )
     head_dim: int = field("model/head_dim", default=128, minimum=2, help="size of one attention head")
-    width: int = field("model/width", default=-1, help="residual width; -1 = derived from depth and aspect")
-    heads: int = field("model/heads", default=-1, help="query heads; -1 = width / head_dim")
-    kv_heads: int = field(
-        "model/kv_heads", default=-1, help="key-value heads, a divisor of heads; -1 = heads"
+    width: int = field(
+        "model/width",
+        default=-1,
+        minimum=1,
+        also=(-1,),
+        help="residual width; -1 = derived from depth and aspect",
     )
-    vocab_size: int = field("model/vocab_size", default=-1, help="tokens; -1 = the tokenizer's")
+    heads: int = field(
+        "model/heads", default=-1, minimum=1, also=(-1,), help="query heads; -1 = width / head_dim"
+    )
+    kv_heads: int = field(
+        "model/kv_heads",
+        default=-1,
+        minimum=1,
+        also=(-1,),
+        help="key-value heads, a divisor of heads; -1 = heads",
+    )
+    vocab_size: int = field(
+        "model/vocab_size", default=-1, minimum=1, also=(-1,), help="tokens; -1 = the tokenizer's"
+    )
 
     block_size: int = field("architecture/block_size", default=512, minimum=1, help="sequence length")
     precision: str = field(
@@ -59,7 +73,7 @@ class ModelSettings(nn.Module):
     scan_layers: bool = field(
         "architecture/scan_layers", default=False, help="scan repeating layers: faster compile"
     )
-    dropout: float = field("architecture/dropout", default=0.0, minimum=0.0, maximum=1.0, help="dropout rate")
+    dropout: float = field("architecture/dropout", default=0.0, minimum=0.0, below=1.0, help="dropout rate")
     document_mask: bool = field(
         "architecture/document_mask", default=False, help="documents do not see each other"
     )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from bessemer.models import fp8
 from bessemer.models.layers import AXES
+from bessemer.models.lookup import AXES as LOOKUP_AXES
 from bessemer.topology import unbox
 
 if TYPE_CHECKING:
@@ -55,15 +56,18 @@ def plan_conversion(matrices: Iterable[tuple[tuple[str, ...], tuple[int, ...]]],
     converted, skipped = [], []
     for path, shape in matrices:
         in_block = path[0].startswith("blocks_") and path[-1] in AXES
+        of_lookup = path[0].startswith("lookups_") and path[-1] in LOOKUP_AXES
+        # W_mix reads W_up's output beside h, and may be used in these two parts
+        sides = (shape[0] - shape[1], shape[1]) if of_lookup and path[-1] == "mix" else shape
         reason = None
-        if min(shape) < fp8.SMALLEST:
+        if min(sides) < fp8.SMALLEST:
             reason = f"a side below {fp8.SMALLEST}"
-        elif not fp8.fits(shape):
+        elif not fp8.fits(sides):
             reason = f"a side not divisible by {fp8.MULTIPLE}"
         elif path[-1] == "head" and not head:
             reason = "architecture.fp8.head is false"
-        elif path[-1] != "head" and not in_block:
-            reason = "not a matrix of a block"
+        elif path[-1] != "head" and not in_block and not of_lookup:
+            reason = "not a matrix of a block or lookup layer"
         if reason is None:
             converted.append("/".join(path))
         else:

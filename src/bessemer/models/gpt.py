@@ -150,10 +150,10 @@ class GPT(GPTSettings, HeadedModel):
         kernels = choose_kernels(self.kernels, self.compute_dtype)
         return LayerOptions(self.head_dim, self.compute_dtype, self.qk_norm, self.dropout, kernels, scaling)
 
-    def _look_up(self, ids: Array, params: dict[str, Array], x: Array) -> Array:
+    def _look_up(self, ids: Array, params: dict[str, Array], x: Array, scaling: str | None = None) -> Array:
         if self.is_initializing():  # parameters need no allocation
             return x
-        options = LookupOptions(self.compute_dtype, self.allocation, self.lookup_path)
+        options = LookupOptions(self.compute_dtype, self.allocation, self.lookup_path, fp8=scaling)
         return lookup_layer(options, params, x, ids)
 
     def _layer_params(self) -> list[dict[str, Any]]:
@@ -183,6 +183,6 @@ class GPT(GPTSettings, HeadedModel):
             return layer(options, params, *stream, ids, rotary, attend, layer_key)
 
         params, windows = self._layer_params(), self.shape.windows
-        after = partial(self._look_up, ids)
+        after = partial(self._look_up, ids, scaling=options.fp8)
         x, middle = run_layers(step, after, params, windows, x, scan=self.scan_layers, remat=self.remat)
         return self._back_out(x, middle)

@@ -56,6 +56,8 @@ class LlamaSettings(HeadedModel):
     mlp_width: int = field(
         "model/mlp_width",
         default=-1,
+        minimum=1,
+        also=(-1,),
         help="width of the feed-forward layer; -1 = 8/3 of the width, up to 64s",
     )
     tied_head: bool = field("model/tied_head", default=False, help="the head is the embedding table")
@@ -69,7 +71,11 @@ class LlamaSettings(HeadedModel):
         "model/sliding_layers", default="S", help="S sliding, L full context; tiled over the layers"
     )
     max_positions: int = field(
-        "model/max_positions", default=-1, help="context an export declares; -1 = architecture.block_size"
+        "model/max_positions",
+        default=-1,
+        minimum=1,
+        also=(-1,),
+        help="context an export declares; -1 = architecture.block_size",
     )
     end_tokens: list[int] = field(
         "model/end_tokens",
@@ -102,7 +108,7 @@ class LlamaSettings(HeadedModel):
     )
     norm_epsilon: float = field("architecture/norm_epsilon", default=1e-5, minimum=0, help="ε of the norms")
     rotary_base: float = field(
-        "architecture/rotary_base", default=10_000.0, help="base of rotary frequencies"
+        "architecture/rotary_base", default=10_000.0, above=1, help="base of rotary frequencies"
     )
     rope_type: str = field(
         "architecture/rope/type", default="default", choices=ROPE_TYPES, help="scaling of rotary frequencies"
@@ -113,12 +119,14 @@ class LlamaSettings(HeadedModel):
     rope_original_length: int = field(
         "architecture/rope/original_length", default=0, minimum=0, help="context of pretraining"
     )
-    rope_low_freq_factor: float = field("architecture/rope/low_freq_factor", default=1.0, help="llama3's low")
-    rope_high_freq_factor: float = field(
-        "architecture/rope/high_freq_factor", default=4.0, help="llama3's high"
+    rope_low_freq_factor: float = field(
+        "architecture/rope/low_freq_factor", default=1.0, above=0, help="llama3's low"
     )
-    rope_beta_fast: float = field("architecture/rope/beta_fast", default=32.0, help="yarn's β_fast")
-    rope_beta_slow: float = field("architecture/rope/beta_slow", default=1.0, help="yarn's β_slow")
+    rope_high_freq_factor: float = field(
+        "architecture/rope/high_freq_factor", default=4.0, above=0, help="llama3's high"
+    )
+    rope_beta_fast: float = field("architecture/rope/beta_fast", default=32.0, above=0, help="yarn's β_fast")
+    rope_beta_slow: float = field("architecture/rope/beta_slow", default=1.0, above=0, help="yarn's β_slow")
     rope_truncate: bool = field(
         "architecture/rope/truncate", default=True, help="yarn: whole dimensions only"
     )

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from bessemer.config import field
 from bessemer.errors import InputError
+from bessemer.models import fp8
 from bessemer.models.allocation import Allocation, allocation_to_bounds, compute_lzw_allocation
 from bessemer.models.axes import constrain, mesh_axes, shards
 from bessemer.models.blocks import Axes, linear, rms_norm
@@ -125,27 +126,38 @@ class LookupOptions:
     allocation: Allocation | None
     path: str = "auto"
     tiles: Tiles | None = None
+    fp8: str | None = None  # the scaling of W_up and W_mix, where they fit; None: in `dtype`
 
 
 def lookup_layer(options: LookupOptions, params: dict[str, Array], x: Array, ids: Array) -> Array:
     """x + W_mix [norm(W_up e); h]. x: (B, T, D); ids: (B, T)."""
+    if not fp8.fits(params["up"].shape):  # nor does W_mix then: a part of it has these sides
+        options = dataclasses.replace(options, fp8=None)
     h = rms_norm(x)
     keys = params["lookup_keys"]
     e = look_up(options, h, keys, params.get("lookup_values", keys), ids)
-    up = constrain(linear(e, params["up"], AXES["up"], options.dtype), "batch", "sequence", "mlp")
+    up = constrain(_product(options, "up", params["up"], e), "batch", "sequence", "mlp")
     mixed = _mix(options, rms_norm(up), h, params["mix"])
     return constrain(x + mixed, "batch", "sequence", "embed_act")
 
 
 def _mix(options: LookupOptions, up: Array, h: Array, mix: Array) -> Array:
-    """W_mix [up; h]. up: (B, T, d_up); h: (B, T, D)."""
+    """W_mix [up; h] of two outputs of norms. up: (B, T, d_up); h: (B, T, D)."""
+    bounds = [math.sqrt(part.shape[-1]) for part in (up, h)]
     if shards("mlp") == 1:
-        return linear(jnp.concatenate([up, h], axis=-1), mix, AXES["mix"], options.dtype)
+        return _product(options, "mix", mix, jnp.concatenate([up, h], axis=-1), max(bounds))
     # Joined, a split axis and a whole one would have to be laid out anew. W_mix is asked for whole, as it is gathered;
     # each device then takes its rows of it: asked for by rows, the compiler goes there by the last of its ways.
     wide = up.shape[-1]
-    mixed = linear(up, mix[:wide], AXES["mix"], options.dtype)
-    return mixed + linear(h, mix[wide:], AXES["mix"], options.dtype)
+    mixed = _product(options, "mix", mix[:wide], up, bounds[0])
+    return mixed + _product(options, "mix", mix[wide:], h, bounds[1])
+
+
+def _product(options: LookupOptions, name: str, w: Array, x: Array, bound: float | None = None) -> Array:
+    """x W for the matrix called `name`, in the precision of the run; `bound` ≥ max|x| where it is known."""
+    if options.fp8 is None:
+        return linear(x, w, AXES[name], options.dtype)
+    return fp8.linear(x, w, AXES[name], options.dtype, options.fp8, bound)
 
 
 def look_up(options: LookupOptions, h: Array, keys: Array, values: Array, ids: Array) -> Array:

@@ -30,7 +30,7 @@ Path = tuple[str, ...]
 @dataclass(frozen=True)
 class LoraSettings:
     rank: int = field("lora/rank", default=0, minimum=0, help="r of the low-rank adapters; 0 = no adapters")
-    alpha: float = field("lora/alpha", default=16.0, minimum=0, help="adapters count α/r times")
+    alpha: float = field("lora/alpha", default=16.0, above=0, help="adapters count α/r times")
     rank_stabilised: bool = field(
         "lora/rank_stabilised", default=False, help="α/√r in place of α/r, for large ranks"
     )

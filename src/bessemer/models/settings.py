@@ -14,7 +14,7 @@ class GPTSettings(ModelSettings, LookupSettings):
 
     window: str = field("model/window", default="SSSL", help="S short, L full context; tiled, last layer L")
     window_short: float = field(
-        "model/window_short", default=0.5, help="S as a share of block_size, up to 128s"
+        "model/window_short", default=0.5, above=0, maximum=1, help="S as a share of block_size, up to 128s"
     )
     fp8_scaling: str = field(
         "architecture/fp8/scaling",
@@ -41,7 +41,7 @@ class GPTSettings(ModelSettings, LookupSettings):
         "architecture/softcap", default=15.0, minimum=0.0, help="c·tanh(logits/c); 0 = off"
     )
     rotary_base: float = field(
-        "architecture/rotary_base", default=100_000.0, help="base of rotary frequencies"
+        "architecture/rotary_base", default=100_000.0, above=1, help="base of rotary frequencies"
     )
 
     def __post_init__(self) -> None:

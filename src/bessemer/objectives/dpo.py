@@ -34,7 +34,10 @@ class DpoSettings:
         help="member of the family; sigmoid is DPO itself",
     )
     beta: float = field(
-        "dpo/beta", default=0.1, help="β: how far a preference may move the policy; larger keeps it closer"
+        "dpo/beta",
+        default=0.1,
+        above=0,
+        help="β: how far a preference may move the policy; larger keeps it closer",
     )
     label_smoothing: float = field(
         "dpo/label_smoothing",
@@ -58,8 +61,6 @@ class DpoSettings:
     )
 
     def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise InputError(f"dpo.beta is {self.beta}; it must be above 0.")
         if self.label_smoothing and self.loss not in SMOOTHED:
             raise InputError(
                 f"dpo.label_smoothing is used by {', '.join(SMOOTHED)}, and dpo.loss is {self.loss}: leave it at 0."

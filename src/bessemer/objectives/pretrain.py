@@ -18,7 +18,7 @@ class PretrainSettings:
         "training/label_smoothing",
         default=0.0,
         minimum=0.0,
-        maximum=1.0,
+        below=1.0,
         help="ε: the target keeps 1 − ε, every token gets ε / vocabulary",
     )
     z_loss: float = field(

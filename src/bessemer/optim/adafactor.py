@@ -30,7 +30,7 @@ class AdafactorSettings(MatrixDecay):
         help="β2 at update t is 1 - t^-decay_rate",
     )
     clip: float = field(
-        "optimization/clip", default=1.0, minimum=0.0, help="largest root mean square of an update"
+        "optimization/clip", default=1.0, above=0.0, help="largest root mean square of an update"
     )
     factor_from: int = field(
         "optimization/factor_from",

@@ -20,11 +20,9 @@ class AdamWSettings(MatrixDecay):
     weight_decay: float = field(
         "optimization/weight_decay", default=0.01, minimum=0.0, help="decoupled decay, on matrices only"
     )
-    beta1: float = field(
-        "optimization/beta1", default=0.9, minimum=0.0, maximum=1.0, help="decay of the mean"
-    )
+    beta1: float = field("optimization/beta1", default=0.9, minimum=0.0, below=1.0, help="decay of the mean")
     beta2: float = field(
-        "optimization/beta2", default=0.95, minimum=0.0, maximum=1.0, help="decay of the square"
+        "optimization/beta2", default=0.95, minimum=0.0, below=1.0, help="decay of the square"
     )
     eps: float = field("optimization/eps", default=1e-8, minimum=0.0, help="added to the root of the square")
 

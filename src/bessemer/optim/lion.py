@@ -23,10 +23,10 @@ class LionSettings(MatrixDecay):
         "optimization/weight_decay", default=0.1, minimum=0.0, help="decoupled decay, on matrices only"
     )
     beta1: float = field(
-        "optimization/beta1", default=0.9, minimum=0.0, maximum=1.0, help="weight of the momentum"
+        "optimization/beta1", default=0.9, minimum=0.0, below=1.0, help="weight of the momentum"
     )
     beta2: float = field(
-        "optimization/beta2", default=0.99, minimum=0.0, maximum=1.0, help="decay of the momentum"
+        "optimization/beta2", default=0.99, minimum=0.0, below=1.0, help="decay of the momentum"
     )
 
     def betas(self) -> tuple[float, ...]:

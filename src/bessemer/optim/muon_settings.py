@@ -84,7 +84,7 @@ class MuonSettings:
         "optimization/momentum",
         default=None,
         minimum=0.0,
-        maximum=1.0,
+        below=1.0,
         help="Muon's momentum (none: by preset)",
     )
     momentum_steps: int | None = field(
@@ -94,24 +94,24 @@ class MuonSettings:
         "optimization/momentum_final",
         default=None,
         minimum=0.0,
-        maximum=1.0,
+        below=1.0,
         help="momentum at the end of the warmdown (none: by preset)",
     )
     muon_beta2: float = field(
-        "optimization/muon_beta2", default=0.9, minimum=0.0, maximum=1.0, help="decay of Muon's second moment"
+        "optimization/muon_beta2", default=0.9, minimum=0.0, below=1.0, help="decay of Muon's second moment"
     )
     adam_beta1: float = field(
         "optimization/adam_beta1",
         default=0.8,
         minimum=0.0,
-        maximum=1.0,
+        below=1.0,
         help="AdamW groups without their own",
     )
     adam_beta2: float = field(
         "optimization/adam_beta2",
         default=0.95,
         minimum=0.0,
-        maximum=1.0,
+        below=1.0,
         help="AdamW groups without their own",
     )
     eps: float = field("optimization/eps", default=1e-10, minimum=0.0, help="epsilon of the AdamW groups")

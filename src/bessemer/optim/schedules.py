@@ -12,6 +12,9 @@ from bessemer.config import field
 from bessemer.optim.schedule import Schedule, as_float, check_steps, half_cosine, ramp_up, share_of
 from bessemer.registry import schedules
 
+LAST = 2**31 - 1
+"""Steps are counted in 32 bits: a cycle that would end later is cut there, long after the run has ended."""
+
 
 @dataclass(frozen=True)
 class ConstantSettings:
@@ -86,7 +89,8 @@ def sgdr(settings: SgdrSettings, steps: int) -> Schedule:
     first = max(1, share_of(settings.first_cycle, steps))
     starts = [warmup]
     while starts[-1] < steps and len(starts) <= steps:
-        starts.append(starts[-1] + max(1, round(first * settings.t_mult ** (len(starts) - 1))))
+        length = max(1, round(first * settings.t_mult ** (len(starts) - 1)))
+        starts.append(min(starts[-1] + length, LAST))
 
     def multiplier(step: jax.typing.ArrayLike) -> jax.Array:
         i, edges = jnp.asarray(step), jnp.asarray(starts, jnp.int32)

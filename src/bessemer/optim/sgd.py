@@ -21,7 +21,7 @@ class SgdSettings(MatrixDecay):
         "optimization/weight_decay", default=0.0, minimum=0.0, help="decoupled decay, on matrices only"
     )
     momentum: float = field(
-        "optimization/momentum", default=0.9, minimum=0.0, maximum=1.0, help="decay of the sum"
+        "optimization/momentum", default=0.9, minimum=0.0, below=1.0, help="decay of the sum"
     )
     nesterov: bool = field("optimization/nesterov", default=False, help="look one step ahead")
 

@@ -83,6 +83,7 @@ class RewarmSettings(WsdSettings):
     stage_peaks: tuple[float, ...] = field(
         "optimization/stage_peaks",
         default=(1.0,),
+        minimum=0.0,
         help="peak of each stage as a share of the peak rate; the last one holds for the stages after it",
     )
 

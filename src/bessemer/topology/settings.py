@@ -21,10 +21,30 @@ class TopologySettings:
         choices=("auto", "cpu", "gpu", "tpu"),
         help="which devices to use; auto takes JAX's default",
     )
-    data: int = field("topology/data", default=-1, help="replicas of the model; -1 fills what is left")
-    fsdp: int = field("topology/fsdp", default=1, help="shards of parameters and optimizer state; -1 fills")
-    tensor: int = field("topology/tensor", default=1, help="shards of heads, mlp and vocabulary; -1 fills")
-    context: int = field("topology/context", default=1, help="shards of the sequence; -1 fills")
+    data: int = field(
+        "topology/data",
+        default=-1,
+        minimum=1,
+        also=(-1,),
+        help="replicas of the model; -1 fills what is left",
+    )
+    fsdp: int = field(
+        "topology/fsdp",
+        default=1,
+        minimum=1,
+        also=(-1,),
+        help="shards of parameters and optimizer state; -1 fills",
+    )
+    tensor: int = field(
+        "topology/tensor",
+        default=1,
+        minimum=1,
+        also=(-1,),
+        help="shards of heads, mlp and vocabulary; -1 fills",
+    )
+    context: int = field(
+        "topology/context", default=1, minimum=1, also=(-1,), help="shards of the sequence; -1 fills"
+    )
     deterministic: bool = field(
         "topology/deterministic",
         default=False,

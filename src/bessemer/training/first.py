@@ -19,6 +19,7 @@ from bessemer.job import RunDirectory
 from bessemer.job.trust import saved_tree
 from bessemer.topology import process_index, share
 from bessemer.training.inherit import INIT, ORIGIN, PLANNED, TEACHER, Resolve, inherited
+from bessemer.training.pinning import pinned
 from bessemer.training.schema import schema_of
 
 PREFIX = "recipe:"
@@ -101,7 +102,7 @@ def state_of(directory: RunDirectory, recipe: str) -> str:
     """ "new", "begun" or "done"; a run there that is not of this recipe is refused."""
     if not directory.config.is_file():
         return "new"
-    wanted, tree = resolve(schema_of, recipe), saved_tree(directory.config)
+    wanted, tree = pinned(resolve(schema_of, recipe)), saved_tree(directory.config)
     origins, saved = tree.pop("provenance", {}), flat(tree)
     compared = [
         key

@@ -62,7 +62,7 @@ class GRPOTrainerConfig(BaseTrainerConfig):
         minimum=1,
         help="longer prompts are left out, counted; none: what the block leaves beside a completion",
     )
-    top_p: float = field("grpo/top_p", default=1.0, minimum=0, maximum=1, help="of sampling; 1 = off")
+    top_p: float = field("grpo/top_p", default=1.0, above=0, maximum=1, help="of sampling; 1 = off")
     top_k: int = field("grpo/top_k", default=0, minimum=0, help="of sampling; 0 = off")
     old_logprobs: str = field(
         "grpo/old_logprobs",

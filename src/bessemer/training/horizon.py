@@ -48,10 +48,6 @@ def target_of(config: Config) -> Target:
 def ratio_of(config: Config) -> float:
     """Tokens per scaling parameter: training.ratio, or where it is -1 or open the optimizer preset's."""
     if (ratio := config["training/ratio"]) not in (None, -1):
-        if ratio <= 0:
-            raise InputError(
-                f"training.ratio={ratio}: give tokens a parameter above 0, or -1 for the optimizer preset's."
-            )
         return float(ratio)
     name = config.get("optimization/preset")
     return RATIO if name is None else preset(name).ratio

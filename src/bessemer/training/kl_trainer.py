@@ -41,6 +41,7 @@ class KLDivergenceTrainerConfig(BaseTrainerConfig):
     total_tokens: list[int] | None = field(
         "training/tokens",
         default_factory=lambda: [1_000_000_000, 100_000_000],
+        minimum=1,
         help="horizon: tokens of each stage",
     )
     datasets: list[list[Sampling]] = field(

@@ -20,6 +20,7 @@ from bessemer.topology import AXES, TopologySettings, make_topology, share, star
 from bessemer.training.first import trained_first
 from bessemer.training.inherit import begun_from
 from bessemer.training.mirror import fetched
+from bessemer.training.pinning import pinned, refound
 from bessemer.training.schema import schema_of
 from bessemer.training.trainer import GIVEN, BaseTrainer
 
@@ -56,7 +57,7 @@ def build_trainer(
     begun = time.monotonic()
     config = trained_first(config, root)
     elsewhere = time.monotonic() - begun
-    with configuration(begun_from(resolved, config, root)):
+    with configuration(pinned(begun_from(resolved, config, root))):
         spec = ExecutionSpec.local(root, name, make_topology(topology_settings))
         trainer = jobs.get(config["job"])(spec, **parts)
     trainer.startup.elsewhere = elsewhere
@@ -171,8 +172,8 @@ def check_overrides(
 
 def overridden(path: Path, overrides: Overrides) -> Config:
     """The saved configuration with the overrides a resume may make; another setting would make it another run."""
-    saved = load_saved(path, schema_of)
-    config = load_saved(path, schema_of, overrides)
+    saved = pinned(load_saved(path, schema_of))
+    config = pinned(load_saved(path, schema_of, overrides))
     changed = [key for key, value in config.values.items() if saved.get(key) != value]
     allowed = (*RESUMABLE, *DATA) if config.get(PERMISSION) else RESUMABLE
     for key in changed:
@@ -198,7 +199,7 @@ def overridden(path: Path, overrides: Overrides) -> Config:
     meshes = [f"topology/{axis}" for axis in ("platform", *AXES)]
     if chosen and any(key in meshes for key in changed):
         config.set("training/per_device_batch_size", -1, "the mesh changed")
-    return config
+    return refound(config, changed)
 
 
 def without_config(directory: RunDirectory) -> str:

@@ -45,7 +45,9 @@ class PhasesConfig:
     init: str | None = field(
         "init", default=None, help="what the first phase starts from: a run or checkpoint"
     )
-    seed: int = field("seed", default=1337, minimum=0, help="the only source of randomness")
+    seed: int = field(
+        "seed", default=1337, minimum=0, maximum=2**32 - 1, help="the only source of randomness"
+    )
     root: str | None = field("data/root", default=None, help="where prepared data is kept")
     progress: str = field("logging/progress", default="auto", help="how progress is shown, as in a run")
     phases: dict[str, Any] = field(

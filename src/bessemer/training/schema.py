@@ -22,6 +22,7 @@ from bessemer.selectors import explain_unselected
 from bessemer.topology import TopologySettings
 from bessemer.training.callback import Callback
 from bessemer.training.inherit import begun_from, is_begun
+from bessemer.training.pinning import pinned, refound
 from bessemer.training.settings import GuardSettings, LoggingSettings
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def config_for(
         schema = functools.partial(trainer_schema, trainer)
         return config_room.resolve(schema, recipe, given, source="python", between=between)
 
-    config = begun_from(resolved, resolved(), root)
+    config = pinned(begun_from(resolved, resolved(), root))
     record_class(config, trainer)
     return config
 
@@ -116,7 +117,7 @@ def record_class(config: Config, trainer: type[BaseTrainer]) -> None:
 
 def saved_config(path: Path) -> Config:
     """A run's config.yaml, whatever trainer it names."""
-    return config_room.load_saved(path, schema_of)
+    return refound(config_room.load_saved(path, schema_of))
 
 
 def make_callbacks(trainer: BaseTrainer) -> list[Callback]:

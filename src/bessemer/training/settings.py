@@ -53,24 +53,32 @@ class BaseTrainerConfig:
     batch_tokens: int | None = field(
         "training/batch_tokens",
         default=None,
+        minimum=1,
+        also=(-1,),
         help="the same in tokens (a multiple of architecture.block_size); -1 derives it from the model's size",
     )
     per_device_batch_size: int = field(
         "training/per_device_batch_size",
         default=-1,
+        minimum=1,
+        also=(-1,),
         help="sequences in one forward pass per data-parallel device; -1: the largest that fits in memory",
     )
     steps: int | None = field(
         "training/steps", default=None, minimum=1, maximum=MOST_STEPS, help="horizon: optimizer steps"
     )
-    flops: float | None = field("training/flops", default=None, help="horizon: training FLOPs")
+    flops: float | None = field("training/flops", default=None, above=0, help="horizon: training FLOPs")
     total_tokens: list[int] | None = field(
-        "training/tokens", default=None, help="horizon: tokens; a list gives one horizon per stage"
+        "training/tokens", default=None, minimum=1, help="horizon: tokens; a list gives one horizon per stage"
     )
-    epochs: float | None = field("training/epochs", default=None, help="horizon: passes over the data")
+    epochs: float | None = field(
+        "training/epochs", default=None, above=0, help="horizon: passes over the data"
+    )
     ratio: float | None = field(
         "training/ratio",
         default=None,
+        above=0,
+        also=(-1,),
         help="horizon: tokens per scaling parameter; -1: the optimizer preset's (10.5; july2026: 12)",
     )
 
@@ -93,7 +101,7 @@ class BaseTrainerConfig:
         "training/max_grad_norm", default=1.0, minimum=0, help="clip the global gradient norm; 0 = off"
     )
     ema: float = field(
-        "training/ema", default=0.0, minimum=0, maximum=1, help="decay of a weight average; 0 = off"
+        "training/ema", default=0.0, minimum=0, below=1, help="decay of a weight average; 0 = off"
     )
     optimizer: str | None = field(
         "optimization/name",
@@ -132,16 +140,25 @@ def seconds_of(time_limit: str | float | None) -> float | None:
 
 @dataclass
 class LoggingSettings:
-    """When things are written. All intervals are optimizer steps; -1 means only at the end."""
+    """When things are written. All intervals are optimizer steps."""
 
     report_interval: int = field(
-        "logging/report_interval", default=32, help="steps between rows of metrics.jsonl"
+        "logging/report_interval",
+        default=32,
+        minimum=-1,
+        help="steps between rows of metrics.jsonl; 0 or -1: at the end only",
     )
     validation_interval: int = field(
-        "logging/validation_interval", default=512, help="steps between validations"
+        "logging/validation_interval",
+        default=512,
+        minimum=-1,
+        help="steps between validations; 0 or -1: at the end only",
     )
     checkpoint_interval: int = field(
-        "logging/checkpoint_interval", default=1024, help="steps between checkpoints"
+        "logging/checkpoint_interval",
+        default=1024,
+        minimum=-1,
+        help="steps between checkpoints; 0 or -1: at the end only",
     )
     keep_last: int = field("logging/keep_last", default=3, minimum=1, help="newest checkpoints that are kept")
     keep_every: int = field(

@@ -94,6 +94,7 @@ class Preview(Callback):
     interval: int = field(
         "logging/preview_interval",
         default=512,
+        minimum=-1,
         help="steps between previews; -1 = only at the end, 0 = never",
     )
     prompts: list[str] = field(
