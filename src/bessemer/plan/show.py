@@ -71,6 +71,10 @@ def _optimizer(optimizer: dict[str, Any]) -> str:
     return table(head, rows)
 
 
+def _parts(count: int) -> str:
+    return "" if count == 1 else f" in {count:,} parts"
+
+
 def _cost(plan: dict[str, Any]) -> str:
     flops, horizon, spent = plan["flops"], plan["horizon"], plan["time"]
     ratio = horizon["tokens_per_scaling_parameter"]
@@ -79,7 +83,7 @@ def _cost(plan: dict[str, Any]) -> str:
         (
             "batch",
             f"{horizon['batch_tokens']:,} tokens",
-            f"{horizon['batch_size']:,} × {plan['model']['block_size']:,} in {horizon['accumulate_steps']:,} part(s)",
+            f"{horizon['batch_size']:,} × {plan['model']['block_size']:,}{_parts(horizon['accumulate_steps'])}",
         ),
         ("horizon", f"{horizon['steps']:,} steps", f"{horizon['tokens']:,} tokens{epochs}"),
         ("tokens : N", "-" if ratio is None else f"{ratio:.2f}", "tokens : scaling parameters"),
