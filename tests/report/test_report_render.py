@@ -72,6 +72,7 @@ def test_a_full_report_says_everything(tmp_path):
     for part in (
         "gzip 2.5000, xz 2.2500",
         "| minimum bits per byte | 2.0000 (step 30) |",
+        "| final validation loss, nats per token | 2.0000 |",
         "| tokens : parameters | 5.12 |",
         "| FLOPs per token | 6M |",
         "| MFU (attention counted in full) | 50.0% |",
@@ -108,6 +109,8 @@ def test_a_chip_without_a_known_peak_has_a_reason_and_no_mfu(tmp_path):
     text = write_report(run).read_text()
     assert "| MFU | unknown: the peak of a abacus is not in the table of chips |" in text
     assert "| devices | 2 × abacus, mesh data 2 × fsdp 1, 2 processes, x64 false |" in text
+    run.metrics.write_text('{"step": 1, "loss": 0.7, "loss_smooth": 0.7, "pref_acc": 0.5}\n')
+    assert "| final training loss, smoothed | 0.7000 |" in write_report(run).read_text(), "it is of pairs"
 
 
 def test_rates_of_groups_that_differ_much_are_drawn_on_a_log_axis(tmp_path):

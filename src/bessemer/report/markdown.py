@@ -100,12 +100,13 @@ def _numbers(summary: Summary) -> list[str]:
     parameters = _total(facts.get("parameters"))
     ratio = f"{tokens / parameters:.2f}" if is_number(tokens) and parameters else MISSING
     rewards = summary.last("val_reward")
+    unit = ", nats per token" if summary.loss_per_token else ""
     rows = [
         *([] if rewards is None else [("final reward on held-out prompts", decimal(rewards))]),
         ("final bits per byte", decimal(summary.last("val_bpb"))),
         ("minimum bits per byte", MISSING if best is None else f"{best[0]:.4f} (step {best[1]})"),
-        ("final validation loss", decimal(summary.last("val_loss"))),
-        ("final training loss, smoothed", decimal(summary.last("loss_smooth"))),
+        (f"final validation loss{unit}", decimal(summary.last("val_loss"))),
+        (f"final training loss, smoothed{unit}", decimal(summary.last("loss_smooth"))),
         ("steps", count(summary.step)),
         ("skipped steps", count(summary.last("skipped_steps"))),
         *_guard(summary),

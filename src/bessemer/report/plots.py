@@ -38,7 +38,7 @@ def write_plots(summary: Summary) -> list[Path]:
 
 
 OVERLAID = (
-    ("loss_smooth", "training loss, smoothed (nats per token)"),
+    ("loss_smooth", "training loss, smoothed"),
     ("val_bpb", "validation bits per byte"),
     ("val_loss", "validation loss"),
     ("val_reward", "reward of greedy answers to held-out prompts"),
@@ -77,7 +77,7 @@ def _loss(axes: Axes, summary: Summary) -> bool:
     some = line(axes, summary, "loss", "training, one batch", color=PALE, linewidth=1)
     some |= line(axes, summary, "loss_smooth", "training, smoothed", color=INK)
     some |= line(axes, summary, "val_loss", "validation", color=ACCENT, marker="o", markersize=3.5)
-    finish(axes, "loss (nats per token)")
+    finish(axes, "loss (nats per token)" if summary.loss_per_token else "loss of the objective")
     return some
 
 
