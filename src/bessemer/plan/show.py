@@ -6,7 +6,7 @@ from typing import Any
 
 from bessemer.config import dotted
 from bessemer.plan.curves import TITLES, sparkline
-from bessemer.report.table import compact, duration, table
+from bessemer.report.table import compact, duration, figure, table
 
 
 def render(plan: dict[str, Any]) -> str:
@@ -38,7 +38,7 @@ def _head(plan: dict[str, Any]) -> str:
 
 
 def _derived(derived: dict[str, Any]) -> str:
-    rows = [(dotted(name), show(entry["value"]), entry["reason"]) for name, entry in derived.items()]
+    rows = [(dotted(name), figure(entry["value"]), entry["reason"]) for name, entry in derived.items()]
     return table(("derived", "value", "why"), rows) if rows else ""
 
 
@@ -140,12 +140,6 @@ def _schedules(curves: dict[str, list[float]]) -> str:
         if rows
         else ""
     )
-
-
-def show(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
 
 
 def gib(count: int) -> str:

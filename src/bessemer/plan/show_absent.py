@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from bessemer.config import dotted
-from bessemer.plan.show import gib, show
-from bessemer.report.table import compact, duration, table
+from bessemer.plan.show import gib
+from bessemer.report.table import compact, duration, figure, table
 
 PARTS = {
     "parameters": "float32, as they rest",
@@ -60,7 +60,7 @@ def _slices(devices: dict[str, Any]) -> str:
 
 
 def _derived(derived: dict[str, Any]) -> str:
-    rows = [(dotted(name), show(entry["value"]), entry["reason"]) for name, entry in derived.items()]
+    rows = [(dotted(name), figure(entry["value"]), entry["reason"]) for name, entry in derived.items()]
     return table(("derived", "value", "why"), rows) if rows else ""
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from bessemer.config import Config
 from bessemer.config.recipes import recipe_names
+from bessemer.report.table import figure
 from bessemer.training import frozen
 from bessemer.training.facts import optimizer_groups
 from bessemer.training.finale import shown
@@ -56,7 +57,7 @@ def header(trainer: BaseTrainer) -> None:
         trainer.say(f"note       {note}")
     for name, entry in trainer.derived.items():
         if not entry["reason"].endswith("given"):
-            trainer.say(f"{name:<30} {entry['value']!s:<12} {entry['reason']}")
+            trainer.say(f"{name:<30} {figure(entry['value']):<12} {entry['reason']}")
 
 
 def rows(count: int) -> str:
