@@ -63,7 +63,9 @@ def test_a_run_says_it_once(tiny: dict[str, object], tmp_path: Path, monkeypatch
     assert list(facts["parts"]) == ["data", "setup", "compile", "state", "validation", "first step"]
     assert facts["seconds"] == pytest.approx(sum(facts["parts"].values()), abs=0.01)
     assert facts["cache"].startswith("cache")
-    assert (tmp_path / "a/log.txt").read_text().count("first step after") == 1
+    log = (tmp_path / "a/log.txt").read_text()
+    assert log.count("first step after") == 1
+    assert "# teach it to answer" in log and "on your own text" not in log, "its text was the caller's own"
     assert f"first step after | {facts['seconds']:.1f} s" in (tmp_path / "a/report.md").read_text()
 
 

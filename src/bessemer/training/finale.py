@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 
 
 WATCH = "  bessemer dash                              # all runs in a browser"
+OWN_TEXT = "  bessemer train training.dataset=my.txt     # the same on your own text"
+TEACH = (
+    "  bessemer train sft init={} training.dataset=chats.jsonl optimization.name=adamw optimization.lr=3e-4"
+)
 
 
 def final_lines(trainer: BaseTrainer, compressors: dict[str, float]) -> list[str]:
     rows = list(MetricsFile(trainer.run_directory.metrics).rows())
     validations = [row for row in rows if row.get("val_loss") is not None]
-    before = "untrained" if trainer.settings.init is None else "at the start"
+    before = "untrained" if trainer.settings.init is None else "before"
     table = result_table(validations, compressors, before)
     results = [*reward_line(rows), *table, *evaluated(validations)]
     lines = ["", *results, *rates(rows), ""]
@@ -43,12 +47,13 @@ def next_commands(trainer: BaseTrainer, path: str) -> list[str]:
         return [f"  bessemer chat {path}", f"  bessemer serve {path}", WATCH]
     if hasattr(trainer.model, "values"):  # it judges answers and was not taught to write them
         return [f"  bessemer report {path} --html", WATCH]
+    recipes_data = trainer.config.provenance["training/dataset"].startswith("recipe")
     can_sample = trainer.tokenizer is not None and hasattr(trainer.model, "decode")
     return [
         *([f"  bessemer sample {path} --prompt {shlex.quote(a_prompt(trainer))}"] if can_sample else []),
         f"  bessemer eval {path} --tasks bpb",
         WATCH,
-        "  bessemer train training.dataset=my.txt     # the same on your own text",
+        OWN_TEXT if recipes_data else f"{TEACH.format(path)}     # teach it to answer",
     ]
 
 
