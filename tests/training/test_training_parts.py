@@ -14,7 +14,7 @@ import pytest
 import bessemer as bm
 from bessemer.config import resolve
 from bessemer.data import prepare
-from bessemer.errors import InputError, Stopped
+from bessemer.errors import InputError, Stopped, TrainingError
 from bessemer.job import RestoreableJob
 from bessemer.report import write_report
 from bessemer.topology import make_topology
@@ -118,8 +118,11 @@ def test_a_state_larger_than_the_machine_is_refused_before_it_is_made(
     ):
         trainer.run()
     assert not (tmp_path / "large").exists()
-    monkeypatch.setattr(microbatch, "machine_memory", lambda: 10**9)
-    microbatch.check_machine(trainer)
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state))
+    monkeypatch.setattr(microbatch, "machine_memory", lambda: state + 1000)
+    with pytest.raises(TrainingError, match=r"out of memory before the first step.*per_device_batch_size=2"):
+        trainer.run()
+    assert trainer.run_directory.read_status()["exit_code"] == 3
 
 
 def test_an_epoch_of_a_mixture_ends(tiny: dict[str, object], corpus: Path, tmp_path: Path) -> None:

@@ -44,9 +44,10 @@ def find_recipe(name: str | Path, beside: Path | None = None) -> Path:
     if path.is_file() and path.suffix.lower() in YAML:
         return path
     if path.exists():
+        folder = f"; to begin from weights in it: init={word}" if path.is_dir() else ""
         raise InputError(
-            f"'{word}' is not a recipe, which is a .yaml file. To train on it: training.dataset={word}; to begin from "
-            f"weights that are there: init={word}; to go on with a run: bessemer resume RUN."
+            f"'{word}' is not a recipe, which is a .yaml file. To train on it: training.dataset={word}{folder}; to go "
+            "on with a run: bessemer resume RUN."
         )
     if path.suffix.lower() in YAML or len(Path(word).parts) > 1:
         raise InputError(f"recipe file '{path}' does not exist.")

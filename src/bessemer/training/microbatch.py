@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bessemer.errors import InputError
+from bessemer.errors import InputError, TrainingError
 from bessemer.topology import placement
 
 if TYPE_CHECKING:
@@ -101,6 +101,25 @@ def check_machine(trainer: BaseTrainer) -> None:
             f"the parameters and the optimizer's state take {state / 2**30:.1f} GiB, and this machine has "
             f"{limit / 2**30:.1f} GiB for a device. Choose a smaller model (model.depth, model.width), train adapters "
             "(lora.rank=8 with init=RUN), or use a machine with more; `bessemer plan` says what a recipe takes."
+        )
+
+
+def check_step(trainer: BaseTrainer) -> None:
+    """The same for the compiled step, whose activations are known only now."""
+    limit, step = machine_memory(), trainer.functions.train_step
+    if limit is None or not hasattr(step, "memory_analysis"):
+        return
+    if (needed := step_bytes(step).total) > limit:
+        size = trainer.config["training/per_device_batch_size"]
+        remedy = (
+            f"Continue with: bessemer resume {trainer.run_directory.word} training.per_device_batch_size={size // 2} "
+            "(the update stays the same)"
+            if size > 1
+            else "Begin anew with architecture.remat=block, or a shorter architecture.block_size"
+        )
+        raise TrainingError(
+            f"out of memory before the first step: it takes {needed / 2**30:.1f} GiB, and this machine has "
+            f"{limit / 2**30:.1f} GiB for a device. {remedy}."
         )
 
 
