@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
@@ -9,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.documented import PAGES, ROOT, Pages, commands, make_files, said
+from tests.documented import PAGES, ROOT, Pages, blocks, commands, make_files, said
+from tests.tiny_run import make_run
 
+import bessemer
 from bessemer.cli import COMMANDS
 from bessemer.cli.foreign import FLAGS
 from bessemer.config import declared, dotted
@@ -23,6 +26,7 @@ from bessemer.training.settings import BaseTrainerConfig, GuardSettings, Logging
 # Shown but not run here, with the reason. An entry that no page shows any more is an error.
 NOT_RUN = {
     r"bessemer eval .* harness:.*": "needs the extra `eval`: tests/evaluate/test_evaluate_harness.py",
+    r"bessemer train .* init=hf:.*": "needs the network: tests/interop/test_interop_hub_adapters.py",
     r"bessemer train … topology\.coordinator=.*": "two processes at once: tests/training/test_training_processes.py",
     r"bessemer (train|resume) (speedrun|runs/road).*": "minutes, and killed: tests/training/test_training_phases.py",
     r"bessemer train (sft|dpo|reward|grpo) --name \w+": "its whole demonstration, with the model before it: make prove",
@@ -36,6 +40,24 @@ NOT_RUN = {
 }
 RUN_ELSEWHERE = {"extending.md": "tests/test_extending.py"}
 MINUTES = {"tutorial.md", "planning.md"}  # a minute each even when shortened: `make long`
+PYTHON = ["README.md"] + [
+    f"docs/{name}.md"
+    for name in (
+        "checkpoints",
+        "configuration",
+        "data",
+        "generation",
+        "getting-started",
+        "models",
+        "topology",
+    )
+]
+SMALLER = {
+    r'bm\.train\("quickstart".*\)': 'bm.Run("mine")',
+    r"runs/first": "runs/mine",
+    r'"python-stdlib"': '"my.txt"',
+    r"train:4096": "train:300",
+}
 CODE = r"(?<!`)`([^`\n]+)`(?!`)"
 
 
@@ -167,6 +189,35 @@ def test_settings_are_found_in_text() -> None:
         "optimization.min_rate",
         "model.depth",
     } <= every_setting()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PYTHON)
+def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks, one after the other, beside a run `runs/mine`; training is that run, and data and tokenizer small."""
+    make_files(tmp_path)
+    make_run(tmp_path, "mine").metrics.write_text('{"step": 20, "loss": 2.0}\n')
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for text in blocks(ROOT / page, "python"):
+        if page != "README.md" and not text.startswith(("import", "from")):
+            continue  # a part of something larger, such as a trainer
+        for form, small in SMALLER.items():
+            text = re.sub(form, small, text)
+        exec(compile(text, page, "exec"), names)
+
+
+def test_editors_see_the_names_that_the_package_gives() -> None:
+    """The imports for type checkers, the table that is used at run time, and `__all__` are the same names."""
+    tree = ast.parse((ROOT / "src" / "bessemer" / "__init__.py").read_text(encoding="utf-8"))
+    [block] = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {
+        (name.name, node.module)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    }
+    assert seen == set(bessemer._HOME.items()) and {*bessemer._HOME, "__version__"} == set(bessemer.__all__)
 
 
 def test_links_between_pages_lead_somewhere() -> None:

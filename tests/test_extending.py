@@ -41,6 +41,7 @@ def test_each_part_was_used(folder: Path) -> None:
     rates = [row["lr"] for row in rows(folder, "my-optimizer") if "lr" in row]
     assert rates == pytest.approx([1e-3 / 2**n for n in range(4)])  # 4 steps, 4 halvings
     assert "< 5" in (folder / "runs/my-data/log.txt").read_text()
+    assert "eval/brevity" in rows(folder, "my-evaluation")[-1]
     assert saved(folder, "my-trainer")["training"]["forget"] == 2
 
 

@@ -9,7 +9,27 @@ Names are loaded when they are first used, so that importing the package costs n
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what editors and type checkers see; at run time `_HOME` says where each name lives
+    from bessemer.config import configuration, configure, field
+    from bessemer.data.mixture import DatasetStyle, Sampling
+    from bessemer.data.tokenizer import Tokenizer
+    from bessemer.evaluate import Evaluator
+    from bessemer.job import BasicJob, CheckpointedJob, ExecutionSpec, RestoreableJob
+    from bessemer.models.base import LanguageModel
+    from bessemer.objectives.kl import KLConfig
+    from bessemer.training.api import Run, resume, train
+    from bessemer.training.callback import Callback
+    from bessemer.training.grpo import GRPOTrainer, GRPOTrainerConfig
+    from bessemer.training.kl_trainer import (
+        KLDivergenceTrainer,
+        KLDivergenceTrainerConfig,
+        KLDivergenceTrainState,
+    )
+    from bessemer.training.settings import BaseTrainerConfig
+    from bessemer.training.state import TrainState
+    from bessemer.training.trainer import BaseTrainer
 
 __version__ = "0.1.0"
 

@@ -201,6 +201,22 @@ def test_unknown_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 2 and "Did you mean 'quickstart'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["my.txt", "said.jsonl", "texts"])
+def test_data_in_place_of_a_recipe(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither read as YAML nor printed."""
+    path = tmp_path / name
+    path.write_text("word " * 2000) if path.suffix else path.mkdir()
+    with pytest.raises(SystemExit) as caught:
+        main(["train", str(path)])
+    said = capsys.readouterr().err
+    assert caught.value.code == 2 and f"training.dataset={path}" in said and "word word" not in said
+
+
+def test_settings_as_another_system_calls_them(refuse: Callable[..., str]) -> None:
+    assert "Write optimization.lr=1e-3." in refuse("learning_rate=1e-3")
+    assert "Write model.depth=4." in refuse("depth=4")
+
+
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["trian"])

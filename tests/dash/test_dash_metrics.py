@@ -204,3 +204,7 @@ def test_charts_come_from_the_names_that_are_there() -> None:
         "Learning rate": ["lr", "lr/matrix"],
         "my_own": ["my_own"],
     }
+    assert (
+        charts_of(names)[0]["unit"] == "of the objective"
+        and charts_of(["loss"])[0]["unit"] == "nats per token"
+    )

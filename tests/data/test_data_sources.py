@@ -77,6 +77,8 @@ def test_a_small_text_alone_becomes_several_documents_and_many_texts_do_not(tmp_
     [
         (b'{"text": "cut off', "not valid JSON"),
         (b'{"title": "x"}', "no 'text' (it has title), nor 'chosen' and 'rejected'; 'messages'"),
+        (b'{"text": "x', "(Invalid control character at column 12)"),
+        (b'{"conversations": [{"from": "human"}]}', "write it as 'messages'"),
         (b'{"text": 5}', "'text' is int"),
         (b'{"text": "\\ud800"}', "surrogate"),
         (b'{"text": "\xff"}', "not UTF-8"),
@@ -116,11 +118,13 @@ def test_damaged_files(tmp_path):
 def test_what_cannot_be_found(tmp_path):
     (tmp_path / "train.txt").write_text("x")
     (tmp_path / "picture.png").write_text("x")
+    (tmp_path / "chats.json").write_text("[]")
     (tmp_path / "empty").mkdir()
     for name, match in [
         ("trian.txt", r"Did you mean '.*train\.txt'"),
         ("*.jsonl", "no file matches"),
         ("picture.png", "no known kind"),
+        ("chats.json", "as .jsonl, one JSON object a line"),
         ("empty", "holds no"),
     ]:
         with pytest.raises(InputError, match=match):

@@ -54,6 +54,16 @@ def test_find_run_by_name_or_path_with_a_hint(tmp_path):
         find_run("empty", tmp_path / "runs")
 
 
+def test_a_folder_of_weights_is_no_run_and_says_what_to_do_with_it(tmp_path):
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(
+        InputError, match=rf"bessemer import {folder} {tmp_path / 'runs' / 'llama'}.*init={folder}"
+    ):
+        find_run(str(folder), tmp_path / "runs")
+
+
 def test_status_merges_and_is_always_whole(tmp_path):
     run = RunDirectory(tmp_path / "r").create()
     assert run.read_status() == {}

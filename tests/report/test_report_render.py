@@ -9,6 +9,7 @@ from bessemer.errors import InputError
 from bessemer.job import RunDirectory, RunLock
 from bessemer.report import baselines, summarise, write_report
 from bessemer.report.listing import comparison, remarks, run_rows, runs_table
+from bessemer.report.plots import _learning_rate, new_figure
 from bessemer.report.table import compact, duration, size, table
 
 
@@ -71,12 +72,14 @@ def test_a_full_report_says_everything(tmp_path):
     for part in (
         "gzip 2.5000, xz 2.2500",
         "| minimum bits per byte | 2.0000 (step 30) |",
+        "| final validation loss, nats per token | 2.0000 |",
         "| tokens : parameters | 5.12 |",
         "| FLOPs per token | 6M |",
         "| MFU (attention counted in full) | 50.0% |",
         "| MFU (causal attention only) | 40.0% |",
         "| training time (first 10 steps of a process left out) | 1m05s |",
-        "| peak memory of a device | not recorded |",
+        "| peak memory of a device | not told by a CPU; `bessemer plan` says what the step takes |",
+        "| devices | 1 × cpu |",
         "| training.steps | 40 | command line |",
         "<details><summary>All settings</summary>",
         "fits \\| in memory",
@@ -94,6 +97,30 @@ def test_a_full_report_says_everything(tmp_path):
     for name in names:
         assert f"(plots/{name}.png)" in text
         assert (run.plots / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_chip_without_a_known_peak_has_a_reason_and_no_mfu(tmp_path):
+    run = full_run(tmp_path)
+    facts = json.loads((run.path / "facts.json").read_text())
+    axes = {"data": 2, "fsdp": 1}
+    facts["devices"] = {"axes": axes, "device_kind": "abacus", "devices": 2, "processes": 2, "x64": False}
+    (run.path / "facts.json").write_text(json.dumps(facts))
+    run.metrics.write_text('{"step": 1, "loss": 2.0, "time/mfu": null}\n')
+    text = write_report(run).read_text()
+    assert "| MFU | unknown: the peak of a abacus is not in the table of chips |" in text
+    assert "| devices | 2 × abacus, mesh data 2 × fsdp 1, 2 processes, x64 false |" in text
+    run.metrics.write_text('{"step": 1, "loss": 0.7, "loss_smooth": 0.7, "pref_acc": 0.5}\n')
+    assert "| final training loss, smoothed | 0.7000 |" in write_report(run).read_text(), "it is of pairs"
+
+
+def test_rates_of_groups_that_differ_much_are_drawn_on_a_log_axis(tmp_path):
+    """Else all but the largest is one flat line."""
+    run = full_run(tmp_path)
+    row = {"step": 1, "lr": 0.02, "lr/matrix": 0.02, "lr/embedding": 1.0}
+    run.metrics.write_text(json.dumps(row) + "\n")
+    _, axes = new_figure()
+    assert _learning_rate(axes, summarise(run)) and axes.get_yscale() == "log"
+    assert axes.get_legend_handles_labels()[1] == ["embedding", "matrix"]
 
 
 def test_a_bare_or_damaged_run_is_reported_with_gaps(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,3 +61,11 @@ def test_waiting_for_data_pauses_and_lost_steps_are_not_useful() -> None:
     row = clock.row(4)
     assert loop.useful_seconds == 38.0 and row["time/goodput"] == 0.38
     assert LoopState.from_json(LoopState(useful_seconds=5.0).to_json()).useful_seconds == 5.0
+
+
+def test_the_last_step_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of one step is dispatched in a millisecond; what it took is known when its values are read."""
+    clock = StepClock(LoopState(), 8, 1, lambda causal: None, lambda: 100.0)
+    clock._marks = {0: (10.0, 0.0), 1: (10.001, 0.0)}
+    monkeypatch.setattr(time, "monotonic", lambda: 12.0)
+    assert clock.row(1)["time/tok_per_s"] == 4.0

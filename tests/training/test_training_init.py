@@ -105,6 +105,8 @@ def test_the_run_goes_on_when_its_start_is_gone(start: Path) -> None:
     """config.yaml is complete and the tokenizer kept: a killed run is the same run, wherever the start went."""
     trainer = build(start, init=str(start), architecture__block_size=16)
     trainer.run()
+    log = trainer.run_directory.log.read_text()
+    assert "this model, before" in log and "untrained" not in log, "it began with trained weights"
     saved = trainer.run_directory.config.read_text()
     shutil.rmtree(start)
     again = launch.reopen(start.parent / "child")

@@ -14,12 +14,13 @@ import pytest
 import bessemer as bm
 from bessemer.config import resolve
 from bessemer.data import prepare
-from bessemer.errors import InputError, Stopped
+from bessemer.errors import InputError, Stopped, TrainingError
 from bessemer.job import RestoreableJob
 from bessemer.report import write_report
 from bessemer.topology import make_topology
-from bessemer.training import launch
+from bessemer.training import launch, microbatch
 from bessemer.training.facts import write_facts
+from bessemer.training.header import shipped_rates
 from bessemer.training.horizon import repeats
 from bessemer.training.idle import idle
 from bessemer.training.schema import schema_of
@@ -93,6 +94,35 @@ def test_a_little_text_many_times_is_said_to_who_did_not_choose_it() -> None:
     assert "20 times" in said and "training.epochs=4" in said
     assert not repeats(mine, 3.0)
     assert not repeats(resolve(schema_of, "quickstart", ["training.steps=1000"]), 19.75)
+
+
+def test_rates_of_a_demonstration_on_weights_of_ones_own_are_said() -> None:
+    """Recipes train tiny models: their rates on a model from elsewhere would undo what it knows."""
+    words = ["init=models/llama", "training.dataset=said.jsonl"]
+    [said] = shipped_rates(resolve(schema_of, "sft", words))
+    assert "optimization.name=adamw optimization.lr=" in said
+    assert not shipped_rates(resolve(schema_of, "sft", [*words, "optimization.lr_multiplier=0.02"]))
+    assert not shipped_rates(resolve(schema_of, "sft", words[:1])) and not shipped_rates(
+        resolve(schema_of, "quickstart", words[1:])
+    )
+
+
+def test_a_state_larger_than_the_machine_is_refused_before_it_is_made(
+    tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU nothing would say so: the system kills the process, after minutes."""
+    trainer = launch.build_trainer("quickstart", tiny, name="large", root=tmp_path)
+    monkeypatch.setattr(microbatch, "machine_memory", lambda: 1000)
+    with pytest.raises(
+        InputError, match=r"optimizer's state take .* GiB, and this machine has .*bessemer plan"
+    ):
+        trainer.run()
+    assert not (tmp_path / "large").exists()
+    state = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state))
+    monkeypatch.setattr(microbatch, "machine_memory", lambda: state + 1000)
+    with pytest.raises(TrainingError, match=r"out of memory before the first step.*per_device_batch_size=2"):
+        trainer.run()
+    assert trainer.run_directory.read_status()["exit_code"] == 3
 
 
 def test_an_epoch_of_a_mixture_ends(tiny: dict[str, object], corpus: Path, tmp_path: Path) -> None:

@@ -38,6 +38,16 @@ def test_laps_add_up_and_end_with_the_first_step(monkeypatch: pytest.MonkeyPatch
     )
 
 
+def test_a_run_of_days_is_said_after_one_step() -> None:
+    """Not after the first report, which may be half an hour away."""
+    startup = StartUp()
+    startup.parts["first step"] = 149.0
+    assert "takes 5h17m (128 steps of 149 s)" in str(startup.forecast(128))
+    assert startup.forecast(20) is None
+    startup.parts["first step"] = 1.0
+    assert startup.forecast(100_000) is None, "most of it is what only a first step has"
+
+
 def test_words_for_the_cache() -> None:
     assert Programs(2, 2).words == "cache hit" and Programs(2, 0).words == "cache miss"
     assert Programs(0, 0).words == "no cache" and Programs(3, 1).words == "cache had 1 of 3"
@@ -53,7 +63,9 @@ def test_a_run_says_it_once(tiny: dict[str, object], tmp_path: Path, monkeypatch
     assert list(facts["parts"]) == ["data", "setup", "compile", "state", "validation", "first step"]
     assert facts["seconds"] == pytest.approx(sum(facts["parts"].values()), abs=0.01)
     assert facts["cache"].startswith("cache")
-    assert (tmp_path / "a/log.txt").read_text().count("first step after") == 1
+    log = (tmp_path / "a/log.txt").read_text()
+    assert log.count("first step after") == 1
+    assert "# teach it to answer" in log and "on your own text" not in log, "its text was the caller's own"
     assert f"first step after | {facts['seconds']:.1f} s" in (tmp_path / "a/report.md").read_text()
 
 

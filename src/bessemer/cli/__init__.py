@@ -78,8 +78,9 @@ def cli() -> None:
     Start here (no GPU, no download, a few minutes):
       bessemer train
     Then:
-      bessemer train pretrain training.dataset=my.txt model.depth=4
-      bessemer plan pretrain model.depth=12
+      bessemer train training.dataset=my.txt            on your own text
+      bessemer dash                                     all runs in a browser
+      bessemer plan pretrain model.depth=12             what a larger model takes
       bessemer resume runs/NAME
     """
 

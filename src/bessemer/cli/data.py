@@ -42,7 +42,11 @@ def command() -> None:
     show_default=True,
     help="Where: here, or on a Ray cluster (extra: ray).",
 )
-@click.option("--text-key", metavar="COLUMN", help="Column with the text; default 'text'.")
+@click.option(
+    "--text-key",
+    metavar="COLUMN",
+    help="Column with the text; default: text, else conversations (docs/chat-data.md).",
+)
 @click.option("--dedup", is_flag=True, help="Drop exact duplicate documents (counted).")
 def prepare(
     files: tuple[str, ...], out: str, tokenizer_path: str, workers: int | None, **options: Any

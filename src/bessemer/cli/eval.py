@@ -15,7 +15,7 @@ from bessemer.cli.step import STEP
 @click.option(
     "--tasks",
     required=True,
-    help="Separated by commas: bpb, loss, core:DIR, gsm8k:FILE, arithmetic, harness:TASK, or a task file.",
+    help="Separated by commas: bpb, loss, core:DIR, gsm8k:FILE, exact:NAME, arithmetic, harness:TASK, or a task file.",
 )
 @click.option("--step", type=STEP, help="Checkpoint to use, or stage-N; default: the newest valid one.")
 @click.option(

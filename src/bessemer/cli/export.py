@@ -36,6 +36,8 @@ def command(
     Models of the llama family become a folder that transformers loads. A GPT has parts that no model there has: it is
     written in our own format, and a line says so.
 
+    GGUF: convert_hf_to_gguf.py of llama.cpp reads the folder of a llama.
+
     \b
     Examples:
       bessemer export runs/mine exported

@@ -129,25 +129,28 @@ FLAGS: dict[str, Here] = {
 
 
 def explain(flag: str) -> str | None:
-    """What to write here instead of a flag of another system; None when the flag is known from nowhere.
+    """What to write here instead of a flag of another system; None when the flag is known from nowhere, or ours.
 
-    `--grad_accum_steps`, `--grad-accum-steps` and `--grad-accum-steps=4` are the same flag.
+    `--grad_accum_steps`, `--grad-accum-steps`, `--grad-accum-steps=4` and `grad_accum_steps=4` are the same flag.
     """
     name, _, value = flag.partition("=")
     here = FLAGS.get(name.lstrip("-").replace("-", "_").lower())
-    if here is None:
+    if here is None or here.setting == name:
         return None
     words = []
     if here.setting is not None:
-        words.append(f"Write {here.setting}={value or 'VALUE'}, without dashes.")
+        dashes = ", without dashes" if name.startswith("-") else ""
+        words.append(f"Write {here.setting}={value or 'VALUE'}{dashes}.")
     if here.note:
         words.append(here.note)
-    return f"'{name}' is a flag of another system. {' '.join(words)}"
+    return f"'{name}' is a name of another system. {' '.join(words)}"
 
 
 def refuse_foreign(words: Iterable[str]) -> None:
-    """Raise on the first word that is a flag: with our setting's name if another system has that flag."""
+    """Raise on the first word that is a flag, or a setting of another system: with the name of ours."""
     for word in words:
+        if "=" in word and not word.startswith("-") and (instead := explain(word)):
+            raise InputError(instead)
         if word.startswith("-") and len(word) > 1:
             name = word.partition("=")[0]
             unknown = f"unknown flag '{name}'. Settings are written key=value, without dashes; see --help."

@@ -20,7 +20,11 @@ def command() -> None:
 @click.argument("files", nargs=-1, required=True)
 @click.option("-o", "--out", required=True, metavar="DIR", help="Directory for tokenizer.json.")
 @click.option("--vocab-size", required=True, type=int, metavar="N", help="Tokens, special ones included.")
-@click.option("--text-key", metavar="COLUMN", help="Column with the text; default 'text'.")
+@click.option(
+    "--text-key",
+    metavar="COLUMN",
+    help="Column with the text; default: text, else conversations (docs/chat-data.md).",
+)
 def train(files: tuple[str, ...], out: str, vocab_size: int, text_key: str | None) -> None:
     """Train a byte-level BPE on FILES: .parquet, .jsonl[.gz|.zst], .txt, directories, globs, dataset names.
 

@@ -12,6 +12,8 @@ from bessemer.config.declare import RESERVED
 from bessemer.config.layers import Layer, flatten, merge, nest, override_layer, read_yaml
 from bessemer.errors import InputError, nearest
 
+YAML = (".yaml", ".yml")
+
 
 @dataclass
 class Recipe:
@@ -39,9 +41,15 @@ def find_recipe(name: str | Path, beside: Path | None = None) -> Path:
         return recipe_directory() / f"{word}.yaml"
     path = Path(word).expanduser()
     path = beside / path if beside else path
-    if path.is_file():
+    if path.is_file() and path.suffix.lower() in YAML:
         return path
-    if path.suffix in (".yaml", ".yml") or len(Path(word).parts) > 1:
+    if path.exists():
+        folder = f"; to begin from weights in it: init={word}" if path.is_dir() else ""
+        raise InputError(
+            f"'{word}' is not a recipe, which is a .yaml file. To train on it: training.dataset={word}{folder}; to go "
+            "on with a run: bessemer resume RUN."
+        )
+    if path.suffix.lower() in YAML or len(Path(word).parts) > 1:
         raise InputError(f"recipe file '{path}' does not exist.")
     close = nearest(word, recipe_names())
     hint = f" Did you mean '{close}'?" if close else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -36,11 +36,12 @@ GROUPS = (
     Group("Pairs ranked right", ("pref_acc", "val_pref_acc")),
     Group("Margin", ("margin", "val_margin"), "chosen less rejected"),
     Group("KL to the reference", ("kl", "kl_nll", "val_kl"), "nats per token"),
-    Group("Clipped share", ("clip_frac", "clip_share")),
+    Group("Clipped ratios", ("clip_frac",), "share of tokens"),
     Group("Entropy", ("entropy",), "nats"),
     Group("Completion length", ("completion_len",), "tokens"),
     Group("Learning rate", ("lr", "lr/*"), smooth=False),
     Group("Gradient norm", ("grad_norm",), "before clipping", log=True),
+    Group("Clipped gradients", ("clip_share",), "share of steps so far"),
     Group("Throughput", ("time/tok_per_s",), "tokens per second"),
     Group("MFU", ("time/mfu", "time/mfu_causal"), "share of the peak"),
     Group("Memory", ("mem/peak_gib",), "peak GiB of a device", smooth=False),
@@ -65,7 +66,10 @@ def charts_of(names: Iterable[str]) -> list[dict[str, Any]]:
     """The charts of metrics with these names, in reading order."""
     left = [name for name in sorted(set(names)) if name not in HIDDEN]
     charts = []
+    of_pairs = not {"pref_acc", "reward"}.isdisjoint(left)  # then the loss is not of tokens
     for group in GROUPS:
+        if of_pairs and group.title == "Loss":
+            group = replace(group, unit="of the objective")
         own = [name for form in group.names for name in left if fnmatchcase(name, form)]
         if own:
             charts.append(group.document(own))

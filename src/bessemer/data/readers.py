@@ -127,6 +127,8 @@ def _missing(text_key: str | None, columns: list[str]) -> str:
         return f"no '{text_key}' (it has {there}); {name}"
     known = [("chosen", "rejected"), *CONVERSATIONS]
     others = "; ".join(" and ".join(f"'{column}'" for column in group) for group in known)
+    if "conversations" in columns:  # as ShareGPT's files have it
+        name = "write it as 'messages', each {'role': 'user' or 'assistant', 'content': text}"
     return f"no 'text' (it has {there}), nor {others}; {name}"
 
 
@@ -158,7 +160,7 @@ def _line(line: bytes, where: str, reading: Reading) -> Document | Bad | None:
     except UnicodeDecodeError as error:
         return Bad(where, f"not UTF-8 ({error.reason} at byte {error.start})")
     except json.JSONDecodeError as error:
-        return Bad(where, f"not valid JSON ({error.msg} at column {error.colno})")
+        return Bad(where, f"not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno})")
     if isinstance(value, str):
         return Bad(where, "expected a JSON object, not a string")
     return document_of(value, where, reading.text_key, reading.tokenizer)

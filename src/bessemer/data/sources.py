@@ -168,9 +168,13 @@ def _known() -> str:
 def _kind(path: Path) -> str:
     suffix = _suffix(path)
     if suffix is None:
-        raise InputError(
-            f"'{path}' is of no known kind: {_known()} can be read. Rename a plain text file to end in .txt."
+        lines = path.suffix.lower() in (".json", ".csv", ".tsv")
+        remedy = (
+            "Write it as .jsonl, one JSON object a line"
+            if lines
+            else "Rename a plain text file to end in .txt"
         )
+        raise InputError(f"'{path}' is of no known kind: {_known()} can be read. {remedy}.")
     return KINDS[suffix]
 
 

@@ -41,7 +41,7 @@ def fetched(source: str) -> Path:
             )
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(str(error).split())[:300].rstrip(".")
         raise StorageError(
             f"{source} cannot be fetched: {reason}. Check the name, the network, HF_HUB_OFFLINE, and HF_TOKEN for a "
             "model behind a licence; or download the folder yourself and name that."

@@ -200,6 +200,11 @@ def find_run(name_or_path: str | Path, runs_root: str | Path = "runs") -> RunDir
         run = RunDirectory(candidate)
         if candidate.is_dir() and (run.exists() or run.model.is_dir()):
             return run
+    if (folder := next((path for path in candidates if (path / "config.json").is_file()), None)) is not None:
+        raise InputError(
+            f"{folder} holds a model's weights and is not a run. Of a Hugging Face folder `bessemer import {folder} "
+            f"{root / folder.name}` makes one; to train from it, begin a new run with init={folder}"
+        )
     names = list_runs(root)
     close = nearest(Path(text).name, names)
     hint = f" Did you mean '{close}'?" if close else ""

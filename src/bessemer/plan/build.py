@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,20 +98,13 @@ def plan_optimizer(trainer: BaseTrainer) -> dict[str, Any]:
     }
 
 
-def machine_memory() -> int | None:
-    """Bytes that a device has of the machine's own memory, which is all a CPU has."""
-    if jax.default_backend() != "cpu" or "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
-        return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
-
-
 def plan_memory(trainer: BaseTrainer, say: Say) -> dict[str, Any]:
     """Bytes of one device for the compiled step; `fits` is None where nobody tells how much there is."""
     say("compiling the step, which is what memory is read from (--no-compile skips it)")
     functions, begun = trainer.functions, time.monotonic()
     per_device = trainer.config["training/per_device_batch_size"]
     memory = microbatch.step_memory(trainer, functions.abstract_state, functions.state_shardings, per_device)
-    limit = microbatch.memory_limit(jax.local_devices()[0]) or machine_memory()
+    limit = microbatch.memory_limit(jax.local_devices()[0]) or microbatch.machine_memory()
     seconds = time.monotonic() - begun
     say(f"compiled in {seconds:.1f} s")
     facts: dict[str, Any] = {"limit": limit, "compile_seconds": round(seconds, 2)}

@@ -80,7 +80,11 @@ def measure_rate(trainer: BaseTrainer, with_pass: bool = True) -> Rate:
         seconds.append(product())
     matrix = 2 * side**3 / statistics.median(seconds)
     share = flops / statistics.median(passes) / matrix
-    return Rate(matrix, share, f"{how}, in turn with {words}, {len(passes)} time(s)")
+    return Rate(
+        matrix,
+        share,
+        f"{how}, in turn with {words}, timed {len(passes)} time{'' if len(passes) == 1 else 's'}",
+    )
 
 
 def model_pass(trainer: BaseTrainer, matrix: float) -> tuple[Callable[[], float], float, str] | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from bessemer.config import dotted
 from bessemer.plan.curves import TITLES, sparkline
-from bessemer.report.table import compact, duration, table
+from bessemer.report.table import compact, duration, figure, table
 
 
 def render(plan: dict[str, Any]) -> str:
@@ -38,7 +38,7 @@ def _head(plan: dict[str, Any]) -> str:
 
 
 def _derived(derived: dict[str, Any]) -> str:
-    rows = [(dotted(name), show(entry["value"]), entry["reason"]) for name, entry in derived.items()]
+    rows = [(dotted(name), figure(entry["value"]), entry["reason"]) for name, entry in derived.items()]
     return table(("derived", "value", "why"), rows) if rows else ""
 
 
@@ -71,6 +71,10 @@ def _optimizer(optimizer: dict[str, Any]) -> str:
     return table(head, rows)
 
 
+def _parts(count: int) -> str:
+    return "" if count == 1 else f" in {count:,} parts"
+
+
 def _cost(plan: dict[str, Any]) -> str:
     flops, horizon, spent = plan["flops"], plan["horizon"], plan["time"]
     ratio = horizon["tokens_per_scaling_parameter"]
@@ -79,7 +83,7 @@ def _cost(plan: dict[str, Any]) -> str:
         (
             "batch",
             f"{horizon['batch_tokens']:,} tokens",
-            f"{horizon['batch_size']:,} × {plan['model']['block_size']:,} in {horizon['accumulate_steps']:,} part(s)",
+            f"{horizon['batch_size']:,} × {plan['model']['block_size']:,}{_parts(horizon['accumulate_steps'])}",
         ),
         ("horizon", f"{horizon['steps']:,} steps", f"{horizon['tokens']:,} tokens{epochs}"),
         ("tokens : N", "-" if ratio is None else f"{ratio:.2f}", "tokens : scaling parameters"),
@@ -136,12 +140,6 @@ def _schedules(curves: dict[str, list[float]]) -> str:
         if rows
         else ""
     )
-
-
-def show(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
 
 
 def gib(count: int) -> str:

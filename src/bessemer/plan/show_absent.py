@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from bessemer.config import dotted
-from bessemer.plan.show import gib, show
-from bessemer.report.table import compact, duration, table
+from bessemer.plan.show import gib
+from bessemer.report.table import compact, duration, figure, table
 
 PARTS = {
     "parameters": "float32, as they rest",
@@ -46,9 +46,13 @@ def _head(plan: dict[str, Any]) -> str:
         f"model      {model['family']}: {', '.join(sizes)}; {compact(model['parameters']['total'])} parameters",
         f"devices    {devices['devices']:,} × {devices['chip']}" + _slices(devices) + f", mesh {mesh}",
         f"step       {horizon['batch_size']:,} sequences: {horizon['per_device_batch_size']:,} a device × "
-        f"{horizon['accumulate_steps']:,} pass(es); {horizon['steps']:,} steps, {compact(horizon['tokens'])} tokens",
+        f"{_passes(horizon['accumulate_steps'])}; {horizon['steps']:,} steps, {compact(horizon['tokens'])} tokens",
     ]
     return "\n".join([*lines, *(f"note       {note}" for note in plan["notes"])])
+
+
+def _passes(count: int) -> str:
+    return f"{count:,} pass{'' if count == 1 else 'es'}"
 
 
 def _slices(devices: dict[str, Any]) -> str:
@@ -56,7 +60,7 @@ def _slices(devices: dict[str, Any]) -> str:
 
 
 def _derived(derived: dict[str, Any]) -> str:
-    rows = [(dotted(name), show(entry["value"]), entry["reason"]) for name, entry in derived.items()]
+    rows = [(dotted(name), figure(entry["value"]), entry["reason"]) for name, entry in derived.items()]
     return table(("derived", "value", "why"), rows) if rows else ""
 
 
@@ -68,7 +72,7 @@ def _memory(plan: dict[str, Any]) -> str:
     peak = "-" if memory["peak"] is None else gib(memory["peak"])
     if plan["method"] == "compiled":
         verdict += f"; the analytic model said {gib(memory['estimated_peak'])}"
-    lines = [table(("memory of a device", "bytes", "what"), [*rows, ("peak", peak, verdict)])]
+    lines = [table(("memory of a device", "size", "what"), [*rows, ("peak", peak, verdict)])]
     lines += [f"to fit     {' '.join(one['settings'])}   ({gib(one['peak'])})" for one in memory["remedies"]]
     if not memory["fits"] and not memory["remedies"]:
         lines.append(

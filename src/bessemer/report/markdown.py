@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bessemer.job import RunDirectory, atomic_write
+from bessemer.report.machine import machine, peak_memory, utilisation
 from bessemer.report.phases import has_phases, write_phases_report
 from bessemer.report.plots import write_plots
 from bessemer.report.summary import Row, Summary, is_number, summarise
@@ -17,13 +17,11 @@ from bessemer.report.words import (
     clock,
     count,
     decimal,
-    gib,
     longest_run,
     percent,
     share_of_100,
     short,
     show,
-    show_or_missing,
     statistic,
 )
 
@@ -58,7 +56,7 @@ def render(summary: Summary, plots: list[Path] | None) -> str:
         _decisions(summary),
         _data(summary),
         _parameters(summary),
-        _machine(summary),
+        machine(summary),
         _problems(summary),
     ]
     return "\n".join(line for part in parts if part for line in [*part, ""])
@@ -102,12 +100,13 @@ def _numbers(summary: Summary) -> list[str]:
     parameters = _total(facts.get("parameters"))
     ratio = f"{tokens / parameters:.2f}" if is_number(tokens) and parameters else MISSING
     rewards = summary.last("val_reward")
+    unit = ", nats per token" if summary.loss_per_token else ""
     rows = [
         *([] if rewards is None else [("final reward on held-out prompts", decimal(rewards))]),
         ("final bits per byte", decimal(summary.last("val_bpb"))),
         ("minimum bits per byte", MISSING if best is None else f"{best[0]:.4f} (step {best[1]})"),
-        ("final validation loss", decimal(summary.last("val_loss"))),
-        ("final training loss, smoothed", decimal(summary.last("loss_smooth"))),
+        (f"final validation loss{unit}", decimal(summary.last("val_loss"))),
+        (f"final training loss, smoothed{unit}", decimal(summary.last("loss_smooth"))),
         ("steps", count(summary.step)),
         ("skipped steps", count(summary.last("skipped_steps"))),
         *_guard(summary),
@@ -120,16 +119,14 @@ def _numbers(summary: Summary) -> list[str]:
         ("FLOPs per token, causal attention only", short(facts.get("flops_per_token_causal"))),
         ("FLOPs in all", short(summary.last("total_training_flops") or facts.get("total_flops"))),
         ("tokens per second (median)", short(summary.typical("time/tok_per_s"))),
-        ("MFU (attention counted in full)", percent(summary.typical("time/mfu"))),
-        ("MFU (causal attention only)", percent(summary.typical("time/mfu_causal"))),
-        ("MFU is a share of", facts.get("mfu_peak") or MISSING),
+        *utilisation(summary),
         ("waiting for data", share_of_100(summary.typical("time/data_wait_pct"))),
         ("training time (first 10 steps of a process left out)", clock(summary.last("time/total"))),
         (
             f"goodput: share of wall time in steps that count{_starts(summary)}",
             percent(summary.last("time/goodput")),
         ),
-        ("peak memory of a device", gib(summary.largest("mem/peak_gib"))),
+        ("peak memory of a device", peak_memory(summary)),
     ]
     return ["## Numbers", "", *markdown_table(("", ""), rows)]
 
@@ -261,32 +258,6 @@ def _parameters(summary: Summary) -> list[str]:
         "",
         *markdown_table(("group", "parameters"), [(name, count(size)) for name, size in groups.items()]),
     ]
-
-
-def _machine(summary: Summary) -> list[str]:
-    facts = summary.facts
-    rows = [
-        ("devices", show_or_missing(facts.get("devices"))),
-        ("determinism", show_or_missing(facts.get("determinism"))),
-        ("first step after", _start_up(facts.get("start_up"))),
-        ("host", show_or_missing(summary.status.get("host"))),
-        ("report written", time.strftime("%Y-%m-%d %H:%M:%S")),
-    ]
-    versions = facts.get("versions")
-    names = versions if isinstance(versions, Mapping) else {}
-    rows += [(f"version of {name}", str(version)) for name, version in names.items()]
-    if not names:
-        rows.append(("versions", MISSING))
-    return ["## Machine", "", *markdown_table(("", ""), rows)]
-
-
-def _start_up(facts: Any) -> str:
-    """21.3 s: imports and devices 4.1, …; of the last start of the run."""
-    parts = facts.get("parts") if isinstance(facts, Mapping) else None
-    if not isinstance(parts, Mapping) or not is_number(facts.get("seconds")):
-        return MISSING
-    words = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
-    return f"{facts['seconds']:.1f} s: {words} ({facts.get('cache')})"
 
 
 def _problems(summary: Summary) -> list[str]:

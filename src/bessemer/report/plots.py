@@ -38,7 +38,7 @@ def write_plots(summary: Summary) -> list[Path]:
 
 
 OVERLAID = (
-    ("loss_smooth", "training loss, smoothed (nats per token)"),
+    ("loss_smooth", "training loss, smoothed"),
     ("val_bpb", "validation bits per byte"),
     ("val_loss", "validation loss"),
     ("val_reward", "reward of greedy answers to held-out prompts"),
@@ -74,10 +74,10 @@ def write_overlay(
 
 
 def _loss(axes: Axes, summary: Summary) -> bool:
-    some = line(axes, summary, "loss", "raw", color=PALE, linewidth=1)
-    some |= line(axes, summary, "loss_smooth", "smoothed", color=INK)
+    some = line(axes, summary, "loss", "training, one batch", color=PALE, linewidth=1)
+    some |= line(axes, summary, "loss_smooth", "training, smoothed", color=INK)
     some |= line(axes, summary, "val_loss", "validation", color=ACCENT, marker="o", markersize=3.5)
-    finish(axes, "loss (nats per token)")
+    finish(axes, "loss (nats per token)" if summary.loss_per_token else "loss of the objective")
     return some
 
 
@@ -87,10 +87,10 @@ def _bits_per_byte(axes: Axes, summary: Summary) -> bool:
         axes.axhline(value, color=GREY, linewidth=1, linestyle="--")
         axes.annotate(
             f"{name} {value:.3f}",
-            (1, value),
+            (0.01, value),  # the left end is free: curves begin above it, and end near these lines
             xycoords=("axes fraction", "data"),
             fontsize=8,
-            ha="right",
+            ha="left",
             va="bottom",
             color=GREY,
         )
@@ -123,10 +123,15 @@ def _margin(axes: Axes, summary: Summary) -> bool:
 
 
 def _learning_rate(axes: Axes, summary: Summary) -> bool:
-    names = sorted({name for row in summary.rows for name in row if name == "lr" or name.startswith("lr/")})
+    """By group, where there are any; on a log axis where the smaller would else be one flat line."""
+    found = {name for row in summary.rows for name in row if name.startswith("lr/")}
+    names = sorted(found, key=lambda name: -(summary.largest(name) or 0)) or ["lr"]
     some = False
     for place, name in enumerate(names):
-        some |= line(axes, summary, name, name, color=COLOURS[place % len(COLOURS)])
+        some |= line(axes, summary, name, name.removeprefix("lr/"), color=COLOURS[place % len(COLOURS)])
+    peaks = [peak for name in names if (peak := summary.largest(name))]
+    if peaks and max(peaks) > 20 * min(peaks):
+        axes.set_yscale("log")
     finish(axes, "learning rate")
     return some
 
@@ -183,6 +188,8 @@ def finish(axes: Axes, title: str, axis: str = "step") -> None:
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(axis, fontsize=9)
     axes.tick_params(labelsize=8)
+    if axes.get_yscale() == "linear" and max(map(abs, axes.get_ylim())) >= 1e4:
+        axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(True, linewidth=0.5, color="#e6e6e6")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

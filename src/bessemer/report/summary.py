@@ -51,6 +51,11 @@ class Summary:
         return int(total) if is_number(total) else None
 
     @property
+    def loss_per_token(self) -> bool:
+        """Whether the loss is in nats per token: not where pairs or rewards are what is learnt from."""
+        return not self.rows_with("pref_acc") and not self.rows_with("reward")
+
+    @property
     def age(self) -> float | None:
         """Seconds since the run's last sign of life."""
         beat = self.status.get("heartbeat")

@@ -13,6 +13,13 @@ def number(value: Any, digits: int = 4) -> str:
     return f"{value:.{digits}f}" if _is_number(value) else NOTHING
 
 
+def figure(value: Any) -> str:
+    """33816576 → 33,816,576; 0.7071067811865476 → 0.707107; what is not a number as it is."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+
+
 def compact(value: Any) -> str:
     """1234567 → 1.23M."""
     if not _is_number(value):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.evaluate import Evaluator
-from bessemer.generate import SamplingOptions, load_model, sample
+from bessemer.generate import LoadedModel, SamplingOptions, load_model, sample
 from bessemer.job import RunDirectory, find_run
 from bessemer.report.metrics import MetricsFile
 from bessemer.training import launch
@@ -17,28 +17,34 @@ PARTS = ("model", "model_state", "dataset_train", "dataset_eval", "data_collator
 
 
 class Run:
-    """A run on disk: what it measured and where it lies."""
+    """A run on disk, by its path or its name under `runs`: what it measured, and the model it made."""
 
-    def __init__(self, directory: RunDirectory):
-        self.directory = directory
+    def __init__(self, run: RunDirectory | str | Path, *, runs: str | Path = "runs"):
+        self.directory = run if isinstance(run, RunDirectory) else find_run(run, runs)
 
     @property
     def path(self) -> Path:
+        """The run directory."""
         return self.directory.path
 
     @property
     def status(self) -> dict[str, Any]:
+        """status.json: state, step, exit code, message."""
         return self.directory.read_status()
 
     def metrics(self) -> list[dict[str, Any]]:
         """All rows of metrics.jsonl, in order."""
         return list(MetricsFile(self.directory.metrics).rows())
 
+    def load(self, step: int | str | None = None) -> LoadedModel:
+        """The model of a checkpoint (default: the newest valid one): `.model`, `.params`, `.tokenizer`."""
+        return load_model(self.directory, step)
+
     def sample(
         self, prompt: str, *, max_tokens: int = 100, step: int | str | None = None, **options: Any
     ) -> str:
         """The model's continuation of `prompt`. Options: temperature (0 = greedy), top_k, top_p, min_p, seed."""
-        loaded = load_model(self.directory, step)
+        loaded = self.load(step)
         completions, notices = sample(
             loaded, [prompt], max_tokens=max_tokens, sampling=SamplingOptions(**options)
         )
@@ -48,8 +54,8 @@ class Run:
 
     def evaluate(
         self, tasks: Sequence[str] = ("bpb",), *, step: int | str | None = None, **options: Any
-    ) -> Any:
-        """Results of the named evaluations, also written to RUN/eval. Options: limit, batch_size."""
+    ) -> dict[str, dict[str, Any]]:
+        """Task → result of the named evaluations, also written to RUN/eval. Options: limit, batch_size."""
         return Evaluator.from_run(self.directory, step, tasks=tasks, **options).run()
 
     def __repr__(self) -> str:

@@ -16,12 +16,18 @@ if TYPE_CHECKING:
 
 
 WATCH = "  bessemer dash                              # all runs in a browser"
+OWN_TEXT = "  bessemer train training.dataset=my.txt     # the same on your own text"
+TEACH = (
+    "  bessemer train sft init={} training.dataset=chats.jsonl optimization.name=adamw optimization.lr=3e-4"
+)
 
 
 def final_lines(trainer: BaseTrainer, compressors: dict[str, float]) -> list[str]:
     rows = list(MetricsFile(trainer.run_directory.metrics).rows())
     validations = [row for row in rows if row.get("val_loss") is not None]
-    results = [*reward_line(rows), *result_table(validations, compressors), *evaluated(validations)]
+    before = "untrained" if trainer.settings.init is None else "before"
+    table = result_table(validations, compressors, before)
+    results = [*reward_line(rows), *table, *evaluated(validations)]
     lines = ["", *results, *rates(rows), ""]
     lines += sample_lines(trainer)
     path = shown(trainer.run_directory.path)
@@ -41,12 +47,13 @@ def next_commands(trainer: BaseTrainer, path: str) -> list[str]:
         return [f"  bessemer chat {path}", f"  bessemer serve {path}", WATCH]
     if hasattr(trainer.model, "values"):  # it judges answers and was not taught to write them
         return [f"  bessemer report {path} --html", WATCH]
+    recipes_data = trainer.config.provenance["training/dataset"].startswith("recipe")
     can_sample = trainer.tokenizer is not None and hasattr(trainer.model, "decode")
     return [
         *([f"  bessemer sample {path} --prompt {shlex.quote(a_prompt(trainer))}"] if can_sample else []),
         f"  bessemer eval {path} --tasks bpb",
         WATCH,
-        "  bessemer train training.dataset=my.txt     # the same on your own text",
+        OWN_TEXT if recipes_data else f"{TEACH.format(path)}     # teach it to answer",
     ]
 
 
@@ -73,7 +80,9 @@ def shown(path: str | Path) -> str:
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else str(path)
 
 
-def result_table(validations: list[dict[str, Any]], compressors: dict[str, float]) -> list[str]:
+def result_table(
+    validations: list[dict[str, Any]], compressors: dict[str, float], before: str = "untrained"
+) -> list[str]:
     """Bits per byte of the held-out text, worst first, with a bar each: shorter is better."""
     known = [row for row in validations if row.get("val_bpb") is not None]
     if not known:
@@ -81,7 +90,7 @@ def result_table(validations: list[dict[str, Any]], compressors: dict[str, float
             f"validation loss {row['val_loss']:.4f} at step {row['step']}{ranked(row)}"
             for row in validations[-1:]
         ]
-    values = {"this model, untrained": known[0]["val_bpb"]} if known[0]["step"] == 0 else {}
+    values = {f"this model, {before}": known[0]["val_bpb"]} if known[0]["step"] == 0 else {}
     values |= {{"gzip": "gzip -9", "xz": "xz -9e"}[name]: value for name, value in compressors.items()}
     values["this model, trained"] = known[-1]["val_bpb"]
     width = 24 / max(values.values())

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from bessemer.config import Config
+from bessemer.config.recipes import recipe_names
+from bessemer.report.table import figure
 from bessemer.training import frozen
 from bessemer.training.facts import optimizer_groups
 from bessemer.training.finale import shown
-from bessemer.training.horizon import repeats
+from bessemer.training.horizon import asked, repeats
 from bessemer.training.idle import idle
 from bessemer.training.model_parts import flops_formula
 from bessemer.training.progress import compact
@@ -31,13 +34,13 @@ def header(trainer: BaseTrainer) -> None:
             known = [f"{stats['pairs']:,} pairs in {stats['rows']:,} rows", *known[1:]]
             known += [f"{stats['padding_share']:.1%} padding", f"{stats['truncated']:,} prompts truncated"]
             known += [f"{stats['without_targets']:,} left out"]
-        trainer.say(f"data       {shown(name)}: {', '.join(known)}; {data.validation_count:,} rows held out")
+        trainer.say(f"data       {shown(name)}: {', '.join(known)}; {rows(data.validation_count)} held out")
         for remark in supervision(trainer, stats):
             trainer.say(f"note       {shown(name)}: {remark}")
     epochs = data.plan.epoch(data.steps)
     trainer.say(
-        f"batch      {data.batch_size} × {trainer.settings.block_size} tokens in {trainer.functions.accumulate_steps}"
-        f" part(s); {data.steps:,} steps, {compact(data.steps * trainer.tokens_per_step)} tokens, {epochs:.2f} epochs"
+        f"batch      {data.batch_size} × {trainer.settings.block_size} tokens{in_parts(trainer)}; "
+        f"{data.steps:,} steps, {compact(data.steps * trainer.tokens_per_step)} tokens, {epochs:.2f} epochs"
     )
     trainer.say(f"rates      {'; '.join(rates(trainer))}")
     trainer.say(
@@ -48,11 +51,23 @@ def header(trainer: BaseTrainer) -> None:
     trainer.say(
         f"devices    {topology.device_count} {topology.platform}{f' ({axes})' if axes else ''}{kernels(trainer)}"
     )
-    for note in (*topology.notes, *trainer.config.notes, *idle(trainer), *repeats(trainer.config, epochs)):
+    config = trainer.config
+    notes = (*topology.notes, *config.notes, *idle(trainer), *repeats(config, epochs), *shipped_rates(config))
+    for note in notes:
         trainer.say(f"note       {note}")
     for name, entry in trainer.derived.items():
         if not entry["reason"].endswith("given"):
-            trainer.say(f"{name:<30} {entry['value']!s:<12} {entry['reason']}")
+            trainer.say(f"{name:<30} {figure(entry['value']):<12} {entry['reason']}")
+
+
+def rows(count: int) -> str:
+    return f"{count:,} row{'' if count == 1 else 's'}"
+
+
+def in_parts(trainer: BaseTrainer) -> str:
+    """Where a step is several passes."""
+    parts = trainer.functions.accumulate_steps
+    return "" if parts == 1 else f" in {parts:,} parts"
 
 
 def kernels(trainer: BaseTrainer) -> str:
@@ -72,6 +87,22 @@ def rates(trainer: BaseTrainer) -> list[str]:
         many = f"{row['tensors']} tensor{'s' if row['tensors'] > 1 else ''}"
         words.append(f"{row['group']} {rate}{decay} ({many})")
     return words
+
+
+def shipped_rates(config: Config) -> list[str]:
+    """A word where weights and data are the caller's and the rates those of a recipe's own small demonstration: from a
+    quickstart of 500 steps, 50 steps of `sft` took the text it knew from 1.51 to 2.75 bits per byte; AdamW with 3e-4
+    to 1.60, and its answers were far better (2.92 against 6.00)."""
+    shipped = ("default", "chosen", *(f"recipe {name}" for name in recipe_names()))
+    given = [key for key in config.provenance if key.startswith("optimization/")]
+    if config["init"] is None or not asked(config, ["training/dataset"]):
+        return []
+    if any(not config.provenance[key].startswith(shipped) for key in given):
+        return []
+    return [
+        "the rates are the recipe's, for its own small demonstration; on weights that know something they can undo it: "
+        "gentler is optimization.name=adamw optimization.lr=3e-4 (billions of parameters 1e-5, their adapters 1e-4)"
+    ]
 
 
 def supervision(trainer: BaseTrainer, stats: dict[str, Any]) -> list[str]:

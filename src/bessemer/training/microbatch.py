@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from bessemer.errors import InputError
+from bessemer.errors import InputError, TrainingError
+from bessemer.topology import placement
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -75,6 +77,50 @@ def memory_limit(device: Any) -> int | None:
     """Bytes the allocator may use; None where the backend does not say (a CPU)."""
     stats = device.memory_stats()
     return None if not stats else stats.get("bytes_limit")
+
+
+def machine_memory() -> int | None:
+    """Bytes that a device has of the machine's own memory, which is all a CPU has."""
+    import jax
+
+    if jax.default_backend() != "cpu" or "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
+
+
+def check_machine(trainer: BaseTrainer) -> None:
+    """Refuse a model whose state alone is more than a CPU's machine has: allocating it would end not in an error but
+    with the system's killer of processes, after minutes in which nothing else on it answers."""
+    limit = machine_memory()
+    functions = trainer.functions
+    state = sum(
+        row["bytes_per_device"] for row in placement(functions.abstract_state, functions.state_shardings)
+    )
+    if limit is not None and state > limit:
+        raise InputError(
+            f"the parameters and the optimizer's state take {state / 2**30:.1f} GiB, and this machine has "
+            f"{limit / 2**30:.1f} GiB for a device. Choose a smaller model (model.depth, model.width), train adapters "
+            "(lora.rank=8 with init=RUN), or use a machine with more; `bessemer plan` says what a recipe takes."
+        )
+
+
+def check_step(trainer: BaseTrainer) -> None:
+    """The same for the compiled step, whose activations are known only now."""
+    limit, step = machine_memory(), trainer.functions.train_step
+    if limit is None or not hasattr(step, "memory_analysis"):
+        return
+    if (needed := step_bytes(step).total) > limit:
+        size = trainer.config["training/per_device_batch_size"]
+        remedy = (
+            f"Continue with: bessemer resume {trainer.run_directory.word} training.per_device_batch_size={size // 2} "
+            "(the update stays the same)"
+            if size > 1
+            else "Begin anew with architecture.remat=block, or a shorter architecture.block_size"
+        )
+        raise TrainingError(
+            f"out of memory before the first step: it takes {needed / 2**30:.1f} GiB, and this machine has "
+            f"{limit / 2**30:.1f} GiB for a device. {remedy}."
+        )
 
 
 class StepMemory(NamedTuple):

@@ -26,7 +26,7 @@ from bessemer.job.trust import mark_origin
 from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.models.llama_settings import LlamaSettings
 from bessemer.report import write_report
-from bessemer.training import stages
+from bessemer.training import microbatch, stages
 from bessemer.training.facts import compressor_baselines, derivation, optimizer_groups, write_facts
 from bessemer.training.fetch import fetch
 from bessemer.training.finale import final_lines
@@ -109,6 +109,7 @@ def compile_shown(trainer: BaseTrainer) -> None:
         trainer.say("compiling  the training and validation steps; kept, so that the next start is quick")
     if trainer.compile_aot():
         trainer.say(f"compiled   in {time.monotonic() - start:.1f} s")
+    microbatch.check_step(trainer)
 
 
 def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: bool) -> Path:

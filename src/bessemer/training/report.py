@@ -108,8 +108,9 @@ class StepClock:
     """Wall-clock figures (time/*): outside the bit-for-bit promise, and honest about warm-up.
 
     A reported step is marked when it is dispatched; as only two steps are in flight, the time between two marks is
-    the time of the steps between them. The first ten steps of a process are left out of time/total, as they hold
-    cold caches.
+    the time of the steps between them. The last step of the run counts until it was read: else a run of a step or two
+    would be timed at its dispatch alone, and look a hundred times as fast as it is. The first ten steps of a process
+    are left out of time/total, as they hold cold caches.
     """
 
     WARM_UP = 10
@@ -148,6 +149,8 @@ class StepClock:
     def row(self, step: int) -> dict[str, float | None]:
         """time/* over the steps since the last row."""
         (begun, waited_before), (now, waited) = self._marks.pop(self._last), self._marks[step]
+        if step == self.steps:
+            now = max(now, time.monotonic() - self._paused)
         count = step - self._last
         seconds = max(1e-9, now - begun)
         counted = max(0, step - max(self._last, self._first + self.WARM_UP))

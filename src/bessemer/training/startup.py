@@ -5,7 +5,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from bessemer.report.table import duration
 from bessemer.training.cache import Programs, programs_so_far
+
+SLOW = 2.0
+"""Seconds of a first step; in shorter ones much is what only the first has."""
 
 
 class StartUp:
@@ -49,6 +53,17 @@ class StartUp:
         notes = {"compile": f" ({self.compiled.words})"}
         parts = [f"{name} {seconds:.1f}{notes.get(name, '')}" for name, seconds in self.parts.items()]
         return f"first step after {self.seconds:.1f} s: {', '.join(parts)}"
+
+    def forecast(self, steps: int) -> str | None:
+        """A word where `steps` like the first would take more than an hour: reports may be many minutes apart."""
+        one = self.parts.get("first step", 0.0)
+        if one < SLOW or one * steps < 3600:
+            return None
+        return (
+            f"at the pace of the first step the run takes {duration(one * steps)} ({steps:,} steps of {one:.0f} s). "
+            "Fewer training.steps, a smaller model.depth or a shorter architecture.block_size take less; "
+            "`bessemer plan` with the same words says it beforehand"
+        )
 
     def facts(self) -> dict[str, Any] | None:
         """For facts.json; None until the first step is done."""

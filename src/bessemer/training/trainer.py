@@ -27,6 +27,7 @@ from bessemer.training import (
     data_parts,
     functions,
     inherit,
+    microbatch,
     model_parts,
     outcome,
     output,
@@ -240,6 +241,7 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
     def run(self) -> None:
         """Train to the end (every process calls it). Continues from what `load` restored."""
         Callbacks(self.make_callbacks()).fire("on_check", self)
+        microbatch.check_machine(self)
         with outcome.opened(self):
             header(self)
             output.compile_shown(self)

@@ -90,7 +90,7 @@ class Evaluation(Callback):
         self.tasks = meant
         if own:
             loop.trainer.say(
-                f"note: the recipe's {', '.join(own)} is left out, as this run has data of its own"
+                f"note       the recipe's {', '.join(own)} is left out, as this run has data of its own"
             )
 
     def on_rollback(self, loop: Loop) -> None:

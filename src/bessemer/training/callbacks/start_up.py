@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from bessemer.errors import runnable
 from bessemer.registry import callbacks
 from bessemer.training.callback import Callback
 from bessemer.training.facts import write_facts
@@ -31,5 +32,10 @@ class StartUpCallback(Callback):
         trainer.startup.lap("first step")
         trainer.startup.done = True
         trainer.say(trainer.startup.line())
+        forecast = trainer.startup.forecast(loop.steps - loop.step)
+        if (
+            forecast is not None and trainer.topology.platform == "cpu"
+        ):  # elsewhere the first step loads kernels
+            trainer.say(runnable(f"note       {forecast}"))
         if trainer.is_process_zero:
             write_facts(trainer)

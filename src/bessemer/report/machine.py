@@ -1,0 +1,77 @@
+"""What a report says of the machine: devices, how much of them was used, versions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from bessemer.report.summary import Summary, is_number
+from bessemer.report.table import markdown_table
+from bessemer.report.words import MISSING, count, gib, percent, show, show_or_missing
+
+
+def _device(summary: Summary, name: str) -> Any:
+    """A fact about the devices; None where they were not recorded."""
+    devices = summary.facts.get("devices")
+    return devices.get(name) if isinstance(devices, Mapping) else None
+
+
+def utilisation(summary: Summary) -> list[tuple[str, str]]:
+    """MFU, or why there is none."""
+    peak, full = summary.facts.get("mfu_peak"), summary.typical("time/mfu")
+    kind = _device(summary, "device_kind")
+    if peak is None and full is None and kind is not None:
+        return [("MFU", f"unknown: the peak of a {kind} is not in the table of chips")]
+    return [
+        ("MFU (attention counted in full)", percent(full)),
+        ("MFU (causal attention only)", percent(summary.typical("time/mfu_causal"))),
+        ("MFU is a share of", peak or MISSING),
+    ]
+
+
+def peak_memory(summary: Summary) -> str:
+    largest = summary.largest("mem/peak_gib")
+    on_cpu = largest is None and _device(summary, "platform") == "cpu"
+    return "not told by a CPU; `bessemer plan` says what the step takes" if on_cpu else gib(largest)
+
+
+def machine(summary: Summary) -> list[str]:
+    facts = summary.facts
+    rows = [
+        ("devices", _devices(facts.get("devices"))),
+        ("determinism", show_or_missing(facts.get("determinism"))),
+        ("first step after", _start_up(facts.get("start_up"))),
+        ("host", show_or_missing(summary.status.get("host"))),
+        ("report written", time.strftime("%Y-%m-%d %H:%M:%S")),
+    ]
+    versions = facts.get("versions")
+    names = versions if isinstance(versions, Mapping) else {}
+    rows += [(f"version of {name}", str(version)) for name, version in names.items()]
+    if not names:
+        rows.append(("versions", MISSING))
+    return ["## Machine", "", *markdown_table(("", ""), rows)]
+
+
+def _devices(facts: Any) -> str:
+    """8 × NVIDIA H200, mesh data 8 × fsdp 1 × …, 1 process; then what else was recorded about them."""
+    if not isinstance(facts, Mapping):
+        return show_or_missing(facts)
+    axes, kind = facts.get("axes"), facts.get("device_kind") or facts.get("platform")
+    words = [f"{count(facts.get('devices'))} × {kind}"] if kind else []
+    if isinstance(axes, Mapping):
+        words.append(f"mesh {' × '.join(f'{axis} {size}' for axis, size in axes.items())}")
+    if is_number(number := facts.get("processes")):
+        words.append(f"{count(number)} process{'' if number == 1 else 'es'}")
+    said = ("axes", "device_kind", "platform", "chip", "devices", "processes", "jax", "jaxlib")
+    others = {key: value for key, value in facts.items() if key not in said}
+    return ", ".join([*words, *(f"{key} {show(value)}" for key, value in others.items())]) or MISSING
+
+
+def _start_up(facts: Any) -> str:
+    """21.3 s: imports and devices 4.1, …; of the last start of the run."""
+    parts = facts.get("parts") if isinstance(facts, Mapping) else None
+    if not isinstance(parts, Mapping) or not is_number(facts.get("seconds")):
+        return MISSING
+    words = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
+    return f"{facts['seconds']:.1f} s: {words} ({facts.get('cache')})"
