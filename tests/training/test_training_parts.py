@@ -101,7 +101,7 @@ def test_rates_of_a_demonstration_on_weights_of_ones_own_are_said() -> None:
     words = ["init=models/llama", "training.dataset=said.jsonl"]
     [said] = shipped_rates(resolve(schema_of, "sft", words))
     assert "optimization.name=adamw optimization.lr=" in said
-    assert not shipped_rates(resolve(schema_of, "sft", [*words, "optimization.lr_multiplier=0.02"]))
+    assert not shipped_rates(resolve(schema_of, "sft", [*words, "optimization.lr=3e-4"]))
     assert not shipped_rates(resolve(schema_of, "sft", words[:1])) and not shipped_rates(
         resolve(schema_of, "quickstart", words[1:])
     )

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 WATCH = "  bessemer dash                              # all runs in a browser"
 OWN_TEXT = "  bessemer train training.dataset=my.txt     # the same on your own text"
-TEACH = (
-    "  bessemer train sft init={} training.dataset=chats.jsonl optimization.name=adamw optimization.lr=3e-4"
-)
+TEACH = "  bessemer train sft init={} training.dataset=chats.jsonl optimization.lr=3e-4"
 
 
 def final_lines(trainer: BaseTrainer, compressors: dict[str, float]) -> list[str]:

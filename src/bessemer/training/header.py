@@ -90,9 +90,8 @@ def rates(trainer: BaseTrainer) -> list[str]:
 
 
 def shipped_rates(config: Config) -> list[str]:
-    """A word where weights and data are the caller's and the rates those of a recipe's own small demonstration: from a
-    quickstart of 500 steps, 50 steps of `sft` took the text it knew from 1.51 to 2.75 bits per byte; AdamW with 3e-4
-    to 1.60, and its answers were far better (2.92 against 6.00)."""
+    """A word where weights and data are the caller's and the rates those of a recipe's own small demonstration: what the
+    weights know can be undone (docs/sft.md has a table)."""
     shipped = ("default", "chosen", *(f"recipe {name}" for name in recipe_names()))
     given = [key for key in config.provenance if key.startswith("optimization/")]
     if config["init"] is None or not asked(config, ["training/dataset"]):
