@@ -22,9 +22,10 @@ ELSEWHERE = {
 
 
 def all_settings() -> dict[tuple[str, str], Setting]:
-    """(key, owner) → setting: of every part that can be selected, and of what every run has."""
+    """(key, owner) → setting: of every part that can be selected, and of what every run has; not of other tests'."""
     classes = {cls for table in SELECTORS.values() for entry in table for cls in settings_classes(entry)}
-    found = [setting for cls in classes for setting in declared(cls).values()]
+    ours = [cls for cls in classes if cls.__module__.startswith("bessemer.")]
+    found = [setting for cls in ours for setting in declared(cls).values()]
     found += resolve(schema_of, {}, {}).schema.settings.values()
     return {(setting.key, setting.owner_name): setting for setting in found}
 

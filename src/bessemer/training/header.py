@@ -90,8 +90,8 @@ def rates(trainer: BaseTrainer) -> list[str]:
 
 
 def shipped_rates(config: Config) -> list[str]:
-    """A word where weights and data are the caller's and the rates those of a recipe's own small demonstration: what the
-    weights know can be undone (docs/sft.md has a table)."""
+    """A word where weights and data are the caller's and the rates those of a recipe's small demonstration: they can
+    undo what the weights know (docs/sft.md has a table)."""
     shipped = ("default", "chosen", *(f"recipe {name}" for name in recipe_names()))
     given = [key for key in config.provenance if key.startswith("optimization/")]
     if config["init"] is None or not asked(config, ["training/dataset"]):
