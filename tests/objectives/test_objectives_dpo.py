@@ -249,6 +249,7 @@ def test_who_needs_a_reference() -> None:
 
 def test_settings_that_contradict_are_refused() -> None:
     for wrong in (
+        {"beta": 0.0},
         {"loss": "ipo", "label_smoothing": 0.1},
         {"loss": "robust", "label_smoothing": 0.5},
     ):

@@ -7,26 +7,17 @@ from pathlib import Path
 
 import pytest
 from tests.stores import s3  # noqa: F401 -- a fixture
+from tests.training.stops import StopAt
 from tests.training.test_training_processes import assert_same_run
 
 from bessemer.checkpoint.manifest import COMMIT
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.job.remote import find, remove, upload
-from bessemer.training.callback import Callback
 from bessemer.training.launch import build_trainer, reopen
 from bessemer.training.mirror import fetched, mirrored_steps
 
 pytestmark = pytest.mark.slow
 SETTINGS = {"optimization.name": "adamw", "training.per_device_batch_size": 1}
-
-
-class StopAt(Callback):
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_batch_end(self, loop: object) -> None:
-        if loop.step == self.step:  # type: ignore[attr-defined]
-            loop.request_stop("test")  # type: ignore[attr-defined]
 
 
 def test_a_fresh_machine_goes_on_bit_for_bit(

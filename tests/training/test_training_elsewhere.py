@@ -10,22 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tests.training.stops import StopAt
 
 from bessemer.errors import InputError, Stopped
 from bessemer.evaluate import Evaluator
 from bessemer.topology import make_topology
 from bessemer.training import launch
-from bessemer.training.callback import Callback
 from bessemer.training.restore import saved_tree
-
-
-class StopAt(Callback):
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_batch_end(self, loop: Any) -> None:
-        if loop.step == self.step:
-            loop.request_stop("test")
 
 
 @pytest.fixture(autouse=True)

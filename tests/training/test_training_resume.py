@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tests.training.stops import StopAt
 
 from bessemer.errors import Stopped
 from bessemer.training import launch
@@ -18,17 +19,6 @@ from bessemer.training.trainer import BaseTrainer
 
 def slowly(k: int) -> Any:
     return pytest.param(k, marks=pytest.mark.slow)
-
-
-class StopAt(Callback):
-    """Asks for a stop after `step` steps, as SIGTERM does."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_batch_end(self, loop: Any) -> None:
-        if loop.step == self.step:
-            loop.request_stop("test")
 
 
 def one_device() -> Any:

@@ -61,6 +61,8 @@ class DpoSettings:
     )
 
     def __post_init__(self) -> None:
+        if self.beta <= 0:  # a loss called from Python has seen no configuration
+            raise InputError(f"dpo.beta is {self.beta}; it must be above 0.")
         if self.label_smoothing and self.loss not in SMOOTHED:
             raise InputError(
                 f"dpo.label_smoothing is used by {', '.join(SMOOTHED)}, and dpo.loss is {self.loss}: leave it at 0."

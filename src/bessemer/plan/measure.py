@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bessemer.report.table import counted
 from bessemer.topology import unbox
 from bessemer.training.model_parts import compiler_options, make_apply
 from bessemer.training.trainer import BaseTrainer
@@ -80,11 +81,7 @@ def measure_rate(trainer: BaseTrainer, with_pass: bool = True) -> Rate:
         seconds.append(product())
     matrix = 2 * side**3 / statistics.median(seconds)
     share = flops / statistics.median(passes) / matrix
-    return Rate(
-        matrix,
-        share,
-        f"{how}, in turn with {words}, timed {len(passes)} time{'' if len(passes) == 1 else 's'}",
-    )
+    return Rate(matrix, share, f"{how}, in turn with {words}, timed {counted(len(passes), 'time')}")
 
 
 def model_pass(trainer: BaseTrainer, matrix: float) -> tuple[Callable[[], float], float, str] | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from bessemer.config import dotted
 from bessemer.plan.curves import TITLES, sparkline
-from bessemer.report.table import compact, duration, figure, table
+from bessemer.report.table import compact, duration, figure, in_parts, table
 
 
 def render(plan: dict[str, Any]) -> str:
@@ -71,10 +71,6 @@ def _optimizer(optimizer: dict[str, Any]) -> str:
     return table(head, rows)
 
 
-def _parts(count: int) -> str:
-    return "" if count == 1 else f" in {count:,} parts"
-
-
 def _cost(plan: dict[str, Any]) -> str:
     flops, horizon, spent = plan["flops"], plan["horizon"], plan["time"]
     ratio = horizon["tokens_per_scaling_parameter"]
@@ -83,7 +79,7 @@ def _cost(plan: dict[str, Any]) -> str:
         (
             "batch",
             f"{horizon['batch_tokens']:,} tokens",
-            f"{horizon['batch_size']:,} × {plan['model']['block_size']:,}{_parts(horizon['accumulate_steps'])}",
+            f"{horizon['batch_size']:,} × {plan['model']['block_size']:,}{in_parts(horizon['accumulate_steps'])}",
         ),
         ("horizon", f"{horizon['steps']:,} steps", f"{horizon['tokens']:,} tokens{epochs}"),
         ("tokens : N", "-" if ratio is None else f"{ratio:.2f}", "tokens : scaling parameters"),

@@ -7,7 +7,7 @@ from typing import Any
 
 from bessemer.config import dotted
 from bessemer.plan.show import gib
-from bessemer.report.table import compact, duration, figure, table
+from bessemer.report.table import compact, counted, duration, figure, table
 
 PARTS = {
     "parameters": "float32, as they rest",
@@ -46,13 +46,10 @@ def _head(plan: dict[str, Any]) -> str:
         f"model      {model['family']}: {', '.join(sizes)}; {compact(model['parameters']['total'])} parameters",
         f"devices    {devices['devices']:,} × {devices['chip']}" + _slices(devices) + f", mesh {mesh}",
         f"step       {horizon['batch_size']:,} sequences: {horizon['per_device_batch_size']:,} a device × "
-        f"{_passes(horizon['accumulate_steps'])}; {horizon['steps']:,} steps, {compact(horizon['tokens'])} tokens",
+        f"{counted(horizon['accumulate_steps'], 'pass')}; {horizon['steps']:,} steps, "
+        f"{compact(horizon['tokens'])} tokens",
     ]
     return "\n".join([*lines, *(f"note       {note}" for note in plan["notes"])])
-
-
-def _passes(count: int) -> str:
-    return f"{count:,} pass{'' if count == 1 else 'es'}"
 
 
 def _slices(devices: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bessemer.report.summary import Summary, is_number
-from bessemer.report.table import markdown_table
+from bessemer.report.table import counted, markdown_table
 from bessemer.report.words import MISSING, count, gib, percent, show, show_or_missing
 
 
@@ -62,7 +62,7 @@ def _devices(facts: Any) -> str:
     if isinstance(axes, Mapping):
         words.append(f"mesh {' × '.join(f'{axis} {size}' for axis, size in axes.items())}")
     if is_number(number := facts.get("processes")):
-        words.append(f"{count(number)} process{'' if number == 1 else 'es'}")
+        words.append(counted(int(number), "process"))
     said = ("axes", "device_kind", "platform", "chip", "devices", "processes", "jax", "jaxlib")
     others = {key: value for key, value in facts.items() if key not in said}
     return ", ".join([*words, *(f"{key} {show(value)}" for key, value in others.items())]) or MISSING

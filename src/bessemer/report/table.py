@@ -20,6 +20,17 @@ def figure(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
 
 
+def counted(count: int, word: str) -> str:
+    """1 row; 2,048 rows; 2 passes."""
+    ending = "" if count == 1 else "es" if word.endswith("s") else "s"
+    return f"{count:,} {word}{ending}"
+
+
+def in_parts(count: int) -> str:
+    """For a step of several passes."""
+    return "" if count == 1 else f" in {counted(count, 'part')}"
+
+
 def compact(value: Any) -> str:
     """1234567 → 1.23M."""
     if not _is_number(value):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from bessemer.config import Config
 from bessemer.config.recipes import recipe_names
-from bessemer.report.table import figure
+from bessemer.report.table import counted, figure, in_parts
 from bessemer.training import frozen
 from bessemer.training.facts import optimizer_groups
 from bessemer.training.finale import shown
@@ -34,13 +34,16 @@ def header(trainer: BaseTrainer) -> None:
             known = [f"{stats['pairs']:,} pairs in {stats['rows']:,} rows", *known[1:]]
             known += [f"{stats['padding_share']:.1%} padding", f"{stats['truncated']:,} prompts truncated"]
             known += [f"{stats['without_targets']:,} left out"]
-        trainer.say(f"data       {shown(name)}: {', '.join(known)}; {rows(data.validation_count)} held out")
+        trainer.say(
+            f"data       {shown(name)}: {', '.join(known)}; {counted(data.validation_count, 'row')} held out"
+        )
         for remark in supervision(trainer, stats):
             trainer.say(f"note       {shown(name)}: {remark}")
     epochs = data.plan.epoch(data.steps)
     trainer.say(
-        f"batch      {data.batch_size} × {trainer.settings.block_size} tokens{in_parts(trainer)}; "
-        f"{data.steps:,} steps, {compact(data.steps * trainer.tokens_per_step)} tokens, {epochs:.2f} epochs"
+        f"batch      {data.batch_size} × {trainer.settings.block_size} tokens"
+        f"{in_parts(trainer.functions.accumulate_steps)}; {data.steps:,} steps, "
+        f"{compact(data.steps * trainer.tokens_per_step)} tokens, {epochs:.2f} epochs"
     )
     trainer.say(f"rates      {'; '.join(rates(trainer))}")
     trainer.say(
@@ -58,16 +61,6 @@ def header(trainer: BaseTrainer) -> None:
     for name, entry in trainer.derived.items():
         if not entry["reason"].endswith("given"):
             trainer.say(f"{name:<30} {figure(entry['value']):<12} {entry['reason']}")
-
-
-def rows(count: int) -> str:
-    return f"{count:,} row{'' if count == 1 else 's'}"
-
-
-def in_parts(trainer: BaseTrainer) -> str:
-    """Where a step is several passes."""
-    parts = trainer.functions.accumulate_steps
-    return "" if parts == 1 else f" in {parts:,} parts"
 
 
 def kernels(trainer: BaseTrainer) -> str:

@@ -33,9 +33,8 @@ class StartUpCallback(Callback):
         trainer.startup.done = True
         trainer.say(trainer.startup.line())
         forecast = trainer.startup.forecast(loop.steps - loop.step)
-        if (
-            forecast is not None and trainer.topology.platform == "cpu"
-        ):  # elsewhere the first step loads kernels
+        # elsewhere the first step also loads kernels, and says little
+        if forecast is not None and trainer.topology.platform == "cpu":
             trainer.say(runnable(f"note       {forecast}"))
         if trainer.is_process_zero:
             write_facts(trainer)
