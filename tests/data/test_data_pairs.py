@@ -22,6 +22,7 @@ from bessemer.data import (
 )
 from bessemer.data.inspect import describe_store
 from bessemer.data.preference import Pair, encode_pair, read_pair
+from bessemer.data.rows import fields_of
 from bessemer.data.settings import DataSettings
 from bessemer.errors import InputError
 
@@ -231,3 +232,29 @@ def test_batches_and_blank_validation_rows(tokenizer: Tokenizer, tmp_path: Path)
     last = plan.validation.batch(0, len(plan.validation) + 2)
     assert (last["pair_ids"][-2:] == -1).all() and (last["segment_ids"][-2:] == 0).all()
     assert (last["pair_ids"][:-2, 0] >= 0).all()
+
+
+def test_pairs_and_documents_in_one_mixture_are_refused_with_sources_and_fields(
+    packed: Any, tokenizer: Tokenizer
+) -> None:
+    """Rows of documents have no pair_ids; what stood there used to be whatever the memory held."""
+    documents = make_rows(["one text", "another text"], DatasetStyle.PADDED, BLOCK, tokenizer=tokenizer)
+    mixture = [
+        (Sampling("pairs.jsonl", 0.5, DatasetStyle.CONTRASTIVE), packed),
+        (Sampling("texts.jsonl", 0.5, DatasetStyle.PADDED), documents),
+    ]
+    message = r"'pairs.jsonl' \(CONTRASTIVE\) has pair_ids .* 'texts.jsonl' \(PADDED\) has only input_ids"
+    with pytest.raises(InputError, match=message):
+        DataPlan([mixture], 8, seed=0)
+    with pytest.raises(InputError, match=message):  # also when they are in different stages
+        stages = [[(Sampling(s.name, 1.0, s.style), rows)] for s, rows in mixture]
+        DataPlan(stages, 8, seed=0, boundaries=[3])
+    with pytest.raises(InputError, match=message):
+        DataPlan([[(Sampling("a"), packed)]], 8, seed=0, validation=mixture, validation_count=4)
+
+
+@pytest.mark.parametrize("style", list(DatasetStyle))
+def test_rows_return_the_fields_they_declare(style: DatasetStyle, tokenizer: Tokenizer) -> None:
+    data = rows_of() if style is DatasetStyle.CONTRASTIVE else ["a text of some words " * 9] * 5
+    rows = make_rows(data, style, BLOCK, tokenizer=tokenizer)
+    assert fields_of(rows.get(np.arange(2))) == rows.fields

@@ -94,6 +94,15 @@ def test_a_stored_teacher_with_all_tokens_is_the_live_one(student: dict[str, obj
     assert few.batch()["teacher_ids"].shape == (8, 16, 8)
 
 
+def test_a_plan_knows_the_fields_of_a_stored_teacher(student: dict[str, object]) -> None:
+    """They were missing, and `bessemer plan` ended with KeyError: 'teacher_ids'."""
+    planned = planned_trainer(
+        "quickstart", student | {"distill.top_k": 8, "training.per_device_batch_size": 1}, compiles=False
+    )
+    assert planned.data.fields["teacher_ids"] == ((16, 8), np.dtype(np.int32))
+    assert planned.data.fields["teacher_logprobs"] == ((16, 8), np.dtype(np.float32))
+
+
 def test_a_teacher_that_does_not_fit_is_refused(student: dict[str, object], tmp_path: Path) -> None:
     wrong = {
         "distill.teacher": (None, "give distill.teacher=RUN"),

@@ -187,3 +187,20 @@ def test_beside_adapters_a_new_head_is_trained(settings: dict[str, object], tmp_
 def test_answers_must_not_see_each_other(settings: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="document_mask"):
         launch.build_trainer("quickstart", settings | {"architecture.document_mask": False}, root=tmp_path)
+
+
+def test_pairs_and_chats_in_one_mixture_are_refused(settings: dict[str, object], tmp_path: Path) -> None:
+    """The rows of chats had no pair_ids, and 40 pairs were reported where 8 exist."""
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"prompt": "Add 1 to 2.", "completion": "3, please."}) + "\n")
+    mixture = [
+        {"name": settings["training.dataset"], "rate": 0.5, "style": "CONTRASTIVE"},
+        {"name": str(chats), "rate": 0.5, "style": "PADDED"},
+    ]
+    changed = settings | {"objective": "reward", "model.family": "gpt-reward", "training.dataset": [mixture]}
+    changed |= {"training.validation": False, "data.val_fraction": 0.0}
+    for seed in (0, 1):  # which source came first decided between garbage and a KeyError
+        with pytest.raises(InputError, match=r"polite.jsonl' \(CONTRASTIVE\) has pair_ids"):
+            launch.build_trainer(
+                "quickstart", changed | {"training.seed": seed}, name=f"m{seed}", root=tmp_path
+            )

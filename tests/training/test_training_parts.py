@@ -13,12 +13,13 @@ import pytest
 
 import bessemer as bm
 from bessemer.config import resolve
-from bessemer.data import prepare
+from bessemer.data import Validation, prepare
 from bessemer.errors import InputError, Stopped, TrainingError
 from bessemer.job import RestoreableJob
 from bessemer.report import write_report
 from bessemer.topology import make_topology
 from bessemer.training import launch, microbatch
+from bessemer.training.collate import CollatedRows
 from bessemer.training.facts import write_facts
 from bessemer.training.header import shipped_rates
 from bessemer.training.horizon import repeats
@@ -258,6 +259,19 @@ def test_a_list_and_a_collator_from_python(tiny: dict[str, object], corpus: Path
             tokenizer=tokenizer,
             data_collator=lambda examples: {"input_ids": np.zeros((len(examples), 16), np.int32)},
         )
+
+
+def test_a_collator_may_leave_out_segments_and_must_return_the_same_fields(tmp_path: Path) -> None:
+    def collate(examples: list[int]) -> dict[str, np.ndarray]:
+        ids = np.repeat(np.array(examples, np.int32)[:, None], 8, axis=1)
+        batch = {"input_ids": ids, "target_ids": ids, "loss_mask": np.ones(ids.shape, np.float32)}
+        return batch | ({"positions": ids} if examples[-1] == 5 else {})
+
+    rows = CollatedRows([0, 1, 2], collate, 8)
+    held_out = Validation([(bm.Sampling("given"), rows)], 3).batch(1, 2)  # one real row and one blank
+    assert sorted(held_out["target_ids"].max(1).tolist())[0] == -1 and held_out["loss_mask"].sum() == 8
+    with pytest.raises(InputError, match="returned input_ids .* positions .* the same fields"):
+        CollatedRows([0, 5], collate, 8).get(np.arange(2))
 
 
 def test_a_spec_without_topology_is_an_assertion(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from bessemer.data.mixture import Sampling, check_mixture
 from bessemer.data.permutation import key_of, permute
 from bessemer.data.rows import Batch, Rows
 from bessemer.data.shares import Shares
-from bessemer.data.validation import Validation, gather
+from bessemer.data.validation import Validation, common_fields, gather
 from bessemer.errors import InputError
 
 Mixture = Sequence[tuple[Sampling, Rows]]
@@ -57,6 +57,7 @@ class DataPlan:
                 merged.setdefault(sampling.identity, (sampling, rows))
         self.samplings = [sampling for sampling, _ in merged.values()]
         self.sources = [rows for _, rows in merged.values()]
+        self.fields = common_fields(list(merged.values()))
         self.block_size = self.sources[0].block_size
         order = list(merged)
         rates = []
@@ -78,7 +79,7 @@ class DataPlan:
         for place in np.unique(source):
             here = source == place
             index[here] = self._rows_of(int(place), number[here])
-        return gather(self.sources, source, index)
+        return gather(self.sources, self.fields, source, index)
 
     def _slots(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """(B,) source of each slot, (B,) which draw of that source it is."""

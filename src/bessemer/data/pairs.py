@@ -19,7 +19,7 @@ import numpy as np
 from bessemer.data.packing import Plan, best_fit
 from bessemer.data.pieces import lay_out, spread
 from bessemer.data.preference import ANSWER, BEGINS
-from bessemer.data.rows import Batch, base_stats, fingerprint_of, padding, ragged
+from bessemer.data.rows import Batch, Fields, base_stats, fingerprint_of, padding, ragged, text_fields
 from bessemer.data.store import Store
 from bessemer.errors import InputError
 
@@ -30,6 +30,11 @@ SMALLEST = 8
 def most_pairs(block_size: int) -> int:
     """P: places for pairs in a row."""
     return max(1, block_size // SMALLEST)
+
+
+def pair_fields(block_size: int) -> Fields:
+    """Return the fields that rows of pairs have beside those of text."""
+    return {"pair_ids": ((most_pairs(block_size),), np.dtype(np.int32))}
 
 
 class Sides(NamedTuple):
@@ -58,6 +63,7 @@ class PairRows:
 
     def __init__(self, store: Store, block_size: int, on_empty: str = "fail") -> None:
         self.store, self.block_size = store, block_size
+        self.fields = text_fields(block_size) | pair_fields(block_size)
         assert store.mask is not None
         self.tokens, self.mask = store.tokens, store.mask
         sides = sides_of(store)

@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 
 from bessemer.data.packing import Plan
-from bessemer.data.rows import Batch, base_stats, fingerprint_of, finish, padding, ragged, supervised
+from bessemer.data.rows import (
+    Batch,
+    base_stats,
+    fingerprint_of,
+    finish,
+    padding,
+    ragged,
+    supervised,
+    text_fields,
+)
 from bessemer.data.store import Store
 
 
@@ -20,6 +29,7 @@ class PieceRows:
 
     def __init__(self, store: Store, block_size: int, plan: Plan, name: str, stats: dict[str, Any]) -> None:
         self.store, self.block_size, self.plan = store, block_size, plan
+        self.fields = text_fields(block_size)
         self.tokens, self.mask = store.tokens, store.mask
         self.fingerprint = fingerprint_of(store, name, block_size)
         used = int(plan.lengths.sum(dtype=np.int64))
@@ -58,6 +68,7 @@ class CroppedRows:
 
     def __init__(self, store: Store, block_size: int, plan: Plan) -> None:
         self.store, self.block_size, self.plan = store, block_size, plan
+        self.fields = text_fields(block_size)
         self.tokens, self.mask = store.tokens, store.mask
         self.fingerprint = fingerprint_of(store, "CROPPED", block_size)
         total = len(self.tokens)

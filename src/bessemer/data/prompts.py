@@ -18,7 +18,7 @@ import numpy as np
 from bessemer.data.catalog import find_source
 from bessemer.data.chat import can_chat, is_messages, render, stop_ids
 from bessemer.data.mixture import Sampling
-from bessemer.data.rows import Batch
+from bessemer.data.rows import Batch, Fields
 from bessemer.data.sources import File, Files
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
@@ -161,6 +161,7 @@ class PromptRows:
         number: int = 0,
     ):
         self.block_size, self.number, self.name = block_size, number, name
+        self.fields: Fields = {"source": ((), np.dtype(np.int64)), "prompt": ((), np.dtype(np.int64))}
         self.places: list[int] = []  # the row of each prompt in its source, from 1
         self.prompts: list[Any] = []
         self.ids: list[list[int]] = []
@@ -195,7 +196,8 @@ class PromptRows:
 
     def get(self, indices: np.ndarray) -> Batch:
         """(n,) each: which source, and which of its prompts."""
-        return {"source": np.full(len(indices), self.number), "prompt": np.asarray(indices)}
+        numbers = np.asarray(indices, np.int64)
+        return {"source": np.full_like(numbers, self.number), "prompt": numbers}
 
     def column_names(self) -> set[str]:
         """Columns that every row has."""

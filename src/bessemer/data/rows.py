@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,13 +28,24 @@ from bessemer.data.store import Store
 from bessemer.errors import InputError
 
 Batch = dict[str, np.ndarray]
+Fields = dict[str, tuple[tuple[int, ...], np.dtype]]
+"""Name of a field → shape and dtype of one row of it."""
+
+TEXT_TYPES = {
+    "input_ids": np.int32,
+    "target_ids": np.int32,
+    "positions": np.int32,
+    "segment_ids": np.int32,
+    "loss_mask": np.float32,
+}
 
 
 class Rows(Protocol):
-    """Random access to rows. `stats` counts documents, tokens, target_tokens, padding and everything left
-    out."""
+    """Random access to rows. `fields` declares what `get` returns; `stats` counts documents, tokens, target_tokens,
+    padding and everything left out."""
 
     block_size: int
+    fields: Fields
     fingerprint: str
     stats: dict[str, Any]
 
@@ -47,6 +59,7 @@ class PmdRows:
 
     def __init__(self, store: Store, block_size: int) -> None:
         self.store, self.block_size = store, block_size
+        self.fields = text_fields(block_size)
         self.tokens, self.offsets, self.mask = store.tokens, store.offsets, store.mask
         count = len(self.tokens)
         self.rows = -(-(count - 1) // block_size)
@@ -92,6 +105,16 @@ class PmdRows:
         begins = self.offsets[first[rows] + number] - starts[rows]
         out[rows, begins] = 1
         return np.cumsum(out, axis=1, dtype=np.int32)
+
+
+def text_fields(block_size: int) -> Fields:
+    """Return the five fields that all rows of text have."""
+    return {name: ((block_size,), np.dtype(kind)) for name, kind in TEXT_TYPES.items()}
+
+
+def fields_of(batch: Mapping[str, np.ndarray]) -> Fields:
+    """Return the fields of sample rows."""
+    return {name: (values.shape[1:], values.dtype) for name, values in batch.items()}
 
 
 def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -8,7 +8,11 @@ import numpy as np
 
 from bessemer.data.mixture import Sampling
 from bessemer.data.permutation import key_of, permute
-from bessemer.data.rows import Batch, Rows
+from bessemer.data.rows import Batch, Fields, Rows
+from bessemer.errors import InputError
+
+BLANK = {"target_ids": -1, "segment_ids": 0, "loss_mask": 0, "pair_ids": -1}
+"""Values of a row without any target."""
 
 
 class Validation:
@@ -18,6 +22,7 @@ class Validation:
     """
 
     def __init__(self, sources: Sequence[tuple[Sampling, Rows]], count: int) -> None:
+        self.fields = common_fields(sources)
         self.rows = [rows for _, rows in sources]
         quotas = _apportion([sampling.rate for sampling, _ in sources], count)
         sizes = [min(quota, len(rows)) for quota, rows in zip(quotas, self.rows, strict=True)]
@@ -42,29 +47,62 @@ class Validation:
         chosen = np.arange(number * batch_size, (number + 1) * batch_size)[rows or slice(None)]
         real = chosen < len(self)
         chosen = np.where(real, chosen, 0)
-        batch = gather(self.rows, self.source[chosen], self.index[chosen])
-        batch["target_ids"][~real] = -1
-        batch["segment_ids"][~real] = 0
-        batch["loss_mask"][~real] = 0
-        if "pair_ids" in batch:
-            batch["pair_ids"][~real] = -1
-        return batch
+        batch = gather(self.rows, self.fields, self.source[chosen], self.index[chosen])
+        if real.all():
+            return batch
+        return {name: _blanked(name, values, real) for name, values in batch.items()}
 
 
-def gather(sources: Sequence[Rows], source: np.ndarray, index: np.ndarray) -> Batch:
-    """Rows (source[i], index[i]) as one batch, in this order."""
+def _blanked(name: str, values: np.ndarray, real: np.ndarray) -> np.ndarray:
+    """Return `values` with the rows that are not real set to what means "no target"."""
+    if name not in BLANK:
+        return values
+    shape = (len(real),) + (1,) * (values.ndim - 1)
+    return np.where(real.reshape(shape), values, values.dtype.type(BLANK[name]))
+
+
+def common_fields(mixture: Sequence[tuple[Sampling, Rows]]) -> Fields:
+    """Return the fields that the rows of every source have. Raise InputError if they differ: a batch has one shape,
+    and there is nothing to fill a missing field with."""
+    (first, rows), *others = mixture
+    for sampling, other in others:
+        if other.fields != rows.fields:
+            raise InputError(
+                "the sources of a mixture must have the same fields in their rows: "
+                f"{_label(first)} {_excess(rows.fields, other.fields)}, "
+                f"{_label(sampling)} {_excess(other.fields, rows.fields)}. Preference pairs (CONTRASTIVE) cannot be "
+                "mixed with documents; give all sources of training.dataset the same kind of data."
+            )
+    return rows.fields
+
+
+def _label(sampling: Sampling) -> str:
+    return f"'{sampling.name}' ({sampling.style.name})"
+
+
+def _excess(fields: Fields, other: Fields) -> str:
+    """Name the fields that the other source lacks or has in another shape or type."""
+    differing = [(name, *facts) for name, facts in fields.items() if other.get(name) != facts]
+    if not differing:
+        return "has only " + ", ".join(fields)
+    return "has " + ", ".join(f"{name} {list(shape)} {dtype}" for name, shape, dtype in differing)
+
+
+def gather(sources: Sequence[Rows], fields: Fields, source: np.ndarray, index: np.ndarray) -> Batch:
+    """Return rows (source[i], index[i]) as one batch, in this order; all sources have the given fields."""
     if len(sources) == 1:
         return sources[0].get(index)
-    out: Batch = {}
+    out = {name: np.empty((len(source), *shape), dtype) for name, (shape, dtype) in fields.items()}
     for number, rows in enumerate(sources):
         places = np.flatnonzero(source == number)
-        if not len(places):
-            continue
-        for name, values in rows.get(index[places]).items():
-            if name not in out:
-                out[name] = np.empty((len(source), *values.shape[1:]), values.dtype)
-            out[name][places] = values
-    return out if out else sources[0].get(index)
+        if len(places):
+            found = rows.get(index[places])
+            for (
+                name,
+                values,
+            ) in out.items():  # every place belongs to one source, so all of `values` is written
+                values[places] = found[name]
+    return out
 
 
 def _apportion(rates: Sequence[float], count: int) -> list[int]:

@@ -23,7 +23,8 @@ from bessemer.data import (
     open_dataset,
 )
 from bessemer.data.catalog import store_directory, store_place
-from bessemer.data.pairs import most_pairs
+from bessemer.data.pairs import pair_fields
+from bessemer.data.rows import TEXT_TYPES, Fields
 from bessemer.data.store import is_store
 from bessemer.data.tokenizer import FILE
 from bessemer.data.tokenizer_choice import tokenizer_place
@@ -44,6 +45,7 @@ from bessemer.training.inherit import begun_from
 from bessemer.training.launch import Overrides
 from bessemer.training.model_parts import ModelParts, build_model
 from bessemer.training.schema import schema_of
+from bessemer.training.taught import stored_tokens, taught_fields
 from bessemer.training.trainer import BaseTrainer
 from bessemer.training.wishes import usual_style
 
@@ -51,14 +53,6 @@ VOCABULARY = 32_768
 """Assumed when neither the model nor a tokenizer says: the size the depth dial's reference has."""
 
 OPEN = "???"
-ROW_TYPES = {
-    "input_ids": np.int32,
-    "target_ids": np.int32,
-    "positions": np.int32,
-    "segment_ids": np.int32,
-    "loss_mask": np.float32,
-}
-Fields = dict[str, tuple[tuple[int, ...], Any]]
 
 
 def planned_trainer(
@@ -159,19 +153,22 @@ def planned_data(trainer: WithoutData) -> DataParts:
     starts = stage_boundaries(trainer, stages, batch_size * block, steps)
     if rows is not None and stages == 1:
         trainer.epochs = steps * batch_size / rows
-    kinds = getattr(trainer, "row_types", ROW_TYPES)  # a trainer that makes its own rows says what they hold
-    fields: Fields = {name: ((block,), np.dtype(kind)) for name, kind in kinds.items()}
-    fields |= pair_fields(trainer)
+    fields = planned_fields(trainer)
     return DataParts(cast(DataPlan, None), None, batch_size, steps, starts, settings.prefetch, fields)
 
 
-def pair_fields(trainer: BaseTrainer) -> Fields:
-    """What rows of an objective that compares answers hold beside the usual fields."""
-    if usual_style(trainer) is not DatasetStyle.CONTRASTIVE:
-        return {}
-    places = most_pairs(trainer.settings.block_size)
-    cached: Fields = {reference_logps.NAME: ((places, 2), np.dtype(np.float32))}
-    return {"pair_ids": ((places,), np.dtype(np.int32))} | (cached if reference_logps.wanted(trainer) else {})
+def planned_fields(trainer: BaseTrainer) -> Fields:
+    """Return the fields that the rows of the objective will have."""
+    block = trainer.settings.block_size
+    kinds = getattr(trainer, "row_types", TEXT_TYPES)  # a trainer that makes its own rows says what they hold
+    fields: Fields = {name: ((block,), np.dtype(kind)) for name, kind in kinds.items()}
+    if usual_style(trainer) is DatasetStyle.CONTRASTIVE:
+        fields |= pair_fields(block)
+    if reference_logps.wanted(trainer):
+        fields |= reference_logps.logps_fields(block)
+    if (stored := stored_tokens(trainer)) is not None:
+        fields |= taught_fields(block, stored)
+    return fields
 
 
 def epoch_rows(trainer: BaseTrainer, settings: DataSettings) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from bessemer.data import Batch, DatasetStyle, Tokenizer, make_rows
+from bessemer.data.rows import Fields, fields_of
 from bessemer.errors import InputError
 
 FINGERPRINTED = 10_000
@@ -51,12 +52,24 @@ class CollatedRows:
             digest.update(repr(source[int(index)]).encode())
         self.fingerprint = digest.hexdigest()
         self.stats: dict[str, Any] = {"rows": len(source)}
-        self._check(self.get(np.arange(1)))
+        sample = self._collate(np.arange(1))
+        self._check(sample)
+        self.fields = fields_of(sample)
 
     def __len__(self) -> int:
         return len(self.source)
 
     def get(self, indices: np.ndarray) -> Batch:
+        batch = self._collate(indices)
+        if fields_of(batch) != self.fields or any(len(v) != len(indices) for v in batch.values()):
+            raise InputError(
+                f"the data_collator returned {_shapes(fields_of(batch))} for {len(indices)} examples, and "
+                f"{_shapes(self.fields)} for the first one: it must return the same fields, shapes and types every "
+                "time, one row per example."
+            )
+        return batch
+
+    def _collate(self, indices: np.ndarray) -> Batch:
         return {
             name: np.asarray(value)
             for name, value in self.collator([self.source[int(i)] for i in indices]).items()
@@ -71,3 +84,7 @@ class CollatedRows:
             raise InputError(
                 f"the data_collator must return arrays of (examples, {self.block_size}), the block size; got {wrong}."
             )
+
+
+def _shapes(fields: Fields) -> str:
+    return ", ".join(f"{name} {dtype}{list(shape)}" for name, (shape, dtype) in fields.items())

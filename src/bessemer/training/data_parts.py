@@ -22,7 +22,7 @@ from bessemer.errors import InputError
 from bessemer.scaling import stage_starts
 from bessemer.training import reference_logps
 from bessemer.training.collate import CollatedRows
-from bessemer.training.feed import device_batch, row_fields
+from bessemer.training.feed import device_batch
 from bessemer.training.horizon import asked, check_sizes, plan_horizon
 from bessemer.training.lookup_parts import allocate
 from bessemer.training.taught import taught
@@ -108,8 +108,7 @@ def build_data(trainer: BaseTrainer) -> DataParts:
         validation_count=trainer.settings.validation_steps,
     )
     validation = None if plan.validation is None else ValidationSet(plan.validation, trainer.tokenizer)
-    fields = row_fields(plan.batch(0, slice(0, 1)))
-    return DataParts(plan, validation, batch_size, steps, starts, settings.prefetch, fields)
+    return DataParts(plan, validation, batch_size, steps, starts, settings.prefetch, plan.fields)
 
 
 def train_rows(trainer: BaseTrainer, settings: DataSettings) -> list[list[tuple[Sampling, Any]]]:

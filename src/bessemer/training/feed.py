@@ -46,11 +46,6 @@ def device_batch(
     return arrays
 
 
-def row_fields(rows: Rows) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """The `fields` argument of `device_batch`, read off sample rows."""
-    return {name: (array.shape[1:], array.dtype) for name, array in rows.items()}
-
-
 def abstract_batch(
     fields: Mapping[str, tuple[tuple[int, ...], Any]], micro: int, count: int, sharding: NamedSharding
 ) -> dict[str, jax.ShapeDtypeStruct]:

@@ -23,12 +23,14 @@ import numpy as np
 
 from bessemer.config import configure
 from bessemer.data import Batch, Rows
+from bessemer.data.pairs import most_pairs
+from bessemer.data.rows import Fields
 from bessemer.errors import InputError, StorageError
 from bessemer.job.files import storage
 from bessemer.objectives.pairs import answer_logps
 from bessemer.registry import objectives
 from bessemer.topology import CompiledTogether, share
-from bessemer.training.feed import device_batch, row_fields
+from bessemer.training.feed import device_batch
 from bessemer.training.fetch import fetch
 
 if TYPE_CHECKING:
@@ -46,6 +48,10 @@ def wanted(trainer: BaseTrainer) -> bool:
     return bool(trait(configure(entry.settings[0])) if callable(trait) else trait)
 
 
+def logps_fields(block_size: int) -> Fields:
+    return {NAME: ((most_pairs(block_size), 2), np.dtype(np.float32))}
+
+
 class ReferencedRows:
     """Pair rows with their reference log-probabilities. Until those are filled in they are NaN, so that a step taken
     without them is not finite rather than wrong."""
@@ -58,6 +64,7 @@ class ReferencedRows:
             )
         self.rows: Rows = rows
         self.block_size, self.fingerprint, self.stats = rows.block_size, rows.fingerprint, rows.stats
+        self.fields: Fields = rows.fields | logps_fields(rows.block_size)
         self.table = np.full((rows.pairs, 2), np.nan, np.float32)
         self.complete = False
 
@@ -128,7 +135,6 @@ def _logps(apply: Any, params: Any, batch: Any) -> jax.Array:
 def compute(trainer: BaseTrainer, logps: Any, rows: ReferencedRows) -> np.ndarray:
     """(pairs, 2): one pass over all rows."""
     micro, sharding = trainer.functions.micro, trainer.topology.batch_sharding(1)
-    fields = row_fields(rows.rows.get(np.arange(1)))
     table = np.full_like(rows.table, np.nan)
 
     def read_rows(begin: int, first: int, end: int) -> Batch:
@@ -142,7 +148,7 @@ def compute(trainer: BaseTrainer, logps: Any, rows: ReferencedRows) -> np.ndarra
 
     waiting: list[tuple[int, jax.Array]] = []
     for begin in range(0, len(rows), micro):
-        batch = device_batch(functools.partial(read_rows, begin), fields, micro, 1, sharding)
+        batch = device_batch(functools.partial(read_rows, begin), rows.rows.fields, micro, 1, sharding)
         waiting.append((begin, logps(batch)))
         if len(waiting) == IN_FLIGHT:
             take(waiting)

@@ -22,6 +22,7 @@ import numpy as np
 
 from bessemer.data import key_of
 from bessemer.data.prompts import end_ids
+from bessemer.data.rows import fields_of
 from bessemer.errors import InputError
 from bessemer.generate import Engine, Request, Result, Sample, SamplingOptions
 from bessemer.generate.decoder import end_tokens
@@ -29,7 +30,7 @@ from bessemer.generate.pace import round_of
 from bessemer.objectives.advantages import group_advantages
 from bessemer.objectives.grpo import GrpoSettings
 from bessemer.topology import CompiledTogether, agree, forget, share
-from bessemer.training.feed import device_batch, row_fields
+from bessemer.training.feed import device_batch
 from bessemer.training.fetch import fetch
 from bessemer.training.prompt_plan import Chosen
 from bessemer.training.rollout import Rollout, completion_rows, spread
@@ -238,7 +239,7 @@ class Sampler:
                 return {name: array[first + begin : first + end] for name, array in rows.items()}
 
             sharding = trainer.topology.batch_sharding(1)
-            yield device_batch(read, row_fields(rows), functions.micro, functions.accumulate_steps, sharding)
+            yield device_batch(read, fields_of(rows), functions.micro, functions.accumulate_steps, sharding)
 
 
 def _scores(apply: Any, temperature: float, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:

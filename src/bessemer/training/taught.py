@@ -22,7 +22,7 @@ import numpy as np
 from bessemer.checkpoint.manifest import COMMIT
 from bessemer.config import configure
 from bessemer.data import data_root
-from bessemer.data.rows import Batch, Rows
+from bessemer.data.rows import Batch, Fields, Rows, fields_of
 from bessemer.job.files import storage
 from bessemer.models.distillation import top_tokens
 from bessemer.objectives.distill import TOP_IDS, TOP_LOGPROBS, DistillSettings
@@ -38,6 +38,10 @@ FILES = {TOP_IDS: ("ids.npy", np.int32), TOP_LOGPROBS: ("logprobs.npy", np.float
 ABOUT = "about.json"
 
 
+def taught_fields(block_size: int, k: int) -> Fields:
+    return {name: ((block_size, k), np.dtype(kind)) for name, (_, kind) in FILES.items()}
+
+
 class TaughtRows:
     """Rows with the teacher's likeliest tokens as two more columns, (n, T, K) each. Their order stays the same."""
 
@@ -45,12 +49,20 @@ class TaughtRows:
         self.rows, self.block_size, self.stats = rows, rows.block_size, rows.stats
         self.fingerprint = rows.fingerprint
         self.columns = {name: np.load(folder / file, mmap_mode="r") for name, (file, _) in FILES.items()}
+        self.fields = rows.fields | fields_of(self.columns)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def get(self, indices: np.ndarray) -> Batch:
         return {**self.rows.get(indices), **{name: column[indices] for name, column in self.columns.items()}}
+
+
+def stored_tokens(trainer: BaseTrainer) -> int | None:
+    """Return K if the run trains on a stored teacher, else None."""
+    if trainer.teacher is None or trainer.teacher.live:
+        return None
+    return min(configure(DistillSettings).top_k, trainer.model.vocab_size)
 
 
 def taught(trainer: BaseTrainer, rows: Rows) -> Rows:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bessemer.data import Tokenizer, Validation
-from bessemer.training.feed import device_batch, row_fields
+from bessemer.data.rows import fields_of
+from bessemer.training.feed import device_batch
 from bessemer.training.fetch import fetch
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class ValidationSet:
         self.rows = rows
         self.count = len(rows)
         self.bytes = None if tokenizer is None else tokenizer.token_bytes
-        self.fields = row_fields(self.read(0, 1))
+        self.fields = fields_of(self.read(0, 1))
 
     def read(self, number: int, batch_size: int, rows: slice | None = None) -> dict[str, np.ndarray]:
         """Rows of batch `number` of a pass; those beyond the set are blank: no target, so no weight."""
