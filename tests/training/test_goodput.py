@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from bessemer.job import RunDirectory, directory
 from bessemer.training import goodput
 from bessemer.training import startup as startup_module
-from bessemer.training.report import StepClock
+from bessemer.training.report import StepClock, Waits
 from bessemer.training.startup import StartUp
 from bessemer.training.state import LoopState
 
@@ -57,15 +56,17 @@ def test_time_adds_up_over_starts_and_queues_do_not_count(tmp_path: Path, stoppe
 def test_waiting_for_data_pauses_and_lost_steps_are_not_useful() -> None:
     loop = LoopState(useful_seconds=30.0)
     clock = StepClock(loop, 8, 100, lambda causal: None, lambda: 100.0)
-    clock._marks = {0: (0.0, 0.0), 4: (10.0, 2.0)}  # four steps in ten seconds, of which two waited for data
+    # four steps in ten seconds, of which two waited for data
+    clock._marks = {0: (0.0, Waits(0.0, None)), 4: (10.0, Waits(2.0, None))}
     row = clock.row(4)
     assert loop.useful_seconds == 38.0 and row["time/goodput"] == 0.38
     assert LoopState.from_json(LoopState(useful_seconds=5.0).to_json()).useful_seconds == 5.0
 
 
-def test_the_last_step_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run of one step is dispatched in a millisecond; what it took is known when its values are read."""
-    clock = StepClock(LoopState(), 8, 1, lambda causal: None, lambda: 100.0)
-    clock._marks = {0: (10.0, 0.0), 1: (10.001, 0.0)}
-    monkeypatch.setattr(time, "monotonic", lambda: 12.0)
-    assert clock.row(1)["time/tok_per_s"] == 4.0
+def test_rollouts_are_useful_time_and_not_waiting_for_data() -> None:
+    loop = LoopState()
+    clock = StepClock(loop, 8, 100, lambda causal: None, lambda: 100.0)
+    clock._marks = {0: (0.0, Waits.so_far(0.0, 0.0)), 4: (10.0, Waits.so_far(7.0, 6.0))}
+    row = clock.row(4)
+    assert row["time/data_wait_pct"] == 10.0 and loop.useful_seconds == 9.0
+    assert row["time/step_ms"] == 2500.0 and row["time/train_s"] == 0.75

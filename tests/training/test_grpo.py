@@ -15,6 +15,7 @@ from tests.training.test_training_resume import StopAt, assert_same, one_device,
 
 from bessemer.data.prompts import end_ids
 from bessemer.errors import InputError, Stopped, TrainingError
+from bessemer.report.metrics import MetricsFile
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import fetch, launch
 from bessemer.training.rollout import FILE
@@ -104,6 +105,19 @@ def test_rollouts_are_trained_on_and_reported(whole: Any) -> None:
     assert (
         whole.sampler.engine.params is None and whole.sampler._engine._slots.rows is None
     )  # nothing is held
+
+
+def test_the_time_of_a_step_is_divided_into_its_parts(whole: Any) -> None:
+    found = [row for row in MetricsFile(whole.run_directory.metrics).rows() if "loss" in row]
+    parts = ("time/rollout_s", "time/reward_s", "time/score_s")
+    sampled = [row for row in found if row["step"] in (1, 5)]  # a rollout lasts four steps
+    for row in sampled:
+        assert 0 < row["time/train_s"] <= row["time/step_ms"] / 1e3 - sum(row[part] for part in parts)
+    for row in found:
+        if row not in sampled:
+            assert row["time/train_s"] == pytest.approx(
+                row["time/step_ms"] / 1e3 * (1 - row["time/data_wait_pct"] / 100)
+            )
 
 
 def test_the_rollout_is_in_a_checkpoint_between_its_steps_only(whole: Any) -> None:

@@ -10,8 +10,11 @@ import jax
 import pytest
 
 from bessemer.errors import InputError, TrainingError
+from bessemer.report.summary import training_seconds
 from bessemer.training import fetch as fetching
-from bessemer.training import launch
+from bessemer.training import finale, launch
+from bessemer.training import loop as loop_module
+from bessemer.training import report as report_module
 from bessemer.training.callback import Callback
 
 
@@ -110,6 +113,69 @@ def test_fetch_only_at_report_points_and_one_compilation(tiny: dict[str, object]
     assert fetching.calls - before == 5 + len(jax.tree.leaves(trainer.state.params))
     assert [row["step"] for row in metrics(tmp_path / "a")] == [5, 10, 15, 20]
     assert step._cache_size() == 0, "the loop used the executable compiled ahead"
+
+
+class VirtualDevice:
+    """Runs a real step, but says that each takes a second of a clock of its own, whenever it was dispatched."""
+
+    def __init__(self, train_step: Any):
+        self.train_step, self.now, self.free = train_step, 0.0, 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def __call__(self, state: Any, batch: Any, key: Any) -> Any:
+        state, _, meta = self.train_step(state, batch, key)
+        self.now += 0.01  # of the host, to dispatch it
+        self.free = max(self.free, self.now) + 1.0
+        return state, VirtualLoss(self, self.free), meta
+
+
+class VirtualLoss:
+    def __init__(self, device: VirtualDevice, done: float):
+        self.device, self.done = device, done
+
+    def is_ready(self) -> bool:
+        return self.device.now >= self.done
+
+    def block_until_ready(self) -> VirtualLoss:
+        self.device.now = max(self.device.now, self.done)
+        return self
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_step_time_runs_from_completion_to_completion(
+    interval: int, tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps are dispatched ahead of the device, and validation and saving wait for it: neither shows in a row."""
+    settings = {**tiny, "logging.report_interval": interval, "logging.checkpoint_interval": 5}
+    trainer = launch.build_trainer("quickstart", settings, name="a", root=tmp_path)
+    trainer.compile_aot()
+    device = VirtualDevice(trainer.functions.train_step)
+    trainer.functions = trainer.functions._replace(train_step=device)
+    for module in (loop_module, report_module):
+        monkeypatch.setattr(module, "time", device)
+    trainer.run()
+    rows = [row for row in metrics(tmp_path / "a") if "loss" in row]
+    assert [row["step"] for row in rows] == [*range(interval, 11, interval)] + [10] * (10 % interval > 0)
+    # a step that follows a pause, or the start, is not dispatched ahead: its dispatch shows
+    assert all(999.9 <= row["time/step_ms"] <= 1010.1 for row in rows)
+    assert training_seconds(rows) == pytest.approx(10, rel=0.01)
+
+
+def test_a_short_run_says_how_long_it_took() -> None:
+    """time/total leaves the first ten steps of a process out, so a run of eight has none."""
+    rows = [
+        {
+            "step": step,
+            "tokens": 41_000 * step,
+            "time/tok_per_s": 65_000,
+            "time/step_ms": 630,
+            "time/total": 0,
+        }
+        for step in (4, 8)
+    ]
+    assert finale.rates(rows) == ["  328k tokens in 5s of training, 65k tokens/s"]
 
 
 def test_jit_cache_holds_one_program_after_twenty_steps(tiny: dict[str, object], tmp_path: Path) -> None:

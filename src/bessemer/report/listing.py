@@ -136,5 +136,5 @@ _NUMBERS = (
     ("tokens", lambda s: compact(s.last("tokens"))),
     ("FLOPs", lambda s: compact(s.last("total_training_flops"))),
     ("tokens per second", lambda s: compact(s.typical("time/tok_per_s"))),
-    ("training time", lambda s: duration(s.last("time/total"))),
+    ("training time", lambda s: duration(s.training_seconds)),
 )

@@ -121,7 +121,7 @@ def _numbers(summary: Summary) -> list[str]:
         ("tokens per second (median)", short(summary.typical("time/tok_per_s"))),
         *utilisation(summary),
         ("waiting for data", share_of_100(summary.typical("time/data_wait_pct"))),
-        ("training time (first 10 steps of a process left out)", clock(summary.last("time/total"))),
+        ("training time of all steps", clock(summary.training_seconds)),
         (
             f"goodput: share of wall time in steps that count{_starts(summary)}",
             percent(summary.last("time/goodput")),

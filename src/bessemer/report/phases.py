@@ -56,7 +56,7 @@ def _row(phase: Summary) -> tuple[str, ...]:
         phase.state,
         count(phase.step),
         count(phase.last("tokens")),
-        clock(phase.last("time/total")),
+        clock(phase.training_seconds),
         decimal(phase.last("val_loss")),
         f"[{name}]({FOLDER}/{name}/report.md)",
     )

@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -61,6 +61,10 @@ class Summary:
         beat = self.status.get("heartbeat")
         return max(0.0, time.time() - float(beat)) if is_number(beat) else None
 
+    @property
+    def training_seconds(self) -> float | None:
+        return training_seconds(self.rows)
+
     def last(self, name: str) -> Any:
         """The newest recorded value of a metric."""
         return next((row[name] for row in reversed(self.rows_with(name))), None)
@@ -100,6 +104,22 @@ def summarise(run: RunDirectory) -> Summary:
     files = sorted(run.eval.glob("*.json")) if run.eval.is_dir() else []
     summary.evaluations = [found for file in files if (found := _read(file, summary.problems))]
     return summary
+
+
+def training_seconds(rows: Sequence[Row]) -> float | None:
+    """Return the seconds of all steps, warm-up included; None if no row is timed.
+
+    A row's step time holds for the steps since the timed row before it. (`time/total` leaves the first ten steps of
+    every process out, so it is 0 in a short run.)
+    """
+    timed = [row for row in rows if is_number(row.get("time/step_ms")) and is_number(row.get("step"))]
+    steps = [0, *(row["step"] for row in timed)]
+    return (
+        sum(row["time/step_ms"] * (row["step"] - before) for row, before in zip(timed, steps, strict=False))
+        / 1e3
+        if timed
+        else None
+    )
 
 
 def disk_size(path: Path) -> int:

@@ -42,9 +42,11 @@ def compact(value: Any) -> str:
 
 
 def duration(seconds: Any) -> str:
-    """The two largest units: 45s, 12m05s, 3h20m, 2d04h."""
+    """The two largest units: 0.4s, 45s, 12m05s, 3h20m, 2d04h."""
     if not _is_number(seconds):
         return NOTHING
+    if 0 < seconds < 10:
+        return f"{seconds:.2g}s"
     whole = max(0, int(seconds))
     for unit, size, lesser, below in (("d", 86_400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
         if whole >= size:

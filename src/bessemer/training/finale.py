@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 from bessemer.errors import runnable
 from bessemer.registry import objectives
 from bessemer.report.metrics import MetricsFile
-from bessemer.training.progress import clock, compact
+from bessemer.report.summary import training_seconds
+from bessemer.report.table import duration
+from bessemer.training.progress import compact
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -126,10 +128,8 @@ def rates(rows: list[dict[str, Any]]) -> list[str]:
     if not timed:
         return []
     speed = sorted(row["time/tok_per_s"] for row in timed)[len(timed) // 2]
-    last = timed[-1]
-    return [
-        f"  {compact(last['tokens'])} tokens in {clock(last['time/total'])} of training, {compact(speed)} tokens/s"
-    ]
+    spent = duration(training_seconds(timed))
+    return [f"  {compact(timed[-1]['tokens'])} tokens in {spent} of training, {compact(speed)} tokens/s"]
 
 
 def a_prompt(trainer: BaseTrainer) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, cast
@@ -101,6 +102,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
                 "grpo.old_logprobs=sampler gives the log-probabilities of temperature 1, and grpo.temperature="
                 f"{self.policy.temperature} is trained: use grpo.old_logprobs=forward."
             )
+        self.rollout_seconds = 0.0
         self.rewards = self.choose_rewards()
         data, self.passes = build_prompts(self)
         plan = cast(PromptPlan, data.plan)
@@ -172,10 +174,16 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         number, within = self.passes.place(position)
         if self.rollout is None or self.rollout.number != number:
             self.rollout = None  # let go before the next one is made
-            remedy = "Lower grpo.slots, or grpo.mini_batches in a new run"
+            remedy, begun = "Lower grpo.slots, or grpo.mini_batches in a new run", time.monotonic()
             with doing(self, f"the sampling of rollout {number}", remedy):
                 self.rollout = self.sampler.rollout(number)
+            self.rollout_seconds = (self.rollout_seconds or 0.0) + time.monotonic() - begun
         return self.passes.take(self.rollout, within)
+
+    def needs_rollout(self, step: int) -> bool:
+        if self.offline:
+            return False
+        return self.rollout is None or self.rollout.number != self.passes.place(step + self.data_offset)[0]
 
     def device_part(self, position: int) -> dict[str, Any]:
         rows, functions = self.part(position), self.functions

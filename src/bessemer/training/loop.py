@@ -9,17 +9,18 @@ import collections
 import contextlib
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
+from bessemer.data import Prefetcher
 from bessemer.errors import BessemerError, Stopped, StorageError
 from bessemer.topology import StopAgreement
 from bessemer.training import frozen, stages
 from bessemer.training.callback import Callbacks
 from bessemer.training.guard import Unstable
 from bessemer.training.outcome import doing, smaller_batches, together
-from bessemer.training.report import StepClock, StepLog
+from bessemer.training.report import StepClock, StepLog, Waits
 from bessemer.training.rollback import roll_back
 from bessemer.training.signals import stop_signals
 
@@ -27,6 +28,14 @@ if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
 
 IN_FLIGHT = 2
+
+
+class Running(NamedTuple):
+    """A dispatched step whose completion has not been seen yet."""
+
+    step: int
+    loss: Any  # a device array; jax.Array does not declare `is_ready`
+    report: bool
 
 
 class Loop:
@@ -49,7 +58,7 @@ class Loop:
         )
         self.log = StepLog(self.loop_state, trainer.describe_step, self.clock, trainer.guard, trainer.say)
         self.want_checkpoint = False
-        self._running: collections.deque[jax.Array] = collections.deque()
+        self._running: collections.deque[Running] = collections.deque()
 
     # --- what callbacks may ask for ---
     def request_stop(self, reason: str) -> None:
@@ -113,18 +122,19 @@ class Loop:
         )
         self.callbacks.fire("on_rollback", self)
 
-    def _steps(self, batches: Any) -> None:
-        self.clock.start(self.step)
+    def _steps(self, batches: Prefetcher) -> None:
+        self._batches = batches
+        self.clock.start(self.step, self._waits())
         agreement = self.trainer.stop_agreement
         while self.step < self.steps and self.loop_state.finished is None:
             if self._stop_reason is not None:
                 agreement.propose(self.step)
             if agreement.due(self.step):
                 self._stop()
-            self._one_step(batches)
+            self._one_step()
             self._after_step()
 
-    def _one_step(self, batches: Any) -> None:
+    def _one_step(self) -> None:
         trainer = self.trainer
         if stages.begins(trainer, self.step):
             self._begin_stage()
@@ -133,18 +143,28 @@ class Loop:
             self.callbacks.fire("on_epoch_begin", self)
         trainer.state = trainer.on_step_start(trainer.state, self.step)
         self.callbacks.fire("on_batch_begin", self)
-        batch = batches.get(self.step + trainer.data_offset)
+        if trainer.needs_rollout(self.step):
+            self.flush()  # sampling waits for the parameters anyway; rows that are due need not wait for it
+        batch = self._batches.get(self.step + trainer.data_offset)
         trainer.state, loss, meta = trainer.functions.train_step(trainer.state, batch, trainer.key)
         self.step += 1
         trainer.state, meta = trainer.on_step_end(trainer.state, meta, self.step)
-        self._running.append(loss)
-        if len(self._running) > IN_FLIGHT:
-            jax.block_until_ready(self._running.popleft())
         report = self.due(trainer.logging.report_interval)
-        if report:
-            self.clock.mark(self.step, batches.waited)
+        self._running.append(Running(self.step, loss, report))
         self.log.add(self.step, meta, report)
         self.callbacks.fire("on_optimizer_step", self)
+        self._complete(IN_FLIGHT)
+
+    def _complete(self, in_flight: int) -> None:
+        """Wait until at most `in_flight` steps are running, and note when each reported one was completed."""
+        while self._running and (len(self._running) > in_flight or self._running[0].loss.is_ready()):
+            done = self._running.popleft()
+            jax.block_until_ready(done.loss)
+            if done.report:
+                self.clock.mark(done.step, self._waits())
+
+    def _waits(self) -> Waits:
+        return Waits.so_far(self._batches.waited, self.trainer.rollout_seconds)
 
     def _begin_stage(self) -> None:
         """Another program, reference or optimizer state may follow; none of it counts as time of a step."""
@@ -176,7 +196,8 @@ class Loop:
             self.callbacks.fire("on_epoch_end", self)
 
     def flush(self) -> None:
-        """Read everything that is pending, so that the loop state is that of the current step."""
+        """Complete and read everything that is pending, so that the loop state is that of the current step."""
+        self._complete(0)
         self.drain()
 
     def drain(self, upto: int | None = None) -> None:
@@ -212,9 +233,9 @@ class Loop:
 
     def checkpoint(self, wait: bool = False) -> None:
         """Save the state after the update whose number it bears."""
+        self.flush()
         with self.paused():
             self.want_checkpoint = False
-            self.flush()
             self.trainer.step = self.step
             self.trainer.save_checkpoint(wait=wait)
             self.callbacks.fire("on_checkpoint", self, self.step)

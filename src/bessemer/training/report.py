@@ -1,10 +1,10 @@
-"""From unread device values to metrics rows: kept until due, read late and in bulk, one row a report."""
+"""From unread device values to metrics rows: kept until due, read late and in bulk, one row per report."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from bessemer.training.fetch import fetch, start_copy
 from bessemer.training.guard import Unstable, described
@@ -104,13 +104,24 @@ class StepLog:
         return row | self.clock.row(step)
 
 
-class StepClock:
-    """Wall-clock figures (time/*): outside the bit-for-bit promise, and honest about warm-up.
+class Waits(NamedTuple):
+    """Seconds since the loop began in which no step could run: for data, and for rollouts (None: it has none)."""
 
-    A reported step is marked when it is dispatched; as only two steps are in flight, the time between two marks is
-    the time of the steps between them. The last step of the run counts until it was read: else a run of a step or two
-    would be timed at its dispatch alone, and look a hundred times as fast as it is. The first ten steps of a process
-    are left out of time/total, as they hold cold caches.
+    data: float
+    rollouts: float | None
+
+    @classmethod
+    def so_far(cls, waited: float, rollouts: float | None) -> Waits:
+        """`waited`: the seconds that batches were waited for, those of rollouts included."""
+        return cls(waited - (rollouts or 0.0), rollouts)
+
+
+class StepClock:
+    """Measures the time of steps, from completion to completion (time/*): outside the bit-for-bit promise.
+
+    Steps are dispatched ahead, so the time of a dispatch says nothing. The loop waits for a step's completion anyway,
+    two steps later, and marks the reported ones then. The first ten steps of a process are left out of time/total, as
+    they include cold caches.
     """
 
     WARM_UP = 10
@@ -130,44 +141,46 @@ class StepClock:
         self.wall = wall
         self._paused = 0.0
         self._first = 0
-        self._marks: dict[int, tuple[float, float]] = {}
+        self._marks: dict[int, tuple[float, Waits]] = {}
         self._last = 0
 
-    def start(self, step: int) -> None:
-        """The loop begins, `step` steps into the run."""
+    def start(self, step: int, waits: Waits) -> None:
+        """Begin to measure, `step` steps into the run."""
         self._first = self._last = step
-        self.mark(step, 0.0)
+        self.mark(step, waits)
 
     def pause(self, seconds: float) -> None:
         """Leave validation, saving and evaluation out of the step time."""
         self._paused += seconds
 
-    def mark(self, step: int, waited: float) -> None:
-        """Step `step` is dispatched; the loop has waited so many seconds for data since it began."""
-        self._marks[step] = (time.monotonic() - self._paused, waited)
+    def mark(self, step: int, waits: Waits) -> None:
+        """Note that step `step` is completed."""
+        self._marks[step] = (time.monotonic() - self._paused, waits)
 
     def row(self, step: int) -> dict[str, float | None]:
-        """time/* over the steps since the last row."""
-        (begun, waited_before), (now, waited) = self._marks.pop(self._last), self._marks[step]
-        if step == self.steps:
-            now = max(now, time.monotonic() - self._paused)
+        """Return time/* over the steps since the last row. time/train_s: of a step, without its rollout."""
+        (begun, before), (now, waits) = self._marks.pop(self._last), self._marks[step]
         count = step - self._last
         seconds = max(1e-9, now - begun)
+        waited = waits.data - before.data
         counted = max(0, step - max(self._last, self._first + self.WARM_UP))
         self.loop.training_seconds += seconds * counted / count
-        self.loop.useful_seconds += max(0.0, seconds - (waited - waited_before))
+        self.loop.useful_seconds += max(0.0, seconds - waited)
         self._last = step
         rate = self.tokens_per_step * count / seconds
-        return {
+        row = {
             "time/step_ms": seconds / count * 1e3,
             "time/tok_per_s": rate,
             "time/mfu": _ratio(rate, self.flops(False)),
             "time/mfu_causal": _ratio(rate, self.flops(True)),
-            "time/data_wait_pct": 100 * (waited - waited_before) / seconds,
+            "time/data_wait_pct": 100 * waited / seconds,
             "time/total": self.loop.training_seconds,
             "time/goodput": self.loop.useful_seconds / max(self.loop.useful_seconds, self.wall(), 1e-9),
             "time/eta": seconds / count * (self.steps - step),
         }
+        if waits.rollouts is not None and before.rollouts is not None:
+            row["time/train_s"] = (seconds - waited - (waits.rollouts - before.rollouts)) / count
+        return row
 
 
 def _ratio(rate: float, flops_share: float | None) -> float | None:

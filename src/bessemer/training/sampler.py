@@ -95,13 +95,16 @@ class Sampler:
 
     def rollout(self, number: int) -> Rollout:
         """Rollout `number` of the run: prompts of the plan, completions, and of reinforcement rewards, advantages and
-        old log-probabilities."""
-        trainer, begun = self.trainer, time.monotonic()
+        old log-probabilities. Its metrics say how long sampling, rewards and scoring took."""
+        trainer = self.trainer
         size, policy = trainer.passes.group_size, trainer.policy
         chosen = trainer.prompts.prompts(number)
+        jax.block_until_ready(trainer.state.step)  # the last step is not time of this rollout
+        begun = time.monotonic()
         results = self.drawn(chosen, "rollout", number, n=size, logprobs=trainer.reinforces)
         samples = [sample for result in results for sample in result.samples]
         self.compare(f"rollout {number}", samples)
+        times = {"time/rollout_s": time.monotonic() - begun}
         rows = self.rows_of(results)
         cut = np.array([sample.finish != "stop" for sample in samples])
         metrics = {
@@ -110,7 +113,9 @@ class Sampler:
         }
         rewards: dict[str, np.ndarray] = {}
         if trainer.rewards is not None:
+            begun = time.monotonic()
             total, each = self.judge(chosen, samples, size)
+            times["time/reward_s"] = time.monotonic() - begun
             rewards = {"reward": total, **each}
             metrics["reward"] = float(total.mean())
             metrics |= {f"reward/{name}": float(values.mean()) for name, values in each.items()}
@@ -120,14 +125,15 @@ class Sampler:
             grouped = rewards["reward"].reshape(-1, size)
             rows["advantages"][:] = group_advantages(grouped, policy.baseline, policy.scale).reshape(-1, 1)
             sampled = spread([sample.logprobs for sample in samples], rows)
+            begun = time.monotonic()
             rows["old_logprobs"], gap = self.old_logprobs(rows, sampled)
+            times["time/score_s"] = time.monotonic() - begun
             metrics |= {
                 "reward_std": float(grouped.std(axis=1).mean()),
                 "flat_groups": float((np.ptp(grouped, axis=1) == 0).mean()),
                 **gap,
             }
-        metrics["time/rollout_s"] = time.monotonic() - begun
-        return Rollout(number, rows, rewards, metrics)
+        return Rollout(number, rows, rewards, metrics | times)
 
     def drawn(self, chosen: Chosen, *purpose: Any, **options: Any) -> list[Result]:
         """Completions sampled as the settings say; each prompt has a seed of its own for the purpose."""

@@ -75,6 +75,7 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
 
     state_class: ClassVar[type[TrainState]] = TrainState
     rolls_out: ClassVar[bool] = False  # samples what it trains on
+    rollout_seconds: float | None = None  # spent on rollouts in this process; None: it samples nothing
 
     def __init__(
         self,
@@ -224,6 +225,10 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
         """Device batches from `step` on, made ahead of use by a background thread."""
         make = functools.partial(data_parts.make_device_batch, self)
         return Prefetcher(make, step + self.data_offset, self.data.prefetch)
+
+    def needs_rollout(self, step: int) -> bool:
+        """Whether the batch of `step` is sampled first, from the parameters of that moment."""
+        return False
 
     def validate(self) -> dict[str, Any]:
         """Loss and bits per byte on the fixed held-out sequences; keeps the best in the loop state."""
