@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from bessemer.models.cross_entropy import cross_entropy, token_logprobs
+from bessemer.models.distillation import distillation_loss, top_tokens
+from bessemer.models.divergence import Projection, leashed_loss
+from bessemer.models.loss_kernel import LARGEST_SHIFT
 from bessemer.models.loss_tiles import choose_chunks
+from bessemer.models.token_scores import policy_scores, token_scores
 
 B, T, D, V, REAL = 3, 10, 6, 16, 13
 
@@ -31,7 +35,7 @@ def reference(hidden, head, targets, weights, softcap=0.0, label_smoothing=0.0, 
     """(Σ w·loss, Σ w·nll) in float64, straight from the formula."""
     logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64)
     z = (softcap * np.tanh(logits / softcap) if softcap else logits)[..., :REAL]
-    lse = np.log(np.exp(z).sum(-1))
+    lse = np.logaddexp.reduce(z, axis=-1)
     logp = z - lse[..., None]
     nll = -np.take_along_axis(logp, np.maximum(targets, 0)[..., None], -1)[..., 0]
     loss = (1 - label_smoothing) * nll - label_smoothing * logp.mean(-1) + z_loss * lse**2
@@ -121,6 +125,50 @@ def test_token_logprobs_values_and_per_token_gradients(data, chunks):
     pairs = zip(*(jax.grad(f, argnums=(0, 1))(hidden, head) for f in (summed, direct)), strict=True)
     for a, b in pairs:
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def _sums_of_every_loss(hidden, head, targets, weights, softcap):
+    """Σ w·nll as each loss over the vocabulary reports it; all must be the same number."""
+    own = Projection(hidden, head, REAL, softcap)
+    scored = {
+        "token_logprobs": token_logprobs(hidden, head, targets, vocab_size=REAL, softcap=softcap),
+        "token_scores": token_scores(hidden, head, targets, vocab_size=REAL, softcap=softcap)[0],
+        "policy_scores": policy_scores(hidden, head, targets, vocab_size=REAL, softcap=softcap)[0],
+    }
+    against = {"teacher": own, "stored": top_tokens(own, 3, 1.0)}
+    settings = {"alpha": 0.5, "temperature": 1.0}
+    return {
+        "value": cross_entropy(hidden, head, targets, weights, vocab_size=REAL, softcap=softcap)[1],
+        "divergence": leashed_loss(own, own, targets, weights, 0.1).nll,
+        **{
+            name: distillation_loss(own, teacher, targets, weights, **settings)[2]
+            for name, teacher in against.items()
+        },
+        **{name: -jnp.sum(jnp.where(targets < 0, 0, weights) * lp) for name, lp in scored.items()},
+    }
+
+
+@pytest.mark.parametrize("softcap", [LARGEST_SHIFT, 50.0, 88.0, 1e4])
+@pytest.mark.parametrize("level", ["near zero", "at the lower end"])
+def test_every_loss_is_right_with_a_large_softcap(data, softcap, level):
+    """exp(z − c) of a whole row underflows from c = 44 (rows at −c) or 88 (rows at 0) on."""
+    hidden, head, targets, weights = data
+    if level == "at the lower end":  # one more feature lowers all logits of a row together
+        down = -4 * softcap
+        hidden = np.concatenate([hidden, np.full((B, T, 1), down, np.float32)], axis=-1)
+        head = np.concatenate([head, np.ones((1, V), np.float32)])
+    expected = reference(hidden, head, targets, weights, softcap=softcap)[1]
+    for name, found in _sums_of_every_loss(hidden, head, targets, weights, softcap).items():
+        np.testing.assert_allclose(found, expected, rtol=2e-5, err_msg=name)
+    for kernels in ("xla", "pallas"):
+
+        def loss(hidden, head, kernels=kernels):
+            options = {"vocab_size": REAL, "softcap": softcap, "kernels": kernels}
+            return cross_entropy(hidden, head, targets, weights, **options)[0]
+
+        value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(hidden, head)
+        np.testing.assert_allclose(value, expected, rtol=2e-5, err_msg=kernels)
+        assert all(np.isfinite(gradient).all() for gradient in gradients), kernels
 
 
 def test_chunk_choice():

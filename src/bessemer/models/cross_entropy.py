@@ -23,7 +23,7 @@ from jax import Array
 from bessemer.models.axes import constrain, shards
 from bessemer.models.fp8 import head_products, over_rows
 from bessemer.models.fused import on_parts
-from bessemer.models.loss_kernel import softmax_gradient
+from bessemer.models.loss_kernel import shifts_by_cap, softmax_gradient
 from bessemer.models.loss_tiles import KERNEL_TILE, choose_chunks, join, row_groups, scan_tiles, split
 
 IGNORED = -1  # a target below 0 has no loss
@@ -129,7 +129,7 @@ def _statistics(options: LossOptions, logits: Array) -> tuple[Array, Array]:
     z = soft_cap(logits, options.softcap)
     if options.vocab_size < z.shape[-1]:
         z = jnp.where(jnp.arange(z.shape[-1]) < options.vocab_size, z, -jnp.inf)
-    if options.softcap:  # |z| ≤ c: exp cannot overflow, so no pass for the maximum
+    if shifts_by_cap(options.softcap):
         return z, jnp.log(jnp.sum(jnp.exp(z - options.softcap), axis=-1)) + options.softcap
     return z, jax.nn.logsumexp(z, axis=-1)
 
