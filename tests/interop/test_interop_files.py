@@ -145,8 +145,49 @@ def refused(path: Path, kind: type[BessemerError], *words: str) -> None:
         ({"hidden_act": "gelu"}, ("hidden_act", "'gelu'")),
         ({"quantization_config": {"bits": 4}}, ("quantization_config",)),
         ({"intermediate_size": ...}, ("'intermediate_size'",)),
-        ({"num_key_value_heads": 3}, ("model.kv_heads 3",)),
-        ({"num_hidden_layers": "two"}, ("model.depth",)),
+        ({"num_key_value_heads": 3}, ("num_key_value_heads", "3", "num_attention_heads")),
+        ({"num_hidden_layers": "two"}, ("num_hidden_layers", "'two'", "integer")),
+        ({"num_hidden_layers": 10_000_000}, ("num_hidden_layers", "10000000")),
+        ({"num_hidden_layers": 1000}, ("num_hidden_layers", "1000", "2 layers")),
+        ({"num_hidden_layers": True}, ("num_hidden_layers", "True")),
+        ({"hidden_size": 2**62}, ("hidden_size", str(2**62))),
+        ({"hidden_size": "32"}, ("hidden_size", "'32'", "integer")),
+        ({"hidden_size": 2**31 - 1, "head_dim": ...}, ("head_dim",)),
+        ({"num_attention_heads": 0}, ("num_attention_heads", "0")),
+        ({"num_attention_heads": -4}, ("num_attention_heads", "-4")),
+        ({"num_key_value_heads": 0}, ("num_key_value_heads", "0")),
+        ({"head_dim": 0}, ("head_dim", "0")),
+        ({"head_dim": 7}, ("head_dim", "7", "even")),
+        ({"intermediate_size": [1]}, ("intermediate_size", "[1]")),
+        ({"vocab_size": 2**62}, ("vocab_size", str(2**62))),
+        ({"vocab_size": 1.5}, ("vocab_size", "1.5")),
+        ({"max_position_embeddings": "long"}, ("max_position_embeddings", "'long'")),
+        ({"rms_norm_eps": float("nan")}, ("rms_norm_eps", "nan")),
+        ({"rms_norm_eps": "1e-5"}, ("rms_norm_eps", "'1e-5'")),
+        ({"tie_word_embeddings": "false"}, ("tie_word_embeddings", "'false'", "without quotes")),
+        ({"attention_bias": "no"}, ("attention_bias", "'no'")),
+        ({"mlp_bias": 0}, ("mlp_bias", "0")),
+        ({"rope_parameters": ..., "rope_scaling": "linear"}, ("rope_scaling", "'linear'", "object")),
+        ({"rope_parameters": ["yarn"]}, ("rope_parameters", "['yarn']")),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, ("rope_parameters", "['yarn']")),
+        ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, ("rope_parameters.factor", "'2'")),
+        ({"rope_parameters": {"rope_theta": "x"}}, ("rope_parameters.rope_theta", "'x'")),
+        ({"hidden_act": 3}, ("hidden_act", "3")),
+        ({"model_type": {"a": 1}, "architectures": 5}, ("model_type",)),
+        ({"eos_token_id": "</s>"}, ("eos_token_id", "'</s>'")),
+        ({"model_type": "mistral", "sliding_window": "wide"}, ("sliding_window", "'wide'")),
+        (
+            {"model_type": "qwen2", "use_sliding_window": "true", "sliding_window": 8},
+            ("use_sliding_window", "'true'"),
+        ),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "layer_types": 5},
+            ("layer_types", "5"),
+        ),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "layer_types": [{}, []]},
+            ("layer_types", "{}"),
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be_followed(folder: Path, values: dict, words: tuple[str, ...]) -> None:
@@ -178,6 +219,41 @@ def test_damaged_and_wrong_weights(folder: Path) -> None:
     refused(folder, InputError, SINGLE, "pytorch_model.bin", "pickle")
 
 
+def with_header(path: Path, text: str, data: bytes = b"") -> None:
+    path.write_bytes(len(text.encode()).to_bytes(8, "little") + text.encode() + data)
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ("[" * 100_000 + "]" * 100_000, ("nested",)),
+        ('{"a":' * 100_000 + "1" + "}" * 100_000, ("nested",)),
+        ("[5]", ("malformed",)),
+        ('{"a": 5}', ("malformed",)),
+        ('{"a": {"dtype": "F32", "shape": [1], "data_offsets": 3}}', ("malformed",)),
+        ('{"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}', ("malformed",)),
+        ('{"a": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}}', ("'a'", "integers")),
+        ('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}', ("'a'", "data_offsets")),
+        ('{"a": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}', ("'a'", "shape")),
+        (
+            '{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, '
+            '"b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}',
+            ("'a' and 'b'", "overlap"),
+        ),
+    ],
+)
+def test_a_malformed_safetensors_header_is_bad_input(
+    folder: Path, header: str, words: tuple[str, ...]
+) -> None:
+    with_header(folder / SINGLE, header, b"\0" * 64)
+    refused(folder, InputError, str(folder / SINGLE), *words)
+
+
+def test_a_deeply_nested_configuration_is_bad_input(folder: Path) -> None:
+    (folder / CONFIG).write_text('{"model_type": "llama", "a": ' + "[" * 200_000 + "]" * 200_000 + "}")
+    refused(folder, InputError, str(folder / CONFIG), "nested")
+
+
 def test_an_index_that_does_not_match_its_files(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "hf", config_of_case("mistral"), shard=20_000)
     index = folder / INDEX
@@ -191,8 +267,9 @@ def test_an_index_that_does_not_match_its_files(tmp_path: Path) -> None:
     refused(folder, StorageError, str(index), names[3])
     with_map({**listed, names[0]: listed[names[-1]]})
     refused(folder, StorageError, str(index), names[0], listed[names[-1]])
-    with_map({**listed, names[0]: "../elsewhere.safetensors"})
-    refused(folder, StorageError, str(index), "../elsewhere.safetensors")
+    for part in ("../elsewhere.safetensors", "/dev/zero", 5, None, ["a"], {"a": 1}, "", "a\0b"):
+        with_map({**listed, names[0]: part})
+        refused(folder, InputError, str(index), "weight_map", names[0], repr(part))
     with_map(listed)
     (folder / listed[names[-1]]).unlink()
     refused(folder, StorageError, str(index), listed[names[-1]])

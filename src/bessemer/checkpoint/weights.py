@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from bessemer.checkpoint.tree import Signature, check_same, flatten, rebuild, signature
-from bessemer.errors import StorageError
+from bessemer.errors import InputError, StorageError
 from bessemer.job.files import storage
 
 DTYPES: dict[str, Any] = {
@@ -74,10 +74,16 @@ class WeightFile:
                 if not 2 <= size <= min(LONGEST_HEADER, length):
                     raise ValueError("it does not begin with the length of a header")
                 described = json.loads(file.read(size))
+        except RecursionError:
+            raise InputError(f"{path}: its header is nested too deeply for a safetensors file.") from None
+        except (OSError, ValueError) as error:
+            raise StorageError(f"{path} is not a readable safetensors file: {_words(error)}.") from error
+        try:
             self.metadata: dict[str, str] = described.pop("__metadata__", {})
             self.entries = {name: _entry(name, about, 8 + size) for name, about in described.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StorageError(f"{path} is not a readable safetensors file: {_words(error)}.") from error
+            _check_layout(self.entries)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{path} has a malformed safetensors header: {_words(error)}.") from error
         for name, entry in self.entries.items():
             if entry.start + entry.size > length:
                 raise StorageError(
@@ -104,10 +110,22 @@ def _entry(name: str, about: Mapping[str, Any], offset: int) -> Entry:
             f"'{name}' has dtype {about['dtype']}, which is not read here ({', '.join(DTYPES)} are)"
         )
     begin, end = about["data_offsets"]
+    numbers = [*about["shape"], begin, end]
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
+        raise ValueError(f"shape and data_offsets of '{name}' must be integers of at least 0")
     entry = Entry(DTYPES[about["dtype"]], tuple(about["shape"]), offset + begin)
     if entry.size != end - begin:
         raise ValueError(f"'{name}' of shape {entry.shape} takes {entry.size} bytes and has {end - begin}")
     return entry
+
+
+def _check_layout(entries: Mapping[str, Entry]) -> None:
+    """Raise ValueError if two arrays share bytes: each would be read as part of the other."""
+    last, end = "", 0
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].size)):
+        if entry.size and entry.start < end:
+            raise ValueError(f"data_offsets of '{last}' and '{name}' overlap")
+        last, end = name, max(end, entry.start + entry.size)
 
 
 def _words(error: Exception) -> str:

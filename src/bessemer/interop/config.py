@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from bessemer.errors import InputError
+from bessemer.models.checks import MOST_LAYERS
 from bessemer.models.llama_settings import LlamaSettings
 from bessemer.models.rotary import ROPE_TYPES
 
@@ -17,6 +19,9 @@ CLASSES = {
 }
 LONGEST_CONTEXT = 8192
 """An import's context: caches and tables are made for it. A longer one is asked for."""
+LARGEST = 2**31 - 1
+"""Of any count in a config.json: sizes, positions, token ids."""
+_NEEDED: Any = object()
 ROPE_OF = {
     "linear": (),
     "dynamic": (),
@@ -26,22 +31,70 @@ ROPE_OF = {
 
 
 class HFConfig:
-    """A parsed config.json; `where` is its path, for errors."""
+    """A parsed config.json; `where` is its path, for errors.
+
+    The file may come from anybody: every value is read through `whole`, `real`, `flag`, `text` or `section`, which
+    check its type and range and name the key, before anything is built or allocated from it.
+    """
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self.values, self.where = values, where
 
-    def get(self, key: str, default: Any = None) -> Any:
-        found = self.values.get(key)
+    def refuse(self, key: str, problem: str) -> InputError:
+        return InputError(f"{self.where}: {key} is {_shown(self._at(key))}; {problem}")
+
+    def _at(self, key: str) -> Any:
+        """The value of a key, `section.key` for one in a section; None where it is missing or null."""
+        found: Any = self.values
+        for part in key.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return found
+
+    def _given(self, key: str, default: Any) -> Any:
+        """The value, or the default; without one, a missing key is an error."""
+        found = self._at(key)
+        if found is None and default is _NEEDED:
+            raise InputError(f"{self.where} has no '{key}', which its model_type '{self.kind}' needs.")
         return default if found is None else found
 
-    def need(self, key: str) -> Any:
-        if self.values.get(key) is None:
-            raise InputError(f"{self.where} has no '{key}', which its model_type '{self.kind}' needs.")
-        return self.values[key]
+    def whole(self, key: str, default: Any = _NEEDED, *, least: int = 1, most: int = LARGEST) -> Any:
+        """An integer in [least, most], or the default."""
+        found = self._given(key, default)
+        if found is default:
+            return found
+        if isinstance(found, float) and found.is_integer():
+            found = int(found)
+        if isinstance(found, bool) or not isinstance(found, int) or not least <= found <= most:
+            raise self.refuse(key, f"it must be an integer from {least} to {most:,}.")
+        return found
 
-    def refuse(self, key: str, problem: str) -> InputError:
-        return InputError(f"{self.where}: {key} is {self.get(key)!r}; {problem}")
+    def real(self, key: str, default: Any = _NEEDED) -> Any:
+        """A finite number of at least 0, or the default."""
+        found = self._given(key, default)
+        if found is default:
+            return found
+        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < math.inf:
+            raise self.refuse(key, "it must be a finite number of at least 0.")
+        return found
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """true or false; a string such as "false" is refused, since it would count as true."""
+        found = self._given(key, default)
+        if not isinstance(found, bool):
+            raise self.refuse(key, "it must be true or false, without quotes.")
+        return found
+
+    def text(self, key: str, default: str) -> str:
+        found = self._given(key, default)
+        if not isinstance(found, str):
+            raise self.refuse(key, "it must be a string.")
+        return found
+
+    def section(self, key: str) -> Mapping[str, Any]:
+        found = self._given(key, {})
+        if not isinstance(found, Mapping):
+            raise self.refuse(key, "it must be an object, or null.")
+        return found
 
     @property
     def kind(self) -> str:
@@ -50,13 +103,22 @@ class HFConfig:
     def settings(self) -> dict[str, Any]:
         """section/name → value: everything that decides the model's shape and what it computes."""
         self._check()
-        depth, width, heads = (
-            self.need(k) for k in ("num_hidden_layers", "hidden_size", "num_attention_heads")
-        )
-        head_dim = self.get("head_dim", 128 if self.kind == "qwen3" else width // heads)
-        positions = self.get("max_position_embeddings", 2048)
+        depth = self.whole("num_hidden_layers", most=MOST_LAYERS)
+        width, heads = self.whole("hidden_size"), self.whole("num_attention_heads")
+        kv_heads = self.whole("num_key_value_heads", heads)
+        if kv_heads > heads or heads % kv_heads:
+            raise self.refuse(
+                "num_key_value_heads", f"it must divide num_attention_heads, which is {heads} here."
+            )
+        head_dim = self.whole("head_dim", 128 if self.kind == "qwen3" else width // heads)
+        if head_dim < 2 or head_dim % 2:
+            raise InputError(
+                f"{self.where}: head_dim is {head_dim} (hidden_size {width}, num_attention_heads {heads}); "
+                "rotary positions turn pairs, so it must be even and at least 2."
+            )
+        positions = self.whole("max_position_embeddings", 2048)
         biased = {"qwen2": "qkv", "mistral": "none"}.get(
-            self.kind, "all" if self.get("attention_bias") else "none"
+            self.kind, "all" if self.flag("attention_bias") else "none"
         )
         window, layers = self._windows(depth)
         return {
@@ -65,54 +127,59 @@ class HFConfig:
             "model/depth": depth,
             "model/width": width,
             "model/heads": heads,
-            "model/kv_heads": self.get("num_key_value_heads", heads),
+            "model/kv_heads": kv_heads,
             "model/head_dim": head_dim,
-            "model/mlp_width": self.need("intermediate_size"),
-            "model/vocab_size": self.need("vocab_size"),
-            "model/tied_head": bool(self.get("tie_word_embeddings", False)),
+            "model/mlp_width": self.whole("intermediate_size"),
+            "model/vocab_size": self.whole("vocab_size"),
+            "model/tied_head": self.flag("tie_word_embeddings"),
             "model/sliding_window": window,
             "model/sliding_layers": layers,
             "model/max_positions": positions,
             "model/end_tokens": self.end_tokens(),
             "architecture/block_size": min(positions, LONGEST_CONTEXT),
             "architecture/attention_bias": biased,
-            "architecture/mlp_bias": self.kind == "llama" and bool(self.get("mlp_bias")),
+            "architecture/mlp_bias": self.kind == "llama" and self.flag("mlp_bias"),
             "architecture/head_norm": self.kind == "qwen3",
-            "architecture/norm_epsilon": self.get("rms_norm_eps", 1e-6),
+            "architecture/norm_epsilon": self.real("rms_norm_eps", 1e-6),
             **self._rotary(positions),
         }
 
     def _check(self) -> None:
         if self.kind not in CLASSES:
-            made = ", ".join(self.get("architectures", [])) or "not said"
+            named = self.values.get("architectures")
+            made = ", ".join(map(str, named)) if isinstance(named, list) else ""
             raise InputError(
-                f"{self.where}: model_type '{self.kind}' (architectures: {made}) is not supported. Supported: "
-                f"{', '.join(CLASSES)} (smollm and smollm2 are llama)."
+                f"{self.where}: model_type '{self.kind}' (architectures: {made or 'not said'}) is not supported. "
+                f"Supported: {', '.join(CLASSES)} (smollm and smollm2 are llama)."
             )
-        if self.get("hidden_act", "silu") != "silu":
+        if self.text("hidden_act", "silu") != "silu":
             raise self.refuse("hidden_act", "the llama family has silu.")
-        if self.get("quantization_config"):
+        if self._at("quantization_config"):
             raise InputError(
                 f"{self.where}: quantization_config is set; quantised weights are not read. Take the model's "
                 "unquantised files."
             )
 
     def end_tokens(self) -> list[int]:
-        found = self.get("eos_token_id", [])
-        return list(found) if isinstance(found, list) else [found]
+        found = self._given("eos_token_id", [])
+        ids = found if isinstance(found, list) else [found]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= LARGEST for i in ids):
+            raise self.refuse("eos_token_id", "it must be a token id of at least 0, or a list of them.")
+        return list(ids)
 
     def _windows(self, depth: int) -> tuple[int, str]:
         """(keys of a sliding layer, letters of the layers)."""
-        off = self.kind == "llama" or (self.kind != "mistral" and not self.get("use_sliding_window", False))
+        off = self.kind == "llama" or (self.kind != "mistral" and not self.flag("use_sliding_window"))
         # Mistral's own default, for a file that leaves the key out; null says that nothing slides
-        window = self.values.get("sliding_window", 4096)
-        if off or window is None:
+        if off or ("sliding_window" in self.values and self.values["sliding_window"] is None):
             return 0, "S"
-        first = 0 if self.kind == "mistral" else self.get("max_window_layers", 28)
-        types = self.get(
-            "layer_types", ["full_attention"] * min(first, depth) + ["sliding_attention"] * (depth - first)
+        window = self.whole("sliding_window", 4096)
+        first = min(0 if self.kind == "mistral" else self.whole("max_window_layers", 28, least=0), depth)
+        types = self._given(
+            "layer_types", ["full_attention"] * first + ["sliding_attention"] * (depth - first)
         )
-        if len(types) != depth or not set(types) <= {"full_attention", "sliding_attention"}:
+        known = ("full_attention", "sliding_attention")
+        if not isinstance(types, list) or len(types) != depth or any(name not in known for name in types):
             raise self.refuse(
                 "layer_types", f"it must name {depth} layers, sliding_attention or full_attention."
             )
@@ -123,35 +190,44 @@ class HFConfig:
 
     def _rotary(self, positions: int) -> dict[str, Any]:
         """Newer files hold rope_parameters, older ones rope_theta and rope_scaling."""
-        section = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
-        rope = self.get(section, {})
+        section = "rope_parameters" if self._at("rope_parameters") else "rope_scaling"
+        rope = self.section(section)
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind not in ROPE_TYPES or any(isinstance(value, Mapping) for value in rope.values()):
             raise InputError(
-                f"{self.where}: {section} has rope_type {kind!r}: {rope}. Known: {', '.join(ROPE_TYPES)}, one for all "
-                "layers; another would turn queries and keys by wrong angles."
+                f"{self.where}: {section} has rope_type {_shown(kind)}: {_shown(rope)}. Known: "
+                f"{', '.join(ROPE_TYPES)}, one for all layers; another would turn queries and keys by wrong angles."
             )
-        if (rope.get("partial_rotary_factor") or self.get("partial_rotary_factor") or 1) != 1:
-            raise InputError(f"{self.where}: partial_rotary_factor is not 1, which is not supported.")
-        settings = {
-            "architecture/rotary_base": rope.get("rope_theta") or self.get("rope_theta", 10_000.0),
-            "architecture/rope/type": kind,
-        }
+        for key in ("partial_rotary_factor", f"{section}.partial_rotary_factor"):
+            if self.real(key, 1) != 1:
+                raise self.refuse(key, "only 1 is supported.")
+        base = self.real(f"{section}.rope_theta", None) or self.real("rope_theta", 10_000.0)
+        settings = {"architecture/rotary_base": base, "architecture/rope/type": kind}
         if kind == "default":
             return settings
-        original = rope.get("original_max_position_embeddings") or self.get(
-            "original_max_position_embeddings", positions
-        )
+        length = "original_max_position_embeddings"
+        original = self.whole(f"{section}.{length}", None) or self.whole(length, positions)
         original = positions if kind == "dynamic" else original
-        factor = rope.get("factor") or (positions / original if kind == "yarn" else None)
+        factor = self.real(f"{section}.factor", None) or (positions / original if kind == "yarn" else None)
         missing = [
             key for key in ("low_freq_factor", "high_freq_factor") if kind == "llama3" and key not in rope
         ]
         if factor is None or missing:
             raise InputError(f"{self.where}: {section} of type {kind} has no '{(missing or ['factor'])[0]}'.")
         settings |= {"architecture/rope/factor": factor, "architecture/rope/original_length": original}
-        given = {key: rope[key] for key in ROPE_OF[kind] if rope.get(key) is not None}
-        return settings | {f"architecture/rope/{key}": value for key, value in given.items()}
+        for key in ROPE_OF[kind]:
+            if rope.get(key) is not None:
+                name = f"{section}.{key}"
+                settings[f"architecture/rope/{key}"] = (
+                    self.flag(name) if key == "truncate" else self.real(name)
+                )
+        return settings
+
+
+def _shown(value: Any) -> str:
+    """A value of a file in an error: its beginning, so that a huge one stays one line."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
 
 
 def type_of(model: LlamaSettings) -> str:

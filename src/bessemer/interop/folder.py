@@ -6,6 +6,7 @@ Everything is checked from the headers before the first array is read: names, sh
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +33,7 @@ def is_folder(path: Path) -> bool:
     """Whether a directory holds a Hugging Face model: its config.json names a model_type."""
     try:
         return "model_type" in json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return False
 
 
@@ -41,6 +42,8 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path.parent} has no {path.name}: it is not a Hugging Face model.") from None
+    except RecursionError:
+        raise InputError(f"{path} is nested too deeply to be a Hugging Face file.") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({error}).") from error
     if not isinstance(found, dict):
@@ -62,7 +65,7 @@ class Folder:
         if (self.path / GENERATION).is_file():
             ends = HFConfig(read_json(self.path / GENERATION), str(self.path / GENERATION)).end_tokens()
             values["model/end_tokens"] = ends or values["model/end_tokens"]
-        if "tie_word_embeddings" not in config.values and HEAD not in self.files:
+        if config.values.get("tie_word_embeddings") is None and HEAD not in self.files:
             values["model/tied_head"] = True  # the key was left out, as its default was; the weights tell
         kinds = {str(file.entries[name].dtype) for name, file in self.files.items() if name in file.entries}
         floats = [kind for kind in FLOATS if kind in kinds]
@@ -110,8 +113,12 @@ class Folder:
             raise InputError(f"{index} has no 'weight_map'.")
         opened: dict[str, WeightFile] = {}
         for name, part in listed.items():
+            if not isinstance(part, str) or not part or Path(part).name != part or "\0" in part:
+                raise InputError(
+                    f"{index}: weight_map gives {part!r} for '{name}'; it must be the name of a file in {self.path}."
+                )
             if part not in opened:
-                if Path(part).name != part or not (self.path / part).is_file():
+                if not (self.path / part).is_file():
                     raise StorageError(f"{index} says that '{name}' lies in '{part}', which is not there.")
                 opened[part] = WeightFile(self.path / part)
             if name not in opened[part].entries:
@@ -133,6 +140,7 @@ class Folder:
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """Our name → the parameter. Every one is in the files in the right shape, and nothing else is."""
+        self._check_depth()
         ids = jax.ShapeDtypeStruct((1, 1), np.int32)
         shapes = unbox(jax.eval_shape(self.model.init, jax.random.key(0), ids)["params"])
         wanted = tensors_of(signature(flatten(shapes)), self.model.vocab_size)
@@ -155,6 +163,15 @@ class Folder:
                     f"{CONFIG} does not have; leaving it out would make another model."
                 )
         return {tensor.ours: tensor for tensor in wanted.values()}
+
+    def _check_depth(self) -> None:
+        """Raise InputError if config.json asks for more layers than the files hold, before they are traced."""
+        held = len({name.split(".")[2] for name in self.files if re.match(r"model\.layers\.\d+\.", name)})
+        if self.model.depth > held:
+            raise InputError(
+                f"{self.path / CONFIG}: num_hidden_layers is {self.model.depth}; the weights beside it have {held} "
+                "layers."
+            )
 
     def signature(self) -> Signature:
         return {

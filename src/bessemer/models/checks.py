@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from bessemer.models.gpt import GPT
     from bessemer.models.headed import HeadedModel
 
+MOST_LAYERS = 1024
+MOST_PARAMETERS = 2**44
+LONGEST_BLOCK = 2**22
+"""Sizes are checked before a shape is derived from them: a configuration from elsewhere may name any number."""
 PRECISIONS = ("auto", "float32", "bf16", "fp8")
 
 
@@ -34,7 +38,10 @@ def require(holds: bool, message: str) -> None:
 
 def check_sizes(model: HeadedModel) -> None:
     """What holds for the sizes of every family."""
-    require(model.depth >= 1, f"model.depth is {model.depth}; a model has at least one layer.")
+    require(
+        1 <= model.depth <= MOST_LAYERS,
+        f"model.depth is {model.depth}; a model has 1 to {MOST_LAYERS:,} layers.",
+    )
     require(
         model.head_dim >= 2 and model.head_dim % 2 == 0,
         f"model.head_dim is {model.head_dim}; rotary positions turn pairs, so it must be even.",
@@ -43,11 +50,20 @@ def check_sizes(model: HeadedModel) -> None:
         model.vocab_size > 0,
         f"model.vocab_size is {model.vocab_size}; give it, or a tokenizer to take it from (data.tokenizer).",
     )
-    require(model.block_size >= 1, f"architecture.block_size is {model.block_size}; it must be at least 1.")
+    require(
+        1 <= model.block_size <= LONGEST_BLOCK,
+        f"architecture.block_size is {model.block_size}; it must be from 1 to {LONGEST_BLOCK:,}.",
+    )
     s = model.shape
     require(
         0 < s.kv_heads <= s.heads and s.heads % s.kv_heads == 0,
         f"model.kv_heads {s.kv_heads} does not divide model.heads {s.heads}; use a divisor of it.",
+    )
+    count = s.count_parameters()["total"]
+    require(
+        count <= MOST_PARAMETERS,
+        f"the model would have {count:.3g} parameters (depth {s.depth}, width {s.width}, {s.heads} heads of "
+        f"{s.head_dim}, {s.vocab_size} tokens); at most {MOST_PARAMETERS:.3g} are supported.",
     )
     require(
         s.heads % shards("heads") == 0,
