@@ -270,7 +270,7 @@ def test_a_collator_may_leave_out_segments_and_must_return_the_same_fields(tmp_p
     rows = CollatedRows([0, 1, 2], collate, 8)
     held_out = Validation([(bm.Sampling("given"), rows)], 3).batch(1, 2)  # one real row and one blank
     assert sorted(held_out["target_ids"].max(1).tolist())[0] == -1 and held_out["loss_mask"].sum() == 8
-    with pytest.raises(InputError, match="returned input_ids .* positions .* the same fields"):
+    with pytest.raises(InputError, match=r"returned input_ids .* positions .* the same fields"):
         CollatedRows([0, 5], collate, 8).get(np.arange(2))
 
 
