@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from bessemer.dash import columns as columns_module
 from bessemer.dash import growing as growing_module
 from bessemer.dash import metrics as metrics_module
 from bessemer.dash.charts import charts_of
-from bessemer.dash.columns import MOST_NAMES, Columns, blocks
+from bessemer.dash.columns import MOST_NAMES, Block, Columns, blocks
 from bessemer.dash.files import Folder
 from bessemer.dash.metrics import Index, RunMetrics
 from bessemer.dash.series import View, curve, smoothed, thinned
@@ -84,6 +86,47 @@ def test_names_without_end_are_bounded(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(lines(*rows))
     columns = reader(tmp_path).refresh()
     assert len(columns.names) == MOST_NAMES and columns["step"].tolist() == list(range(10))
+    assert columns.notes == [
+        f"metrics.jsonl has more than {MOST_NAMES} metrics: only the first {MOST_NAMES} are shown."
+    ]
+
+
+MEASURED = """
+import resource, sys
+from pathlib import Path
+from bessemer.dash.files import Folder
+from bessemer.dash.metrics import RunMetrics
+path = Path(sys.argv[1])
+columns = RunMetrics(Folder(path.parent), path, None).refresh()
+assert columns.count == int(sys.argv[2]) and columns.extra_names, (columns.count, columns.notes)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+"""
+
+
+@pytest.mark.parametrize("escaped", [False, True])
+def test_a_hundred_thousand_names_take_bounded_memory(tmp_path: Path, escaped: bool) -> None:
+    """Rows of equal length, each with names of its own: 3.2 GB when a columnar parser read them."""
+    a = "\\u0061" if escaped else "a"
+
+    def names(row: int) -> list[str]:
+        return [f'"{a}{row:04}_{n:03}": 1' for n in range(100)]
+
+    path = tmp_path.resolve() / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {row}, {", ".join(names(row))}}}\n' for row in range(1000)))
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, str(path), "1000"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 300, "MiB"
+
+
+def test_the_cache_remembers_that_names_were_dropped(tmp_path: Path) -> None:
+    rows = [{"step": step, **{f"m{step % 8}_{n}": 1.0 for n in range(100)}} for step in range(2500)]
+    (tmp_path / "metrics.jsonl").write_text(lines(*rows))
+    cache = tmp_path / "cache"
+    notes = reader(tmp_path, cache).refresh().notes
+    assert len(notes) == 1 and len(list(cache.iterdir())) == 1
+    assert reader(tmp_path, cache).refresh().notes == notes
 
 
 def test_a_small_file_that_describes_a_huge_table_is_cut(
@@ -93,7 +136,10 @@ def test_a_small_file_that_describes_a_huge_table_is_cut(
     wide = {f"m{n}": 1.0 for n in range(500)}
     (tmp_path / "metrics.jsonl").write_text(lines({"step": 0, **wide}) + '{"a":1}\n' * 200_000)
     columns = reader(tmp_path).refresh()
-    assert columns.left_out and columns.nbytes < 20_000_000
+    assert columns.nbytes < 20_000_000
+    assert columns.notes == [
+        f"metrics.jsonl holds more than 1,000,000 values: only its first {columns.count:,} rows are shown."
+    ]
 
 
 @settings(max_examples=25)
@@ -107,11 +153,11 @@ def test_the_fast_parser_reads_what_the_plain_one_reads(rows: list[dict[str, flo
     """Long files go through pyarrow; 700 copies make it long."""
     data = lines(*[{**row, "step": n} for n, row in enumerate(rows * 700)]).encode()
     found = Columns()
-    for block, count, bad in blocks(data):
-        found.add(block, count)
-        assert bad == 0
+    for block in blocks(data):
+        found.add(block)
+    assert found.bad == 0
     fast = {name: found[name] for name in found.names}
-    slow = [next(blocks(line + b"\n"))[0] for line in data.splitlines()]
+    slow = [next(blocks(line + b"\n")).columns for line in data.splitlines()]
     assert found.count == len(slow)
     for name, column in fast.items():
         wanted = [part[name][0] if name in part else math.nan for part in slow]
@@ -153,7 +199,7 @@ def test_a_spike_stays_visible_and_a_range_is_seen_in_full() -> None:
     assert len(thin_y) <= 800 and thin_y.max() == 9 and thin_y.min() == -3
     assert thin_x[0] == 0 and thin_x[-1] == 99_999 and (np.diff(thin_x) > 0).all()
     columns = Columns()
-    columns.add({"step": x, "loss": y.astype(np.float32)}, len(x))
+    columns.add(Block({"step": x, "loss": y.astype(np.float32)}, len(x)))
     near = curve(columns, "loss", View(low=54_300, high=54_340))
     assert near is not None and near["x"] == list(range(54_299, 54_342)) and max(near["y"]) == 9
 

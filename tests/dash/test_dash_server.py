@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 from tests.dash.live import TOKEN, Live, histogram, make_run, row, serving, until
 
+from bessemer.dash import actions as actions_module
 from bessemer.dash import growing
+from bessemer.dash.actions import Actions
 from bessemer.dash.chat import Models
 from bessemer.dash.files import Folder
 from bessemer.dash.server import DashOptions, open_folder
@@ -364,6 +366,27 @@ def test_resume_is_a_process_of_its_own_and_its_words_are_kept(live: Live) -> No
     assert found["exit_code"] != 0 and "error" in found["said"], (
         "a run written by hand has nothing to go on from"
     )
+
+
+def test_runs_of_equal_names_in_two_directories_have_logs_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = tmp_path / "logs"
+    monkeypatch.setattr(
+        actions_module,
+        "module_command",
+        lambda *words: [sys.executable, "-c", "import sys; print(sys.argv[1])", words[2]],
+    )
+    said = []
+    for folder in ("a", "b"):
+        make_run(tmp_path / folder, "mine")
+        actions = Actions(Folder(tmp_path / folder), logs)
+        actions.resume("mine")
+        said.append((actions, tmp_path / folder / "mine"))
+    for actions, path in said:
+        until(lambda actions=actions: actions.known("mine")["exit_code"] is not None)
+        assert actions.known("mine")["said"] == str(path.resolve())
+    assert len(list(logs.iterdir())) == 2
 
 
 def test_a_model_that_cannot_be_loaded_is_an_event_with_the_reason_and_room_is_bounded(

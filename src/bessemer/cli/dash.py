@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import html
 import os
 import sys
+import tempfile
+import threading
+import webbrowser
+from pathlib import Path
 
 import click
 
@@ -53,9 +59,18 @@ def command(
     token = read_token(token_file, os.environ.get(TOKEN_VARIABLE))
     options = DashOptions(host, port, token, private, chat_on)
     wanted = _has_screen() if browser is None else browser
-    dash(
-        directory, options, lambda text: click.echo(text, err=True), _open if wanted else lambda address: None
-    )
+    with contextlib.ExitStack() as until_the_end:
+
+        def show(address: str) -> None:
+            if wanted:
+                folder = until_the_end.enter_context(
+                    tempfile.TemporaryDirectory(prefix="bessemer-dash-", ignore_cleanup_errors=True)
+                )
+                page = redirect_page(address, Path(folder))
+                # some browsers return only when they are closed, and the page is served by this thread
+                threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
+
+        dash(directory, options, lambda text: click.echo(text, err=True), show)
 
 
 def _has_screen() -> bool:
@@ -66,7 +81,18 @@ def _has_screen() -> bool:
     return bool(display) and sys.stderr.isatty() and "SSH_CONNECTION" not in os.environ
 
 
-def _open(address: str) -> None:
-    import webbrowser
+def redirect_page(address: str, folder: Path) -> str:
+    """Write a page that leads to `address`, readable by this user only, and return its file:// URL.
 
-    webbrowser.open(address)
+    A browser gets what it opens on its command line, which every user of the machine can read with `ps`; the address
+    ends with the token, so the browser gets the page's path instead.
+    """
+    path = folder / "open.html"
+    target = html.escape(address, quote=True)
+    text = (
+        f'<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={target}">'
+        f'<title>Bessemer</title><a href="{target}">Open the page</a>\n'
+    )
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    return path.as_uri()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from bessemer.dash.files import Folder
 from bessemer.dash.runs import short
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory, RunLock
+from bessemer.job.process import module_command, module_environment
 
 
 @dataclass
@@ -88,16 +89,24 @@ class Actions:
                 who = f"pid {short(owner.get('pid'), 20)} on host {short(owner.get('host'), 100)}"
                 raise InputError(f"'{name}' is in use by {who}; it cannot be resumed while that lasts.")
             self.logs.mkdir(parents=True, exist_ok=True)
-            output = self.logs / f"{name}.txt"
+            output = self._log_of(run)
             with open(output, "wb") as file:
                 self._resumed[name] = Resumed(self._start(run, file), output)
             return self._resumed[name].document()
 
     def _start(self, run: RunDirectory, output: IO[bytes]) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-m", "bessemer", "resume", str(run.path), "logging.progress=none"]
         return subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            module_command("bessemer", "resume", str(run.path), "logging.progress=none"),
+            env=module_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
+
+    def _log_of(self, run: RunDirectory) -> Path:
+        """Where a resumed process writes. Keyed by the whole path: runs of equal names in two directories are two."""
+        return self.logs / f"{run.name}-{hashlib.sha256(bytes(run.path)).hexdigest()[:16]}.txt"
 
     def known(self, name: str) -> dict[str, Any] | None:
         """How the last resume from here went."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from bessemer.dash.files import Folder, Gone
 from bessemer.dash.metrics import DISK, RunMetrics, cache_file, kept_bytes, used_bytes
+from bessemer.job.process import module_command, module_environment
 
 LONG = 4 << 20  # bytes of metrics.jsonl: less is read within a tenth of a second
 BEHIND = 0.5  # share of a file from which reading it again is worth a process
@@ -53,11 +54,14 @@ class Ahead:
         paths = [path for name in names() if (path := self._unread(name, cache)) is not None]
         if not paths:
             return
-        words = [sys.executable, "-m", "bessemer.dash.ahead", str(self.folder.root), str(cache)]
         try:
             process = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )  # Ctrl-C is for the page, which ends this with it
+                module_command("bessemer.dash.ahead", str(self.folder.root), str(cache)),
+                env=module_environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for the page, which ends this with it
+            )
         except OSError:
             return  # no process is to be had: each run is read when it is looked at
         self._process, self.of = process, len(paths)

@@ -72,11 +72,7 @@ class Dash:
     def detail(self, name: str) -> dict[str, Any]:
         found = self.runs.detail(name)
         columns = self.index.columns(self.folder.run(name).metrics)
-        notes = (
-            [f"{columns.bad:,} lines of metrics.jsonl are no rows and are left out."] if columns.bad else []
-        )
-        notes += ["There are more metrics than are shown."] if columns.left_out else []
-        found["problems"] += notes
+        found["problems"] += columns.notes
         return {**found, "resumed": self.actions.known(name), "rows": columns.count}
 
     def charts(self, names: list[str]) -> dict[str, Any]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import re
 import secrets
 import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict, deque
@@ -17,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bessemer.dash.files import Folder
+from bessemer.job.process import module_command, module_environment
 from bessemer.serve.errors import ApiError
 from bessemer.serve.net import TOKEN_VARIABLE
 
@@ -35,10 +34,11 @@ class Model:
         self.port: int | None = None
         self._said: deque[str] = deque(maxlen=20)
         self._news = threading.Event()
-        words = [sys.executable, "-m", "bessemer.dash.child", "serve", path, "--port", "0", "--slots", "4"]
+        words = module_command("bessemer.dash.child", "serve", path, "--port", "0", "--slots", "4")
         words += ["--queue", "16", "--timeout", str(ANSWER_SECONDS)]
         words += [] if step is None else ["--step", str(step)]
-        variables = {**os.environ, TOKEN_VARIABLE: self.token, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        variables = module_environment(XLA_PYTHON_CLIENT_PREALLOCATE="false")
+        variables[TOKEN_VARIABLE] = self.token  # other users see command lines, not environments
         if platform is not None:
             variables["JAX_PLATFORMS"] = platform
         self.process = subprocess.Popen(

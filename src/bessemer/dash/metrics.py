@@ -22,7 +22,7 @@ from bessemer.dash.growing import Growing
 from bessemer.errors import StorageError
 from bessemer.job.files import atomic_write
 
-FORMAT = 1
+FORMAT = 2
 KEEP_FROM = 2000  # rows: fewer are read again faster than found
 DISK = 2 << 30  # bytes of cache
 
@@ -59,9 +59,8 @@ class RunMetrics(Growing):
         self.columns, self._kept = Columns(), 0
 
     def use(self, lines: bytes) -> None:
-        for block, rows, bad in blocks(lines):
-            self.columns.add(block, rows)
-            self.columns.bad += bad
+        for block in blocks(lines):
+            self.columns.add(block)
 
     def too_long(self) -> None:
         self.columns.bad += 1
@@ -92,6 +91,8 @@ class RunMetrics(Growing):
             "tail": self._tail.hex(),
             "count": columns.count,
             "bad": columns.bad,
+            "extra_names": columns.extra_names,
+            "extra_rows": columns.extra_rows,
             "columns": [[name, columns[name].dtype.str] for name in names],
         }
         head = json.dumps(header).encode()
@@ -125,7 +126,13 @@ class RunMetrics(Growing):
             os.utime(self.cache)  # the least recently used are the first to be removed
         except (OSError, ValueError, KeyError, TypeError):
             return 0
-        self.columns = Columns(int(header["count"]), int(header["bad"]), arrays)
+        self.columns = Columns(
+            int(header["count"]),
+            int(header["bad"]),
+            arrays,
+            bool(header["extra_names"]),
+            bool(header["extra_rows"]),
+        )
         self._offset, self._tail = int(header["offset"]), bytes.fromhex(header["tail"])
         return self.columns.count
 

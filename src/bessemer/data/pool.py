@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-import bessemer
 from bessemer.data.progress import Tally
 from bessemer.data.sources import Piece
 from bessemer.errors import InputError, StorageError
+from bessemer.job.process import module_command, module_environment
 
 Task = tuple[Path, list[Piece]]  # where the shard goes, what it holds
 
@@ -78,16 +76,13 @@ class Pool:
                     other.kill()
 
     def _start(self) -> subprocess.Popen[str]:
-        # One core a worker: the tokenizer's own threads would only compete with the other workers.
-        paths = [str(Path(bessemer.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **os.environ,
-            "TOKENIZERS_PARALLELISM": "false",
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        }
-        command = [sys.executable, "-P", "-m", "bessemer.data.worker"]
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            module_command("bessemer.data.worker"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            # One core per worker: the tokenizer's own threads would only compete with the other workers.
+            env=module_environment(TOKENIZERS_PARALLELISM="false"),
         )
         with self.lock:
             self.processes.append(process)

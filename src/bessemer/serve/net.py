@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import ipaddress
 import logging
@@ -18,8 +19,10 @@ from bessemer.errors import InputError, to_install
 from bessemer.serve.errors import ApiError
 
 try:
+    import h11
     import uvicorn
     from starlette.requests import Request
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ModuleNotFoundError as error:
     raise InputError(
         f"the server needs {error.name}, which is not installed: {to_install('dash')}"
@@ -31,7 +34,13 @@ if TYPE_CHECKING:
 TOKEN_VARIABLE = "BESSEMER_API_TOKEN"
 GRACE = 10  # seconds for open answers after SIGTERM or Ctrl-C
 BACKLOG = 1024
+HEADER_SECONDS = 10  # for a request's headers to arrive, from the connection or the first byte after a reply
 BODY_SECONDS = 30  # for a body to arrive
+CONNECTIONS = 256  # open at once
+
+
+FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+"""The reply to a connection beyond the limit when every other one has a request that is being answered."""
 
 
 def read_token(file: str | None, variable: str | None) -> str | None:
@@ -128,6 +137,68 @@ def address_of(bound: socket.socket) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+class Connection(H11Protocol):
+    """A connection that cannot be held open for nothing: headers arrive in time, or it is closed; and of at most `most`
+    connections the one that has waited longest without a request makes room for a new one."""
+
+    def __init__(self, *arguments: Any, most: int = CONNECTIONS, **options: Any):
+        super().__init__(*arguments, **options)
+        self.most = most
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._idle_since = 0.0
+
+    @property
+    def idle(self) -> bool:
+        """No request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._idle_since = self.loop.time()
+        self._watch_headers()
+        if len(self.connections) > self.most:
+            others = (
+                one
+                for one in self.connections
+                if isinstance(one, Connection) and one is not self and one.idle
+            )
+            oldest = min(others, key=lambda one: one._idle_since, default=None)
+            if oldest is not None:
+                oldest._drop()
+            else:
+                transport.write(FULL)
+                transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_headers()
+
+    def on_response_complete(self) -> None:
+        self._idle_since = self.loop.time()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    def _watch_headers(self) -> None:
+        """Time the headers while they are incomplete; a keep-alive connection without a byte has uvicorn's time-out."""
+        if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
+            self._stop_watching()
+        elif self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADER_SECONDS, self._drop)
+
+    def _stop_watching(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _drop(self) -> None:
+        self._stop_watching()
+        self.connections.discard(self)
+        self.transport.abort()
+
+
 class Server(uvicorn.Server):
     """uvicorn's server, except that a signal that was obeyed is not raised again: the exit code is 0."""
 
@@ -144,11 +215,11 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def server_of(app: Starlette, grace: int = GRACE) -> Server:
+def server_of(app: Starlette, grace: int = GRACE, connections: int = CONNECTIONS) -> Server:
     """A server of the application; `run(sockets=[…])` it."""
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=functools.partial(Connection, most=connections),  # type: ignore[arg-type]
         ws="none",
         lifespan="off",
         log_config=None,

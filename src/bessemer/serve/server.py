@@ -13,6 +13,7 @@ from bessemer.serve.app import make_app
 from bessemer.serve.conversation import template_of
 from bessemer.serve.net import (
     BACKLOG,
+    CONNECTIONS,
     GRACE,
     TOKEN_VARIABLE,
     Server,
@@ -54,8 +55,9 @@ class ServerOptions:
 
 
 def make_server(service: Service, grace: int = GRACE) -> Server:
-    """A server of the service; `run(sockets=[…])` it."""
-    return server_of(make_app(service), grace)
+    """A server of the service; `run(sockets=[…])` it. Whoever waits in the queue keeps a connection open."""
+    rows = service.engine.slots + (service.engine.queue or 0)
+    return server_of(make_app(service), grace, CONNECTIONS + rows)
 
 
 def warm_up(engine: Engine) -> None:
