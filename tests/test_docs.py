@@ -15,8 +15,8 @@ from tests.tiny_run import make_run
 
 import bessemer
 from bessemer.cli import COMMANDS
-from bessemer.cli.foreign import FLAGS
 from bessemer.config import declared, dotted
+from bessemer.config.aliases import ALIASES, answer
 from bessemer.data import DataSettings
 from bessemer.models.lora import LoraSettings
 from bessemer.selectors import SELECTORS, settings_classes
@@ -271,4 +271,13 @@ def test_flags_that_are_explained_on_coming_from_are_those_the_command_line_know
     """`--max-lr` on that page is also what `bessemer train --max-lr` answers."""
     page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
     flags = set(re.findall(r"`--([a-z][\w-]*)`", page)) - {"name", "runs", "step", "trust"}
-    assert flags and {flag.replace("-", "_") for flag in flags} <= set(FLAGS)
+    assert flags and {flag.replace("-", "_") for flag in flags} <= set(ALIASES)
+
+
+def test_names_of_levanter_maxtext_and_torchtitan_on_coming_from_are_answered() -> None:
+    page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    table = page.partition("## Levanter")[2].partition("\n## ")[0]
+    names = [
+        name for row in re.findall(r"^\| (.*?) \|", table, re.M) for name in re.findall(r"`([^`]+)`", row)
+    ]
+    assert len(names) > 30 and [name for name in names if name != "steps" and answer(name) is None] == []

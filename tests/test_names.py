@@ -8,8 +8,8 @@ import pytest
 
 import bessemer as bm
 from bessemer import registry
-from bessemer.cli.foreign import FLAGS
 from bessemer.config import resolve
+from bessemer.config.aliases import ALIASES
 from bessemer.generate.results import GenerationResults
 from bessemer.training.schema import schema_of
 
@@ -136,7 +136,7 @@ def test_registered_names(kind: str) -> None:
 
 
 def test_foreign_flags() -> None:
-    assert [flag for flag in FOREIGN.split() if flag not in FLAGS] == []
+    assert [flag for flag in FOREIGN.split() if flag not in ALIASES] == []
 
 
 def test_defaults() -> None:

@@ -11,9 +11,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from bessemer.cli.config import print_config, show
-from bessemer.cli.foreign import FLAGS, explain, refuse_foreign
+from bessemer.cli.foreign import refuse_flags
 from bessemer.cli.recipes import command as recipes_command
 from bessemer.config import field, gather, recipe_names, resolve
+from bessemer.config.aliases import answer
 from bessemer.errors import InputError
 
 LONG = "/a/very/long/path/" + "x" * 120
@@ -71,9 +72,8 @@ def test_recipes_are_listed():
     "flag", ["--grad_accum_steps", "--grad-accum-steps", "--grad-accum-steps=4", "grad_accum_steps"]
 )
 def test_spellings_of_a_foreign_flag(flag):
-    answer = explain(flag)
-    assert answer is not None
-    assert "training.batch_size" in answer and "training.per_device_batch_size" in answer
+    found = str(answer(flag.partition("=")[0]))
+    assert "training.batch_size" in found and "training.per_device_batch_size" in found
 
 
 @pytest.mark.parametrize(
@@ -99,21 +99,13 @@ def test_spellings_of_a_foreign_flag(flag):
     ],
 )
 def test_foreign_flags_are_answered_with_our_setting(flag, setting):
-    answer = explain(flag)
-    assert answer is not None and setting in answer
-    assert "\n" not in answer
-    with pytest.raises(InputError, match=re.escape(setting)):
-        refuse_foreign(["quickstart", flag])
-
-
-def test_every_flag_of_the_table_has_an_answer():
-    for name, here in FLAGS.items():
-        assert here.setting or here.note, name
-        assert re.fullmatch(r"[a-z0-9_]+", name)
+    with pytest.raises(InputError, match=re.escape(setting)) as raised:
+        refuse_flags(["quickstart", flag])
+    assert "\n" not in str(raised.value)
 
 
 def test_unknown_flags_and_plain_words():
-    assert explain("--no-such-flag") is None
-    refuse_foreign(["quickstart", "a.b=c", "-"])
+    assert answer("--no-such-flag") is None
+    refuse_flags(["quickstart", "a.b=c", "-"])
     with pytest.raises(InputError, match="unknown flag '--zzz'"):
-        refuse_foreign(["--zzz=1"])
+        refuse_flags(["--zzz=1"])

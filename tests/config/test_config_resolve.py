@@ -108,8 +108,9 @@ def test_values_from_the_command_line(word, key, value):
 
 
 def test_a_misspelt_key_gets_the_nearest():
-    assert error("optimizaton.lr=1") == "unknown setting 'optimizaton.lr'; did you mean 'optimization.lr'?"
-    assert "did you mean 'training.batch_size'?" in error("batch_size=3")
+    assert error("optimizaton.lr=1").startswith("unknown setting 'optimizaton.lr': write optimization.lr=1.")
+    assert error("optimizaton.kl.beta=1").endswith("did you mean 'optimization.kl.beta'?")
+    assert "write training.batch_size=3" in error("batch_size=3")
     assert "did you mean 'optimization.kl.beta'?" in error("optimization.beta=3")
     assert error("zzz=3") == "unknown setting 'zzz'"
 

@@ -7,7 +7,7 @@ import functools
 import click
 
 from bessemer.cli import BEGAN
-from bessemer.cli.foreign import refuse_foreign
+from bessemer.cli.foreign import refuse_flags
 from bessemer.cli.train import FORWARD
 
 
@@ -39,7 +39,7 @@ def command(run: str, words: tuple[str, ...], step: int | None, trust: bool, roo
         from bessemer.training.launch import check_overrides, is_finished, reopen
         from bessemer.training.mirror import fetched
 
-        refuse_foreign(words)
+        refuse_flags(words)
         run = str(fetched(run, root))
         if step is None and is_finished(run, root):
             check_overrides(run, list(words), root=root, trust=trust)

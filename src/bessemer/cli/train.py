@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from bessemer.cli import BEGAN
-from bessemer.cli.foreign import refuse_foreign
+from bessemer.cli.foreign import refuse_flags
+from bessemer.config import Schema
 from bessemer.errors import InputError
 
 FORWARD = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -41,9 +42,17 @@ def command(words: tuple[str, ...], name: str | None, root: str) -> None:
 
 
 def split_words(words: tuple[str, ...], default: str = "quickstart") -> tuple[str, list[str]]:
-    """[RECIPE] key=value … ; a flag of another system is answered with our setting's name."""
-    refuse_foreign(words)
+    """[RECIPE] key=value … ; another system's flag is answered with our setting."""
+    refuse_flags(words, lambda plain: _schema_of_words(plain, default))
     recipes = [word for word in words if "=" not in word]
     if len(recipes) > 1:
         raise InputError(f"two recipes given ({', '.join(recipes)}); settings are written key=value.")
     return (recipes[0] if recipes else default), [word for word in words if "=" in word]
+
+
+def _schema_of_words(words: list[str], default: str) -> Schema:
+    from bessemer.config.resolve import select_schema
+    from bessemer.training.schema import schema_of
+
+    recipes = [word for word in words if "=" not in word]
+    return select_schema(schema_of, (recipes or [default])[0], [word for word in words if "=" in word])

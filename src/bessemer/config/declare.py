@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from bessemer.config import aliases
 from bessemer.config.annotations import canonical, type_hints
 from bessemer.config.ranges import Range
 from bessemer.config.values import Mismatch, convert, leaves, plain
@@ -160,18 +161,56 @@ class Schema:
     def is_section(self, key: str) -> bool:
         return any(known.startswith(key + "/") for known in self.settings)
 
-    def unknown(self, key: str) -> str:
-        """What to say about a key that is no setting: what it is, or the nearest that exists."""
+    def unknown(self, key: str, value: Any = aliases.VALUE) -> str:
+        """Say that `key` is not a setting, and what to write instead where that is known.
+
+        No suggestion is better than a wrong one: names of the field come from a table, and a misspelling must be
+        close in both its section and its name.
+        """
         message = f"unknown setting '{dotted(key)}'"
-        if self.is_section(key):
-            return f"'{dotted(key)}' is a section, not a setting: write {dotted(key)}.NAME=value"
         because = self.explain(key) if self.explain else None
         if because:
             return f"{message}: it {because}"
-        same_name = [known for known in self.settings if known.split("/")[-1] == key.split("/")[-1]]
-        close = nearest(key, list(self.settings), cutoff=0.75)
-        close = close or (same_name[0] if len(same_name) == 1 else None) or nearest(key, list(self.settings))
+        instead = self.instead(key, value)
+        if instead:
+            return f"{message}: {instead}"
+        if self.is_section(key):
+            return f"'{dotted(key)}' is a section, not a setting: write {dotted(key)}.NAME=value"
+        close = self._nearest(key)
         return f"{message}; did you mean '{dotted(close)}'?" if close else message
+
+    def instead(self, name: str, value: Any = aliases.VALUE) -> str | None:
+        """Return what to write for another system's `name`: `write optimization.lr=0.001`, or None."""
+        found = aliases.answer(name, value, self.__contains__)
+        if found is None:
+            return None
+        lacking = [slashed(key) for word in found.words if (key := word.partition("=")[0]) not in self]
+        because = [self.explain(key) if self.explain else None for key in lacking]
+        if None in because:
+            return None  # a schema of somebody's own, without our settings
+        return str(found) if found.selects or not lacking else f"{found}; it {because[0]}"
+
+    def _nearest(self, key: str) -> str | None:
+        """The setting that `key` misspells, or None."""
+        *section, name = key.split("/")
+        if not section:
+            same = [known for known in self.settings if known.split("/")[1:] == [name]]
+            return same[0] if len(same) == 1 else nearest(key, [k for k in self.settings if "/" not in k])
+        near = [
+            known
+            for known in self.settings
+            if (above := known.split("/")[:-1])
+            and (section[0] == above[0] or nearest(section[0], [above[0]], 0.75))
+        ]
+        names = {known.split("/")[-1]: known for known in reversed(near)}
+        if name in names:
+            return names[name]
+        if "_" in name:
+            same = [known for known in self.settings if known.split("/")[-1] == name]
+            if len(same) == 1:
+                return same[0]
+        found = nearest(name, list(names), 0.75)
+        return names[found] if found else None
 
     def json_schema(self) -> dict[str, Any]:
         """JSON Schema (draft 2020-12) of a recipe with these settings."""

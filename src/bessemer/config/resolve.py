@@ -86,6 +86,13 @@ def resolve(
     return _build(schema_of, [*layers, *between, override_layer(overrides, source)], allow_open)
 
 
+def select_schema(
+    schema_of: SchemaOf, recipe: str | Path | Mapping[str, Any], overrides: Overrides = ()
+) -> Schema:
+    """The schema that a recipe and overrides select; their values are not checked."""
+    return schema_of(raw_values([*read_recipe(recipe).layers, override_layer(overrides, "command line")]))
+
+
 def load_saved(
     path: str | Path, schema_of: SchemaOf, overrides: Overrides = (), *, source: str = "command line"
 ) -> Config:
@@ -160,7 +167,7 @@ def _givers(schema: Schema, layers: list[Layer]) -> dict[str, Layer]:
                 found[key] = layer
             elif value not in (None, {}) or not schema.is_section(whole):
                 place = f" (in {layer.origin})" if layer is not layers[-1] else ""
-                unknown.append(schema.unknown(whole) + place)
+                unknown.append(schema.unknown(whole, value) + place)
     if unknown:
         raise InputError("; ".join(dict.fromkeys(unknown)))
     return found
