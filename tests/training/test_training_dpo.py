@@ -199,8 +199,5 @@ def test_pairs_and_chats_in_one_mixture_are_refused(settings: dict[str, object],
     ]
     changed = settings | {"objective": "reward", "model.family": "gpt-reward", "training.dataset": [mixture]}
     changed |= {"training.validation": False, "data.val_fraction": 0.0}
-    for seed in (0, 1):  # which source came first decided between garbage and a KeyError
-        with pytest.raises(InputError, match=r"polite.jsonl' \(CONTRASTIVE\) has pair_ids"):
-            launch.build_trainer(
-                "quickstart", changed | {"training.seed": seed}, name=f"m{seed}", root=tmp_path
-            )
+    with pytest.raises(InputError, match=r"polite.jsonl' \(CONTRASTIVE\) has pair_ids"):
+        launch.build_trainer("quickstart", changed, name="mixed", root=tmp_path)
