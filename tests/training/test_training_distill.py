@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import signal
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from tests.processes import finish, start, wait_until
 from tests.tiny_run import make_run, tiny_params, tiny_tokenizer
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
-from bessemer.errors import InputError, Stopped
+from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.job import RunDirectory
 from bessemer.plan.trainer import planned_trainer
 from bessemer.training import launch
@@ -92,6 +95,107 @@ def test_a_stored_teacher_with_all_tokens_is_the_live_one(student: dict[str, obj
     np.testing.assert_allclose(same, exact, rtol=1e-4)
     assert (bound < exact).all() and (bound > 0.3 * exact).all()
     assert few.batch()["teacher_ids"].shape == (8, 16, 8)
+
+
+def stored_folder(home: Path) -> Path:
+    (folder,) = (home / "taught").iterdir()
+    return folder
+
+
+def columns_of(folder: Path) -> dict[str, np.ndarray]:
+    return {name: np.load(folder / name) for name in ("ids.npy", "logprobs.npy")}
+
+
+def test_two_runs_at_once_share_one_complete_cache_of_the_teacher(
+    student: dict[str, object], tmp_path: Path
+) -> None:
+    """They wrote into one temporary folder, and rows stayed zero in a committed cache. The first is held in the middle
+    of its writing until the second has come to the same place."""
+    settings = student | {"distill.top_k": 8, "training.steps": 1, "logging.plots": False}
+    words = [f"{key}={value}" for key, value in settings.items()]
+    home, out = tmp_path / "home", str(tmp_path / "runs")
+    (first,) = start(home, 1, "train", "quickstart", *words, "--name", "a", "--runs", out)
+    wait_until([first], lambda: bool(list(home.glob("taught/*/ids.npy.tmp"))))
+    first.send_signal(signal.SIGSTOP)
+    (second,) = start(home, 1, "train", "quickstart", *words, "--name", "b", "--runs", out)
+    try:
+        said: list[str] = []
+        while not said or (said[-1] and "waiting for it" not in said[-1]):
+            said.append(second.stdout.readline())
+    finally:
+        first.send_signal(signal.SIGCONT)
+    codes, outputs = finish([first, second])
+    assert codes == [0, 0], outputs
+    assert "waiting for it" in said[-1] and "likeliest tokens for" not in "".join(said) + outputs[1]
+    folder = stored_folder(home)
+    assert not list(folder.glob("*.tmp"))
+    columns = columns_of(folder)
+    assert (columns["logprobs.npy"] < 0).all() and (columns["ids.npy"].max((1, 2)) > 0).all()
+    losses = [[row["loss"] for row in rows(tmp_path / "runs" / name) if "loss" in row] for name in "ab"]
+    assert losses[0] == losses[1]
+
+
+def test_a_cache_of_an_older_version_is_not_trusted(
+    student: dict[str, object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("BESSEMER_HOME", str(home))
+    settings = student | {"distill.top_k": 8, "training.steps": 1}
+    launch.build_trainer("quickstart", settings, name="new", root=tmp_path)
+    folder = stored_folder(home)
+    good = columns_of(folder)
+    about = json.loads((folder / "about.json").read_text())
+    for key in ("format", "checksums"):
+        del about[key]
+    (folder / "about.json").write_text(json.dumps(about))
+    np.save(folder / "ids.npy", np.zeros_like(good["ids.npy"]))
+    trainer = launch.build_trainer("quickstart", settings, name="again", root=tmp_path)
+    assert "written by an older version" in capsys.readouterr().out
+    for name, values in columns_of(stored_folder(home)).items():
+        np.testing.assert_array_equal(values, good[name])
+    assert trainer.batch()["teacher_ids"].max() > 0
+
+
+def test_a_damaged_cache_is_noticed_before_it_is_trained_on(
+    student: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("BESSEMER_HOME", str(home))
+    settings = student | {"distill.top_k": 8, "training.steps": 1}
+    launch.build_trainer("quickstart", settings, name="new", root=tmp_path)
+    ids = np.load(stored_folder(home) / "ids.npy", mmap_mode="r+")
+    ids[:] = 0
+    ids.flush()
+    again = launch.build_trainer("quickstart", settings, name="again", root=tmp_path)
+    with pytest.raises(StorageError, match=r"ids\.npy' is damaged: bytes 0 to"):
+        again.run()
+
+
+def test_a_stored_teacher_may_be_pruned_but_not_replaced(
+    student: dict[str, object], teacher: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BESSEMER_HOME", str(tmp_path / "home"))
+    settings = student | {"distill.top_k": 8, "training.steps": 4}
+    whole = launch.build_trainer("quickstart", settings, name="whole", root=tmp_path)
+    whole.run()
+    first = launch.build_trainer("quickstart", settings, name="part", root=tmp_path, callbacks=[StopAt(2)])
+    with pytest.raises(Stopped):
+        first.run()
+    newest = teacher.checkpoints / "step_00000020"
+    shutil.rmtree(newest)
+    second = launch.reopen(tmp_path / "part")
+    second.run()
+    assert_same(second, whole)
+    shutil.copytree(teacher.checkpoints / "step_00000010", newest)
+    with pytest.raises(InputError, match="holds other weights"):
+        launch.reopen(tmp_path / "part")
+    shutil.rmtree(newest)
+    shutil.rmtree(tmp_path / "home/taught")
+    with pytest.raises(StorageError, match="is gone, and so are the tokens stored of it"):
+        launch.reopen(tmp_path / "part")
 
 
 def test_a_plan_knows_the_fields_of_a_stored_teacher(student: dict[str, object]) -> None:

@@ -16,8 +16,10 @@ from bessemer.checkpoint.tree import flatten
 from bessemer.checkpoint.weights import WeightFile
 from bessemer.errors import Stopped
 from bessemer.generate.export import export_run, export_run_adapters
+from bessemer.interop.bring import import_folder
 from bessemer.interop.progress import nothing
 from bessemer.training import launch
+from bessemer.training.starts import weights_digest
 
 NUMBERS = range(40)
 
@@ -172,3 +174,22 @@ def test_held_near_the_imported_model(folder: Path, pairs: Path, tmp_path: Path)
     given = settings_of(folder, text, objective="kl", optimization__kl__estimator="exact")
     _, found = trained(given, tmp_path, "held")
     assert found[0]["kl"] == pytest.approx(0, abs=1e-5) and found[-1]["kl"] > 1e-4
+
+
+@pytest.mark.parametrize("imported", [False, True], ids=["folder", "imported run"])
+def test_stored_tokens_of_a_folder(folder: Path, imported: bool, tmp_path: Path) -> None:
+    """A teacher without a checkpoint was a FileNotFoundError."""
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": f"The number is {n}. " * 4}) + "\n" for n in NUMBERS))
+    size = {"model__family": "llama", "model__depth": 1, "model__width": 16, "model__head_dim": 8}
+    given = settings_of(folder, text, objective="distill", distill__top_k=4, **size)
+    del given["init"]
+    teacher = folder
+    if imported:
+        teacher = tmp_path / "imported"
+        import_folder(folder, teacher)
+    given |= {"distill.teacher": str(teacher), "model.vocab_size": 262, "training.steps": 1}
+    trainer, found = trained(given, tmp_path, "distilled")
+    assert trainer.batch()["teacher_ids"].shape == (8, 64, 4) and np.isfinite(found[0]["kl"])
+    record = json.loads((tmp_path / "distilled/reference/teacher.json").read_text())
+    assert record["sha256"] == weights_digest(Path(record["teacher"]))

@@ -6,7 +6,7 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,8 +14,10 @@ from bessemer.errors import InputError, StorageError
 
 
 @contextmanager
-def exclusive(directory: Path, what: str, *, wait: bool = False) -> Iterator[None]:
-    """Hold `directory/.lock`. Held by another process: wait for it, or say whose it is."""
+def exclusive(
+    directory: Path, what: str, *, wait: bool = False, on_wait: Callable[[str], None] | None = None
+) -> Iterator[None]:
+    """Hold `directory/.lock`. If another process has it: wait (`on_wait` gets the owner, once) or raise InputError."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         file = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -27,8 +29,11 @@ def exclusive(directory: Path, what: str, *, wait: bool = False) -> Iterator[Non
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                owner = os.pread(file, 200, 0).decode(errors="replace") or "another process"
+                if wait and on_wait is not None:
+                    on_wait(owner)
+                    on_wait = None
                 if not wait:
-                    owner = os.pread(file, 200, 0).decode(errors="replace") or "another process"
                     raise InputError(
                         f"{what} '{directory}' is already running ({owner}): wait for it, or choose another "
                         f"directory."

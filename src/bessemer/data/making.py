@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -164,9 +165,11 @@ def _kept_plan(store: Store, name: str, build: Callable[[], Plan]) -> Plan:
 
 
 def _keep(folder: Path, arrays: dict[str, np.ndarray]) -> bool:
-    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    temporary = folder.with_name(
+        f"{folder.name}.{uuid.uuid4().hex}.tmp"
+    )  # a process id is not unique on shared disks
     try:
-        temporary.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir(parents=True)
         for name, values in arrays.items():
             np.save(temporary / f"{name}.npy", values)
         os.rename(temporary, folder)

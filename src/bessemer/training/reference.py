@@ -47,6 +47,7 @@ def ensure(trainer: BaseTrainer) -> None:
     if trainer.functions.abstract_state.reference is not None and trainer.state.reference is None:
         take(trainer)
     reference_logps.ensure(trainer)
+    teacher.record(trainer)
 
 
 def take(trainer: BaseTrainer) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.checkpoint import Checkpoints
+from bessemer.checkpoint.manifest import COMMIT
 from bessemer.checkpoint.tree import select
 from bessemer.checkpoint.weights import Arrays, WeightFile, check_fits, place
 from bessemer.errors import InputError
@@ -79,6 +81,19 @@ def files_in(start: Path) -> Arrays | None:
     if is_folder(start):
         return Folder(start)
     return WeightFile(start / WEIGHTS) if (start / WEIGHTS).is_file() else None
+
+
+def weights_digest(start: Path) -> str:
+    """Return the SHA-256 that names the weights: of a checkpoint's manifest, which lists its files' own, or of the
+    files with their configuration."""
+    if (start / COMMIT).is_file():
+        return hashlib.sha256((start / COMMIT).read_bytes()).hexdigest()
+    files = {file.path for file in Folder(start).files.values()} if is_folder(start) else {start / WEIGHTS}
+    digest = hashlib.sha256()
+    for path in [start / CONFIG, *sorted(files)]:
+        with open(path, "rb") as file:
+            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
 def check_weights(start: Path, checkpoints: Checkpoints, model: Any, boxed: Any) -> None:

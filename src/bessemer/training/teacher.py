@@ -1,11 +1,13 @@
 """The teacher of a distillation: another run's model, of its own shape, frozen and laid over the same mesh.
 
 Its parameters are the state's `reference`: read once, written to RUN/reference/step_0 with their configuration, and
-from then on the run needs the teacher's own directory no more. With `distill.top_k` it is not held at all (taught.py).
+from then on the run needs the teacher's own directory no more. With `distill.top_k` it is not held at all (taught.py):
+RUN/reference/teacher.json names its weights, so that a run whose teacher is gone finds what was stored of it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,20 +16,27 @@ from bessemer.checkpoint import Checkpoints
 from bessemer.config import configure
 from bessemer.data.tokenizer import FILE as TOKENIZER
 from bessemer.data.tokenizer import Tokenizer
-from bessemer.errors import InputError
+from bessemer.errors import InputError, StorageError
 from bessemer.generate import load
+from bessemer.job import atomic_write
+from bessemer.job.files import storage
 from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.registry import objectives
+from bessemer.topology import share
 from bessemer.training.first import PREFIX, planned_recipe
 from bessemer.training.model_parts import make_apply
-from bessemer.training.starts import read_weights, tree_in
+from bessemer.training.starts import read_weights, tree_in, weights_digest
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
 
 
+RECORD = "teacher.json"
+
+
 class Teacher(NamedTuple):
-    """`apply(params, batch, method="projection")`; `place` is the checkpoint directory the parameters are read from."""
+    """`apply(params, batch, method="projection")`; `place` is the directory the parameters are read from. The model is
+    None if that is gone and the run trains on what was stored of it."""
 
     model: Any
     apply: Callable[..., Any]
@@ -46,6 +55,8 @@ def find_teacher(trainer: BaseTrainer) -> Teacher | None:
     if settings.teacher is None:
         raise InputError(f"objective={entry.name} learns from another run: give distill.teacher=RUN.")
     place = kept_place(trainer) or Path(settings.teacher)
+    if settings.top_k and not place.is_dir() and recorded(trainer) is not None:
+        return Teacher(None, _gone, None, {}, place, live=False)
     config = config_of(trainer, place)
     model, _ = load.build_model(config, str(place))
     tokenizer = Tokenizer.load(place) if (place / TOKENIZER).is_file() else None
@@ -58,6 +69,50 @@ def find_teacher(trainer: BaseTrainer) -> Teacher | None:
         f"{model.count_parameters()['total']:,} parameters, frozen; {trainer.model_parts.counts['total']:,} here",
     )
     return Teacher(model, make_apply(model), boxed, config, place, settings.top_k == 0)
+
+
+def _gone(*_: Any, **__: Any) -> Any:
+    raise AssertionError("a teacher that is gone cannot be applied")
+
+
+def identity(trainer: BaseTrainer) -> str:
+    """Return the SHA-256 that names the teacher's weights. Raise InputError if the run was begun with others."""
+    teacher, known = trainer.teacher, recorded(trainer)
+    assert teacher is not None
+    if teacher.model is None:
+        assert known is not None
+        return known
+    found = share("the teacher's weights", lambda: weights_digest(teacher.place))
+    if known is not None and known != found:
+        raise InputError(
+            f"distill.teacher={teacher.place} holds other weights ({found[:12]}) than those this run began with "
+            f"({known[:12]}). Put those back, or start a new run."
+        )
+    return found
+
+
+def recorded(trainer: BaseTrainer) -> str | None:
+    """Return the SHA-256 of the stored teacher's weights that the run began with; None before its first step."""
+    path = trainer.run_directory.path / "reference" / RECORD
+    try:
+        return str(json.loads(path.read_text("utf-8"))["sha256"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{path} is damaged ({error}): put it back from a copy.") from error
+
+
+def record(trainer: BaseTrainer) -> None:
+    """Before the first step: write which weights a stored teacher has."""
+    teacher = trainer.teacher
+    if teacher is None or teacher.live or recorded(trainer) is not None:
+        return
+    facts = {"teacher": str(teacher.place), "sha256": identity(trainer)}
+    if trainer.is_process_zero:
+        path = trainer.run_directory.path / "reference" / RECORD
+        with storage("cannot record the teacher"):
+            path.parent.mkdir(exist_ok=True)
+        atomic_write(path, json.dumps(facts, indent=1))
 
 
 def kept_place(trainer: BaseTrainer) -> Path | None:
