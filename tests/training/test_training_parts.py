@@ -119,11 +119,69 @@ def test_a_state_larger_than_the_machine_is_refused_before_it_is_made(
     ):
         trainer.run()
     assert not (tmp_path / "large").exists()
-    state = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state))
-    monkeypatch.setattr(microbatch, "machine_memory", lambda: state + 1000)
-    with pytest.raises(TrainingError, match=r"out of memory before the first step.*per_device_batch_size=2"):
+
+
+def step_total(trainer: Any, per_device: int) -> int:
+    functions = trainer.functions
+    with trainer.topology.scope():
+        needed = microbatch.planned_memory(
+            trainer, functions.abstract_state, functions.state_shardings, per_device
+        )
+    assert needed is not None
+    return needed
+
+
+@pytest.mark.parametrize("fits", [1, 2])
+def test_out_of_memory_names_the_largest_micro_batch_that_fits(
+    fits: int, tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a batch may not fit either; what is named has been compiled."""
+    wide = {
+        **tiny,
+        "training.batch_size": 8,
+        "training.per_device_batch_size": 8,
+        "architecture.block_size": 256,
+    }
+    trainer = launch.build_trainer("quickstart", wide, name="large", root=tmp_path)
+    limit = (step_total(trainer, fits) + step_total(trainer, 2 * fits)) // 2
+    monkeypatch.setattr(microbatch, "machine_memory", lambda: limit)
+    with pytest.raises(
+        TrainingError,
+        match=rf"out of memory before the first step.*resume .* training.per_device_batch_size={fits} \(",
+    ):
         trainer.run()
     assert trainer.run_directory.read_status()["exit_code"] == 3
+    resumed = launch.reopen(tmp_path / "large", [f"training.per_device_batch_size={fits}"])
+    resumed.compile_aot()
+    microbatch.check_step(resumed)
+
+
+def test_out_of_memory_says_when_no_micro_batch_fits(
+    tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = launch.build_trainer("quickstart", tiny, name="large", root=tmp_path)
+    limit = step_total(trainer, 1) - 1
+    monkeypatch.setattr(microbatch, "machine_memory", lambda: limit)
+    with pytest.raises(TrainingError, match=r"No micro-batch fits: even one sequence") as raised:
+        trainer.run()
+    assert "resume" not in str(raised.value) and "architecture.remat=block" in str(raised.value)
+    config = trainer.config
+    config.set("architecture/remat", ["block"], "test")
+    assert "remat" not in microbatch.without_a_fit(config, 1, 2, 3)  # already so
+    huge = microbatch.without_a_fit(config, 331 * 2**30, 331 * 2**30, 80 * 2**30)
+    assert "block_size" not in huge and "lora.rank" in huge and "topology.fsdp" in huge
+
+
+@pytest.mark.parametrize(("limit", "size"), [(0, None), (1, 1), (5, 4), (8, 8), (100, 12)])
+def test_the_largest_that_fits_is_found_by_bisection(limit: int, size: int | None) -> None:
+    tried: list[int] = []
+
+    def fits(number: int) -> bool:
+        tried.append(number)
+        return number <= limit
+
+    assert microbatch.largest_fitting([12, 8, 6, 4, 3, 2, 1], fits) == size
+    assert len(tried) <= 3
 
 
 def test_an_epoch_of_a_mixture_ends(tiny: dict[str, object], corpus: Path, tmp_path: Path) -> None:

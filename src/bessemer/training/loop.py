@@ -19,7 +19,7 @@ from bessemer.topology import StopAgreement
 from bessemer.training import frozen, stages
 from bessemer.training.callback import Callbacks
 from bessemer.training.guard import Unstable
-from bessemer.training.outcome import doing, smaller_batches, together
+from bessemer.training.outcome import doing, together
 from bessemer.training.report import StepClock, StepLog, Waits
 from bessemer.training.rollback import roll_back
 from bessemer.training.signals import stop_signals
@@ -225,7 +225,7 @@ class Loop:
         if not self.trainer.validates:
             return None
         where = f"the validation at step {self.step}"
-        with self.paused(), doing(self.trainer, where, smaller_batches(self.trainer)):
+        with self.paused(), doing(self.trainer, where):
             self.trainer.step = self.step
             row = {"step": self.step, **self.trainer.validate()}
             self.callbacks.fire("on_validation", self, row)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from bessemer.config import Config
 from bessemer.errors import InputError, TrainingError
 from bessemer.topology import placement
 
@@ -67,10 +69,7 @@ def choose(trainer: BaseTrainer, abstract: Any, placed: Any) -> tuple[int, str]:
         needed = planned_memory(trainer, abstract, placed, size)
         if needed is not None and needed <= SPARE * limit:
             return size, f"largest that fits: {needed / 2**30:.1f} of {limit / 2**30:.1f} GiB planned"
-    raise InputError(
-        f"one sequence of {block} tokens does not fit into {limit / 2**30:.1f} GiB. Set architecture.remat=block, "
-        "shorten architecture.block_size, or shard the model with topology.fsdp."
-    )
+    raise InputError(without_a_fit(trainer.config, state_bytes(abstract, placed), needed, limit))
 
 
 def memory_limit(device: Any) -> int | None:
@@ -92,10 +91,7 @@ def check_machine(trainer: BaseTrainer) -> None:
     """Refuse a model whose state alone is more than a CPU's machine has: allocating it would end not in an error but
     with the system's killer of processes, after minutes in which nothing else on it answers."""
     limit = machine_memory()
-    functions = trainer.functions
-    state = sum(
-        row["bytes_per_device"] for row in placement(functions.abstract_state, functions.state_shardings)
-    )
+    state = state_bytes(trainer.functions.abstract_state, trainer.functions.state_shardings)
     if limit is not None and state > limit:
         raise InputError(
             f"the parameters and the optimizer's state take {state / 2**30:.1f} GiB, and this machine has "
@@ -104,23 +100,88 @@ def check_machine(trainer: BaseTrainer) -> None:
         )
 
 
+def state_bytes(abstract: Any, placed: Any) -> int:
+    """Bytes of the parameters and the optimizer's state on one device."""
+    return sum(row["bytes_per_device"] for row in placement(abstract, placed))
+
+
 def check_step(trainer: BaseTrainer) -> None:
-    """The same for the compiled step, whose activations are known only now."""
-    limit, step = machine_memory(), trainer.functions.train_step
+    """Raise TrainingError if the compiled step plans for more memory than the device has."""
+    limit, step = device_limit(trainer), trainer.functions.train_step
     if limit is None or not hasattr(step, "memory_analysis"):
         return
     if (needed := step_bytes(step).total) > limit:
-        size = trainer.config["training/per_device_batch_size"]
-        remedy = (
-            f"Continue with: bessemer resume {trainer.run_directory.word} training.per_device_batch_size={size // 2} "
-            "(the update stays the same)"
-            if size > 1
-            else "Begin anew with architecture.remat=block, or a shorter architecture.block_size"
-        )
         raise TrainingError(
-            f"out of memory before the first step: it takes {needed / 2**30:.1f} GiB, and this machine has "
-            f"{limit / 2**30:.1f} GiB for a device. {remedy}."
+            f"out of memory before the first step: it takes {gib(needed)}, and a device has {gib(limit)}. "
+            f"{remedy(trainer)}"
         )
+
+
+def device_limit(trainer: BaseTrainer) -> int | None:
+    """Bytes a device may use; None where nobody tells."""
+    return memory_limit(trainer.topology.mesh.local_devices[0]) or machine_memory()
+
+
+def remedy(trainer: BaseTrainer) -> str:
+    """Say which micro-batch fits, found by compiling smaller ones, or that none does and what else to change."""
+    limit = device_limit(trainer)
+    abstract, placed = trainer.functions.abstract_state, trainer.functions.state_shardings
+    size = trainer.config["training/per_device_batch_size"]
+    sizes = [n for n in candidates(trainer.data.batch_size, trainer.topology.data_parallel) if n < size]
+    planned: dict[int, int | None] = {}
+
+    def fits(size: int) -> bool:
+        with trainer.topology.scope():
+            planned[size] = planned_memory(trainer, abstract, placed, size)
+        return limit is None or (planned[size] or limit + 1) <= limit
+
+    best = largest_fitting(sizes, fits)
+    if best is not None:
+        needed = f", which takes {gib(planned[best] or 0)}" if limit is not None else ""
+        return (
+            f"Continue with: bessemer resume {trainer.run_directory.word} training.per_device_batch_size={best} "
+            f"(the update stays the same{needed})."
+        )
+    smallest = planned[sizes[-1]] if sizes else step_total(trainer.functions.train_step)
+    return without_a_fit(trainer.config, state_bytes(abstract, placed), smallest, limit)
+
+
+def largest_fitting(sizes: list[int], fits: Callable[[int], bool]) -> int | None:
+    """The first of `sizes` (largest first) that fits, by bisection: what is smaller than one that fits fits too."""
+    low, high = 0, len(sizes)  # sizes[high:] fit
+    while low < high:
+        middle = (low + high) // 2
+        if fits(sizes[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return sizes[high] if high < len(sizes) else None
+
+
+def without_a_fit(config: Config, state: int, needed: int | None, limit: int | None) -> str:
+    """What to say when a single sequence per pass does not fit. Only changes that can help are named."""
+    smaller = ["a smaller model (model.depth, model.width)", "adapters (lora.rank=8 with init=RUN)"]
+    spread = "more devices with topology.fsdp=-1"
+    if limit is not None and state > limit:
+        changes = [*smaller, spread]
+    else:
+        remat = [] if "block" in config.get("architecture/remat", []) else ["architecture.remat=block"]
+        changes = [*remat, "a shorter architecture.block_size", smaller[0], spread]
+    takes = f"takes {gib(needed)}" if needed is not None else "does not fit"
+    where = f", and a device has {gib(limit)}" if limit is not None else ""
+    return (
+        f"No micro-batch fits: even one sequence of {config['architecture/block_size']} tokens per pass {takes} "
+        f"({gib(state)} of it for parameters and optimizer state){where}. Start a new run with "
+        f"{', '.join(changes[:-1])} or {changes[-1]}; `bessemer plan` shows what a recipe takes."
+    )
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def step_total(step: Any) -> int | None:
+    return step_bytes(step).total if hasattr(step, "memory_analysis") else None
 
 
 class StepMemory(NamedTuple):

@@ -14,7 +14,7 @@ from bessemer.errors import BessemerError, Stopped, StorageError, TrainingError
 from bessemer.job import RunLock
 from bessemer.job.files import remove_leftovers
 from bessemer.topology import absent_processes, barrier, farewell, first_line
-from bessemer.training import goodput, reference
+from bessemer.training import goodput, microbatch, reference
 from bessemer.training.guard import Unstable
 from bessemer.training.mirror import mirrored
 from bessemer.training.output import write_setup
@@ -168,10 +168,9 @@ def explained(trainer: BaseTrainer) -> Iterator[None]:
 def _runtime_error(trainer: BaseTrainer, error: Exception) -> Exception:
     text = str(error)
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
-        activity = trainer.activity or stepping(trainer)
+        what, remedy = _memory_remedy(trainer, error)
         return TrainingError(
-            f"out of memory in {activity.what} ({first_line(error)}). {_last_checkpoint(trainer)} "
-            f"{activity.remedy}, then continue with: bessemer resume {trainer.run_directory.word}"
+            f"out of memory in {what} ({first_line(error)}). {_last_checkpoint(trainer)} {remedy}"
         )
     if jax.process_count() > 1:
         absent = ", ".join(map(str, absent_processes()))
@@ -205,26 +204,29 @@ def _last_checkpoint(trainer: BaseTrainer) -> str:
 
 
 class Activity(NamedTuple):
-    """What runs now, and what to do when memory does not suffice for it."""
+    """What runs now, and what to change when memory does not suffice for it; no change: a smaller micro-batch."""
 
     what: str
-    remedy: str
+    change: str | None = None
 
 
-def stepping(trainer: BaseTrainer) -> Activity:
-    return Activity(f"a pass over {trainer.functions.micro} sequences", smaller_batches(trainer))
-
-
-def smaller_batches(trainer: BaseTrainer) -> str:
-    size = trainer.config["training/per_device_batch_size"]
-    if size > 1:
-        return f"Set training.per_device_batch_size={size // 2} (the update stays the same)"
-    return "Spread the model (topology.fsdp), or take architecture.remat=block in a new run"
+def _memory_remedy(trainer: BaseTrainer, error: Exception) -> tuple[str, str]:
+    """(what ran out of memory, what to do)."""
+    micro = f"a pass over {trainer.functions.micro} sequences"
+    activity = trainer.activity or Activity(micro)
+    change = activity.change
+    if isinstance(error, MemoryError):
+        change = "Free memory on this machine, or lower data.prefetch and data.workers"
+    if change is None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # a device that can no longer even compile
+            return activity.what, microbatch.remedy(trainer)
+        change = "Set a smaller training.per_device_batch_size (the update stays the same)"
+    return activity.what, f"{change}, then continue with: bessemer resume {trainer.run_directory.word}"
 
 
 @contextlib.contextmanager
-def doing(trainer: BaseTrainer, what: str, remedy: str) -> Iterator[None]:
+def doing(trainer: BaseTrainer, what: str, change: str | None = None) -> Iterator[None]:
     """Something besides the steps that may run out of memory; kept on an error, so that it can be named."""
-    before, trainer.activity = trainer.activity, Activity(what, remedy)
+    before, trainer.activity = trainer.activity, Activity(what, change)
     yield
     trainer.activity = before
