@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 
 class BessemerError(Exception):
@@ -52,8 +53,54 @@ def nearest(word: str, known: list[str] | tuple[str, ...], cutoff: float = 0.6) 
 
 
 def to_install(extra: str) -> str:
-    """The command that installs an extra of ours for the Python that runs this, whatever else is on the path."""
-    return f"{_python()} -m pip install 'bessemer[{extra}]'"
+    """The command that installs an extra for the Python that runs this, from where Bessemer itself was installed.
+
+    From a clone or a folder it names that folder: on an index `bessemer` may be somebody else's package.
+    """
+    import importlib.util
+
+    pip = f"{_python()} -m pip install"
+    if importlib.util.find_spec("pip") is None and shutil.which("uv"):
+        pip = f"uv pip install --python {_short(Path(sys.executable))}"
+    return f"{pip} {_requirement(extra)}"
+
+
+def _requirement(extra: str) -> str:
+    """What pip is given, by how Bessemer was installed (direct_url.json of PEP 610)."""
+    import importlib.metadata
+    import json
+    from urllib.parse import unquote, urlparse
+
+    distribution: Any = None
+    origin: dict[str, Any] = {}
+    try:
+        distribution = importlib.metadata.distribution("bessemer")
+        origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        pass  # not installed: run from its sources
+    clone = Path(__file__).resolve().parents[2]
+    url = str(origin.get("url", ""))
+    if distribution is None:
+        url = clone.as_uri() if (clone / "pyproject.toml").is_file() else ""
+    elif not url:
+        return f"'bessemer[{extra}]'"  # from an index, by its name
+    if not url.startswith("file:"):
+        vcs = origin.get("vcs_info", {})
+        at = f"{vcs['vcs']}+{url}@{vcs.get('commit_id', 'HEAD')}" if "vcs" in vcs else url
+        return shlex.quote(f"bessemer[{extra}] @ {at}")
+    folder = Path(unquote(urlparse(url).path))
+    if not folder.exists():  # a deleted clone or a wheel of a temporary directory: what the extra consists of
+        return " ".join(shlex.quote(name) for name in _parts(distribution, extra)) or f"'bessemer[{extra}]'"
+    editable = "-e " if distribution is None or origin.get("dir_info", {}).get("editable") else ""
+    place = "." if folder.resolve() == Path.cwd() else _unquoted(folder)
+    return f"{editable}{shlex.quote(f'{place}[{extra}]')}"
+
+
+def _parts(distribution: Any, extra: str) -> list[str]:
+    """Requirements of an extra, as the installed metadata lists them."""
+    wanted = re.compile(rf"extra == ['\"]{re.escape(extra)}['\"]")
+    lines = (distribution.requires or []) if distribution is not None else []
+    return [line.partition(";")[0].strip() for line in lines if wanted.search(line)]
 
 
 _COMMAND = re.compile(
@@ -81,8 +128,11 @@ def _python() -> str:
 
 def _short(program: Path) -> str:
     """Relative where it lies below the current directory, and as a shell reads it."""
+    return shlex.quote(_unquoted(program))
+
+
+def _unquoted(path: Path) -> str:
     try:
-        path = program.absolute().relative_to(Path.cwd())
+        return str(path.absolute().relative_to(Path.cwd()))
     except (ValueError, OSError):  # elsewhere, or the current directory is gone
-        path = program
-    return shlex.quote(str(path))
+        return str(path)

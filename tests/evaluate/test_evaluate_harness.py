@@ -40,7 +40,7 @@ def test_what_to_install_is_said(run):
     try:
         import lm_eval  # noqa: F401
     except ImportError:
-        with pytest.raises(InputError, match=r"bessemer\[eval\]"):
+        with pytest.raises(InputError, match=r"pip install .*\[eval\]"):
             Evaluator.from_run(run, tasks=["harness:piqa"]).run()
     with pytest.raises(InputError, match="nothing after the colon"):
         Evaluator.from_run(run, tasks=["harness:"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -145,7 +146,7 @@ def test_without_the_extra_the_command_says_what_to_install() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.returncode == 2, result.stderr
     assert "needs uvicorn, which is not installed: " in result.stderr
-    assert "-m pip install 'bessemer[dash]'" in result.stderr
+    assert re.search(r"pip install .*\[dash\]'", result.stderr)
 
 
 def test_a_token_is_asked_for_where_one_is_set(loaded: LoadedModel, engine: Engine, gate: Gate) -> None:
