@@ -98,6 +98,7 @@ def test_a_run_is_watched_stopped_resumed_and_talked_to(
             page.locator("figure[data-title=Loss] canvas").wait_for(timeout=300_000)
             before, loss = read_step(page), newest(page)
             until(lambda: read_step(page) > before + 100 and newest(page) != loss)
+            assert "primary" not in (page.get_attribute("#act", "class") or "")
             page.get_by_role("button", name="Stop").click()
             page.get_by_role("button", name="Stop it").click()
             assert process.wait(120) == 75, "it saved, and can be resumed"
@@ -117,6 +118,10 @@ def test_a_run_is_watched_stopped_resumed_and_talked_to(
         finally:
             os.kill(resumed["pid"], signal.SIGTERM)
         page.locator(".state .pill.stopped").wait_for(timeout=300_000)
+        until(lambda: live.dash.actions.known("watched")["exit_code"] == 75)
+        until(lambda: live.get("/api/run?run=watched")["resumed"]["exit_code"] == 75)
+        page.wait_for_timeout(1500)
+        assert "ended with code" not in page.text_content(".notes"), "a normal stop is no failure"
         page.get_by_role("tab", name="Chat").click()
         page.fill("#most", "12")
         page.fill("#message", "the red fox")
@@ -135,7 +140,8 @@ def test_a_run_is_watched_stopped_resumed_and_talked_to(
 def test_overlay_zoom_settings_side_by_side_and_keys(watched: Callable[..., Any], tmp_path: Path) -> None:
     root = tmp_path / "runs"
     make_run(root, "one")
-    make_run(root, "two", rate=0.01)
+    two = make_run(root, "two", rate=0.01)
+    two.config.write_text(two.config.read_text().replace("{lr: 0.01}", "{lr: 0.01, beta1: 0.9}"))
     with serving(root) as live:
         page = watched(color_scheme="light").page
         page.goto(live.address)
@@ -168,6 +174,10 @@ def test_overlay_zoom_settings_side_by_side_and_keys(watched: Callable[..., Any]
         page.get_by_role("heading", name="Settings that differ").wait_for()
         page.locator(".diff tbody tr").wait_for()
         assert page.locator(".diff tbody tr").all_text_contents() == ["optimization.lr0.020.01"]
+        page.get_by_text("In some of the runs only: 1 setting").wait_for()
+        assert not page.get_by_text("optimization.beta1").is_visible()
+        page.get_by_text("The same in all: 2 settings").click()
+        page.get_by_text("training.steps").wait_for()
         assert too_faint(page) == []
         page.get_by_label("Change between dark and light").click()
         assert page.evaluate("getComputedStyle(document.body).colorScheme") == "dark"
@@ -181,6 +191,104 @@ def test_overlay_zoom_settings_side_by_side_and_keys(watched: Callable[..., Any]
         page.get_by_text("def add(a, b):").wait_for()
         assert page.get_by_role("tab", name="Samples").get_attribute("aria-selected") == "true"
         _weights(page, root / "one" / "weights.jsonl")
+
+
+def test_the_list_sorts_by_every_column_and_names_recipe_objective_and_result(
+    watched: Callable[..., Any], tmp_path: Path
+) -> None:
+    root = tmp_path / "runs"
+    make_run(root, "a-text", rows=30)
+    for name, objective, rows, metric in (
+        ("b-pairs", "dpo", 40, {"val_pref_acc": 0.75}),
+        ("c-reward", "grpo", 20, {"val_reward": 0.5}),
+    ):
+        run = make_run(root, name, rows=rows)
+        run.config.write_text(f"objective: {objective}\nprovenance: {{objective: recipe {objective}}}\n")
+        run.metrics.write_text(
+            "".join(
+                json.dumps({key: value for key, value in json.loads(line).items() if "val_" not in key})
+                + "\n"
+                for line in run.metrics.read_text().splitlines()
+            )
+            + json.dumps({"step": rows * 10, **metric})
+            + "\n"
+        )
+    with serving(root) as live:
+        page = watched().page
+        page.goto(live.address)
+        page.locator("tr[data-run=a-text]").wait_for()
+
+        def order() -> list[str]:
+            return page.eval_on_selector_all("tr[data-run]", "rows => rows.map((row) => row.dataset.run)")
+
+        def cell(run: str, title: str) -> str:
+            return page.text_content(f"tr[data-run={run}] td[data-title='{title}']") or ""
+
+        assert order() == ["c-reward", "b-pairs", "a-text"], "the most recently active first"
+        page.get_by_role("button", name="Run", exact=True).click()
+        assert order() == ["a-text", "b-pairs", "c-reward"]
+        page.get_by_role("button", name="Step", exact=True).click()
+        assert order() == ["b-pairs", "a-text", "c-reward"], "the largest first"
+        page.get_by_role("button", name="Step", exact=True).click()
+        assert order() == ["c-reward", "a-text", "b-pairs"]
+        assert page.get_attribute("th[data-title=Step]", "aria-sort") == "ascending"
+        page.get_by_role("button", name="Recipe", exact=True).click()
+        assert order() == ["b-pairs", "c-reward", "a-text"]
+        assert [cell("b-pairs", title) for title in ("Recipe", "Objective", "Size", "Result")] == [
+            "dpo",
+            "dpo",
+            "12.3M",
+            "75.0% pref. acc.",
+        ]
+        assert cell("c-reward", "Result") == "0.5 reward" and cell("a-text", "Result") == "1.233 bpb"
+        page.reload()
+        page.locator("tr[data-run=a-text]").wait_for()
+        assert order() == ["b-pairs", "c-reward", "a-text"], "the page remembers it"
+
+
+def test_hover_reads_the_step_under_the_cursor(watched: Callable[..., Any], tmp_path: Path) -> None:
+    make_run(tmp_path / "runs", "one")  # a row every 10 steps, a validation every 50
+    with serving(tmp_path / "runs") as live:
+        page = watched().page
+        page.goto(f"{live.address}/#/run/one")
+        chart = page.locator("figure[data-title=Loss]")
+        chart.locator("canvas").wait_for()
+        assert chart.locator(".where").text_content() == "step 500", "the newest, without a cursor"
+        box = chart.locator(".u-over").bounding_box()
+        for over, step in ((204, 200), (206, 210), (10, 10), (499, 500)):
+            page.mouse.move(box["x"] + box["width"] * (over - 10) / 490, box["y"] + 40)
+            until(lambda step=step: chart.locator(".where").text_content() == f"step {step}")
+            values = chart.locator(".legend .value").all_text_contents()
+            assert values[:2] == [f"{row(step)[name]:.4f}".rstrip("0") for name in ("loss", "loss_smooth")]
+            validated = step // 50 * 50
+            assert values[2] == ("2.5" if validated else "–")
+            early = chart.locator(".legend .early").all_text_contents()
+            assert early == ["", "", "" if validated in (0, step) else f"at {validated}"]
+        chart.locator(".plot").focus()
+        page.keyboard.press("ArrowLeft")
+        until(lambda: (chart.locator("[aria-live]").text_content() or "").startswith("step 490: loss "))
+
+
+def test_groups_of_the_learning_rate_are_one_panel_in_an_overlay(
+    watched: Callable[..., Any], tmp_path: Path
+) -> None:
+    root = tmp_path / "runs"
+    for name, scale in (("one", 1.0), ("two", 2.0)):
+        run = make_run(root, name)
+        rates = {
+            f"lr/{group}": scale * place for place, group in enumerate(("matrix", "head", "embedding"), 1)
+        }
+        with open(run.metrics, "a") as file:
+            file.write(json.dumps({**row(600), **rates}) + "\n")
+    with serving(root) as live:
+        page = watched().page
+        page.goto(f"{live.address}/#/overlay/one,two")
+        chart = page.locator("figure[data-title='Learning rate']")
+        chart.locator("canvas").wait_for()
+        assert page.locator("figure[data-title^='Learning rate']").count() == 1
+        assert chart.locator(".legend .value").all_text_contents() == ["0.02", "0.02"]
+        chart.locator("select").select_option("lr/head")
+        until(lambda: chart.locator(".legend .value").all_text_contents() == ["2", "4"])
 
 
 def _weights(page: Any, path: Path) -> None:

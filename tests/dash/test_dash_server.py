@@ -42,7 +42,13 @@ def test_the_list_and_a_run_say_what_their_files_say(live: Live) -> None:
     mine = next(run for run in listed["runs"] if run["id"] == "mine")
     assert {run["id"] for run in listed["runs"]} == {"mine", "other"} and listed["outside"] == 0
     assert (mine["state"], mine["step"], mine["steps"], mine["mfu"]) == ("done", 500, 1000, 0.412)
-    assert mine["val_bpb"] == 1.22 and mine["tok_per_s"] == row(500)["time/tok_per_s"]
+    assert mine["tok_per_s"] == row(500)["time/tok_per_s"]
+    assert (mine["result"]["metric"], mine["result"]["value"], mine["result"]["unit"]) == (
+        "val_bpb",
+        1.22,
+        "bpb",
+    )
+    assert (mine["recipe"], mine["objective"], mine["parameters"]) == ("quickstart", None, 12_345_678)
     run = live.get("/api/run?run=mine")
     assert run["config"]["optimization.lr"] == "0.02" and run["origins"]["training.steps"] == "command line"
     assert run["derived"] == [{"name": "training.batch_size", "value": "8", "reason": "fits in memory"}]
@@ -86,7 +92,13 @@ def test_curves_of_several_runs_and_what_has_not_changed_is_not_sent_again(live:
 
 def test_settings_that_differ(live: Live) -> None:
     found = live.get("/api/diff?run=mine&run=other")
-    assert found["rows"] == [{"key": "optimization.lr", "values": ["0.02", "0.01"]}] and found["same"] == 2
+    assert (
+        found["rows"] == [{"key": "optimization.lr", "values": ["0.02", "0.01"]}] and found["partial"] == []
+    )
+    assert found["same"] == [
+        {"key": "training.batch_size", "value": "8"},
+        {"key": "training.steps", "value": "1000"},
+    ]
 
 
 @pytest.mark.parametrize(

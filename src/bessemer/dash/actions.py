@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from bessemer.dash.files import Folder
 from bessemer.dash.runs import short
-from bessemer.errors import InputError
+from bessemer.errors import InputError, Stopped
 from bessemer.job import RunDirectory, RunLock
 from bessemer.job.process import module_command, module_environment
 
@@ -34,7 +34,18 @@ class Resumed:
             said = self.output.read_bytes()[-2000:].decode("utf-8", errors="replace")
         except OSError:
             said = ""
-        return {"pid": self.process.pid, "exit_code": code, "said": said.strip(), "begun": self.begun}
+        failed = code not in (
+            None,
+            0,
+            Stopped.exit_code,
+        )  # a run that was stopped has saved: nothing went wrong
+        return {
+            "pid": self.process.pid,
+            "exit_code": code,
+            "failed": failed,
+            "said": said.strip(),
+            "begun": self.begun,
+        }
 
 
 class Actions:

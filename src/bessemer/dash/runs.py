@@ -17,14 +17,21 @@ from bessemer.report.summary import Summary, disk_size, is_number
 
 NEWEST = {
     "loss": "loss_smooth",
-    "val_bpb": "val_bpb",
-    "val_reward": "val_reward",
     "tok_per_s": "time/tok_per_s",
     "mfu": "time/mfu",
     "eta": "time/eta",
     "tokens": "tokens",
     "seconds": "time/total",
 }
+RESULTS = (
+    ("val_reward", "reward", "reward of greedy answers to held-out prompts"),
+    ("val_pref_acc", "pref. acc.", "share of held-out pairs whose chosen answer scores higher"),
+    ("val_bpb", "bpb", "bits per byte of held-out text"),
+    ("val_loss", "val. loss", "loss on held-out data"),
+    ("reward", "reward, train", "reward of sampled answers to training prompts; nothing was held out"),
+    ("pref_acc", "pref. acc., train", "share of training pairs ranked right; nothing was held out"),
+)
+"""(metric, unit, what it is): the first that a run has is its headline. A loss of training is never one."""
 END = 256 << 10  # bytes at a file's end in which the newest values are looked for
 STATES = ("running", "done", "stopped", "failed")
 MOST_SAMPLES, LONGEST_TEXT = 400, 4000
@@ -52,7 +59,6 @@ class Runs:
     def row(self, name: str) -> dict[str, Any]:
         run = self.folder.run(name)
         summary = self.summary(run)
-        beat = summary.status.get("heartbeat")
         newest = self._remember(run.metrics, "newest", self._newest)
         step = max((s for s in (summary.step, newest.get("step")) if s is not None), default=None)
         return {
@@ -60,9 +66,14 @@ class Runs:
             "state": self.state(summary),
             "step": step,
             "steps": summary.total_steps,
+            "recipe": short(summary.recipe, 200) or None,
+            "objective": short(summary.config.get("objective", summary.config.get("job")), 100) or None,
+            "parameters": _parameters(summary.facts),
             **{label: newest.get(metric) for label, metric in NEWEST.items()},
             "loss": newest.get("loss_smooth", newest.get("loss")),
-            "beat": float(beat) if is_number(beat) else None,
+            "result": _headline(newest),
+            "began": _time(summary.status.get("began")),
+            "beat": _time(summary.status.get("heartbeat")),
             "message": short(summary.status.get("message"), 500),
         }
 
@@ -110,15 +121,24 @@ class Runs:
         }
 
     def difference(self, names: list[str]) -> dict[str, Any]:
-        """The settings in which runs differ, and how many are the same."""
+        """Settings that differ (`rows`), those of some runs only (`partial`), and those that are the same.
+
+        Another objective, optimizer or model brings settings of its own: these are no difference in one setting.
+        """
         summaries = [self.summary(self.folder.run(name)) for name in names]
         different = differing_settings(summaries)
-        same = len({key for summary in summaries for key in summary.config}) - len(different)
-        rows = [
-            {"key": short(key, 200), "values": [show(value) if known else None for known, value in row]}
-            for key, row in sorted(different.items())
+        found: dict[str, list[dict[str, Any]]] = {"rows": [], "partial": []}
+        for key, row in sorted(different.items()):
+            values = [show(value) if known else None for known, value in row]
+            found["rows" if all(known for known, _ in row) else "partial"].append(
+                {"key": short(key, 200), "values": values}
+            )
+        same = [
+            {"key": short(key, 200), "value": show(value)}
+            for key, value in sorted(summaries[0].config.items())
+            if key not in different
         ]
-        return {"runs": names, "rows": rows, "same": same}
+        return {"runs": names, **found, "same": same}
 
     def samples(self, name: str) -> list[dict[str, Any]]:
         """The newest previews, oldest first, long texts cut."""
@@ -175,7 +195,7 @@ class Runs:
         """The newest value of each metric that the list shows, from the end of the file alone."""
         data = self.folder.read(path, END, tail=True) or b""
         found: dict[str, float] = {}
-        for name in ("step", "loss", *NEWEST.values()):
+        for name in ("step", "loss", *NEWEST.values(), *(metric for metric, _, _ in RESULTS)):
             end = len(data)
             while end > 0 and (place := data.rfind(b'"%s":' % name.encode(), 0, end)) >= 0:
                 line = data[data.rfind(b"\n", 0, place) + 1 : (data + b"\n").find(b"\n", place)]
@@ -244,6 +264,25 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list):
         return [plain(v, depth + 1) for v in value[:10_000]]
     return value
+
+
+def _headline(newest: dict[str, float]) -> dict[str, Any] | None:
+    """The number a run is judged by, with its unit and what it means; None while there is none."""
+    for metric, unit, meaning in RESULTS:
+        if metric in newest:
+            return {"metric": metric, "value": newest[metric], "unit": unit, "meaning": meaning}
+    return None
+
+
+def _parameters(facts: dict[str, Any]) -> float | None:
+    """How many the model has."""
+    groups = facts.get("parameters")
+    total = groups.get("total") if isinstance(groups, dict) else None
+    return total if is_number(total) else None
+
+
+def _time(value: Any) -> float | None:
+    return float(value) if is_number(value) else None
 
 
 def _decision(value: Any) -> dict[str, str]:

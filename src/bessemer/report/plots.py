@@ -83,17 +83,10 @@ def _loss(axes: Axes, summary: Summary) -> bool:
 
 def _bits_per_byte(axes: Axes, summary: Summary) -> bool:
     some = line(axes, summary, "val_bpb", "model", color=ACCENT, marker="o", markersize=3.5)
-    for name, value in sorted(summary.baselines().items()) if some else ():
-        axes.axhline(value, color=GREY, linewidth=1, linestyle="--")
-        axes.annotate(
-            f"{name} {value:.3f}",
-            (0.01, value),  # the left end is free: curves begin above it, and end near these lines
-            xycoords=("axes fraction", "data"),
-            fontsize=8,
-            ha="left",
-            va="bottom",
-            color=GREY,
-        )
+    styles = ("--", ":", "-.")
+    for place, (name, value) in enumerate(sorted(summary.baselines().items()) if some else ()):
+        # named in the legend: labels on the lines overlap where two compressors are equally good
+        axes.axhline(value, color=GREY, linewidth=1, linestyle=styles[place % 3], label=f"{name} {value:.3f}")
     finish(axes, "validation bits per byte")
     return some
 

@@ -37,17 +37,13 @@ def command_of(summary: Summary) -> str:
     """A command that gives these settings, from what each setting says of its origin."""
     if not summary.config:
         return MISSING
-    recipes = [
-        str(origin).removeprefix("recipe ")
-        for origin in summary.provenance.values()
-        if str(origin).startswith("recipe ")
-    ]
+    recipe = summary.recipe
     given = [
         f"{key}={show(summary.config.get(key))}"
         for key, origin in summary.provenance.items()
         if str(origin).startswith("command line")
     ]
-    return shlex.join(["bessemer", "train", *recipes[-1:], *given])
+    return shlex.join(["bessemer", "train", *([] if recipe is None else [recipe]), *given])
 
 
 def newest_meta(run: RunDirectory) -> tuple[dict[str, Any], str]:

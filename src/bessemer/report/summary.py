@@ -8,9 +8,11 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from bessemer.config import read_recipe, recipe_names
 from bessemer.errors import BessemerError
 from bessemer.job import RunDirectory, RunLock
 from bessemer.report.metrics import MetricsFile
@@ -49,6 +51,11 @@ class Summary:
     def total_steps(self) -> int | None:
         total = self.facts.get("steps", self.config.get("training.steps"))
         return int(total) if is_number(total) else None
+
+    @property
+    def recipe(self) -> str | None:
+        """The recipe the run was started with, from the origins of its settings; None where there was none."""
+        return recipe_of(self.provenance)
 
     @property
     def loss_per_token(self) -> bool:
@@ -104,6 +111,27 @@ def summarise(run: RunDirectory) -> Summary:
     files = sorted(run.eval.glob("*.json")) if run.eval.is_dir() else []
     summary.evaluations = [found for file in files if (found := _read(file, summary.problems))]
     return summary
+
+
+def recipe_of(provenance: Mapping[str, Any]) -> str | None:
+    """Return the recipe that settings with these origins came from. One that extends others leaves their names too."""
+    origins = (str(origin) for origin in provenance.values())
+    named = list(dict.fromkeys(one.removeprefix("recipe ") for one in origins if one.startswith("recipe ")))
+    own = [name for name in named if name not in _shipped()]  # a shipped one extends shipped ones only
+    inherited = {parent for name in named for parent in _parents(name)}
+    return next((name for name in reversed(own or named) if name not in inherited), None)
+
+
+@cache
+def _shipped() -> frozenset[str]:
+    return frozenset(recipe_names())
+
+
+@cache
+def _parents(name: str) -> frozenset[str]:
+    """The recipes that a shipped one extends."""
+    layers = read_recipe(name).layers[:-1] if name in _shipped() else []
+    return frozenset(layer.origin.removeprefix("recipe ") for layer in layers)
 
 
 def training_seconds(rows: Sequence[Row]) -> float | None:

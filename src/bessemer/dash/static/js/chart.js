@@ -1,16 +1,22 @@
 // One chart: uPlot with a legend that reads the curves at the cursor, zoom by dragging, keys, and a table of its numbers.
 
 import { h, fill, say, table } from "./dom.js";
-import { compact, duration, number } from "./format.js";
+import { compact, duration, number, whole } from "./format.js";
 import { colours } from "./paint.js";
 import { at, clean } from "./points.js";
 
 const HEIGHT = 230;
 const TICKS = { step: compact, tokens: compact, flops: compact, time: duration };
+const PLACES = {
+  step: (x) => `step ${whole(x)}`,
+  tokens: (x) => `${compact(x)} tokens`,
+  flops: (x) => `${compact(x)} FLOPs`,
+  time: duration,
+};
 
 export class Chart {
-  // spec: {title, unit, log}; onZoom(low, high), or onZoom(null, null) for all of it.
-  constructor(spec, sync, onZoom) {
+  // spec: {title, unit, log, choices}; onZoom(low, high), or onZoom(null, null) for all of it; onChoose(name) of `choices`.
+  constructor(spec, sync, onZoom, onChoose) {
     this.spec = spec;
     this.sync = sync;
     this.onZoom = onZoom;
@@ -25,6 +31,18 @@ export class Chart {
       onkeydown: (event) => this.key(event),
     });
     this.legend = h("ul", { class: "legend" });
+    this.where = h("li", { class: "where" });
+    const choice = spec.choices
+      ? h(
+          "select",
+          {
+            class: "choice",
+            "aria-label": `${spec.title}: which`,
+            onchange: (event) => onChoose(event.target.value),
+          },
+          spec.choices.map((name) => h("option", { value: name }, name)),
+        )
+      : null;
     this.live = h("p", { class: "unseen", "aria-live": "polite" });
     this.numbers = h("div", { class: "numbers", hidden: true });
     this.logButton = h(
@@ -60,6 +78,7 @@ export class Chart {
         "figcaption",
         {},
         h("span", { class: "title" }, spec.title),
+        choice,
         h("span", { class: "unit" }, spec.unit),
         h("span", { class: "tools" }, this.logButton, this.tableButton, this.wideButton),
       ),
@@ -155,7 +174,10 @@ export class Chart {
       height: this.height(),
       series,
       legend: { show: false },
-      scales: { x: { time: false, distr: this.view.logX ? 3 : 1, range }, y: { distr: this.log ? 3 : 1 } },
+      scales: {
+        x: { time: false, distr: this.view.logX ? 3 : 1, range },
+        y: this.log ? { distr: 3 } : { distr: 1, range: spread },
+      },
       axes: [
         {
           ...axis,
@@ -173,6 +195,7 @@ export class Chart {
         },
       ],
       cursor: {
+        y: false, // the charts share the cursor, and not their values
         sync: { key: this.sync, setSeries: false },
         drag: { x: true, y: false, setScale: false },
         points: { size: 7 },
@@ -205,9 +228,10 @@ export class Chart {
   }
 
   makeLegend() {
-    this.values = this.curves.map(() => h("span", { class: "value" }));
+    this.values = this.curves.map(() => [h("span", { class: "value" }), h("span", { class: "early" })]);
     fill(
       this.legend,
+      this.where,
       this.curves.map((curve, place) => {
         const swatch = h("span", { class: "swatch" });
         swatch.style.background = curve.colour;
@@ -222,7 +246,7 @@ export class Chart {
           },
           swatch,
           h("span", { class: "label" }, curve.label),
-          this.values[place],
+          ...this.values[place],
         );
         return h("li", {}, button);
       }),
@@ -234,14 +258,31 @@ export class Chart {
     this.draw(true);
   }
 
-  // The legend's numbers: at the cursor, or the newest.
+  // The place that is read: of the point nearest to the cursor, or the newest.
+  place() {
+    const xs = this.uplot.data[0];
+    const { left, idx } = this.uplot.cursor;
+    return left >= 0 && idx !== null && idx !== undefined ? xs[idx] : xs.at(-1);
+  }
+
+  // What a curve says there; a value of an earlier place (a validation's) names it.
+  reading(curve, x) {
+    const found = x === undefined ? undefined : at(this.clean[curve], x);
+    if (!found) return ["–", ""];
+    return [number(found.y), found.x === x ? "" : `at ${TICKS[this.view.axis](found.x)}`];
+  }
+
+  // The legend's numbers and their place.
   read() {
     if (!this.values || !this.uplot) return;
-    const { left } = this.uplot.cursor;
-    const x = left >= 0 && left !== undefined && left !== null ? this.uplot.posToVal(left, "x") : Infinity;
-    this.curves.forEach(
-      (curve, place) => this.values[place] && say(this.values[place], number(at(this.clean[place], x))),
-    );
+    const x = this.place();
+    const over = this.uplot.cursor.left >= 0;
+    say(this.where, x === undefined ? "" : PLACES[this.view.axis](x));
+    this.values.forEach(([value, early], curve) => {
+      const [text, when] = this.reading(curve, x);
+      say(value, text);
+      say(early, over ? when : "");
+    });
   }
 
   describe() {
@@ -272,13 +313,14 @@ export class Chart {
     const width = u.over.clientWidth;
     const place = u.cursor.left >= 0 ? u.cursor.left : width;
     if (event.key === "ArrowLeft" || event.key === "ArrowRight") {
-      const step = (event.shiftKey ? 0.1 : 0.01) * width * (event.key === "ArrowLeft" ? -1 : 1);
-      u.setCursor({ left: Math.min(width - 1, Math.max(0, place + step)), top: u.over.clientHeight / 2 });
-      const x = u.posToVal(u.cursor.left, "x");
-      say(
-        this.live,
-        `${this.view.axis} ${TICKS[this.view.axis](x)}: ${this.curves.map((curve, n) => `${curve.label} ${number(at(this.clean[n], x))}`).join(", ")}`,
-      );
+      const xs = u.data[0];
+      if (!xs.length) return;
+      const reach = (event.shiftKey ? Math.ceil(xs.length / 10) : 1) * (event.key === "ArrowLeft" ? -1 : 1);
+      const now = u.cursor.left >= 0 ? (u.cursor.idx ?? xs.length - 1) : xs.length;
+      const next = Math.min(xs.length - 1, Math.max(0, now + reach));
+      u.setCursor({ left: u.valToPos(xs[next], "x"), top: u.over.clientHeight / 2 });
+      const words = this.curves.map((curve, n) => [curve.label, ...this.reading(n, xs[next])].join(" ").trim());
+      say(this.live, `${PLACES[this.view.axis](xs[next])}: ${words.join(", ")}`);
     } else if (event.key === "+" || event.key === "=" || event.key === "-") {
       const middle = u.posToVal(Math.min(place, width), "x"),
         { min, max } = u.scales.x;
@@ -294,4 +336,11 @@ export class Chart {
     this.observer.disconnect();
     this.uplot?.destroy();
   }
+}
+
+// The range of an axis; around a curve that never changes, a little of both sides of it.
+function spread(u, low, high) {
+  if (low === null || high === null) return [0, 1];
+  if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
+  return low === 0 ? [0, 1] : [low - Math.abs(low) / 10, low + Math.abs(low) / 10];
 }

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { Curves } from "./curves.js";
-import { empty, fill, h } from "./dom.js";
+import { empty, fill, h, table } from "./dom.js";
 import { address } from "./list.js";
 
 export class Overlay {
@@ -104,51 +104,70 @@ export class Diff {
     const data = await get("diff", { run: this.runs });
     if (data === this.shown) return;
     this.shown = data;
-    if (!data.rows.length) {
-      fill(this.place, empty("The settings are the same", `All ${data.same} of them.`));
-      return;
-    }
-    const value = (text, row) =>
-      h(
-        "td",
-        { class: text !== row.values[0] ? "other" : null },
-        text === null ? h("span", { class: "muted" }, "not there") : h("code", {}, text),
-      );
     fill(
       this.place,
+      data.rows.length
+        ? this.table("Settings that differ", data.runs, data.rows)
+        : empty("Nothing differs", "The settings that all of these runs have are the same."),
+      this.more("In some of the runs only", data.partial.length, () =>
+        this.table("Settings of some runs", data.runs, data.partial),
+      ),
+      this.more("The same in all", data.same.length, () =>
+        table(["Setting", "Value"], data.same.map((one) => [h("code", {}, one.key), h("code", {}, one.value)]), {
+          label: "Settings that are the same",
+        }),
+      ),
+    );
+  }
+
+  // A table that is made when it is opened.
+  more(title, count, make) {
+    if (!count) return null;
+    const place = h("div");
+    return h(
+      "details",
+      { class: "more", ontoggle: () => place.childNodes.length || fill(place, make()) },
+      h("summary", {}, `${title}: ${count === 1 ? "1 setting" : `${count} settings`}`),
+      place,
+    );
+  }
+
+  table(label, runs, rows) {
+    const value = (text, row, run) =>
       h(
-        "div",
-        { class: "scroll", tabindex: "0", role: "region", "aria-label": "Settings that differ" },
+        "td",
+        { class: text !== null && text !== row.values[0] ? "other" : null, data: { run } },
+        text === null ? h("span", { class: "muted" }, "–") : h("code", {}, text),
+      );
+    return h(
+      "div",
+      { class: "scroll", tabindex: "0", role: "region", "aria-label": label },
+      h(
+        "table",
+        { class: "diff" },
         h(
-          "table",
-          { class: "diff" },
+          "thead",
+          {},
           h(
-            "thead",
+            "tr",
             {},
+            h("th", { scope: "col" }, "Setting"),
+            runs.map((run) => h("th", { scope: "col" }, h("a", { href: address(run, "settings") }, run))),
+          ),
+        ),
+        h(
+          "tbody",
+          {},
+          rows.map((row) =>
             h(
               "tr",
               {},
-              h("th", { scope: "col" }, "Setting"),
-              data.runs.map((run) =>
-                h("th", { scope: "col" }, h("a", { href: address(run, "settings") }, run)),
-              ),
-            ),
-          ),
-          h(
-            "tbody",
-            {},
-            data.rows.map((row) =>
-              h(
-                "tr",
-                {},
-                h("th", { scope: "row" }, row.key),
-                row.values.map((text) => value(text, row)),
-              ),
+              h("th", { scope: "row" }, row.key),
+              row.values.map((text, place) => value(text, row, runs[place])),
             ),
           ),
         ),
       ),
-      h("p", { class: "muted pad" }, `${data.same} other settings are the same.`),
     );
   }
 }

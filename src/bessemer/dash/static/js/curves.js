@@ -27,6 +27,7 @@ export class Curves {
     this.runs = runs;
     this.view = { axis: "step", smoothing: 0, logX: false, ...remembered(), low: null, high: null };
     this.charts = new Map();
+    this.chosen = new Map(); // of a folded chart: title → metric
     this.sync = `charts-${Math.random()}`;
     this.grid = h("div", { class: "charts" });
     this.element = h("section", { "aria-label": "Curves" }, this.controls(), this.grid);
@@ -151,7 +152,8 @@ export class Curves {
     const same = asked.length === this.drawn?.length && asked.every((part, place) => part === this.drawn[place]);
     if (same && key === this.key) return;
     [this.drawn, this.key] = [asked, key];
-    this.draw(this.runs.length > 1 ? apart(charts) : charts, asked.flatMap((part) => part.curves));
+    this.shown = [this.runs.length > 1 ? apart(charts) : charts, asked.flatMap((part) => part.curves)];
+    this.draw(...this.shown);
   }
 
   draw(charts, curves) {
@@ -170,18 +172,27 @@ export class Curves {
     if (!this.charts.size) this.grid.replaceChildren();
     const paint = colours().curves;
     for (const spec of charts) {
+      const names = spec.choices ? [this.chosen.get(spec.title) ?? spec.choices[0]] : spec.names;
       const own = curves
-        .filter((curve) => spec.names.includes(curve.name))
+        .filter((curve) => names.includes(curve.name))
         .map((curve) => this.line(curve, spec, paint));
       if (!this.charts.has(spec.title)) {
-        const chart = new Chart(spec, this.sync, (low, high) => this.zoom(low, high));
+        const chart = new Chart(
+          spec,
+          this.sync,
+          (low, high) => this.zoom(low, high),
+          (name) => {
+            this.chosen.set(spec.title, name);
+            this.draw(...this.shown);
+          },
+        );
         this.charts.set(spec.title, chart);
         this.grid.append(chart.element);
       }
       const chart = this.charts.get(spec.title);
-      chart.element.hidden = !own.length;
+      chart.element.hidden = !own.length && !spec.choices;
       const { axis, logX, low, high } = this.view;
-      if (own.length)
+      if (!chart.element.hidden)
         chart.show(own, { axis, logX, low, high, theme: document.documentElement.dataset.theme });
     }
   }
@@ -208,13 +219,15 @@ export class Curves {
   }
 }
 
-// Of several runs, each metric has a chart of its own.
+// Of several runs, each metric has a chart of its own, or one chart has a choice of them.
 function apart(charts) {
   return charts.flatMap((chart) =>
-    chart.names.map((name) => ({
-      ...chart,
-      title: chart.names.length > 1 ? `${chart.title}: ${name}` : chart.title,
-      names: [name],
-    })),
+    chart.fold
+      ? [{ ...chart, choices: chart.names }]
+      : chart.names.map((name) => ({
+          ...chart,
+          title: chart.names.length > 1 ? `${chart.title}: ${name}` : chart.title,
+          names: [name],
+        })),
   );
 }

@@ -66,7 +66,7 @@ export function empty(title, ...words) {
 }
 
 // A question in a dialog; true when it is answered with yes.
-export function ask(title, text, yes) {
+export function ask(title, text, yes, kind = "primary") {
   const dialog = document.getElementById("ask");
   return new Promise((resolve) => {
     fill(
@@ -77,7 +77,7 @@ export function ask(title, text, yes) {
         "form",
         { method: "dialog", class: "row end" },
         h("button", { value: "no" }, "Cancel"),
-        h("button", { value: "yes", class: "primary" }, yes),
+        h("button", { value: "yes", class: kind }, yes),
       ),
     );
     dialog.onclose = () => resolve(dialog.returnValue === "yes");

@@ -5,7 +5,8 @@ const known = (value) => typeof value === "number" && Number.isFinite(value);
 export function number(value, digits = 4) {
   if (!known(value)) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2).replace("e+", "e");
+  if (size !== 0 && (size < 1e-3 || size >= 1e6))
+    return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
   return size >= 1000
     ? value.toLocaleString("en", { maximumFractionDigits: 0 })
     : String(Number(value.toFixed(digits)));
@@ -48,8 +49,19 @@ export function duration(seconds) {
   return `${all}s`;
 }
 
+// In its largest unit: 45s ago, 14m ago, 3h ago, 2d ago.
 export function ago(seconds) {
-  return known(seconds) ? `${duration(Date.now() / 1000 - seconds)} ago` : "–";
+  return known(seconds) ? `${duration(Date.now() / 1000 - seconds).split(" ")[0]} ago` : "–";
+}
+
+// The day, and the time where it is of the last half year.
+export function date(seconds) {
+  if (!known(seconds)) return "–";
+  const when = new Date(1000 * seconds);
+  const recent = Math.abs(Date.now() - when) < 183 * 86400e3;
+  return recent
+    ? when.toLocaleString("en", { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", hour12: false })
+    : when.toLocaleDateString("en", { year: "numeric", month: "short", day: "numeric" });
 }
 
 export function bytes(count) {

@@ -11,7 +11,7 @@ export function clean(points, logX, logY) {
   return [last.map((pair) => pair[0]), last.map((pair) => pair[1])];
 }
 
-// The value at x or the last one before it.
+// {x, y} of a curve at x, or of its last point before it; undefined where it begins later.
 export function at([xs, ys], x) {
   let low = 0,
     high = xs.length - 1;
@@ -21,5 +21,5 @@ export function at([xs, ys], x) {
     if (xs[middle] <= x) low = middle;
     else high = middle - 1;
   }
-  return ys[low];
+  return { x: xs[low], y: ys[low] };
 }

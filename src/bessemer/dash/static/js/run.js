@@ -3,8 +3,8 @@
 import { get, post } from "./api.js";
 import { Curves } from "./curves.js";
 import { ask, fill, h, say } from "./dom.js";
-import { ago, compact, duration, number, percent } from "./format.js";
-import { address, pill, progress } from "./list.js";
+import { ago, compact, date, duration, number, percent } from "./format.js";
+import { address, pill, progress, result } from "./list.js";
 import { Checkpoints, Evaluations, Log, Report, Samples, Settings } from "./parts.js";
 import { Chat } from "./talk.js";
 import { Weights } from "./weights.js";
@@ -22,19 +22,11 @@ const TABS = [
 ];
 const TILES = [
   ["Loss", (run) => number(run.loss)],
-  [
-    "Held out",
-    (run) =>
-      run.val_bpb !== null
-        ? `${number(run.val_bpb)} bpb`
-        : run.val_reward !== null
-          ? `${number(run.val_reward)} reward`
-          : "–",
-  ],
+  ["Result", (run) => result(run)],
   ["Tokens", (run) => compact(run.tokens)],
   ["Tokens/s", (run) => compact(run.tok_per_s)],
-  ["MFU", (run) => percent(run.mfu)],
-  ["Parameters", (run) => compact(run.facts?.parameters?.total)],
+  ["MFU", (run) => (run.mfu === null ? "" : percent(run.mfu))],
+  ["Parameters", (run) => compact(run.parameters)],
   ["Training time", (run) => duration(run.seconds)],
   ["Left", (run) => (run.state === "running" ? duration(run.eta) : "")],
 ];
@@ -108,8 +100,10 @@ export class Run {
     const run = await get("run", { run: this.id });
     const session = await get("session");
     TILES.forEach(([, value], place) => {
-      say(this.tiles[place], value(run));
-      this.tiles[place].parentNode.hidden = value(run) === "";
+      const now = value(run);
+      if (typeof now === "string") say(this.tiles[place], now);
+      else if (this.tiles[place].textContent !== now.textContent) fill(this.tiles[place], now);
+      this.tiles[place].parentNode.hidden = now === "";
     });
     fill(
       this.state,
@@ -117,12 +111,20 @@ export class Run {
       h(
         "span",
         { class: "muted" },
-        ` last sign of life ${ago(run.beat)}${run.host ? ` on ${run.host}` : ""}`,
+        [
+          run.objective && run.recipe && run.recipe !== run.objective
+            ? `${run.objective}, recipe ${run.recipe}`
+            : run.objective,
+          run.began === null ? null : `started ${date(run.began)}`,
+          `active ${ago(run.beat)}${run.host ? ` on ${run.host}` : ""}`,
+        ]
+          .filter(Boolean)
+          .join(" · "),
       ),
     );
     fill(this.steps, progress(run.step, run.steps));
     const resumed =
-      run.resumed && run.resumed.exit_code
+      run.resumed && run.resumed.failed
         ? [`The last resume ended with code ${run.resumed.exit_code}: ${run.resumed.said}`]
         : [];
     fill(
@@ -147,20 +149,16 @@ export class Run {
     if (key === this.acted) return;
     this.acted = key;
     const hint = may ? null : "Needs the token: the Token button, top right";
-    const button = (title, click) =>
-      h(
-        "button",
-        { type: "button", id: "act", class: "primary", disabled: !may, title: hint, onclick: click },
-        title,
-      );
+    const button = (title, kind, click) =>
+      h("button", { type: "button", id: "act", class: kind, disabled: !may, title: hint, onclick: click }, title);
     fill(
       this.buttons,
       starting
         ? h("span", { class: "muted" }, "resuming…")
         : wanted === "stop"
-          ? button("Stop", () => this.stop())
+          ? button("Stop", "danger", () => this.stop())
           : wanted === "resume"
-            ? button("Resume", () => this.resume())
+            ? button("Resume", "primary", () => this.resume())
             : null,
       h("a", { class: "button", href: `#/overlay/${encodeURIComponent(run.id)}` }, "Overlay…"),
     );
@@ -172,6 +170,7 @@ export class Run {
         "Stop this run?",
         `${this.id} finishes its step, saves a checkpoint and ends. Resume continues it exactly.`,
         "Stop it",
+        "danger",
       )
     )
       this.tell(await post("stop", { run: this.id }));
