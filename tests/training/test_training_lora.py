@@ -108,7 +108,7 @@ def test_only_adapters_are_trained_and_saved(adapted: Any) -> None:
 def test_it_learns_from_where_the_base_stood(adapted: Any) -> None:
     losses = [row["loss"] for row in rows(adapted.run_directory.path) if "loss" in row]
     assert losses[-1] < losses[0]
-    start = launch.rebuild(adapted.run_directory, launch.overridden(adapted.run_directory.config, ()))
+    start = launch.rebuild(adapted.run_directory, launch.overridden(adapted.run_directory.config)[0])
     assert_equal(start.full_params(), BASE)  # the adapters add nothing yet
     assert any(
         np.abs(leaf).max() > 0 for path, leaf in arrays(adapted.state.params).items() if path[-1] == "lora_b"

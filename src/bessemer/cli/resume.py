@@ -18,17 +18,24 @@ from bessemer.cli.train import FORWARD
 @click.option(
     "--trust", is_flag=True, help="Import code the run's config names, though it was not started here."
 )
+@click.option(
+    "--change",
+    is_flag=True,
+    help="Let key=value make it another run from here on; a branch point is recorded.",
+)
 @click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
-def command(run: str, words: tuple[str, ...], step: int | None, trust: bool, root: str) -> None:
+def command(run: str, words: tuple[str, ...], step: int | None, trust: bool, change: bool, root: str) -> None:
     """Continue a stopped or killed run: the result is bit for bit that of an undisturbed one.
 
     Only settings that cannot change the run are accepted: logging.*, topology.*, eval.*,
-    training.per_device_batch_size, training.time_limit; with training.allow_data_change=true
-    also training.dataset and data.*, and then it is another run from there on.
+    training.per_device_batch_size, training.time_limit. With --change others are too (a longer
+    horizon, another rate, other data): it is then another run from there on, and branches.json
+    and the report say so.
 
     \b
     Examples:
       bessemer resume runs/mine
+      bessemer resume mine training.steps=2000 --change     # train a finished run further
       bessemer resume mine training.time_limit=2h
       bessemer resume mine --step 512
       bessemer resume s3://bucket/runs/mine     # from its mirror (logging.mirror), on any machine
@@ -36,15 +43,22 @@ def command(run: str, words: tuple[str, ...], step: int | None, trust: bool, roo
     from bessemer.training.signals import before_resuming, watched
 
     with watched(functools.partial(before_resuming, run)):
-        from bessemer.training.launch import check_overrides, is_finished, reopen
+        from bessemer.training.launch import changes_finished, is_finished, reopen
         from bessemer.training.mirror import fetched
 
         refuse_flags(words)
         run = str(fetched(run, root))
-        if step is None and is_finished(run, root):
-            check_overrides(run, list(words), root=root, trust=trust)
-            click.echo(f"{run} is finished; nothing to do. To train on, start a new run with init={run}.")
+        given = list(words)
+        if (
+            step is None
+            and is_finished(run, root)
+            and not changes_finished(run, given, root=root, trust=trust, change=change)
+        ):
+            click.echo(
+                f"{run} is finished; nothing to do. To train it further: bessemer resume {run} training.steps=… "
+                f"--change. To start a new run from its weights: init={run}."
+            )
             return
-        trainer = reopen(run, list(words), root=root, step=step, trust=trust, distributed=True)
+        trainer = reopen(run, given, root=root, step=step, trust=trust, change=change, distributed=True)
         trainer.startup.began(BEGAN)
         trainer.run()

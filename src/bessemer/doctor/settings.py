@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.config import Config, dotted
+from bessemer.config import Config, dotted, slashed
 from bessemer.config.layers import flatten
 from bessemer.doctor.findings import Diagnosis
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory
 from bessemer.job.trust import named_code, saved_tree, started_here
-from bessemer.training.launch import RESUMABLE
+from bessemer.training.branches import RESUMABLE, read_branches
 from bessemer.training.schema import saved_config
 
 
@@ -27,14 +27,14 @@ def examine_config(run: RunDirectory, checkpoints: Checkpoints, found: Diagnosis
         named = named_code(tree)
         if named:
             _examine_code(run, named, found)
-            _compare(tree, checkpoints, found)
+            _compare(run, tree, checkpoints, found)
             return None
         config = saved_config(run.config)
     except InputError as error:
         found.add("config", "error", str(error), remedy)
         return None
     found.add("config", "ok", "config.yaml is valid for this version.")
-    _compare(tree, checkpoints, found)
+    _compare(run, tree, checkpoints, found)
     return config
 
 
@@ -54,7 +54,7 @@ def _examine_code(run: RunDirectory, named: list[str], found: Diagnosis) -> None
         found.add("code", "warning", text, "Resume asks for --trust: look at the code first.")
 
 
-def _compare(tree: dict[str, Any], checkpoints: Checkpoints, found: Diagnosis) -> None:
+def _compare(run: RunDirectory, tree: dict[str, Any], checkpoints: Checkpoints, found: Diagnosis) -> None:
     """A setting edited by hand makes it another run, which nothing else would notice."""
     if found.step is None:
         return
@@ -65,10 +65,16 @@ def _compare(tree: dict[str, Any], checkpoints: Checkpoints, found: Diagnosis) -
         found.add("config", "warning", str(error))
         return
     current = _flat(tree)
+    branches = [branch for branch in read_branches(run) if branch.step == found.step]
+    recorded = {slashed(name) for branch in branches for name in branch.changes}
+    for branch in branches:
+        found.add("config", "note", f"the run branches off at step {branch.step}: {branch.describe()}.")
     edited = [
         f"{dotted(key)} is {current.get(key)!r}, was {saved.get(key)!r}"
         for key in sorted({*current, *saved})
-        if current.get(key) != saved.get(key) and not key.startswith((*RESUMABLE, "provenance"))
+        if current.get(key) != saved.get(key)
+        and not key.startswith((*RESUMABLE, "provenance"))
+        and key not in recorded
     ]
     if edited:
         more = f" and {len(edited) - 3} more" if len(edited) > 3 else ""

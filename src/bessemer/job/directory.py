@@ -80,6 +80,11 @@ class RunDirectory:
         return self.path / "derived.json"
 
     @property
+    def branches(self) -> Path:
+        """Steps after which the run went on with other settings (`resume --change`)."""
+        return self.path / "branches.json"
+
+    @property
     def stages(self) -> Path:
         return self.path / "stages.json"
 

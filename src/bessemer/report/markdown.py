@@ -53,6 +53,7 @@ def render(summary: Summary, plots: list[Path] | None) -> str:
         _samples(summary),
         _evaluations(summary),
         _configuration(summary),
+        _branches(summary),
         _decisions(summary),
         _data(summary),
         _parameters(summary),
@@ -222,6 +223,30 @@ def _configuration(summary: Summary) -> list[str]:
         DETAILS[1],
     ]
     return ["## Configuration", "", "Settings that are not defaults:", "", *head, "", *details]
+
+
+def _branches(summary: Summary) -> list[str]:
+    """Where settings or data were changed on the way (`resume --change`): steps before and after do not compare."""
+    rows: list[tuple[str, ...]] = []
+    for branch in summary.branches:
+        changes = branch.get("changes")
+        for name, values in changes.items() if isinstance(changes, Mapping) else ():
+            known = values if isinstance(values, Mapping) else {}
+            rows.append((show(branch.get("step")), name, show(known.get("from")), show(known.get("to"))))
+        if isinstance(data := branch.get("data"), Mapping):
+            rows.append(
+                (
+                    show(branch.get("step")),
+                    "training data",
+                    str(data.get("from"))[:12],
+                    str(data.get("to"))[:12],
+                )
+            )
+    return (
+        ["## Branch points", "", *markdown_table(("from step", "what", "before", "after"), rows)]
+        if rows
+        else []
+    )
 
 
 def _decisions(summary: Summary) -> list[str]:

@@ -34,6 +34,7 @@ class Summary:
     rows: list[Row] = field(default_factory=list)  # metrics.jsonl, in order
     samples: list[Row] = field(default_factory=list)
     evaluations: list[Row] = field(default_factory=list)
+    branches: list[Row] = field(default_factory=list)  # steps after which other settings hold
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -106,6 +107,7 @@ def summarise(run: RunDirectory) -> Summary:
     summary.derived = _read(run.derived, summary.problems)
     summary.facts = _read(run.path / FACTS, summary.problems)
     _read_config(summary)
+    summary.branches = _read_list(run.branches, summary.problems)
     summary.rows = _read_rows(run.metrics, summary.problems)
     summary.samples = _read_rows(run.samples, summary.problems)
     files = sorted(run.eval.glob("*.json")) if run.eval.is_dir() else []
@@ -172,14 +174,23 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def _read(path: Path, problems: list[str]) -> Row:
+    found = _read_json(path, problems)
+    return found if isinstance(found, dict) else {}
+
+
+def _read_list(path: Path, problems: list[str]) -> list[Row]:
+    found = _read_json(path, problems)
+    return [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
+
+
+def _read_json(path: Path, problems: list[str]) -> Any:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return {}
+        return None
     except (OSError, ValueError) as error:
         problems.append(f"{path.name} could not be read ({error}).")
-        return {}
-    return found if isinstance(found, dict) else {}
+        return None
 
 
 def _read_rows(path: Path, problems: list[str]) -> list[Row]:

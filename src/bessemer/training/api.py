@@ -91,10 +91,18 @@ def resume(
     runs: str | Path = "runs",
     step: int | None = None,
     trust: bool = False,
+    change: bool = False,
     **settings: Any,
 ) -> Run:
-    """Continue a stopped run to its end; a finished one is returned as it is. Parts as for `train`."""
+    """Continue a stopped run to its end; a finished one is returned as it is. Parts as for `train`.
+
+    change: settings may make it another run from here on, such as a longer one; that is recorded as a branch point.
+    """
     parts = take_parts(settings)
-    if step is not None or not launch.is_finished(run, runs):
-        launch.reopen(run, settings, root=runs, step=step, trust=trust, **parts).run()
+    if (
+        step is not None
+        or not launch.is_finished(run, runs)
+        or launch.changes_finished(run, settings, root=runs, trust=trust, change=change)
+    ):
+        launch.reopen(run, settings, root=runs, step=step, trust=trust, change=change, **parts).run()
     return Run(find_run(run, runs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import re
@@ -10,22 +11,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bessemer.config import Config, configuration, configure, dotted, load_saved, resolve
-from bessemer.config.layers import Layer
+from bessemer.checkpoint import Checkpoints
+from bessemer.config import Config, configuration, configure, dotted, load_saved, resolve, slashed
+from bessemer.config.layers import Layer, override_layer
+from bessemer.config.recipes import raw_values
+from bessemer.config.values import plain
+from bessemer.data import DataSettings, Tokenizer
+from bessemer.data.tokenizer import FILE as TOKENIZER
+from bessemer.data.tokenizer_choice import tokenizer_place
 from bessemer.errors import InputError, to_install
 from bessemer.job import ExecutionSpec, RunDirectory, RunLock, check_run_name, default_run_name, find_run
 from bessemer.job.trust import check_trust
 from bessemer.registry import jobs
 from bessemer.topology import AXES, TopologySettings, make_topology, share, start_distributed
+from bessemer.training import restore
+from bessemer.training.branches import (
+    RESUMABLE,
+    SELECTORS,
+    Changes,
+    changes_between,
+    check_changeable,
+    replace_horizon,
+)
 from bessemer.training.first import trained_first
 from bessemer.training.inherit import begun_from
 from bessemer.training.mirror import fetched
 from bessemer.training.pinning import pinned, refound
 from bessemer.training.schema import schema_of
 from bessemer.training.trainer import GIVEN, BaseTrainer
-
-RESUMABLE = ("logging/", "topology/", "eval/", "training/per_device_batch_size", "training/time_limit")
-"""Settings that cannot change the run, so `resume` accepts them."""
 
 PERMISSION = "training/allow_data_change"
 DATA = (PERMISSION, "training/dataset", "data/")
@@ -102,24 +115,56 @@ def reopen(
     root: str | Path = "runs",
     step: int | None = None,
     trust: bool = False,
+    change: bool = False,
     distributed: bool = False,
     **parts: Any,
 ) -> BaseTrainer:
-    """A trainer that continues `run` from its newest valid checkpoint (or `step`), or from the start if none."""
+    """Return a trainer that continues `run` from its newest valid checkpoint (or `step`), or from the start if none.
+
+    change: the overrides may make it another run from there on, which is recorded as a branch point.
+    """
     directory = find_run(fetched(run, root), root)
     if not directory.config.is_file():
         raise InputError(without_config(directory))
     RunLock.check_free(directory)  # before its checkpoints are read: the owner may be deleting old ones
     check_trust(directory, trust)
-    config = overridden(directory.config, overrides)
+    config, changes = overridden(directory.config, overrides, change=change)
     check_trackers(config)
+    if change:
+        changes |= keep_tokenizer(directory, config, step)
     trainer = rebuild(directory, config, distributed=distributed, **parts)
+    if changes and not isinstance(trainer, BaseTrainer):
+        raise InputError(
+            f"{', '.join(changes)}: job={config['job']} has no checkpoints to branch off from. Resume one of its runs "
+            f"with --change ({directory.path}/phases/NAME)."
+        )
     check_given(directory, trainer)
+    trainer.change = changes if change or config.get(PERMISSION) else None
     if not trainer.load(None if step is None else str(step)):
         if step is not None:
             raise InputError(f"{directory.path} has no checkpoint at step {step}.")
+        restore.branch_off(trainer, 0, {})
         trainer.say("no checkpoint was committed yet: the run starts again from step 0, as the same run")
     return trainer
+
+
+def keep_tokenizer(directory: RunDirectory, config: Config, step: int | None) -> Changes:
+    """Name the run's own tokenizer where the configuration leaves it to the data, and the data now leads to another."""
+    key, manager = "data/tokenizer", Checkpoints(directory.checkpoints)
+    named = config.get(key)
+    if named is None or not (named == "auto" or named.startswith("train:")):
+        return {}
+    step = manager.newest_valid()[0] if step is None else step
+    if step is None or not (manager.path(step) / TOKENIZER).is_file():
+        return {}
+    own = Tokenizer.load(manager.path(step))
+    with contextlib.suppress(InputError), configuration(config):
+        samplings = [sampling for mixture in config["training/dataset"] for sampling in mixture]
+        if Tokenizer.load(tokenizer_place(configure(DataSettings), samplings)).hash == own.hash:
+            return {}
+    kept = own.save(directory.path / "tokenizer").parent
+    config.set(key, str(kept), "the run's own, kept when its data changed")
+    return {dotted(key): {"from": named, "to": str(kept)}}
 
 
 def rebuild(
@@ -160,46 +205,70 @@ def check_given(directory: RunDirectory, trainer: BaseTrainer) -> None:
         )
 
 
-def check_overrides(
-    run: str | Path, overrides: Overrides, *, root: str | Path = "runs", trust: bool = False
-) -> None:
-    """An InputError for what a resume of `run` could not accept, though there is nothing left to do for it."""
-    if overrides:
-        directory = find_run(run, root)
-        check_trust(directory, trust)
-        overridden(directory.config, overrides)
+def changes_finished(
+    run: str | Path,
+    overrides: Overrides,
+    *,
+    root: str | Path = "runs",
+    trust: bool = False,
+    change: bool = False,
+) -> bool:
+    """Whether the overrides give a finished run something to do; an InputError for those it cannot accept."""
+    if not overrides:
+        return False
+    directory = find_run(run, root)
+    check_trust(directory, trust)
+    return bool(overridden(directory.config, overrides, change=change)[1]) and change
 
 
-def overridden(path: Path, overrides: Overrides) -> Config:
-    """The saved configuration with the overrides a resume may make; another setting would make it another run."""
+def overridden(path: Path, overrides: Overrides = (), *, change: bool = False) -> tuple[Config, Changes]:
+    """The saved configuration with the overrides a resume may make, and those of them that make it another run from
+    there on, which need `change`."""
     saved = pinned(load_saved(path, schema_of))
+    given = raw_values([override_layer(overrides, "command line")])
+    check_changeable(key for key in SELECTORS if key in given and given[key] != saved.get(key))
     config = pinned(load_saved(path, schema_of, overrides))
     changed = [key for key, value in config.values.items() if saved.get(key) != value]
-    allowed = (*RESUMABLE, *DATA) if config.get(PERMISSION) else RESUMABLE
-    for key in changed:
-        if not key.startswith(allowed):
-            raise InputError(
-                f"{dotted(key)} cannot be changed on resume: the result would be another run. "
-                "Only logging.*, topology.*, eval.*, training.per_device_batch_size and training.time_limit can, and "
-                "the data with training.allow_data_change=true. "
-                f"To train on with {dotted(key)}={config[key]}, start a new run with init=RUN."
-            )
-    if "logging/checkpoint_interval" in changed and config.get("guard/spike_action") == "rollback":
+    other = {key: why for key in changed if (why := why_another(config, key)) is not None}
+    if change:
+        check_changeable(other)
+        replace_horizon(config, list(other))
+    elif other:
+        key, why = next(iter(other.items()))
         raise InputError(
-            "logging.checkpoint_interval cannot be changed on resume with guard.spike_action=rollback: it decides to "
-            "which step a rollback goes back, so the result would be another run."
+            f"{dotted(key)} cannot be changed on resume: {why}. To train on with {dotted(key)}={plain(config[key])}, "
+            "add --change, which records a branch point in the run, or start a new run with init=RUN."
         )
-    if "logging/validation_interval" in changed and "early_stopping" in config["callbacks"]:
-        raise InputError(
-            "logging.validation_interval cannot be changed on resume with callbacks=[early_stopping]: it decides when "
-            "the run ends, so the result would be another run."
-        )
+    changes = {
+        name: values
+        for name, values in changes_between(saved, config).items()
+        if slashed(name) in other or not slashed(name).startswith(RESUMABLE)
+    }
     # What the program chose for one mesh it chooses again for another; what was given now stays.
     chosen = config.provenance.get("training/per_device_batch_size", "").startswith("chosen")
     meshes = [f"topology/{axis}" for axis in ("platform", *AXES)]
     if chosen and any(key in meshes for key in changed):
         config.set("training/per_device_batch_size", -1, "the mesh changed")
-    return refound(config, changed)
+    return refound(config, changed), changes
+
+
+def why_another(config: Config, key: str) -> str | None:
+    """Why another value of that setting makes another run of it; None: it does not, or the data may change."""
+    if key == "logging/checkpoint_interval" and config.get("guard/spike_action") == "rollback":
+        return (
+            "with guard.spike_action=rollback it decides to which step a rollback goes back, so the result would be "
+            "another run"
+        )
+    if key == "logging/validation_interval" and "early_stopping" in config["callbacks"]:
+        return (
+            "with callbacks=[early_stopping] it decides when the run ends, so the result would be another run"
+        )
+    if key.startswith((*RESUMABLE, *DATA) if config.get(PERMISSION) else RESUMABLE):
+        return None
+    return (
+        "the result would be another run. Only logging.*, topology.*, eval.*, training.per_device_batch_size and "
+        "training.time_limit can be, and the data with training.allow_data_change=true"
+    )
 
 
 def without_config(directory: RunDirectory) -> str:

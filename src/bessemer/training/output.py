@@ -27,6 +27,7 @@ from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.models.llama_settings import LlamaSettings
 from bessemer.report import write_report
 from bessemer.training import microbatch, stages
+from bessemer.training.branches import write_branches
 from bessemer.training.facts import compressor_baselines, derivation, optimizer_groups, write_facts
 from bessemer.training.fetch import fetch
 from bessemer.training.finale import final_lines
@@ -79,6 +80,9 @@ class Output:
 
 def write_setup(trainer: BaseTrainer) -> None:
     """config.yaml with every key, and derived.json with each derived or chosen number and its reason."""
+    write_branches(
+        trainer.run_directory, trainer.branches
+    )  # first: it explains why config.yaml is not as it was
     atomic_write(trainer.run_directory.config, trainer.config.to_yaml(), sync=True)
     atomic_write(trainer.run_directory.derived, json.dumps(derivation(trainer), indent=1))
     if len(trainer.stages) > 1:

@@ -15,6 +15,7 @@ from bessemer.errors import InputError, StorageError
 from bessemer.job import Snapshot
 from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.training import frozen, reference, stages
+from bessemer.training.branches import Branch, branches_at, known_branches, now
 from bessemer.training.fetch import fetch
 from bessemer.training.rollback import protect_target
 from bessemer.training.starts import read_weights
@@ -72,6 +73,7 @@ def meta(trainer: BaseTrainer, step: int) -> dict[str, Any]:
         "topology": trainer.topology.describe(),
         "reference": reference.identity(trainer, step),
         "frozen": frozen.identity(trainer),
+        "branches": [branch.as_json() for branch in trainer.branches],
         "val_loss": trainer.loop_state.best_val_loss if trainer.loop_state.best_step == step else None,
     }
 
@@ -105,6 +107,10 @@ def accept(trainer: BaseTrainer, tree: Any, step: int) -> None:
     trainer.state = trainer.functions.abstract_state.replace(**tree, reference=against, frozen=kept)
     trainer.loop_state = LoopState.from_json(manager.read(step, "loop.json"))
     manager.protect(trainer.loop_state.best_checkpoint)
+    for branch in trainer.branches:
+        manager.protect(branch.step, f"branch-{branch.step}")
+        if branch.step == step:
+            trainer.loop_state.branch_off(other_data=branch.data is not None)
     trainer.step = step
     protect_target(trainer)
     trainer.data_offset = int(fetch(trainer.state.data_step)) - step
@@ -120,12 +126,18 @@ def check_same_run(trainer: BaseTrainer, step: int) -> None:
         for name, what in (("tokenizer_hash", "tokenizer"), ("data_fingerprint", "training data"))
         if saved[name] != current[name]
     ]
-    if changes and not trainer.settings.allow_data_change:
+    branch_off(trainer, step, saved)
+    tokenizer_changed = saved["tokenizer_hash"] != current["tokenizer_hash"]
+    explained = not tokenizer_changed and any(
+        branch.step == step and branch.data is not None for branch in trainer.branches
+    )
+    if changes and not explained and not trainer.settings.allow_data_change:
         raise InputError(
             f"the checkpoint at step {saved['step']} of {trainer.run_directory.path} was made with another "
             f"{' and another '.join(changes)}, so continuing would not be the same run. Restore the data (a tokenizer "
             "train:N is trained on it) or the tokenizer, or start a new run from these weights with "
-            f"init={trainer.run_directory.path}, or go on all the same with training.allow_data_change=true."
+            f"init={trainer.run_directory.path}, or go on with the new data with --change, which records a branch "
+            "point in the run (with another tokenizer, too: training.allow_data_change=true)."
         )
     for name, use in (("reference", "trained against"), ("frozen", "trained with")):
         if saved.get(name) != current[name]:
@@ -135,12 +147,48 @@ def check_same_run(trainer: BaseTrainer, step: int) -> None:
             )
     if changes:
         trainer.data_change = f"from step {step} on other data: {'; '.join(changes)}"
-        trainer.say(f"note: {trainer.data_change} (training.allow_data_change); not the same run any more")
+        trainer.say(f"note: {trainer.data_change}; not the same run any more")
     differences = machine_differences(saved, current)
     if differences:
         trainer.say(
             "note: bits can differ from the uninterrupted run, which is the same to rounding: "
             + "; ".join(differences)
+        )
+
+
+def branch_off(trainer: BaseTrainer, step: int, saved: Mapping[str, Any]) -> None:
+    """Set the branch points of a run that continues from `step`: those of the checkpoint, whose meta.json is `saved`,
+    those that began there before a first checkpoint was committed, and the one that `--change` begins now."""
+    known = known_branches(saved)
+    pending, changes = branches_at(trainer.run_directory, step, known, trainer.change)
+    trainer.branches = [*known, *pending]
+    past = saved.get("data_fingerprint")
+    data = {"from": past, "to": trainer.data.plan.fingerprint} if past else None
+    if data is not None and (data["from"] == data["to"] or any(branch.data == data for branch in pending)):
+        data = None
+    if trainer.change is None or not (changes or data):
+        return
+    trainer.branches.append(Branch(step, changes, data, now()))
+    if step >= trainer.steps:
+        raise InputError(
+            f"the checkpoint is of step {step} and the run would end at step {trainer.steps}: give a longer horizon "
+            f"(training.steps={2 * step}), or an earlier checkpoint with --step."
+        )
+    check_past_stages(trainer, step)
+    trainer.say(f"branch     from step {step} on: {trainer.branches[-1].describe()} (--change)")
+
+
+def check_past_stages(trainer: BaseTrainer, step: int) -> None:
+    """Stages that are over stay as they were."""
+    try:
+        before = json.loads(trainer.run_directory.stages.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    ends = [stage["end"] for stage in before if stage["end"] <= step]
+    if ends != [stage.end for stage in trainer.stages if stage.end <= step]:
+        raise InputError(
+            f"the stages that ended up to step {step} would end elsewhere: leave their numbers in training.tokens as "
+            "they are."
         )
 
 

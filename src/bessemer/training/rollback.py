@@ -4,7 +4,8 @@
 
 The batches between are not met again, whoever of them was the cause. Where to go back to must not depend on chance, or
 a run that was stopped on its way would become another one: only checkpoints at multiples of
-logging.checkpoint_interval count, not those a stop or a callback asked for; without one it is step 0. Nothing has to be
+logging.checkpoint_interval count, and branch points, not those a stop or a callback asked for; without one it is
+step 0. Nothing has to be
 written down: a run killed before its next checkpoint meets the same spike again and decides the same.
 """
 
@@ -40,7 +41,8 @@ def find_target(trainer: BaseTrainer, poisoned: int) -> int:
     """The newest regular checkpoint before the step whose every byte verifies; 0: the initial state."""
     manager = trainer.checkpoint_manager
     for step in reversed(manager.committed()):
-        if step >= poisoned or step != anchor(trainer, step):
+        branched = any(branch.step == step for branch in trainer.branches)
+        if step >= poisoned or (step != anchor(trainer, step) and not branched):
             continue
         if not (problems := manager.verify(step)):
             return step

@@ -145,6 +145,12 @@ class LoopState:
         self.clipped_steps += int(clipped)
         self.loss_average = SMOOTHING * self.loss_average + (1 - SMOOTHING) * loss
 
+    def branch_off(self, other_data: bool) -> None:
+        """Go on after a branch point: an early end is undone; results on other held-out data do not compare."""
+        self.finished, self.stale_validations = None, 0
+        if other_data:
+            self.best_val_loss = self.best_step = self.min_val_bpb = self.last_validation = None
+
     @property
     def loss_smooth(self) -> float | None:
         """Σ .9^(n-i) loss_i / Σ .9^(n-i): the running average without the bias towards its start at 0."""

@@ -39,6 +39,7 @@ from bessemer.training import (
     teacher,
     validation,
 )
+from bessemer.training.branches import Branch, Changes
 from bessemer.training.cache import keep_compiled_programs
 from bessemer.training.callback import Callback, Callbacks
 from bessemer.training.header import header
@@ -110,6 +111,8 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
         self.preview: Any = None
         self.continues = False
         self.data_change = ""
+        self.change: Changes | None = None  # what `resume --change` asks for
+        self.branches: list[Branch] = []
         self._state = None
         self._checkpoints = None
         self.stages: tuple[stages.Stage, ...] = ()

@@ -1,0 +1,167 @@
+"""`resume --change`: a run goes on from a branch point with other settings or data; run and report say so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
+
+from bessemer.doctor.diagnose import diagnose
+from bessemer.errors import InputError, Stopped
+from bessemer.job import RunDirectory
+from bessemer.training import api, launch
+from bessemer.training.branches import read_branches
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+
+
+@pytest.fixture
+def short(tiny: dict[str, object]) -> dict[str, object]:
+    return {**tiny, "training.steps": 4, "logging.checkpoint_interval": 2, "logging.validation_interval": 2}
+
+
+@pytest.fixture
+def done(short: dict[str, object], tmp_path: Path) -> Path:
+    """A finished run of four steps."""
+    launch.build_trainer("quickstart", short, name="a", root=tmp_path).run()
+    return tmp_path / "a"
+
+
+def stopped(settings: dict[str, object], root: Path, step: int) -> Path:
+    trainer = launch.build_trainer("quickstart", settings, name="a", root=root, callbacks=[StopAt(step)])
+    with pytest.raises(Stopped):
+        trainer.run()
+    return root / "a"
+
+
+def test_a_finished_run_is_extended_only_with_change_and_says_so(done: Path) -> None:
+    with pytest.raises(InputError, match=r"training\.steps cannot be changed on resume.*add --change"):
+        launch.reopen(done, {"training.steps": 6})
+    again = launch.reopen(done, {"training.steps": 6}, change=True)
+    assert again.step == 4 and again.steps == 6
+    again.run()
+    found = rows(done)
+    assert [row["step"] for row in found if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    [branch] = json.loads((done / "branches.json").read_text())
+    assert branch["step"] == 4 and "data" not in branch
+    assert branch["changes"] == {"training.steps": {"from": 4, "to": 6}}
+    meta = json.loads((done / "checkpoints/step_00000006/meta.json").read_text())
+    assert meta["branches"] == [branch], "a checkpoint knows under which settings its past was made"
+    report = (done / "report.md").read_text()
+    assert "## Branch points" in report and "| 4 | training.steps | 4 | 6 |" in report
+    assert "from step 4 on: training.steps 4 → 6" in (done / "log.txt").read_text()
+    assert launch.is_finished(done) and not launch.changes_finished(done, {}, change=True)
+
+
+def test_a_run_extended_before_its_end_is_the_longer_run_where_rates_agree(
+    short: dict[str, object], tmp_path: Path
+) -> None:
+    """With a constant rate the horizon changes nothing but the end, so both come to the same weights."""
+    settings = {**short, "optimization.name": "adamw", "optimization.schedule": "constant"}
+    whole = launch.build_trainer("quickstart", {**settings, "training.steps": 6}, name="w", root=tmp_path)
+    whole.run()
+    run = stopped(settings, tmp_path, 3)
+    again = launch.reopen(run, {"training.steps": 6}, change=True)
+    again.run()
+    assert_same(whole, again)
+
+
+def test_a_branch_survives_a_kill_before_its_first_checkpoint(
+    short: dict[str, object], corpus: Path, tmp_path: Path
+) -> None:
+    """config.yaml is then not that of the checkpoint, and branches.json says why."""
+    run = stopped(short, tmp_path, 2)
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(corpus.read_text().splitlines(keepends=True)[::-1]))
+    change = {"training.dataset": str(other), "optimization.lr_multiplier": 0.5}
+    first = launch.reopen(run, change, change=True, callbacks=[Killed()])
+    with pytest.raises(KeyboardInterrupt):
+        first.run()
+    assert [branch.step for branch in read_branches(RunDirectory(run))] == [2]
+    findings = diagnose(RunDirectory(run)).findings
+    assert not [one for one in findings if one.level == "warning" and "is not what" in one.text]
+    again = launch.reopen(run)
+    assert again.step == 2 and again.config["training/dataset"][0][0].name == str(other)
+    again.run()
+    [branch] = read_branches(RunDirectory(run))
+    assert set(branch.changes) == {"training.dataset", "optimization.lr_multiplier", "data.tokenizer"}
+    assert branch.data is not None and branch.data["from"] != branch.data["to"]
+
+
+class Killed(StopAt):
+    """Ends the process's run without a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__(99)
+
+    def on_batch_begin(self, loop: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_other_data_keeps_the_runs_tokenizer_and_forgets_the_best(
+    short: dict[str, object], corpus: Path, tmp_path: Path
+) -> None:
+    run = stopped(short, tmp_path, 2)
+    other = tmp_path / "other.txt"
+    other.write_text("0123456789 9876543210 " * 400)
+    before = launch.reopen(run)
+    again = launch.reopen(run, {"training.dataset": str(other)}, change=True)
+    assert again.tokenizer is not None and again.tokenizer.hash == before.tokenizer.hash  # not trained anew
+    assert before.loop_state.best_val_loss is not None and again.loop_state.best_val_loss is None
+
+
+def test_data_that_changed_on_disk_needs_change_and_keeps_the_tokenizer(
+    short: dict[str, object], corpus: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(corpus.read_text())
+    run = stopped({**short, "training.dataset": str(data)}, tmp_path, 2)
+    data.write_text(corpus.read_text() + '{"text": "zebra zebra zebra quagga"}\n')
+    with pytest.raises(
+        InputError, match=r"made with another tokenizer .* and another training data .*--change"
+    ):
+        launch.reopen(run)
+    again = launch.reopen(run, change=True)
+    [branch] = again.branches
+    assert branch.data is not None and list(branch.changes) == ["data.tokenizer"]
+
+
+def test_a_checkpoint_before_a_branch_point_needs_change_again(done: Path) -> None:
+    launch.reopen(done, {"training.steps": 6}, change=True).run()
+    with pytest.raises(InputError, match=r"before the branch point at step 4 .*add --change"):
+        launch.reopen(done, step=2)
+    again = launch.reopen(done, step=2, change=True)
+    again.run()
+    [branch] = read_branches(RunDirectory(done))
+    assert branch.step == 2 and branch.changes == {"training.steps": {"from": 4, "to": 6}}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("model.depth", 3), ("training.batch_size", 16), ("optimization.name", "adamw")]
+)
+def test_what_the_state_depends_on_cannot_be_changed(done: Path, setting: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"{setting} cannot be changed on resume, not even with --change"):
+        launch.reopen(done, {setting: value}, change=True)
+
+
+def test_a_horizon_that_is_over_is_refused(done: Path) -> None:
+    with pytest.raises(InputError, match="give a longer horizon"):
+        launch.reopen(done, {"training.steps": 3}, change=True)
+    with pytest.raises(InputError, match="give a longer horizon"):
+        launch.reopen(done, {"optimization.lr_multiplier": 0.5}, change=True)
+
+
+def test_one_horizon_replaces_another(short: dict[str, object], tmp_path: Path) -> None:
+    settings = {key: value for key, value in short.items() if key != "training.steps"}
+    launch.build_trainer(
+        "quickstart", {**settings, "training.tokens": 4 * 128}, name="a", root=tmp_path
+    ).run()
+    found = api.resume(tmp_path / "a", change=True, **{"training.steps": 5})
+    assert found.status["step"] == 5
+    assert launch.reopen(tmp_path / "a").config["training/tokens"] is None
