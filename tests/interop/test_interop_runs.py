@@ -62,6 +62,24 @@ def test_an_imported_run_is_sampled_and_chats_with_its_template(imported: RunDir
     assert run.read_status()["state"] == "done"
 
 
+def test_a_prompt_as_text_begins_as_the_models_own_tokenizer_begins_it(
+    imported: RunDirectory, folder: Path, talks: Path, tmp_path: Path
+) -> None:
+    """Qwen's puts nothing before a text; <|endoftext|> used to be."""
+    tokenizer = load_model(imported).tokenizer
+    assert tokenizer is not None and tokenizer.prompt("Once") == tokenizer.encode("Once")
+    settings = {**SFT, "init": str(folder), "training.dataset": str(talks)}
+    trained = build_trainer(None, settings, name="sft", root=tmp_path)
+    assert trained.tokenizer.prompt("Once") == tokenizer.encode("Once")
+    fresh = build_trainer(
+        None,
+        {**SFT, "data.tokenizer": str(folder), "training.dataset": str(talks), "model.depth": 1},
+        name="new",
+        root=tmp_path,
+    )
+    assert fresh.tokenizer.prompt("Once")[0] == tokenizer.bos_id  # its documents begin with it
+
+
 @pytest.mark.slow
 def test_fine_tuned_from_a_folder_or_its_import_then_exported(
     folder: Path, imported: RunDirectory, talks: Path, tmp_path: Path

@@ -108,10 +108,11 @@ def _with_our_tokens(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple
         ids.append(role_token(tokenizer, role, "start"))
         mask.append(0)
         for kind, text in _parts(message):
-            said = tokenizer.encode(text)
             if kind in TOOL_TOKENS:
                 before, after = (_token(tokenizer, name) for name in TOOL_TOKENS[kind])
-                said = [before, *said, after]
+                said = [before, *tokenizer.encode(text, after=[before]), after]
+            else:
+                said = tokenizer.encode(text, after=ids)
             ids += said
             mask += [learnt if kind != "python_output" else 0] * len(said)
         ids.append(role_token(tokenizer, role, "end"))

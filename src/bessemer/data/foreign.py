@@ -62,7 +62,7 @@ class _Writer:
         mask: list[int] = []
         written = ""
         for text, learnt in self.pieces(opened):
-            ids += self.encode(text, written)
+            ids += self.encode(text, written, ids)
             mask += [learnt] * (len(ids) - len(mask))
             written += text
         return ids, mask
@@ -91,8 +91,9 @@ class _Writer:
             done = ends[-1]
         yield whole[done:], 0
 
-    def encode(self, text: str, written: str) -> list[int]:
-        """Special tokens by their ids, everything between them as plain text. `written`: what stands before."""
+    def encode(self, text: str, written: str, before_ids: Sequence[int]) -> list[int]:
+        """Special tokens by their ids, everything between them as plain text. `written`: what stands before, and
+        `before_ids` its ids."""
         ids: list[int] = []
         names = self.special.findall(text)
         last = next((name for name in self.special.findall(written)[-1:] if written.endswith(name)), "")
@@ -102,8 +103,7 @@ class _Writer:
             between = between.lstrip() if self.tokenizer.strips(before)[1] else between
             between = between.rstrip() if self.tokenizer.strips(after)[0] else between
             if between:
-                continued = bool(written or ids)
-                ids += self.tokenizer.encode(between.replace(self.mark, ""), continued=continued)
+                ids += self.tokenizer.encode(between.replace(self.mark, ""), after=ids or before_ids)
         return ids
 
     def _id(self, name: str) -> int:

@@ -138,6 +138,8 @@ def content_key(groups: dict[str, Source], tokenizer: Tokenizer, options: Option
         "options": asdict(options),
         "sources": {name: source_key(source) for name, source in groups.items()},
     }
+    if tokenizer.prefix_space:  # answers that go on after a prompt got a space of their own before
+        facts["continued"] = 1
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

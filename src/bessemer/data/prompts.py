@@ -134,7 +134,7 @@ def prompt_ids(prompt: Any, tokenizer: Tokenizer, chat: bool) -> list[int]:
         return render(prompt, tokenizer)
     if chat and can_chat(tokenizer):
         return render([{"role": "user", "content": prompt}], tokenizer)
-    return [tokenizer.bos_id, *tokenizer.encode(prompt)]
+    return tokenizer.prompt(prompt)
 
 
 def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:

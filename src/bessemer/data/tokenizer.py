@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,13 +74,22 @@ NOT_UNICODE = (
 class Tokenizer:
     """A tokenizer and its table of bytes per token. Build one with `train`, `load` or from its JSON text.
 
-    `chat_template`: how its conversations are written; None: with our tokens, where it has them.
+    `chat_template`: how its conversations are written; None: with our tokens, where it has them. `published`: it came
+    with the weights of its model, so a prompt begins as the file says (its post-processor), not always with bos.
     """
 
-    def __init__(self, text: str, origin: str = FILE, chat_template: ChatTemplate | None = None) -> None:
+    def __init__(
+        self,
+        text: str,
+        origin: str = FILE,
+        chat_template: ChatTemplate | None = None,
+        *,
+        published: bool = False,
+    ) -> None:
         self._text = text
         self.origin = origin
         self.chat_template = chat_template
+        self.published = published
         self._plain = _backend(text, origin)
         self._plain.encode_special_tokens = True  # "<|bos|>" in a document is text, not a control token
         described = json.loads(text)
@@ -171,14 +180,35 @@ class Tokenizer:
         """sha256 of the files; part of every store."""
         return hashlib.sha256("".join(self.files.values()).encode()).hexdigest()
 
-    def encode(self, text: str, *, allow_special: bool = False, continued: bool = False) -> list[int]:
-        """Ids of the text, without bos. `allow_special`: names like `<|bos|>` in it become their special
-        ids. `continued`: the text goes on after other tokens, so no space is put before it."""
-        backend = self._special if allow_special else self._continued if continued else self._plain
+    def encode(self, text: str, *, allow_special: bool = False, after: Sequence[int] = ()) -> list[int]:
+        """Return the ids of the text, without bos.
+
+        allow_special: names like `<|bos|>` in it become their special ids. after: the ids that stand before it. Some
+        tokenizers put a space before a text; one that goes on after another must not get it.
+        """
+        backend = self._special if allow_special else self._after(after)
         try:
             return backend.encode(text, add_special_tokens=False).ids
         except TypeError:  # what the library makes of half a surrogate pair
             raise InputError(NOT_UNICODE) from None
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the ids of a text that a model is to continue: what its documents begin with, then the text."""
+        return [*self.beginning, *self.encode(text)] or [self.bos_id]
+
+    @cached_property
+    def beginning(self) -> tuple[int, ...]:
+        """The ids before a prompt: bos; for a published tokenizer what its post-processor puts there, if anything."""
+        if not self.published or SPECIAL_TOKENS[0] in self.specials:  # ours, also in an export that came back
+            return (self.bos_id,)
+        alone = self._plain.encode("a", add_special_tokens=False).ids
+        whole = self._plain.encode("a", add_special_tokens=True).ids
+        places = (at for at in range(len(whole)) if whole[at : at + len(alone)] == alone)
+        return tuple(whole[: next(places, 0)])
+
+    def as_published(self) -> Tokenizer:
+        """Return this tokenizer as that of the published weights it came with."""
+        return Tokenizer(self._text, self.origin, self.chat_template, published=True)
 
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name."""
@@ -225,17 +255,60 @@ class Tokenizer:
                 table[index] = len(token.replace("▁", " ").removeprefix("##").encode())
         return table
 
+    def target_bytes(self, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """Return the UTF-8 bytes of text that each target stands for, int32; 0 where the target is −1 or special.
+
+        inputs: the token before each target, same shape. The space that the tokenizer itself puts before a text is no
+        byte of it.
+        """
+        lengths = self.token_bytes[np.maximum(targets, 0)]
+        if self.prefix_space:
+            starts = self._added_ids if self.prefix_space == "always" else np.array([self.bos_id])
+            lengths = lengths - (np.isin(inputs, starts) & self._begins_with_space[np.maximum(targets, 0)])
+        return np.where(targets >= 0, lengths, 0).astype(np.int32)
+
+    @cached_property
+    def prefix_space(self) -> str:
+        """Where the tokenizer puts a space of its own: "" (nowhere), "first" (before the text), or "always" (also
+        after a special token inside it)."""
+        described = json.loads(self._text)
+        if _without_prefix_space(described, kinds=("always",)) != described:
+            return "always"
+        return "first" if _without_prefix_space(described, kinds=("first",)) != described else ""
+
+    @cached_property
+    def _begins_with_space(self) -> np.ndarray:
+        """(vocab_size,) bool: tokens whose text begins with a space."""
+        table = np.zeros(self.vocab_size, bool)
+        for token, index in self._vocabulary.items():
+            table[index] = token[:1] in ("▁", "Ġ") and index not in self._added
+        return table
+
+    @cached_property
+    def _added_ids(self) -> np.ndarray:
+        return np.array(sorted(self._added), np.int64)
+
     @cached_property
     def _special(self) -> Backend:
         return _backend(self._text, self.origin)
 
-    @cached_property
-    def _continued(self) -> Backend:
-        """Some tokenizers put a space before the first word of a text; this one does not."""
-        described = json.loads(self._text)
-        if not _drop_first_space(described.get("pre_tokenizer")):
+    def _after(self, ids: Sequence[int]) -> Backend:
+        """Return the backend that encodes a text after these ids as the whole would be encoded at once."""
+        if not len(ids) or not self.prefix_space:
             return self._plain
-        backend = _backend(json.dumps(described), self.origin)
+        return self._after_special if ids[-1] in self._added else self._after_text
+
+    @cached_property
+    def _after_special(self) -> Backend:
+        return self._changed(("first",))
+
+    @cached_property
+    def _after_text(self) -> Backend:
+        return self._changed(("first", "always"))
+
+    def _changed(self, kinds: tuple[str, ...]) -> Backend:
+        described = json.loads(self._text)
+        backend = _backend(json.dumps(_without_prefix_space(described, kinds)), self.origin)
         backend.encode_special_tokens = True
         return backend
 
@@ -260,15 +333,40 @@ def _in_short_words(texts: Iterable[str]) -> Iterator[str]:
         yield text[first:]
 
 
-def _drop_first_space(part: Any) -> bool:
-    """Change a described pre-tokenizer in place; whether there was anything to change."""
-    if not isinstance(part, dict):
-        return False
-    changed = [_drop_first_space(below) for below in part.get("pretokenizers", [])]
-    if part.get("type") == "Metaspace" and part.get("prepend_scheme") == "first":
-        part["prepend_scheme"] = "never"
-        return True
-    return any(changed)
+def _without_prefix_space(described: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """Return a described tokenizer without the space that it puts before a text.
+
+    kinds: "first" (Metaspace's scheme of that name), "always" (the others: before a text and after each special token).
+    """
+    pre, normalizer = described.get("pre_tokenizer"), described.get("normalizer")
+    kept = _unprepended(normalizer) if "always" in kinds else normalizer
+    return {**described, "pre_tokenizer": _unprefixed(pre, kinds), "normalizer": kept}
+
+
+def _unprefixed(part: Any, kinds: Sequence[str]) -> Any:
+    if not isinstance(part, Mapping):
+        return part
+    if "pretokenizers" in part:
+        return {**part, "pretokenizers": [_unprefixed(below, kinds) for below in part["pretokenizers"]]}
+    if part.get("type") == "ByteLevel" and part.get("add_prefix_space") and "always" in kinds:
+        return {**part, "add_prefix_space": False}
+    if part.get("type") == "Metaspace":
+        older = "always" if part.get("add_prefix_space") else "never"  # as files had it before the schemes
+        if part.get("prepend_scheme", older) in kinds:
+            return {**part, "prepend_scheme": "never", "add_prefix_space": False}
+    return part
+
+
+def _unprepended(part: Any) -> Any:
+    """Return a described normalizer without its Prepend; None if nothing is left of it."""
+    if not isinstance(part, Mapping):
+        return part
+    if part.get("type") == "Prepend":
+        return None
+    if "normalizers" in part:
+        left = [_unprepended(below) for below in part["normalizers"]]
+        return {**part, "normalizers": [below for below in left if below is not None]}
+    return part
 
 
 def _backend(text: str, origin: str) -> Backend:

@@ -77,9 +77,7 @@ def _compiled(loaded: LoadedModel) -> Any:
 def batches(loaded: LoadedModel, rows: Validation, batch_size: int) -> Iterator[dict[str, Any]]:
     """Batches of one shape with the bytes of each target; the last is filled with rows without targets."""
     assert loaded.tokenizer is not None
-    lengths = loaded.tokenizer.token_bytes
     for number in range(rows.batches(batch_size)):
         batch: dict[str, Any] = dict(rows.batch(number, batch_size))
-        targets = batch["target_ids"]
-        batch["target_bytes"] = np.where(targets >= 0, lengths[np.maximum(targets, 0)], 0).astype(np.int32)
+        batch["target_bytes"] = loaded.tokenizer.target_bytes(batch["input_ids"], batch["target_ids"])
         yield batch if loaded.topology is None else jax.device_put(batch, loaded.topology.batch_sharding())

@@ -107,7 +107,7 @@ def request(prompt: Any, answer: str, tokenizer: Tokenizer) -> Request:
     """Room for the answer twice over, in case other tokens than the tokenizer's spell it."""
     room = 2 * len(tokenizer.encode(answer)) + 4
     if isinstance(prompt, str) and not can_chat(tokenizer):
-        return Request([tokenizer.bos_id, *tokenizer.encode(prompt)], max_tokens=room)
+        return Request(tokenizer.prompt(prompt), max_tokens=room)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return Request(render(messages, tokenizer), max_tokens=room, stop_ids=stop_ids(tokenizer))
 

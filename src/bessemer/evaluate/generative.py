@@ -75,7 +75,7 @@ def question_ids(tokenizer: Tokenizer, question: str) -> list[int]:
     """As a user's message, or as plain text where the tokenizer knows no conversations."""
     if can_chat(tokenizer):
         return prompt_ids(tokenizer, [{"role": "user", "content": question}])
-    return [tokenizer.bos_id, *tokenizer.encode(f"Question: {question}\nAnswer:")]
+    return tokenizer.prompt(f"Question: {question}\nAnswer:")
 
 
 def write(

@@ -54,7 +54,7 @@ class MultipleChoice:
         return [f"{shots}{example['query']}{delimiter}{choice}" for choice in example["choices"]]
 
     def rows(self, ids: Sequence[list[int]], example: Example, tokenizer: Tokenizer) -> list[Row]:
-        ids = [[tokenizer.bos_id, *one] for one in ids]
+        ids = [[*tokenizer.beginning, *one] for one in ids]
         start = min(shared(ids), min(map(len, ids)) - 1)  # every choice has a token of its own
         return [Row(one, max(1, start)) for one in ids]
 
@@ -76,7 +76,7 @@ class Schema:
         return [f"{shots}{context}{end}" for context in example["context_options"]]
 
     def rows(self, ids: Sequence[list[int]], example: Example, tokenizer: Tokenizer) -> list[Row]:
-        ids = [[tokenizer.bos_id, *one] for one in ids]
+        ids = [[*tokenizer.beginning, *one] for one in ids]
         suffix = max(1, min(shared([one[::-1] for one in ids]), min(map(len, ids)) - 1))
         return [Row(one, len(one) - suffix) for one in ids]
 
@@ -99,7 +99,7 @@ class Continuation:
         return [prompt, shots + self.solved(example, delimiter)]
 
     def rows(self, ids: Sequence[list[int]], example: Example, tokenizer: Tokenizer) -> list[Row]:
-        before, whole = ([tokenizer.bos_id, *one] for one in ids)
+        before, whole = ([*tokenizer.beginning, *one] for one in ids)
         return [Row(whole, max(1, min(shared([before, whole]), len(whole) - 1)))]
 
     def right(self, example: Example, scores: Sequence[Score]) -> bool:
@@ -126,7 +126,7 @@ class Letter:
     def rows(self, ids: Sequence[list[int]], example: Example, tokenizer: Tokenizer) -> list[Row]:
         prompt = prompt_ids(tokenizer, [{"role": "user", "content": tokenizer.decode(ids[0])}])
         letters = LETTERS[: len(example["choices"])]
-        return [Row([*prompt, *tokenizer.encode(letter)], len(prompt)) for letter in letters]
+        return [Row([*prompt, *tokenizer.encode(letter, after=prompt)], len(prompt)) for letter in letters]
 
     def right(self, example: Example, scores: Sequence[Score]) -> bool:
         return lowest(scores) == example["gold"]

@@ -94,7 +94,7 @@ def load_model(
             return _from_files(run, topology)
         config = parse_config(checkpoints.read(chosen, "config.yaml"), str(checkpoints.path(chosen)))
         model, unknown = build_model(config, str(checkpoints.path(chosen)))
-        tokenizer = tokenizer_in(checkpoints.path(chosen))
+        tokenizer = tokenizer_in(checkpoints.path(chosen), model)
         model = allocated(model, checkpoints.path(chosen), tokenizer)
         boxed = boxed_params(model, topology)
         split = split_of(flat(config), boxed, getattr(model, "group_of", None))
@@ -150,7 +150,7 @@ class ModelFiles:
         except (OSError, ValueError) as error:
             raise StorageError(f"{run.model} cannot be read ({error}).") from error
         model, unknown = build_model(config, str(run.model))
-        tokenizer = tokenizer_in(run.model)
+        tokenizer = tokenizer_in(run.model, model)
         return cls(allocated(model, run.model, tokenizer), WeightFile(path), tokenizer, config, unknown)
 
     @property
@@ -168,9 +168,15 @@ def _from_files(run: RunDirectory, topology: Topology | None) -> LoadedModel:
     )
 
 
-def tokenizer_in(directory: Path) -> Tokenizer | None:
+def tokenizer_in(directory: Path, model: Any) -> Tokenizer | None:
     file = directory / "tokenizer.json"
-    return Tokenizer.load(file) if file.is_file() else None
+    return tokenizer_of(model, Tokenizer.load(file)) if file.is_file() else None
+
+
+def tokenizer_of(model: Any, tokenizer: Tokenizer) -> Tokenizer:
+    """Return the tokenizer as the model reads it: published weights were trained on what their tokenizer writes, all
+    others on documents that begin with bos."""
+    return tokenizer.as_published() if getattr(model, "hf_type", "auto") != "auto" else tokenizer
 
 
 def allocated(model: Any, directory: Path, tokenizer: Tokenizer | None) -> Any:

@@ -36,11 +36,11 @@ def complete(
     stop_ids: Sequence[int] = (),
     ids: Sequence[Sequence[int]] | None = None,
 ) -> tuple[list[Completion], list[str]]:
-    """(continuations, notices). A prompt is the beginning of a document: bos, then its tokens; or it is `ids`.
+    """(continuations, notices). A prompt is the beginning of a document (`Tokenizer.prompt`), or its `ids`.
 
     What looks like a special token in a prompt is text. Bytes of a character that was cut off show as U+FFFD.
     """
-    ids = ids or [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in prompts]
+    ids = ids or [tokenizer.prompt(prompt) for prompt in prompts]
     result = decoder(params, ids, max_tokens=max_tokens, sampling=sampling, stop_ids=stop_ids)
     check_scores(result.logprobs)  # 0 where no token is
     completions = []

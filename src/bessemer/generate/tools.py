@@ -29,4 +29,4 @@ def output_ids(tokenizer: Tokenizer, written: Sequence[int]) -> list[int]:
         value = calculate(tokenizer.decode(before[begin:]))
     except NotArithmetic:
         return []
-    return [opened, *tokenizer.encode(value), closed]
+    return [opened, *tokenizer.encode(value, after=[opened]), closed]

@@ -133,7 +133,7 @@ def _is_id(item: Any) -> bool:
 
 def _prompt(item: Any, tokenizer: Tokenizer, room: Room) -> list[int]:
     if isinstance(item, str):
-        return [tokenizer.bos_id, *tokenizer.encode(room.check_text(text(item, "prompt"), tokenizer))]
+        return tokenizer.prompt(room.check_text(text(item, "prompt"), tokenizer))
     if not isinstance(item, list) or not item or not all(_is_id(token) for token in item):
         raise wrong("prompt", f"a prompt is a string or an array of token ids, not {_named(item)}.")
     if not all(0 <= token < room.vocab_size for token in item):

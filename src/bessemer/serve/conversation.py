@@ -123,16 +123,20 @@ class Transcript(Template):
             else f"{message['role'].capitalize()}: {message['content']}"
             for message in messages
         ]
-        return [self.tokenizer.bos_id, *self.tokenizer.encode("\n".join([*lines, "Assistant:"]))]
+        return self.tokenizer.prompt("\n".join([*lines, "Assistant:"]))
 
     def beginning(self, system: str | None) -> list[int]:
-        return [self.tokenizer.bos_id, *([] if system is None else self.tokenizer.encode(f"{system}\n"))]
+        return [*self.tokenizer.beginning, *([] if system is None else self.tokenizer.encode(f"{system}\n"))]
 
     def question(self, text: str) -> list[int]:
-        return self.tokenizer.encode(f"User: {text}\nAssistant:")
+        return self._continued(f"User: {text}\nAssistant:")
 
     def answer(self, text: str, ids: Sequence[int]) -> list[int]:
-        return self.tokenizer.encode(f"{text.rstrip()}\n")
+        return self._continued(f"{text.rstrip()}\n")
+
+    def _continued(self, text: str) -> list[int]:
+        """Encode a text that goes on after a line."""
+        return self.tokenizer.encode(text, after=self.tokenizer.encode("\n"))
 
 
 def template_of(loaded: LoadedModel, wanted: str = "auto") -> Template:

@@ -166,7 +166,7 @@ def prompt_rows(trainer: BaseTrainer, prompts: Any, chat: bool) -> tuple[list[An
     rows = []
     for prompt in given:
         if isinstance(prompt, str) and not chat:
-            rows.append([tokenizer.bos_id, *tokenizer.encode(prompt)])
+            rows.append(tokenizer.prompt(prompt))
         elif isinstance(prompt, str):
             rows.append(render([{"role": "user", "content": prompt}], tokenizer))
         elif is_messages(prompt):

@@ -11,6 +11,7 @@ from flax import linen as nn
 from bessemer.config import configure
 from bessemer.data import Tokenizer
 from bessemer.errors import InputError
+from bessemer.generate.load import tokenizer_of
 from bessemer.models.fp8 import GPU_OPTIONS as FLOAT8_OPTIONS
 from bessemer.models.lora import LoraSettings
 from bessemer.models.shape import Shape, explain_flops
@@ -71,7 +72,7 @@ def describe_model(trainer: BaseTrainer, model: Any, tokenizer: Tokenizer | None
     idle = split.idle(boxed, group_of)
     return ModelParts(
         model,
-        tokenizer,
+        None if tokenizer is None else tokenizer_of(model, tokenizer),
         make_apply(model),
         model.count_parameters(),
         model.flops_per_token(block) - 2 * idle,

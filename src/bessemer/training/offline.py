@@ -124,7 +124,7 @@ def group_of(row: dict[str, Any], where: str, trainer: GRPOTrainer) -> tuple[Bat
     ids = prompt_ids(prompt, tokenizer, settings.chat)
     end = end_ids(tokenizer)[0]
     completions = [
-        [*tokenizer.encode(one), end] if isinstance(one, str) else [int(token) for token in one]
+        [*tokenizer.encode(one, after=ids), end] if isinstance(one, str) else [int(token) for token in one]
         for one in row["completions"]
     ]
     if any(not 0 <= token < tokenizer.vocab_size for one in completions for token in one):

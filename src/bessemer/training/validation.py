@@ -27,15 +27,14 @@ class ValidationSet:
     def __init__(self, rows: Validation, tokenizer: Tokenizer | None):
         self.rows = rows
         self.count = len(rows)
-        self.bytes = None if tokenizer is None else tokenizer.token_bytes
+        self.tokenizer = tokenizer
         self.fields = fields_of(self.read(0, 1))
 
     def read(self, number: int, batch_size: int, rows: slice | None = None) -> dict[str, np.ndarray]:
         """Rows of batch `number` of a pass; those beyond the set are blank: no target, so no weight."""
         batch = dict(self.rows.batch(number, batch_size, rows))
-        if self.bytes is not None:
-            lengths = self.bytes[np.maximum(batch["target_ids"], 0)].astype(np.int32)
-            batch["target_bytes"] = np.where(batch["target_ids"] >= 0, lengths, 0)
+        if self.tokenizer is not None:
+            batch["target_bytes"] = self.tokenizer.target_bytes(batch["input_ids"], batch["target_ids"])
         return batch
 
 

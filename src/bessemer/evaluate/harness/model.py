@@ -43,8 +43,8 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """A text begins like a document, unless asked otherwise."""
-        ids = self.tokenizer_of_run.encode(string)
-        return ids if add_special_tokens is False else [self.tokenizer_of_run.bos_id, *ids]
+        tokenizer = self.tokenizer_of_run
+        return tokenizer.encode(string) if add_special_tokens is False else tokenizer.prompt(string)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any

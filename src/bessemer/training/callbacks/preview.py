@@ -183,7 +183,7 @@ class Preview(Callback):
             asked |= {text: render([{"role": "user", "content": text}], tokenizer) for text in texts}
             return asked, stop_ids(tokenizer)
         texts = (held_out_prompts(trainer) if held_out else self.prompts) or list(PROMPTS)
-        return {text: [tokenizer.bos_id, *tokenizer.encode(text)] for text in texts}, ()
+        return {text: tokenizer.prompt(text) for text in texts}, ()
 
     def write(self, step: int, found: Sequence[Completion]) -> None:
         for completion in found:
