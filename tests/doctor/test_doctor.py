@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 import time
@@ -355,6 +356,20 @@ def test_the_source_is_gone(run: RunDirectory, corpus: Path, tmp_path: Path) -> 
     recommit(run, NEWEST)
     found = diagnose(run)
     assert found.exit_code == 4 and "gone.jsonl" in found.verdict
+
+
+def test_a_store_that_is_gone_is_named(run: RunDirectory, corpus: Path, tmp_path: Path) -> None:
+    """A store brings its own tokenizer: without it the message was about data.tokenizer alone."""
+    missing = str(tmp_path / "gone-store")
+    for path in (run.config, run.checkpoints / NEWEST / "config.yaml"):
+        text = path.read_text().replace(str(corpus), missing)
+        path.write_text(re.sub(r"tokenizer: train:\d+", "tokenizer: auto", text))
+    recommit(run, NEWEST)
+    found = diagnose(run)
+    assert found.exit_code == 4 and lines(found, "data", "error")
+    assert f"training.dataset names {missing}, which is gone" in found.verdict
+    with pytest.raises(InputError, match="gone-store' does not exist"):
+        launch.reopen(run.path)
 
 
 def test_parts_given_from_python(run: RunDirectory) -> None:

@@ -142,6 +142,89 @@ def test_the_command_writes_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert call(command, ["k8s", "/bessemer/mine.yaml", "--image", "i", "-o", "-"]).exit_code == 0
 
 
+def test_data_that_is_not_there_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not an error: the nodes may have what this machine does not."""
+    monkeypatch.chdir(tmp_path)
+    call = CliRunner().invoke
+    missing = ["training.dataset=/data/web", "data.tokenizer=/data/tok", "init=runs/base"]
+    done = call(command, ["slurm", "pretrain", *missing, "-o", "-"])
+    assert done.exit_code == 0, done.output
+    for word in missing:
+        assert f"warning: {word} was not found here" in done.stderr
+    (tmp_path / "my.txt").write_text("some text")
+    done = call(command, ["slurm", "quickstart", "training.dataset=my.txt", "-o", "-"])
+    assert done.exit_code == 0 and "warning" not in done.stderr
+    there = {"python-stdlib", "/bessemer/web", "s3://b/web"}
+    for dataset in ("my.txt", "./my.txt", "/data/web", *there):
+        done = call(command, ["k8s", "pretrain", f"training.dataset={dataset}", "--image", "i", "-o", "-"])
+        assert done.exit_code == 0 and ("the pods do not have it" in done.stderr) == (dataset not in there), (
+            dataset
+        )
+
+
+STAND_IN = """\
+#!/bin/bash
+echo "$@" >> {log}
+{body}
+"""
+
+
+def started(program: str, env: dict[str, str], tmp_path: Path, bodies: dict[str, str]) -> int:
+    """The exit code of a job's shell, with stand-ins for the programs it calls."""
+    folder = tmp_path / "bin"
+    folder.mkdir(exist_ok=True)
+    for name, body in bodies.items():
+        (folder / name).write_text(STAND_IN.format(log=tmp_path / f"{name}.log", body=body))
+        (folder / name).chmod(0o755)
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        ["bash", "-c", program], cwd=tmp_path, env={**os.environ, **env, "PATH": path}, timeout=TIMEOUT
+    ).returncode
+
+
+def test_slurm_counts_failures_and_not_stops(tmp_path: Path) -> None:
+    """Any number of stops with a checkpoint, then --restarts failures and one more, which is the end."""
+    program = script(described(restarts=2, name="r"), Batch(), "f")
+    log = tmp_path / "scontrol.log"
+
+    def start(number: int, code: int, job: str = "7") -> bool:
+        env = {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "n", "SLURM_RESTART_COUNT": str(number)}
+        log.unlink(missing_ok=True)
+        assert started(program, env, tmp_path, {"srun": f"exit {code}", "scontrol": ""}) == code
+        return "requeue" in log.read_text()
+
+    assert all(start(number, 75) for number in range(5))
+    assert [start(5, 4), start(6, 75), start(7, 137), start(8, 75), start(9, 4)] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert start(0, 4, job="8"), "submitted again by hand, it counts anew"
+    assert not start(1, 2, job="8") and not start(2, 0, job="8")
+
+
+def test_kubernetes_counts_failures_and_not_stops(tmp_path: Path) -> None:
+    found = jobset(described(restarts=1, name="r"), Pods("i"))
+    assert problems(found) == [] and found["spec"]["failurePolicy"]["maxRestarts"] == 2**31 - 1
+    (container,) = found["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    program = container["command"][2]
+    (attempt,) = (entry["valueFrom"] for entry in container["env"] if entry["name"] == "RESTART_ATTEMPT")
+    assert "restart-attempt" in attempt["fieldRef"]["fieldPath"]
+
+    def start(number: int, code: int, body: str = "exit ") -> int:
+        return started(program, {"RESTART_ATTEMPT": str(number)}, tmp_path, {"bessemer": f"{body}{code}"})
+
+    assert [start(number, 75) for number in range(3)] == [75] * 3
+    assert [start(3, 4), start(4, 75), start(5, 4)] == [4, 75, 4]
+    assert start(5, 4) == 4, "another pod of the same start is the same failure"
+    assert start(6, 75) == 1, "two failures, one more than allowed: the pod failure policy ends the job"
+    assert start(0, 75) == 75, "applied anew, it counts anew"
+    # the pod's SIGTERM reaches the program, whose exit code is the pod's
+    assert start(1, 75, "trap 'exit 75' TERM; kill -TERM $PPID; sleep 0.5; exit ") == 75
+
+
 SRUN = """\
 #!{python}
 # What SLURM's srun does for a step, on one machine: as many tasks as SLURM_NTASKS, and the highest exit code.

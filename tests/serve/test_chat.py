@@ -73,7 +73,8 @@ def test_a_conversation_is_remembered_until_it_is_cleared(
     own: Engine, loaded: LoadedModel, template: str
 ) -> None:
     chat = make_chat(own, loaded, template)
-    talk(chat, "cats", "dogs", "/quit", "never read")
+    leave = "/quit" if template == "chat" else "/exit"
+    talk(chat, "cats", "dogs", leave, "never read")
     assert len(chat.exchanges) == 2
     text = loaded.tokenizer.decode(token for exchange in chat.exchanges for token in exchange)
     assert text.index("cats") < text.index("dogs") and "never" not in text

@@ -25,6 +25,7 @@ COMMANDS = {
     "resume": "Continue a stopped or killed run, exactly.",
     "runs": "List runs with their state.",
     "doctor": "Check a run and say what can be resumed.",
+    "rm": "Delete a run.",
     "report": "Write a run's report again: tables and curves.",
     "compare": "Put runs side by side: results, settings that differ, curves.",
     "sample": "Let a trained model continue a prompt.",

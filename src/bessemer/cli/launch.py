@@ -29,7 +29,7 @@ def common(function: Callable[..., None]) -> Callable[..., None]:
             "--port", type=int, metavar="P", help="Of process 0; default: chosen by the cluster's rule."
         ),
         click.option(
-            "--restarts", type=int, default=20, show_default=True, metavar="N", help="Starts after a loss."
+            "--restarts", type=int, default=20, show_default=True, metavar="N", help="Starts after a failure."
         ),
         click.option(
             "-o", "--out", metavar="FILE", help="Where to write; - is the screen. Default: by name."
@@ -71,7 +71,7 @@ def slurm(words: tuple[str, ...], out: str | None, **options: Any) -> None:
 
     The first start is `bessemer train`, each later one `bessemer resume`. Exit code 75 (stopped with a
     checkpoint: time limit, preemption) always asks for another start; a lost process or node (4, 134, 137)
-    does so --restarts times; anything else ends the job.
+    does so --restarts times, counted in RUN/starts; anything else ends the job.
 
     \b
     Examples:
@@ -106,7 +106,8 @@ def k8s(words: tuple[str, ...], out: str | None, mount: str, **options: Any) -> 
 
     Runs go to MOUNT/runs and prepared data to MOUNT/home. A RECIPE that is a file must lie below MOUNT, and
     is then not checked here. Pods that end with 1, 2 or 3 (a bug, bad input, failed training) end the job;
-    after any other end all pods are started again, --restarts times, and the run goes on where it was saved.
+    after any other end all pods are started again and the run goes on where it was saved. Failures are counted in
+    RUN/starts, and after --restarts of them the job ends; a stop with a checkpoint (75) is not a failure.
 
     \b
     Examples:
@@ -133,9 +134,13 @@ def k8s(words: tuple[str, ...], out: str | None, mount: str, **options: Any) -> 
 
 def _job(words: tuple[str, ...], options: dict[str, Any]) -> Any:
     from bessemer.launch import describe_job
+    from bessemer.launch.job import unseen
 
     recipe, overrides = split_words(words)
-    return describe_job(recipe, overrides, **options)
+    job = describe_job(recipe, overrides, **options)
+    for line in unseen(job, options.get("elsewhere")):
+        click.echo(f"warning: {line}", err=True)
+    return job
 
 
 def write(out: str, make: Callable[[str], str], submit: str) -> None:

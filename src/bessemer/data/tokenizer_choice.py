@@ -72,6 +72,8 @@ def _to_train_on(settings: DataSettings, samplings: Sequence[Sampling]) -> tuple
 def _store_with_tokenizer(samplings: Sequence[Sampling]) -> Path:
     stores = [path for s in samplings if (path := store_directory(s)) is not None]
     if not stores:
+        for sampling in samplings:
+            find_source(sampling.name)  # a store that is gone is the cause, and its name is the message
         raise InputError(
             "data.tokenizer is not set and no dataset is a prepared store with one: set data.tokenizer=DIR, "
             "or data.tokenizer=train:8192 to train one on the data."

@@ -37,16 +37,36 @@ def examine_material(run: RunDirectory, config: Config, found: Diagnosis) -> boo
     if not samplings:
         found.add("data", "note", "the run names none: an imported model was not trained here.")
         return False
+    sources = {(sampling.name, sampling.suffix): sampling for sampling in samplings}
+    gone = [sampling for sampling in sources.values() if not _is_there(sampling, found)]
+    if gone:
+        return False
     try:
         tokenizer = _tokenizer(settings, samplings, found)
         if tokenizer is None:
             return False
-        sources = {(sampling.name, sampling.suffix): sampling for sampling in samplings}
         there = [_store(sampling, tokenizer, settings, found) for sampling in sources.values()]
         return all(there)
     except BessemerError as error:
         found.add("data", "error", str(error))
         return False
+
+
+def _is_there(sampling: Sampling, found: Diagnosis) -> bool:
+    """Whether a dataset can be found, be it a store or its source; one that is gone is named."""
+    try:
+        if store_directory(sampling) is None:
+            find_source(sampling.name)
+    except BessemerError as error:
+        text = f"training.dataset names {sampling.name}{sampling.suffix}, which is gone: {error}"
+        found.add(
+            "data",
+            "error",
+            text,
+            "Put it back where it was; a copy elsewhere below this directory is found too.",
+        )
+        return False
+    return True
 
 
 def _tokenizer(settings: DataSettings, samplings: list[Sampling], found: Diagnosis) -> Tokenizer | None:

@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bessemer.config import configuration, configure, parse_duration, resolve
+from bessemer.config import Config, configuration, configure, parse_duration, resolve
+from bessemer.data import Sampling, find_source
+from bessemer.data.catalog import store_directory
 from bessemer.errors import InputError, Stopped
 from bessemer.job import check_run_name
+from bessemer.job.remote import is_remote
 from bessemer.topology import TopologySettings
 from bessemer.training.schema import schema_of
 
@@ -23,6 +26,17 @@ HOPELESS = (1, 2, 3)
 """A bug, bad input, training that failed: another start would end the same."""
 
 TIME_LIMIT = "training.time_limit"
+
+COUNT_STARTS = """\
+# $run/starts has a file for each start of this job that did not end in order: those are the failures.
+# A start that was killed together with this shell leaves its file behind and is counted too.
+mkdir -p "$run/starts"
+if [ "$start" = 0 ]; then rm -f "$run/starts/$job".*; fi  # submitted anew, by hand
+failures=$(find "$run/starts" -name "$job.*" ! -name "$job.$start" | wc -l)
+touch "$run/starts/$job.$start"
+"""
+ENDED_IN_ORDER = 'rm -f "$run/starts/$job.$start"'
+"""Shell of both job files. SLURM's and JobSet's own counters also count requeues after a stop with a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +51,7 @@ class Job:
     gpus: int = 0
     seconds: float | None = None  # that the cluster gives it
     port: int | None = None
-    restarts: int = 20  # after losses; a stop with a checkpoint is always continued
+    restarts: int = 20  # after failures; a stop with a checkpoint is always continued
 
     def __post_init__(self) -> None:
         check_run_name(self.name)
@@ -111,6 +125,50 @@ def check_mesh(job: Job) -> None:
             f"{job.nodes} node(s) with {job.gpus} devices are {devices}, which the mesh does not fit ({written}). "
             "Change --nodes or --gpus-per-node, or a size of the mesh."
         )
+
+
+def unseen(job: Job, mount: str | None = None) -> list[str]:
+    """Warnings about files that the recipe names and this machine does not have.
+
+    `mount` is a directory of the cluster, which cannot be looked at; with it only files below it are seen there.
+    """
+    if mount is not None and job.recipe.startswith(f"{mount.rstrip('/')}/"):
+        return []
+    config = resolve(schema_of, job.recipe, list(job.overrides))
+    named = [("training.dataset", one.name, _dataset_problem(one)) for one in _samplings(config)]
+    for key in ("data.tokenizer", "init", "distill.teacher"):
+        value = config.get(key)
+        if isinstance(value, str) and value != "auto" and not value.startswith(("train:", "hf:", "recipe:")):
+            places = (Path(value).expanduser(), Path(job.runs) / value)
+            there = is_remote(value) or any(place.exists() for place in places)
+            named.append((key, value, None if there else f"'{value}' does not exist."))
+    lines = []
+    for key, value, problem in named:
+        is_path = "/" in value or problem is not None or Path(value).exists()
+        if mount is None and problem is not None:
+            lines.append(f"{key}={value} was not found here ({problem.rstrip('.')}); the nodes must have it.")
+        elif mount is not None and is_path and not is_remote(value) and not _below(value, mount):
+            lines.append(
+                f"{key}={value} is not below {mount}, so the pods do not have it; copy it to the volume."
+            )
+    return lines
+
+
+def _samplings(config: Config) -> list[Sampling]:
+    return [sampling for mixture in config.get("training/dataset") or [] for sampling in mixture]
+
+
+def _dataset_problem(sampling: Sampling) -> str | None:
+    try:
+        if not is_remote(sampling.name) and store_directory(sampling) is None:
+            find_source(sampling.name)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def _below(path: str, mount: str) -> bool:
+    return path.startswith(f"{mount.rstrip('/')}/")
 
 
 def shell(words: Sequence[str]) -> str:

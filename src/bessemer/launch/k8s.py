@@ -2,7 +2,8 @@
 
 pod 0's name      NAME-workers-0-0.NAME, from JobSet's own service: the coordinator, before any pod runs
 exit 1, 2, 3      the job fails by its pod failure policy, and the set with it: another start would end the same
-any other end     (75, 4, 134, a lost node) the set starts all pods again, `restarts` times
+any other end     (75, 4, 134, a lost node) the set starts all pods again; after `restarts` failures a pod ends with 1.
+                  maxRestarts is no limit, as it also counts starts after a stop with a checkpoint (75)
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bessemer.errors import InputError
-from bessemer.launch.job import HOPELESS, Job, shell
+from bessemer.launch.job import COUNT_STARTS, ENDED_IN_ORDER, HOPELESS, STOPPED, Job, shell
 
 WORKERS = "workers"
 CONTAINER = "bessemer"
@@ -21,11 +22,36 @@ PORT = 12345
 GRACE_SECONDS = 120
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
+ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+UNLIMITED = 2**31 - 1
+
 START = """\
-if [ -f {run}/config.yaml ]; then
-  exec {resume}
+run={run}
+job=jobset-{name}
+start=${{RESTART_ATTEMPT:-0}}
+{count}
+if [ "$failures" -gt {restarts} ]; then
+  echo "$failures starts failed; not started again"
+  exit 1
 fi
-exec {train}
+if [ -f "$run/config.yaml" ]; then
+  command=({resume})
+else
+  command=({train})
+fi
+"${{command[@]}}" &
+pid=$!
+trap 'kill -TERM "$pid" 2> /dev/null' TERM INT
+wait "$pid"
+code=$?
+while kill -0 "$pid" 2> /dev/null; do  # a signal ends `wait`, not the program
+  wait "$pid"
+  code=$?
+done
+case $code in
+  0 | {stopped}) {in_order} ;;
+esac
+exit "$code"
 """
 
 
@@ -77,7 +103,7 @@ def jobset(job: Job, pods: Pods) -> dict[str, Any]:
         "spec": {
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             "failurePolicy": {
-                "maxRestarts": job.restarts,
+                "maxRestarts": UNLIMITED,
                 "rules": [
                     {
                         "name": "another_start_would_end_the_same",
@@ -131,7 +157,16 @@ def pod(job: Job, pods: Pods) -> dict[str, Any]:
 def container(job: Job, pods: Pods) -> dict[str, Any]:
     limits = {pods.resource: job.gpus or None, "cpu": pods.cpus, "memory": pods.memory}
     asked = {name: str(value) for name, value in limits.items() if value is not None}
-    start = START.format(run=shell([job.run]), resume=shell(job.resume()), train=shell(job.train()))
+    start = START.format(
+        run=shell([job.run]),
+        name=object_name(job.name),
+        resume=shell(job.resume()),
+        train=shell(job.train()),
+        count=COUNT_STARTS,
+        restarts=job.restarts,
+        stopped=STOPPED,
+        in_order=ENDED_IN_ORDER,
+    )
     port = job.port or PORT
     return {
         "name": CONTAINER,
@@ -151,6 +186,7 @@ def environment(job: Job, pods: Pods, port: int) -> list[dict[str, Any]]:
     name = object_name(job.name)
     plain = {"BESSEMER_HOME": f"{pods.mount.rstrip('/')}/home", "PYTHONUNBUFFERED": "1", **pods.environment}
     listed: list[dict[str, Any]] = [{"name": key, "value": value} for key, value in plain.items()]
+    listed.append({"name": "RESTART_ATTEMPT", "valueFrom": {"fieldRef": {"fieldPath": ATTEMPT}}})
     if job.nodes == 1:
         return listed
     return [

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bessemer.launch.job import LOST, STOPPED, Job, shell
+from bessemer.launch.job import COUNT_STARTS, ENDED_IN_ORDER, LOST, STOPPED, Job, shell
 
 SCRIPT = """\
 #!/bin/bash
@@ -29,8 +29,11 @@ if [ -f "$run/config.yaml" ]; then
 else
   command=({train})
 fi
+job=slurm-$SLURM_JOB_ID
+start=${{SLURM_RESTART_COUNT:-0}}
+{count}
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd' ')
-echo "start ${{SLURM_RESTART_COUNT:-0}} of job $SLURM_JOB_ID on $nodes"
+echo "start $start of job $SLURM_JOB_ID on $nodes"
 
 ended=no
 trap 'ended=yes' TERM  # SLURM ends the job itself; the processes hear it too and save
@@ -39,9 +42,14 @@ code=$?
 
 again=no
 case $code in
-  {stopped}) again=yes ;;  # stopped with a checkpoint: signal or time limit
+  0) {in_order} ;;
+  {stopped}) {in_order}; again=yes ;;  # stopped with a checkpoint: signal or time limit
   {lost})  # a process or a node was lost
-    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then again=yes; fi
+    if [ "$failures" -lt {restarts} ]; then
+      again=yes
+    else
+      echo "$((failures + 1)) starts failed; not started again"
+    fi
     ;;
 esac
 if [ "$again" = yes ] && [ "$ended" = no ]; then
@@ -82,6 +90,8 @@ def script(job: Job, batch: Batch, file: str) -> str:
         stopped=STOPPED,
         lost=" | ".join(map(str, LOST)),
         restarts=job.restarts,
+        count=COUNT_STARTS,
+        in_order=ENDED_IN_ORDER,
     )
 
 

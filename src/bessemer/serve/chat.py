@@ -16,7 +16,7 @@ HELP = """\
 /clear     forget the conversation
 /seed N    answers repeat with the same seed (/seed alone shows it)
 /help      this list
-/quit      leave (so does Ctrl-D)
+/quit      leave (so do /exit and Ctrl-D)
 Ctrl-C     stop the answer that is being written"""
 SEEDS = 2**32
 
@@ -125,7 +125,7 @@ def _remark(finish: str, dropped: int) -> str | None:
 
 
 class Repl:
-    """Reads lines until /quit or the end of input. `read` raises EOFError there, KeyboardInterrupt at Ctrl-C."""
+    """Reads lines until /quit, /exit or the end of input. `read` raises EOFError there, KeyboardInterrupt at Ctrl-C."""
 
     def __init__(self, chat: Chat, read: Callable[[], str], note: Callable[[str], None]):
         self.chat, self.read, self.note = chat, read, note
@@ -146,7 +146,7 @@ class Repl:
                     self.note("\n/quit or Ctrl-D leaves, or Ctrl-C again.")
                     continue
                 interrupted = False
-                if line == "/quit":
+                if line in ("/quit", "/exit"):
                     return
                 if line.startswith("/"):
                     self.note(self.command(line))

@@ -1,0 +1,47 @@
+"""`bessemer rm`: delete a run."""
+
+from __future__ import annotations
+
+import click
+
+from bessemer.errors import InputError
+
+
+@click.command("rm")
+@click.argument("run")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
+def command(run: str, yes: bool, root: str) -> None:
+    """Delete a run: its directory with all checkpoints. This cannot be undone.
+
+    Refuses a run that a process works in, a link, and anything that is not a run directory. Links inside the run are
+    removed; what they point to is not touched.
+
+    \b
+    Examples:
+      bessemer rm runs/mine
+      bessemer rm mine --yes
+    """
+    from bessemer.job.removal import dependents, removable, remove, strangers
+    from bessemer.report.summary import disk_size, summarise
+    from bessemer.report.table import size
+
+    found = removable(run, root)
+    summary = summarise(found)
+    what = f"{found.path} ({summary.state}, step {summary.step}, {size(disk_size(found.path))})"
+    if names := strangers(found):
+        click.echo(f"It also contains files that no run wrote: {', '.join(names[:10])}", err=True)
+    if names := dependents(found):
+        click.echo(f"These runs name it as their start or teacher: {', '.join(names[:10])}", err=True)
+    if not yes:
+        try:
+            agreed = click.confirm(f"Delete {what}?", err=True)
+        except click.Abort:
+            raise InputError(
+                f"not confirmed, so {found.path} was not deleted. Give --yes to delete it unasked."
+            ) from None
+        if not agreed:
+            click.echo("Nothing was deleted.", err=True)
+            return
+    remove(found)
+    click.echo(f"deleted {what}")

@@ -1,0 +1,109 @@
+"""Deleting a run: only a run, never one at work, and never through a link."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from bessemer.config.layers import read_yaml
+from bessemer.errors import InputError
+from bessemer.job.directory import RunDirectory, find_run, list_runs
+from bessemer.job.files import storage
+from bessemer.job.lock import RunLock
+
+PHASES = "phases"
+MADE_BY_RUNS = {
+    *(
+        "config.yaml",
+        "status.json",
+        "derived.json",
+        "facts.json",
+        "stages.json",
+        "origin.json",
+        "lock",
+        "log.txt",
+    ),
+    *(
+        "report.md",
+        "report.html",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "weights.jsonl",
+        "checkpoints",
+        "eval",
+        "model",
+    ),
+    *("model-hf", "plots", "profile", "reference", "starts", "tensorboard", PHASES),
+}
+
+
+def removable(name: str, root: str | Path = "runs") -> RunDirectory:
+    """Return the run of this name or path if it may be deleted; otherwise raise InputError with the reason."""
+    run = find_run(name, root)
+    if run.path.is_symlink():
+        raise InputError(
+            f"{run.path} is a link to {os.readlink(run.path)}. Give the run's own path, or delete the link with rm."
+        )
+    if not _was_made_here(run):
+        raise InputError(
+            f"{run.path} is not a run directory: neither its config.yaml nor its status.json was written by a run. "
+            "Nothing was deleted."
+        )
+    if Path.cwd().is_relative_to(run.path.resolve()):
+        raise InputError(f"{run.path} contains the current directory. Change to another directory first.")
+    if nested := [name for name in list_runs(run.path) if name not in MADE_BY_RUNS]:
+        raise InputError(
+            f"{run.path} contains other runs ({', '.join(nested[:5])}). Delete those by name first."
+        )
+    for one in (run, *(RunDirectory(run.path / PHASES / name) for name in list_runs(run.path / PHASES))):
+        RunLock.check_free(one)
+    return run
+
+
+def strangers(run: RunDirectory) -> list[str]:
+    """Names in the directory that no run writes: somebody's own files, which would be deleted too."""
+    return sorted(entry.name for entry in run.path.iterdir() if entry.name not in MADE_BY_RUNS)
+
+
+def dependents(run: RunDirectory) -> list[str]:
+    """Names of runs beside this one that start from it or learn from it: adapters need their base model."""
+    return [
+        name
+        for name in list_runs(run.path.parent)
+        if name != run.name and any(_lies_in(value, run.path) for value in _named(run.path.parent / name))
+    ]
+
+
+def remove(run: RunDirectory) -> None:
+    """Delete the directory while holding its lock. Links inside are removed; what they point to is not touched."""
+    with RunLock(run, status=False), storage(f"cannot delete {run.path}"):
+        shutil.rmtree(run.path)
+
+
+def _was_made_here(run: RunDirectory) -> bool:
+    try:
+        state = run.read_status().get("state") if not run.status.is_symlink() else None
+        return state is not None or "provenance" in _tree(run)
+    except InputError:
+        return False
+
+
+def _tree(run: RunDirectory) -> dict[str, Any]:
+    """config.yaml as written: nothing that it refers to is looked up."""
+    plain = run.config.is_file() and not run.config.is_symlink()
+    return read_yaml(run.config, "saved configuration") if plain else {}
+
+
+def _named(path: Path) -> list[Any]:
+    try:
+        tree = _tree(RunDirectory(path))
+    except InputError:
+        return []
+    distill = tree.get("distill")
+    return [tree.get("init"), distill.get("teacher") if isinstance(distill, dict) else None]
+
+
+def _lies_in(value: Any, path: Path) -> bool:
+    return isinstance(value, str) and Path(value).is_absolute() and Path(value).is_relative_to(path)
