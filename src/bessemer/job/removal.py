@@ -14,29 +14,8 @@ from bessemer.job.files import storage
 from bessemer.job.lock import RunLock
 
 PHASES = "phases"
-MADE_BY_RUNS = {
-    *(
-        "config.yaml",
-        "status.json",
-        "derived.json",
-        "facts.json",
-        "stages.json",
-        "origin.json",
-        "lock",
-        "log.txt",
-    ),
-    *(
-        "report.md",
-        "report.html",
-        "metrics.jsonl",
-        "samples.jsonl",
-        "weights.jsonl",
-        "checkpoints",
-        "eval",
-        "model",
-    ),
-    *("model-hf", "plots", "profile", "reference", "starts", "tensorboard", PHASES),
-}
+BESIDE = {"model-hf", "profile", "report.html", "starts", "tensorboard", PHASES}
+"""What runs write besides the paths of RunDirectory."""
 
 
 def removable(name: str, root: str | Path = "runs") -> RunDirectory:
@@ -53,7 +32,7 @@ def removable(name: str, root: str | Path = "runs") -> RunDirectory:
         )
     if Path.cwd().is_relative_to(run.path.resolve()):
         raise InputError(f"{run.path} contains the current directory. Change to another directory first.")
-    if nested := [name for name in list_runs(run.path) if name not in MADE_BY_RUNS]:
+    if nested := [name for name in list_runs(run.path) if name not in written_by_runs(run)]:
         raise InputError(
             f"{run.path} contains other runs ({', '.join(nested[:5])}). Delete those by name first."
         )
@@ -64,7 +43,14 @@ def removable(name: str, root: str | Path = "runs") -> RunDirectory:
 
 def strangers(run: RunDirectory) -> list[str]:
     """Names in the directory that no run writes: somebody's own files, which would be deleted too."""
-    return sorted(entry.name for entry in run.path.iterdir() if entry.name not in MADE_BY_RUNS)
+    return sorted({entry.name for entry in run.path.iterdir()} - written_by_runs(run))
+
+
+def written_by_runs(run: RunDirectory) -> set[str]:
+    """Names at the top of a run directory that belong to the run."""
+    properties = [name for name, value in vars(RunDirectory).items() if isinstance(value, property)]
+    paths = [getattr(run, name) for name in properties]
+    return BESIDE | {path.name for path in paths if isinstance(path, Path)}
 
 
 def dependents(run: RunDirectory) -> list[str]:
