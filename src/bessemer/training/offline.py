@@ -20,7 +20,7 @@ import numpy as np
 
 from bessemer.data import DataPlan, Sampling
 from bessemer.data.prompts import end_ids, prompt_ids, prompt_of, read_rows
-from bessemer.data.rows import Batch
+from bessemer.data.rows import Batch, Rows, fields_of
 from bessemer.errors import InputError
 from bessemer.objectives.advantages import group_advantages
 from bessemer.objectives.grpo import GrpoSettings
@@ -47,6 +47,7 @@ class StoredGroups:
             digest.update(b"".join(group[name].tobytes() for name in sorted(group)) + rewards.tobytes())
         self.fingerprint = digest.hexdigest()
         self.stats: dict[str, Any] = {"prompts": len(self.groups), "completions": self.rewards.size}
+        self.fields = fields_of(self.get(np.arange(1)))
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -61,7 +62,7 @@ class StoredGroups:
 class StoredPlan(DataPlan):
     """`batch(step)`: groups of the step, one row a completion."""
 
-    def __init__(self, mixture: Any, passes: Passes, baseline: str, scale: bool):
+    def __init__(self, mixture: Sequence[tuple[Sampling, Rows]], passes: Passes, baseline: str, scale: bool):
         super().__init__([mixture], passes.prompts, passes.seed)
         self.baseline, self.scale = baseline, scale
 
@@ -90,7 +91,7 @@ def build_stored(trainer: GRPOTrainer) -> tuple[DataParts, Passes]:
     if len(settings.datasets) != 1:
         raise InputError("training.dataset has several stages; stored completions are one mixture.")
     assert isinstance(policy, GrpoSettings)  # others have nothing stored
-    mixture = []
+    mixture: list[tuple[Sampling, Rows]] = []
     for sampling in settings.datasets[0]:
         groups = StoredGroups(sampling.name, list(read_rows(sampling.name)), trainer)
         mixture.append((Sampling(sampling.name, sampling.rate), groups))
