@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from bessemer.checkpoint import Checkpoints
+from bessemer.config.layers import saved_tree
 from bessemer.data import Tokenizer
 from bessemer.job import RunDirectory
+from bessemer.job.trust import mark_origin
 from bessemer.models.gpt import GPT
 from bessemer.topology import unbox
 
@@ -59,7 +61,8 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 def make_run(root: Path, name: str = "tiny", steps: tuple[int, ...] = (10, 20)) -> RunDirectory:
-    """Checkpoints at `steps` with different weights each, config, tokenizer, and data to hold out from."""
+    """Checkpoints at `steps` with different weights each, config, tokenizer, and data to hold out from; marked as
+    started here."""
     data = root / "cats.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     run = RunDirectory(root / "runs" / name).create()
@@ -71,4 +74,5 @@ def make_run(root: Path, name: str = "tiny", steps: tuple[int, ...] = (10, 20)) 
         state = {"step": jnp.int32(step), "params": tiny_params(step), "opt_state": {"m": jnp.zeros(3)}}
         checkpoints.save(step, state, files=files, wait=True)
     checkpoints.close()
+    mark_origin(run, saved_tree(run.config))
     return run

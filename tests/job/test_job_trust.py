@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from bessemer.config.layers import saved_tree
 from bessemer.errors import InputError
 from bessemer.job import RestoreableJob, RunDirectory
-from bessemer.job.trust import check_trust, mark_origin, named_code, saved_tree
+from bessemer.job.trust import check_trust, mark_origin, requests_of
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +61,8 @@ def test_what_does_not_verify_asks_for_trust(tmp_path: Path, own_home: Path, dam
     elif damage == "other code":
         run.config.write_text("job: parts:Other\n")
     else:
-        run.origin.write_text(json.dumps({"run": json.loads(run.origin.read_text())["run"], "mac": "0" * 64}))
+        mark = json.loads(run.origin.read_text())
+        run.origin.write_text(json.dumps({**mark, "marks": ["0" * 64] * len(mark["marks"])}))
     run.write_status(state="stopped", step=1)  # names this host: no longer believed
     with pytest.raises(InputError, match=r"parts:(Job|Other).*--trust"):
         check_trust(run)
@@ -81,7 +83,8 @@ def test_another_plugin_file_of_the_same_name_is_other_code(
 
 def test_a_reference_cannot_hide_a_name(tmp_path: Path) -> None:
     run = run_with(tmp_path, "word: evil:Job\njob: ${word}\nmodel.family: '${word}'\n", mark=False)
-    assert named_code(saved_tree(run.config)) == ["evil:Job", "evil:Job"]
+    found = {request.where: request.word for request in requests_of(saved_tree(run.config))}
+    assert found["job"] == found["model.family"] == "evil:Job"
 
 
 def test_a_secret_that_others_can_read_proves_nothing(tmp_path: Path, own_home: Path) -> None:

@@ -16,15 +16,26 @@ from bessemer.cli.train import FORWARD
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[key=value ...]")
 @click.option("--step", type=int, help="Continue from this checkpoint; later ones are discarded.")
 @click.option(
-    "--trust", is_flag=True, help="Import code the run's config names, though it was not started here."
+    "--trust",
+    is_flag=True,
+    help="The run was not started here: allow the code, uploads, files and links that it names, from now on.",
 )
 @click.option(
     "--change",
     is_flag=True,
     help="Let key=value make it another run from here on; a branch point is recorded.",
 )
+@click.option("--base", metavar="PATH", help="The weights that the run began from, in place of its own init.")
 @click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
-def command(run: str, words: tuple[str, ...], step: int | None, trust: bool, change: bool, root: str) -> None:
+def command(
+    run: str,
+    words: tuple[str, ...],
+    step: int | None,
+    trust: bool,
+    change: bool,
+    base: str | None,
+    root: str,
+) -> None:
     """Continue a stopped or killed run: the result is bit for bit that of an undisturbed one.
 
     Only settings that cannot change the run are accepted: logging.*, topology.*, eval.*,
@@ -43,22 +54,28 @@ def command(run: str, words: tuple[str, ...], step: int | None, trust: bool, cha
     from bessemer.training.signals import before_resuming, watched
 
     with watched(functools.partial(before_resuming, run)):
+        from bessemer.job import find_run
+        from bessemer.job.trust import adopt
         from bessemer.training.launch import changes_finished, is_finished, reopen
         from bessemer.training.mirror import fetched
 
         refuse_flags(words)
-        run = str(fetched(run, root))
+        path = str(fetched(run, root))
+        if trust:
+            adopt(find_run(path, root, trust=True))
         given = list(words)
         if (
             step is None
-            and is_finished(run, root)
-            and not changes_finished(run, given, root=root, trust=trust, change=change)
+            and is_finished(path, root)
+            and not changes_finished(path, given, root=root, trust=trust, change=change)
         ):
             click.echo(
-                f"{run} is finished; nothing to do. To train it further: bessemer resume {run} training.steps=… "
-                f"--change. To start a new run from its weights: init={run}."
+                f"{path} is finished; nothing to do. To train it further: bessemer resume {path} training.steps=… "
+                f"--change. To start a new run from its weights: init={path}."
             )
             return
-        trainer = reopen(run, given, root=root, step=step, trust=trust, change=change, distributed=True)
+        trainer = reopen(
+            run, given, root=root, step=step, trust=trust, change=change, base=base, distributed=True
+        )
         trainer.startup.began(BEGAN)
         trainer.run()

@@ -13,6 +13,7 @@ from dataclasses import field as attribute
 from pathlib import Path
 from typing import Any
 
+from bessemer.config.bounded import check_references, check_yaml, read_text
 from bessemer.config.declare import dotted
 from bessemer.config.values import Mismatch, plain
 from bessemer.errors import InputError
@@ -193,27 +194,54 @@ def _from_yaml(word: str) -> Any:
     return parsed["value"]
 
 
-def read_yaml(path: Path, what: str) -> dict[str, Any]:
-    """A YAML file as a nested mapping; syntax errors name the file, line and column."""
+def read_yaml(path: Path, what: str, *, saved: bool = False) -> dict[str, Any]:
+    """A YAML file as a nested mapping; syntax errors name the file, line and column.
+
+    `saved`: a configuration that a run keeps. It may come from anybody, so it has no aliases and refers to nothing but
+    its own settings.
+    """
+    try:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{what} '{path}' cannot be read: {error}.") from error
+    return parse_yaml(text, f"{what} '{path}'", saved=saved)
+
+
+def parse_yaml(text: str, what: str, *, saved: bool = False) -> dict[str, Any]:
+    """The same from text that is there already; `what` begins the error."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{what} '{path}' cannot be read: {error}.") from error
-    try:
+        check_yaml(text, aliases=not saved)
         tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+        if saved and isinstance(tree, dict):
+            check_references(tree)
     except YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise InputError(f"{what} '{path}'{place}: {problem or error}. Correct the YAML there.") from error
-    except (OmegaConfBaseException, OSError) as error:
-        raise InputError(f"{what} '{path}': {str(error).splitlines()[0]}.") from error
+        raise InputError(f"{what}{place}: {problem or error}. Correct the YAML there.") from error
+    except (OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{what}: {(str(error).splitlines() or ['unreadable'])[0]}.") from error
     if not isinstance(tree, dict):
-        raise InputError(f"{what} '{path}' must hold a mapping of settings (training: {{steps: 100}}).")
+        raise InputError(f"{what} must hold a mapping of settings (training: {{steps: 100}}).")
     return tree  # type: ignore[return-value]
+
+
+def saved_tree(path: Path) -> dict[str, Any]:
+    """A saved config.yaml as a plain nested tree, with its references resolved; nothing it names is imported."""
+    origin = f"saved configuration {path}"
+    return _resolved(read_yaml(path, "saved configuration", saved=True), origin)
+
+
+def parse_saved(text: str, where: str) -> dict[str, Any]:
+    """The same from the text of a config.yaml; `where` is named in errors."""
+    return _resolved(parse_yaml(text, f"the config.yaml of {where}", saved=True), where)
+
+
+def _resolved(tree: dict[str, Any], origin: str) -> dict[str, Any]:
+    return merge([Layer(origin, nest(tree, origin))], resolve=True, is_section=lambda key: False)
 
 
 def escape(value: Any) -> Any:

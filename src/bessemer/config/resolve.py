@@ -98,7 +98,7 @@ def load_saved(
 ) -> Config:
     """A run's config.yaml as the same Config, origins included; `overrides` are applied over it."""
     origin = f"saved configuration {path}"
-    tree = nest(read_yaml(Path(path), "saved configuration"), origin)
+    tree = nest(read_yaml(Path(path), "saved configuration", saved=True), origin)
     origins = tree.pop("provenance", {})
     if not isinstance(origins, Mapping):
         raise InputError(f"{origin}: 'provenance' must be a mapping from settings to their origin.")

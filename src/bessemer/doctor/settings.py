@@ -6,11 +6,11 @@ from typing import Any
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.config import Config, dotted, slashed
-from bessemer.config.layers import flatten
+from bessemer.config.layers import flatten, saved_tree
 from bessemer.doctor.findings import Diagnosis
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory
-from bessemer.job.trust import named_code, saved_tree, started_here
+from bessemer.job.trust import named_code, names_own_code, refused_requests
 from bessemer.training.branches import RESUMABLE, read_branches
 from bessemer.training.schema import saved_config
 
@@ -26,7 +26,12 @@ def examine_config(run: RunDirectory, checkpoints: Checkpoints, found: Diagnosis
         tree = saved_tree(run.config)
         named = named_code(tree)
         if named:
-            _examine_code(run, named, found)
+            _examine_code(run, tree, named, found)
+            _compare(run, tree, checkpoints, found)
+            return None
+        if refused := refused_requests(run, tree):
+            text = f"the run was not started here, and config.yaml {'; '.join(map(str, refused[:5]))}: not checked."
+            found.add("trust", "warning", text, "Resume asks for --trust: look at each of these first.")
             _compare(run, tree, checkpoints, found)
             return None
         config = saved_config(run.config)
@@ -38,14 +43,14 @@ def examine_config(run: RunDirectory, checkpoints: Checkpoints, found: Diagnosis
     return config
 
 
-def _examine_code(run: RunDirectory, named: list[str], found: Diagnosis) -> None:
+def _examine_code(run: RunDirectory, tree: dict[str, Any], named: list[str], found: Diagnosis) -> None:
     words = ", ".join(named)
     text = (
         f"config.yaml names code ({words}), which is not imported here, so settings and data are not checked."
     )
     found.add("code", "note", text)
     try:
-        trusted = started_here(run, named)
+        trusted = names_own_code(run, tree)
     except InputError as error:
         found.add("code", "warning", str(error))
         return

@@ -11,9 +11,10 @@ import jax
 from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint.tree import flatten, select
 from bessemer.checkpoint.weights import Arrays, total, write_file
+from bessemer.config.layers import parse_saved
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
-from bessemer.generate.load import SECTIONS, WEIGHTS, ModelFiles, choose, load_model, parse_config
+from bessemer.generate.load import SECTIONS, WEIGHTS, ModelFiles, choose, load_model
 from bessemer.interop.adapters import export_adapters
 from bessemer.interop.folder import is_folder
 from bessemer.interop.give import export_folder, make_empty
@@ -67,7 +68,7 @@ def export_run_adapters(run: RunDirectory, out: Path, step: int | str | None = N
         chosen, notes = choose(checkpoints, run, step)
         if chosen is None:
             raise InputError(f"{run.path} has no checkpoint, so there are no adapters to export.")
-        config = parse_config(checkpoints.read(chosen, "config.yaml"), str(checkpoints.path(chosen)))
+        config = parse_saved(checkpoints.read(chosen, "config.yaml"), str(checkpoints.path(chosen)))
         saved = select(checkpoints.leaves(chosen), "params")
         abstract = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (dtype, shape) in saved.items()}
         arrays = TreeArrays(checkpoints.restore(chosen, abstract, only="params"))

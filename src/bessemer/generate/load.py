@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,8 @@ import jax
 from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint.weights import WeightFile, place
 from bessemer.config import declared, dotted
+from bessemer.config.bounded import read_json
+from bessemer.config.layers import parse_saved
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError, StorageError
 from bessemer.generate.decoder import Decoder, end_tokens
@@ -92,7 +93,7 @@ def load_model(
         chosen, notes = choose(checkpoints, run, step)
         if chosen is None:
             return _from_files(run, topology)
-        config = parse_config(checkpoints.read(chosen, "config.yaml"), str(checkpoints.path(chosen)))
+        config = parse_saved(checkpoints.read(chosen, "config.yaml"), str(checkpoints.path(chosen)))
         model, unknown = build_model(config, str(checkpoints.path(chosen)))
         tokenizer = tokenizer_in(checkpoints.path(chosen), model)
         model = allocated(model, checkpoints.path(chosen), tokenizer)
@@ -146,9 +147,11 @@ class ModelFiles:
                 "to load. Train longer, or set logging.checkpoint_interval lower."
             )
         try:
-            config = json.loads((run.model / "config.json").read_text(encoding="utf-8"))
+            config = read_json(run.model / "config.json")
         except (OSError, ValueError) as error:
             raise StorageError(f"{run.model} cannot be read ({error}).") from error
+        if not isinstance(config, dict):
+            raise StorageError(f"{run.model / 'config.json'} holds no settings.")
         model, unknown = build_model(config, str(run.model))
         tokenizer = tokenizer_in(run.model, model)
         return cls(allocated(model, run.model, tokenizer), WeightFile(path), tokenizer, config, unknown)
@@ -186,19 +189,6 @@ def allocated(model: Any, directory: Path, tokenizer: Tokenizer | None) -> Any:
     allocation = Allocation.read(directory)
     allocation.check(model, tokenizer.hash if tokenizer is not None else None, str(directory))
     return model.clone(allocation=allocation)
-
-
-def parse_config(text: str, where: str) -> dict[str, Any]:
-    """A saved config.yaml as a plain tree."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    try:
-        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
-    except (YAMLError, ValueError, OmegaConfBaseException) as error:
-        raise StorageError(f"the config.yaml of {where} cannot be read ({error}).") from error
-    return {str(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

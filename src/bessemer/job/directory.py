@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bessemer.config.bounded import read_json
 from bessemer.errors import InputError, nearest
 from bessemer.job.files import atomic_write, storage
 from bessemer.job.remote import refuse_remote
@@ -90,8 +91,11 @@ class RunDirectory:
 
     def step_of_stage(self, name: str) -> int:
         """The last step of the stage of that name (stage-1, …), whose checkpoint is kept."""
-        listed = json.loads(self.stages.read_text(encoding="utf-8")) if self.stages.is_file() else []
-        ends = {stage["name"]: int(stage["end"]) for stage in listed}
+        try:
+            listed = read_json(self.stages) if self.stages.is_file() else []
+            ends = {str(stage["name"]): int(stage["end"]) for stage in listed}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{self.stages} cannot be read ({error}). Give --step as a number.") from error
         if name not in ends:
             known = f"it has {', '.join(ends)}" if ends else "it has one stage only; give a number"
             raise InputError(f"{self.path} has no stage '{name}': {known}.")
@@ -186,24 +190,33 @@ class RunDirectory:
     def read_status(self) -> dict[str, Any]:
         """The status, or {} before the first one."""
         try:
-            found = json.loads(self.status.read_text())
+            found = read_json(self.status)
         except FileNotFoundError:
             return {}
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise InputError(
                 f"{self.status} is not valid JSON ({error}). Delete it; it is rebuilt."
             ) from error
         return found if isinstance(found, dict) else {}
 
 
-def find_run(name_or_path: str | Path, runs_root: str | Path = "runs") -> RunDirectory:
-    """The run at a path, or of a name under `runs_root`; otherwise an error that says what is there."""
+def find_run(
+    name_or_path: str | Path, runs_root: str | Path = "runs", *, trust: bool = False
+) -> RunDirectory:
+    """The run at a path, or of a name under `runs_root`; otherwise an error that says what is there.
+
+    A run that holds links out of its directory, or pipes and devices, is refused (job/trust.py) unless it is trusted.
+    """
+    from bessemer.job.trust import check_links  # which knows run directories
+
     text = str(name_or_path)
     root = Path(runs_root)
     candidates = [Path(text)] if os.sep in text else [root / text, Path(text)]
     for candidate in candidates:
         run = RunDirectory(candidate)
         if candidate.is_dir() and (run.exists() or run.model.is_dir()):
+            if not trust:
+                check_links(run.path, run=run)
             return run
     if (folder := next((path for path in candidates if (path / "config.json").is_file()), None)) is not None:
         raise InputError(

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
+from bessemer.config.layers import saved_tree
 from bessemer.errors import InputError, StorageError
 from bessemer.job.directory import RunDirectory
 from bessemer.job.spec import ExecutionSpec
-from bessemer.job.trust import check_trust, saved_tree
+from bessemer.job.trust import check_trust
 from bessemer.registry import jobs
 
 C = TypeVar("C")

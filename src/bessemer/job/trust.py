@@ -1,123 +1,312 @@
-"""Whether code that a run's configuration names may be imported without asking.
+"""What a run, model folder, recipe or mirror that was not made here may do. Everything that reads one asks here.
+
+Without --trust a run from elsewhere may not
+    run code      plugins, module:attribute, file.py, recipes that are files, tasks of lm-eval that are files
+    upload        logging.mirror, logging.wandb
+    open a file   outside the working directory, the run itself, and the user's own cache
+    follow a link that leaves its directory
+and never, with --trust or without, is a `${resolver:…}` of a saved configuration resolved (config/bounded.py).
 
 HOME/secret        32 random bytes of this user, mode 0600, made at first need
-RUN/origin.json    a random id, and HMAC-SHA256(secret, id and the names of the code)
+RUN/origin.json    a random id, and HMAC-SHA256(secret, id and request) for each request of the configuration
 
-A run that was started here bears the mark; one from elsewhere cannot, whatever its files claim. The mark holds
-for the names it was made for (plugin files by their full path), so a changed configuration asks again. Runs
-that name no code need no mark.
+A run that was started here bears a mark for each thing it asks for; one from elsewhere cannot, whatever it claims. A
+mark holds for exactly what was asked (files by their full path), so a changed configuration asks again. A run that
+asks for nothing needs no mark.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import hmac
 import json
 import os
+import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bessemer.config.layers import Layer, merge, nest, read_yaml
+from bessemer.config.bounded import read_json, texts_in
+from bessemer.config.layers import nest, saved_tree
 from bessemer.config.recipes import recipe_names
-from bessemer.errors import InputError
+from bessemer.errors import InputError, StorageError
 from bessemer.job.directory import RunDirectory
 from bessemer.job.files import atomic_write, storage
 from bessemer.job.home import home
 from bessemer.job.remote import is_remote
 from bessemer.selectors import SELECTORS
 
+CODE, RECIPE, UPLOAD, FILE, LINK = "code", "recipe", "upload", "file", "link"
+VERBS = {
+    CODE: "imports",
+    RECIPE: "trains the recipe file",
+    UPLOAD: "uploads to",
+    FILE: "opens",
+    LINK: "links to",
+}
+SECRET = "secret"
+BASE = ("init", "distill.teacher")
+"""Settings that name a base model, for which `resume` has --base."""
+MOST_ENTRIES = 200_000
+CODE_SETTINGS = (*(key.replace("/", ".") for key in SELECTORS), "training.dataset", "grpo.rewards")
+"""Settings whose every word with a colon names code; elsewhere it must look like a module and an attribute."""
+_ATTRIBUTE = re.compile(r"[^\s:/\\\d][^\s:/\\]*:[^\s:/\\\d][^\s:/\\]*")
+_PHASE = re.compile(r"(phases\.[^.]+\.)+")
+_SCRIPT = re.compile(r".+\.py(:.*)?", re.S)
+_HARNESS = re.compile(r"[\w-]+")
+_MAGIC = re.compile(r"[*?\[]")
 
-def saved_tree(path: Path) -> dict[str, Any]:
-    """A saved config.yaml as a plain nested tree, with its references resolved; nothing it names is imported."""
-    origin = f"saved configuration {path}"
-    layer = Layer(origin, nest(read_yaml(path, "saved configuration"), origin))
-    return merge([layer], resolve=True, is_section=lambda key: False)
+
+class Request(NamedTuple):
+    """One thing that a run asks for: what kind, which setting (or file) names it, and the word that is there."""
+
+    kind: str
+    where: str
+    word: str
+
+    def __str__(self) -> str:
+        return f"{VERBS[self.kind]} {_shown(self.word)} ({_shown(self.where)})"
+
+    @property
+    def located(self) -> str:
+        """What is signed: a file by its full path, since another file of the same name is another request."""
+        is_path = self.kind in (FILE, RECIPE) or self.word.endswith(".py")
+        return str(_full(self.word.removeprefix("recipe:"))) if is_path else self.word
+
+
+def requests_of(tree: Mapping[str, Any]) -> list[Request]:
+    """Return what a configuration asks for, wherever in it; a setting that is new tomorrow is covered, too."""
+    tree = {name: value for name, value in tree.items() if name != "provenance"}
+    found = [Request(CODE, "plugins", word) for _, word in texts_in(tree.get("plugins"))]
+    for where, text in texts_in({name: value for name, value in tree.items() if name != "plugins"}):
+        found += _requests_in(where, text)
+    logging = tree.get("logging")
+    if isinstance(logging, Mapping):
+        mirror = logging.get("mirror")
+        found += [Request(UPLOAD, "logging.mirror", str(mirror))] if mirror else []
+        found += [Request(UPLOAD, "logging.wandb", "Weights & Biases")] if logging.get("wandb") else []
+    phases = tree.get("phases")
+    for name, phase in phases.items() if isinstance(phases, Mapping) else ():
+        if isinstance(phase, Mapping):  # its settings may be written in one word, as training.dataset
+            found += [
+                Request(request.kind, f"phases.{name}.{request.where}", request.word)
+                for request in requests_of(nest(phase, "phases"))
+            ]
+    return list(dict.fromkeys(found))
+
+
+def _requests_in(where: str, text: str) -> Iterator[Request]:
+    setting = _PHASE.sub("", where)
+    recipe = text.removeprefix("recipe:")
+    if recipe != text or setting in ("recipe", "extends"):
+        if recipe not in recipe_names():
+            yield Request(RECIPE, where, text)
+        return
+    names_code = any(setting == key or setting.startswith(f"{key}.") for key in CODE_SETTINGS)
+    if _SCRIPT.fullmatch(text):
+        yield Request(CODE, where, text)
+    elif setting == "eval.evaluations":
+        kind, _, source = text.partition(":")
+        if kind == "harness" and not all(_HARNESS.fullmatch(one.strip()) for one in source.split(",")):
+            yield Request(CODE, where, text)  # the harness imports what a YAML file of tasks names
+    elif (":" in text if names_code else _ATTRIBUTE.fullmatch(text)) and not _is_data(text):
+        yield Request(CODE, where, text)
+    source = text.partition(":")[2]
+    for part in dict.fromkeys((text, source, *source.split(","))):
+        if part.startswith(("/", "~")) or ".." in Path(part).parts:
+            yield Request(FILE, where, part)
+
+
+def _is_data(word: str) -> bool:
+    try:
+        return os.path.exists(word) or is_remote(word)
+    except ValueError:  # a name that no file can have
+        return False
 
 
 def named_code(tree: Mapping[str, Any]) -> list[str]:
-    """Plugins, and every `module:attribute` where a part or a dataset can be named."""
-    words = [
-        word
-        for selector in SELECTORS
-        for word in _texts(functools.reduce(_below, selector.split("/"), tree))
-        if ":" in word
+    """Return the words of a configuration that name code, directly or in a recipe file."""
+    return [
+        request.word.removeprefix("recipe:")
+        for request in requests_of(tree)
+        if request.kind in (CODE, RECIPE)
     ]
-    datasets = [
-        word
-        for word in _texts(_below(_below(tree, "training"), "dataset"))
-        if ":" in word and not Path(word).exists() and not is_remote(word)
-    ]
-    rewards = [word for word in _reward_names(_below(_below(tree, "grpo"), "rewards")) if ":" in word]
-    return [*_texts(tree.get("plugins")), *words, *datasets, *rewards, *_of_phases(tree)]
 
 
-def _reward_names(value: Any) -> list[str]:
-    """Names in grpo/rewards, which are entries or plain names; what else an entry holds is no code."""
-    entries = value if isinstance(value, list) else [value]
-    return [word for entry in entries for word in _texts(_below(entry, "name") or entry if entry else None)]
+def check_trust(
+    run: RunDirectory,
+    trust: bool = False,
+    config: Path | None = None,
+    *,
+    given: Collection[str] = (),
+    mirror: str | None = None,
+) -> None:
+    """Raise InputError if `config` (default: the run's) asks for what only a run that was started here may do.
 
-
-def _of_phases(tree: Mapping[str, Any]) -> list[str]:
-    """What the phases of a job name, and recipes of theirs that are files, which may name anything."""
-    phases = tree.get("phases")
-    named: list[str] = []
-    for phase in phases.values() if isinstance(phases, Mapping) else ():
-        if isinstance(phase, Mapping):
-            recipes = [str(phase.get("recipe", "")), str(phase.get("init", "")).partition("recipe:")[2]]
-            named += [recipe for recipe in recipes if recipe and recipe not in recipe_names()]
-            named += named_code(nest(phase, "phases"))
-    return named
-
-
-def check_trust(run: RunDirectory, trust: bool = False, config: Path | None = None) -> None:
-    """Refuse code named by `config` (default: the run's) unless the run was started here or `trust` is given."""
-    named = named_code(saved_tree(config or run.config))
-    if not named or trust or started_here(run, named):
+    `given` are settings (a/b) that the user gives now, so files and stores that the run names there are not used (code
+    is: its own settings are read first). `mirror` is the object store that the user has named.
+    """
+    if trust:
         return
-    raise InputError(
-        f"{run.path} names code of its own ({', '.join(named)}), and it does not bear the mark of a run that this "
-        "user started with that code. Look at the code; if you trust it, add --trust (trust=True in Python)."
-    )
+    refused = refused_requests(run, saved_tree(config or run.config), given=given, mirror=mirror)
+    if refused:
+        listed = "; ".join(map(str, refused[:10])) + (f"; and {len(refused) - 10} more" * (len(refused) > 10))
+        base = " (of a base model: --base PATH)" * any(request.where in BASE for request in refused)
+        raise InputError(
+            f"{run.path} was not started here, and its configuration {listed}. Look at each of these; if you trust "
+            f"them all, add --trust (trust=True in Python), or give the setting yourself{base}."
+        )
 
 
-def started_here(run: RunDirectory, named: list[str]) -> bool:
-    """Whether the run bears this user's mark for exactly this code."""
+def refused_requests(
+    run: RunDirectory, tree: Mapping[str, Any], *, given: Collection[str] = (), mirror: str | None = None
+) -> list[Request]:
+    """Return what the configuration `tree` of a run asks for and is refused: it bears no mark of this user for it."""
+    replaced = {key.replace("/", ".") for key in given}
+    return [
+        request
+        for request in requests_of(tree)
+        if not (request.kind in (FILE, UPLOAD) and _setting_of(request.where) in replaced)
+        and not (request.where == "logging.mirror" and request.word.rstrip("/") == mirror)
+        and is_harmful(request, run)
+        and not is_marked(run, request)
+    ]
+
+
+def _setting_of(where: str) -> str:
+    """training.dataset.name, of an entry of a list, is part of the setting training.dataset."""
+    return next((key for key in CODE_SETTINGS if where.startswith(f"{key}.")), where)
+
+
+def names_own_code(run: RunDirectory, tree: Mapping[str, Any]) -> bool:
+    """Return whether this user started the run with all of the code that `tree` names."""
+    return all(is_marked(run, request) for request in requests_of(tree) if request.kind in (CODE, RECIPE))
+
+
+def is_harmful(request: Request, run: RunDirectory) -> bool:
+    """Return whether a run from elsewhere is refused the request: all but files that it may well open."""
+    if request.kind != FILE:
+        return True
     try:
-        mark = json.loads(run.origin.read_text(encoding="utf-8"))
-        identity, code = str(mark["run"]), str(mark["mac"])
-    except (OSError, ValueError, KeyError, TypeError):
+        path = _full(request.word)
+        while _MAGIC.search(str(path)):
+            path = path.parent
+        own = run.path.parent.parent if run.path.parent.name == "phases" else run.path
+        zones = [zone.resolve() for zone in (Path.cwd(), own, home(), Path(__file__).parent.parent)]
+        inside = any(path.is_relative_to(zone) for zone in zones) and path != (home() / SECRET).resolve()
+        return path.exists() and not inside
+    except (OSError, ValueError, RuntimeError):  # a name that no file can have, or no home directory
+        return False
+
+
+def check_links(root: Path, *, within: Path | None = None, run: RunDirectory | None = None) -> None:
+    """Raise InputError if anything below `root` is a link that leaves `within` (default: `root`), or no plain file.
+
+    `run`: whose marks are looked at, so that an owner may keep checkpoints on another disk.
+    """
+    real = (within or root).resolve()
+    for number, (path, kind) in enumerate(_entries(root)):
+        name = path.relative_to(root)
+        if number >= MOST_ENTRIES:
+            raise InputError(f"{root} holds more than {MOST_ENTRIES:,} files: it is not a run or a model.")
+        if kind == "other":
+            raise InputError(f"{path} is a pipe, socket or device, which nothing here makes. Remove it.")
+        if kind == "link" and not path.resolve().is_relative_to(real):
+            request = Request(LINK, str(name), str(path.resolve()))
+            if run is None or not is_marked(run, request):
+                raise InputError(
+                    f"{_shown(str(path))} links to {_shown(request.word)}, outside its directory, and is not followed: "
+                    "put the file itself there. In a run of your own: `bessemer resume RUN --trust`, once."
+                )
+
+
+def _entries(root: Path) -> Iterator[tuple[Path, str]]:
+    """Links and special files below `root`, links not followed; plain files as ("", "file"), to be counted."""
+    waiting = [root]
+    while waiting:
+        try:
+            with os.scandir(waiting.pop()) as found:
+                for entry in found:
+                    if entry.is_symlink():
+                        yield Path(entry.path), "link"
+                    elif entry.is_dir(follow_symlinks=False):
+                        waiting.append(Path(entry.path))
+                    elif entry.is_file(follow_symlinks=False):
+                        yield root, "file"
+                    else:
+                        yield Path(entry.path), "other"
+        except OSError:
+            continue  # removed in the meantime, or not readable: reading it says so
+
+
+def links_of(run: RunDirectory) -> list[Request]:
+    """Return the links of a run that leave it."""
+    root = run.path.resolve()
+    return [
+        Request(LINK, str(path.relative_to(run.path)), str(path.resolve()))
+        for path, kind in _entries(run.path)
+        if kind == "link" and not path.resolve().is_relative_to(root)
+    ]
+
+
+def is_marked(run: RunDirectory, request: Request) -> bool:
+    """Return whether the run bears this user's mark for the request."""
+    identity, marks = _read_mark(run)
+    if identity is None or not marks:
         return False
     secret = _secret(create=False)
-    return secret is not None and hmac.compare_digest(code.encode(), _mac(secret, identity, named).encode())
+    return secret is not None and _mac(secret, identity, request) in marks
 
 
-def mark_origin(run: RunDirectory, tree: Mapping[str, Any]) -> None:
-    """Give the run the mark for the code its configuration names, if it names any."""
-    named = named_code(tree)
-    if not named or started_here(run, named):
-        return
-    secret = _secret(create=True)
-    assert secret is not None
-    identity = secrets.token_hex(16)
-    mark = {"run": identity, "mac": _mac(secret, identity, named)}
-    atomic_write(run.origin, json.dumps(mark, indent=1) + "\n")
+def mark_origin(run: RunDirectory, tree: Mapping[str, Any]) -> str | None:
+    """Mark the run for what its configuration asks for, if anything. Return why it could not be marked, or None."""
+    asked = [*requests_of(tree), *links_of(run)]
+    try:
+        if all(is_marked(run, request) for request in asked):
+            return None
+        secret = _secret(create=True)
+        assert secret is not None
+        identity = _read_mark(run)[0] or secrets.token_hex(16)
+        marks = sorted({_mac(secret, identity, request) for request in asked})
+        atomic_write(run.origin, json.dumps({"run": identity, "marks": marks}, indent=1) + "\n")
+    except (InputError, StorageError) as error:
+        return str(error)
+    return None
 
 
-def _mac(secret: bytes, identity: str, named: list[str]) -> str:
-    message = json.dumps([identity, sorted(_located(word) for word in named)])
+def adopt(run: RunDirectory) -> None:
+    """Mark a run, with its phases, as trusted by this user: --trust is given once."""
+    for own in (run, *(RunDirectory(path) for path in sorted((run.path / "phases").glob("*")))):
+        if own.config.is_file():
+            mark_origin(own, saved_tree(own.config))
+
+
+def _read_mark(run: RunDirectory) -> tuple[str | None, set[str]]:
+    try:
+        mark = read_json(run.origin)
+        return str(mark["run"]), {str(one) for one in mark["marks"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, set()
+
+
+def _mac(secret: bytes, identity: str, request: Request) -> str:
+    message = json.dumps([identity, request.kind, request.located])
     return hmac.new(secret, message.encode(), hashlib.sha256).hexdigest()
 
 
-def _located(word: str) -> str:
-    """A plugin file by its full path: another file of the same name is other code."""
-    return str(Path(word).resolve()) if word.endswith(".py") else word
+def _full(word: str) -> Path:
+    return Path(word).expanduser().resolve()
+
+
+def _shown(word: str) -> str:
+    """A word of a run in one line of an error: no control characters, and not more than a line of it."""
+    printable = "".join(letter if letter.isprintable() else "?" for letter in word)
+    return printable if len(printable) <= 120 else f"{printable[:117]}…"
 
 
 def _secret(create: bool) -> bytes | None:
-    path = home() / "secret"
+    path = home() / SECRET
     with storage("cannot keep the secret that marks this user's runs"):
         if create and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,16 +335,3 @@ def _write_new(path: Path, data: bytes) -> None:
     finally:
         os.close(handle)
         temporary.unlink(missing_ok=True)
-
-
-def _below(tree: Any, name: str) -> Any:
-    return tree.get(name) if isinstance(tree, Mapping) else None
-
-
-def _texts(value: Any) -> list[str]:
-    """Every text in a nested value."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list):
-        return [text for item in value for text in _texts(item)]
-    return [value] if isinstance(value, str) else []

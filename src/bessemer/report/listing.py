@@ -9,7 +9,7 @@ from typing import Any
 from bessemer.job import RunDirectory
 from bessemer.job.directory import list_runs
 from bessemer.job.lock import STALE_SECONDS
-from bessemer.report.summary import Row, Summary, disk_size, summarise
+from bessemer.report.summary import REFUSED, Row, Summary, disk_size, summarise
 from bessemer.report.table import NOTHING, compact, duration, number, size, table
 from bessemer.report.words import show
 
@@ -31,6 +31,7 @@ def run_rows(root: str | Path) -> list[Row]:
                 "tok_per_s": summary.typical("time/tok_per_s"),
                 "age_seconds": summary.age,
                 "size_bytes": disk_size(summary.run.path),
+                **({"problem": summary.problems[0]} if summary.state == REFUSED else {}),
             }
         )
     return sorted(rows, key=lambda row: (row["age_seconds"] is None, row["age_seconds"] or 0.0))
@@ -60,7 +61,7 @@ def remarks(rows: Sequence[Row]) -> list[str]:
     silent = [
         row for row in rows if row["state"] == "running" and (row["age_seconds"] or 0.0) > STALE_SECONDS
     ]
-    lines = []
+    lines = [f"{row['name']} is not read: {row['problem']}" for row in rows if "problem" in row]
     if crashed:
         lines.append(
             f"crashed (resume continues): {', '.join(crashed)}. The status says running, but no process holds the lock."

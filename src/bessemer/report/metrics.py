@@ -11,8 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from bessemer.config.bounded import parse_json
 from bessemer.errors import InputError, StorageError
 from bessemer.job.files import atomic_write, storage
+
+MOST_BYTES = 1 << 30
+"""About a million rows; a file from elsewhere may claim any length."""
 
 
 class MetricsFile:
@@ -41,6 +45,9 @@ class MetricsFile:
     def rows(self) -> list[dict[str, Any]]:
         """All complete rows, oldest first; [] when there is no file yet."""
         try:
+            size = self.path.stat().st_size
+            if size > MOST_BYTES:
+                raise StorageError(f"{self.path} has {size:,} bytes; at most {MOST_BYTES:,} are read.")
             lines = self.path.read_bytes().split(b"\n")
         except FileNotFoundError:
             return []
@@ -120,7 +127,7 @@ def _host_value(name: str, value: Any) -> Any:
 
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except ValueError:
         return None
     return row if isinstance(row, dict) else None

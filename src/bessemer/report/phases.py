@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bessemer.config.layers import saved_tree
 from bessemer.job import RunDirectory, atomic_write
-from bessemer.job.trust import saved_tree
 from bessemer.report.summary import Summary, summarise
 from bessemer.report.table import markdown_table
 from bessemer.report.words import MISSING, clock, count, decimal

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -13,12 +12,16 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from bessemer.config import read_recipe, recipe_names
-from bessemer.errors import BessemerError
+from bessemer.config.bounded import read_json
+from bessemer.config.layers import saved_tree
+from bessemer.errors import BessemerError, InputError
 from bessemer.job import RunDirectory, RunLock
+from bessemer.job.trust import check_links
 from bessemer.report.metrics import MetricsFile
 
 Row = dict[str, Any]
 FACTS = "facts.json"
+REFUSED = "refused"
 
 
 @dataclass
@@ -101,8 +104,14 @@ class Summary:
 
 
 def summarise(run: RunDirectory) -> Summary:
-    """Read everything once."""
+    """Read everything once; of a run with links that leave it, nothing."""
     summary = Summary(run)
+    try:
+        check_links(run.path, run=run)
+    except InputError as error:
+        summary.status = {"state": REFUSED}
+        summary.problems.append(str(error))
+        return summary
     summary.status = _read(run.status, summary.problems)
     summary.derived = _read(run.derived, summary.problems)
     summary.facts = _read(run.path / FACTS, summary.problems)
@@ -185,7 +194,7 @@ def _read_list(path: Path, problems: list[str]) -> list[Row]:
 
 def _read_json(path: Path, problems: list[str]) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -205,22 +214,17 @@ def _read_rows(path: Path, problems: list[str]) -> list[Row]:
 
 
 def _read_config(summary: Summary) -> None:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
     path = summary.run.config
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    except FileNotFoundError:
+    if not path.is_file():
         return
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+    try:
+        tree = saved_tree(path)
+    except InputError as error:
         summary.problems.append(f"{path.name} could not be read ({error}).")
         return
-    if isinstance(tree, dict):
-        origins = tree.pop("provenance", None)
-        summary.provenance = dict(origins) if isinstance(origins, dict) else {}
-        summary.config = flatten_settings(tree)
+    origins = tree.pop("provenance", None)
+    summary.provenance = dict(origins) if isinstance(origins, dict) else {}
+    summary.config = flatten_settings(tree)
 
 
 def flatten_settings(tree: Mapping[Any, Any], prefix: str = "") -> Row:

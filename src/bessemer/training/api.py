@@ -92,6 +92,7 @@ def resume(
     step: int | None = None,
     trust: bool = False,
     change: bool = False,
+    base: str | None = None,
     **settings: Any,
 ) -> Run:
     """Continue a stopped run to its end; a finished one is returned as it is. Parts as for `train`.
@@ -101,8 +102,10 @@ def resume(
     parts = take_parts(settings)
     if (
         step is not None
-        or not launch.is_finished(run, runs)
+        or not launch.is_finished(run, runs, trust=trust)
         or launch.changes_finished(run, settings, root=runs, trust=trust, change=change)
     ):
-        launch.reopen(run, settings, root=runs, step=step, trust=trust, change=change, **parts).run()
-    return Run(find_run(run, runs))
+        launch.reopen(
+            run, settings, root=runs, step=step, trust=trust, change=change, base=base, **parts
+        ).run()
+    return Run(find_run(run, runs, trust=trust))

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.config import Config, dotted, resolve
-from bessemer.config.layers import Layer, override_layer
+from bessemer.config.layers import Layer, override_layer, saved_tree
 from bessemer.config.values import plain
 from bessemer.data import DatasetStyle
 from bessemer.errors import InputError, Stopped
 from bessemer.generate.load import FAMILY, flat
 from bessemer.job import RunDirectory
-from bessemer.job.trust import saved_tree
 from bessemer.topology import process_index, share
 from bessemer.training.inherit import INIT, ORIGIN, PLANNED, TEACHER, Resolve, inherited
 from bessemer.training.pinning import pinned

@@ -21,7 +21,7 @@ from bessemer.errors import InputError, StorageError
 from bessemer.generate.load import FAMILY, SECTIONS, flat
 from bessemer.job import RunDirectory, atomic_write
 from bessemer.job.files import storage
-from bessemer.job.trust import named_code, started_here
+from bessemer.job.trust import names_own_code
 from bessemer.registry import models
 from bessemer.training.starts import INIT, check_weights, find_start, tree_in
 
@@ -127,8 +127,7 @@ def its_code(start: Path, tree: Mapping[str, Any], config: Config) -> dict[str, 
     family = str((tree.get("model") or {}).get("family", ""))
     if family in models or family == config[FAMILY]:
         return {}
-    named = named_code(tree)
-    if started_here(RunDirectory(start.parent.parent), named):
+    if names_own_code(RunDirectory(start.parent.parent), tree):
         return {"plugins": tree.get("plugins") or []}
     again = " ".join([f"model.family={family}", *(f"plugins=[{word}]" for word in tree.get("plugins") or ())])
     raise InputError(

@@ -21,7 +21,8 @@ from bessemer.data.tokenizer import FILE as TOKENIZER
 from bessemer.data.tokenizer_choice import tokenizer_place
 from bessemer.errors import InputError, to_install
 from bessemer.job import ExecutionSpec, RunDirectory, RunLock, check_run_name, default_run_name, find_run
-from bessemer.job.trust import check_trust
+from bessemer.job.remote import is_remote
+from bessemer.job.trust import adopt, check_trust
 from bessemer.registry import jobs
 from bessemer.topology import AXES, TopologySettings, make_topology, share, start_distributed
 from bessemer.training import restore
@@ -34,10 +35,11 @@ from bessemer.training.branches import (
     replace_horizon,
 )
 from bessemer.training.first import trained_first
-from bessemer.training.inherit import begun_from
+from bessemer.training.inherit import INIT, begun_from
 from bessemer.training.mirror import fetched
 from bessemer.training.pinning import pinned, refound
 from bessemer.training.schema import schema_of
+from bessemer.training.starts import find_start
 from bessemer.training.trainer import GIVEN, BaseTrainer
 
 PERMISSION = "training/allow_data_change"
@@ -116,19 +118,27 @@ def reopen(
     step: int | None = None,
     trust: bool = False,
     change: bool = False,
+    base: str | None = None,
     distributed: bool = False,
     **parts: Any,
 ) -> BaseTrainer:
     """Return a trainer that continues `run` from its newest valid checkpoint (or `step`), or from the start if none.
 
     change: the overrides may make it another run from there on, which is recorded as a branch point.
+    base: the weights that the run began from, in place of its own `init`.
     """
-    directory = find_run(fetched(run, root), root)
+    directory = find_run(fetched(run, root), root, trust=trust)
+    if trust:
+        adopt(directory)
     if not directory.config.is_file():
         raise InputError(without_config(directory))
     RunLock.check_free(directory)  # before its checkpoints are read: the owner may be deleting old ones
-    check_trust(directory, trust)
+    given = [*given_keys(overrides), *([INIT] if base is not None else [])]
+    mirror = str(run).rstrip("/").rpartition("/")[0] if is_remote(run) else None
+    check_trust(directory, trust, given=given, mirror=mirror)
     config, changes = overridden(directory.config, overrides, change=change)
+    if base is not None:
+        config.set(INIT, str(find_start(base, root, "--base")[0]), "given with --base")
     check_trackers(config)
     if change:
         changes |= keep_tokenizer(directory, config, step)
@@ -216,9 +226,15 @@ def changes_finished(
     """Whether the overrides give a finished run something to do; an InputError for those it cannot accept."""
     if not overrides:
         return False
-    directory = find_run(run, root)
-    check_trust(directory, trust)
+    directory = find_run(run, root, trust=trust)
+    check_trust(directory, trust, given=given_keys(overrides))
     return bool(overridden(directory.config, overrides, change=change)[1]) and change
+
+
+def given_keys(overrides: Overrides) -> list[str]:
+    """The settings (a/b) that overrides replace."""
+    words = overrides if isinstance(overrides, Mapping) else (word.partition("=")[0] for word in overrides)
+    return [slashed(str(word).strip()) for word in words]
 
 
 def overridden(path: Path, overrides: Overrides = (), *, change: bool = False) -> tuple[Config, Changes]:
@@ -284,7 +300,7 @@ def without_config(directory: RunDirectory) -> str:
     )
 
 
-def is_finished(run: str | Path, root: str | Path = "runs") -> bool:
+def is_finished(run: str | Path, root: str | Path = "runs", *, trust: bool = False) -> bool:
     """Ended, report and all: the state is "done" while the report is written, the exit code comes after it."""
-    status = find_run(run, root).read_status()
+    status = find_run(run, root, trust=trust).read_status()
     return status.get("state") == "done" and status.get("exit_code") == 0

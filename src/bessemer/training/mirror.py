@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
 
 FOLDER = "checkpoints"
-LEFT = ("lock", "origin.json")
-"""Of one machine: who writes, and the mark that this user started the run."""
+LEFT = ("lock",)
+"""Of one machine: who writes."""
 
 
 class Mirror:
@@ -43,6 +43,7 @@ class Mirror:
         self.name = f"{url.rstrip('/')}/{directory.name}"
         self.behind = ""  # why the copy is not complete
         self._sent: dict[str, tuple[int, int]] = {}
+        self._links: set[str] = set()  # those that were warned about
 
     def check(self, continues: bool) -> None:
         """Before anything is computed: the store answers, and no other run has this name there."""
@@ -76,7 +77,7 @@ class Mirror:
     def send_files(self) -> None:
         """The run's files that have changed since they were last sent by this process."""
         root = self.directory.path
-        for path in sorted(path for path in root.rglob("*") if path.is_file()):
+        for path in self._own_files(root):
             name = path.relative_to(root).as_posix()
             if name.startswith((f"{FOLDER}/", ".")) or name in LEFT or path.name.endswith(".tmp"):
                 continue
@@ -84,6 +85,18 @@ class Mirror:
             if self._sent.get(name) != (about.st_size, about.st_mtime_ns):
                 upload(path, f"{self.name}/{name}")
                 self._sent[name] = (about.st_size, about.st_mtime_ns)
+
+    def _own_files(self, root: Path) -> list[Path]:
+        """Regular files below `root`. What a link leads to outside of it is not part of the run, and is not sent."""
+        real, found = root.resolve(), []
+        for path in sorted(root.rglob("*")):
+            if path.is_symlink() and not path.resolve().is_relative_to(real):
+                if str(path) not in self._links:
+                    self.say(f"warning: {path} links out of the run and is not mirrored")
+                self._links.add(str(path))
+            elif path.is_file() and path.resolve().is_relative_to(real):
+                found.append(path)
+        return found
 
     def _send_checkpoint(self, local: Path, name: str) -> None:
         """COMMIT holds a checksum of every file: where it is the same, so is the rest."""
@@ -94,7 +107,7 @@ class Mirror:
         if found != commit:
             if found is not None:
                 remove(f"{name}/{COMMIT}")
-            files = [path for path in local.rglob("*") if path.is_file() and path.name != COMMIT]
+            files = [path for path in self._own_files(local) if path.name != COMMIT]
             for path in (*files, local / COMMIT):
                 upload(path, f"{name}/{path.relative_to(local).as_posix()}")
         self._sent[name] = (0, 0)
@@ -181,9 +194,27 @@ def _fetch(url: str, steps: list[int], directory: RunDirectory) -> None:
         raise StorageError(f"no checkpoint at {url} can be used: all are damaged. Restore them from a copy.")
     print(f"brought    checkpoint {step} and the run's files from {url}")
     for entry in find(url):
-        name = entry.name.removeprefix(f"{url}/")
-        if not name.startswith(f"{FOLDER}/"):
+        name = inner_name(entry.name, url)
+        if not name.startswith(f"{FOLDER}/") and name not in LEFT:
             download(entry.name, directory.path / name)
+
+
+def inner_name(key: str, url: str) -> str:
+    """Return the relative path that an object below `url` has here.
+
+    Anybody who may write to a bucket chooses the keys in it. One that would lead out of the target (`../`), or that no
+    mirror of ours has, is an InputError.
+    """
+    name = key.removeprefix(f"{url}/")
+    parts = name.split("/")
+    if name == key or any(
+        part in ("", ".", "..") or "\\" in part or not part.isprintable() for part in parts
+    ):
+        raise InputError(
+            f"{url} holds an object that no run of ours writes, with the key {key!r}. Nothing further is fetched: "
+            "look at the bucket, and delete the object if it is not yours."
+        )
+    return name
 
 
 def _fetch_checkpoint(name: str, path: Path) -> list[str]:
@@ -192,7 +223,7 @@ def _fetch_checkpoint(name: str, path: Path) -> list[str]:
     shutil.rmtree(temporary, ignore_errors=True)
     with storage("cannot write a checkpoint"):
         for entry in find(name):
-            download(entry.name, temporary / entry.name.removeprefix(f"{name}/"))
+            download(entry.name, temporary / inner_name(entry.name, name))
         problems = content_problems(temporary)
         if problems:
             shutil.rmtree(temporary, ignore_errors=True)

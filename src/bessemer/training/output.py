@@ -17,7 +17,7 @@ from rich.console import Console
 from bessemer.checkpoint.tree import flatten
 from bessemer.checkpoint.weights import write_file
 from bessemer.data import show_progress
-from bessemer.errors import InputError, StorageError
+from bessemer.errors import InputError
 from bessemer.interop.give import export_folder
 from bessemer.interop.names import TreeArrays
 from bessemer.job import RunDirectory, atomic_write
@@ -87,10 +87,10 @@ def write_setup(trainer: BaseTrainer) -> None:
     atomic_write(trainer.run_directory.derived, json.dumps(derivation(trainer), indent=1))
     if len(trainer.stages) > 1:
         atomic_write(trainer.run_directory.stages, json.dumps(stages.described(trainer), indent=1))
-    try:
-        mark_origin(trainer.run_directory, trainer.config.tree())
-    except StorageError as error:
-        trainer.say(f"note: `bessemer resume` will ask for --trust, as this run could not be marked: {error}")
+    if problem := mark_origin(trainer.run_directory, trainer.config.tree()):
+        trainer.say(
+            f"note: this run cannot be marked as started here, so resume may ask for --trust: {problem}"
+        )
     write_facts(trainer)
 
 

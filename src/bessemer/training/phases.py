@@ -210,7 +210,10 @@ class Phases(BasicJob):
                 lock = stack.enter_context(RunLock(directory))
                 self.output.open_log()
                 atomic_write(directory.config, self.config.to_yaml(), sync=True)
-                mark_origin(directory, self.config.tree())
+                if problem := mark_origin(directory, self.config.tree()):
+                    self.say(
+                        f"note: this run cannot be marked as started here, so resume may ask for --trust: {problem}"
+                    )
                 directory.write_status(state="running", exit_code=None, step=0, message="")
             stack.enter_context(afterwards(lambda code, words: self.left(code, words, lock)))
             try:

@@ -16,13 +16,13 @@ from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint.manifest import COMMIT
 from bessemer.checkpoint.tree import select
 from bessemer.checkpoint.weights import Arrays, WeightFile, check_fits, place
+from bessemer.config.layers import saved_tree
 from bessemer.errors import InputError
 from bessemer.generate.load import WEIGHTS, check_whole, flat, located, read_whole
 from bessemer.interop.folder import CONFIG, Folder, is_folder, read_json
 from bessemer.interop.hub import fetched, is_hub
 from bessemer.job import RunDirectory, find_run
 from bessemer.job.jobs import step_of
-from bessemer.job.trust import saved_tree
 from bessemer.models.split import split_of
 from bessemer.report.phases import FOLDER, has_phases, phases_of
 from bessemer.topology import Topology, unbox

