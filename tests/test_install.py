@@ -30,6 +30,8 @@ CORE = {
     "click",
     "rich",
     "jinja2",
+    "PyYAML",
+    "ml_dtypes",
     "matplotlib",
 }
 MOST = 56

@@ -53,6 +53,11 @@ def compare(found: dict[str, list[float]], expected: dict[str, list[float]]) -> 
     )
 
 
+def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
+    """The documented bound of logits: 2e-5 of the largest one. Float32 rounding grows with the logits."""
+    assert np.abs(found - expected).max() <= 2e-5 * np.abs(expected).max()
+
+
 def greedy(model: Any, params: Any, tokens: list[int]) -> list[int]:
     """NEW tokens after the given ones, with a cache, one token a step."""
     step = jax.jit(functools.partial(model.apply, method="decode"), compiler_options=QUICK)
@@ -75,7 +80,7 @@ def test_logits_gradients_and_greedy_text_are_those_of_transformers(name: str, t
     model, params = load_folder(make_folder(tmp_path / name, stored["config"]))
     ids = np.array(stored["ids"], np.int32)
     logits, gradients = logits_and_gradients(model, params, ids)
-    assert np.abs(logits[0] - np.array(stored["logits"])).max() < 1e-4
+    assert_close(logits[0], np.array(stored["logits"]))
     assert compare(sketches(model, gradients), stored["gradients"]) < 1e-4
     assert greedy(model, params, ids[0, :PROMPT].tolist()) == stored["generated"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tests.interop.test_llama_reference import greedy, logits_and_gradients
+from tests.interop.test_llama_reference import assert_close, greedy, logits_and_gradients
 from tests.interop.tiny_hf import (
     SFT,
     chatty_folder,
@@ -63,7 +63,7 @@ def test_saved_by_transformers_imported_exported_and_loaded_by_it(name: str, tmp
     expected = their_logits(model, ids)
     ours, params = load_folder(tmp_path / "hf")
     logits = jax.jit(ours.apply)({"params": params}, ids)
-    assert np.abs(np.asarray(logits) - expected).max() < 1e-4
+    assert_close(np.asarray(logits), expected)
     compare_gradients_and_text(model, ours, params)
     run, _ = import_folder(tmp_path / "hf", tmp_path / "run")
     export_run(run, tmp_path / "out", "hf", nothing)
@@ -122,7 +122,7 @@ def test_fine_tuned_in_its_template_exported_and_spoken_with_by_transformers(tmp
     loaded = load_model(run)
     assert loaded.tokenizer is not None and loaded.step == 2
     assert ids[0].tolist() == Turns(loaded.tokenizer).prompt(asked)
-    assert np.abs(our_logits(run, ids.numpy()) - their_logits(model, ids.numpy())).max() < 1e-4
+    assert_close(our_logits(run, ids.numpy()), their_logits(model, ids.numpy()))
     made = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :].tolist()
     mine = loaded.decoder(loaded.params, [ids[0].tolist()], max_tokens=24)
     assert mine.ids[0, : mine.lengths[0]].tolist() == made
@@ -146,4 +146,4 @@ def test_adapters_are_loaded_by_peft(stabilised: bool, tmp_path: Path) -> None:
     assert config.base_model_name_or_path == str(folder) and config.r == 4
     assert np.abs(their_logits(load(folder), ids) - expected).max() > 1e-2  # training has moved it
     for model in (adapted, adapted.merge_and_unload(), load(tmp_path / "merged")):
-        assert np.abs(their_logits(model, ids) - expected).max() < 1e-4
+        assert_close(their_logits(model, ids), expected)

@@ -77,6 +77,15 @@ MORE: dict[str, dict[str, Any]] = {
         "model_type": "llama",
         "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.4, "beta_fast": 8, "truncate": False},
     },
+    "llama-deep-tied-mqa": {  # logits up to 60: rounding in float32 is then some 1e-4
+        "model_type": "llama",
+        "hidden_size": 192,
+        "intermediate_size": 384,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+    },
     "mistral-whole": {"model_type": "mistral", "sliding_window": None, "num_hidden_layers": 3},
     "qwen3-biased": {
         "model_type": "qwen3",
