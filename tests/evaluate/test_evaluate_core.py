@@ -208,6 +208,6 @@ def test_a_score_is_no_row_of_a_step(monkeypatch):
     loop.callbacks = Callbacks([GradientClipping(), Scores()])
     core = evaluation.Evaluation(core_interval=-1)
     core.scored = set()
-    monkeypatch.setattr(core, "evaluate", lambda *_: {"metric": "core_metric", "value": 0.5})
+    monkeypatch.setattr(core, "evaluate", lambda *_: {"core": {"metric": "core_metric", "value": 0.5}})
     core.on_train_end(loop)
     assert rows == [{"step": 200, "core_metric": 0.5}]

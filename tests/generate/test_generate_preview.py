@@ -1,37 +1,43 @@
 """The preview callback: due steps only, live parameters, a file without duplicates after a resume."""
 
 import contextlib
+import dataclasses
 import json
 import re
 from types import SimpleNamespace
 
+import jax
 import pytest
 
-from bessemer.job import RunDirectory
-from bessemer.training import fetch
+from bessemer.topology import make_topology
+from bessemer.training import fetch, launch
 from bessemer.training.callback import Callbacks
 from bessemer.training.callbacks.preview import PROMPTS, Preview, beginning, one_line
 from bessemer.training.callbacks.tracker import Tracker
-from tiny_run import tiny_model, tiny_params, tiny_tokenizer
+from tiny_run import random_params
+
+
+@pytest.fixture(scope="module")
+def built(tiny, home, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BESSEMER_HOME", str(home))
+        patch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
+        settings = {**tiny, "training.steps": 6, "logging.preview_prompts": [], "architecture.block_size": 64}
+        made = launch.build_trainer("quickstart", settings, name="p", root=tmp_path_factory.mktemp("runs"))
+    made.state = made.state.replace(params=random_params(made.model))
+    return made
 
 
 @pytest.fixture
-def loop(tmp_path):
+def loop(built, tmp_path, monkeypatch):
+    """A loop that only counts steps, over a real trainer."""
     said, flushed = [], []
-    trainer = SimpleNamespace(
-        model=tiny_model(),
-        tokenizer=tiny_tokenizer(),
-        state=SimpleNamespace(params=tiny_params()),
-        settings=SimpleNamespace(objective="pretrain"),
-        run_directory=RunDirectory(tmp_path / "run").create(),
-        is_process_zero=True,
-        done=False,
-        activity=None,
-        say=said.append,
-    )
-    trainer.full_params = lambda: trainer.state.params
+    monkeypatch.setattr(built, "say", said.append)
+    monkeypatch.setattr(built, "spec", dataclasses.replace(built.spec, root=tmp_path))
+    built.run_directory.create()
+    built.step = 0
     return SimpleNamespace(
-        trainer=trainer,
+        trainer=built,
         step=0,
         steps=6,
         said=said,
@@ -43,9 +49,11 @@ def loop(tmp_path):
 
 
 def run(loop, preview, stop=None):
+    loop.trainer.step = loop.step
     preview.on_train_begin(loop)
     while loop.step < (stop or loop.steps):
         loop.step += 1
+        loop.trainer.step = loop.step
         preview.on_batch_end(loop)
     if stop is None:
         preview.on_train_end(loop)
@@ -98,8 +106,8 @@ def test_own_prompts_and_only_at_the_end(loop):
     assert [(row["step"], row["prompt"]) for row in rows(loop)] == [(6, "The cat"), (6, "The dog")]
 
 
-def test_without_a_tokenizer_it_says_so_and_stays_silent(loop):
-    loop.trainer.tokenizer = None
+def test_without_a_tokenizer_it_says_so_and_stays_silent(loop, monkeypatch):
+    monkeypatch.setattr(loop.trainer, "model_parts", loop.trainer.model_parts._replace(tokenizer=None))
     run(loop, Preview(interval=2))
     assert loop.said == ["no previews: they need a tokenizer"]
     assert not loop.trainer.run_directory.samples.exists()

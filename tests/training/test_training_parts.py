@@ -388,7 +388,8 @@ def test_weights_of_another_shape_are_refused(tiny: dict[str, object], tmp_path:
     first = launch.build_trainer("quickstart", small, name="first", root=tmp_path)
     first.run_directory.create()
     first.run_directory.config.write_text(first.config.to_yaml())
-    first.save_checkpoint(wait=True)  # as it begins, without a step
+    first.save()  # as it begins, without a step
+    first.finish()
     for change, words in (
         ({"model.width": 48}, r"has shape \(.*\) there and \(.*48\) here"),
         ({"model.depth": 1}, "is in the checkpoint only"),

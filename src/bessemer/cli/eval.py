@@ -51,7 +51,7 @@ def command(
     found = find_run(run, root)
     keep_compiled_programs(None)
     topology = make_topology()
-    evaluator = Evaluator.from_run(
+    evaluator: Evaluator[Any] = Evaluator.from_run(
         found,
         step,
         topology=topology if topology.device_count > 1 else None,

@@ -16,7 +16,7 @@ from bessemer.data.settings import DataSettings, data_root
 from bessemer.data.sources import Documents, Files, find_files
 from bessemer.data.store import ArrayStore, Store, TokenStore
 from bessemer.data.tokenizer import SPECIAL_TOKENS, Tokenizer
-from bessemer.data.tokenizer_choice import tokenizer_for
+from bessemer.data.tokenizer_choice import tokenizer_for, tokenizer_on
 from bessemer.data.validation import Validation
 
 __all__ = [
@@ -51,4 +51,5 @@ __all__ = [
     "show_progress",
     "store_of",
     "tokenizer_for",
+    "tokenizer_on",
 ]

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from bessemer.data.catalog import find_source, store_directory
 from bessemer.data.lock import exclusive
@@ -15,7 +16,8 @@ from bessemer.data.mixture import Sampling
 from bessemer.data.prepare import source_key
 from bessemer.data.progress import Callback
 from bessemer.data.settings import DataSettings, data_root
-from bessemer.data.sources import Source
+from bessemer.data.sources import Documents, Source
+from bessemer.data.store import ArrayStore, TokenStore
 from bessemer.data.texts import SAMPLE_BYTES, sample_texts
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError
@@ -38,6 +40,25 @@ def tokenizer_for(
     return _trained(found, vocab_size, data_root(root or chosen.root), chosen.text_key)
 
 
+def tokenizer_on(items: Any, settings: DataSettings, root: str | Path | None = None) -> Tokenizer:
+    """The tokenizer of the setting data/tokenizer for documents given from Python: `train:N` is trained on (a bounded
+    sample of) them, once, and kept; anything else is a path."""
+    if not settings.tokenizer.startswith("train:"):
+        return Tokenizer.load(Path(settings.tokenizer).expanduser())
+    vocab_size = _vocabulary(settings.tokenizer)
+    if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
+        what = (
+            "a prepared store holds tokens, not text"
+            if isinstance(items, TokenStore | ArrayStore)
+            else (f"a {type(items).__name__} can be read only once")
+        )
+        raise InputError(
+            f"data.tokenizer={settings.tokenizer} cannot train on the data that was given: {what}. Give a list, or "
+            "tokenizer=…."
+        )
+    return _trained([Documents(items)], vocab_size, data_root(root or settings.root), settings.text_key)
+
+
 def tokenizer_place(
     settings: DataSettings, samplings: Sequence[Sampling], root: str | Path | None = None
 ) -> Path:
@@ -54,12 +75,7 @@ def tokenizer_place(
 def _to_train_on(settings: DataSettings, samplings: Sequence[Sampling]) -> tuple[list[Source], int]:
     """The sources of a `train:N`, and N."""
     wanted = settings.tokenizer
-    try:
-        vocab_size = int(float(wanted.removeprefix("train:").replace("_", "")))
-    except ValueError:
-        raise InputError(
-            f"data.tokenizer={wanted}: expected train:N with a number of tokens, as train:8192."
-        ) from None
+    vocab_size = _vocabulary(wanted)
     found = [find_source(s.name) for s in samplings if store_directory(s) is None]
     if not found:
         raise InputError(
@@ -67,6 +83,16 @@ def _to_train_on(settings: DataSettings, samplings: Sequence[Sampling]) -> tuple
             f"data.tokenizer=auto."
         )
     return found, vocab_size
+
+
+def _vocabulary(wanted: str) -> int:
+    """N of `train:N`."""
+    try:
+        return int(float(wanted.removeprefix("train:").replace("_", "")))
+    except ValueError:
+        raise InputError(
+            f"data.tokenizer={wanted}: expected train:N with a number of tokens, as train:8192."
+        ) from None
 
 
 def _store_with_tokenizer(samplings: Sequence[Sampling]) -> Path:

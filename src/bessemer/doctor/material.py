@@ -11,7 +11,6 @@ from bessemer.data.tokenizer_choice import tokenizer_place
 from bessemer.doctor.findings import Diagnosis
 from bessemer.errors import BessemerError, InputError
 from bessemer.job import RunDirectory
-from bessemer.training.launch import given_before
 
 NOT_NEEDED = {
     "model_state",
@@ -22,7 +21,7 @@ NOT_NEEDED = {
 def examine_material(run: RunDirectory, config: Config, found: Diagnosis) -> bool:
     """Whether all is there, so that the run can be rebuilt without preparing anything."""
     try:
-        given = given_before(run) - NOT_NEEDED
+        given = run.given_parts() - NOT_NEEDED
     except InputError as error:
         found.add("data", "error", str(error))
         return False

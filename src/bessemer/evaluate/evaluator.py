@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import jax
 
@@ -17,9 +17,15 @@ from bessemer.job import BasicJob, ExecutionSpec, RunDirectory, atomic_write
 from bessemer.job.files import storage
 from bessemer.topology import Topology
 
+M = TypeVar("M")
 
-class Evaluator(BasicJob):
-    """Runs `tasks` over a loaded model. `limit` and `batch_size` go to each task, results to `say`."""
+
+class Evaluator(BasicJob, Generic[M]):
+    """Runs `tasks` over a loaded model. `limit` and `batch_size` go to each task, results to `say`.
+
+    `Evaluator[MyModel]` names the model it is for. A subclass that measures something of its own overrides `run`, and
+    the trainer's `evaluator` method returns it.
+    """
 
     def __init__(
         self,
@@ -33,7 +39,7 @@ class Evaluator(BasicJob):
     ):
         super().__init__(spec)
         self.loaded = loaded
-        self.tasks = check_tasks(tasks)
+        self.tasks = check_tasks(tasks) if tasks else []
         self.limit = limit
         self.batch_size = batch_size
         self.say = say or (lambda text: None)
@@ -66,6 +72,7 @@ class Evaluator(BasicJob):
 
         `programs` is a dictionary that keeps what is compiled; give the same one each time.
         """
+        own = trainer.data.validation
         loaded = LoadedModel(
             trainer.model,
             trainer.full_params(),
@@ -76,6 +83,7 @@ class Evaluator(BasicJob):
             trainer.topology,
             fetch=fetch,
             programs={} if programs is None else programs,
+            held_out=None if trainer.dataset_train is None or own is None else own.rows.rows[0],
         )
         return cls(trainer.spec, loaded, **options)
 

@@ -31,14 +31,21 @@ def held_out(loaded: LoadedModel, limit: int | None = None) -> Validation:
 
 def _opened(loaded: LoadedModel, limit: int | None) -> Validation:
     training = section(loaded.config, "training")
+    count = limit if limit is not None else int(training.get("validation_steps") or 2048)
+    if count < 1:
+        raise InputError(f"the limit is {count} sequences; give at least 1.")
+    if loaded.held_out is not None:
+        return Validation([(Sampling("given"), loaded.held_out)], count)
+    if loaded.run is not None and "dataset_train" in loaded.run.given_parts():
+        raise InputError(
+            f"{where(loaded)} was trained on data given from Python, which is not in its configuration, so there are "
+            "no held-out sequences to evaluate on. Evaluate while it trains (eval.evaluations with dataset_eval=…)."
+        )
     named = last_mixture(training.get("dataset"), where(loaded))
     mixture = [relocated(sampling, found_again) for sampling in named]
     for before, now in zip(named, mixture, strict=True):
         if before != now:
             loaded.notes.append(f"the data {before.name} is gone; held-out sequences are those of {now.name}")
-    count = limit if limit is not None else int(training.get("validation_steps") or 2048)
-    if count < 1:
-        raise InputError(f"the limit is {count} sequences; give at least 1.")
     if loaded.tokenizer is None:
         raise InputError(f"{where(loaded)} has no tokenizer, so its data cannot be opened again.")
     settings = data_settings(section(loaded.config, "data"), where(loaded))

@@ -54,6 +54,9 @@ class LoadedModel:
     notes: list[str] = dataclasses.field(default_factory=list)
     fetch: Callable[[Any], Any] = jax.device_get
     programs: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    held_out: Any = (
+        None  # rows of a live run whose data was given from Python; None: those its configuration names
+    )
 
     @property
     def decoder(self) -> Decoder:

@@ -1,12 +1,20 @@
 """What a run is: its directory, its status, its lock, and the jobs that work in it."""
 
-from bessemer.job.directory import RunDirectory, check_run_name, default_run_name, find_run
+from bessemer.job.directory import GIVEN, RunDirectory, check_run_name, default_run_name, find_run
 from bessemer.job.files import atomic_write, sync_directory
-from bessemer.job.jobs import BasicJob, CheckpointedJob, CheckpointManager, RestoreableJob, Snapshot
+from bessemer.job.jobs import (
+    BasicJob,
+    CheckpointedJob,
+    CheckpointManager,
+    RestoreableJob,
+    Snapshot,
+    is_path,
+)
 from bessemer.job.lock import RunLock
 from bessemer.job.spec import ExecutionSpec
 
 __all__ = [
+    "GIVEN",
     "BasicJob",
     "CheckpointManager",
     "CheckpointedJob",
@@ -19,5 +27,6 @@ __all__ = [
     "check_run_name",
     "default_run_name",
     "find_run",
+    "is_path",
     "sync_directory",
 ]

@@ -18,6 +18,9 @@ from bessemer.errors import InputError, nearest
 from bessemer.job.files import atomic_write, storage
 from bessemer.job.remote import refuse_remote
 
+GIVEN = "given from Python"
+"""The row of derived.json that names the parts which the caller brought, such as dataset_train."""
+
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,80}")
 _STEP = re.compile(r"step_(\d{8,})")
 _status_writes = threading.Lock()  # the loop and the heartbeat thread both read, change and write the status
@@ -79,6 +82,17 @@ class RunDirectory:
     @property
     def derived(self) -> Path:
         return self.path / "derived.json"
+
+    def given_parts(self) -> set[str]:
+        """Names of the parts that the caller brought from Python when the run was started."""
+        if not self.derived.is_file():
+            return set()
+        try:
+            return set(json.loads(self.derived.read_text(encoding="utf-8")).get(GIVEN, {}).get("value", []))
+        except (ValueError, AttributeError, TypeError) as error:
+            raise InputError(
+                f"{self.derived} is damaged ({error}). Delete it; it is written again on resume."
+            ) from error
 
     @property
     def branches(self) -> Path:

@@ -6,16 +6,18 @@ states what a checkpoint manager must do; the subclass brings one.
 
 from __future__ import annotations
 
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeGuard, TypeVar
 
 from bessemer.config.layers import saved_tree
 from bessemer.errors import InputError, StorageError
 from bessemer.job.directory import RunDirectory
+from bessemer.job.files import storage
 from bessemer.job.spec import ExecutionSpec
 from bessemer.job.trust import check_trust
 from bessemer.registry import jobs
@@ -49,6 +51,10 @@ class CheckpointManager(Protocol):
     def read(self, step: int, name: str) -> str: ...
 
     def wait(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def path(self, step: int) -> Path: ...
 
     def at(self, path: Path) -> CheckpointManager:
         """The same kind of manager over another directory."""
@@ -123,8 +129,11 @@ class RestoreableJob(CheckpointedJob, Generic[C]):
     def accept(self, tree: Any, step: int, files: CheckpointManager) -> None:
         """Continue from `tree`; `files.read(step, name)` gives what was saved beside it."""
 
-    def admit(self, step: int) -> None:
-        """Refuse a checkpoint that is not of this job, before its arrays are read; a subclass knows how."""
+    def admit(self, step: int, files: CheckpointManager | None = None) -> None:
+        """Refuse a checkpoint that is not of this job, before its arrays are read; a subclass knows how.
+
+        `files` is where the checkpoint is; by default the job's own.
+        """
 
     def note(self, message: str) -> None:
         """Told about every checkpoint that had to be passed over; a subclass logs it."""
@@ -132,18 +141,41 @@ class RestoreableJob(CheckpointedJob, Generic[C]):
 
         warnings.warn(message, stacklevel=3)
 
-    def save(self, suffix: str | int | None = None) -> None:
-        """Save the present state. `suffix`, when given, must be its step."""
-        snapshot = self.snapshot()
-        if suffix is not None and step_of(suffix) != snapshot.step:
-            raise InputError(f"cannot save step {snapshot.step} under the name '{suffix}'.")
-        self.save_tree(snapshot)
+    def save(self, suffix: str | int | Path | None = None) -> None:
+        """Save the present state among the job's checkpoints; a step given as `suffix` must be the present one.
 
-    def load(self, suffix: str | int | None = None, *, manager: CheckpointManager | None = None) -> bool:
+        Given a path (a `Path`, or a text with a slash), save to PATH/step_NNNNNNNN and wait until it is committed.
+        """
+        snapshot = self.snapshot()
+        folder, name = split_path(suffix) if is_path(suffix) else (None, suffix)
+        if name is not None and step_of(name) != snapshot.step:
+            raise InputError(f"cannot save step {snapshot.step} under the name '{suffix}'.")
+        if folder is None:
+            self.save_tree(snapshot)
+            return
+        with storage(f"cannot create '{folder}'"):
+            folder.mkdir(parents=True, exist_ok=True)
+        manager = self.checkpoint_manager.at(folder)
+        try:
+            manager.save(snapshot.step, snapshot.tree, files=snapshot.files, meta=snapshot.meta, wait=True)
+        finally:
+            manager.close()
+
+    def load(
+        self, suffix: str | int | Path | None = None, *, manager: CheckpointManager | None = None
+    ) -> bool:
         """Take back the state of step `suffix`, or of the newest valid checkpoint; False when there is none.
 
-        `manager` reads another run's checkpoints; by default the job's own.
+        A path names one checkpoint, a run, or a folder that `save` wrote to; it is an InputError when there is no
+        checkpoint. `manager` reads another run's checkpoints; by default the job's own.
         """
+        if is_path(suffix):
+            folder, name = split_path(suffix)
+            inside = folder / "checkpoints"
+            place = inside if name is None and inside.is_dir() else folder
+            if not self.load(name, manager=self.checkpoint_manager.at(place)):
+                raise InputError(f"'{suffix}' has no committed checkpoint to load.")
+            return True
         manager = manager or self.checkpoint_manager
         if suffix is None:
             step, messages = manager.newest_valid()
@@ -159,7 +191,7 @@ class RestoreableJob(CheckpointedJob, Generic[C]):
                 raise StorageError(
                     f"checkpoint {step} is damaged: {'; '.join(problems)}. Choose another --step."
                 )
-        self.admit(step)
+        self.admit(step, manager)
         self.accept(manager.restore(step, self.abstract_state()), step, manager)
         return True
 
@@ -210,14 +242,27 @@ class RestoreableJob(CheckpointedJob, Generic[C]):
 _STEP = re.compile(r"step_(\d+)")
 
 
-def step_of(suffix: str | int) -> int:
+def step_of(suffix: str | int | Path) -> int:
     """512, "512" and "step_00000512" all mean step 512."""
     if isinstance(suffix, int):
         return suffix
-    match = re.fullmatch(r"(?:step_)?(\d+)", suffix)
+    match = re.fullmatch(r"(?:step_)?(\d+)", str(suffix))
     if match is None:
-        raise InputError(f"'{suffix}' is not a checkpoint: write a step number or step_NNNNNNNN.")
+        raise InputError(
+            f"'{suffix}' is not a checkpoint: write a step number, step_NNNNNNNN, or a path such as ./{suffix}."
+        )
     return int(match.group(1))
+
+
+def is_path(suffix: str | int | Path | None) -> TypeGuard[str | Path]:
+    """Whether a suffix of `save` or `load` is a path: a `Path`, or a text with a separator."""
+    return isinstance(suffix, Path) or (isinstance(suffix, str) and os.sep in suffix)
+
+
+def split_path(path: str | Path) -> tuple[Path, str | None]:
+    """(the folder that holds checkpoints, the name of one in it, if the path names one)."""
+    place = Path(path).expanduser()
+    return (place.parent, place.name) if _STEP.fullmatch(place.name) else (place, None)
 
 
 def _trusted_config(run: RunDirectory, path: Path, trust: bool) -> dict[str, Any]:

@@ -38,6 +38,12 @@ class KLConfig(PretrainSettings):
         help="take a new reference where a stage begins, one answer a stage; the first penalty always does",
     )
 
+    def __post_init__(self) -> None:
+        """KLConfig(beta=0.2) is KLConfig(beta=(0.2,)), as optimization.kl.beta=0.2 is."""
+        for name in ("beta", "refresh"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list | tuple) else (value,))
+
 
 def compares(settings: KLConfig) -> bool:
     return any(beta > 0 for beta in settings.beta)

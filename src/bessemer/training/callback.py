@@ -14,11 +14,13 @@ if TYPE_CHECKING:
 class Callback:
     """Base of all callbacks: every hook is optional.
 
-    The compiled step fuses all micro-batches, so on_batch_begin, on_optimizer_step and on_batch_end fire once an
+    The compiled step fuses all micro-batches, so on_batch_begin, on_optimizer_step and on_batch_end fire once per
     optimizer step. After a step the order is: on_optimizer_step (nothing has been read yet), metrics (on_metrics),
-    validation (on_validation), on_batch_end (evaluations and previews act here; then on_samples), checkpoint
-    (on_checkpoint). A row of on_metrics is a step's, with its loss; one of on_evaluation has a step and a score (CORE).
+    validation (on_validation_begin, on_validation), on_batch_end (evaluations and previews act here; then on_samples),
+    checkpoint (on_checkpoint). `loop.step` and `loop.trainer.step` are the same number, always the current one.
+    A row of on_metrics is a step's, with its loss; one of on_evaluation has a step and a score (CORE).
     on_weights: histograms of every parameter, where weight_distribution is on.
+    on_epoch_end fires after the last step of each pass over the data, and at the end of the run.
     on_rollback fires when the run has gone back to an earlier step: forget what is known of later ones.
     """
 
@@ -34,6 +36,8 @@ class Callback:
     def on_optimizer_step(self, loop: Loop) -> None: ...
 
     def on_metrics(self, loop: Loop, row: dict[str, Any]) -> None: ...
+
+    def on_validation_begin(self, loop: Loop) -> None: ...
 
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None: ...
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from bessemer.data import Batch, DatasetStyle, Tokenizer, make_rows
+from bessemer.data import Batch, DatasetStyle, DataSettings, Rows, Tokenizer, make_rows, rows_of
 from bessemer.data.rows import Fields, fields_of
 from bessemer.errors import InputError
 
@@ -18,22 +19,34 @@ FINGERPRINTED = 10_000
 REQUIRED = ("input_ids", "target_ids", "loss_mask")
 
 
-def collect_function(
-    tokenizer: Tokenizer | None, max_sequence_length: int, truncation_mode: str
-) -> Callable[[Any], Batch]:
-    """Examples (texts, {"text"}, {"input_ids", "loss_mask"}) -> one padded row each, too long ones truncated."""
+@dataclass(frozen=True)
+class CollectFunction:
+    """Examples (texts, {"text"}, {"input_ids", "loss_mask"}) -> one padded row each, too long ones truncated.
 
-    def collect(examples: Any) -> Batch:
+    `rows` makes rows of a whole data set, in any style: encoded once, with counts of what was left out.
+    """
+
+    tokenizer: Tokenizer | None
+    max_sequence_length: int
+    truncation_mode: str = "keep_end"
+
+    def __call__(self, examples: Any) -> Batch:
         rows = make_rows(
             examples,
             DatasetStyle.PADDED,
-            max_sequence_length,
-            tokenizer=tokenizer,
-            truncation=truncation_mode,
+            self.max_sequence_length,
+            tokenizer=self.tokenizer,
+            truncation=self.truncation_mode,
         )
         return rows.get(np.arange(len(rows)))
 
-    return collect
+    def rows(self, source: Any, style: DatasetStyle, settings: DataSettings) -> Rows:
+        if self.tokenizer is None:
+            raise InputError(
+                "examples given from Python need a tokenizer (tokenizer=… or data.tokenizer) or a data_collator."
+            )
+        chosen = replace(settings, truncation=self.truncation_mode)
+        return rows_of(source, self.tokenizer, style, self.max_sequence_length, settings=chosen)
 
 
 class CollatedRows:

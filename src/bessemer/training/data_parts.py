@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bessemer.config import configure, dotted
@@ -13,20 +14,21 @@ from bessemer.data import (
     Sampling,
     Tokenizer,
     open_dataset,
-    rows_of,
     tokenizer_for,
+    tokenizer_on,
 )
 from bessemer.data.catalog import store_directory
 from bessemer.data.mixture import check_mixture
+from bessemer.data.rows import fields_of
 from bessemer.errors import InputError
 from bessemer.scaling import stage_starts
 from bessemer.training import reference_logps
-from bessemer.training.collate import CollatedRows
+from bessemer.training.collate import CollatedRows, CollectFunction
 from bessemer.training.feed import device_batch
 from bessemer.training.horizon import asked, check_sizes, plan_horizon
 from bessemer.training.lookup_parts import allocate
 from bessemer.training.taught import taught
-from bessemer.training.validation import ValidationSet
+from bessemer.training.validation import ValidationSet, validation_size
 from bessemer.training.wishes import usual_style
 
 if TYPE_CHECKING:
@@ -34,6 +36,10 @@ if TYPE_CHECKING:
 
 PREPARING = ("data/val_fraction", "data/text_key", "data/on_error", "data/dedup", "data/workers")
 """Settings that are used while a store is made, and by nobody once it is there."""
+
+
+VALIDATION = ("validation", "val", "eval")
+"""Names of the held-out slice in `BaseTrainer.batch`."""
 
 
 class GivenParts(NamedTuple):
@@ -55,7 +61,7 @@ class DataParts:
     steps: int
     stage_starts: list[int]
     prefetch: int
-    fields: dict[str, Any]
+    fields: dict[str, Any] = field(default_factory=dict)  # of a row: {} = those of the trainer's first batch
     held_out: int = 0  # examples that are judged in another way than by `validation`
 
     @property
@@ -83,6 +89,8 @@ def choose_tokenizer(trainer: BaseTrainer) -> Tokenizer | None:
         return None
     if settings.tokenizer.startswith("train:"):
         trainer.say(f"tokenizer  {settings.tokenizer} (trained once on the data, then kept)")
+    if trainer.given.dataset_train is not None:
+        return tokenizer_on(trainer.given.dataset_train, settings)
     return tokenizer_for(
         settings, [sampling for mixture in trainer.settings.datasets for sampling in mixture]
     )
@@ -108,7 +116,40 @@ def build_data(trainer: BaseTrainer) -> DataParts:
         validation_count=trainer.settings.validation_steps,
     )
     validation = None if plan.validation is None else ValidationSet(plan.validation, trainer.tokenizer)
-    return DataParts(plan, validation, batch_size, steps, starts, settings.prefetch, plan.fields)
+    return DataParts(plan, validation, batch_size, steps, starts, settings.prefetch)
+
+
+def with_fields(trainer: BaseTrainer, data: DataParts) -> DataParts:
+    """`data` with the fields of a row as `trainer.batch` returns them, unless they are known already."""
+    if data.fields:
+        return data
+    trainer.data = data
+    return replace(data, fields=fields_of(trainer.batch("train", step=0, rows=slice(0, 1))))
+
+
+def host_batch(trainer: BaseTrainer, part: str, step: int | None, rows: slice | None) -> Mapping[str, Any]:
+    """See BaseTrainer.batch."""
+    if part == "train":
+        return trainer.data.plan.batch(trainer.step + trainer.data_offset if step is None else step, rows)
+    if part not in VALIDATION:
+        raise InputError(f"batch('{part}'): there is no such slice; write 'train' or 'validation'.")
+    if trainer.data.validation is None:
+        raise InputError(
+            "this run has no validation rows: give it held-out data (data.val_fraction, dataset_eval=…), and "
+            "leave training.validation=true."
+        )
+    return trainer.data.validation.read(step or 0, validation_size(trainer), rows)
+
+
+def check_batch_method(method: Callable[..., Any]) -> None:
+    """TypeError for an override of BaseTrainer.batch that cannot be told which batch the run needs."""
+    try:
+        inspect.signature(method).bind(None, "train", step=0, rows=None)
+    except TypeError as error:
+        raise TypeError(
+            f"{method.__qualname__} must accept the keywords step and rows, with which the run asks for its batches: "
+            f"def batch(self, slice='train', *, step=None, rows=None) ({error})"
+        ) from None
 
 
 def train_rows(trainer: BaseTrainer, settings: DataSettings) -> list[list[tuple[Sampling, Any]]]:
@@ -154,16 +195,11 @@ def open_rows(trainer: BaseTrainer, settings: DataSettings, sampling: Sampling, 
 
 def given_rows(trainer: BaseTrainer, source: Any) -> Any:
     """Rows of what the caller brings: through his collator, or encoded as one stream."""
-    block = trainer.settings.block_size
-    if trainer.given.data_collator is not None:
-        return CollatedRows(source, trainer.given.data_collator, block)
+    collect = trainer.data_collator
+    if not isinstance(collect, CollectFunction):
+        return CollatedRows(source, collect, trainer.settings.block_size)
     style = trainer.settings.datasets[0][0].style if trainer.settings.datasets else usual_style(trainer)
-    if trainer.tokenizer is None:
-        raise InputError(
-            "examples given from Python need a tokenizer (tokenizer=… or data.tokenizer) or a data_collator."
-        )
-    rows = rows_of(source, trainer.tokenizer, style, block, settings=configure(DataSettings))
-    return reference_logps.attach(trainer, rows)
+    return reference_logps.attach(trainer, collect.rows(source, style, configure(DataSettings)))
 
 
 def stage_count(trainer: BaseTrainer) -> int:
@@ -212,7 +248,7 @@ def make_device_batch(trainer: BaseTrainer, data_step: int) -> dict[str, Any]:
     """Batch `data_step` on the devices, (S, B, T); this process reads only its own rows."""
     data, functions = trainer.data, trainer.functions
     return device_batch(
-        lambda first, end: data.plan.batch(data_step, slice(first, end)),
+        lambda first, end: trainer.batch("train", step=data_step, rows=slice(first, end)),
         data.fields,
         functions.micro,
         functions.accumulate_steps,

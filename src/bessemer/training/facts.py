@@ -28,7 +28,7 @@ def run_facts(trainer: BaseTrainer) -> dict[str, Any]:
         "data": trainer.data.plan.stats,
         "validation_sequences": trainer.data.validation_count,
         "parameters": parts.counts,
-        "trained_parameters": parts.split.count(parts.boxed)[0],
+        "trained_parameters": trainer.count_model_parameters(trainer.functions.abstract_state.params),
         "flops_per_token": parts.flops_per_token,
         "flops_per_token_causal": parts.flops_per_token_causal,
         "flops_formula": flops_formula(trainer),

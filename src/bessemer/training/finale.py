@@ -47,7 +47,8 @@ def next_commands(trainer: BaseTrainer, path: str) -> list[str]:
         return [f"  bessemer chat {path}", f"  bessemer serve {path}", WATCH]
     if hasattr(trainer.model, "values"):  # it judges answers and was not taught to write them
         return [f"  bessemer report {path} --html", WATCH]
-    recipes_data = trainer.config.provenance["training/dataset"].startswith("recipe")
+    named = trainer.config.provenance["training/dataset"]
+    recipes_data = named.startswith("recipe") and trainer.dataset_train is None
     can_sample = trainer.tokenizer is not None and hasattr(trainer.model, "decode")
     return [
         *([f"  bessemer sample {path} --prompt {shlex.quote(a_prompt(trainer))}"] if can_sample else []),

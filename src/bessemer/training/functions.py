@@ -23,6 +23,7 @@ from bessemer.training.horizon import asked
 from bessemer.training.lookup_parts import note_path
 from bessemer.training.model_parts import compiler_options, init_variables
 from bessemer.training.state import StepRules, TrainState, added_fields, create_state
+from bessemer.training.validation import validation_fields
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -235,9 +236,8 @@ def compile_steps(trainer: BaseTrainer) -> tuple[Functions, bool]:
     batch = abstract_batch(data.fields, functions.micro, functions.accumulate_steps, sharding)
     lowered = {"train_step": functions.train_step.lower(functions.abstract_state, batch, functions.key)}
     if data.validation is not None:
-        batch = abstract_batch(
-            data.validation.fields, functions.micro, functions.validation_batches, sharding
-        )
+        fields = validation_fields(trainer)
+        batch = abstract_batch(fields, functions.micro, functions.validation_batches, sharding)
         lowered["val_step"] = functions.val_step.lower(functions.abstract_state, batch)
     if trainer.draws_state:
         with quick_draws(trainer.topology.mesh):

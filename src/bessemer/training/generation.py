@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,7 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from bessemer.config import configuration, configure
 from bessemer.data.chat import can_chat, is_messages, render, stop_ids
 from bessemer.errors import InputError
+from bessemer.generate import Completion
 from bessemer.generate.decoder import bucket, crop, end_tokens
+from bessemer.generate.finite import check_scores
 from bessemer.generate.results import GenerationConfig, GenerationResults, generate_rows
 from bessemer.generate.rows import Output, stop_table
 from bessemer.generate.sampling import Filters, way_of
@@ -24,7 +27,21 @@ from bessemer.training.fetch import fetch
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
 
-GenerateFunction = Callable[[Any, Any, Any], tuple[jax.Array, jax.Array, jax.Array]]
+Generated = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class GenerateFunction:
+    """(state, ids, mask) → (sequences, ids, mask); `rows` also returns what each row made (generate/rows.py: Output).
+
+    ids, mask: (B, T) left-padded, repeated n times in the result. Draws depend on the seed, the row and `state.step`:
+    the same state gives the same text, the next one another.
+    """
+
+    rows: Callable[[Any, Any, Any], tuple[jax.Array, jax.Array, jax.Array, Output]]
+
+    def __call__(self, state: Any, ids: Any, mask: Any) -> Generated:
+        return self.rows(state, ids, mask)[:3]
 
 
 def program(trainer: BaseTrainer) -> Any:
@@ -54,30 +71,18 @@ def end_ids(trainer: BaseTrainer) -> set[int]:
 
 
 def generate_function(trainer: BaseTrainer, config: GenerationConfig) -> GenerateFunction:
-    """(state, ids, mask) → (sequences, ids, mask); ids, mask: (B, T) left-padded, repeated n times in the result.
-
-    Draws depend on the seed, the row and `state.step`: the same state gives the same text, the next one another.
-    """
-
-    def call(state: Any, ids: Any, mask: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        with trainer.topology.scope():
-            return run(trainer, config, state, ids, mask, config.max_tokens)[:3]
-
-    program(trainer)
-    return call
-
-
-def run(
-    trainer: BaseTrainer, config: GenerationConfig, state: Any, ids: Any, mask: Any, tokens: int
-) -> tuple[Any, ...]:
-    rows = ids.shape[0] * config.n
-    streams = config.sampling.streams(rows)
+    """See BaseTrainer.create_generate_function."""
+    call = program(trainer)
     filters = Filters.of(config.sampling, trainer.model.vocab_size)
     stops = stop_table([end_ids(trainer) | set(config.stop_ids)])
-    way = way_of([config.sampling])
-    return program(trainer)(
-        state.whole(), state.step, ids, mask, streams, filters, stops, tokens=tokens, way=way
-    )
+    how = {"tokens": config.max_tokens, "way": way_of([config.sampling])}
+
+    def rows(state: Any, ids: Any, mask: Any) -> tuple[jax.Array, jax.Array, jax.Array, Output]:
+        streams = config.sampling.streams(ids.shape[0] * config.n)
+        with trainer.topology.scope():
+            return call(state.whole(), state.step, ids, mask, streams, filters, stops, **how)
+
+    return GenerateFunction(rows)
 
 
 def generate(
@@ -110,13 +115,14 @@ def generate(
     ids, mask = left_padded(cropped, (height, width), pad_id(trainer))
     with trainer.topology.scope():
         placed = [place(trainer, array, sharded) for array in (ids, mask)]
-        found = run(trainer, config, state, placed[0], placed[1], config.max_tokens)
+    found = generating(trainer, config).rows(state, *placed)
     output = fetch(found[3])
     total = len(cropped) * config.n
     sequences, prompt_ids, prompt_mask = (
         array[:total] for array in (fetch(found[:3]) if all_gather else found[:3])
     )
     output = Output(output.ids.T[:total], output.logprobs.T[:total], output.made[:total], output.live[:total])
+    check_scores(output.logprobs)  # 0 where no token is
     real = (np.arange(config.max_tokens) < output.made[:, None]).astype(np.int32)
     stops = end_ids(trainer) | set(config.stop_ids)
     tokens = [output.ids[row, : output.made[row]].tolist() for row in range(total)]
@@ -134,6 +140,17 @@ def generate(
         completion_prompts=[prompt for prompt in given for _ in range(config.n)],
         metadata=metadata(config, output, ended, notices) if return_metadata else None,
     )
+
+
+def generating(trainer: BaseTrainer, config: GenerationConfig) -> GenerateFunction:
+    """What the trainer's `create_generate_function` returns, made sure of."""
+    function = trainer.create_generate_function(config)
+    if not isinstance(function, GenerateFunction):
+        raise TypeError(
+            f"{type(trainer).__name__}.create_generate_function returned {type(function).__name__}; `generate` needs a "
+            "GenerateFunction (bessemer.training.generation), which also says how long each row is."
+        )
+    return function
 
 
 def metadata(
@@ -221,7 +238,7 @@ def settings_of(
     return GenerationConfig.of(config, *(values for values in overrides if values))
 
 
-def maybe_preview(trainer: BaseTrainer, state: Any, step: int, metrics: Any) -> None:
+def maybe_preview(trainer: BaseTrainer, state: Any, step: int, metrics: Any) -> list[Completion]:
     """See BaseTrainer.maybe_generate."""
     from bessemer.training.callbacks.preview import Preview
 
@@ -229,8 +246,9 @@ def maybe_preview(trainer: BaseTrainer, state: Any, step: int, metrics: Any) -> 
         with configuration(trainer.config):
             trainer.preview = configure(Preview)
         trainer.preview.prepare(trainer)
-    if trainer.preview.due(step):
-        with trainer.topology.scope():
-            found = trainer.preview.show(trainer, state.whole(), step)
-        if metrics is not None:
-            metrics["samples"] = [f"{sample.prompt} ▸ {sample.text}" for sample in found]
+    if not trainer.preview.due(trainer, step):
+        return []
+    found = trainer.preview.show(trainer, state, step)
+    if metrics is not None:
+        metrics["samples"] = [f"{sample.prompt} ▸ {sample.text}" for sample in found]
+    return found

@@ -164,10 +164,14 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             else Prefetcher(self.device_part, step + self.data_offset, 0)
         )
 
-    def batch(self, slice: str = "train") -> Mapping[str, Any]:
-        if self.offline:
-            return super().batch(slice)
-        return self.part(self.step + self.data_offset)
+    def batch(
+        self, slice: str = "train", *, step: int | None = None, rows: slice | None = None
+    ) -> Mapping[str, Any]:
+        """As BaseTrainer's. Online, the first batch of a rollout samples it from the parameters of that moment."""
+        if self.offline or slice != "train":
+            return super().batch(slice, step=step, rows=rows)
+        part = self.part(self.step + self.data_offset if step is None else step)
+        return part if rows is None else {name: array[rows] for name, array in part.items()}
 
     def part(self, position: int) -> Mapping[str, Any]:
         """The rows of one step, from the rollout in use or a new one."""
@@ -186,9 +190,9 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         return self.rollout is None or self.rollout.number != self.passes.place(step + self.data_offset)[0]
 
     def device_part(self, position: int) -> dict[str, Any]:
-        rows, functions = self.part(position), self.functions
+        functions = self.functions
         return device_batch(
-            lambda first, end: {name: array[first:end] for name, array in rows.items()},
+            lambda first, end: self.batch("train", step=position, rows=slice(first, end)),
             self.data.fields,
             functions.micro,
             functions.accumulate_steps,
@@ -253,6 +257,6 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
 
     def accept(self, tree: Any, step: int, files: CheckpointManager) -> None:
         super().accept(tree, step, files)
-        path = self.checkpoint_manager.path(step) / FILE
+        path = files.path(step) / FILE
         self.rollout = Rollout.load(path) if path.is_file() else None
         agree("the rollout in use", "none" if self.rollout is None else f"rollout {self.rollout.number}")

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from bessemer.config import configure, field
+from bessemer.config import Config, configure, field
+from bessemer.data.catalog import store_directory
 from bessemer.data.mixture import Sampling
 from bessemer.errors import InputError
 from bessemer.objectives.kl import KLConfig
@@ -30,6 +31,11 @@ NO_STEERING = (
     "the penalty is β·(policy loss − reference loss), whose gradient is β·∇CE: the reference does not steer the update "
     "(optimization.kl.estimator=exact does)"
 )
+
+
+DEFAULT_DATA = [[Sampling("fineweb")], [Sampling("fineweb")]]
+EMBEDDED_DATA = [[Sampling("python-stdlib")], [Sampling("python-reference")]]
+EMBEDDED_TOKENIZER = "train:8192"
 
 
 @dataclass
@@ -46,7 +52,7 @@ class KLDivergenceTrainerConfig(BaseTrainerConfig):
     )
     datasets: list[list[Sampling]] = field(
         "training/dataset",
-        default_factory=lambda: [[Sampling("fineweb")], [Sampling("fineweb")]],
+        default_factory=lambda: [list(mixture) for mixture in DEFAULT_DATA],
         help="what to train on, one list of samplings a stage",
     )
 
@@ -75,6 +81,21 @@ class KLDivergenceTrainer(BaseTrainer[C, M], Generic[C, M]):
     @classmethod
     def config_class(cls) -> type[Any]:
         return schema.generic_argument(cls, BaseTrainer, 0) or KLDivergenceTrainerConfig
+
+    @classmethod
+    def choose_defaults(cls, config: Config) -> None:
+        """Where nobody named data and the class's own is not prepared here: the corpora that come with Python."""
+        mixtures = config["training/dataset"]
+        if config.is_set("training/dataset") or mixtures != DEFAULT_DATA or store_directory(mixtures[0][0]):
+            return
+        why = f"there is no store '{mixtures[0][0].name}' here, and these come with Python"
+        config.set("training/dataset", EMBEDDED_DATA, why)
+        if not config.is_set("data/tokenizer"):
+            config.set("data/tokenizer", EMBEDDED_TOKENIZER, "trained on that text")
+        config.notes.append(
+            f"training.dataset is not set and {why}: python-stdlib, then python-reference, with "
+            f"data.tokenizer={config['data/tokenizer']}"
+        )
 
     def plan_stages(self) -> tuple[stages.Stage, ...]:
         kl, starts = self.kl_settings(), self.data.stage_starts

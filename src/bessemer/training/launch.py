@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,15 @@ from bessemer.data import DataSettings, Tokenizer
 from bessemer.data.tokenizer import FILE as TOKENIZER
 from bessemer.data.tokenizer_choice import tokenizer_place
 from bessemer.errors import InputError, to_install
-from bessemer.job import ExecutionSpec, RunDirectory, RunLock, check_run_name, default_run_name, find_run
+from bessemer.job import (
+    GIVEN,
+    ExecutionSpec,
+    RunDirectory,
+    RunLock,
+    check_run_name,
+    default_run_name,
+    find_run,
+)
 from bessemer.job.remote import is_remote
 from bessemer.job.trust import adopt, check_trust
 from bessemer.registry import jobs
@@ -40,7 +47,7 @@ from bessemer.training.mirror import fetched
 from bessemer.training.pinning import pinned, refound
 from bessemer.training.schema import schema_of
 from bessemer.training.starts import find_start
-from bessemer.training.trainer import GIVEN, BaseTrainer
+from bessemer.training.trainer import BaseTrainer
 
 PERMISSION = "training/allow_data_change"
 DATA = (PERMISSION, "training/dataset", "data/")
@@ -189,21 +196,9 @@ def rebuild(
     return trainer
 
 
-def given_before(directory: RunDirectory) -> set[str]:
-    """Names of the parts that the caller brought from Python when the run was started."""
-    if not directory.derived.is_file():
-        return set()
-    try:
-        return set(json.loads(directory.derived.read_text(encoding="utf-8")).get(GIVEN, {}).get("value", []))
-    except (ValueError, AttributeError, TypeError) as error:
-        raise InputError(
-            f"{directory.derived} is damaged ({error}). Delete it; it is written again on resume."
-        ) from error
-
-
 def check_given(directory: RunDirectory, trainer: BaseTrainer) -> None:
     """Parts that were given from Python are not in the configuration: without them it would be another run."""
-    missing = given_before(directory) - set(trainer.derived.get(GIVEN, {}).get("value", []))
+    missing = directory.given_parts() - set(trainer.derived.get(GIVEN, {}).get("value", []))
     missing.discard("model_state")  # the checkpoint holds the weights
     if "callbacks" in missing:
         missing.discard("callbacks")

@@ -51,7 +51,6 @@ class Loop:
     def _begin(self) -> None:
         """Take up the trainer's state: at the start, and again after a rollback."""
         trainer = self.trainer
-        self.step = trainer.step
         self.loop_state = trainer.loop_state
         self.clock = StepClock(
             self.loop_state, trainer.tokens_per_step, trainer.steps, trainer.flops_share, trainer.wall_seconds
@@ -59,6 +58,11 @@ class Loop:
         self.log = StepLog(self.loop_state, trainer.describe_step, self.clock, trainer.guard, trainer.say)
         self.want_checkpoint = False
         self._running: collections.deque[Running] = collections.deque()
+
+    @property
+    def step(self) -> int:
+        """Updates that were dispatched. It is the trainer's own count, so the two never disagree."""
+        return self.trainer.step
 
     # --- what callbacks may ask for ---
     def request_stop(self, reason: str) -> None:
@@ -85,9 +89,8 @@ class Loop:
             self.callbacks.fire("on_error", self, error)
             if isinstance(error, BessemerError) or jax.process_count() == 1:
                 with contextlib.suppress(StorageError):  # the first error is the one to report
-                    trainer.checkpoint_manager.close()
+                    trainer.finish()
             raise  # with a peer lost, a save in progress can never be committed: do not wait for it
-        trainer.checkpoint_manager.close()
 
     def _train(self) -> bool:
         """From where the trainer stands to the end; False when it was rolled back on the way."""
@@ -147,7 +150,7 @@ class Loop:
             self.flush()  # sampling waits for the parameters anyway; rows that are due need not wait for it
         batch = self._batches.get(self.step + trainer.data_offset)
         trainer.state, loss, meta = trainer.functions.train_step(trainer.state, batch, trainer.key)
-        self.step += 1
+        trainer.step += 1
         trainer.state, meta = trainer.on_step_end(trainer.state, meta, self.step)
         report = self.due(trainer.logging.report_interval)
         self._running.append(Running(self.step, loss, report))
@@ -169,7 +172,6 @@ class Loop:
     def _begin_stage(self) -> None:
         """Another program, reference or optimizer state may follow; none of it counts as time of a step."""
         with self.paused():
-            self.trainer.step = self.step
             stages.begin(self.trainer)
 
     def due(self, interval: int) -> bool:
@@ -192,8 +194,8 @@ class Loop:
         self.callbacks.fire("on_batch_end", self)
         if (checkpoint or self.want_checkpoint) and not last:
             self.checkpoint()
-        if trainer.starts_epoch(self.step):
-            self.callbacks.fire("on_epoch_end", self)
+        if trainer.starts_epoch(self.step) or last or self.loop_state.finished is not None:
+            self.callbacks.fire("on_epoch_end", self)  # the run's end also ends the epoch in progress
 
     def flush(self) -> None:
         """Complete and read everything that is pending, so that the loop state is that of the current step."""
@@ -226,7 +228,7 @@ class Loop:
             return None
         where = f"the validation at step {self.step}"
         with self.paused(), doing(self.trainer, where):
-            self.trainer.step = self.step
+            self.callbacks.fire("on_validation_begin", self)
             row = {"step": self.step, **self.trainer.validate()}
             self.callbacks.fire("on_validation", self, row)
         return row
@@ -236,8 +238,9 @@ class Loop:
         self.flush()
         with self.paused():
             self.want_checkpoint = False
-            self.trainer.step = self.step
-            self.trainer.save_checkpoint(wait=wait)
+            self.trainer.save()
+            if wait:
+                self.trainer.checkpoint_manager.wait()
             self.callbacks.fire("on_checkpoint", self, self.step)
 
     def _stop(self) -> None:

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
 
 
+INFORMATION = "information.md"
+"""What `save_information` writes beside the weights."""
+
+
 class Output:
     """Lines go to the screen at once and to log.txt as soon as the run directory exists; process 0 only."""
 
@@ -146,6 +150,7 @@ def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: 
         trainer.tokenizer.save(target)
     if (allocation := getattr(trainer.model, "allocation", None)) is not None:
         (target / ALLOCATION).write_text(allocation.to_json(), encoding="utf-8")
+    trainer.save_information(target / INFORMATION)
     return target
 
 
@@ -161,6 +166,7 @@ def save_for_torch(trainer: BaseTrainer, state: Any, directory: Any) -> Path:
     arrays = TreeArrays(readable(trainer, state.whole()), fetch)
     if trainer.is_process_zero:
         export_folder(arrays, model, trainer.tokenizer, target, dtype=model.weights_dtype)
+        trainer.save_information(target / INFORMATION)
     return target
 
 

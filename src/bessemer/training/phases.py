@@ -179,7 +179,7 @@ class Phases(BasicJob):
                 continue
             topology = self.spec.topology
             several = topology if topology is not None and topology.device_count > 1 else None
-            evaluator = Evaluator.from_run(
+            evaluator: Evaluator[Any] = Evaluator.from_run(
                 self.directory(name),
                 topology=several,
                 tasks=self.settings.evaluations,

@@ -39,13 +39,39 @@ def compact(number: float | None) -> str:
 
 
 def facts(row: dict[str, Any]) -> str:
-    """The few numbers worth a glance; what is unknown (MFU on an unknown chip) is left out, never guessed."""
-    parts = [f"loss {row.get('loss_smooth') or row['loss']:.4f}", f"{compact(row['time/tok_per_s'])} tok/s"]
+    """The few numbers worth a glance; what is unknown (MFU on an unknown chip) is left out, never guessed. Of a row
+    that is not a step's, its first numbers under their own names."""
+    if "loss" not in row:
+        return "  ".join(f"{name} {compact(value)}" for name, value in numbers(row).items())
+    parts = [f"loss {float(row.get('loss_smooth') or row['loss']):.4f}"]
+    if row.get("time/tok_per_s") is not None:
+        parts.append(f"{compact(row['time/tok_per_s'])} tok/s")
     if row.get("time/mfu") is not None:
         parts.append(f"MFU {row['time/mfu']:.1%}")
     if row.get("mem/peak_gib") is not None:
         parts.append(f"{row['mem/peak_gib']:.1f} GiB")
-    return "  ".join([*parts, f"left {clock(row['time/eta'])}"])
+    if "time/eta" in row:
+        parts.append(f"left {clock(row['time/eta'])}")
+    return "  ".join(parts)
+
+
+SHOWN = 4
+"""Numbers of a row without a loss that a bar has room for."""
+
+
+def numbers(row: dict[str, Any]) -> dict[str, float]:
+    """The first few values of a row that are single numbers, also of a device."""
+    found = {
+        name: float(value)
+        for name, value in row.items()
+        if name != "step" and (isinstance(value, int | float) or getattr(value, "size", 0) == 1)
+    }
+    return dict(list(found.items())[:SHOWN])
+
+
+def as_json(value: Any) -> Any:
+    """An array as numbers; what JSON has no form for as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 class RichBar:
@@ -63,7 +89,7 @@ class RichBar:
         self.progress.start()
 
     def update(self, step: int, row: dict[str, Any]) -> None:
-        if "loss" in row:
+        if row:
             self.progress.update(self.task, completed=step, facts=facts(row))
         else:
             self.progress.update(self.task, completed=step)
@@ -79,7 +105,7 @@ class PlainLines:
         self.say, self.total, self.description = say, total, description
 
     def update(self, step: int, row: dict[str, Any]) -> None:
-        if "loss" in row:
+        if row:
             self.say(f"{self.description} {step:>6}/{self.total}  {facts(row)}")
 
     def close(self) -> None:
@@ -90,8 +116,8 @@ class JsonLines:
     """Every report as one JSON document a line on stdout."""
 
     def update(self, step: int, row: dict[str, Any]) -> None:
-        if "loss" in row:
-            print(json.dumps(row), flush=True)
+        if row:
+            print(json.dumps(row, default=as_json), flush=True)
 
     def close(self) -> None:
         pass
@@ -104,7 +130,7 @@ class TqdmBar:
         self.bar = tqdm(total=total, desc=description, file=sys.stderr)
 
     def update(self, step: int, row: dict[str, Any]) -> None:
-        if "loss" in row:
+        if row:
             self.bar.set_postfix_str(facts(row), refresh=False)
         self.bar.update(step - self.bar.n)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.errors import InputError, StorageError
-from bessemer.job import Snapshot
+from bessemer.job import CheckpointManager, Snapshot
 from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.training import frozen, reference, stages
 from bessemer.training.branches import Branch, branches_at, known_branches, now
@@ -88,24 +88,23 @@ def snapshot(trainer: BaseTrainer) -> Snapshot:
     return Snapshot(trainer.step, saved_tree(trainer.state), files, meta(trainer, trainer.step))
 
 
-def save(trainer: BaseTrainer, wait: bool) -> None:
-    """Begin an asynchronous save of the current state; with `wait`, see it committed."""
+def protect_best(trainer: BaseTrainer) -> None:
+    """Before a save: exempt the best validated checkpoint, and the one a rollback would go back to, from retention."""
     loop = trainer.loop_state
     if loop.best_step == trainer.step:
         loop.best_checkpoint = trainer.step
     trainer.checkpoint_manager.protect(loop.best_checkpoint)
     protect_target(trainer)
-    trainer.save_tree(trainer.snapshot(), wait=wait)
 
 
-def accept(trainer: BaseTrainer, tree: Any, step: int) -> None:
-    """Go on from a restored tree."""
-    manager = trainer.checkpoint_manager
+def accept(trainer: BaseTrainer, tree: Any, step: int, files: CheckpointManager) -> None:
+    """Go on from a restored tree; `files` holds what was saved beside it."""
     stages.select(trainer, step)
     against = reference.restore(trainer, step)
     kept = frozen.restore(trainer)
     trainer.state = trainer.functions.abstract_state.replace(**tree, reference=against, frozen=kept)
-    trainer.loop_state = LoopState.from_json(manager.read(step, "loop.json"))
+    trainer.loop_state = LoopState.from_json(files.read(step, "loop.json"))
+    manager = trainer.checkpoint_manager
     manager.protect(trainer.loop_state.best_checkpoint)
     for branch in trainer.branches:
         manager.protect(branch.step, f"branch-{branch.step}")
@@ -116,9 +115,9 @@ def accept(trainer: BaseTrainer, tree: Any, step: int) -> None:
     trainer.data_offset = int(fetch(trainer.state.data_step)) - step
 
 
-def check_same_run(trainer: BaseTrainer, step: int) -> None:
+def check_same_run(trainer: BaseTrainer, step: int, files: CheckpointManager) -> None:
     """Other data or another tokenizer is an error; another machine is one line, as only rounding changes."""
-    saved = json.loads(trainer.checkpoint_manager.read(step, "meta.json"))
+    saved = json.loads(files.read(step, "meta.json"))
     stages.select(trainer, step)
     current = meta(trainer, step)
     changes = [

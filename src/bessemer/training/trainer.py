@@ -9,17 +9,19 @@ trainer_view has what a trainer says about itself, trainer_kept its checkpoints,
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Generic
 
 import jax
 from flax import linen as nn
 
-from bessemer.config import configuration, configure
+from bessemer.config import Config, configuration, configure
 from bessemer.data import Prefetcher, Tokenizer
-from bessemer.job import ExecutionSpec
+from bessemer.evaluate import Evaluator
+from bessemer.job import GIVEN, ExecutionSpec
 from bessemer.models.lora import LoraSettings
 from bessemer.registry import jobs
 from bessemer.topology import StopAgreement, Topology, TopologySettings, init_sharded
@@ -51,8 +53,6 @@ from bessemer.training.state import TrainState
 from bessemer.training.trainer_kept import TrainerKept
 from bessemer.training.trainer_text import TrainerText
 from bessemer.training.trainer_view import C, M
-
-GIVEN = "given from Python"
 
 
 @jobs.register("BaseTrainer")
@@ -94,6 +94,8 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
         assert spec.topology is not None, "the spec has no topology: use ExecutionSpec.local(root, name=...)"
         super().__init__(spec)
         self.config = schema.config_for(type(self), arguments, spec.root)
+        if dataset_train is None:
+            self.choose_defaults(self.config)
         self.topology = spec.topology
         self.given_callbacks = tuple(callbacks)
         self.given = data_parts.GivenParts(
@@ -118,7 +120,7 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
         self.stages: tuple[stages.Stage, ...] = ()
         self.other_functions: functions.Functions | None = None  # of the stages of the other kind
         self.output = output.Output(spec.run_directory, self.topology.is_process_zero)
-        with configuration(self.config), self.topology.scope():
+        with self.configured():
             self.settings = configure(self.config_class())
             self.logging = configure(LoggingSettings)
             self.guard = configure(GuardSettings)
@@ -129,7 +131,7 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
             if self.settings.init is not None and (taken := inherit.describe(self.config)) is not None:
                 self.note_derived("init", self.settings.init, taken)
             self.teacher = teacher.find_teacher(self)
-            self.data = self.configure_dataloaders()
+            self.data = data_parts.with_fields(self, self.configure_dataloaders())
             self.stages = self.plan_stages()
             if self._checkpoints is not None:  # opened by the data already
                 restore.protect_stages(self, self._checkpoints)
@@ -140,6 +142,10 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
         self.activity: outcome.Activity | None = None  # besides the steps
         self.stop_agreement = StopAgreement()
         self.start_over()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        data_parts.check_batch_method(cls.batch)
 
     # --- classes and names -------------------------------------------------------------------------------
     @classmethod
@@ -153,6 +159,10 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
         return schema.generic_argument(cls, BaseTrainer, 1)
 
     @classmethod
+    def choose_defaults(cls, config: Config) -> None:
+        """Replace defaults that cannot work here, with `config.set(key, value, why)`; called once, for a new run."""
+
+    @classmethod
     def optimizer(cls) -> Any:
         """An optimizer's name, or an optax transformation. The setting optimization/name overrides it."""
         return "adamw"
@@ -163,22 +173,35 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
         for a constant rate. The setting optimization/schedule overrides it."""
         return "auto"
 
-    def evaluator(self) -> Any:
-        """Which Evaluator judges the model during training; None: none."""
-        return None
+    def evaluator(self) -> type[Evaluator[Any]] | None:
+        """The class that judges the model with each validation, and for CORE; None: no evaluations.
+
+        It is made with `from_trainer` and the tasks of eval.evaluations; the `value` of every result that its `run`
+        returns becomes the metric eval/NAME.
+        """
+        return Evaluator
 
     # --- the three build steps ----------------------------------------------------------------------------
     def configure_model(self) -> model_parts.ModelParts:
         """Tokenizer, module and its counts. No arrays yet."""
-        return model_parts.build_model(self, data_parts.choose_tokenizer(self))
+        with self.configured():
+            return model_parts.build_model(self, data_parts.choose_tokenizer(self))
 
     def configure_dataloaders(self) -> data_parts.DataParts:
         """The pure `batch(step)`, the validation rows, and the horizon."""
-        return data_parts.build_data(self)
+        with self.configured():
+            return data_parts.build_data(self)
 
     def configure_functions(self) -> functions.Functions:
         """Optimizer, state shardings and the jitted steps."""
-        return functions.build_functions(self)
+        with self.configured():
+            return functions.build_functions(self)
+
+    @contextlib.contextmanager
+    def configured(self) -> Iterator[None]:
+        """The trainer's configuration and mesh in force, as while it is built: `configure(MySettings)` works inside."""
+        with configuration(self.config), self.topology.scope():
+            yield
 
     def plan_stages(self) -> tuple[stages.Stage, ...]:
         """What each stage of training.tokens is; one stage is the whole run."""
@@ -198,12 +221,17 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
         return init_sharded(lambda k: model.init(k, *args, **kwargs), key, topology)
 
     # --- batches and steps --------------------------------------------------------------------------------
-    def batch(self, slice: str = "train") -> Mapping[str, Any]:
-        """The next batch as host arrays (B, T): input_ids, target_ids, positions, segment_ids, loss_mask."""
-        if slice == "train":
-            return self.data.plan.batch(self.step + self.data_offset)
-        assert self.data.validation is not None, "this run has no validation rows"
-        return self.data.validation.read(0, self.evaluation_batch_size)
+    def batch(
+        self, slice: str = "train", *, step: int | None = None, rows: slice | None = None
+    ) -> Mapping[str, Any]:
+        """Host arrays (B, T) of one batch: input_ids, target_ids, positions, segment_ids, loss_mask.
+
+        slice: "train" or "validation". step: the number of the batch; by default the one that the next update takes
+        (of validation the first). It is a function of that number: calling it again returns the same batch, and
+        nothing advances. rows: only these rows, since a process reads just those of its own devices.
+        The run takes every batch from here, ahead of use and in another thread.
+        """
+        return data_parts.host_batch(self, slice, step, rows)
 
     @classmethod
     def train_step(
@@ -256,9 +284,11 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
             outcome.together("compiled")
             loop = Loop(self)
             loop.run()
-            self.step = loop.step
-            self.save_pretrained(self.state)
-            output.conclude(self)
+            try:
+                self.save_pretrained(self.state)
+                output.conclude(self)
+            finally:
+                self.finish()
 
     def make_callbacks(self) -> list[Callback]:
         return schema.make_callbacks(self)

@@ -11,7 +11,7 @@ import numpy as np
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.config import configuration
-from bessemer.job import CheckpointManager, ExecutionSpec, Snapshot
+from bessemer.job import CheckpointManager, ExecutionSpec, Snapshot, is_path
 from bessemer.topology import shardings
 from bessemer.training import output, restore, schema, stages
 from bessemer.training.state import LoopState, TrainState
@@ -59,9 +59,12 @@ class TrainerKept(TrainerView[C, M], Generic[C, M]):
             self._checkpoints = restore.open_checkpoints(self._whole)
         return self._checkpoints
 
-    def save_checkpoint(self, wait: bool = False) -> None:
-        """Begin to save the current step; the best validated one is kept from retention."""
-        restore.save(self._whole, wait)
+    def save(self, suffix: str | int | Path | None = None) -> None:
+        """Begin to save the current step in the run's checkpoints, as the loop does; the best validated one is exempt
+        from retention. Given a path, save a copy of the checkpoint there instead (see RestoreableJob.save)."""
+        if not is_path(suffix):
+            restore.protect_best(self._whole)
+        super().save(suffix)
 
     def snapshot(self) -> Snapshot:
         return restore.snapshot(self._whole)
@@ -69,11 +72,11 @@ class TrainerKept(TrainerView[C, M], Generic[C, M]):
     def abstract_state(self) -> Any:
         return restore.saved_tree(self.functions.abstract_state)
 
-    def admit(self, step: int) -> None:
-        restore.check_same_run(self._whole, step)
+    def admit(self, step: int, files: CheckpointManager | None = None) -> None:
+        restore.check_same_run(self._whole, step, files or self.checkpoint_manager)
 
     def accept(self, tree: Any, step: int, files: CheckpointManager) -> None:
-        restore.accept(self._whole, tree, step)
+        restore.accept(self._whole, tree, step, files)
 
     def note(self, message: str) -> None:
         self.say(f"warning: {message}")
@@ -86,15 +89,17 @@ class TrainerKept(TrainerView[C, M], Generic[C, M]):
         return trainer
 
     def finish(self) -> None:
-        """Wait for background saves and release what the run holds."""
-        if self._checkpoints is not None:
-            self._checkpoints.close()
+        """Wait for background saves and release what the run holds. `run` calls it last, also when it fails."""
+        manager, self._checkpoints = self._checkpoints, None  # opened again at its next use
+        if manager is not None:
+            manager.close()
 
     # --- plain files ------------------------------------------------------------------------------------
     def save_pretrained(self, state: TrainState, save_directory: Any = None, to_torch: bool = False) -> Path:
-        """Weights, config and tokenizer as plain files: model.safetensors, config.json, tokenizer.json."""
+        """Weights, config and tokenizer as plain files: model.safetensors, config.json, tokenizer.json, and the run's
+        description in information.md (`save_information`). `run` writes them to RUN/model."""
         return output.save_pretrained(self._whole, state, save_directory, to_torch)
 
     def save_information(self, path: Any) -> None:
-        """A markdown description of the run."""
+        """Write a markdown description of the run: parameters, derived numbers, optimizer groups."""
         output.save_information(self._whole, path)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic
 
+from bessemer.generate import Completion
 from bessemer.generate.results import GenerationConfig, GenerationResults
 from bessemer.training import generation
-from bessemer.training.collate import collect_function
+from bessemer.training.collate import CollectFunction
 from bessemer.training.state import TrainState
 from bessemer.training.trainer_view import C, M, TrainerView
 
@@ -54,16 +55,37 @@ class TrainerText(TrainerView[C, M], Generic[C, M]):
     def create_generate_function(
         self, generation_config: GenerationConfig | Mapping[str, Any] | None = None, **sampling: Any
     ) -> generation.GenerateFunction:
-        """The compiled function (state, ids, mask) → (sequences, ids, mask) of left-padded (B, T); compiled once."""
+        """The function (state, ids, mask) → (sequences, ids, mask) of left-padded (B, T) that `generate` calls;
+        compiled once per shape."""
         return generation.generate_function(self._whole, generation.settings_of(generation_config, sampling))
 
-    def maybe_generate(self, state: TrainState, step: int, metrics: Any = None) -> None:
-        """Preview `state` if one is due at `step` (logging.preview_interval): in samples.jsonl and on the screen; the
-        samples are added to `metrics`, for trackers."""
-        generation.maybe_preview(self._whole, state, step, metrics)
+    def generate_unified(self, *args: Any, **options: Any) -> GenerationResults:
+        """`generate`, under the name it has elsewhere; so is `generate_aio`."""
+        return self.generate(*args, **options)
+
+    def generate_aio(self, *args: Any, **options: Any) -> GenerationResults:
+        """`generate`, under the name it has elsewhere."""
+        return self.generate(*args, **options)
+
+    def maybe_generate(self, state: TrainState, step: int, metrics: Any = None) -> Sequence[Completion]:
+        """Preview `state` with `generate` if a preview is due at `step` (logging.preview_interval, and the run's end):
+        in samples.jsonl and on the screen. Returns the samples, and adds them to `metrics`. The run's previews are made
+        here."""
+        return generation.maybe_preview(self._whole, state, step, metrics)
 
     def create_collect_function(
         self, max_sequence_length: int, truncation_mode: str = "keep_end"
-    ) -> Callable[[list[Any]], dict[str, Any]]:
-        """Examples (ids, or dicts with input_ids) -> padded, truncated rows."""
-        return collect_function(self.tokenizer, max_sequence_length, truncation_mode)
+    ) -> Callable[[list[Any]], Mapping[str, Any]]:
+        """The function that pads and truncates examples (texts, {"text"}, {"input_ids", "loss_mask"}) into rows.
+
+        Data given from Python goes through it, unless a data_collator was given. An override may return any function of
+        a list of examples; it is then used as a data_collator is.
+        """
+        return CollectFunction(self.tokenizer, max_sequence_length, truncation_mode)
+
+    @property
+    def data_collator(self) -> Callable[[list[Any]], Mapping[str, Any]]:
+        """The function given as data_collator, else the one of `create_collect_function`."""
+        if self.given.data_collator is not None:
+            return self.given.data_collator
+        return self.create_collect_function(self.settings.block_size, self.config["data/truncation"])

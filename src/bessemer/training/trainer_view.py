@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import jax
@@ -64,6 +65,21 @@ class TrainerView(RestoreableJob[C], Generic[C, M]):
     @state.setter
     def state(self, state: TrainState) -> None:
         self._state = state
+
+    @property
+    def arguments(self) -> Config:
+        """All settings: `trainer.arguments["training.steps"]`. `trainer.settings` has the trainer's as attributes."""
+        return self.config
+
+    @property
+    def dataset_train(self) -> Any:
+        """The training data given from Python; None when training.dataset names it. `data.plan` has the rows."""
+        return self.given.dataset_train
+
+    @property
+    def dataset_eval(self) -> Any:
+        """The held-out data given from Python, or None. `data.validation` has the rows."""
+        return self.given.dataset_eval
 
     @property
     def key(self) -> jax.Array:
@@ -167,8 +183,13 @@ class TrainerView(RestoreableJob[C], Generic[C, M]):
             return NoBar()
         return make_progress(self.logging.progress, self.output.console, self.output.say, total, desc)
 
-    def log_metrics(self, metrics: dict[str, Any], pbar: ProgressBar, step: int, mode: str = "train") -> None:
-        pbar.update(step, metrics)
+    def log_metrics(
+        self, metrics: Mapping[str, Any], pbar: ProgressBar | None, step: int, mode: str = "train"
+    ) -> None:
+        """Show `metrics`, any names and numbers, on the bar or lines of `pbar`; None: nowhere. The run calls it for the
+        row of every report. `mode` says what the metrics are of, for an override."""
+        if pbar is not None:
+            pbar.update(step, dict(metrics))
 
     def log_weight_distribution(self, state: TrainState, step: int) -> list[dict[str, Any]]:
         """Histograms of every parameter, one row each, also appended to weights.jsonl."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +28,6 @@ class ValidationSet:
         self.rows = rows
         self.count = len(rows)
         self.tokenizer = tokenizer
-        self.fields = fields_of(self.read(0, 1))
 
     def read(self, number: int, batch_size: int, rows: slice | None = None) -> dict[str, np.ndarray]:
         """Rows of batch `number` of a pass; those beyond the set are blank: no target, so no weight."""
@@ -77,11 +76,20 @@ def validation_batches(trainer: BaseTrainer) -> Iterator[dict[str, Any]]:
     held_out = trainer.data.validation
     assert held_out is not None
     micro, count = trainer.functions.micro, trainer.functions.validation_batches
-    sharding = trainer.topology.batch_sharding(1)
-    size = micro * count
-    for number in range(held_out.rows.batches(size)):
+    fields, sharding = validation_fields(trainer), trainer.topology.batch_sharding(1)
+    for number in range(held_out.rows.batches(validation_size(trainer))):
 
-        def read(first: int, end: int, number: int = number) -> dict[str, np.ndarray]:
-            return held_out.read(number, size, slice(first, end))
+        def read(first: int, end: int, number: int = number) -> Mapping[str, np.ndarray]:
+            return trainer.batch("validation", step=number, rows=slice(first, end))
 
-        yield device_batch(read, held_out.fields, micro, count, sharding)
+        yield device_batch(read, fields, micro, count, sharding)
+
+
+def validation_size(trainer: BaseTrainer) -> int:
+    """Rows in one call of `val_step`."""
+    return trainer.functions.micro * trainer.functions.validation_batches
+
+
+def validation_fields(trainer: BaseTrainer) -> dict[str, Any]:
+    """Fields of a held-out row, as `trainer.batch` returns them."""
+    return fields_of(trainer.batch("validation", step=0, rows=slice(0, 1)))

@@ -80,7 +80,8 @@ class Evaluation(Callback):
         evaluations, data = (
             trainer.config.provenance[key] for key in ("eval/evaluations", "training/dataset")
         )
-        if not evaluations.startswith("recipe") or data.startswith("recipe"):
+        recipes_data = data.startswith("recipe") and trainer.dataset_train is None
+        if not evaluations.startswith("recipe") or recipes_data:
             return self.tasks
         return [task for task in self.tasks if task.partition(":")[2] not in datasets]
 
@@ -100,12 +101,11 @@ class Evaluation(Callback):
             self.scored = {row["step"] for row in rows if CORE in row and row["step"] <= loop.step}
 
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
-        for task in self.tasks if self.enabled else ():
-            result = self.evaluate(loop, task, "eval.evaluations")
-            row[f"eval/{result['task']}"] = result["value"]
-            loop.trainer.say(
-                f"step {loop.step:>6}  {result['task']}  {result['metric']} {result['value']:.4f}"
-            )
+        if not self.enabled:
+            return
+        for name, result in self.evaluate(loop, self.tasks, "eval.evaluations").items():
+            row[f"eval/{name}"] = result["value"]
+            loop.trainer.say(f"step {loop.step:>6}  {name}  {result['metric']} {result['value']:.4f}")
 
     def on_batch_end(self, loop: Loop) -> None:
         if self.core_interval > 0 and loop.step % self.core_interval == 0 and loop.step < loop.steps:
@@ -121,18 +121,25 @@ class Evaluation(Callback):
             return
         loop.flush()
         with loop.paused():
-            loop.trainer.step = loop.step
-            result = self.evaluate(loop, f"core:{self.core_bundle}", "eval.core_interval")
+            results = self.evaluate(loop, [f"core:{self.core_bundle}"], "eval.core_interval")
+        result = results.get("core")
+        if result is None:  # the trainer's evaluator is None, or of another kind
+            return
         loop.trainer.say(f"step {loop.step:>6}  {result['metric']} {result['value']:.4f}")
         if loop.step not in self.scored:
             self.scored.add(loop.step)
             loop.callbacks.fire("on_evaluation", loop, {"step": loop.step, CORE: result["value"]})
 
-    def evaluate(self, loop: Loop, task: str, setting: str) -> dict[str, Any]:
+    def evaluate(self, loop: Loop, tasks: list[str], setting: str) -> dict[str, dict[str, Any]]:
+        """Name → result of the trainer's evaluator, which may measure more than the tasks."""
+        kind = loop.trainer.evaluator()
+        if kind is None or (kind is Evaluator and not tasks):
+            return {}
         remedy = f"Lower eval.limit={self.limit}, or leave it out of {setting}"
-        with doing(loop.trainer, f"the evaluation '{task}' at step {loop.step}", remedy):
-            evaluator = Evaluator.from_trainer(
-                loop.trainer, tasks=[task], limit=self.limit, fetch=fetch, programs=self.programs
+        with doing(
+            loop.trainer, f"the evaluation of {', '.join(tasks) or kind.__name__} at step {loop.step}", remedy
+        ):
+            evaluator = kind.from_trainer(
+                loop.trainer, tasks=tasks, limit=self.limit, fetch=fetch, programs=self.programs
             )
-            (result,) = evaluator.run().values()
-        return result
+            return evaluator.run()

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bessemer.config import field
 from bessemer.data import Tokenizer
 from bessemer.data.chat import can_chat, render, stop_ids
-from bessemer.generate import Completion, Decoder, complete
-from bessemer.generate.decoder import end_tokens
+from bessemer.generate import Completion
 from bessemer.registry import callbacks, objectives
 from bessemer.report.metrics import MetricsFile
 from bessemer.training.callback import Callback
-from bessemer.training.fetch import fetch
+from bessemer.training.generation import left_padded
 from bessemer.training.loop import Loop
 from bessemer.training.outcome import doing
 
 if TYPE_CHECKING:
+    from bessemer.training.state import TrainState
     from bessemer.training.trainer import BaseTrainer
 
 TOKENS = 16
@@ -106,32 +105,33 @@ class Preview(Callback):
     def on_train_begin(self, loop: Loop) -> None:
         self.previewed: int | None = None
         self.prepare(loop.trainer)
+        loop.trainer.preview = self  # what `maybe_generate` goes by
         self.on_rollback(loop)
 
     def prepare(self, trainer: BaseTrainer) -> None:
-        """Make the decoder, or say why there is none."""
-        self.decoder: Decoder | None = None
+        """Open the file, or say why there are no previews."""
+        self.file: MetricsFile | None = None
         if self.interval == 0:
             return
         if trainer.tokenizer is None or not hasattr(trainer.model, "decode"):
             missing = "tokenizer" if trainer.tokenizer is None else "model that can decode"
             trainer.say(f"no previews: they need a {missing}")
             return
-        end = end_tokens(trainer.model, trainer.tokenizer)
-        self.decoder = Decoder(trainer.model, pad_id=trainer.tokenizer.pad_id, end_ids=end, fetch=fetch)
         self.file = MetricsFile(trainer.run_directory.samples)
 
-    def due(self, step: int) -> bool:
-        return self.interval > 0 and step % self.interval == 0
+    def due(self, trainer: BaseTrainer, step: int) -> bool:
+        """At every interval, and where the run ends."""
+        ended = trainer.done and step == trainer.step
+        return self.interval != 0 and (ended or (self.interval > 0 and step % self.interval == 0))
 
     def on_rollback(self, loop: Loop) -> None:
         trainer, self.previewed = loop.trainer, None
-        if self.decoder is not None and trainer.is_process_zero:
+        if self.file is not None and trainer.is_process_zero:
             # the preview of a finished step count is made again, by all processes: a kill may have cut it short
             self.file.truncate_after(loop.step - 1 if trainer.done else loop.step if loop.step > 0 else -1)
 
     def on_batch_end(self, loop: Loop) -> None:
-        if self.due(loop.step) and loop.step < loop.steps:
+        if self.due(loop.trainer, loop.step) and not loop.trainer.done:
             self.preview(loop)
 
     def on_train_end(self, loop: Loop) -> None:
@@ -139,35 +139,26 @@ class Preview(Callback):
             self.preview(loop)
 
     def preview(self, loop: Loop) -> None:
-        """Sample, write, say the first few, and tell the other callbacks."""
+        """Have the trainer sample, and tell the other callbacks."""
         trainer = loop.trainer
-        if self.decoder is None:
+        if self.file is None:
             return
         loop.flush()
         self.previewed = loop.step
         remedy = "Give fewer or shorter logging.preview_prompts"
         with loop.paused(), doing(trainer, f"the preview at step {loop.step}", remedy):
-            found = self.show(trainer, trainer.full_params(), loop.step)
-            loop.callbacks.fire("on_samples", loop, found)
+            found = trainer.maybe_generate(trainer.state, loop.step)
+            loop.callbacks.fire("on_samples", loop, found or [])
 
-    def show(self, trainer: BaseTrainer, params: Any, step: int) -> list[Completion]:
-        """Continue the prompts with `params`; into the file, and the first few on the screen."""
-        if self.decoder is None or trainer.tokenizer is None:
+    def show(self, trainer: BaseTrainer, state: TrainState, step: int) -> list[Completion]:
+        """Continue the prompts with the parameters of `state`; into the file, and the first few on the screen."""
+        if self.file is None or trainer.tokenizer is None:
             return []
         asked, stops = self.starts(trainer, trainer.tokenizer)
-        found, notices = complete(
-            self.decoder,
-            params,
-            trainer.tokenizer,
-            list(asked),
-            max_tokens=TOKENS,
-            stop_ids=stops,
-            ids=list(asked.values()),
-        )
+        found = self.continued(trainer, state, asked, stops)
         if trainer.is_process_zero:
-            self.write(step, found)
-        for notice in notices:
-            trainer.say(f"preview: {notice}")
+            for completion in found:
+                self.file.append({"step": step, "prompt": completion.prompt, "completion": completion.text})
         for completion in found[:SHOWN]:
             trainer.say(f"step {step:>6}  {one_line(completion)}")
         return found
@@ -185,9 +176,31 @@ class Preview(Callback):
         texts = (held_out_prompts(trainer) if held_out else self.prompts) or list(PROMPTS)
         return {text: tokenizer.prompt(text) for text in texts}, ()
 
-    def write(self, step: int, found: Sequence[Completion]) -> None:
-        for completion in found:
-            self.file.append({"step": step, "prompt": completion.prompt, "completion": completion.text})
+    def continued(
+        self, trainer: BaseTrainer, state: TrainState, asked: dict[str, list[int]], stops: tuple[int, ...]
+    ) -> list[Completion]:
+        """A few greedy tokens after each prompt, from the trainer's own `generate`."""
+        shape = len(asked), max(map(len, asked.values()))
+        ids, mask = left_padded(
+            list(asked.values()), shape, trainer.tokenizer.pad_id if trainer.tokenizer else 0
+        )
+        results = trainer.generate(
+            ids,
+            mask,
+            state=state,
+            shard_inputs=False,  # few rows, and every process reads them all
+            return_metadata=True,
+            max_tokens=TOKENS,
+            stop_ids=stops,
+        )
+        about, found = results.metadata or {}, []
+        for row, prompt in enumerate(asked):
+            length = int(results.completion_mask[row].sum()) - (about["finish"][row] == "stop")
+            tokens = results.completion_ids[row, :length].tolist()
+            logprobs = about["logprobs"][row, :length].tolist()
+            text = results.generation_results[row]
+            found.append(Completion(prompt, text, tokens, logprobs, about["finish"][row]))
+        return found
 
 
 def one_line(completion: Completion, width: int = 66) -> str:
