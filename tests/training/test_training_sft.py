@@ -8,12 +8,15 @@ from pathlib import Path
 import jax
 import pytest
 from tests.data.chat_forms import forms
+from tests.training.stops import StopAt
 
 import bessemer as bm
 from bessemer.data import DatasetStyle, chat
+from bessemer.errors import Stopped
 from bessemer.generate import load_model
+from bessemer.report.metrics import MetricsFile
 from bessemer.serve.conversation import Exchange, Foreign, template_of
-from bessemer.topology import make_topology
+from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import launch
 from bessemer.training.header import supervision
 
@@ -102,3 +105,41 @@ def test_what_is_given_wins_over_what_the_objective_asks_for(
     asked = launch.build_trainer("quickstart", {**tiny, **conversations}, name="asked", root=tmp_path)
     assert asked.settings.datasets[0][0].style is DatasetStyle.PACKED and asked.model.document_mask is True
     assert asked.config["training/dataset"] == asked.settings.datasets
+
+
+SMOOTH = {"optimization.lr": 0.01, "optimization.eps": 1e-2}  # AdamW with a small eps magnifies rounding
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_dropout_and_noise_follow_the_row_not_the_micro_batch(
+    family: str,
+    tiny: dict[str, object],
+    conversations: dict[str, object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Micro-batch, accumulation, mesh, and a resume that changes them: the same masks, the same losses."""
+    random = {"architecture.dropout": 0.2, "sft.neftune_alpha": 5.0, "training.validation": False}
+    settings = {**tiny, **conversations, **SMOOTH, **random, "model.family": family, "training.steps": 4}
+
+    def losses(name: str) -> list[float]:
+        return [row["loss"] for row in MetricsFile(tmp_path / name / "metrics.jsonl").rows() if "loss" in row]
+
+    def run(name: str, **changes: object) -> list[float]:
+        given = {**settings, **{key.replace("__", "."): value for key, value in changes.items()}}
+        launch.build_trainer("quickstart", given, name=name, root=tmp_path).run()
+        return losses(name)
+
+    whole = run("whole", training__per_device_batch_size=8)
+    assert whole == run("again", training__per_device_batch_size=8)
+    assert run("fours", training__per_device_batch_size=4) == pytest.approx(whole, abs=2e-6)
+    assert run("otherwise", seed=7)[0] != pytest.approx(whole[0], abs=1e-3)
+
+    stop = {**settings, "training.per_device_batch_size": 8}
+    part = launch.build_trainer("quickstart", stop, name="part", root=tmp_path, callbacks=[StopAt(2)])
+    with pytest.raises(Stopped):
+        part.run()
+    two = make_topology(TopologySettings(data=2), devices=jax.devices()[:2])
+    monkeypatch.setattr(launch, "make_topology", lambda settings: two)
+    launch.reopen(tmp_path / "part", {"training.per_device_batch_size": 2, "topology.data": 2}).run()
+    assert losses("part") == pytest.approx(whole, abs=2e-6)

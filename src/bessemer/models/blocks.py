@@ -142,17 +142,42 @@ def smear(x: Array, previous: Array, gate: Array, scale: Array, same_document: A
     return (x + share * previous).astype(x.dtype)
 
 
-def dropout(x: Array, rate: float, key: Array | None) -> Array:
-    """Inverted dropout; no key (evaluation) or rate 0 leaves x alone."""
-    if key is None or rate == 0.0:
+ROW_KEYS = "row_keys"
+"""Field of a training batch, (B,): a random key per row, of the step and the row's position in the global batch."""
+
+NOISE = 2**31 - 1
+"""Folded into a row's key for the noise on its embeddings; dropout folds in the number of the layer."""
+
+
+def row_keys(key: Array, rows: Array) -> Array:
+    """Return a key for each of `rows` (B,), positions in the global batch.
+
+    What a row draws then depends on neither the micro-batch, the accumulation nor the mesh.
+    """
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, rows)
+
+
+def fold_in(keys: Array, number: Array | int) -> Array:
+    """Fold `number` into every key of (B,)."""
+    return jax.vmap(jax.random.fold_in, (0, None))(keys, number)
+
+
+def dropout(x: Array, rate: float, keys: Array | None) -> Array:
+    """Inverted dropout; no keys (evaluation) or rate 0 leaves x alone. x: (B, T, D); keys: (B,)."""
+    if keys is None or rate == 0.0:
         return x
-    return jnp.where(jax.random.bernoulli(key, 1.0 - rate, x.shape), x / (1.0 - rate), 0).astype(x.dtype)
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1.0 - rate, x.shape[1:]))(keys)
+    return jnp.where(kept, x / (1.0 - rate), 0).astype(x.dtype)
 
 
-def add_noise(x: Array, alpha: float, key: Array) -> Array:
-    """x + U(−1, 1)·α/√(T·D), whatever the number of rows. x: (B, T, D)."""
+def add_noise(x: Array, alpha: float, keys: Array) -> Array:
+    """x + U(−1, 1)·α/√(T·D), whatever the number of rows. x: (B, T, D); keys: (B,)."""
     scale = alpha / math.sqrt(x.shape[1] * x.shape[2])
-    return x + scale * jax.random.uniform(key, x.shape, x.dtype, -1.0, 1.0)
+
+    def draw(key: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(key, NOISE), x.shape[1:], x.dtype, -1.0, 1.0)
+
+    return x + scale * jax.vmap(draw)(keys)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -84,24 +83,30 @@ class GPT(GPTSettings, HeadedModel):
         segment_ids: Array | None = None,
         deterministic: bool = True,
         embedding_noise: float = 0.0,
+        keys: Array | None = None,
     ) -> Array:
-        """The normed output of the last layer, (B, T, D): what the head reads. input_ids: (B, T); noise: blocks.py."""
+        """The normed output of the last layer, (B, T, D): what the head reads. input_ids: (B, T).
+
+        embedding_noise: α of blocks.add_noise; keys: (B,), of what each row draws (default: by its place in input_ids).
+        """
         if positions is None:
             positions = jnp.arange(input_ids.shape[1])[None]
         documents = segment_ids if self.document_mask else None
         dropping = self.dropout > 0 and not deterministic
-        key = self.make_rng("dropout") if dropping else None
+        if keys is None and (dropping or embedding_noise > 0):
+            keys = blocks.row_keys(self.make_rng("dropout"), jnp.arange(len(input_ids)))
         x = self._embed(input_ids)
-        if embedding_noise > 0:
-            x = blocks.add_noise(x, embedding_noise, self.make_rng("noise"))
+        if keys is not None and embedding_noise > 0:
+            x = blocks.add_noise(x, embedding_noise, keys)
+        keys = keys if dropping else None
         if self.smear:
             same = None if documents is None else documents == blocks.shift(documents, documents[:, :1])
             x = self._smear(x, blocks.shift(x, jnp.zeros_like(x[:, :1])), same)
         x = constrain(x, "batch", "sequence", "embed_act")
-        if key is not None:
-            x = blocks.dropout(x, self.dropout, jax.random.fold_in(key, self.depth))
+        if keys is not None:
+            x = blocks.dropout(x, self.dropout, blocks.fold_in(keys, self.depth))
         options = self._layer_options(self._fp8(deterministic))
-        x = self._run_layers(options, x, input_ids, positions, documents, key)
+        x = self._run_layers(options, x, input_ids, positions, documents, keys)
         return blocks.rms_norm(x)
 
     # -- decoding ------------------------------------------------------------------------------------------------
@@ -171,7 +176,7 @@ class GPT(GPTSettings, HeadedModel):
         ids: Array,
         positions: Array,
         segment_ids: Array | None,
-        key: Array | None,
+        keys: Array | None,
     ) -> Array:
         """All layers and the backout. x: (B, T, D)."""
         length = max(self.block_size, x.shape[1])
@@ -179,8 +184,8 @@ class GPT(GPTSettings, HeadedModel):
 
         def step(window: int | None, params: dict[str, Array], index: Array, stream: Stream) -> Stream:
             attend = partial(attention, window=window, segment_ids=segment_ids, implementation=self.attention)
-            layer_key = None if key is None else jax.random.fold_in(key, index)
-            return layer(options, params, *stream, ids, rotary, attend, layer_key)
+            layer_keys = None if keys is None else blocks.fold_in(keys, index)
+            return layer(options, params, *stream, ids, rotary, attend, layer_keys)
 
         params, windows = self._layer_params(), self.shape.windows
         after = partial(self._look_up, ids, scaling=options.fp8)

@@ -11,6 +11,7 @@ from jax import Array
 
 from bessemer.models.attention import attention, cached_attention
 from bessemer.models.axes import constrain, shards
+from bessemer.models.blocks import ROW_KEYS
 from bessemer.models.cache import Cache, begin, empty_cache, held_positions, write
 from bessemer.models.common import ModelSettings
 from bessemer.models.cross_entropy import cross_entropy, soft_cap, target_weights, token_logprobs
@@ -38,8 +39,12 @@ class HeadedModel(ModelSettings):
         segment_ids: Array | None = None,
         deterministic: bool = True,
         embedding_noise: float = 0.0,
+        keys: Array | None = None,
     ) -> Array:
-        """The normed output of the last layer, (B, T, D): what the head reads. input_ids: (B, T); noise: blocks.py."""
+        """The normed output of the last layer, (B, T, D): what the head reads. input_ids: (B, T).
+
+        embedding_noise: α of blocks.add_noise; keys: (B,), of what each row draws (default: by its place in input_ids).
+        """
         raise NotImplementedError
 
     def _head(self) -> Array:
@@ -141,9 +146,8 @@ class HeadedModel(ModelSettings):
         )
 
     def _hidden_of(self, batch: Mapping[str, Array], deterministic: bool, noise: float = 0.0) -> Array:
-        return self.hidden(
-            batch["input_ids"], batch.get("positions"), batch.get("segment_ids"), deterministic, noise
-        )
+        fields = (batch["input_ids"], batch.get("positions"), batch.get("segment_ids"))
+        return self.hidden(*fields, deterministic, noise, batch.get(ROW_KEYS))
 
     def _logits(self, hidden: Array) -> Array:
         table = constrain(self._head().astype(hidden.dtype), "embed", "vocab")

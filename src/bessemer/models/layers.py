@@ -22,6 +22,7 @@ from bessemer.models.axes import constrain
 from bessemer.models.blocks import (
     Axes,
     dropout,
+    fold_in,
     linear,
     lookup,
     relu_squared,
@@ -131,21 +132,21 @@ def layer(
     ids: Array,
     rotary: tuple[Array, Array],
     attend: Attend,
-    key: Array | None,
+    keys: Array | None,
 ) -> tuple[Array, Array]:
     """x ← ρx + ξx0; x += attention(norm x); x += W_down relu(W_up norm x)². x, x0: (B, T, D); ids: (B, T).
 
     Returns (x, x0): x0 goes through every layer, so that its gradient is added up on the way back.
     """
-    keys = (None, None) if key is None else jax.random.split(key)
+    first, second = (None, None) if keys is None else (fold_in(keys, 0), fold_in(keys, 1))
     if "rho" in params:
         x, h, x0 = mix_norm(x, x0, params["rho"], params["xi"], options.kernels)
     else:
         h = rms_norm(x)
-    mixed = dropout(_attention(options, params, h, ids, rotary, attend), options.dropout, keys[0])
+    mixed = dropout(_attention(options, params, h, ids, rotary, attend), options.dropout, first)
     x, h = add_norm(x, mixed, options.kernels)
     x = checkpoint_name(x, "residual")
-    x = x + dropout(_feed_forward(options, params, h), options.dropout, keys[1])
+    x = x + dropout(_feed_forward(options, params, h), options.dropout, second)
     return constrain(x, "batch", "sequence", "embed_act"), x0
 
 

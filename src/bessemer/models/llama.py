@@ -90,15 +90,15 @@ def layer(
     x: Array,
     rotary: tuple[Array, Array],
     attend: Attend,
-    key: Array | None,
+    keys: Array | None,
 ) -> Array:
     """x: (B, T, D) → (B, T, D)."""
-    keys = (None, None) if key is None else jax.random.split(key)
+    first, second = (None, None) if keys is None else (blocks.fold_in(keys, 0), blocks.fold_in(keys, 1))
     h = norm(x, params["attention_norm"], options.epsilon)
-    x = x + blocks.dropout(_attention(options, params, h, rotary, attend), options.dropout, keys[0])
+    x = x + blocks.dropout(_attention(options, params, h, rotary, attend), options.dropout, first)
     x = checkpoint_name(x, "residual")
     h = norm(x, params["mlp_norm"], options.epsilon)
-    x = x + blocks.dropout(_feed_forward(options, params, h), options.dropout, keys[1])
+    x = x + blocks.dropout(_feed_forward(options, params, h), options.dropout, second)
     return constrain(x, "batch", "sequence", "embed_act")
 
 
@@ -167,22 +167,26 @@ class Llama(LlamaSettings):
         segment_ids: Array | None = None,
         deterministic: bool = True,
         embedding_noise: float = 0.0,
+        keys: Array | None = None,
     ) -> Array:
         if positions is None:
             positions = jnp.arange(input_ids.shape[1])[None]
         documents = segment_ids if self.document_mask else None
-        key = self.make_rng("dropout") if self.dropout > 0 and not deterministic else None
+        dropping = self.dropout > 0 and not deterministic
+        if keys is None and (dropping or embedding_noise > 0):
+            keys = blocks.row_keys(self.make_rng("dropout"), jnp.arange(len(input_ids)))
         x = self._embed(input_ids)
-        if embedding_noise > 0:
-            x = blocks.add_noise(x, embedding_noise, self.make_rng("noise"))
+        if keys is not None and embedding_noise > 0:
+            x = blocks.add_noise(x, embedding_noise, keys)
+        keys = keys if dropping else None
         x = constrain(x, "batch", "sequence", "embed_act")
         rotary = self.rope.table(positions, max(self.block_size, x.shape[1]), self.head_dim)
         options = self._layer_options()
 
         def step(window: int | None, params: Params, index: Array, stream: Stream) -> Stream:
             attend = partial(attention, window=window, segment_ids=documents, implementation=self.attention)
-            layer_key = None if key is None else jax.random.fold_in(key, index)
-            return layer(options, params, stream[0], rotary, attend, layer_key), stream[1]
+            layer_keys = None if keys is None else blocks.fold_in(keys, index)
+            return layer(options, params, stream[0], rotary, attend, layer_keys), stream[1]
 
         params = [block() for block in self.blocks]
         x, _ = run_layers(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from bessemer.models.blocks import ROW_KEYS, row_keys
 from bessemer.models.cross_entropy import target_weights
 from bessemer.training.guard import Statistics, judge
 from bessemer.training.state import TrainState
@@ -54,6 +55,9 @@ def _accumulate(state: TrainState, batch: Batch, key: jax.Array, accumulate_step
     """Sum weighted losses, weights, metrics and gradients over the micro-batches, in float32."""
 
     def micro(params: Any, rows: Batch, index: jax.Array) -> tuple[Meta, Any]:
+        count = len(next(iter(rows.values())))
+        rows = {**rows, ROW_KEYS: row_keys(key, index * count + jnp.arange(count))}
+
         def loss_of(p: Any) -> tuple[jax.Array, Meta]:
             loss, weight, metrics = state.objective(p, rows, jax.random.fold_in(key, index))
             return loss, {"loss": loss, "weight": weight, **metrics}
