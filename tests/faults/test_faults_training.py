@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -114,3 +115,61 @@ def test_an_evaluation_without_memory_loses_nothing(
     assert 12 in assert_sound(run)
     assert ends(launch.reopen(run, {"eval.evaluations": []})) == (0, "")
     assert_same_run(run, whole_in_place, but_for=("eval/",))
+
+
+def scale_weights(trainer: Any, factor: float, at: int) -> None:
+    """Let the update of step `at` multiply the largest weights by `factor`, as a diverged optimizer does."""
+    original = type(trainer).train_step
+
+    def train_step(state: Any, batch: Any, key: Any, accumulate_steps: int) -> Any:
+        state, loss, meta = original(state, batch, key, accumulate_steps)
+        scale = jnp.where(state.step == at, factor, 1.0)
+        return state.replace(params=jax.tree.map(lambda leaf: leaf * scale, state.params)), loss, meta
+
+    trainer.train_step = train_step
+    trainer.functions = trainer.configure_functions()
+
+
+@pytest.mark.parametrize("at", [6, 7, 12])
+def test_an_update_that_makes_weights_non_finite_ends_the_run_unsaved(
+    at: int, settings: Settings, run: Path
+) -> None:
+    """At a checkpoint, between two, and at the last step: the loss of the step itself is still finite."""
+    trainer = build(settings, run, guard_max_bad_steps=100)
+    scale_weights(trainer, float("inf"), at)
+    code, message = ends(trainer)
+    assert code == 3 and f"after step {at} " in message and "NaN or infinite values" in message
+    good = (at - 1) // 3 * 3
+    assert f"last good checkpoint is step {good}." in message and "optimization.lr" in message
+    assert assert_sound(run)[-1] == good
+    assert all(np.isfinite(array).all() for array in final_state(run)[1].values())
+    assert not (run / "model").exists() and json.loads((run / "status.json").read_text())["state"] == "failed"
+
+
+@pytest.mark.parametrize("validates", [True, False])
+def test_a_final_model_that_overflows_is_not_called_done(
+    validates: bool, settings: Settings, run: Path
+) -> None:
+    """Finite weights of 1e30: the last step's loss is not finite, and too few such steps follow to stop the run."""
+    trainer = build(settings, run, training_validation=validates)
+    scale_weights(trainer, 1e30, 11)
+    code, message = ends(trainer)
+    assert code == 3 and "step 12 was the last" in message, message
+    assert ("the final validation gave nan" if validates else "no validation to judge") in message
+    assert "last good checkpoint is step 9." in message and assert_sound(run)[-1] == 9
+    assert (run / "checkpoints/step_00000012.aside").is_dir() and not (run / "model").exists()
+    assert json.loads((run / "status.json").read_text())["exit_code"] == 3
+
+
+def test_one_bad_batch_at_the_end_leaves_a_good_model_done(settings: Settings, run: Path) -> None:
+    trainer = build(settings, run)
+    poison(trainer, {11})
+    assert ends(trainer) == (0, "")
+
+
+def test_a_learning_rate_beyond_all_bounds_is_exit_3_within_three_steps(
+    settings: Settings, run: Path
+) -> None:
+    trainer = build(settings, run, optimization_lr=1e300, training_steps=3)
+    code, message = ends(trainer)
+    assert code == 3 and "NaN or infinite values" in message and "There is no checkpoint yet." in message

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from tests.training.reads import Reads, device_reads
 
 from bessemer.errors import InputError, TrainingError
 from bessemer.report.summary import training_seconds
+from bessemer.topology import make_topology
 from bessemer.training import fetch as fetching
 from bessemer.training import finale, launch
 from bessemer.training import loop as loop_module
 from bessemer.training import report as report_module
 from bessemer.training.callback import Callback
+from bessemer.training.loop import Loop
 
 
 @pytest.fixture(autouse=True)
 def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bessemer.topology import make_topology
-
     monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
 
 
@@ -178,6 +182,65 @@ def test_a_short_run_says_how_long_it_took() -> None:
     assert finale.rates(rows) == ["  328k tokens in 5s of training, 65k tokens/s"]
 
 
+READS: dict[str, Callable[[jax.Array], object]] = {
+    "np.asarray": np.asarray,
+    "np.array": np.array,
+    "np.stack": lambda array: np.stack([array, array]),
+    "float": float,
+    "bool": bool,
+    "item": lambda array: array.item(),
+    "tolist": lambda array: array.tolist(),
+    "a comparison": lambda array: bool(array > 1),
+    "a format": lambda array: f"{array:.3f}",
+    "repr": repr,
+    "jax.device_get": jax.device_get,
+    "a shard": lambda array: np.asarray(array.addressable_shards[0].data),
+    "addressable_data": lambda array: np.asarray(array.addressable_data(0)),
+}
+
+
+@pytest.mark.parametrize("way", READS)
+def test_every_way_to_read_a_device_value_is_counted(way: str) -> None:
+    replicated = jax.NamedSharding(jax.make_mesh((8,), ("all",)), jax.P())
+    made = jax.jit(lambda: jnp.float32(2), out_shardings=replicated)
+    with device_reads() as reads:
+        READS[way](made())
+    assert reads.elsewhere and not reads.fetched
+    with device_reads() as reads:
+        fetching.fetch(made())
+    assert reads.fetched == 1 and not reads.elsewhere
+
+
+def test_nothing_but_fetch_reads_device_values_between_two_steps(
+    tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first step to the last, in the loop, its callbacks and the prefetch thread: one `fetch` per report."""
+    seen: list[tuple[Reads, int]] = []
+    steps = Loop._steps
+
+    def watched(loop: Loop, batches: Any) -> None:
+        before = fetching.calls
+        with device_reads() as reads:
+            steps(loop, batches)
+        seen.append((reads, fetching.calls - before))
+
+    monkeypatch.setattr(Loop, "_steps", watched)
+    monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:2]))
+    settings = {
+        **tiny,
+        "training.steps": 20,
+        "training.validation": False,
+        "logging.report_interval": 5,
+        "logging.checkpoint_interval": -1,
+    }
+    trainer = launch.build_trainer("quickstart", settings, name="a", root=tmp_path)
+    assert trainer.topology.mesh.size == 2, "on one device numpy reads unseen"
+    trainer.run()
+    [(reads, fetches)] = seen
+    assert reads.elsewhere == [], "\n".join(reads.elsewhere[:1])
+    assert fetches == 4 and reads.fetched > 20
+
+
 def test_jit_cache_holds_one_program_after_twenty_steps(tiny: dict[str, object], tmp_path: Path) -> None:
     trainer = launch.build_trainer("quickstart", tiny, name="a", root=tmp_path)
     with trainer.topology.scope():
@@ -201,7 +264,8 @@ def test_non_finite_steps_end_the_run_with_exit_3(tiny: dict[str, object], tmp_p
         trainer.run()
     assert caught.value.exit_code == 3
     text = str(caught.value)
-    assert "3 steps in a row" in text and "last good checkpoint" in text and "optimization.lr" in text
+    assert "after step 6 " in text and "the weights hold NaN" in text, text
+    assert "The last good checkpoint is step 3." in text and "optimization.lr" in text
     assert trainer.run_directory.read_status()["state"] == "failed"
 
 

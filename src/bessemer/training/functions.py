@@ -18,7 +18,7 @@ from bessemer.topology import shardings, share, unbox, validate_divisible
 from bessemer.topology.draws import quick_draws
 from bessemer.training import microbatch
 from bessemer.training.feed import abstract_batch
-from bessemer.training.guard import spike_rule
+from bessemer.training.guard import WEIGHTS_FINITE, all_finite, spike_rule
 from bessemer.training.horizon import asked
 from bessemer.training.lookup_parts import note_path
 from bessemer.training.model_parts import compiler_options, init_variables
@@ -95,10 +95,20 @@ INIT, DROPOUT, ADAPTERS = 0, 1, 2
 
 
 def jit_train_step(trainer: BaseTrainer, placed: TrainState, accumulate: int) -> Any:
-    """State donated, results where they were: the step never moves what it does not have to."""
+    """State donated, results where they were: the step never moves what it does not have to.
+
+    Whatever class wrote the step, its meta says whether the weights it left are finite (`weights_finite`).
+    """
     replicated = trainer.topology.replicated
+    step = functools.partial(trainer.train_step, accumulate_steps=accumulate)
+
+    @functools.wraps(trainer.train_step)  # programs are named after it
+    def train_step(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
+        state, loss, meta = step(state, batch, key)
+        return state, loss, {**meta, WEIGHTS_FINITE: all_finite((state.params, state.ema))}
+
     return jax.jit(
-        functools.partial(trainer.train_step, accumulate_steps=accumulate),
+        train_step,
         donate_argnums=0,
         out_shardings=(placed, replicated, replicated),
         compiler_options=compiler_options(trainer),

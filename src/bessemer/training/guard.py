@@ -82,6 +82,17 @@ def judge(
     return applied, {**after, "stage": stage}, {"spike": spike, "spike_limit": limit}
 
 
+WEIGHTS_FINITE = "weights_finite"
+"""In a step's meta: whether the weights after the step are finite. A finite loss and gradient do not promise it (an
+update can overflow), and the damage need not show in the next loss: a token's embedding matters when it occurs."""
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Return whether no floating-point leaf holds NaN or infinity, as one replicated scalar."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all() if leaves else jnp.ones((), bool)
+
+
 class Unstable(TrainingError):
     """The run must not go on from `step` as it is. `rows` are the reports of the steps before it."""
 
@@ -89,6 +100,20 @@ class Unstable(TrainingError):
         self.step = step
         self.rows = list(rows)
         super().__init__(what)
+
+
+def final_problem(non_finite_steps: int, validation: float | None) -> str | None:
+    """Return why a final model with finite weights must not be called done, or None.
+
+    Weights can be finite and so large that computing with them overflows. The final validation (its loss or reward;
+    None: there was none) decides; without one, so does the last step.
+    """
+    if validation is not None:
+        return None if math.isfinite(validation) else f"the final validation gave {validation}"
+    if non_finite_steps == 0:
+        return None
+    steps = "step" if non_finite_steps == 1 else f"{non_finite_steps} steps"
+    return f"the last {steps} had no finite loss and gradient, and there is no validation to judge the weights by"
 
 
 def described(loss: float, finite: bool, limit: float | None) -> str:

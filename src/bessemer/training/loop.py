@@ -18,7 +18,7 @@ from bessemer.errors import BessemerError, Stopped, StorageError
 from bessemer.topology import StopAgreement
 from bessemer.training import frozen, stages
 from bessemer.training.callback import Callbacks
-from bessemer.training.guard import Unstable
+from bessemer.training.guard import Unstable, final_problem
 from bessemer.training.outcome import doing, together
 from bessemer.training.report import StepClock, StepLog, Waits
 from bessemer.training.rollback import roll_back
@@ -58,6 +58,7 @@ class Loop:
         self.log = StepLog(self.loop_state, trainer.describe_step, self.clock, trainer.guard, trainer.say)
         self.want_checkpoint = False
         self._running: collections.deque[Running] = collections.deque()
+        self._validated: dict[int, float | None] = {}  # the last validation: its step and loss or reward
 
     @property
     def step(self) -> int:
@@ -230,6 +231,7 @@ class Loop:
         with self.paused(), doing(self.trainer, where):
             self.callbacks.fire("on_validation_begin", self)
             row = {"step": self.step, **self.trainer.validate()}
+            self._validated = {self.step: row.get("val_loss", row.get("val_reward"))}
             self.callbacks.fire("on_validation", self, row)
         return row
 
@@ -252,9 +254,17 @@ class Loop:
         )
 
     def _finish(self) -> None:
-        """The final save comes before the final evaluation, so that nothing in it can lose the run."""
+        """Save, validate and judge the final model. The save comes before the final evaluation, so that nothing in it
+        can lose the run; a model that fails the judgment is set aside again."""
         self.flush()
         self.checkpoint(wait=True)
         if self.loop_state.last_validation != self.step:
             self.validate()
+        problem = final_problem(self.loop_state.non_finite_in_row, self._validated.get(self.step))
+        if problem:
+            self.trainer.checkpoint_manager.set_aside_after(self.step - 1)
+            raise Unstable(
+                self.step,
+                f"step {self.step} was the last, but {problem}; its checkpoint is set aside (.aside).",
+            )
         self.callbacks.fire("on_train_end", self)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from bessemer.training.fetch import fetch, start_copy
-from bessemer.training.guard import Unstable, described
+from bessemer.training.guard import WEIGHTS_FINITE, Unstable, described
 from bessemer.training.settings import GuardSettings
 from bessemer.training.state import LoopState
 
@@ -17,8 +17,8 @@ LAG = 2
 MOST_PENDING = 64
 """Unread steps after which they are read although no report is due, so that a bad run is noticed."""
 
-COUNTED = ("loss", "target_tokens", "finite", "clipped", "spike", "spike_limit")
-INTERNAL = ("finite", "clipped", "target_tokens", "spike", "spike_limit")
+INTERNAL = ("finite", WEIGHTS_FINITE, "clipped", "target_tokens", "spike", "spike_limit")
+COUNTED = ("loss", *INTERNAL)
 
 
 class StepLog:
@@ -73,6 +73,12 @@ class StepLog:
         loss, finite, spike = float(meta["loss"]), bool(meta["finite"]), bool(meta.get("spike", False))
         updated = finite and not (spike and self.guard.spike_action != "warn")
         self.loop.count(loss, float(meta["target_tokens"]), updated, bool(meta["clipped"]), spike)
+        if not meta[WEIGHTS_FINITE]:
+            raise Unstable(
+                step,
+                f"after step {step} (loss {loss:.5g}) the weights hold NaN or infinite values; they were not saved.",
+                rows,
+            )
         if finite and not spike:
             return
         limit = float(meta["spike_limit"]) if spike else None

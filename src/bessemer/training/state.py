@@ -116,6 +116,7 @@ class LoopState:
     target_tokens: int = 0
     skipped_steps: int = 0
     bad_steps_in_row: int = 0
+    non_finite_in_row: int = 0
     clipped_steps: int = 0
     spikes: int = 0
     rollbacks: int = 0
@@ -135,6 +136,7 @@ class LoopState:
     ) -> None:
         """Take one step's results in. A skipped step changes the counters, not the averages."""
         self.spikes += int(spike)
+        self.non_finite_in_row = 0 if updated or spike else self.non_finite_in_row + 1
         if not updated:
             self.skipped_steps += 1
             self.bad_steps_in_row += 1
