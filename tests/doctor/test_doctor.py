@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from bessemer.checkpoint.manifest import read_manifest, write_manifest
+from bessemer.checkpoint.weights import write_file
 from bessemer.cli import main
 from bessemer.doctor import Diagnosis, diagnose, remove_stale
 from bessemer.errors import InputError, Stopped
@@ -99,6 +101,17 @@ def test_a_finished_run(run: RunDirectory) -> None:
     for name in (NEWEST, OLDER):
         (run.checkpoints / name / "COMMIT").unlink()
     assert diagnose(run).exit_code == 4  # finished, and nothing left of it
+
+
+def test_weights_of_a_finished_run_are_verified(run: RunDirectory) -> None:
+    run.model.mkdir()
+    path = run.model / "model.safetensors"
+    write_file(path, {"a": ("float32", (4,))}, lambda name: np.ones(4, np.float32), {"format": "bessemer"})
+    assert lines(diagnose(run), "weights", "ok") == [
+        "model/model.safetensors: every byte is as it was saved."
+    ]
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert "'a' does not match the checksum" in lines(diagnose(run), "weights", "warning")[0]
 
 
 def test_a_crashed_run(run: RunDirectory) -> None:

@@ -3,10 +3,14 @@
     8 bytes: length of the header | header: JSON {name: {dtype, shape, data_offsets}} | the arrays, one after the other
 
 The library reads no bfloat16 as numpy and writes a file only from all of its arrays at once, so both are done here.
+The header's metadata holds a sha256 of every array, which is verified as the array is read. On a core with SHA
+instructions that takes 0.6 s per GB: 2.4 s for a model of 1B parameters in float32.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -39,7 +43,14 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 WIDENED = ("float16", "bfloat16")  # kept as they came, exact in float32
 LONGEST_HEADER = 100 * 2**20
 
+OURS, CHECKSUMS = "bessemer", "checksums"
+"""In the metadata: the format of files with our names, and `Checksums` as JSON."""
+
 Progress = Callable[[int], None]  # told the bytes of each array
+
+
+class DamagedFile(StorageError):
+    """A weight file that is not what was written, as against one that holds another model."""
 
 
 class Arrays(Protocol):
@@ -77,19 +88,54 @@ class WeightFile:
         except RecursionError:
             raise InputError(f"{path}: its header is nested too deeply for a safetensors file.") from None
         except (OSError, ValueError) as error:
-            raise StorageError(f"{path} is not a readable safetensors file: {_words(error)}.") from error
+            raise DamagedFile(f"{path} is not a readable safetensors file: {_words(error)}.") from error
         try:
             self.metadata: dict[str, str] = described.pop("__metadata__", {})
+            self.checksums = _checksums(self.metadata)
             self.entries = {name: _entry(name, about, 8 + size) for name, about in described.items()}
             _check_layout(self.entries)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{path} has a malformed safetensors header: {_words(error)}.") from error
         for name, entry in self.entries.items():
             if entry.start + entry.size > length:
-                raise StorageError(
+                raise DamagedFile(
                     f"{path} is cut off: '{name}' would end at byte {entry.start + entry.size:,} and the file has "
                     f"{length:,}. Copy or download it again."
                 )
+        if self.checksums is not None:
+            self._check_header(self.checksums)
+
+    @property
+    def notes(self) -> list[str]:
+        """A line to show where a file of ours cannot be verified."""
+        if self.checksums is not None or self.metadata.get("format") != OURS:
+            return []
+        return [
+            f"{self.path} was written without checksums, by an older version: damage to it would not be noticed."
+        ]
+
+    def _check_header(self, checksums: Checksums) -> None:
+        if checksums.metadata != _metadata_digest(self.metadata) or set(checksums.arrays) != set(
+            self.entries
+        ):
+            raise self._damaged("its header")
+        for name, digest in checksums.files.items():
+            beside = self.path.with_name(name)
+            if not beside.is_file():
+                raise DamagedFile(
+                    f"{beside} is missing: {self.path.name} was written with it. Put it back from a copy."
+                )
+            if _file_digest(beside) != digest:
+                raise DamagedFile(
+                    f"{beside} is damaged or was changed: it is not the file that {self.path.name} was written with. "
+                    "Put both back from a copy, or write them again (bessemer export)."
+                )
+
+    def _damaged(self, what: str) -> StorageError:
+        return DamagedFile(
+            f"{self.path} is damaged: {what} does not match the checksum it was written with. Put the file back from "
+            "a copy, or write it again (bessemer export)."
+        )
 
     def signature(self) -> Signature:
         return {name: (str(entry.dtype), entry.shape) for name, entry in self.entries.items()}
@@ -101,6 +147,10 @@ class WeightFile:
             flat = np.fromfile(file, np.uint8, entry.size)
         if flat.size != entry.size:
             raise StorageError(f"{self.path} was cut off while '{name}' was read. Copy or download it again.")
+        if self.checksums is not None and self.checksums.arrays[name] != _digest(
+            entry.dtype, entry.shape, flat
+        ):
+            raise self._damaged(f"'{name}'")
         return flat.view(entry.dtype).reshape(entry.shape)
 
 
@@ -138,15 +188,23 @@ def write_file(
     read: Callable[[str], np.ndarray],
     metadata: Mapping[str, str],
     progress: Progress = lambda size: None,
+    *,
+    beside: Iterable[str] = (),
 ) -> int:
-    """Write arrays as they come from `read`, each in the dtype and shape of its entry; whole or not at all. Bytes."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    """Write arrays as they come from `read`, each in the dtype and shape of its entry; whole or not at all. Bytes.
+
+    The header holds a checksum of each array and of the files `beside` it, which must be there already.
+    """
+    files = {name: _file_digest(path.with_name(name)) for name in beside}
+    arrays = dict.fromkeys(
+        entries, "0" * 64
+    )  # as long as a digest: the header is written again when they are known
+    header: dict[str, Any] = {"__metadata__": _with_checksums(metadata, arrays, files)}
     end = 0
     for name, (dtype, shape) in entries.items():
         begin, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
         header[name] = {"dtype": NAMES[np.dtype(dtype)], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # arrays begin at a multiple of 8
+    text = _header(header)
     temporary = path.with_name(path.name + ".tmp")
     try:
         with storage(f"cannot write {path}"):
@@ -155,14 +213,67 @@ def write_file(
                 for name, (dtype, shape) in entries.items():
                     array = read(name).astype(np.dtype(dtype), copy=False)
                     assert array.shape == tuple(shape), (name, array.shape, shape)
-                    file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+                    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+                    arrays[name] = _digest(np.dtype(dtype), tuple(shape), flat)
+                    file.write(flat.data)
                     progress(array.nbytes)
+                file.seek(8)
+                file.write(_header(header | {"__metadata__": _with_checksums(metadata, arrays, files)}))
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     return end
+
+
+@dataclass(frozen=True)
+class Checksums:
+    """sha256 of each array with its dtype and shape, of the rest of the metadata, and of files in the same folder."""
+
+    arrays: dict[str, str]
+    metadata: str
+    files: dict[str, str]
+
+
+def _checksums(metadata: Mapping[str, str]) -> Checksums | None:
+    """Return those in a file's metadata; None if it was written without."""
+    if CHECKSUMS not in metadata:
+        return None
+    found = Checksums(**json.loads(metadata[CHECKSUMS]))
+    if not isinstance(found.arrays, dict) or not isinstance(found.files, dict):
+        raise ValueError("its checksums are not objects")
+    if any(Path(name).name != name for name in found.files):
+        raise ValueError("its checksums name a file outside the folder")
+    return found
+
+
+def _with_checksums(
+    metadata: Mapping[str, str], arrays: Mapping[str, str], files: Mapping[str, str]
+) -> dict[str, str]:
+    checksums = Checksums(dict(arrays), _metadata_digest(metadata), dict(files))
+    return {**metadata, CHECKSUMS: json.dumps(dataclasses.asdict(checksums))}
+
+
+def _metadata_digest(metadata: Mapping[str, str]) -> str:
+    rest = {name: value for name, value in metadata.items() if name != CHECKSUMS}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(dtype: np.dtype[Any], shape: tuple[int, ...], flat: np.ndarray) -> str:
+    digest = hashlib.sha256(f"{NAMES[dtype]} {list(shape)} ".encode())
+    digest.update(flat.data)
+    return digest.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    with storage(f"cannot read {path}"), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _header(header: Mapping[str, Any]) -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)  # arrays begin at a multiple of 8
 
 
 def check_fits(arrays: Arrays, abstract: Any, where: str) -> None:

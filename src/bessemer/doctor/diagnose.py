@@ -13,7 +13,7 @@ from bessemer.doctor.leftovers import examine_leftovers
 from bessemer.doctor.material import examine_material
 from bessemer.doctor.rehearsal import mesh_fits, rehearse
 from bessemer.doctor.rows import examine_metrics
-from bessemer.doctor.saved import examine_checkpoints
+from bessemer.doctor.saved import examine_checkpoints, examine_weights
 from bessemer.doctor.settings import examine_config
 from bessemer.errors import InputError, StorageError
 from bessemer.job import RunDirectory, RunLock
@@ -35,6 +35,7 @@ def diagnose(run: RunDirectory, progress: Progress | None = None) -> Diagnosis:
     try:
         examine_status(summary, found, owner)
         examine_checkpoints(run, checkpoints, found, progress)
+        examine_weights(run, found, progress)
         examine_leftovers(run, found, alive=owner is not None)
         config = examine_config(run, checkpoints, found)
         examine_metrics(run, found, None if config is None else config.get("logging/report_interval"))

@@ -7,6 +7,7 @@ from typing import Any
 
 from bessemer.checkpoint import Checkpoints, retention
 from bessemer.checkpoint.manifest import Progress, unlisted_files
+from bessemer.checkpoint.weights import WeightFile
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.doctor.findings import Diagnosis
 from bessemer.errors import InputError, StorageError
@@ -49,6 +50,23 @@ def examine_checkpoints(
             _beside(checkpoints, step, found)
             _frozen(run, saved_meta(checkpoints, step), found, progress)
     _conclude(run, found)
+
+
+def examine_weights(run: RunDirectory, found: Diagnosis, progress: Progress | None) -> None:
+    """Read every array of RUN/model, which is verified by that. Resume does not need them, so damage is a warning."""
+    for path in sorted(run.model.glob("*.safetensors")):
+        name = path.relative_to(run.path)
+        try:
+            file = WeightFile(path)
+            for array, entry in file.entries.items():
+                file.read(array)
+                if progress is not None:
+                    progress(entry.size)
+        except StorageError as error:
+            found.add("weights", "warning", str(error))
+        else:
+            known = "every byte is as it was saved" if file.checksums else "readable; it has no checksums"
+            found.add("weights", "ok" if file.checksums else "note", f"{name}: {known}.")
 
 
 def saved_meta(checkpoints: Checkpoints, step: int | None) -> dict[str, Any]:

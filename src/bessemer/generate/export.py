@@ -10,7 +10,7 @@ import jax
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint.tree import flatten, select
-from bessemer.checkpoint.weights import Arrays, total, write_file
+from bessemer.checkpoint.weights import OURS, Arrays, total, write_file
 from bessemer.config.layers import parse_saved
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
@@ -95,14 +95,15 @@ def export_ours(
     size = total(entries.values())
     with storage("cannot write the export"):
         make_empty(out)
-        with show(f"exporting {out.name}", size) as progress:
-            write_file(
-                out / WEIGHTS, entries, arrays.read, {"format": "bessemer", "step": str(step)}, progress
-            )
         shape = {name: config.get(name, {}) for name in SECTIONS}
-        (out / "config.json").write_text(json.dumps(shape, indent=1) + "\n", encoding="utf-8")
+        texts = {"config.json": json.dumps(shape, indent=1) + "\n"}
         if tokenizer is not None:
-            tokenizer.save(out)
+            texts |= tokenizer.files
         if (allocation := getattr(model, "allocation", None)) is not None:
-            (out / ALLOCATION).write_text(allocation.to_json(), encoding="utf-8")
+            texts[ALLOCATION] = allocation.to_json()
+        for name, text in texts.items():
+            (out / name).write_text(text, encoding="utf-8")
+        about = {"format": OURS, "step": str(step)}
+        with show(f"exporting {out.name}", size) as progress:
+            write_file(out / WEIGHTS, entries, arrays.read, about, progress, beside=texts)
     return [f"model      {config['model']['family']}, {size / 2**30:.2f} GiB in {WEIGHTS}"]

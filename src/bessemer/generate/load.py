@@ -157,7 +157,9 @@ class ModelFiles:
             raise StorageError(f"{run.model / 'config.json'} holds no settings.")
         model, unknown = build_model(config, str(run.model))
         tokenizer = tokenizer_in(run.model, model)
-        return cls(allocated(model, run.model, tokenizer), WeightFile(path), tokenizer, config, unknown)
+        weights = WeightFile(path)
+        notes = [*unknown, *weights.notes]
+        return cls(allocated(model, run.model, tokenizer), weights, tokenizer, config, notes)
 
     @property
     def step(self) -> int:

@@ -7,10 +7,10 @@ import os
 import shutil
 from pathlib import Path
 
-from bessemer.checkpoint.weights import Progress, total, write_file
+from bessemer.checkpoint.weights import OURS, Progress, total, write_file
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError
-from bessemer.interop.folder import SINGLE, Folder
+from bessemer.interop.folder import CONFIG, SINGLE, Folder
 from bessemer.interop.progress import ShowBytes, nothing
 from bessemer.job import RunDirectory, check_run_name
 from bessemer.job.files import storage
@@ -36,9 +36,7 @@ def import_folder(
         with storage("cannot write the imported model"):
             (partial / "model").mkdir(parents=True)
             with show(f"importing {source.name}", total(entries.values())) as progress:
-                write_model(folder, partial, progress)
-            if tokenizer is not None:
-                tokenizer.save(partial / "model")
+                write_model(folder, tokenizer, partial, progress)
             RunDirectory(partial).write_status(
                 state="done", step=0, exit_code=0, message=f"imported from {source.absolute()}"
             )
@@ -48,17 +46,22 @@ def import_folder(
     return RunDirectory(out), lines
 
 
-def write_model(folder: Folder, run: Path, progress: Progress) -> None:
+def write_model(folder: Folder, tokenizer: Tokenizer | None, run: Path, progress: Progress) -> None:
     import yaml
 
+    texts = {CONFIG: json.dumps(folder.tree, indent=1) + "\n"} | (
+        tokenizer.files if tokenizer is not None else {}
+    )
+    for name, text in texts.items():
+        (run / "model" / name).write_text(text, encoding="utf-8")
     write_file(
         run / "model" / SINGLE,
         folder.signature(),
         folder.read,
-        {"format": "bessemer", "step": "0"},
+        {"format": OURS, "step": "0"},
         progress,
+        beside=texts,
     )
-    (run / "model" / "config.json").write_text(json.dumps(folder.tree, indent=1) + "\n", encoding="utf-8")
     (run / "config.yaml").write_text(yaml.safe_dump(folder.tree, sort_keys=False), encoding="utf-8")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bessemer.checkpoint.weights import DamagedFile
 from bessemer.config import Config, dotted
 from bessemer.config.layers import Layer, override_layer
 from bessemer.config.values import plain
@@ -186,6 +187,8 @@ def check_start(trainer: BaseTrainer) -> None:
     path = Path(trainer.settings.init)
     try:
         check_weights(path, trainer.checkpoint_manager, trainer.model, trainer.model_parts.boxed)
+    except DamagedFile:
+        raise
     except StorageError as error:
         problem = str(error).partition(": ")[2].partition(". Use the configuration")[0]
         given = differences(path, trainer.config)

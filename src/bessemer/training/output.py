@@ -7,7 +7,7 @@ import dataclasses
 import json
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import jax
 from rich.console import Console
 
 from bessemer.checkpoint.tree import flatten
-from bessemer.checkpoint.weights import write_file
+from bessemer.checkpoint.weights import OURS, write_file
 from bessemer.data import show_progress
 from bessemer.errors import InputError
 from bessemer.interop.give import export_folder
@@ -128,30 +128,35 @@ def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: 
     if trainer.is_process_zero:
         with storage("cannot create the directory for the weights"):  # never the run's own, which is there
             target.mkdir(parents=directory is not None, exist_ok=True)
+    texts = model_texts(trainer)
+    split = trainer.model_parts.split
+    if trainer.is_process_zero:
+        about = {**dataclasses.asdict(split.lora), "scale": split.lora.scale, "base": trainer.settings.init}
+        about |= {"adapted": ["/".join(path) for path in split.adapted]}
+        adapters = {"adapters.json": json.dumps(about, indent=1)} if split.adapted else {}
+        for name, text in (texts | adapters).items():
+            (target / name).write_text(text, encoding="utf-8")
+    # After the texts, whose checksums they hold.
     for name, params in (("model", state.whole()), ("ema", state.ema and state.whole(state.ema))):
         if params is not None:
-            write_weights(trainer, params, target / f"{name}.safetensors")
-    if (split := trainer.model_parts.split).adapted:
-        write_weights(trainer, state.params, target / "adapters.safetensors")
-        if trainer.is_process_zero:
-            about = {
-                **dataclasses.asdict(split.lora),
-                "scale": split.lora.scale,
-                "base": trainer.settings.init,
-            }
-            about |= {"adapted": ["/".join(path) for path in split.adapted]}
-            (target / "adapters.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
-    if not trainer.is_process_zero:
-        return target
+            write_weights(trainer, params, target / f"{name}.safetensors", texts)
+    if split.adapted:
+        write_weights(trainer, state.params, target / "adapters.safetensors", ["adapters.json"])
+    if trainer.is_process_zero:
+        trainer.save_information(target / INFORMATION)
+    return target
+
+
+def model_texts(trainer: BaseTrainer) -> dict[str, str]:
+    """The files beside the weights: the model's settings, the tokenizer, the rows of lookup layers."""
     tree = trainer.config.tree()
     shape = {name: tree.get(name, {}) for name in ("model", "architecture")}
-    (target / "config.json").write_text(json.dumps(shape, indent=1), encoding="utf-8")
+    texts = {"config.json": json.dumps(shape, indent=1)}
     if trainer.tokenizer is not None:
-        trainer.tokenizer.save(target)
+        texts |= trainer.tokenizer.files
     if (allocation := getattr(trainer.model, "allocation", None)) is not None:
-        (target / ALLOCATION).write_text(allocation.to_json(), encoding="utf-8")
-    trainer.save_information(target / INFORMATION)
-    return target
+        texts[ALLOCATION] = allocation.to_json()
+    return texts
 
 
 def save_for_torch(trainer: BaseTrainer, state: Any, directory: Any) -> Path:
@@ -170,12 +175,12 @@ def save_for_torch(trainer: BaseTrainer, state: Any, directory: Any) -> Path:
     return target
 
 
-def write_weights(trainer: BaseTrainer, params: Any, path: Path) -> None:
+def write_weights(trainer: BaseTrainer, params: Any, path: Path, beside: Iterable[str]) -> None:
     """Parameters by path, written by process 0 one at a time."""
     arrays = TreeArrays(readable(trainer, params), fetch)
     if trainer.is_process_zero:
-        about = {"format": "bessemer", "step": str(trainer.step)}
-        write_file(path, arrays.signature(), arrays.read, about)
+        about = {"format": OURS, "step": str(trainer.step)}
+        write_file(path, arrays.signature(), arrays.read, about, beside=beside)
 
 
 def readable(trainer: BaseTrainer, params: Any) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def find_start(named: str, root: str | Path, setting: str = INIT) -> tuple[Path,
         return fetched(named), []
     path = Path(named)
     if (path / CONFIG).is_file():
-        return path.absolute(), []
+        return path.absolute(), _unverified(path, setting)
     is_step = re.fullmatch(r"step_\d+", path.name) is not None
     run = find_run(path.parent.parent if is_step else named, root)
     if has_phases(run) and (phases := phases_of(run)):
@@ -53,12 +53,19 @@ def find_start(named: str, root: str | Path, setting: str = INIT) -> tuple[Path,
             return path.absolute(), []
         step, messages = checkpoints.newest_valid()
         if step is None and (run.model / WEIGHTS).is_file():
-            return run.model.absolute(), []
+            return run.model.absolute(), _unverified(run.model, setting)
         if step is None:
             raise InputError(f"{setting}={named}: the run has no checkpoint to take weights from.")
         return checkpoints.path(step), [f"{setting}: {message}" for message in messages]
     finally:
         checkpoints.close()
+
+
+def _unverified(folder: Path, setting: str) -> list[str]:
+    """A line for weights in our format that carry no checksums."""
+    if is_folder(folder) or not (folder / WEIGHTS).is_file():
+        return []
+    return [f"{setting}: {note}" for note in WeightFile(folder / WEIGHTS).notes]
 
 
 def tree_in(start: Path) -> dict[str, Any]:
