@@ -43,17 +43,114 @@ def fields() -> list[tuple[str, Setting]]:
     return [pair for cls in classes for pair in declared(cls).items()]
 
 
-class Reads(ast.NodeVisitor):
-    """Names of attributes that are read, and keys that are looked up: `config["a/b"]`, `config.get("a/b")`, or
-    the keys of a table {"a/b": …}."""
+Scope = (
+    str  # the module of a variable; "" for attributes, methods and functions, which are reached from anywhere
+)
+
+
+class Receivers(ast.NodeVisitor):
+    """What is read from what. An attribute `x.name` is a read of a setting only if `x` can be an object of the class
+    that declares it: so variables, attributes and functions are followed to the classes in their annotations and
+    assignments (`settings: GuardSettings`, `self.guard = configure(GuardSettings)`, `chosen = settings or …`)."""
 
     def __init__(self) -> None:
-        self.attributes: set[str] = set()
-        self.keys: set[str] = set()
+        self.held: dict[tuple[Scope, str], set[str]] = {}  # a name -> the classes it may hold
+        self.assigned: list[
+            tuple[tuple[Scope, str], tuple[Scope, str]]
+        ] = []  # a name -> a name it is set from
+        self.reads: dict[str, set[tuple[Scope, str]]] = {}  # attribute -> what it was read from
+        self.keys: set[str] = set()  # looked up: config["a/b"], config.get("a/b"), tables of keys
+        self._module = ""
+        self._classes: list[str] = []
+
+    def module(self, path: Path) -> None:
+        self._module = str(path)
+        self.visit(ast.parse(path.read_text(encoding="utf-8")))
+
+    def spread(self) -> None:
+        """Follow assignments until nothing new is found."""
+        growing = True
+        while growing:
+            growing = False
+            for target, source in self.assigned:
+                more = self.held.get(source, set()) - self.held.setdefault(target, set())
+                self.held[target] |= more
+                growing |= bool(more)
+
+    def _place(self, node: ast.expr) -> tuple[Scope, str] | None:
+        if isinstance(node, ast.Name):
+            if node.id == "self" and self._classes:
+                return "self", self._classes[-1]
+            return self._module, node.id
+        if isinstance(node, ast.Attribute):
+            return "", node.attr
+        if isinstance(node, ast.Call):
+            function = node.func
+            return ("", function.id) if isinstance(function, ast.Name) else self._place(function)
+        return self._place(node.value) if isinstance(node, ast.Subscript) else None
+
+    def _hold(self, place: tuple[Scope, str] | None, annotation: ast.expr | None) -> None:
+        if place is not None and annotation is not None:
+            names = {n.id for n in ast.walk(annotation) if isinstance(n, ast.Name)}
+            names |= {n.attr for n in ast.walk(annotation) if isinstance(n, ast.Attribute)}
+            self.held.setdefault(place, set()).update(names)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for (
+            base
+        ) in node.bases:  # class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M]): its `settings` are such
+            if isinstance(base, ast.Subscript):
+                self._hold(("", "settings"), base.slice)
+        self._classes.append(node.name)
+        self.generic_visit(node)
+        self._classes.pop()
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self._hold(("", node.name), node.returns)
+        for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
+            self._hold((self._module, argument.arg), argument.annotation)
+        self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self._hold(self._place(node.target), node.annotation)
+        if self._classes and isinstance(node.target, ast.Name):  # a field: read as an attribute
+            self._hold(("", node.target.id), node.annotation)
+        self.generic_visit(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self._set(node.targets, node.value)
+        self.generic_visit(node)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
+        self._set([node.target], node.value)
+        self.generic_visit(node)
+
+    def _set(self, targets: list[ast.expr], value: ast.expr) -> None:
+        if len(targets) == 1 and isinstance(targets[0], ast.Tuple) and isinstance(value, ast.Tuple):
+            for target, one in zip(targets[0].elts, value.elts, strict=False):
+                self._set([target], one)
+            return
+        for place in filter(None, map(self._place, targets)):
+            for source in self._sources(value):
+                if isinstance(source, ast.Call):  # configure(C), C(…), cast(C, …): the class is named in it
+                    self._hold(place, ast.Tuple([source.func, *source.args], ast.Load()))
+                if (other := self._place(source)) is not None:
+                    self.assigned.append((place, other))
+
+    def _sources(self, value: ast.expr) -> list[ast.expr]:
+        if isinstance(value, ast.IfExp):
+            return [*self._sources(value.body), *self._sources(value.orelse)]
+        return (
+            [s for v in value.values for s in self._sources(v)] if isinstance(value, ast.BoolOp) else [value]
+        )
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        if isinstance(node.ctx, ast.Load):
-            self.attributes.add(node.attr)
+        if isinstance(node.ctx, ast.Load) and (place := self._place(node.value)) is not None:
+            self.reads.setdefault(node.attr, set()).add(place)
+            if isinstance(node.value, ast.Call):  # configure(C).name
+                made = ("made", ast.unparse(node.value))
+                self._hold(made, ast.Tuple([node.value.func, *node.value.args], ast.Load()))
+                self.reads[node.attr].add(made)
         self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
@@ -69,34 +166,61 @@ class Reads(ast.NodeVisitor):
         self._keys([key for key in node.keys if key is not None])
         self.generic_visit(node)
 
+    def visit_Tuple(self, node: ast.Tuple) -> None:
+        self._keys(node.elts)
+        self.generic_visit(node)
+
     def _keys(self, nodes: list[ast.expr]) -> None:
         self.keys |= {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
 
+    def is_read(self, attribute: str, setting: Setting, related: set[str]) -> bool:
+        """From an object of its class, or of one `related` to it; or its key is looked up."""
+        if setting.key in BY_NAME or setting.key in self.keys:
+            return True
+        return any(
+            name in related if scope == "self" else bool(self.held.get((scope, name), set()) & related)
+            for scope, name in self.reads.get(attribute, set())
+        )
 
-def reads() -> dict[str, Reads]:
-    """Room -> what its modules read."""
-    found: dict[str, Reads] = {}
-    for path in ROOT.rglob("*.py"):
-        room = path.relative_to(ROOT).parts[0].removesuffix(".py")
-        found.setdefault(room, Reads()).visit(ast.parse(path.read_text(encoding="utf-8")))
+
+def receivers(root: Path = ROOT) -> Receivers:
+    found = Receivers()
+    for path in sorted(root.rglob("*.py")):
+        found.module(path)
+    found.spread()
     return found
 
 
-def is_read(attribute: str, setting: Setting, rooms: dict[str, Reads]) -> bool:
-    """By its own room, or by the one that puts a run together; a key may be looked up anywhere."""
-    own = setting.owner.__module__.split(".")[1]
-    if any(attribute in rooms[room].attributes for room in {own, "training"}):
-        return True
-    return setting.key in BY_NAME or any(setting.key in room.keys for room in rooms.values())
+def related(owner: type) -> set[str]:
+    """Names of a class, of its bases in the package and of the classes derived from it."""
+    classes = [*ALWAYS, *itertools.chain(*parts().values())]
+    bases = {cls.__name__ for cls in owner.__mro__ if _is_ours(cls)}
+    return bases | {cls.__name__ for cls in classes if issubclass(cls, owner)}
 
 
 def test_every_setting_is_read_somewhere() -> None:
-    rooms = reads()
-    dead = [setting.key for attribute, setting in fields() if not is_read(attribute, setting, rooms)]
+    found = receivers()
+    dead = {s.key for attribute, s in fields() if not found.is_read(attribute, s, related(s.owner))}
     assert not dead, f"declared, and read by nobody: {sorted(dead)}"
     assert len(fields()) > 100
-    example = declared(DataSettings)["dedup"]
-    assert not is_read("an_attribute_nobody_reads", example, rooms), "the search can find nothing"
+
+
+def test_a_read_of_another_object_is_no_read_of_a_setting(tmp_path: Path) -> None:
+    """The search itself: the same attribute of something else does not count, that of a settings object does."""
+    (tmp_path / "other.py").write_text(
+        "def f(path: Path):\n    return path.dedup, self.dedup, load().dedup\n"
+    )
+    setting = declared(DataSettings)["dedup"]
+    assert not receivers(tmp_path).is_read("dedup", setting, {"DataSettings"})
+    for text in (
+        "def f(s: DataSettings | None):\n    t = s or g()\n    return t.dedup\n",
+        "def f(a):\n    a.data = configure(DataSettings)\n\ndef g(a):\n    return a.data.dedup\n",
+        "def f():\n    return configure(DataSettings).dedup\n",
+        "class DataSettings:\n    def f(self):\n        return self.dedup\n",
+        "def f(config):\n    return config['data/dedup']\n",
+    ):
+        (tmp_path / "own.py").write_text(text)
+        assert receivers(tmp_path).is_read("dedup", setting, {"DataSettings"}), text
 
 
 def replaces(cls: type, key: str) -> bool:

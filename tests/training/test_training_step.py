@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +20,15 @@ from bessemer.training.state import StepRules, create_state
 from bessemer.training.step import train_step, val_step
 
 VOCAB, BLOCK, ROWS = 97, 16, 8
+PLAIN, SMALL = optax.sgd(1.0), optax.adam(3e-6)
 
 
 @functools.cache
-def setup(ema: float = 0.0, limit: float = 1.0, precision: str = "auto", lr: float | None = None):
+def setup(ema: float = 0.0, limit: float = 1.0, precision: str = "auto", tx: Any = None):
     model = GPT(depth=2, width=32, head_dim=16, vocab_size=VOCAB, block_size=BLOCK, precision=precision)
     optimizer = build_optimizer("adamw", lambda cls: cls(), 100, model.group_of)
-    if lr is not None:
-        optimizer = build_optimizer(optax.adam(lr), lambda cls: cls(), 100)
+    if tx is not None:
+        optimizer = build_optimizer(tx, lambda cls: cls(), 100)
     params = unbox(model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))["params"]
     # the head starts at almost nothing; give every parameter a gradient worth comparing
     params = {**params, "head": params["head"] * 300}
@@ -63,18 +65,26 @@ def step_of(parts: int):
 
 @pytest.mark.parametrize("parts", [2, 4, 8])
 def test_accumulation_with_uneven_masks_is_the_big_batch(parts: int) -> None:
-    key = jax.random.key(1)
-    whole, loss, meta = step_of(1)(setup(), split(rows(), 1), key)
-    state, loss_parts, meta_parts = step_of(parts)(setup(), split(rows(), parts), key)
+    """Every element of every parameter. By plain gradient descent: Adam's first step divides a gradient by its own
+    size, which shows the rounding of an almost zero one through its sign."""
+    key, start, rng = jax.random.key(1), setup(tx=PLAIN), np.random.default_rng(1)
+    start = start.replace(  # at the start some are zero, and behind them are no gradients
+        params=jax.tree.map(
+            lambda p: jnp.asarray(0.2 * rng.standard_normal(p.shape), jnp.float32), start.params
+        )
+    )
+    whole, loss, meta = step_of(1)(start, split(rows(), 1), key)
+    state, loss_parts, meta_parts = step_of(parts)(start, split(rows(), parts), key)
     np.testing.assert_allclose(loss_parts, loss, rtol=1e-6)
     np.testing.assert_allclose(meta_parts["grad_norm"], meta["grad_norm"], rtol=1e-5)
     assert float(meta_parts["target_tokens"]) == float(meta["target_tokens"]) == rows()["loss_mask"].sum()
-    for a, b, start in zip(*map(jax.tree.leaves, (state.params, whole.params, setup().params)), strict=True):
-        moved = np.abs(np.asarray(b) - np.asarray(start)).max()
-        difference = np.asarray(a) - np.asarray(b)
-        # Adam's first step divides a gradient by its own size, so rounding is seen through a sign: compare the bulk
-        assert np.quantile(np.abs(difference), 0.95) <= 1e-3 * moved
-        assert abs(difference.mean()) <= 1e-3 * moved
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(start.params)]
+    leaves = map(jax.tree.leaves, (state.params, whole.params, start.params))
+    for name, a, b, before in zip(names, *leaves, strict=True):
+        moved = np.abs(np.asarray(b) - np.asarray(before)).max()
+        assert moved > 0 or "backout" in name, name  # at two layers it is a factor before a norm
+        # a float32 weight is rounded to 6e-8 of its own size, whatever it moved by
+        assert np.abs(np.asarray(a) - np.asarray(b)).max() <= 1e-5 * moved + 1.2e-7 * np.abs(b).max(), name
 
 
 @pytest.mark.parametrize("parts", [2, 8])
@@ -111,7 +121,7 @@ def test_a_non_finite_step_is_skipped_and_counted() -> None:
 
 def test_small_steps_are_taken_in_bf16() -> None:
     """Adam's first step moves a weight by the rate, 3e-6 here: kept in bf16, almost all would stay where they are."""
-    state, loss, _ = step_of(1)(setup(precision="bf16", lr=3e-6), split(rows(), 1), jax.random.key(0))
+    state, loss, _ = step_of(1)(setup(precision="bf16", tx=SMALL), split(rows(), 1), jax.random.key(0))
     assert loss.dtype == jnp.float32
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
     before, after = (params["head"][:, :VOCAB] for params in (setup().params, state.params))

@@ -91,10 +91,12 @@ class WeightFile:
             raise DamagedFile(f"{path} is not a readable safetensors file: {_words(error)}.") from error
         try:
             self.metadata: dict[str, str] = described.pop("__metadata__", {})
+            if not isinstance(self.metadata, dict):
+                raise ValueError("'__metadata__' is not an object")
             self.checksums = _checksums(self.metadata)
             self.entries = {name: _entry(name, about, 8 + size) for name, about in described.items()}
             _check_layout(self.entries)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{path} has a malformed safetensors header: {_words(error)}.") from error
         for name, entry in self.entries.items():
             if entry.start + entry.size > length:

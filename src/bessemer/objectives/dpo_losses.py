@@ -22,12 +22,15 @@ so z, and with it the loss, does not depend on micro-batches or devices.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.nn import log_sigmoid, relu, sigmoid
+
+if TYPE_CHECKING:
+    from bessemer.objectives.dpo import DpoSettings
 
 
 class Answers(NamedTuple):
@@ -60,52 +63,52 @@ def _smoothed(logit: Array, epsilon: float) -> Array:
     return -(1 - epsilon) * log_sigmoid(logit) - epsilon * log_sigmoid(-logit)
 
 
-def _sigmoid(answers: Answers, s: Any) -> Array:
+def _sigmoid(answers: Answers, s: DpoSettings) -> Array:
     return _smoothed(s.beta * answers.delta, s.label_smoothing)
 
 
-def _robust(answers: Answers, s: Any) -> Array:
+def _robust(answers: Answers, s: DpoSettings) -> Array:
     logit, epsilon = s.beta * answers.delta, s.label_smoothing
     return (-(1 - epsilon) * log_sigmoid(logit) + epsilon * log_sigmoid(-logit)) / (1 - 2 * epsilon)
 
 
-def _hinge(answers: Answers, s: Any) -> Array:
+def _hinge(answers: Answers, s: DpoSettings) -> Array:
     return relu(1 - s.beta * answers.delta)
 
 
-def _ipo(answers: Answers, s: Any) -> Array:
+def _ipo(answers: Answers, s: DpoSettings) -> Array:
     ratios = answers.per_token(answers.ratios)
     return (ratios[..., 0] - ratios[..., 1] - 1 / (2 * s.beta)) ** 2
 
 
-def _kto(answers: Answers, s: Any) -> Array:
+def _kto(answers: Answers, s: DpoSettings) -> Array:
     ratios, real = answers.ratios, answers.real[..., None]
     mean = (real * ratios).sum((1, 2)) / jnp.maximum(2 * real.sum((1, 2)), 1.0)
     z = jax.lax.stop_gradient(relu(mean))[:, None]
     return 0.5 * (sigmoid(-s.beta * (ratios[..., 0] - z)) + sigmoid(-s.beta * (z - ratios[..., 1])))
 
 
-def _apo_zero(answers: Answers, s: Any) -> Array:
+def _apo_zero(answers: Answers, s: DpoSettings) -> Array:
     ratios = s.beta * answers.ratios
     return sigmoid(-ratios[..., 0]) + sigmoid(ratios[..., 1])
 
 
-def _apo_down(answers: Answers, s: Any) -> Array:
+def _apo_down(answers: Answers, s: DpoSettings) -> Array:
     return sigmoid(s.beta * answers.ratios[..., 0]) + sigmoid(-s.beta * answers.delta)
 
 
-def _simpo(answers: Answers, s: Any) -> Array:
+def _simpo(answers: Answers, s: DpoSettings) -> Array:
     means = answers.mean_logps
     return _smoothed(s.beta * (means[..., 0] - means[..., 1]) - s.gamma, s.label_smoothing)
 
 
-def _orpo(answers: Answers, s: Any) -> Array:
+def _orpo(answers: Answers, s: DpoSettings) -> Array:
     means = jnp.minimum(answers.mean_logps, -1e-6)  # an answer of probability 1 has no odds
     log_odds = means - jnp.log(-jnp.expm1(means))
     return -s.beta * log_sigmoid(log_odds[..., 0] - log_odds[..., 1])
 
 
-LOSSES: dict[str, Callable[[Answers, Any], Array]] = {
+LOSSES: dict[str, Callable[[Answers, DpoSettings], Array]] = {
     "sigmoid": _sigmoid,
     "ipo": _ipo,
     "hinge": _hinge,
