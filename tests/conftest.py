@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.documented import not_run
 from tests.processes import TIMEOUT
 from tests.quick import OLDER_LOOPS
 
@@ -146,3 +147,12 @@ def cli(home: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return call
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print which documented commands are not run, wherever the tests of the documentation ran."""
+    reports = [report for found in terminalreporter.stats.values() for report in found]
+    if any(getattr(report, "nodeid", "").startswith("tests/test_docs.py") for report in reports):
+        terminalreporter.section("documented commands that CI does not run as they are shown")
+        for page, command, reason in not_run():
+            terminalreporter.write_line(f"{page}: {command}  ({reason})")

@@ -64,6 +64,25 @@ WORDS = [
 ]
 
 
+# Shown but not run here, with the reason. An entry that no page shows any more is an error.
+NOT_RUN = {
+    r"bessemer eval .* harness:.*": "needs the extra `eval`: tests/evaluate/test_evaluate_harness.py",
+    r"bessemer train .* init=hf:.*": "needs the network: tests/interop/test_interop_hub_adapters.py",
+    r"bessemer train … topology\.coordinator=.*": "two processes at once: tests/training/test_training_processes.py",
+    r"bessemer (train|resume) (speedrun|runs/road).*": "minutes, and killed: tests/training/test_training_phases.py",
+    r"bessemer train (sft|dpo|reward|grpo) --name \w+": "its whole demonstration, with the model before it: make prove",
+    r"bessemer train distill .*": "trains a teacher too: tests/training/test_training_distill.py",
+    r"bessemer train distill-online .*": "with a teacher and a student before it: make prove; test_on_policy.py",
+    r"bessemer plan .*--topology (\d+x)?v\w+:[\dx]+( --quick)?": "needs libtpu: tests/plan/test_plan_topology.py",
+    r"bessemer data prepare .* --engine ray": "needs the extra `ray`: tests/data/test_data_ray.py",
+    r"bessemer serve .*": "it serves until it is stopped: tests/serve/test_serve_process.py",
+    r"bessemer train .* logging\.(wandb|tensorboard)=true.*": "needs the extra `track`: test_trackers.py",
+    r"bessemer dash.*": "it serves until it is stopped: tests/dash/test_dash_command.py",
+}
+RUN_ELSEWHERE = {"extending.md": "tests/test_extending.py"}
+MINUTES = {"tutorial.md", "planning.md"}  # a minute each even when shortened: `make long`
+
+
 def blocks(page: Path, *languages: str) -> list[str]:
     """Contents of the fenced blocks in one of the languages ("" is a fence without a word)."""
     found = re.findall(r"^```([^\n]*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
@@ -75,6 +94,29 @@ def commands(page: Path) -> list[str]:
     lines = [line for text in blocks(page, "bash", "console", "sh", "") for line in text.splitlines()]
     lines = [re.sub(r"\s+#.*", "", line.strip().removeprefix("$ ")) for line in lines]
     return [line for line in lines if re.match(r"(bessemer|python|make)( |$)", line)]
+
+
+def reason_not_run(command: str) -> str | None:
+    return next((reason for form, reason in NOT_RUN.items() if re.fullmatch(form, command)), None)
+
+
+def not_run() -> list[tuple[str, str, str]]:
+    """(page, command, reason) of every documented command that the tests of CI do not run as it is shown."""
+    found = []
+    for page in PAGES:
+        for command in commands(page):
+            word = command.split()[0]
+            if word in ("make", "python"):
+                reason = "only checked to exist"
+            elif page.name in RUN_ELSEWHERE:
+                reason = f"run by {RUN_ELSEWHERE[page.name]}"
+            elif page.name in MINUTES:
+                reason = "takes minutes: make long"
+            else:
+                reason = reason_not_run(command) or ""
+            if reason:
+                found.append((page.name, command, reason))
+    return found
 
 
 def shorten(command: str) -> str:

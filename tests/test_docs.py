@@ -10,7 +10,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.documented import PAGES, ROOT, Pages, blocks, commands, make_files, said
+from tests.documented import (
+    MINUTES,
+    NOT_RUN,
+    PAGES,
+    ROOT,
+    RUN_ELSEWHERE,
+    Pages,
+    blocks,
+    commands,
+    make_files,
+    not_run,
+    reason_not_run,
+    said,
+)
 from tests.tiny_run import make_run
 
 import bessemer
@@ -23,23 +36,6 @@ from bessemer.selectors import SELECTORS, settings_classes
 from bessemer.topology import TopologySettings
 from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings
 
-# Shown but not run here, with the reason. An entry that no page shows any more is an error.
-NOT_RUN = {
-    r"bessemer eval .* harness:.*": "needs the extra `eval`: tests/evaluate/test_evaluate_harness.py",
-    r"bessemer train .* init=hf:.*": "needs the network: tests/interop/test_interop_hub_adapters.py",
-    r"bessemer train … topology\.coordinator=.*": "two processes at once: tests/training/test_training_processes.py",
-    r"bessemer (train|resume) (speedrun|runs/road).*": "minutes, and killed: tests/training/test_training_phases.py",
-    r"bessemer train (sft|dpo|reward|grpo) --name \w+": "its whole demonstration, with the model before it: make prove",
-    r"bessemer train distill .*": "trains a teacher too: tests/training/test_training_distill.py",
-    r"bessemer train distill-online .*": "with a teacher and a student before it: make prove; test_on_policy.py",
-    r"bessemer plan .*--topology (\d+x)?v\w+:[\dx]+( --quick)?": "needs libtpu: tests/plan/test_plan_topology.py",
-    r"bessemer data prepare .* --engine ray": "needs the extra `ray`: tests/data/test_data_ray.py",
-    r"bessemer serve .*": "it serves until it is stopped: tests/serve/test_serve_process.py",
-    r"bessemer train .* logging\.(wandb|tensorboard)=true.*": "needs the extra `track`: test_trackers.py",
-    r"bessemer dash.*": "it serves until it is stopped: tests/dash/test_dash_command.py",
-}
-RUN_ELSEWHERE = {"extending.md": "tests/test_extending.py"}
-MINUTES = {"tutorial.md", "planning.md"}  # a minute each even when shortened: `make long`
 PYTHON = ["README.md"] + [
     f"docs/{name}.md"
     for name in (
@@ -63,10 +59,6 @@ CODE = r"(?<!`)`([^`\n]+)`(?!`)"
 
 def identity(page: Path) -> str:
     return page.name
-
-
-def reason_not_run(command: str) -> str | None:
-    return next((reason for form, reason in NOT_RUN.items() if re.fullmatch(form, command)), None)
 
 
 def runnable(page: Path) -> list[str]:
@@ -121,11 +113,19 @@ def test_commands_refer_to_what_exists(page: Path) -> None:
             assert words[2].removeprefix("runs/") in made, f"{line}: no `bessemer train … --name` above it"
 
 
-def test_what_is_not_run_is_still_shown() -> None:
+def test_what_is_not_run_is_still_shown_and_its_reason_holds() -> None:
+    """Every reason names a test that exists, or a target. The end of the session prints the list (conftest.py)."""
     shown = [line for page in PAGES for line in commands(page)]
-    for form in NOT_RUN:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))
+    for form, reason in NOT_RUN.items():
         assert any(re.fullmatch(form, line) for line in shown), form
+        tests = re.findall(r"\w[\w/]*\.py", reason)
+        assert tests or set(re.findall(r"make ([\w-]+)", reason)) & targets, reason
+        for test in tests:
+            assert list((ROOT / "tests").rglob(Path(test).name)), reason
     assert {page.name for page in PAGES} >= set(RUN_ELSEWHERE)
+    listed = {command for _, command, _ in not_run()}
+    assert all(line in listed for line in shown if line.startswith("bessemer") and reason_not_run(line))
 
 
 def every_setting() -> set[str]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from tests.processes import TIMEOUT
 
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "reliability.md"
 NAMED = r"`([\w/]+\.py)::(\w+)`(?: \((slow)\))?"
+ON_A_GPU = ("training/test_training_gpu.py",)
 PITFALLS = {
     "Resume and checkpoints": 20,
     "Loss and gradients": 15,
@@ -59,6 +63,18 @@ def test_slow_is_said_of_slow_tests_only() -> None:
         if slow is not ("pytest.mark.slow" in functions(file)[name])
     ]
     assert wrong == [], f"slow, and not said so, or the other way round: {sorted(set(wrong))}"
+
+
+@pytest.mark.slow
+def test_every_test_that_is_named_runs_in_ci() -> None:
+    """Collected as `make test` and `make slow` do; of one with parameters, those that CI has room for."""
+    files = sorted({str(TESTS / file) for file, _, _ in named()})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-m", "not long and not gpu", *files]
+    result = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, timeout=TIMEOUT)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    collected = {line.partition("[")[0] for line in result.stdout.splitlines() if "::" in line}
+    wanted = {f"tests/{file}::{name}" for file, name, _ in named() if file not in ON_A_GPU}
+    assert wanted - collected == set()
 
 
 @pytest.mark.parametrize("section", PITFALLS)

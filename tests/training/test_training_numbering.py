@@ -14,7 +14,7 @@ import pytest
 
 from bessemer.topology import make_topology
 from bessemer.training import launch
-from bessemer.training.feed import device_batch, row_fields
+from bessemer.training.feed import device_batch
 from bessemer.training.restore import saved_tree
 
 STEPS = 4
@@ -94,7 +94,7 @@ def test_the_devices_of_a_process_read_each_row_once(axes: dict[str, int]) -> No
     sharding = jax.sharding.NamedSharding(
         topology.mesh, jax.sharding.PartitionSpec(None, ("data", "fsdp"), None)
     )
-    batch = device_batch(rows, row_fields({"x": table}), 8, 2, sharding)
+    batch = device_batch(rows, {"x": ((3,), table.dtype)}, 8, 2, sharding)
     assert sorted(row for first, end in read for row in range(first, end)) == list(range(16))
     assert len(read) == 2 * axes.get("data", 1) * axes.get("fsdp", 1)
     np.testing.assert_array_equal(np.asarray(batch["x"]).reshape(16, 3), table)

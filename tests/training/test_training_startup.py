@@ -69,7 +69,7 @@ def test_a_run_says_it_once(tiny: dict[str, object], tmp_path: Path, monkeypatch
     assert f"first step after | {facts['seconds']:.1f} s" in (tmp_path / "a/report.md").read_text()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_second_process_finds_its_programs(
     cli: Callable[..., subprocess.CompletedProcess[str]], tiny: dict[str, Any], tmp_path: Path
 ) -> None:
