@@ -40,6 +40,19 @@ def same(x, y):
     return set(x) == set(y) and all(np.array_equal(x[name], y[name]) for name in x)
 
 
+def test_rates_of_any_sum_make_the_batches_and_validation_of_their_shares():
+    a, b = rows_with(30), rows_with(30, 10_000)
+
+    def plan(*rates):
+        mixture = [(Sampling("a", rates[0]), a), (Sampling("b", rates[1]), b)]
+        return DataPlan([mixture], 8, 0, validation=mixture, validation_count=8)
+
+    two, half = plan(3, 1), plan(0.75, 0.25)
+    assert two.fingerprint == half.fingerprint and two.rates(0) == {"a": 0.75, "b": 0.25}
+    assert same(two.batch(5), half.batch(5)) and same(two.validation_batch(0, 8), half.validation_batch(0, 8))
+    assert (two.validation_batch(0, 8)["input_ids"][:, 0] < 10_000).sum() == 6
+
+
 def test_every_row_once_an_epoch_and_epochs_differ():
     plan = DataPlan([[(Sampling("a"), rows_with(35))]], 7, seed=3)
     epochs = [[row for step in range(5) for row in names(plan.batch(5 * e + step))] for e in range(8)]
@@ -126,7 +139,7 @@ def test_plans_that_cannot_be():
     stage = [(Sampling("a"), a)]
     for arguments, match in [
         (([], 8, 0), "empty"),
-        (([[(Sampling("a", 0.5), a)]], 8, 0), "sum to 0.5"),
+        (([[(Sampling("a", -0.5), a)]], 8, 0), "rates are above 0"),
         (([stage], 0, 0), "batch_size is 0"),
         (([stage, stage], 8, 0), "need 1 boundaries"),
     ]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.data import DatasetStyle, Sampling, check_mixture, permute
+from bessemer.data import DatasetStyle, Sampling, check_mixture, permute, shares_of
 from bessemer.data.shares import Shares, fade_at
 from bessemer.errors import InputError
 
@@ -120,16 +120,25 @@ def test_permutation_mixes_and_depends_on_the_key():
 
 
 def test_sampling_from_a_string():
-    assert Sampling.from_string("my.txt") == Sampling("my.txt", 1.0, DatasetStyle.PMD, "")
+    assert Sampling.from_string("my.txt") == Sampling("my.txt", 1.0, None, "")
+    assert Sampling.from_string("my.txt").row_style is DatasetStyle.PMD
+    assert Sampling.from_string("my.txt:PMD").style is DatasetStyle.PMD
     assert Sampling.from_string("dir/my.txt:packed").style is DatasetStyle.PACKED
     assert Sampling.from_string("module:dataset") == Sampling("module:dataset")
     with pytest.raises(InputError, match="Did you mean 'PACKED'"):
         Sampling.from_string("my.txt:PACKD")
 
 
-def test_mixture_errors_show_the_sum():
-    with pytest.raises(InputError, match=r"sum to 0\.9: 0\.5 \(a\) \+ 0\.4 \(b\)"):
-        check_mixture([Sampling("a", 0.5), Sampling("b", 0.4)])
+def test_rates_are_weights():
+    """`rate: 2` beside a source without a rate is two thirds, as docs/configuration.md writes it."""
+    assert shares_of([Sampling("a", 2), Sampling("b")]) == [2 / 3, 1 / 3]
+    written = [Sampling("a", 0.7), Sampling("b", 0.3)]
+    assert shares_of(written) == [0.7, 0.3]  # to the bit: they are part of a plan's fingerprint
+    shares = Shares([[2.0, 1.0]], [], 9)
+    assert shares.before(1).tolist() == [6, 3] and shares.rates(0).tolist() == [2 / 3, 1 / 3]
+
+
+def test_mixture_errors():
     with pytest.raises(InputError, match="above 0"):
         check_mixture([Sampling("a", 0.0), Sampling("b", 1.0)])
     with pytest.raises(InputError, match="appears twice"):

@@ -97,6 +97,29 @@ def test_the_same_numbers_as_training(tiny: dict[str, object], tmp_path: Path) -
     assert trained.config["optimization/weight_decay"] == after.config["optimization/weight_decay"]
 
 
+def test_a_mixture_is_accepted_or_refused_as_by_training(
+    tiny: dict[str, object], corpus: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(corpus.read_bytes())
+
+    def both(mixture: list[Any]) -> list[Any]:
+        settings = {**tiny, "training.dataset": [mixture], "training.per_device_batch_size": 1}
+        planned = planned_trainer("quickstart", settings, compiles=False)
+        return [planned, launch.build_trainer("quickstart", settings, name="a", root=tmp_path / "runs")]
+
+    for trainer in both([{"name": str(corpus), "rate": 2}, str(other)]):
+        shares = trainer.derived["training.dataset shares"]
+        assert shares == {"value": f"66.7% {corpus}, 33.3% {other}", "reason": "rates 2 : 1"}
+    for wrong, message in (
+        ([{"name": str(corpus), "rate": 0}, str(other)], "rates are above 0"),
+        ([str(corpus), str(corpus)], "appears twice"),
+    ):
+        for build in (planned_trainer, launch.build_trainer):
+            with pytest.raises(InputError, match=message):
+                build("quickstart", {**tiny, "training.dataset": [wrong]})
+
+
 def dialled(*words: str) -> Any:
     small = ("model.depth=2", "model.vocab_size=512", "training.per_device_batch_size=1")
     return planned_trainer("pretrain", [*small, *words], compiles=False)

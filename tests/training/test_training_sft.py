@@ -12,6 +12,7 @@ from tests.training.stops import StopAt
 
 import bessemer as bm
 from bessemer.data import DatasetStyle, chat
+from bessemer.data.rows import PmdRows
 from bessemer.errors import Stopped
 from bessemer.generate import load_model
 from bessemer.report.metrics import MetricsFile
@@ -102,6 +103,12 @@ def test_what_is_given_wins_over_what_the_objective_asks_for(
     trainer = launch.build_trainer("quickstart", {**tiny, **conversations, **own}, name="own", root=tmp_path)
     assert trainer.settings.datasets[0][0].style is DatasetStyle.PADDED
     assert trainer.model.document_mask is False
+    windows = own | {
+        "training.dataset": f"{conversations['training.dataset']}:PMD"
+    }  # PMD is a style like the others
+    kept = launch.build_trainer("quickstart", {**tiny, **conversations, **windows}, name="pmd", root=tmp_path)
+    assert kept.settings.datasets[0][0].style is DatasetStyle.PMD
+    assert isinstance(kept.data.plan.sources[0], PmdRows)
     asked = launch.build_trainer("quickstart", {**tiny, **conversations}, name="asked", root=tmp_path)
     assert asked.settings.datasets[0][0].style is DatasetStyle.PACKED and asked.model.document_mask is True
     assert asked.config["training/dataset"] == asked.settings.datasets

@@ -6,7 +6,7 @@ Nothing here imports JAX: preparation workers stay small, and batches are plain 
 from bessemer.data.catalog import find_source, open_dataset, open_store, rows_of
 from bessemer.data.loader import DataPlan
 from bessemer.data.making import make_rows, store_of
-from bessemer.data.mixture import DatasetStyle, Sampling, check_mixture
+from bessemer.data.mixture import DatasetStyle, Sampling, check_mixture, shares_of
 from bessemer.data.permutation import key_of, permute
 from bessemer.data.prefetch import Prefetcher
 from bessemer.data.prepare import StoreInfo, prepare
@@ -48,6 +48,7 @@ __all__ = [
     "permute",
     "prepare",
     "rows_of",
+    "shares_of",
     "show_progress",
     "store_of",
     "tokenizer_for",

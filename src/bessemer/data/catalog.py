@@ -48,7 +48,7 @@ def open_dataset(
         )
     return make_rows(
         store,
-        sampling.style,
+        sampling.row_style,
         block_size,
         truncation=chosen.truncation,
         on_empty=chosen.on_empty,

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bessemer.data.mixture import Sampling, check_mixture
+from bessemer.data.mixture import Sampling, check_mixture, shares_of
 from bessemer.data.permutation import key_of, permute
 from bessemer.data.rows import Batch, Rows
 from bessemer.data.shares import Shares
@@ -62,7 +62,8 @@ class DataPlan:
         order = list(merged)
         rates = []
         for mixture in stages:
-            given = {sampling.identity: sampling.rate for sampling, _ in mixture}
+            samplings = [sampling for sampling, _ in mixture]
+            given = {s.identity: share for s, share in zip(samplings, shares_of(samplings), strict=True)}
             rates.append([given.get(identity, 0.0) for identity in order])
         share = crossfade_share if crossfade != "none" else 0.0
         self.shares = Shares(rates, self.boundaries, batch_size, crossfade, share, steps)

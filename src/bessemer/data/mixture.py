@@ -22,12 +22,13 @@ class DatasetStyle(Enum):
 
 @dataclass(frozen=True)
 class Sampling:
-    """One source of a mixture. `name`: a registered dataset, a store directory, or a file or glob; `suffix`
-    names a variant of the store (appended to a store directory's name)."""
+    """One source of a mixture. `name`: a registered dataset, a store directory, or a file or glob; `rate`: its weight
+    beside the others; `style`: None is the objective's, PMD where it has none; `suffix` names a variant of the store
+    (appended to a store directory's name)."""
 
     name: str
     rate: float = 1.0
-    style: DatasetStyle = DatasetStyle.PMD
+    style: DatasetStyle | None = None
     suffix: str = ""
 
     @classmethod
@@ -44,11 +45,24 @@ class Sampling:
     @property
     def identity(self) -> tuple[str, str, str]:
         """What makes two samplings the same stream of rows, whatever their rates."""
-        return (self.name, self.style.name, self.suffix)
+        return (self.name, self.row_style.name, self.suffix)
+
+    @property
+    def row_style(self) -> DatasetStyle:
+        """The style in force."""
+        return self.style or DatasetStyle.PMD
+
+
+def shares_of(mixture: Sequence[Sampling]) -> list[float]:
+    """Return the share of each source in the mixture: its rate over the sum of all. Rates that sum to 1 are themselves,
+    to the bit, so that a run is named as before."""
+    total = math.fsum(sampling.rate for sampling in mixture)
+    normal = abs(total - 1) <= 1e-6
+    return [sampling.rate if normal else sampling.rate / total for sampling in mixture]
 
 
 def check_mixture(mixture: Sequence[Sampling]) -> None:
-    """Rates are positive and sum to 1; no source twice."""
+    """Raise InputError unless all rates are above 0 and no source occurs twice."""
     if not mixture:
         raise InputError("training.dataset is empty: name at least one dataset.")
     for sampling in mixture:
@@ -59,13 +73,6 @@ def check_mixture(mixture: Sequence[Sampling]) -> None:
             )
         if not (math.isfinite(sampling.rate) and sampling.rate > 0):
             raise InputError(f"dataset '{sampling.name}' has rate {sampling.rate}; rates are above 0.")
-    total = math.fsum(sampling.rate for sampling in mixture)
-    if abs(total - 1) > 1e-6:
-        parts = " + ".join(f"{s.rate:g} ({s.name})" for s in mixture)
-        raise InputError(
-            f"the rates of a mixture must sum to 1; these sum to {total:g}: {parts}. "
-            "A source with its share is written {name: NAME, rate: 0.5}."
-        )
     seen: set[tuple[str, str, str]] = set()
     for sampling in mixture:
         if sampling.identity in seen:

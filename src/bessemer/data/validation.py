@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bessemer.data.mixture import Sampling
+from bessemer.data.mixture import Sampling, shares_of
 from bessemer.data.permutation import key_of, permute
 from bessemer.data.rows import Batch, Fields, Rows
 from bessemer.errors import InputError
@@ -24,7 +24,7 @@ class Validation:
     def __init__(self, sources: Sequence[tuple[Sampling, Rows]], count: int) -> None:
         self.fields = common_fields(sources)
         self.rows = [rows for _, rows in sources]
-        quotas = _apportion([sampling.rate for sampling, _ in sources], count)
+        quotas = _apportion(shares_of([sampling for sampling, _ in sources]), count)
         sizes = [min(quota, len(rows)) for quota, rows in zip(quotas, self.rows, strict=True)]
         self.source = np.repeat(np.arange(len(sizes)), sizes)  # (count,)
         self.index = np.concatenate(
@@ -77,7 +77,7 @@ def common_fields(mixture: Sequence[tuple[Sampling, Rows]]) -> Fields:
 
 
 def _label(sampling: Sampling) -> str:
-    return f"'{sampling.name}' ({sampling.style.name})"
+    return f"'{sampling.name}' ({sampling.row_style.name})"
 
 
 def _excess(fields: Fields, other: Fields) -> str:

@@ -198,7 +198,7 @@ def given_rows(trainer: BaseTrainer, source: Any) -> Any:
     collect = trainer.data_collator
     if not isinstance(collect, CollectFunction):
         return CollatedRows(source, collect, trainer.settings.block_size)
-    style = trainer.settings.datasets[0][0].style if trainer.settings.datasets else usual_style(trainer)
+    style = trainer.settings.datasets[0][0].row_style if trainer.settings.datasets else usual_style(trainer)
     return reference_logps.attach(trainer, collect.rows(source, style, configure(DataSettings)))
 
 

@@ -18,7 +18,7 @@ from flax import struct
 
 from bessemer.config import Config, configure, field
 from bessemer.data.catalog import store_directory
-from bessemer.data.mixture import Sampling
+from bessemer.data.mixture import DatasetStyle, Sampling
 from bessemer.errors import InputError
 from bessemer.objectives.kl import KLConfig
 from bessemer.registry import jobs, objectives
@@ -33,7 +33,7 @@ NO_STEERING = (
 )
 
 
-DEFAULT_DATA = [[Sampling("fineweb")], [Sampling("fineweb")]]
+DEFAULT_DATA = [[Sampling("fineweb", 1.0, DatasetStyle.PMD)]] * 2
 EMBEDDED_DATA = [[Sampling("python-stdlib")], [Sampling("python-reference")]]
 EMBEDDED_TOKENIZER = "train:8192"
 

@@ -7,9 +7,10 @@ setting win; what is filled in here is said with its reason.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bessemer.data import DatasetStyle, Sampling
+from bessemer.data import DatasetStyle, Sampling, check_mixture, shares_of
 from bessemer.errors import InputError
 from bessemer.registry import objectives
 
@@ -29,14 +30,19 @@ def grant_wishes(trainer: BaseTrainer) -> None:
     """Before the model is made."""
     entry, config = objectives.entry(trainer.settings.objective), trainer.config
     style = usual_style(trainer)
-    if any(sampling.style is DatasetStyle.PMD for sampling in _samplings(trainer)) and style.name != "PMD":
+    for mixture in trainer.settings.datasets:
+        check_mixture(mixture)
+        note_shares(trainer, mixture)
+    if any(sampling.style is None for mixture in trainer.settings.datasets for sampling in mixture):
         trainer.settings.datasets = [
-            [_restyled(sampling, style) for sampling in mixture] for mixture in trainer.settings.datasets
+            [dataclasses.replace(sampling, style=sampling.style or style) for sampling in mixture]
+            for mixture in trainer.settings.datasets
         ]
         # The origin stays the user's: who reads the configuration again must find the data as it was trained on.
         config.values[DATASET] = trainer.settings.datasets
-        why = f"objective {entry.name}: windows of PMD would cut examples apart"
-        trainer.note_derived("training.dataset style", style.name, why)
+        if style is not DatasetStyle.PMD:
+            why = f"objective {entry.name}: windows of PMD would cut examples apart"
+            trainer.note_derived("training.dataset style", style.name, why)
     if entry.traits.get("document_mask") and MASK in config and not config.is_set(MASK):
         config.set(MASK, True, f"objective {entry.name}")
         why = f"objective {entry.name}: examples of one row do not see each other"
@@ -48,9 +54,12 @@ def grant_wishes(trainer: BaseTrainer) -> None:
         )
 
 
-def _samplings(trainer: BaseTrainer) -> list[Sampling]:
-    return [sampling for mixture in trainer.settings.datasets for sampling in mixture]
-
-
-def _restyled(sampling: Sampling, style: DatasetStyle) -> Sampling:
-    return dataclasses.replace(sampling, style=style) if sampling.style is DatasetStyle.PMD else sampling
+def note_shares(trainer: BaseTrainer, mixture: Sequence[Sampling]) -> None:
+    """Print what rates that do not sum to 1 come to."""
+    shares = shares_of(mixture)
+    if shares == [sampling.rate for sampling in mixture] or len(mixture) == 1:
+        return
+    named = zip(mixture, shares, strict=True)
+    value = ", ".join(f"{share:.1%} {sampling.name}" for sampling, share in named)
+    rates = " : ".join(f"{sampling.rate:g}" for sampling in mixture)
+    trainer.note_derived("training.dataset shares", value, f"rates {rates}")
