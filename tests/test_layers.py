@@ -10,6 +10,7 @@ ORDER = [
     ["errors"],
     ["recipes"],
     ["config"],
+    ["user_code"],
     ["registry"],
     ["selectors"],
     ["topology"],

@@ -2,23 +2,20 @@
 
 A registry discovers its folder: the first lookup imports every module of `package`, and each module registers
 what it defines. So adding one is one new file and no edit elsewhere. Code outside the package registers with the
-same decorator (`plugins=[my_file.py]` imports it), or is named directly as `module:attribute`.
+same decorator (`plugins=[my_file.py]` imports it), or is named directly: `module:attribute`, `file.py:attribute`.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import pkgutil
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from bessemer.errors import InputError, nearest
+from bessemer.user_code import import_code, load_attribute
 
 T = TypeVar("T")
 
@@ -66,7 +63,8 @@ class Registry:
         return add
 
     def entry(self, name: str) -> Entry:
-        """Look a name up; `module:attribute` names code directly. Unknown names say what exists."""
+        """Look a name up; `module:attribute` and `file.py:attribute` name code directly. An unknown name is an error
+        that lists those that exist."""
         if ":" in name:
             return Entry(name, load_attribute(name, self.kind))
         self._discover()
@@ -113,45 +111,9 @@ def _origin(value: Any) -> str:
     return f"{getattr(value, '__module__', '?')}.{getattr(value, '__qualname__', repr(value))}"
 
 
-def load_attribute(path: str, kind: str) -> Any:
-    """Import `module:attribute`; both a missing module and a missing attribute are input errors."""
-    module_name, _, attribute = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise InputError(f"{kind} '{path}': cannot import module '{module_name}' ({error}).") from error
-    if not hasattr(module, attribute):
-        raise InputError(f"{kind} '{path}': module '{module_name}' has no '{attribute}'.")
-    return getattr(module, attribute)
-
-
 def import_plugin(plugin: str) -> None:
     """Import user code that registers things: a module name, or the path of a .py file."""
-    if not plugin.endswith(".py"):
-        try:
-            importlib.import_module(plugin)
-        except ImportError as error:
-            raise InputError(f"plugin '{plugin}' cannot be imported: {error}.") from error
-        return
-    path = Path(plugin).resolve()
-    if not path.is_file():
-        raise InputError(f"plugin file '{plugin}' does not exist.")
-    name = path.stem
-    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(path):
-        return
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError) as error:
-        del sys.modules[name]
-        where = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        line = f" line {where[-1].lineno}" if where else ""
-        raise InputError(
-            f"plugin '{plugin}'{line} cannot be imported: {type(error).__name__}: {error}."
-        ) from error
+    import_code(plugin, f"plugin '{plugin}'")
 
 
 jobs = Registry("job", "bessemer.training")

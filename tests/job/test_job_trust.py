@@ -107,5 +107,5 @@ def test_from_checkpoint_imports_nothing_unasked(tmp_path: Path, monkeypatch: py
         with pytest.raises(InputError, match="trust=True"):
             RestoreableJob.from_checkpoint(path)
     assert "foreign_parts" not in sys.modules
-    with pytest.raises(AttributeError, match="imported"):
+    with pytest.raises(InputError, match="AttributeError: imported"):
         RestoreableJob.from_checkpoint(step, trust=True)

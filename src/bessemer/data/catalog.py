@@ -162,7 +162,7 @@ def store_directory(sampling: Sampling) -> Path | None:
 
 def find_source(name: str) -> Source:
     """A registered dataset by its name, else files. A name that is neither says what both would be."""
-    if name in datasets or (":" in name and not Path(name).exists() and not is_remote(name)):
+    if name in datasets or is_code(name):
         source = as_source(datasets.get(name)())
         return Stream(source.items, f"registered {name}", name) if isinstance(source, Stream) else source
     try:
@@ -171,6 +171,11 @@ def find_source(name: str) -> Source:
         if re.fullmatch(r"[\w-]+", name):
             raise InputError(f"{error} Registered datasets: {', '.join(datasets.names())}.") from error
         raise
+
+
+def is_code(name: str) -> bool:
+    """Whether a dataset's name is `module:function` or `file.py:function`, not a registered name, a file or an URL."""
+    return ":" in name and name not in datasets and not Path(name).exists() and not is_remote(name)
 
 
 def held_out_source(name: str) -> Source | None:

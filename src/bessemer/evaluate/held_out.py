@@ -6,16 +6,15 @@ The same fixed set that training validates on, so evaluating the last checkpoint
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from bessemer.config import declared
 from bessemer.config.values import Mismatch, convert
 from bessemer.data import DataSettings, Sampling, Tokenizer, Validation, open_dataset
+from bessemer.data.catalog import is_code
 from bessemer.data.places import found_again, relocated, relocated_root
 from bessemer.errors import InputError
 from bessemer.generate import LoadedModel
-from bessemer.registry import datasets
 
 
 def held_out(loaded: LoadedModel, limit: int | None = None) -> Validation:
@@ -57,7 +56,7 @@ def _opened(loaded: LoadedModel, limit: int | None) -> Validation:
 
 
 def _open(sampling: Sampling, tokenizer: Tokenizer, settings: DataSettings, block_size: int) -> Any:
-    if ":" in sampling.name and sampling.name not in datasets and not Path(sampling.name).exists():
+    if is_code(sampling.name):
         raise InputError(
             f"the dataset '{sampling.name}' is code named by the run, which an evaluation never imports. "
             "Register it first, from Python, under a plain name."

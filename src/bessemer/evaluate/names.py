@@ -1,7 +1,8 @@
-"""Which evaluation a word names: a registered one (`bpb`), one with its data (`core:DIR`), a task file (`my.jsonl`).
+"""Which evaluation a word names: a registered one (`bpb`), one with its data (`core:DIR`), a task file (`my.jsonl`), or
+a function of the user's (`file.py:function`, `module:function`).
 
 The trait `by_source` of an evaluation says that its data is part of what a result is called.
-Only registered names are followed, never code: what a run's configuration names is not imported.
+Code is loaded for words that the user typed, or of a run that job/trust.py has admitted.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 from bessemer.errors import InputError, nearest
 from bessemer.evaluate.task_file import SUFFIXES, evaluate_task, is_task_file, read_task
 from bessemer.registry import evaluations
+from bessemer.user_code import label as code_label
+from bessemer.user_code import load_attribute
 
 LISTS = "harness:"
 
@@ -48,6 +51,9 @@ def check_tasks(tasks: Sequence[str]) -> list[str]:
             if not Path(name).is_file():
                 raise InputError(f"there is no task file '{name}'.")
             continue
+        if names_code(name):
+            load_attribute(name, evaluations.kind)
+            continue
         word, colon, source = name.partition(":")
         if word not in evaluations:
             close = nearest(word, evaluations.names())
@@ -64,8 +70,13 @@ def is_file(name: str) -> bool:
     return is_task_file(name) and name.partition(":")[0] not in evaluations
 
 
+def names_code(name: str) -> bool:
+    """my_eval.py:score is a function, gsm8k:test.jsonl an evaluation with its data."""
+    return ":" in name and not is_file(name) and name.partition(":")[0] not in evaluations
+
+
 def known() -> str:
-    return f"{', '.join(evaluations.names())}, and task files ({' or '.join(SUFFIXES)})"
+    return f"{', '.join(evaluations.names())}, task files ({' or '.join(SUFFIXES)}), and file.py:function"
 
 
 def choose(name: str) -> Chosen:
@@ -77,6 +88,8 @@ def choose(name: str) -> Chosen:
             return evaluate_task(loaded, task, **options)
 
         return Chosen(task.name, run)
+    if names_code(name):
+        return Chosen(code_label(name), load_attribute(name, evaluations.kind))
     word, colon, source = name.partition(":")
     entry = evaluations.entry(word)
     label = name if entry.traits.get("by_source") else word

@@ -35,6 +35,7 @@ from bessemer.job.directory import RunDirectory
 from bessemer.job.files import atomic_write, storage
 from bessemer.job.home import home
 from bessemer.job.remote import is_remote
+from bessemer.registry import evaluations
 from bessemer.selectors import SELECTORS
 
 CODE, RECIPE, UPLOAD, FILE, LINK = "code", "recipe", "upload", "file", "link"
@@ -108,9 +109,14 @@ def _requests_in(where: str, text: str) -> Iterator[Request]:
         yield Request(CODE, where, text)
     elif setting == "eval.evaluations":
         kind, _, source = text.partition(":")
-        if kind == "harness" and not all(_HARNESS.fullmatch(one.strip()) for one in source.split(",")):
-            yield Request(CODE, where, text)  # the harness imports what a YAML file of tasks names
-    elif (":" in text if names_code else _ATTRIBUTE.fullmatch(text)) and not _is_data(text):
+        tasks = all(_HARNESS.fullmatch(one.strip()) for one in source.split(","))
+        # the harness imports what a YAML file of tasks names; a word that is no evaluation is a module
+        if (kind == "harness" and not tasks) or (source and kind not in evaluations):
+            yield Request(CODE, where, text)
+    elif (":" in text if names_code else _ATTRIBUTE.fullmatch(text)) and not (
+        _is_data(text)
+        and (not names_code or setting.startswith("training.dataset"))  # a file comes before code there
+    ):
         yield Request(CODE, where, text)
     source = text.partition(":")[2]
     for part in dict.fromkeys((text, source, *source.split(","))):

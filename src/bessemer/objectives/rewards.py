@@ -1,4 +1,5 @@
-"""Rewards: `(prompts, completions, **columns) -> list[float]`, one number a completion, by name or `module:function`.
+"""Rewards: `(prompts, completions, **columns) -> list[float]`, one number a completion, by name, `file.py:function` or
+`module:function`.
 
 Every column of the dataset reaches them, repeated for each completion of its row, so a reward can know the answer:
 
@@ -22,6 +23,7 @@ import numpy as np
 
 from bessemer.errors import BessemerError, InputError, TrainingError
 from bessemer.registry import rewards
+from bessemer.user_code import label
 
 Reward = Callable[..., Sequence[float]]
 
@@ -39,6 +41,11 @@ class RewardSpec:
         """A name with weight 1."""
         return cls(text)
 
+    @property
+    def label(self) -> str:
+        """What metrics and messages call it: the name, and of a file `file:function`."""
+        return label(self.name)
+
 
 class Rewards:
     """The rewards of a run, weighted and summed."""
@@ -46,7 +53,7 @@ class Rewards:
     def __init__(self, specs: Sequence[RewardSpec]):
         if not specs:
             raise InputError(f"grpo.rewards is empty: name at least one of {', '.join(rewards.names())}.")
-        if len({spec.name for spec in specs}) < len(specs):
+        if len({spec.label for spec in specs}) < len(specs):
             raise InputError("grpo.rewards names one reward twice; add their weights up.")
         self.specs = list(specs)
         self.functions: list[Reward] = [rewards.get(spec.name) for spec in specs]
@@ -64,12 +71,12 @@ class Rewards:
             ]
             if missing and (lacking := (partial or {}).get(missing[0])):
                 raise InputError(
-                    f"the reward '{spec.name}' needs the column '{missing[0]}', and {lacking}. Complete those rows, or "
-                    "remove them."
+                    f"the reward '{spec.label}' needs the column '{missing[0]}', and {lacking}. Complete those rows, "
+                    "or remove them."
                 )
             if missing:
                 raise InputError(
-                    f"the reward '{spec.name}' needs {', '.join(missing)}, and the data has the columns "
+                    f"the reward '{spec.label}' needs {', '.join(missing)}, and the data has the columns "
                     f"{', '.join(sorted(columns)) or '(none)'}. Rename a column, or give it under the reward's "
                     "options."
                 )
@@ -79,12 +86,12 @@ class Rewards:
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """(Σ weight · reward, each reward unweighted), float64 (n,)."""
         each = {
-            spec.name: self._score(spec, function, prompts, completions, columns)
+            spec.label: self._score(spec, function, prompts, completions, columns)
             for spec, function in zip(self.specs, self.functions, strict=True)
         }
         total = np.zeros(len(completions))
         for spec in self.specs:
-            total = total + spec.weight * each[spec.name]
+            total = total + spec.weight * each[spec.label]
         return total, each
 
     def _score(
@@ -104,10 +111,10 @@ class Rewards:
             raise
         except Exception as error:  # any code of the user's
             raise TrainingError(
-                f"the reward '{spec.name}' failed: {type(error).__name__}: {error}. It was called with "
+                f"the reward '{spec.label}' failed: {type(error).__name__}: {error}. It was called with "
                 f"{len(completions)} completions and the columns {', '.join(sorted(kept)) or '(none)'}."
             ) from error
-        return checked(spec.name, found, len(completions), completions)
+        return checked(spec.label, found, len(completions), completions)
 
 
 def accepted(function: Reward, columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:

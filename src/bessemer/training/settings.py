@@ -15,7 +15,9 @@ class BaseTrainerConfig:
     """Settings of every trainer. Subclass it to add or to change a default."""
 
     job: str = field(
-        "job", default="BaseTrainer", help="trainer class: a registered name or module:Class of your own"
+        "job",
+        default="BaseTrainer",
+        help="trainer class: a registered name, file.py:Class or module:Class of your own",
     )
     plugins: list[str] = field(
         "plugins",
@@ -124,7 +126,9 @@ class BaseTrainerConfig:
         help="patterns (* and ?) over parameter paths that are not trained, such as embedding or blocks_0/*",
     )
     callbacks: list[str] = field(
-        "callbacks", default_factory=list, help="extra callbacks: registered names or module:Class"
+        "callbacks",
+        default_factory=list,
+        help="extra callbacks: registered names, file.py:Class or module:Class",
     )
 
 

@@ -1,0 +1,195 @@
+"""`module:name` and `file.py:name`: one resolver for all that a user can name, and nothing is imported by accident."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bessemer import registry, user_code
+from bessemer.config import resolve
+from bessemer.data.catalog import find_source
+from bessemer.errors import InputError
+from bessemer.evaluate.names import check_tasks, choose
+from bessemer.job import RunDirectory
+from bessemer.job.trust import check_trust, named_code
+from bessemer.objectives.rewards import Rewards, RewardSpec
+from bessemer.training.pinning import pinned
+from bessemer.training.schema import schema_of
+
+PARTS = """
+import dataclasses
+import bessemer as bm
+
+@dataclasses.dataclass
+class Told(bm.Callback):
+    loud: bool = bm.field("logging/loud", default=True, help="say it")
+
+class Mine(bm.BaseTrainer):
+    pass
+
+def longer(prompts, completions, **columns):
+    return [float(len(text)) for text in completions]
+
+def score(loaded, *, limit=None, batch_size=None):
+    return {"metric": "answer", "value": 42.0}
+
+def texts():
+    return [{"text": "the red fox"}]
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a file of parts, whose modules are forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(user_code, "_by_path", {})
+    for name in list(sys.modules):
+        if name.startswith(("own_parts", "colorsys")):
+            monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "own_parts.py").write_text(PARTS)
+    yield tmp_path  # type: ignore[misc]
+    for name in [name for name in sys.modules if name.startswith("own_parts")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("word", ["own_parts", "own_parts.py", "./own_parts.py", "{here}/own_parts.py"])
+@pytest.mark.parametrize("kind", ["rewards", "callbacks", "evaluations", "datasets", "jobs", "plugins"])
+def test_a_file_in_the_working_directory_is_found_wherever_code_is_named(
+    here: Path, word: str, kind: str
+) -> None:
+    word = word.format(here=here)
+    before = list(sys.path)
+    if kind == "rewards":
+        total, each = Rewards([RewardSpec(f"{word}:longer")])(["a"], ["four"], {})
+        assert total.tolist() == [4.0] and list(each) == ["own_parts:longer"]
+    elif kind == "callbacks":
+        config = resolve(schema_of, {}, {"callbacks": [f"{word}:Told"], "logging.loud": False})
+        assert config["logging.loud"] is False
+    elif kind == "evaluations":
+        (task,) = check_tasks([f"{word}:score"])
+        chosen = choose(task)
+        assert chosen.label == "own_parts:score" and chosen.run(None)["value"] == 42.0
+    elif kind == "datasets":
+        assert find_source(f"{word}:texts").items == [{"text": "the red fox"}]  # type: ignore[union-attr]
+    elif kind == "jobs":
+        assert registry.jobs.get(f"{word}:Mine").__name__ == "Mine"
+    else:
+        registry.import_plugin(word)
+        assert "own_parts" in sys.modules
+    assert sys.path == before
+
+
+def test_an_installed_module_wins_over_a_file_of_its_name(here: Path) -> None:
+    """And a file by its path is itself, under another name: nobody else's `import colorsys` finds it."""
+    (here / "colorsys.py").write_text("def rgb_to_hsv(*args):\n    return 'mine'\n")
+    assert user_code.load_attribute("colorsys:rgb_to_hsv", "reward")(0, 0, 0) == (0.0, 0.0, 0)
+    assert user_code.load_attribute("colorsys.py:rgb_to_hsv", "reward")() == "mine"
+    assert "hls_to_rgb" in vars(sys.modules["colorsys"])
+
+
+def test_other_files_of_the_directory_are_not_picked_up(here: Path) -> None:
+    (here / "helper.py").write_text("value = 1\n")
+    (here / "own_parts_two.py").write_text("import helper\n")
+    with pytest.raises(InputError, match=r"own_parts_two.py' line 1 cannot be imported: ModuleNotFoundError"):
+        user_code.load_attribute("own_parts_two:x", "reward")
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        (
+            "nowhere:fn",
+            r"reward 'nowhere:fn': there is no installed module 'nowhere' and no file 'nowhere.py' in ",
+        ),
+        ("nowhere.py:fn", r"reward 'nowhere.py:fn': there is no file '.*/nowhere.py'"),
+        ("own_parts:nothing", "reward 'own_parts:nothing': 'own_parts' has no 'nothing'"),
+        ("json:nothing", "'json' has no 'nothing'"),
+    ],
+)
+def test_what_is_not_there_is_named(here: Path, word: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        registry.rewards.get(word)
+
+
+def test_a_run_remembers_the_file(here: Path) -> None:
+    """With its full path, so that it is resumed from any directory, and the mark holds for that file alone."""
+    given = {"job": "GRPOTrainer", "objective": "grpo", "callbacks": ["own_parts:Told", "early_stopping"]}
+    given |= {"grpo.rewards": ["own_parts.py:longer", "exact_match"], "plugins": ["own_parts"]}  # type: ignore[dict-item]
+    given |= {
+        "eval.evaluations": ["own_parts:score", "core:bundle", "bpb"],
+        "training.dataset": "own_parts:texts",
+    }  # type: ignore[dict-item]
+    config = pinned(resolve(schema_of, {}, given))
+    file = str(here.resolve() / "own_parts.py")
+    assert config["callbacks"] == [f"{file}:Told", "early_stopping"]
+    assert [spec.name for spec in config["grpo.rewards"]] == [f"{file}:longer", "exact_match"]
+    assert config["plugins"] == [file]
+    assert config["eval.evaluations"] == [f"{file}:score", "core:bundle", "bpb"]
+    assert config["training.dataset"][0][0].name == f"{file}:texts"
+    code = {file, f"{file}:Told", f"{file}:longer", f"{file}:score", f"{file}:texts"}
+    assert set(named_code(config.tree())) == code
+
+
+@pytest.mark.parametrize(
+    ("key", "word"),
+    [
+        ("grpo: {rewards: [WORD]}", "own_parts:longer"),
+        ("grpo: {rewards: [{name: WORD, weight: 2.0}]}", "own_parts.py:longer"),
+        ("callbacks: [WORD]", "own_parts:Told"),
+        ("eval: {evaluations: [WORD]}", "own_parts:score"),
+        ("eval: {evaluations: [WORD]}", "own_parts.py:score"),
+        ("plugins: [WORD]", "own_parts"),
+        ("training: {dataset: [[{name: 'WORD'}]]}", "own_parts:texts"),
+    ],
+)
+@pytest.mark.parametrize("decoy", [False, True])
+def test_a_run_from_elsewhere_names_no_code_without_trust(
+    here: Path, key: str, word: str, decoy: bool
+) -> None:
+    """Nor with a file beside it that is called like the word, unless that file is what is read."""
+    run = RunDirectory(here / "foreign").create()
+    run.config.write_text(key.replace("WORD", word) + "\n")
+    if decoy:
+        (here / word).touch() if word != "own_parts" else None
+        if "dataset" in key:
+            return
+    with pytest.raises(InputError, match="--trust"):
+        check_trust(run)
+    assert "own_parts" not in sys.modules
+
+
+def test_callbacks_named_by_file_take_part_in_a_run(here: Path) -> None:
+    """Through the command line, in a process of its own, from the directory of the file."""
+    (here / "corpus.txt").write_text("the red fox runs over the green hill.\n" * 400)
+    (here / "own_parts.py").write_text(
+        "import bessemer as bm\n\n\nclass Loud(bm.Callback):\n"
+        "    def on_metrics(self, loop, row):\n        loop.trainer.say(f'heard {row[\"step\"]}')\n"
+    )
+    settings = "training.dataset=corpus.txt data.tokenizer=train:300 training.steps=2 training.batch_size=2"
+    settings += " model.depth=1 model.width=16 model.head_dim=16 architecture.block_size=16 logging.preview_interval=0"
+    settings += (
+        " training.validation=false logging.plots=false logging.report_interval=1 callbacks=[own_parts:Loud]"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        "from bessemer.cli import main; main()",
+        "train",
+        "quickstart",
+        *settings.split(),
+    ]
+    env = {**os.environ, "PYTHONSAFEPATH": "1"}  # as the installed command: the directory is not on the path
+    result = subprocess.run([*command, "--name", "a"], env=env, capture_output=True, text=True, cwd=here)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "heard 2" in result.stdout
+    elsewhere = here / "elsewhere"
+    elsewhere.mkdir()
+    resume = [*command[:3], "resume", str(here / "runs/a"), "--step", "2"]
+    again = subprocess.run(resume, env=env, capture_output=True, text=True, cwd=elsewhere)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert json.loads((here / "runs/a/status.json").read_text())["state"] == "done"
