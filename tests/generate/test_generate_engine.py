@@ -93,6 +93,60 @@ def test_drawn_tokens_carry_untempered_teacher_forced_log_probabilities(engine, 
     np.testing.assert_allclose(sample.logprobs, scores[np.arange(12), sample.ids], atol=1e-4)
 
 
+def test_presence_and_frequency_penalties_equal_a_plain_loop(engine, forward):
+    """Greedy, of generated tokens alone: token by token, from the full forward and a count in Python."""
+    for presence, frequency in ((1.0, 0.0), (0.0, 0.6), (-0.4, 0.9)):
+        options = SamplingOptions(presence_penalty=presence, frequency_penalty=frequency)
+        (result,) = engine.generate([Request(PROMPTS[0], 24, options)])
+        ids: list[int] = []
+        for _ in result.samples[0].ids:
+            scores = forward([*PROMPTS[0], *ids])[-1].astype(np.float64)
+            made = np.bincount(ids, minlength=len(scores))
+            ids.append(int(np.argmax(scores - presence * (made > 0) - frequency * made)))
+        assert list(result.samples[0].ids) == ids
+        if presence > 0:
+            plain = engine.generate([greedy(PROMPTS[0], 24)])[0].samples[0].ids
+            assert plain != result.samples[0].ids and len(set(ids)) > len(set(plain))
+
+
+def test_the_most_likely_tokens_are_those_of_the_full_forward(engine, forward):
+    requests = [
+        drawn(PROMPTS[1], 5, logprobs=True, top_logprobs=7),
+        greedy(PROMPTS[0], 12, logprobs=True, top_logprobs=20),
+        greedy(PROMPTS[2], 9, logprobs=True),
+    ]
+    results = engine.generate(requests)
+    for request, result in zip(requests, results, strict=True):
+        (sample,) = result.samples
+        if not request.top_logprobs:
+            assert sample.top == ()
+            continue
+        scores = forward([*request.prompt_ids, *sample.ids])[len(request.prompt_ids) - 1 : -1]
+        assert len(sample.top) == len(sample.ids)
+        for place, ranking in enumerate(sample.top):
+            assert len(ranking) == request.top_logprobs
+            found = [score for _, score in ranking]
+            np.testing.assert_allclose(found, np.sort(scores[place])[::-1][: len(found)], atol=1e-4)
+            np.testing.assert_allclose(scores[place, [token for token, _ in ranking]], found, atol=1e-4)
+    assert results[1].samples[0].ids == tuple(ranking[0][0] for ranking in results[1].samples[0].top)
+
+
+def test_penalties_and_rankings_of_others_change_nothing(engine):
+    mine = [drawn(PROMPTS[0], 31, 15), greedy(PROMPTS[1], 15)]
+    alone = ids_of(engine.generate([*mine, greedy([4]), greedy([5])]))[:2]
+    loud = SamplingOptions(temperature=0.9, presence_penalty=2.0, frequency_penalty=2.0)
+    others = [Request(PROMPTS[2], 15, loud, seed=8, logprobs=True, top_logprobs=20)] * 2
+    assert ids_of(engine.generate([*mine, *others]))[:2] == alone
+    repeated = engine.generate([others[0], greedy([4])])[0].samples[0]
+    assert repeated.ids == engine.generate([others[0]])[0].samples[0].ids
+
+
+def test_a_slot_that_is_used_again_has_forgotten_its_tokens(engine):
+    request = Request(PROMPTS[3], 10, SamplingOptions(presence_penalty=2.0, frequency_penalty=1.0))
+    first = ids_of(engine.generate([request] * 4))
+    assert ids_of(engine.generate([request] * 4)) == first and len({str(one) for one in first}) == 1
+
+
 def test_first_tokens_of_many_samples_follow_the_models_distribution(engine, forward):
     """Chi-square through all of it: prefill, slots, streams of many seeds; the rarer tokens counted together."""
     (result,) = engine.generate([drawn(PROMPTS[2], 21, tokens=1, n=400)])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bessemer.errors import InputError
-from bessemer.generate.sampling import Filters, SamplingOptions, Way, _way, choose, keep, row_keys
+from bessemer.generate.sampling import Filters, SamplingOptions, Way, _way, choose, keep, penalise, row_keys
 
 LOGITS = jnp.log(jnp.array([[0.1, 0.4, 0.2, 0.3]]))
 
@@ -101,6 +101,31 @@ def distribution(logits, seen, sampling):
     return np.where(allowed, p, 0) / p[allowed].sum()
 
 
+def test_penalties_are_the_formulas_in_numpy():
+    draw = np.random.default_rng(5)
+    logits = draw.normal(size=(4, 60)).astype(np.float32)
+    made = draw.integers(0, 4, size=(4, 60)) * (draw.random((4, 60)) < 0.5)
+    seen = (made > 0) | (draw.random((4, 60)) < 0.2)
+    options = [
+        SamplingOptions(),
+        SamplingOptions(presence_penalty=1.5),
+        SamplingOptions(frequency_penalty=-0.7),
+        SamplingOptions(repetition_penalty=1.4, presence_penalty=-0.3, frequency_penalty=2.0),
+    ]
+    found = penalise(
+        jnp.asarray(logits), jnp.asarray(seen), jnp.asarray(made, jnp.int16), Filters.rows(options, 60)
+    )
+    for row, sampling in enumerate(options):
+        expected = logits[row].astype(np.float64)
+        ratio = sampling.repetition_penalty
+        expected = np.where(seen[row], np.where(expected > 0, expected / ratio, expected * ratio), expected)
+        expected = (
+            expected - sampling.presence_penalty * (made[row] > 0) - sampling.frequency_penalty * made[row]
+        )
+        np.testing.assert_allclose(found[row], expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(found[0], logits[0])  # exactly: a row without penalties has its own logits
+
+
 def test_a_row_is_not_changed_by_the_filters_of_its_neighbours():
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(3, 5000)) * 4, jnp.float32)
     alone = SamplingOptions(temperature=1.0)
@@ -120,14 +145,23 @@ def test_a_program_for_one_way_of_choosing_chooses_the_same():
         SamplingOptions(temperature=1.2),
         SamplingOptions(temperature=0.8, min_p=0.1),
         SamplingOptions(repetition_penalty=1.5),
+        SamplingOptions(presence_penalty=3.0),
+        SamplingOptions(frequency_penalty=2.0),
     ]
-    assert [_way(one) for one in options] == [Way.GREEDY, Way.DRAWN, Way.FILTERED, Way.FILTERED]
-    logits = jnp.asarray(np.random.default_rng(2).normal(size=(4, 50)), jnp.float32)
-    keys = row_keys(SamplingOptions(seed=6).streams(4), 2)
+    assert [_way(one) for one in options] == [Way.GREEDY, Way.DRAWN, *[Way.FILTERED] * 4]
+    logits = jnp.asarray(np.random.default_rng(2).normal(size=(6, 50)), jnp.float32)
+    keys = row_keys(SamplingOptions(seed=6).streams(6), 2)
     seen = logits > 1
-    for count, way in ((1, Way.GREEDY), (2, Way.DRAWN), (4, Way.FILTERED)):
+    made = seen.astype(jnp.int16) * 2
+    for count, way in ((1, Way.GREEDY), (2, Way.DRAWN), (6, Way.FILTERED)):
         arguments = (logits[:count], keys[:count], Filters.rows(options[:count], 50), seen[:count])
-        assert choose(*arguments, way).tolist() == choose(*arguments).tolist()
+        assert (
+            choose(*arguments, way, made[:count]).tolist() == choose(*arguments, made=made[:count]).tolist()
+        )
+    plain = choose(logits, keys, Filters.rows([SamplingOptions()] * 6, 50)).tolist()
+    assert all(choose(*arguments, made=made).tolist()[row] != plain[row] for row in (4, 5)), (
+        "they were penalized"
+    )
 
 
 def test_the_smallest_temperature_is_greedy_not_nan():
@@ -155,6 +189,8 @@ def test_keys_belong_to_rows():
         {"min_p": 2.0},
         {"seed": -1},
         {"repetition_penalty": 0.0},
+        {"presence_penalty": float("inf")},
+        {"frequency_penalty": float("nan")},
     ],
 )
 def test_impossible_options_are_input_errors(bad):

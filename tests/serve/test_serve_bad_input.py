@@ -42,7 +42,10 @@ BODIES = [
     ({"prompt": "a", "stop": ["", "x"]}, "stop", "empty string"),
     ({"prompt": "a", "stop": list("123456789")}, "stop", "at most 8"),
     ({"prompt": "a", "stop": [3]}, "stop", "a string, not an integer"),
-    ({"prompt": "a", "logprobs": 2}, "logprobs", "0 or not given"),
+    ({"prompt": "a", "logprobs": 6}, "logprobs", "between 0 and 5"),
+    ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty", "between -2 and 2"),
+    ({"prompt": "a", "frequency_penalty": "high"}, "frequency_penalty", "must be a number"),
+    ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ({"prompt": "a", "echo": True, "logprobs": 0}, "echo", "not supported"),
     ({"prompt": "a", "stream_options": {}}, "stream_options", '"stream": true'),
     ({"prompt": "a", "best_of": 4}, "best_of", "not supported"),
@@ -69,7 +72,29 @@ CHATS = [
     ),
     ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools", "not supported"),
     ({"messages": [{"role": "user", "content": "x"}], "logprobs": 1}, "logprobs", "true or false"),
-    ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}, "top_logprobs", "not supported"),
+    ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}, "top_logprobs", '"logprobs": true'),
+    (
+        {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 21},
+        "top_logprobs",
+        "between 0 and 20",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
+        "response_format",
+        "'response_format' is not supported by this server. Type 'json_object' cannot be enforced",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "x"}], "response_format": "json"},
+        "response_format",
+        "an object",
+    ),
+    ({"messages": [{"role": "user", "content": "x"}], "tools": {}}, "tools", "must be an array"),
+    (
+        {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
+        "tool_choice",
+        "force a call",
+    ),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "system, user, assistant."),
 ]
 CHATS.append(({"messages": [{"role": "user", "content": "a" * 1000}]}, None, "cannot fit"))
 CASES = [("/v1/completions", *case) for case in BODIES] + [("/v1/chat/completions", *case) for case in CHATS]
@@ -101,11 +126,21 @@ def test_fields_that_ask_for_nothing_are_fine(live: Live) -> None:
     body |= {
         "presence_penalty": 0.0,
         "frequency_penalty": 0,
+        "tools": [],
+        "response_format": {"type": "text"},
         "suffix": None,
         "metadata": {"a": "b"},
         "seed": None,
     }
     assert live.post("/v1/completions", body)[0] == 200
+    chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "top_logprobs": 0}
+    chat |= {
+        "tools": [],
+        "tool_choice": "none",
+        "parallel_tool_calls": True,
+        "response_format": {"type": "text"},
+    }
+    assert live.post("/v1/chat/completions", chat)[0] == 200
 
 
 junk = st.recursive(
@@ -119,7 +154,8 @@ junk = st.recursive(
 )
 NAMES = (
     "model prompt messages max_tokens temperature top_p top_k n stop seed stream logprobs echo stream_options min_p "
-    "user tools logit_bias repetition_penalty"
+    "user tools tool_choice logit_bias repetition_penalty presence_penalty frequency_penalty top_logprobs "
+    "response_format"
 )
 text = st.text(max_size=10)
 messages = st.fixed_dictionaries({"role": st.sampled_from(["user", "system", "assistant"]), "content": text})

@@ -94,6 +94,51 @@ def test_logprobs_are_the_engines(live: Live, loaded: LoadedModel) -> None:
     assert all(math.isfinite(value) and value <= 0 for value in given.token_logprobs)
 
 
+def test_the_most_likely_tokens_are_the_engines_whole_or_streamed(live: Live, loaded: LoadedModel) -> None:
+    ask = {**ASK, "messages": chat_messages(), "logprobs": True, "top_logprobs": 4}
+    whole = live.client.chat.completions.create(**ask).choices[0].logprobs.content
+    request = Request(
+        live.service.template.prompt(chat_messages()),
+        max_tokens=24,
+        sampling=SamplingOptions(temperature=1.0),
+        seed=5,
+        stop_strings=live.service.template.stop_strings,
+        logprobs=True,
+        top_logprobs=4,
+    )
+    wanted = live.engine.submit(request).result(300).samples[0]
+    assert [[(one.token, one.logprob) for one in place.top_logprobs] for place in whole] == [
+        [(loaded.tokenizer.decode([token]), score) for token, score in ranking]
+        for ranking in wanted.top[: len(whole)]
+    ]
+    assert all(place.logprob <= place.top_logprobs[0].logprob for place in whole)
+    streamed = []
+    for chunk in live.client.chat.completions.create(stream=True, **ask):
+        streamed += chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []
+    assert streamed == whole
+
+
+def test_completions_rank_tokens_by_text_with_the_chosen_one_among_them(live: Live) -> None:
+    given = live.client.completions.create(prompt=PROMPT, logprobs=3, **ASK).choices[0].logprobs
+    assert len(given.top_logprobs) == len(given.tokens) == 24
+    for token, logprob, ranked in zip(given.tokens, given.token_logprobs, given.top_logprobs, strict=True):
+        assert 1 <= len(ranked) <= 4 and ranked[token] >= logprob
+    plain = live.client.completions.create(prompt=PROMPT, logprobs=0, **ASK).choices[0].logprobs
+    assert plain.top_logprobs is None and plain.tokens == given.tokens
+    assert plain.token_logprobs == pytest.approx(given.token_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_penalties_reach_the_sampler(live: Live, loaded: LoadedModel, stream: bool) -> None:
+    ask = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    given = live.client.completions.create(presence_penalty=1.0, frequency_penalty=0.5, stream=stream, **ask)
+    text = "".join(chunk.choices[0].text for chunk in (given if stream else [given]))
+    prompt = [loaded.tokenizer.bos_id, *loaded.tokenizer.encode(PROMPT)]
+    options = SamplingOptions(presence_penalty=1.0, frequency_penalty=0.5)
+    assert text == live.engine.submit(Request(prompt, 40, options)).result(300).samples[0].text
+    assert text != live.client.completions.create(**ask).choices[0].text
+
+
 def test_several_prompts_text_or_ids_and_echo(live: Live, loaded: LoadedModel) -> None:
     ask = {**ASK, "temperature": 0, "max_tokens": 4}
     ids = [loaded.tokenizer.bos_id, *loaded.tokenizer.encode("dogs")]

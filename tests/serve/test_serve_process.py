@@ -100,7 +100,7 @@ def test_the_examples_of_the_page_work(live: Live) -> None:
     here = [("127.0.0.1:8000", f"127.0.0.1:{live.port}"), ('"served"', '"tiny"')]
     [code] = blocks(page, "python")
     lines = [line for text in blocks(page, "bash") for line in text.splitlines() if line.startswith("curl ")]
-    assert len(lines) == 3
+    assert len(lines) == 4
     for old, new in here:
         code, lines = code.replace(old, new), [line.replace(old, new) for line in lines]
     for words in ([sys.executable, "-c", code], *(["bash", "-c", line] for line in lines)):

@@ -40,11 +40,19 @@ def can_chat(tokenizer: Tokenizer) -> bool:
     return tokenizer.chat_template is not None or all(name in tokenizer.specials for name in TURN_TOKENS)
 
 
-def render(messages: Sequence[Message], tokenizer: Tokenizer, *, generation_prompt: bool = True) -> list[int]:
+def render(
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    *,
+    generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
     """Ids of a conversation; with `generation_prompt` the assistant's turn is opened. Content is text: the name of a
-    special token in it stays text."""
+    special token in it stays text. `tools`: descriptions of functions, for a template that takes them."""
     if tokenizer.chat_template is not None:
-        return foreign.render(messages, tokenizer, generation_prompt)
+        return foreign.render(messages, tokenizer, generation_prompt, tools)
+    if tools:
+        raise InputError(f"{tokenizer.origin} has no chat template that takes tools: leave them out.")
     ids, _ = _with_our_tokens(messages, tokenizer)
     return [*ids, role_token(tokenizer, "assistant", "start")] if generation_prompt else ids
 

@@ -24,9 +24,14 @@ from bessemer.errors import InputError
 PRIVATE = range(0xE000, 0xF8FF)  # characters that mean nothing, for the mark inside a name that is only text
 
 
-def render(messages: Sequence[Message], tokenizer: Tokenizer, generation_prompt: bool) -> list[int]:
+def render(
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
     """Ids of a conversation; with `generation_prompt` the assistant's turn is opened."""
-    return _Writer(messages, tokenizer).tokens(generation_prompt)[0]
+    return _Writer(messages, tokenizer, tools).tokens(generation_prompt)[0]
 
 
 def supervised(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
@@ -47,14 +52,18 @@ def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 class _Writer:
     """One conversation under a template. Names of special tokens in its contents are marked, so that they stay text."""
 
-    def __init__(self, messages: Sequence[Message], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, messages: Sequence[Message], tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
         assert tokenizer.chat_template is not None
         self.template: ChatTemplate = tokenizer.chat_template
         self.tokenizer = tokenizer
         self.special = tokenizer.special_names
         plain = [_plain(message) for message in messages]
-        self.mark = next(chr(code) for code in PRIVATE if chr(code) not in repr(plain))
+        written = repr((plain, tools))
+        self.mark = next(chr(code) for code in PRIVATE if chr(code) not in written)
         self.messages: list[Message] = [_marked(message, self.special, self.mark) for message in plain]
+        self.tools: list[Mapping[str, Any]] = [_marked(tool, self.special, self.mark) for tool in tools]
 
     def tokens(self, opened: bool) -> tuple[list[int], list[int]]:
         """(ids, mask) of the whole conversation, with the next answer opened or not."""
@@ -69,7 +78,7 @@ class _Writer:
 
     def text(self, count: int, opened: bool) -> str:
         """The first `count` messages as text."""
-        return self.template.render(self.messages[:count], opened)
+        return self.template.render(self.messages[:count], opened, self.tools)
 
     def pieces(self, opened: bool) -> Iterator[tuple[str, int]]:
         """(text, learnt) one after the other; together the whole conversation."""

@@ -74,7 +74,17 @@ class ChatTemplate:
         """As tokenizer_config.json: what other programs read too, and the same text for the same template."""
         return json.dumps({**self.tokens, "chat_template": self.source}, indent=1, sort_keys=True) + "\n"
 
-    def render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template has a place for descriptions of tools."""
+        from jinja2.meta import find_undeclared_variables
+
+        _ = self._compiled  # a mistake in it is an error that names the file
+        return "tools" in find_undeclared_variables(_environment().parse(self.source))
+
+    def render(
+        self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         """The text of the conversation; with `generation_prompt` the assistant's turn is opened."""
         from jinja2 import TemplateError
 
@@ -82,7 +92,7 @@ class ChatTemplate:
             return self._compiled.render(
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=generation_prompt,
-                tools=None,
+                tools=[dict(tool) for tool in tools] or None,
                 documents=None,
                 **self.tokens,
             )

@@ -10,7 +10,7 @@ import numpy as np
 
 from bessemer.errors import InputError
 from bessemer.generate.decoder import bucket
-from bessemer.generate.request import Handle, Request
+from bessemer.generate.request import TOP, Handle, Request
 from bessemer.generate.rows import STOPS, Asked, stop_table
 from bessemer.generate.sampling import Filters, SamplingOptions
 from bessemer.generate.slots import Admission, Slots
@@ -74,6 +74,14 @@ def check_request(engine: Engine, request: Request) -> None:
             "a request has one seed; its samples get streams of their own",
         ),
         (request.seed is None or 0 <= request.seed < 2**32, "a seed is between 0 and 4294967295"),
+        (
+            0 <= request.top_logprobs <= TOP,
+            f"top log-probabilities are between 0 and {TOP}; got {request.top_logprobs}",
+        ),
+        (
+            request.logprobs or not request.top_logprobs,
+            "the most likely tokens (top_logprobs) come with logprobs=True",
+        ),
     ):
         if not holds:
             raise InputError(f"{problem}.")

@@ -26,9 +26,9 @@ from bessemer.generate.decoder import end_tokens
 from bessemer.generate.finite import check_scores
 from bessemer.generate.load import LoadedModel
 from bessemer.generate.pace import Pace, round_of
-from bessemer.generate.request import Event, Handle, QueueFull, Request, Result, Sample
+from bessemer.generate.request import TOP, Event, Handle, QueueFull, Ranking, Request, Result, Sample
 from bessemer.generate.row import Row
-from bessemer.generate.rows import looks
+from bessemer.generate.rows import Output, looks
 from bessemer.generate.sampling import way_of
 from bessemer.generate.slots import Slots
 from bessemer.generate.stream import TextStream
@@ -290,18 +290,19 @@ class Engine:
         active, rows, begun = sorted(self._rows), self._rows.values(), time.perf_counter()
         way = way_of(row.handle.request.sampling for row in rows)
         steps, length = self._pace.next(rows, looks(self._slots.steps, way))
-        output, columns = self._slots.decode(self.params, active, length, way, steps)
+        wanted = any(row.handle.request.top_logprobs for row in rows)
+        top = min(TOP, self.vocab_size) if wanted else 0
+        output, columns = self._slots.decode(self.params, active, length, way, steps, top)
         output = self.fetch(output)
         self._pace.took(time.perf_counter() - begun, int(output.made.max()))
         check_scores(output.logprobs)  # 0 where no token is
         self.rounds += 1
-        tokens, scores, counts, live = (array.T.tolist() for array in output)
+        tokens, scores, counts, live = (array.T.tolist() for array in output[:4])
         for slot, column in zip(active, columns, strict=True):
-            made = counts[column]
+            made, row = counts[column], self._rows[slot]
             self.tokens += made
-            event = self._rows[slot].take(
-                tokens[column][:made], scores[column][:made], ended=not live[column]
-            )
+            ranked = rankings(output, column, made) if row.handle.request.top_logprobs else []
+            event = row.take(tokens[column][:made], scores[column][:made], not live[column], ranked)
             self._hand_out(slot, event)
 
     def _hand_out(self, slot: int, event: Event) -> None:
@@ -314,3 +315,10 @@ class Engine:
                 self._held[slot] = row.held
         if event.ids or event.finish is not None:
             row.handle.emit(event, None if event.finish is None else row.sample(event.finish))
+
+
+def rankings(output: Output, column: int, made: int) -> list[Ranking]:
+    """The most likely tokens at each place of a column of a block that noted them."""
+    assert output.top_ids is not None and output.top_logprobs is not None
+    ids, scores = (array[:made, column].tolist() for array in (output.top_ids, output.top_logprobs))
+    return [tuple(zip(*pair, strict=True)) for pair in zip(ids, scores, strict=True)]

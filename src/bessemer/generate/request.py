@@ -15,8 +15,14 @@ if TYPE_CHECKING:
     from bessemer.generate.engine import Engine
 
 
+TOP = 20
+"""The most likely tokens that can be asked for: what a decoding program notes when one of its rows wants any."""
 LOOK = 0.5
 """Seconds after which one who waits looks whether the engine's thread still runs."""
+
+
+Ranking = tuple[tuple[int, float], ...]
+"""(token, log p) of the most likely tokens at a place, falling."""
 
 
 class QueueFull(BessemerError):
@@ -34,7 +40,8 @@ class Request:
     stop_ids: Sequence[int] = ()  # beside the engine's end tokens
     stop_strings: Sequence[str] = ()  # the text is cut before the one that ends first
     seed: int | None = None  # none: that of `sampling`; none there either: the engine chooses
-    logprobs: bool = False  # log p(token) of the model itself, before penalty, temperature and filters
+    logprobs: bool = False  # log p(token) of the model itself, before penalties, temperature and filters
+    top_logprobs: int = 0  # with `logprobs`: so many of the most likely tokens beside each, at most TOP
     stream: bool = False  # somebody reads its events as they come: the same tokens in short rounds
 
 
@@ -47,6 +54,7 @@ class Event:
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: str | None = None  # None: it goes on
+    top: tuple[Ranking, ...] = ()  # of each token, where they were asked for
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class Sample:
     text: str  # "" from an engine without a tokenizer
     finish: str  # "stop", "length" (max_tokens), "context" (the row is full) or "cancelled"
     stop: int | str | None = None  # the token or string that stopped it
+    top: tuple[Ranking, ...] = ()  # the most likely tokens at each of `ids`; () unless asked for
 
 
 @dataclass(frozen=True)

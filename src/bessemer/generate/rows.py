@@ -38,6 +38,7 @@ class Rows:
     count: Array  # (B,) new tokens so far
     live: Array  # (B,) bool
     seen: Array  # (B, V) bool: tokens of the row, for the repetition penalty
+    made: Array  # (B, V) int16: how often each was generated, for the presence and frequency penalties
     limit: Array  # (B,) new tokens allowed
     streams: Array  # (B, 2) uint32, see `row_keys`
     filters: Filters  # (B,)
@@ -60,6 +61,19 @@ class Output(NamedTuple):
     logprobs: Array  # (steps, B) float32: log p(token) of the model itself
     made: Array  # (B,)
     live: Array  # (B,)
+    top_ids: Array | None = (
+        None  # (steps, B, K) int32: the K most likely tokens of the model itself, if asked for
+    )
+    top_logprobs: Array | None = None  # (steps, B, K) float32, falling
+
+
+class Taken(NamedTuple):
+    """What a step made, or (with steps first) the buffers of a block; see `Output`."""
+
+    ids: Array
+    logprobs: Array
+    top_ids: Array | None = None
+    top_logprobs: Array | None = None
 
 
 def stop_table(stops: Sequence[Iterable[int]]) -> np.ndarray:
@@ -112,11 +126,17 @@ def begin_rows(vocab_size: int, cache: Any, prompts: Array, lengths: Array, aske
         count=jnp.zeros(rows, jnp.int32),
         live=asked.limit > 0,
         seen=jax.vmap(tokens_of)(jnp.where(real, prompts, vocab_size)),
+        made=no_tokens(rows, vocab_size),
         limit=asked.limit,
         streams=asked.streams,
         filters=asked.filters,
         stops=asked.stops,
     )
+
+
+def no_tokens(rows: int, vocab_size: int) -> Array:
+    """`Rows.made` of rows that have generated nothing. 16 bits: as large as logits in bfloat16, for any vocabulary."""
+    return jnp.zeros((rows, vocab_size), jnp.int16)
 
 
 def looks(steps: int, way: Way | None) -> int:
@@ -132,41 +152,61 @@ def decode_block(
     rows: Rows,
     way: Way | None = None,
     bound: Array | int | None = None,
+    top: int = 0,
 ) -> tuple[Rows, Output]:
     """Up to `steps` tokens for every live row; ends early when none is left, or after `bound`, a multiple of `looks`
-    that is known to the running program only."""
+    that is known to the running program only. `top`: how many of the most likely tokens of each step are noted."""
     params = in_use(model, params)
     size = rows.token.shape[0]
     before = rows.count
 
-    def goes_on(carry: tuple[Array, Rows, Array, Array]) -> Array:
+    def goes_on(carry: tuple[Array, Rows, Taken]) -> Array:
         return (carry[0] < (steps if bound is None else bound)) & jnp.any(carry[1].live)
 
-    def advance(_: int, carry: tuple[Array, Rows, Array, Array]) -> tuple[Array, Rows, Array, Array]:
-        step, rows, ids, logprobs = carry
+    def advance(_: int, carry: tuple[Array, Rows, Taken]) -> tuple[Array, Rows, Taken]:
+        step, rows, noted = carry
         logits, cache = forward(model, params, rows.token[:, None], rows.cache, rows.live.astype(jnp.int32))
-        rows, logprob = _take(pad_id, replace(rows, cache=cache), logits, way)
-        return step + 1, rows, ids.at[step].set(rows.token), logprobs.at[step].set(logprob)
+        rows, taken = _take(pad_id, replace(rows, cache=cache), logits, way, top)
+        return step + 1, rows, jax.tree.map(lambda buffer, new: buffer.at[step].set(new), noted, taken)
 
     some = functools.partial(jax.lax.fori_loop, 0, looks(steps, way), advance)
-    ids = jnp.full((steps, size), pad_id, jnp.int32)
-    start = (jnp.zeros((), jnp.int32), rows, ids, jnp.zeros((steps, size), jnp.float32))
-    _, rows, ids, logprobs = jax.lax.while_loop(goes_on, some, start)
-    return rows, Output(*map(everywhere, (ids, logprobs, rows.count - before, rows.live)))
+    noted = Taken(jnp.full((steps, size), pad_id, jnp.int32), jnp.zeros((steps, size), jnp.float32))
+    if top:
+        ranked = (steps, size, top)
+        noted = noted._replace(
+            top_ids=jnp.zeros(ranked, jnp.int32), top_logprobs=jnp.zeros(ranked, jnp.float32)
+        )
+    _, rows, noted = jax.lax.while_loop(goes_on, some, (jnp.zeros((), jnp.int32), rows, noted))
+    output = Output(
+        noted.ids, noted.logprobs, rows.count - before, rows.live, noted.top_ids, noted.top_logprobs
+    )
+    return rows, jax.tree.map(everywhere, output)
 
 
-def _take(pad_id: int, rows: Rows, logits: Array, way: Way | None) -> tuple[Rows, Array]:
-    """Choose a token for the live rows, and note which of them end with it. logits: (B, V) → rows, log p (B,)."""
-    chosen = choose(logits, row_keys(rows.streams, rows.count), rows.filters, rows.seen, way)
+def _take(pad_id: int, rows: Rows, logits: Array, way: Way | None, top: int) -> tuple[Rows, Taken]:
+    """Choose a token for the live rows, and note which of them end with it. logits: (B, V)."""
+    chosen = choose(logits, row_keys(rows.streams, rows.count), rows.filters, rows.seen, way, rows.made)
     token = jnp.where(rows.live, chosen, pad_id)
-    logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=-1)[:, 0]
+    scores = jax.nn.log_softmax(logits)
+    logprob = jnp.take_along_axis(scores, token[:, None], axis=-1)[:, 0]
     count, was_live = rows.count + rows.live, rows.live
     stopped = jnp.any(token[:, None] == rows.stops, axis=-1)
     live = was_live & ~stopped & (count < rows.limit)
-    seen = rows.seen
+    seen, made = rows.seen, rows.made
     if way is None or way >= Way.FILTERED:  # a row with a penalty never decodes otherwise
         seen = jax.vmap(lambda seen, token, live: seen.at[token].max(live))(seen, token, was_live)
-    return replace(rows, token=token, count=count, live=live, seen=seen), jnp.where(was_live, logprob, 0.0)
+        made = jax.vmap(_counted)(made, token, was_live)
+    taken = Taken(token, jnp.where(was_live, logprob, 0.0))
+    if top:
+        best, ids = jax.lax.top_k(scores, top)
+        taken = taken._replace(top_ids=ids.astype(jnp.int32), top_logprobs=best)
+    return replace(rows, token=token, count=count, live=live, seen=seen, made=made), taken
+
+
+def _counted(made: Array, token: Array, live: Array) -> Array:
+    """One more of `token`, up to what 16 bits hold. made: (V,)."""
+    more = live & (made[token] < jnp.iinfo(made.dtype).max)
+    return made.at[token].add(more.astype(made.dtype))
 
 
 def take_rows(tree: Any, index: Array) -> Any:

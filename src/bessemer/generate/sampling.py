@@ -1,8 +1,9 @@
-"""How the next token is chosen from its logits: greedy, or drawn, with filters; one random stream a row.
+"""How the next token is chosen from its logits: greedy, or drawn, with filters; one random stream per row.
 
-Everything is an array, one entry a row, so that one compiled program serves every mixture of settings. Tokens already
-in the row are penalised first; filters are then applied to the tempered distribution in this order: top-k by rank,
-top-p of what is left, min-p against the most likely token.
+Everything is an array, one entry per row, so that one compiled program serves every mixture of settings. Penalties come
+first: the repetition penalty on all tokens of the row, then presence and frequency on those that were generated.
+Filters are then applied to the tempered distribution in this order: top-k by rank, top-p of what is left, min-p against
+the most likely token.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class SamplingOptions:
     repetition_penalty: float = (
         1.0  # logits of tokens in the row: divided by it if above 0, else multiplied; 1 = off
     )
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens that were generated; 0 = off
+    frequency_penalty: float = 0.0  # subtracted once for each time the token was generated; 0 = off
 
     def __post_init__(self) -> None:
         seeds = [] if self.seed is None else [self.seed] if isinstance(self.seed, int) else list(self.seed)
@@ -48,6 +51,8 @@ class SamplingOptions:
             (0 <= self.min_p <= 1, "min-p is between 0 and 1", self.min_p),
             (all(0 <= seed < 2**32 for seed in seeds), "a seed is between 0 and 4294967295", self.seed),
             (math.isfinite(penalty) and penalty > 0, "repetition penalty is above 0", penalty),
+            (math.isfinite(self.presence_penalty), "presence penalty is a number", self.presence_penalty),
+            (math.isfinite(self.frequency_penalty), "frequency penalty is a number", self.frequency_penalty),
         ):
             if not holds:
                 raise InputError(f"{problem}; got {given}.")
@@ -67,7 +72,7 @@ class Way(IntEnum):
 
     GREEDY = 0
     DRAWN = 1  # noise
-    FILTERED = 2  # noise, the ranking of all tokens, and those seen
+    FILTERED = 2  # noise, the ranking of all tokens, and the penalties
 
 
 def way_of(options: Iterable[SamplingOptions]) -> Way | None:
@@ -83,7 +88,8 @@ def way_of(options: Iterable[SamplingOptions]) -> Way | None:
 def _way(sampling: SamplingOptions) -> Way:
     drawn = sampling.temperature > 0
     some = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    if (drawn and some) or sampling.repetition_penalty != 1:
+    penalties = (sampling.repetition_penalty - 1, sampling.presence_penalty, sampling.frequency_penalty)
+    if (drawn and some) or any(penalties):
         return Way.FILTERED
     return Way.DRAWN if drawn else Way.GREEDY
 
@@ -106,6 +112,8 @@ class Filters:
     top_p: Array | np.ndarray | np.float32
     min_p: Array | np.ndarray | np.float32
     repetition_penalty: Array | np.ndarray | np.float32
+    presence_penalty: Array | np.ndarray | np.float32
+    frequency_penalty: Array | np.ndarray | np.float32
 
     @classmethod
     def of(cls, sampling: SamplingOptions, vocab_size: int) -> Filters:
@@ -115,6 +123,8 @@ class Filters:
             top_p=np.float32(sampling.top_p),
             min_p=np.float32(sampling.min_p),
             repetition_penalty=np.float32(sampling.repetition_penalty),
+            presence_penalty=np.float32(sampling.presence_penalty),
+            frequency_penalty=np.float32(sampling.frequency_penalty),
         )
 
     @classmethod
@@ -129,18 +139,26 @@ class Filters:
 
 
 def choose(
-    logits: Array, keys: Array, filters: Filters, seen: Array | None = None, way: Way | None = None
+    logits: Array,
+    keys: Array,
+    filters: Filters,
+    seen: Array | None = None,
+    way: Way | None = None,
+    made: Array | None = None,
 ) -> Array:
     """The next token of each row: argmax of the scores, plus Gumbel noise where it is drawn.
 
-    logits: (B, V) float32, keys: (B,) → (B,) int32. `seen` (B, V) marks the tokens of the row, for the penalty. What no
-    row of the batch asks for is not computed (`way`: see `way_of`); what another row asks for changes nothing.
+    logits: (B, V) float32, keys: (B,) → (B,) int32. For the penalties, `seen` (B, V) marks the tokens of the row and
+    `made` (B, V) counts those that were generated. What no row of the batch asks for is not computed (`way`: see
+    `way_of`); what another row asks for changes nothing.
     """
     filters = filters.columns(logits.shape[0])
     drawn = jnp.asarray(filters.temperature) > 0  # (B, 1)
     special = drawn & ~((filters.top_k >= logits.shape[-1]) & (filters.top_p >= 1) & (filters.min_p <= 0))
     if seen is not None:
         special |= filters.repetition_penalty != 1
+    if made is not None:
+        special |= (filters.presence_penalty != 0) | (filters.frequency_penalty != 0)
 
     def temper(logits: Array) -> Array:
         # the most likely at 0: the smallest temperature overflows to -inf elsewhere, never to inf − inf
@@ -148,7 +166,7 @@ def choose(
         return jnp.where(drawn, shifted / jnp.where(drawn, filters.temperature, 1), logits)
 
     def filtered() -> Array:
-        return keep(temper(logits if seen is None else penalise(logits, seen, filters)), filters)
+        return keep(temper(penalise(logits, seen, made, filters)), filters)
 
     def noisy() -> Array:
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
@@ -164,10 +182,20 @@ def choose(
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 
-def penalise(logits: Array, seen: Array, filters: Filters) -> Array:
-    """Logits with those of tokens already in the row lowered (CTRL, arXiv 1909.05858). logits, seen: (B, V)."""
-    penalty = filters.columns(logits.shape[0]).repetition_penalty
-    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+def penalise(logits: Array, seen: Array | None, made: Array | None, filters: Filters) -> Array:
+    """Logits with those of tokens already in the row lowered. logits, seen, made: (B, V).
+
+    Repetition, r: logit / r if it is above 0, else logit · r, where seen (CTRL, arXiv 1909.05858). Presence, p, and
+    frequency, f, as in OpenAI's protocol: logit − p · [made > 0] − f · made.
+    """
+    filters = filters.columns(logits.shape[0])
+    if seen is not None:
+        penalty = filters.repetition_penalty
+        logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    if made is not None:
+        lowered = filters.presence_penalty + filters.frequency_penalty * made
+        logits = jnp.where(made > 0, logits - lowered, logits)
+    return logits
 
 
 def keep(logits: Array, filters: Filters) -> Array:

@@ -24,6 +24,7 @@ from bessemer.generate.rows import (
     begin_rows,
     decode_block,
     forward,
+    no_tokens,
     put_rows,
     take_rows,
 )
@@ -91,10 +92,10 @@ class Slots:
         return size
 
     def decode(
-        self, params: Any, active: Sequence[int], length: int, way: Way | None, steps: int
+        self, params: Any, active: Sequence[int], length: int, way: Way | None, steps: int, top: int = 0
     ) -> tuple[Output, Sequence[int]]:
         """(output, the column of each of the `active` slots) after `steps` of the block's, see `looks`; no row has more
-        than `length` tokens then. `way`: of choosing them.
+        than `length` tokens then. `way`: of choosing them; `top`: see `decode_block`.
 
         Few rows, or short ones, are taken out of the slots for the block and put back: a step's cost follows what it
         reads. On a mesh all rows take part: they stay on their devices.
@@ -112,7 +113,7 @@ class Slots:
         mask = np.zeros(self.count, bool)
         mask[list(active)] = True
         bound = np.int32(steps)  # an argument like the others: rounds of any length are one program
-        self.rows, output = self._decode(params, self.rows, mask, index, bound, reach=reach, way=way)
+        self.rows, output = self._decode(params, self.rows, mask, index, bound, reach=reach, way=way, top=top)
         return output, columns
 
     def _ready(self, params: Any) -> Rows:
@@ -126,7 +127,7 @@ class Slots:
             admit, decode = self._programs
             self._admit = _program(admit, "prefill", ("width", "reuse"), places)
             out = (places, None) if meshed else None
-            self._decode = _program(decode, "decoding", ("reach", "way"), out)
+            self._decode = _program(decode, "decoding", ("reach", "way", "top"), out)
         return rows
 
 
@@ -147,6 +148,7 @@ def _empty_rows(model: Any, count: int, capacity: int, params: Any) -> Rows:
         count=nothing,
         live=jnp.zeros((count,), bool),
         seen=jnp.zeros((count, model.vocab_size), bool),
+        made=no_tokens(count, model.vocab_size),
         limit=nothing,
         streams=jnp.zeros((count, 2), jnp.uint32),
         filters=jax.tree.map(jnp.asarray, Filters.rows([SamplingOptions()] * count, model.vocab_size)),
@@ -187,6 +189,7 @@ def _decode(
     *,
     reach: int,
     way: Way | None,
+    top: int = 0,
 ) -> tuple[Rows, Output]:
     """A block of steps, at most `bound`, for the slots of `mask` (S,), which are those of `index` (R,) if given."""
     rows = replace(rows, live=rows.live & mask)
@@ -195,12 +198,12 @@ def _decode(
     size = part.token.shape[0]
     shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(size, reach)))]
     if index is None and shapes == [leaf.shape for leaf in whole]:
-        return decode_block(model, pad_id, steps, params, rows, way, bound)
+        return decode_block(model, pad_id, steps, params, rows, way, bound, top)
     some = [_beginning(leaf, shape, index) for leaf, shape in zip(whole, shapes, strict=True)]
     part = replace(part, cache=jax.tree.unflatten(jax.tree.structure(rows.cache), some))
     if index is not None:
         part = replace(part, live=part.live & (index < rows.live.shape[0]))
-    part, output = decode_block(model, pad_id, steps, params, part, way, bound)
+    part, output = decode_block(model, pad_id, steps, params, part, way, bound, top)
     return put_rows(rows, part, index), output
 
 

@@ -1,4 +1,4 @@
-"""The endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
+"""The endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, and / for people."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from bessemer.serve.ask import Ask
 from bessemer.serve.body import parse
 from bessemer.serve.errors import ApiError, refusal
 from bessemer.serve.net import read_body, refuse_other_names, refuse_without_token
+from bessemer.serve.page import usage_page
 from bessemer.serve.replies import Reply
 from bessemer.serve.service import Service
 
 LAST_SECONDS = 5  # beyond the request's time, for a slow reader to take what is there
-OPEN = ("/health",)  # no token: whoever restarts servers asks here
+OPEN = ("/", "/health")  # no token: how to use the server, and what whoever restarts servers asks
 
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
@@ -49,6 +50,10 @@ def make_app(service: Service) -> Starlette:
         document = {"status": state, "model": service.model, "step": service.step}
         return JSONResponse(document, 200 if service.failure is None else 503)
 
+    async def usage(request: Request) -> Response:
+        known = service.token is None  # the page is open to all, the model's name is not
+        return usage_page(request, service.model if known else None, service.step if known else None)
+
     async def metrics(request: Request) -> Response:
         text = service.metrics.render(service.engine)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
@@ -57,6 +62,7 @@ def make_app(service: Service) -> Starlette:
         return Route(path, _guarded(service, path, endpoint), methods=[method])
 
     routes = [
+        route("/", usage),
         route("/v1/chat/completions", chat, "POST"),
         route("/v1/completions", completions, "POST"),
         route("/v1/models", models),
@@ -214,7 +220,7 @@ async def _plain_error(request: Request, error: Exception) -> Response:
     message = f"{request.method} {request.url.path[:100]}: {error.detail}."
     if error.status_code == 404:
         message += (
-            " Programs talk here, to /v1/chat/completions or /v1/completions; for a page: bessemer dash"
+            " Programs talk to /v1/chat/completions and /v1/completions, see GET /. For a page: bessemer dash"
         )
     return JSONResponse(ApiError(error.status_code, message).document(), error.status_code, error.headers)
 

@@ -8,14 +8,17 @@ from typing import Any
 
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.generate import Request, SamplingOptions
+from bessemer.generate.request import TOP
 from bessemer.serve.body import Fields, kind, text
 from bessemer.serve.conversation import ROLES, Template
 from bessemer.serve.errors import wrong
+from bessemer.serve.tools import message_fields, refuse_response_format, tools_of
 
 SAMPLES = 128  # most of n
 PROMPTS = 128  # most in one body
 STOPS = 8
 SEEDS = 2**32
+RANKED, RANKED_IN_CHAT = 5, TOP  # most likely tokens that may be asked for beside each
 COMPLETION_TOKENS = 16  # of /v1/completions when max_tokens is not given, as the protocol has it
 
 
@@ -30,6 +33,7 @@ class Options:
     seed: int | None
     stop: tuple[str, ...]
     logprobs: bool
+    top_logprobs: int
     stream: bool
     usage: bool  # a last chunk with the counts, when streaming
 
@@ -56,6 +60,7 @@ class Ask:
                 stop_strings=options.stop,
                 seed=None if options.seed is None else (options.seed + number) % SEEDS,
                 logprobs=options.logprobs,
+                top_logprobs=options.top_logprobs,
                 stream=options.stream,
             )
             for number, ids in enumerate(self.prompts)
@@ -103,11 +108,9 @@ def completion_ask(tree: dict[str, Any], tokenizer: Tokenizer, room: Room) -> As
     fields = Fields(tree)
     prompt = fields.take("prompt")
     echo = fields.flag("echo")
-    alternatives = fields.integer("logprobs", None, 0, 5)
-    if alternatives:
-        raise wrong("logprobs", "the chosen tokens' log-probabilities only: 'logprobs' is 0 or not given.")
+    ranked = fields.integer("logprobs", None, 0, RANKED)
     most = fields.integer("max_tokens", COMPLETION_TOKENS, 1, 2**31 - 1)
-    options = _options(fields, most, alternatives is not None)
+    options = _options(fields, most, ranked)
     fields.finish()
     if echo and options.logprobs:
         raise wrong("echo", "'echo' with 'logprobs' is not supported: the prompt's are not computed.")
@@ -159,46 +162,64 @@ def _shown(ids: Sequence[int], tokenizer: Tokenizer) -> str:
 def chat_ask(tree: dict[str, Any], template: Template, room: Room) -> Ask:
     """Body of /v1/chat/completions."""
     fields = Fields(tree)
-    messages = _messages(fields.take("messages"))
-    logprobs = fields.flag("logprobs")
+    messages = _messages(fields.take("messages"), template.takes_tools)
+    ranked = _ranked(fields)
+    tools = tools_of(fields, template)
+    refuse_response_format(fields)
     given = [fields.integer(name, None, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
-    options = _options(fields, next((most for most in given if most is not None), None), logprobs, template)
+    options = _options(fields, next((most for most in given if most is not None), None), ranked, template)
     fields.finish()
-    room.check_text("".join(message["content"] for message in messages), template.tokenizer)
-    return room.check(Ask(options, [template.prompt(messages)], [""], template.stop_ids))
+    room.check_text(
+        "".join(map(str, (*(message["content"] for message in messages), *tools))), template.tokenizer
+    )
+    return room.check(Ask(options, [template.prompt(messages, tools)], [""], template.stop_ids))
 
 
-def _messages(given: Any) -> list[dict[str, str]]:
+def _ranked(fields: Fields) -> int | None:
+    """How many tokens are ranked beside each log-probability; None: no log-probabilities."""
+    logprobs = fields.flag("logprobs")
+    ranked = fields.integer("top_logprobs", None, 0, RANKED_IN_CHAT)
+    if ranked and not logprobs:
+        raise wrong("top_logprobs", "'top_logprobs' is given together with \"logprobs\": true.")
+    return (ranked or 0) if logprobs else None
+
+
+def _messages(given: Any, tools: bool) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
-        problem = "is missing" if given is None else "is to be an array of at least one message"
+        problem = "is missing" if given is None else "must be an array of at least one message"
         raise wrong("messages", f"'messages' {problem}.")
-    return [_message(item, f"messages[{number}]") for number, item in enumerate(given)]
+    return [_message(item, f"messages[{number}]", tools) for number, item in enumerate(given)]
 
 
-def _message(item: Any, where: str) -> dict[str, str]:
+def _message(item: Any, where: str, tools: bool) -> dict[str, Any]:
+    """A message as templates take it. `tools`: the template knows calls and what came of them."""
     if not isinstance(item, dict):
-        raise wrong(where, f"'{where}' is to be an object with role and content, not {kind(item)}.")
+        raise wrong(where, f"'{where}' must be an object with role and content, not {kind(item)}.")
     role = "system" if item.get("role") == "developer" else item.get("role")
-    if role not in ROLES:
-        raise wrong(f"{where}.role", f"'{where}.role' is one of {', '.join(ROLES)}.")
-    more = [
-        name for name, value in item.items() if name not in ("role", "content") and value not in (None, [])
-    ]
-    if more:
-        raise wrong(
-            f"{where}.{more[0][:60]}", f"'{where}' has a field that is not supported: '{more[0][:60]}'."
-        )
+    roles = (*ROLES, "tool") if tools else ROLES
+    if not isinstance(role, str) or role not in roles:
+        raise wrong(f"{where}.role", f"'{where}.role' is one of {', '.join(roles)}.")
+    beside = message_fields(item, role, where) if tools else {}
+    for name, value in item.items():
+        if name not in ("role", "content", *beside) and value not in (None, []):
+            raise wrong(
+                f"{where}.{name[:60]}", f"'{where}' has a field that is not supported: '{name[:60]}'."
+            )
     content = item.get("content")
+    if content is None and "tool_calls" in beside:
+        content = ""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text":
-            raise wrong(
-                f"{where}.content", f"'{where}.content' is to be a string, or an array of text parts."
-            )
-    return {"role": role, "content": "".join(text(part.get("text"), f"{where}.content") for part in parts)}
+            raise wrong(f"{where}.content", f"'{where}.content' must be a string, or an array of text parts.")
+    said = "".join(text(part.get("text"), f"{where}.content") for part in parts)
+    return {"role": role, "content": said, **beside}
 
 
-def _options(fields: Fields, most: int | None, logprobs: bool, template: Template | None = None) -> Options:
+def _options(
+    fields: Fields, most: int | None, ranked: int | None, template: Template | None = None
+) -> Options:
+    """`ranked`: how many tokens are ranked beside each log-probability; None: no log-probabilities."""
     model = fields.take("model")
     stream = fields.flag("stream")
     about = fields.take("stream_options")
@@ -214,6 +235,8 @@ def _options(fields: Fields, most: int | None, logprobs: bool, template: Templat
         top_k=fields.integer("top_k", 0, 0, 2**31 - 1) or 0,
         min_p=fields.number("min_p", 0.0, 0, 1),
         repetition_penalty=fields.number("repetition_penalty", 1.0, 0.01, 100),
+        presence_penalty=fields.number("presence_penalty", 0.0, -2, 2),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, -2, 2),
     )
     stop = fields.strings("stop", STOPS)
     return Options(
@@ -223,7 +246,8 @@ def _options(fields: Fields, most: int | None, logprobs: bool, template: Templat
         sampling=sampling,
         seed=fields.integer("seed", None, 0, SEEDS - 1),
         stop=tuple(dict.fromkeys((*stop, *(template.stop_strings if template else ())))),
-        logprobs=logprobs,
+        logprobs=ranked is not None,
+        top_logprobs=ranked or 0,
         stream=stream,
         usage=usage,
     )

@@ -8,14 +8,12 @@ import math
 from typing import Any, NoReturn
 
 from bessemer.errors import nearest
-from bessemer.serve.errors import wrong
+from bessemer.serve.errors import ApiError, wrong
 
 # Fields that say who asks, not what is written.
 ABOUT_THE_CALLER = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 # Fields of the protocol that this server has not, with the values at which they ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
     "tools": ([],),
@@ -37,7 +35,7 @@ def parse(data: bytes) -> dict[str, Any]:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise wrong(None, f"the body is not JSON: {reason}.", "invalid_json") from None
     if not isinstance(tree, dict):
-        raise wrong(None, f"the body is to be a JSON object, not {kind(tree)}.", "invalid_json")
+        raise wrong(None, f"the body must be a JSON object, not {kind(tree)}.", "invalid_json")
     return tree
 
 
@@ -54,12 +52,17 @@ def kind(value: Any) -> str:
 def text(value: Any, param: str) -> str:
     """A string that can be written as UTF-8 (half a surrogate pair cannot)."""
     if not isinstance(value, str):
-        raise wrong(param, f"'{param}' is to be a string, not {kind(value)}.")
+        raise wrong(param, f"'{param}' must be a string, not {kind(value)}.")
     try:
         value.encode()
     except UnicodeEncodeError:
         raise wrong(param, f"'{param}' holds half a surrogate pair, which is no character.") from None
     return value
+
+
+def unsupported(name: str, remedy: str) -> ApiError:
+    """400: a field of the protocol that this server has not."""
+    return wrong(name, f"'{name}' is not supported by this server. {remedy}", "unsupported_parameter")
 
 
 class Fields:
@@ -76,7 +79,7 @@ class Fields:
     def flag(self, name: str) -> bool:
         value = self.take(name, False)
         if not isinstance(value, bool):
-            raise wrong(name, f"'{name}' is to be true or false, not {kind(value)}.")
+            raise wrong(name, f"'{name}' must be true or false, not {kind(value)}.")
         return value
 
     def integer(self, name: str, default: int | None, low: int, high: int) -> int | None:
@@ -84,7 +87,7 @@ class Fields:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int):
-            raise wrong(name, f"'{name}' is to be an integer, not {kind(value)}.")
+            raise wrong(name, f"'{name}' must be an integer, not {kind(value)}.")
         if not low <= value <= high:
             raise wrong(name, f"'{name}' is between {low} and {high}; got {_short(value)}.")
         return value
@@ -92,7 +95,7 @@ class Fields:
     def number(self, name: str, default: float, low: float, high: float) -> float:
         value = self.take(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise wrong(name, f"'{name}' is to be a number, not {kind(value)}.")
+            raise wrong(name, f"'{name}' must be a number, not {kind(value)}.")
         if not (low <= value <= high and math.isfinite(value)):
             raise wrong(name, f"'{name}' is between {low:g} and {high:g}; got {_short(value)}.")
         return float(value)
@@ -114,7 +117,7 @@ class Fields:
             if name in ABOUT_THE_CALLER or (name in NEUTRAL and value in NEUTRAL[name]):
                 continue
             if name in NEUTRAL:
-                raise wrong(name, f"'{name}' is not supported by this server.", "unsupported_parameter")
+                raise unsupported(name, "Leave it out.")
             close = nearest(name, self._known)
             hint = f" Did you mean '{close}'?" if close else ""
             raise wrong(name[:60], f"unknown field '{name[:60]}'.{hint}", "unknown_parameter")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from bessemer.data.chat import TURN_TOKENS, can_chat, render, stop_ids
 from bessemer.data.tokenizer import Tokenizer
@@ -20,7 +20,8 @@ ROLES = ("system", "user", "assistant")
 TEMPLATES = ("auto", "chat", "plain")
 ON_DOCUMENTS = ("pretrain", "kl")  # objectives that train on text without turns
 
-Message = Mapping[str, str]  # role, content
+Message = Mapping[str, Any]  # role, content; of a template that takes tools also tool_calls and the like
+Tool = Mapping[str, Any]
 
 
 class Exchange(NamedTuple):
@@ -43,8 +44,13 @@ class Template(ABC):
     def stop_ids(self) -> tuple[int, ...]:
         return ()
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether descriptions of tools have a place in it."""
+        return False
+
     @abstractmethod
-    def prompt(self, messages: Sequence[Message]) -> list[int]: ...
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]: ...
 
     @abstractmethod
     def beginning(self, system: str | None) -> list[int]: ...
@@ -72,8 +78,8 @@ class Turns(Template):
     def stop_ids(self) -> tuple[int, ...]:
         return stop_ids(self.tokenizer)
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        return render(messages, self.tokenizer, generation_prompt=True)
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+        return render(messages, self.tokenizer, generation_prompt=True, tools=tools)
 
     def beginning(self, system: str | None) -> list[int]:
         messages = [] if system is None else [{"role": "system", "content": system}]
@@ -92,6 +98,11 @@ class Turns(Template):
 class Foreign(Turns):
     """The tokenizer's own chat template. It may write the first turn differently from the others (a system message
     inside the first question, say), so a conversation is written anew as a whole each time."""
+
+    @property
+    def takes_tools(self) -> bool:
+        template = self.tokenizer.chat_template
+        return template is not None and template.takes_tools
 
     def beginning(self, system: str | None) -> list[int]:
         return []  # known only together with the first question
@@ -116,7 +127,7 @@ class Transcript(Template):
     name = "plain"
     stop_strings = ("\nUser:",)
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         lines = [
             message["content"]
             if message["role"] == "system"

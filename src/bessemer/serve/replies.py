@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.generate import Event
+from bessemer.generate.request import Ranking
 
+IMPOSSIBLE = -9999.0
 # "context": the row is full. Nothing else is left to say in the protocol's words.
 FINISH = {"stop": "stop", "length": "length", "context": "length"}
 
@@ -25,6 +28,11 @@ class Choice:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: str | None = None
+    top: list[Ranking] = field(default_factory=list)  # the most likely tokens at each place, where asked for
+
+    def places(self) -> Iterator[tuple[int, float, Ranking]]:
+        """(token, log p, the most likely ones) of each token that has text."""
+        yield from zip_longest(self.ids[: len(self.logprobs)], self.logprobs, self.top, fillvalue=())
 
 
 class Reply(ABC):
@@ -53,13 +61,14 @@ class Reply(ABC):
         shown = len(event.logprobs)
         if event.finish == "stop" and event.ids and event.ids[-1] in self.end_ids:
             shown = min(shown, len(event.ids) - 1)
-        ids, logprobs = list(event.ids), list(event.logprobs[:shown])
+        ids, logprobs, top = list(event.ids), list(event.logprobs[:shown]), list(event.top[:shown])
         choice = self.choices[index]
         choice.text.append(event.text)
         choice.ids += ids
         choice.logprobs += logprobs
+        choice.top += top
         choice.finish = finish
-        return Choice(index, [event.text], ids, logprobs, finish)
+        return Choice(index, [event.text], ids, logprobs, finish, top)
 
     def usage(self, prompt_tokens: int) -> dict[str, int]:
         made = sum(len(choice.ids) for choice in self.choices)
@@ -91,6 +100,11 @@ class Reply(ABC):
     def token(self, token_id: int) -> str:
         return self.tokenizer.decode([token_id])
 
+    @staticmethod
+    def score(logprob: float) -> float:
+        """A log-probability as JSON can hold it: what is impossible is -9999, as in the protocol."""
+        return max(logprob, IMPOSSIBLE)
+
 
 class CompletionReply(Reply):
     """/v1/completions: a choice is a text."""
@@ -113,13 +127,20 @@ class CompletionReply(Reply):
         return self.message(new, logprobs)
 
     def _table(self, choice: Choice) -> dict[str, Any]:
-        tokens = [self.token(token_id) for token_id in choice.ids[: len(choice.logprobs)]]
+        places = list(choice.places())
         return {
-            "tokens": tokens,
-            "token_logprobs": choice.logprobs,
-            "top_logprobs": None,
+            "tokens": [self.token(token_id) for token_id, _, _ in places],
+            "token_logprobs": [self.score(logprob) for _, logprob, _ in places],
+            "top_logprobs": [self._most_likely(*place) for place in places] if choice.top else None,
             "text_offset": None,
         }
+
+    def _most_likely(self, token_id: int, logprob: float, ranking: Ranking) -> dict[str, float]:
+        """By text; the token that was chosen is always among them. Of tokens with one text the likeliest counts."""
+        found: dict[str, float] = {}
+        for other, score in (*ranking, (token_id, logprob)):
+            found.setdefault(self.token(other), self.score(score))
+        return found
 
 
 class ChatReply(Reply):
@@ -152,11 +173,15 @@ class ChatReply(Reply):
         }
 
     def _table(self, choice: Choice) -> dict[str, Any]:
-        rows = []
-        for token_id, logprob in zip(choice.ids, choice.logprobs, strict=False):
-            token = self.token(token_id)
-            rows.append({"token": token, "logprob": logprob, "bytes": self._bytes(token), "top_logprobs": []})
+        rows = [
+            {**self._entry(token_id, logprob), "top_logprobs": [self._entry(*pair) for pair in ranking]}
+            for token_id, logprob, ranking in choice.places()
+        ]
         return {"content": rows, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        token = self.token(token_id)
+        return {"token": token, "logprob": self.score(logprob), "bytes": self._bytes(token)}
 
     @staticmethod
     def _bytes(token: str) -> list[int] | None:
