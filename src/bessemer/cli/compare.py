@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from bessemer.errors import InputError
+
+if TYPE_CHECKING:
+    from bessemer.report.summary import Summary
 
 
 @click.command("compare")
@@ -19,13 +24,21 @@ from bessemer.errors import InputError
     show_default=True,
     help="What the curves are drawn against.",
 )
+@click.option("--common", is_flag=True, help="Also measure all models on the same held-out text.")
+@click.option("--limit", type=click.IntRange(min=1), help="With --common: held-out sequences at most.")
 @click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
-def command(runs: tuple[str, ...], out: str, against: str, root: str) -> None:
+def command(
+    runs: tuple[str, ...], out: str, against: str, common: bool, limit: int | None, root: str
+) -> None:
     """Print the final numbers of runs and the settings that differ; draw their curves in one picture.
+
+    Runs that were judged on different held-out sets cannot be ranked by their bits per byte. --common measures the
+    newest checkpoint of each on the held-out text of every run.
 
     \b
     Examples:
       bessemer compare runs/one runs/two
+      bessemer compare runs/one runs/two --common
       bessemer compare one two three --out curves.png --against flops
     """
     from bessemer.job import find_run
@@ -35,8 +48,45 @@ def command(runs: tuple[str, ...], out: str, against: str, root: str) -> None:
 
     if len(runs) < 2:
         raise InputError("compare needs at least two runs.")
+    if limit is not None and not common:
+        raise InputError("--limit belongs to --common.")
     summaries = [summarise(find_run(run, root)) for run in runs]
     click.echo(comparison(summaries))
+    if common:
+        click.echo(f"\n{on_common_text(summaries, labels_of(summaries), limit)}")
     path = Path(out) / "compare.png" if Path(out).is_dir() else Path(out)
     drawn = write_overlay(summaries, labels_of(summaries), path, against)
     click.echo(f"\ncurves: {drawn}" if drawn else "\nno curves: none of the runs has metrics yet.")
+
+
+def on_common_text(summaries: Sequence[Summary], labels: Sequence[str], limit: int | None) -> str:
+    """Bits per byte of every model on the held-out text of every run; runs with the same set share a row."""
+    from bessemer.evaluate.common import held_out_documents, measure_on
+    from bessemer.generate import load_model
+    from bessemer.report.table import counted, size, table, with_error
+    from bessemer.training.cache import keep_compiled_programs
+
+    keep_compiled_programs(None)
+    models = [load_model(summary.run) for summary in summaries]
+    texts: dict[tuple[str, ...], list[str]] = {}
+    for label, loaded in zip(labels, models, strict=True):
+        for note in loaded.notes:
+            click.echo(f"note: {label}: {note}", err=True)
+        texts.setdefault(tuple(held_out_documents(loaded, limit)), []).append(label)
+    rows, remarks = [], []
+    for documents, owners in texts.items():
+        measured = [measure_on(loaded, documents) for loaded in models]
+        rows.append((" and ".join(owners), *(with_error(one.bpb, one.error) for one in measured)))
+        best = min(range(len(models)), key=lambda place: measured[place].bpb)
+        total = size(sum(len(text.encode()) for text in documents))
+        remarks.append(f"Held out by {' and '.join(owners)}: {counted(len(documents), 'document')}, {total}.")
+        for place, one in enumerate(measured):
+            if place != best:
+                gap, error = one.above(measured[best])
+                paired = f" ± {error:.4f}, paired by document" if error is not None else ""
+                remarks.append(f"  {labels[place]} is {gap:.4f} above {labels[best]}{paired}.")
+    head = "bits per byte of text held out by"
+    lines = [table((head, *labels), rows), *remarks]
+    if len(texts) > 1:
+        lines.append("A run may have trained on text that another one holds out; that favors it there.")
+    return "\n".join(lines)

@@ -72,12 +72,18 @@ def command(
     show(results)
 
 
+def _value(result: dict[str, Any]) -> str:
+    from bessemer.report.table import with_error
+
+    return with_error(result["value"], result.get("standard_error"))
+
+
 def show(results: dict[str, dict[str, Any]]) -> None:
     """A line a task, and the parts of those that have parts."""
     from bessemer.report.table import number, table
 
     rows = [
-        (task, result["metric"], f"{result['value']:.4f}", f"{result['seconds']:.1f} s")
+        (task, result["metric"], _value(result), f"{result['seconds']:.1f} s")
         for task, result in results.items()
     ]
     click.echo(table(("task", "metric", "value", "time"), rows, width=80))

@@ -74,6 +74,7 @@ HIDDEN = (
     "time/eta",
     "lrm",
     "min_val_bpb",
+    "val_bpb_se",
 )
 """Not drawn by themselves: they grow with the step, or say the same as another chart."""
 

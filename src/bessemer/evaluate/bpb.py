@@ -6,7 +6,7 @@ bits per byte = Σ nats / (ln 2 · Σ bytes)      over targets that stand for by
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ def bpb(loaded: LoadedModel, *, limit: int | None = None, batch_size: int | None
     return {
         "metric": "bits per byte",
         "value": totals["nats"] / (math.log(2) * totals["bytes"]),
+        "standard_error": standard_error(totals),
         "loss": totals["loss"] / totals["weight"],
         "perplexity": math.exp(totals["loss"] / totals["weight"]),
         "sequences": len(rows),
@@ -43,7 +44,7 @@ def bpb(loaded: LoadedModel, *, limit: int | None = None, batch_size: int | None
 
 
 def measure(loaded: LoadedModel, rows: Validation, batch_size: int | None = None) -> dict[str, float]:
-    """Σ loss and Σ weight of all targets, Σ nats and Σ bytes of those with bytes.
+    """Σ loss and Σ weight of all targets, Σ nats and Σ bytes of those with bytes, and what their error is made of.
 
     The device gives sums of single rows, which are added exactly on the host: batching does not matter.
     """
@@ -56,9 +57,24 @@ def measure(loaded: LoadedModel, rows: Validation, batch_size: int | None = None
             found.append(run(loaded.params, batch))
             progress.tick(min(number * size, len(rows)), len(rows))
         table = np.concatenate(loaded.fetch(found), axis=1)
-    return {
-        name: math.fsum(row) for name, row in zip(("loss", "weight", "nats", "bytes"), table, strict=True)
-    }
+    nats, size = table[2].astype(np.float64), table[3].astype(np.float64)
+    sums = {"nats_nats": nats * nats, "nats_bytes": nats * size, "bytes_bytes": size * size, "rows": size > 0}
+    named = zip(("loss", "weight", "nats", "bytes"), table, strict=True)
+    return {name: math.fsum(row) for name, row in (*named, *sums.items())}
+
+
+def standard_error(sums: Mapping[str, float]) -> float | None:
+    """Standard error of bits per byte over sequences, from sums of each one's nats and bytes; None for fewer than two.
+
+    With R = Σ nats / Σ bytes it is √(n / (n − 1) · Σ (nats − R · bytes)²) / (ln 2 · Σ bytes): the error of a ratio of
+    sums. Sequences count as independent, so text from few documents has a larger error than this.
+    """
+    rows, size = sums.get("rows", 0), sums.get("bytes", 0)
+    if rows < 2 or not size:
+        return None
+    ratio = sums["nats"] / size
+    squares = sums["nats_nats"] - 2 * ratio * sums["nats_bytes"] + ratio**2 * sums["bytes_bytes"]
+    return math.sqrt(max(0.0, squares) * rows / (rows - 1)) / (math.log(2) * size)
 
 
 def _compiled(loaded: LoadedModel) -> Any:

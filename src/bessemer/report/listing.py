@@ -9,8 +9,9 @@ from typing import Any
 from bessemer.job import RunDirectory
 from bessemer.job.directory import list_runs
 from bessemer.job.lock import STALE_SECONDS
+from bessemer.report.held_out import held_out_remarks
 from bessemer.report.summary import REFUSED, Row, Summary, disk_size, summarise
-from bessemer.report.table import NOTHING, compact, duration, number, size, table
+from bessemer.report.table import NOTHING, compact, duration, number, size, table, with_error
 from bessemer.report.words import show
 
 
@@ -83,7 +84,7 @@ def comparison(summaries: Sequence[Summary]) -> str:
     """Final numbers, and the settings in which the runs differ, one column a run."""
     labels = labels_of(summaries)
     rows = [(title, *(cell(summary) for summary in summaries)) for title, cell in _NUMBERS]
-    lines = [table(("", *labels), rows), ""]
+    lines = [table(("", *labels), rows), *held_out_remarks(summaries, labels), ""]
     different = differing_settings(summaries)
     if not different:
         return "\n".join([*lines, "The settings are the same."])
@@ -131,7 +132,7 @@ _NUMBERS = (
     ("step", lambda s: _progress(s.step, s.total_steps)),
     ("training loss, smoothed", lambda s: number(s.last("loss_smooth"))),
     ("validation loss", lambda s: number(s.last("val_loss"))),
-    ("bits per byte", lambda s: number(s.last("val_bpb"))),
+    ("bits per byte", lambda s: with_error(s.last("val_bpb"), s.last("val_bpb_se"))),
     ("lowest bits per byte", _least_bpb),
     ("parameters", _parameters),
     ("tokens", lambda s: compact(s.last("tokens"))),

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.job import RunDirectory, atomic_write
+from bessemer.report.held_out import too_small
 from bessemer.report.machine import machine, peak_memory, utilisation
 from bessemer.report.phases import has_phases, write_phases_report
 from bessemer.report.plots import write_plots
 from bessemer.report.summary import Row, Summary, is_number, summarise
-from bessemer.report.table import markdown_table
+from bessemer.report.table import markdown_table, with_error
 from bessemer.report.words import (
     MISSING,
     clock,
@@ -69,7 +70,10 @@ def _headline(summary: Summary) -> list[str]:
     final, best = summary.last("val_bpb"), summary.best("val_bpb")
     if best is not None and is_number(final):
         lowest = f"lowest {best[0]:.4f} at step {best[1]}"
-        lines.append(f"**{final:.4f} bits per byte** on held-out text after {done} ({lowest}).")
+        final_words = with_error(final, summary.last("val_bpb_se"))
+        lines.append(f"**{final_words} bits per byte** on held-out text after {done} ({lowest}).")
+        small = too_small(summary.held_out, summary.last("val_bpb_se"))
+        lines += [f"Warning: {small}."] if small else []
     elif is_number(reward := summary.last("val_reward")):
         first = next(row["val_reward"] for row in summary.rows_with("val_reward"))
         lines.append(
@@ -95,6 +99,11 @@ def _trained(facts: Mapping[str, Any], parameters: Any) -> list[tuple[str, str]]
     return [] if trained is None or trained == parameters else [("trained parameters", count(trained))]
 
 
+def _final_bpb(summary: Summary) -> str:
+    final = summary.last("val_bpb")
+    return MISSING if final is None else with_error(final, summary.last("val_bpb_se"))
+
+
 def _numbers(summary: Summary) -> list[str]:
     facts, best = summary.facts, summary.best("val_bpb")
     tokens = summary.last("tokens") or facts.get("tokens")
@@ -104,7 +113,7 @@ def _numbers(summary: Summary) -> list[str]:
     unit = ", nats per token" if summary.loss_per_token else ""
     rows = [
         *([] if rewards is None else [("final reward on held-out prompts", decimal(rewards))]),
-        ("final bits per byte", decimal(summary.last("val_bpb"))),
+        ("final bits per byte (± standard error)", _final_bpb(summary)),
         ("minimum bits per byte", MISSING if best is None else f"{best[0]:.4f} (step {best[1]})"),
         (f"final validation loss{unit}", decimal(summary.last("val_loss"))),
         (f"final training loss, smoothed{unit}", decimal(summary.last("loss_smooth"))),

@@ -97,6 +97,12 @@ class Summary:
         """Rows in which `name` is a number."""
         return [row for row in self.rows if is_number(row.get(name))]
 
+    @property
+    def held_out(self) -> Row:
+        """Fingerprint and size of the validation set, as the run recorded them."""
+        found = self.facts.get("validation")
+        return dict(found) if isinstance(found, Mapping) else {}
+
     def baselines(self) -> dict[str, float]:
         """Bits per byte of compressors on the validation text, where they were measured."""
         found = self.facts.get("baselines")

@@ -13,6 +13,12 @@ def number(value: Any, digits: int = 4) -> str:
     return f"{value:.{digits}f}" if _is_number(value) else NOTHING
 
 
+def with_error(value: Any, error: Any, digits: int = 4) -> str:
+    """1.3140 ± 0.0051 (standard error); the value alone where its error is not known."""
+    known = _is_number(value) and _is_number(error)
+    return number(value, digits) + (f" ± {error:.{digits}f}" if known else "")
+
+
 def figure(value: Any) -> str:
     """33816576 → 33,816,576; 0.7071067811865476 → 0.707107; what is not a number as it is."""
     if isinstance(value, bool) or not isinstance(value, int | float):

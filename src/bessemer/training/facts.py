@@ -27,6 +27,7 @@ def run_facts(trainer: BaseTrainer) -> dict[str, Any]:
     return {
         "data": trainer.data.plan.stats,
         "validation_sequences": trainer.data.validation_count,
+        "validation": trainer.data.validation.description if trainer.data.validation is not None else {},
         "parameters": parts.counts,
         "trained_parameters": trainer.count_model_parameters(trainer.functions.abstract_state.params),
         "flops_per_token": parts.flops_per_token,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from bessemer.errors import runnable
 from bessemer.registry import objectives
+from bessemer.report.held_out import too_small
 from bessemer.report.metrics import MetricsFile
 from bessemer.report.summary import training_seconds
 from bessemer.report.table import duration
@@ -27,6 +28,10 @@ def final_lines(trainer: BaseTrainer, compressors: dict[str, float]) -> list[str
     validations = [row for row in rows if row.get("val_loss") is not None]
     before = "untrained" if trainer.settings.init is None else "before"
     table = result_table(validations, compressors, before)
+    held_out = trainer.data.validation
+    error = validations[-1].get("val_bpb_se") if validations else None
+    small = None if held_out is None else too_small(held_out.description, error)
+    table += [f"warning: {small}"] if small else []
     results = [*reward_line(rows), *table, *evaluated(validations)]
     lines = ["", *results, *rates(rows), ""]
     lines += sample_lines(trainer)
@@ -94,10 +99,15 @@ def result_table(
     values = {f"this model, {before}": known[0]["val_bpb"]} if known[0]["step"] == 0 else {}
     values |= {{"gzip": "gzip -9", "xz": "xz -9e"}[name]: value for name, value in compressors.items()}
     values["this model, trained"] = known[-1]["val_bpb"]
+    errors = {"this model, trained": known[-1].get("val_bpb_se")}
+    if known[0]["step"] == 0:
+        errors[f"this model, {before}"] = known[0].get("val_bpb_se")
     width = 24 / max(values.values())
-    lines = [f"bits per byte of held-out {'text' if compressors else 'data'} (lower is better)"]
+    known_error = ", ± standard error" if any(errors.values()) else ""
+    lines = [f"bits per byte of held-out {'text' if compressors else 'data'} (lower is better{known_error})"]
     for name, value in sorted(values.items(), key=lambda item: -item[1]):
-        lines.append(f"  {name:<22} {value:6.3f}  {'█' * max(1, round(value * width))}")
+        error = f" ± {errors[name]:.3f}" if errors.get(name) is not None else ""
+        lines.append(f"  {name:<22} {value:6.3f}{error:<8}  {'█' * max(1, round(value * width))}")
     if "gzip" in compressors:
         gain = 1 - known[-1]["val_bpb"] / compressors["gzip"]
         word = "fewer" if gain >= 0 else "more"

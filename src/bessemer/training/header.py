@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from bessemer.config import Config
 from bessemer.config.recipes import recipe_names
+from bessemer.report.held_out import too_small
 from bessemer.report.table import counted, figure, in_parts
 from bessemer.training import frozen
 from bessemer.training.facts import optimizer_groups
@@ -58,6 +59,8 @@ def header(trainer: BaseTrainer) -> None:
     notes = (*topology.notes, *config.notes, *idle(trainer), *repeats(config, epochs), *shipped_rates(config))
     for note in notes:
         trainer.say(f"note       {note}")
+    if data.validation is not None and (small := too_small(data.validation.description)):
+        trainer.say(f"warning    {small}")
     for name, entry in trainer.derived.items():
         if not entry["reason"].endswith("given"):
             trainer.say(f"{name:<30} {figure(entry['value']):<12} {entry['reason']}")

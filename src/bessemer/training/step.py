@@ -104,6 +104,16 @@ def _updated(state: TrainState, grads: Any, applied: jax.Array, guard: Statistic
     )
 
 
+def row_moments(nats: jax.Array, size: jax.Array) -> Meta:
+    """Sums over rows, from nats and bytes of each row (B,): what the standard error of bits per byte is made of."""
+    return {
+        "rows": (size > 0).astype(jnp.float32).sum(),
+        "nats_nats": (nats * nats).sum(),
+        "nats_bytes": (nats * size).sum(),
+        "bytes_bytes": (size * size).sum(),
+    }
+
+
 def val_step(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, Meta]:
     """Σ loss, Σ weight over S micro-batches, and the sums that make bits per byte.
 
@@ -123,6 +133,7 @@ def val_step(state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, Met
             counted = weights * (rows["target_bytes"] > 0)
             sums["nats"] = -(logprobs * counted).sum()
             sums["bytes"] = (counted * rows["target_bytes"]).sum()
+            sums |= row_moments(-(logprobs * counted).sum(-1), (counted * rows["target_bytes"]).sum(-1))
         return sums
 
     def body(total: Meta, rows: Batch) -> tuple[Meta, None]:

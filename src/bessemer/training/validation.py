@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ import numpy as np
 
 from bessemer.data import Tokenizer, Validation
 from bessemer.data.rows import fields_of
+from bessemer.evaluate.bpb import standard_error
 from bessemer.training.feed import device_batch
 from bessemer.training.fetch import fetch
 
@@ -17,7 +20,7 @@ if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
 
 
-KNOWN = ("loss", "weight", "nats", "bytes")
+KNOWN = ("loss", "weight", "nats", "bytes", "rows", "nats_nats", "nats_bytes", "bytes_bytes")
 """Sums of every validation; what else an objective returns is shown under its own name."""
 
 
@@ -36,9 +39,30 @@ class ValidationSet:
             batch["target_bytes"] = self.tokenizer.target_bytes(batch["input_ids"], batch["target_ids"])
         return batch
 
+    @functools.cached_property
+    def description(self) -> dict[str, Any]:
+        """Size and fingerprint of the set: two runs with the same fingerprint are judged on the same targets."""
+        digest = hashlib.sha256((self.tokenizer.hash if self.tokenizer is not None else "").encode())
+        size, documents = 0, 0
+        for number in range(self.rows.batches(READ_ROWS)):
+            batch = self.read(number, READ_ROWS)
+            for name in sorted(name for name in batch if name in JUDGED):
+                digest.update(np.ascontiguousarray(batch[name]).tobytes())
+            if self.tokenizer is not None and {"target_ids", "loss_mask"} <= batch.keys():
+                counts = (batch["target_ids"] >= 0) & (batch["loss_mask"] > 0)
+                size += int(batch["target_bytes"][counts].sum())
+                documents += int((batch["input_ids"] == self.tokenizer.bos_id)[counts].sum())
+        found = {"fingerprint": digest.hexdigest(), "sequences": self.count}
+        return found | ({"documents": documents, "bytes": size} if size else {})
+
+
+READ_ROWS = 256
+JUDGED = ("input_ids", "target_ids", "loss_mask", "segment_ids", "pair_ids")
+"""Fields that say what is judged; log-probabilities of a reference, say, depend on the run."""
+
 
 def validate(trainer: BaseTrainer) -> dict[str, Any]:
-    """{"val_loss", "val_bpb", "min_val_bpb"}; the best is kept in the loop state."""
+    """{"val_loss", "val_bpb", "val_bpb_se", "min_val_bpb"}; the best is kept in the loop state."""
     sums = validation_sums(trainer)
     loss = sums["loss"] / sums["weight"]
     row: dict[str, Any] = {"val_loss": loss}
@@ -52,6 +76,8 @@ def validate(trainer: BaseTrainer) -> dict[str, Any]:
         bits = sums["nats"] / (math.log(2) * sums["bytes"])
         state.min_val_bpb = bits if state.min_val_bpb is None else min(bits, state.min_val_bpb)
         row |= {"val_bpb": bits, "min_val_bpb": state.min_val_bpb}
+        if (error := standard_error(sums)) is not None:
+            row["val_bpb_se"] = error
     further = {f"val_{name}": value / sums["weight"] for name, value in sums.items() if name not in KNOWN}
     return row | further
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bessemer.registry import callbacks
+from bessemer.report.table import with_error
 from bessemer.training.callback import Callback
 from bessemer.training.loop import Loop
 
@@ -20,7 +21,7 @@ class Validation(Callback):
         if "val_loss" in row and "val_reward" in row:
             line += f"  reward {row['val_reward']:.4f}"
         if row.get("val_bpb") is not None:
-            line += f"  bits/byte {row['val_bpb']:.4f}"
+            line += f"  bits/byte {with_error(row['val_bpb'], row.get('val_bpb_se'))}"
         if "val_pref_acc" in row:
             line += f"  right {row['val_pref_acc']:.1%}  margin {row['val_margin']:.3f}"
         best = loop.loop_state.best_step == row["step"] and row["step"] > 0
