@@ -176,7 +176,7 @@ def test_the_table_fits_eighty_columns(tmp_path):
         "step": 120_000,
         "steps": 200_000,
         "loss": 12.345,
-        "val_bpb": 1.23456,
+        "result": {"metric": "val_bpb", "value": 1.23456, "unit": "bpb"},
         "tok_per_s": 1_234_567,
         "age_seconds": 90_000,
         "size_bytes": 123_456_789,
@@ -185,6 +185,24 @@ def test_the_table_fits_eighty_columns(tmp_path):
     narrow, wide = runs_table(rows, 80), runs_table(rows)
     assert max(map(len, narrow.splitlines())) <= 80 and "-120000" in narrow.splitlines()[1]
     assert "quickstart-20250101-120000" in wide
+
+
+@pytest.mark.parametrize(
+    ("newest", "shown"),
+    [
+        ({"val_loss": 0.5, "val_bpb": 1.25}, "1.2500 bpb"),
+        ({"val_loss": 0.5, "val_pref_acc": 0.9609, "pref_acc": 1.0}, "96.1% pref. acc."),
+        ({"reward": 0.2, "val_reward": 0.6953}, "0.6953 reward"),
+        ({"reward": 0.25}, "0.2500 reward, train"),
+        ({"loss": 3.0}, "-"),
+    ],
+)
+def test_every_objective_has_its_result_in_the_list(tmp_path, newest, shown):
+    run = RunDirectory(tmp_path / "mine").create()
+    run.write_status(state="done", step=5)
+    run.metrics.write_text(json.dumps({"step": 5, **newest}) + "\n")
+    (row,) = run_rows(tmp_path)
+    assert shown in runs_table([row]).splitlines()[1]
 
 
 def test_the_runs_command(tmp_path):

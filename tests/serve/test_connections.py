@@ -24,14 +24,20 @@ class Site:
     """A server whose `/wait` answers only after `go`."""
 
     def __init__(self, connections: int):
-        self.go, self.waiting = threading.Event(), 0
+        self.go, self.waiting, self.long_answers = threading.Event(), 0, 0
         self.bound = listen("127.0.0.1", 0)
         self.server = server_of(
-            Starlette(routes=[Route("/", self.home), Route("/wait", self.wait)]), 1, connections
+            Starlette(routes=[Route("/", self.home), Route("/wait", self.wait), Route("/long", self.long)]),
+            1,
+            connections,
         )
 
     def home(self, request: Request) -> Response:
         return PlainTextResponse("hello")
+
+    def long(self, request: Request) -> Response:
+        self.long_answers += 1
+        return PlainTextResponse("x" * (32 << 20))
 
     def wait(self, request: Request) -> Response:
         self.waiting += 1
@@ -94,6 +100,19 @@ def test_headers_of_a_second_request_are_cut_off_and_a_slow_answer_is_not(
         until(lambda: made.waiting == 1)
         made.go.set()
         assert slow.recv(4096).startswith(b"HTTP/1.1 200")
+
+
+def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    with site() as made:
+        patient = made.connect(GET.replace(b"/ ", b"/long ", 1))
+        received = 0
+        while received < 32 << 20:
+            received += len(patient.recv(1 << 20))
+        patient.close()
+        monkeypatch.setattr(net, "READ_SECONDS", 0.05)
+        silent = made.connect(GET.replace(b"/ ", b"/long ", 1))
+        until(lambda: made.long_answers == 2 and made.open == 0)
+        assert silent.fileno() >= 0, "this end is still open"
 
 
 def test_a_new_connection_takes_the_place_of_the_one_that_waited_longest() -> None:

@@ -70,13 +70,13 @@ class Actions:
         """The process that holds the run's lock, on this host, with the lock open: nothing that a file claims."""
         owner = self._holder(run)
         if owner is None:
-            raise InputError(f"nothing works in '{run.name}' now.")
+            raise InputError(f"no process is running in '{run.name}'.")
         if owner.get("host") != socket.gethostname():
             raise InputError(f"'{run.name}' runs on host {short(owner.get('host'), 100)}; stop it there.")
         pid = owner.get("pid")
         if not isinstance(pid, int) or pid <= 1 or not _has_open(pid, run.lock):
             raise InputError(
-                f"the process that works in '{run.name}' cannot be told; stop it in its terminal."
+                f"the process that trains '{run.name}' cannot be identified; stop it in its terminal."
             )
         return pid
 

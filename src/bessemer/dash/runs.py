@@ -13,7 +13,7 @@ from bessemer.dash.settings import flat_settings
 from bessemer.job import RunDirectory
 from bessemer.job.directory import step_of_name
 from bessemer.report.listing import differing_settings
-from bessemer.report.summary import Summary, disk_size, is_number
+from bessemer.report.summary import RESULTS, Summary, disk_size, headline, is_number
 
 NEWEST = {
     "loss": "loss_smooth",
@@ -23,15 +23,6 @@ NEWEST = {
     "tokens": "tokens",
     "seconds": "time/total",
 }
-RESULTS = (
-    ("val_reward", "reward", "reward of greedy answers to held-out prompts"),
-    ("val_pref_acc", "pref. acc.", "share of held-out pairs whose chosen answer scores higher"),
-    ("val_bpb", "bpb", "bits per byte of held-out text"),
-    ("val_loss", "val. loss", "loss on held-out data"),
-    ("reward", "reward, train", "reward of sampled answers to training prompts; nothing was held out"),
-    ("pref_acc", "pref. acc., train", "share of training pairs ranked right; nothing was held out"),
-)
-"""(metric, unit, what it is): the first that a run has is its headline. A loss of training is never one."""
 END = 256 << 10  # bytes at a file's end in which the newest values are looked for
 STATES = ("running", "done", "stopped", "failed")
 MOST_SAMPLES, LONGEST_TEXT = 400, 4000
@@ -71,7 +62,7 @@ class Runs:
             "parameters": _parameters(summary.facts),
             **{label: newest.get(metric) for label, metric in NEWEST.items()},
             "loss": newest.get("loss_smooth", newest.get("loss")),
-            "result": _headline(newest),
+            "result": found._asdict() if (found := headline(newest.get)) else None,
             "began": _time(summary.status.get("began")),
             "beat": _time(summary.status.get("heartbeat")),
             "message": short(summary.status.get("message"), 500),
@@ -264,14 +255,6 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, list):
         return [plain(v, depth + 1) for v in value[:10_000]]
     return value
-
-
-def _headline(newest: dict[str, float]) -> dict[str, Any] | None:
-    """The number a run is judged by, with its unit and what it means; None while there is none."""
-    for metric, unit, meaning in RESULTS:
-        if metric in newest:
-            return {"metric": metric, "value": newest[metric], "unit": unit, "meaning": meaning}
-    return None
 
 
 def _parameters(facts: dict[str, Any]) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,9 @@ from bessemer.job import RunDirectory
 from bessemer.job.directory import list_runs
 from bessemer.job.lock import STALE_SECONDS
 from bessemer.report.held_out import held_out_remarks
-from bessemer.report.summary import REFUSED, Row, Summary, disk_size, summarise
+from bessemer.report.summary import REFUSED, Row, Summary, disk_size, headline, summarise
 from bessemer.report.table import NOTHING, compact, duration, number, size, table, with_error
-from bessemer.report.words import show
+from bessemer.report.words import percent, show
 
 
 def run_rows(root: str | Path) -> list[Row]:
@@ -29,6 +29,7 @@ def run_rows(root: str | Path) -> list[Row]:
                 "steps": summary.total_steps,
                 "loss": summary.last("loss_smooth"),
                 "val_bpb": summary.last("val_bpb"),
+                "result": found._asdict() if (found := headline(summary.last)) else None,
                 "tok_per_s": summary.typical("time/tok_per_s"),
                 "age_seconds": summary.age,
                 "size_bytes": disk_size(summary.run.path),
@@ -46,14 +47,14 @@ def runs_table(rows: Sequence[Row], width: int | None = None) -> str:
             row["state"],
             _progress(row["step"], row["steps"]),
             number(row["loss"], 3),
-            number(row["val_bpb"], 4),
+            _result(row["result"]),
             compact(row["tok_per_s"]),
             duration(row["age_seconds"]),
             size(row["size_bytes"]),
         )
         for row in rows
     ]
-    return table(("name", "state", "step", "loss", "val bpb", "tok/s", "age", "size"), cells, width)
+    return table(("name", "state", "step", "loss", "result", "tok/s", "age", "size"), cells, width)
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
@@ -109,6 +110,14 @@ def differing_settings(summaries: Sequence[Summary]) -> dict[str, list[tuple[boo
     keys = dict.fromkeys(key for summary in summaries for key in summary.config)
     rows = {key: [(key in summary.config, summary.config.get(key)) for summary in summaries] for key in keys}
     return {key: row for key, row in rows.items() if any(entry != row[0] for entry in row)}
+
+
+def _result(found: Mapping[str, Any] | None) -> str:
+    """The number a run is judged by, with its unit: 1.3142 bpb, 96.1% pref. acc."""
+    if found is None:
+        return NOTHING
+    share = str(found["metric"]).endswith("pref_acc")
+    return f"{percent(found['value']) if share else number(found['value'])} {found['unit']}"
 
 
 def _progress(step: int | None, steps: int | None) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from bessemer.config import read_recipe, recipe_names
 from bessemer.config.bounded import read_json
@@ -22,6 +22,34 @@ from bessemer.report.metrics import MetricsFile
 Row = dict[str, Any]
 FACTS = "facts.json"
 REFUSED = "refused"
+
+
+RESULTS = (
+    ("val_reward", "reward", "reward of greedy answers to held-out prompts"),
+    ("val_pref_acc", "pref. acc.", "share of held-out pairs whose chosen answer scores higher"),
+    ("val_bpb", "bpb", "bits per byte of held-out text"),
+    ("val_loss", "val. loss", "loss on held-out data"),
+    ("reward", "reward, train", "reward of sampled answers to training prompts; nothing was held out"),
+    ("pref_acc", "pref. acc., train", "share of training pairs ranked right; nothing was held out"),
+)
+"""(metric, unit, what it is): the first that a run has is its headline. The training loss is never one."""
+
+
+class Headline(NamedTuple):
+    """The number a run is judged by."""
+
+    metric: str
+    value: float
+    unit: str
+    meaning: str
+
+
+def headline(last: Callable[[str], Any]) -> Headline | None:
+    """Return the headline of a run whose newest value of each metric `last` knows; None while there is none."""
+    for metric, unit, meaning in RESULTS:
+        if is_number(value := last(metric)):
+            return Headline(metric, value, unit, meaning)
+    return None
 
 
 @dataclass

@@ -36,6 +36,7 @@ GRACE = 10  # seconds for open answers after SIGTERM or Ctrl-C
 BACKLOG = 1024
 HEADER_SECONDS = 10  # for a request's headers to arrive, from the connection or the first byte after a reply
 BODY_SECONDS = 30  # for a body to arrive
+READ_SECONDS = 60  # for a client to take anything of what waits for it
 CONNECTIONS = 256  # open at once
 
 
@@ -138,13 +139,15 @@ def address_of(bound: socket.socket) -> str:
 
 
 class Connection(H11Protocol):
-    """A connection that cannot be held open for nothing: headers arrive in time, or it is closed; and of at most `most`
-    connections the one that has waited longest without a request makes room for a new one."""
+    """A connection that cannot be held open for nothing: it is closed when headers do not arrive in time, or when a
+    client does not read what it asked for; and of at most `most` connections the one that has waited longest without a
+    request makes room for a new one."""
 
     def __init__(self, *arguments: Any, most: int = CONNECTIONS, **options: Any):
         super().__init__(*arguments, **options)
         self.most = most
         self._header_timer: asyncio.TimerHandle | None = None
+        self._reading_timer: asyncio.TimerHandle | None = None
         self._idle_since = 0.0
 
     @property
@@ -177,8 +180,17 @@ class Connection(H11Protocol):
         self._idle_since = self.loop.time()
         super().on_response_complete()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._reading_timer = self.loop.call_later(READ_SECONDS, self._drop)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_waiting()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_watching()
+        self._stop_waiting()
         super().connection_lost(exc)
 
     def _watch_headers(self) -> None:
@@ -193,8 +205,14 @@ class Connection(H11Protocol):
             self._header_timer.cancel()
             self._header_timer = None
 
+    def _stop_waiting(self) -> None:
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
+            self._reading_timer = None
+
     def _drop(self) -> None:
         self._stop_watching()
+        self._stop_waiting()
         self.connections.discard(self)
         self.transport.abort()
 
