@@ -16,7 +16,7 @@ from tests.tiny_run import make_run
 
 from bessemer.errors import InputError
 from bessemer.generate import Engine, LoadedModel, Sample, SamplingOptions
-from bessemer.serve.chat import Chat, Repl, read_line
+from bessemer.serve.chat import GREETING, Chat, Repl, read_line
 from bessemer.serve.conversation import Transcript, Turns, remark, template_of
 
 GREEDY = SamplingOptions()
@@ -97,6 +97,19 @@ def test_an_answer_is_written_as_it_comes(own: Engine, loaded: LoadedModel) -> N
     chat, before = make_chat(own, loaded, "plain"), own.rounds
     talk(chat, "cats")
     assert own.rounds - before > 1, "six tokens, fewer than a whole round has"
+
+
+def test_programs_are_compiled_before_the_first_question(loaded: LoadedModel) -> None:
+    engine = Engine.of(loaded, slots=1, reuse=True)
+    plain, chat = (make_chat(engine, loaded, "plain") for _ in range(2))
+    chat.warm_up()
+    compiled = engine.compilations
+    assert compiled > 0 and not chat.turns and chat.asked == 0
+    talk(chat, GREETING)
+    assert engine.compilations == compiled, "the answer waits for no compiler"
+    engine.reset()
+    talk(plain, GREETING)
+    assert chat.exchanges == plain.exchanges, "and it is the same"
 
 
 def test_the_same_seed_says_the_same(own: Engine, loaded: LoadedModel) -> None:

@@ -55,7 +55,10 @@ def test_a_finished_run_is_extended_only_with_change_and_says_so(done: Path) -> 
     assert meta["branches"] == [branch], "a checkpoint knows under which settings its past was made"
     report = (done / "report.md").read_text()
     assert "## Branch points" in report and "| 4 | training.steps | 4 | 6 |" in report
-    assert "from step 4 on: training.steps 4 → 6" in (done / "log.txt").read_text()
+    log = (done / "log.txt").read_text()
+    assert "from step 4 on: training.steps 4 → 6" in log
+    assert "resume     from the checkpoint of step 4 of 6" in log
+    assert "finishing  all steps are done; now the last checkpoint, validation, weights, report" in log
     assert launch.is_finished(done) and not launch.changes_finished(done, {}, change=True)
 
 
@@ -67,6 +70,10 @@ def test_a_run_extended_before_its_end_is_the_longer_run_where_rates_agree(
     whole = launch.build_trainer("quickstart", {**settings, "training.steps": 6}, name="w", root=tmp_path)
     whole.run()
     run = stopped(settings, tmp_path, 3)
+    assert (
+        "stopped after step 3 of 4 with a checkpoint. Continue with: bessemer"
+        in (run / "log.txt").read_text()
+    )
     again = launch.reopen(run, {"training.steps": 6}, change=True)
     again.run()
     assert_same(whole, again)

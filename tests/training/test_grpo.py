@@ -120,6 +120,20 @@ def test_the_time_of_a_step_is_divided_into_its_parts(whole: Any) -> None:
             )
 
 
+def test_a_rollout_shows_how_far_it_is(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(whole, "show_progress", said.append)
+    with whole.topology.scope():
+        whole.sampler.rollout(9)
+    rows = whole.passes.rows
+    sampling = [text for text in said if text.startswith("rollout ")]
+    assert sampling[0] == f"rollout 0/{rows}" and sampling[-1] == f"rollout {rows}/{rows}"
+    assert said[len(sampling) :] == [
+        f"rewards of {rows} completions",
+        f"log-probabilities of {rows} completions",
+    ]
+
+
 def test_the_rollout_is_in_a_checkpoint_between_its_steps_only(whole: Any) -> None:
     held = {step: (whole.checkpoint_manager.path(step) / FILE).is_file() for step in whole.checkpoints()}
     assert held == {2: True, 4: False, 6: True, 7: True}

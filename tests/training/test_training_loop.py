@@ -21,6 +21,7 @@ from bessemer.training import finale, launch
 from bessemer.training import loop as loop_module
 from bessemer.training import report as report_module
 from bessemer.training.callback import Callback
+from bessemer.training.horizon import report_interval
 from bessemer.training.loop import Loop
 
 
@@ -117,6 +118,39 @@ def test_fetch_only_at_report_points_and_one_compilation(tiny: dict[str, object]
     assert fetching.calls - before == 5 + len(jax.tree.leaves(trainer.state.params))
     assert [row["step"] for row in metrics(tmp_path / "a")] == [5, 10, 15, 20]
     assert step._cache_size() == 0, "the loop used the executable compiled ahead"
+
+
+@pytest.mark.parametrize(
+    ("steps", "interval"),
+    [
+        (1, 1),
+        (10, 1),
+        (49, 1),
+        (99, 1),
+        (100, 2),
+        (160, 2),
+        (400, 5),
+        (1000, 20),
+        (1600, 20),
+        (2000, 32),
+        (10**6, 32),
+    ],
+)
+def test_reports_adapt_to_the_length_of_the_run(steps: int, interval: int) -> None:
+    derived = report_interval(steps)
+    assert derived.value == interval and str(steps // interval) in derived.reason.replace(",", "")
+    assert interval == 32 or interval == 1 or 50 <= steps // interval <= 100
+
+
+def test_the_interval_of_reports_is_derived_once_and_kept(tiny: dict[str, object], tmp_path: Path) -> None:
+    """The rows of a resumed run are those of the uninterrupted one."""
+    settings = {key: value for key, value in tiny.items() if key != "logging.report_interval"}
+    trainer = launch.build_trainer("quickstart", {**settings, "training.steps": 120}, name="a", root=tmp_path)
+    assert trainer.logging.report_interval == trainer.config["logging/report_interval"] == 2
+    assert "120 steps: 60 rows" in trainer.derived["logging.report_interval"]["reason"]
+    given = {**settings, "training.steps": 120, "logging.report_interval": -1}
+    trainer = launch.build_trainer("quickstart", given, name="b", root=tmp_path)
+    assert trainer.logging.report_interval == -1 and "logging.report_interval" not in trainer.derived
 
 
 class VirtualDevice:

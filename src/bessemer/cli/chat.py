@@ -51,11 +51,12 @@ def command(
       echo "Why is the sky blue?" | bessemer chat mine --seed 7
     """
     import secrets
+    import sys
 
     from bessemer.generate import Engine, SamplingOptions, load_model
     from bessemer.job import find_run
     from bessemer.serve.chat import Chat, Repl, read_line
-    from bessemer.serve.conversation import remark, template_of
+    from bessemer.serve.conversation import PREPARING, remark, template_of
     from bessemer.training.cache import keep_compiled_programs
 
     chosen = secrets.randbits(32) if seed is None else seed
@@ -70,4 +71,9 @@ def command(
     click.echo(f"{found.name}, step {loaded.step}, seed {chosen}. /help lists the commands.", err=True)
     engine = Engine.of(loaded, slots=1, reuse=True)
     chat = Chat(engine, form, sampling, chosen, max_tokens, system)
+    if (
+        sys.stdin.isatty()
+    ):  # somebody will wait for the answer; a pipe asks for one thing, which compiles as it comes
+        click.echo(PREPARING, err=True)
+        chat.warm_up()
     Repl(chat, read_line, lambda text: click.echo(text, err=True)).run()

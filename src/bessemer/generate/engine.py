@@ -130,9 +130,18 @@ class Engine:
         """Queue a request. InputError when it cannot be served, QueueFull when too many rows wait already."""
         return self._submit([request], self.queue)[0]
 
-    def generate(self, requests: Sequence[Request]) -> list[Result]:
-        """All of them, in order, whatever the bound of the queue."""
-        return [handle.result() for handle in self._submit(requests, None)]
+    def generate(
+        self, requests: Sequence[Request], progress: Callable[[int, int], None] | None = None
+    ) -> list[Result]:
+        """All of them, in order, whatever the bound of the queue. `progress` gets (rows done, rows) after each round of
+        an engine that has nothing else to do."""
+        handles = self._submit(requests, None)
+        if progress is not None and not self.threaded:
+            total = self.active + self.waiting
+            progress(0, total)
+            while self.step():
+                progress(total - self.active - self.waiting, total)
+        return [handle.result() for handle in handles]
 
     def _submit(self, requests: Sequence[Request], bound: int | None) -> list[Handle]:
         for request in requests:

@@ -19,6 +19,7 @@ HELP = """\
 /quit      leave (so do /exit and Ctrl-D)
 Ctrl-C     stop the answer that is being written"""
 SEEDS = 2**32
+GREETING = "Hello!"
 
 
 @dataclass
@@ -45,6 +46,16 @@ class Chat:
 
     def reseed(self, seed: int) -> None:
         self.seed, self.asked = seed, 0
+
+    def warm_up(self) -> None:
+        """Compile the programs of a first question and of one that follows it; call it before an EngineThread runs."""
+        prompt = self.template.conversation(self.system, [], GREETING)
+        if len(prompt) + 2 * len(self.template.question(GREETING)) >= self.engine.capacity:
+            return
+        [result] = self.engine.generate([self._request(prompt, 1)])
+        held = [*prompt, *result.samples[0].ids, *self.template.question(GREETING)]
+        self.engine.generate([self._request(held, 1)])
+        self.engine.reset()
 
     def say(self, text: str) -> str | None:
         """Answer a message, streamed to `write`. Returns a line for the user where there is something to know."""
@@ -87,19 +98,22 @@ class Chat:
             written += result
         return said, written, "length"
 
-    def _stream(self, prompt: list[int], call: int | None, used: int) -> Sample:
-        """One request, shown as it comes. Ctrl-C cancels it; what was shown by then is the answer."""
-        request = Request(
+    def _request(self, prompt: list[int], max_tokens: int | None, call: int | None = None) -> Request:
+        return Request(
             prompt,
-            max_tokens=None if self.max_tokens is None else self.max_tokens - used,
+            max_tokens=max_tokens,
             sampling=self.sampling,
             stop_ids=(*self.template.stop_ids, *([] if call is None else [call])),
             stop_strings=self.template.stop_strings,
             seed=(self.seed + self.asked) % SEEDS,
             stream=True,
         )
+
+    def _stream(self, prompt: list[int], call: int | None, used: int) -> Sample:
+        """One request, shown as it comes. Ctrl-C cancels it; what was shown by then is the answer."""
+        left = None if self.max_tokens is None else self.max_tokens - used
+        handle = self.engine.submit(self._request(prompt, left, call))
         self.asked += 1
-        handle = self.engine.submit(request)
         shown: list[Event] = []
         try:
             for event in handle:

@@ -32,6 +32,10 @@ class Exchange(NamedTuple):
     ids: list[int]
 
 
+PREPARING = "preparing the model; the first start also compiles its programs"
+"""Said before a model answers for the first time."""
+
+
 @dataclass(frozen=True)
 class Template(ABC):
     """Messages to the tokens before the answer, at once or turn by turn; what ends the answer."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from bessemer.errors import InputError
 from bessemer.generate import Engine, EngineThread, LoadedModel, Request, SamplingOptions
 from bessemer.serve.app import make_app
-from bessemer.serve.conversation import template_of
+from bessemer.serve.conversation import PREPARING, template_of
 from bessemer.serve.net import (
     BACKLOG,
     CONNECTIONS,
@@ -82,6 +82,7 @@ def serve(load: Callable[[], LoadedModel], options: ServerOptions, say: Callable
             timeout=options.timeout,
             token=options.token,
         )
+        say(PREPARING)
         warm_up(engine)
         bound.listen(BACKLOG)  # whoever comes after the line below waits in the queue, and is not refused
         where = address_of(bound)

@@ -22,7 +22,7 @@ from bessemer.config import Config, dotted
 from bessemer.config.values import plain
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory, atomic_write
-from bessemer.training.horizon import HORIZONS
+from bessemer.training.horizon import HORIZONS, REPORTS
 
 RESUMABLE = ("logging/", "topology/", "eval/", "training/per_device_batch_size", "training/time_limit")
 """Settings that cannot change the run, so `resume` accepts them."""
@@ -108,6 +108,8 @@ def replace_horizon(config: Config, changed: Sequence[str]) -> None:
     for key in HORIZONS:
         if key not in given and config[key] is not None:
             config.set(key, None, f"replaced by {dotted(given[0])} (--change)")
+    if config.provenance.get(REPORTS, "").startswith("chosen"):
+        config.set(REPORTS, None, "the horizon changed")  # derived again
 
 
 def read_branches(directory: RunDirectory) -> list[Branch]:

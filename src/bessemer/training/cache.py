@@ -26,6 +26,10 @@ class Programs:
         return Programs(self.requested - earlier.requested, self.found - earlier.found)
 
     @property
+    def all_found(self) -> bool:
+        return 0 < self.requested == self.found
+
+    @property
     def words(self) -> str:
         if self.requested == 0:
             return "no cache"

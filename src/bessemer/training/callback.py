@@ -21,8 +21,14 @@ class Callback:
     A row of on_metrics is a step's, with its loss; one of on_evaluation has a step and a score (CORE).
     on_weights: histograms of every parameter, where weight_distribution is on.
     on_epoch_end fires after the last step of each pass over the data, and at the end of the run.
+    on_progress says how far something that takes long besides the steps has come, as "rollout 12/128".
     on_rollback fires when the run has gone back to an earlier step: forget what is known of later ones.
     """
+
+    @property
+    def finishing(self) -> str:
+        """What it still does after the last step, in a word; empty: nothing that takes time."""
+        return ""
 
     def on_check(self, trainer: BaseTrainer) -> None:
         """Refuse (InputError) what cannot work, before anything is compiled or written."""
@@ -52,6 +58,8 @@ class Callback:
     def on_checkpoint(self, loop: Loop, step: int) -> None: ...
 
     def on_rollback(self, loop: Loop) -> None: ...
+
+    def on_progress(self, loop: Loop, text: str) -> None: ...
 
     def on_epoch_end(self, loop: Loop) -> None: ...
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from bessemer.config import Config, dotted
 from bessemer.errors import InputError
 from bessemer.optim.presets import preset
+from bessemer.report.table import counted
 from bessemer.scaling import RATIO, REFERENCE_BATCH, Derived, Dial, Reference, Sizes, Target, dial, horizon
 from bessemer.training.microbatch import accumulation
+from bessemer.training.settings import LoggingSettings
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -26,6 +28,9 @@ MANY = (
     8  # epochs of one text; up to about four, repeating it is nearly as good as new text (arXiv:2305.16264)
 )
 ASKED = ("command line", "python")
+REPORTS = "logging/report_interval"
+FEWEST_ROWS = 50
+MOST_APART = 32  # steps between two reports of a long run: a loss is never far away
 MULTIPLIER, DECAY, RATE = "optimization/lr_multiplier", "optimization/weight_decay", "optimization/lr"
 
 
@@ -173,6 +178,28 @@ def settle_rates(config: Config, derived: Dial) -> list[Derived]:
     for row in scaled:
         config.set(row.name, row.value, "the depth dial")
     return [*rows, *scaled]
+
+
+def report_interval(steps: int) -> Derived:
+    """Steps between reports: every step in a short run, 50 to 100 rows in a longer one, at most 32 steps apart."""
+    nice = (multiple * 10**power for power in range(9) for multiple in (1, 2, 4, 5))
+    interval = max([1, *(number for number in nice if steps // number >= FEWEST_ROWS)])
+    if interval > MOST_APART:
+        return Derived(
+            REPORTS, MOST_APART, f"{steps:,} steps: {steps // MOST_APART:,} rows, never further apart"
+        )
+    return Derived(REPORTS, interval, f"{steps:,} steps: {counted(steps // interval, 'row')}")
+
+
+def settle_reports(trainer: BaseTrainer) -> LoggingSettings:
+    """The logging settings with the interval of reports, derived from the horizon unless it is given."""
+    given = trainer.logging
+    if given.report_interval is not None:
+        return given
+    derived = report_interval(trainer.data.steps)
+    trainer.config.set(REPORTS, derived.value, derived.reason)
+    note(trainer, derived)
+    return replace(given, report_interval=derived.value)
 
 
 def note(trainer: BaseTrainer, row: Derived) -> None:

@@ -162,6 +162,8 @@ def reopen(
             raise InputError(f"{directory.path} has no checkpoint at step {step}.")
         restore.branch_off(trainer, 0, {})
         trainer.say("no checkpoint was committed yet: the run starts again from step 0, as the same run")
+    elif isinstance(trainer, BaseTrainer):
+        trainer.say(f"resume     from the checkpoint of step {trainer.step:,} of {trainer.steps:,}")
     return trainer
 
 

@@ -45,6 +45,7 @@ class Loop:
         self.trainer = trainer
         self.steps = trainer.steps
         self.callbacks = Callbacks(trainer.make_callbacks())
+        trainer.show_progress = self.show_progress
         self._stop_reason: str | None = None
         self._begin()
 
@@ -76,6 +77,10 @@ class Loop:
 
     def request_checkpoint(self) -> None:
         self.want_checkpoint = True
+
+    def show_progress(self, text: str) -> None:
+        """Say how far something besides the steps has come."""
+        self.callbacks.fire("on_progress", self, text)
 
     # --- the run ---
     def run(self) -> None:
@@ -175,8 +180,10 @@ class Loop:
         with self.paused():
             stages.begin(self.trainer)
 
-    def due(self, interval: int) -> bool:
-        return self.step == self.steps or (interval > 0 and self.step % interval == 0)
+    def due(self, interval: int | None) -> bool:
+        return self.step == self.steps or (
+            interval is not None and interval > 0 and self.step % interval == 0
+        )
 
     def _after_step(self) -> None:
         """metrics → validation → evaluation, previews (callbacks) → checkpoint."""
@@ -257,8 +264,17 @@ class Loop:
         """Save, validate and judge the final model. The save comes before the final evaluation, so that nothing in it
         can lose the run; a model that fails the judgment is set aside again."""
         self.flush()
+        validates = self.trainer.validates and self.loop_state.last_validation != self.step
+        rest = [
+            "the last checkpoint",
+            *(["validation"] if validates else []),
+            *(callback.finishing for callback in self.callbacks.all if callback.finishing),
+            "weights",
+            "report and curves" if self.trainer.logging.plots else "report",
+        ]
+        self.trainer.say(f"finishing  all steps are done; now {', '.join(rest)}")
         self.checkpoint(wait=True)
-        if self.loop_state.last_validation != self.step:
+        if validates:
             self.validate()
         problem = final_problem(self.loop_state.non_finite_in_row, self._validated.get(self.step))
         if problem:

@@ -143,6 +143,8 @@ def record_failure(trainer: BaseTrainer, error: BaseException) -> None:
         if code == 1:
             trainer.output.log_error(error)
             error.logged_in = trainer.run_directory.log  # type: ignore[attr-defined]
+        else:
+            trainer.output.log(f"{state:<10} {error}")
         trainer.run_directory.write_status(state=state, exit_code=code, message=str(error))
 
 

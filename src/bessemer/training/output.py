@@ -28,6 +28,7 @@ from bessemer.models.llama_settings import LlamaSettings
 from bessemer.report import write_report
 from bessemer.training import microbatch, stages
 from bessemer.training.branches import write_branches
+from bessemer.training.cache import programs_so_far
 from bessemer.training.facts import compressor_baselines, derivation, optimizer_groups, write_facts
 from bessemer.training.fetch import fetch
 from bessemer.training.finale import final_lines
@@ -71,6 +72,11 @@ class Output:
         self._open = self.enabled
         self._write()
 
+    def log(self, text: str) -> None:
+        """To log.txt alone, for what the screen gets in another way."""
+        self._early.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        self._write()
+
     def log_error(self, error: BaseException) -> None:
         self._early.append("".join(traceback.format_exception(error)))
         self._write()
@@ -111,12 +117,16 @@ def conclude(trainer: BaseTrainer) -> None:
 
 
 def compile_shown(trainer: BaseTrainer) -> None:
-    """Compile ahead of the loop and say how long it took; programs are kept, so the next start is quick."""
-    start = time.monotonic()
+    """Make the programs ahead of the loop, and say how long it took and whether the compiler or the cache made them."""
+    start, before = time.monotonic(), programs_so_far()
     if not trainer.functions.compiled:
-        trainer.say("compiling  the training and validation steps; kept, so that the next start is quick")
+        trainer.say("programs   preparing the training and validation steps")
     if trainer.compile_aot():
-        trainer.say(f"compiled   in {time.monotonic() - start:.1f} s")
+        made, seconds = programs_so_far() - before, time.monotonic() - start
+        if made.all_found:
+            trainer.say(f"loaded     from the cache in {seconds:.1f} s")
+        else:
+            trainer.say(f"compiled   in {seconds:.1f} s ({made.words}); the next start is quick")
     microbatch.check_step(trainer)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -17,6 +18,13 @@ class ProgressBar(Protocol):
     def update(self, step: int, row: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class ShowsActivity(Protocol):
+    """A progress bar that can also say what is being done besides the steps; optional."""
+
+    def note(self, text: str) -> None: ...
 
 
 def clock(seconds: float | None) -> str:
@@ -86,27 +94,41 @@ class RichBar:
             console=console,
         )
         self.task = self.progress.add_task(description, total=total, facts="")
+        self.facts = ""
         self.progress.start()
 
     def update(self, step: int, row: dict[str, Any]) -> None:
-        if row:
-            self.progress.update(self.task, completed=step, facts=facts(row))
-        else:
-            self.progress.update(self.task, completed=step)
+        self.facts = facts(row) if row else self.facts
+        self.progress.update(self.task, completed=step, facts=self.facts)
+
+    def note(self, text: str) -> None:
+        """In place of the facts, until the next step."""
+        self.progress.update(self.task, facts=text)
 
     def close(self) -> None:
         self.progress.stop()
 
 
 class PlainLines:
-    """A line a report: for files, pipes and continuous integration."""
+    """One line per report: for files, pipes and continuous integration."""
+
+    PATIENCE = 10.0  # seconds without a line after which an activity gets one
 
     def __init__(self, say: Callable[[str], None], total: int, description: str):
         self.say, self.total, self.description = say, total, description
+        self._last = time.monotonic()
 
     def update(self, step: int, row: dict[str, Any]) -> None:
         if row:
-            self.say(f"{self.description} {step:>6}/{self.total}  {facts(row)}")
+            self._line(f"{self.description} {step:>6}/{self.total}  {facts(row)}")
+
+    def note(self, text: str) -> None:
+        if time.monotonic() - self._last >= self.PATIENCE:
+            self._line(f"           {text}")
+
+    def _line(self, text: str) -> None:
+        self._last = time.monotonic()
+        self.say(text)
 
     def close(self) -> None:
         pass
@@ -133,6 +155,9 @@ class TqdmBar:
         if row:
             self.bar.set_postfix_str(facts(row), refresh=False)
         self.bar.update(step - self.bar.n)
+
+    def note(self, text: str) -> None:
+        self.bar.set_postfix_str(text)
 
     def close(self) -> None:
         self.bar.close()

@@ -44,6 +44,9 @@ REWARD_SECONDS = (
 )  # how long the other processes wait for rewards; one that is lost they notice sooner
 
 
+ROLLOUT = "rollout"  # the purpose of its seeds
+
+
 class Sampler:
     """One engine and one scoring program for the whole run."""
 
@@ -78,17 +81,23 @@ class Sampler:
         return self._engine
 
     def complete(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], **options: Any
+        self, what: str, prompts: Sequence[Sequence[int]], seeds: Sequence[int], **options: Any
     ) -> list[Result]:
-        """`n` samples of each prompt. The engine starts empty, so that nothing depends on what it did before."""
+        """`n` samples of each prompt, shown as `what`. The engine starts empty, so that nothing depends on what it did
+        before."""
         trainer, engine = self.trainer, self.engine
+
+        def progress(done: int, total: int) -> None:
+            first = "" if engine.compilations else "; compiling the sampler first"
+            trainer.show_progress(f"{what} {done}/{total}{first}")
+
         requests = [
             Request(tuple(ids), trainer.policy.max_completion_length, seed=seed, **options)
             for ids, seed in zip(prompts, seeds, strict=True)
         ]
         engine.update_params(trainer.full_params())
         try:
-            return engine.generate(requests)
+            return engine.generate(requests, progress)
         finally:
             engine.update_params(None)  # the next step donates them
             engine.reset()
@@ -101,7 +110,7 @@ class Sampler:
         chosen = trainer.prompts.prompts(number)
         jax.block_until_ready(trainer.state.step)  # the last step is not time of this rollout
         begun = time.monotonic()
-        results = self.drawn(chosen, "rollout", number, n=size, logprobs=trainer.reinforces)
+        results = self.drawn(chosen, ROLLOUT, number, n=size, logprobs=trainer.reinforces)
         samples = [sample for result in results for sample in result.samples]
         self.compare(f"rollout {number}", samples)
         times = {"time/rollout_s": time.monotonic() - begun}
@@ -114,6 +123,7 @@ class Sampler:
         rewards: dict[str, np.ndarray] = {}
         if trainer.rewards is not None:
             begun = time.monotonic()
+            trainer.show_progress(f"rewards of {len(samples)} completions")
             total, each = self.judge(chosen, samples, size)
             times["time/reward_s"] = time.monotonic() - begun
             rewards = {"reward": total, **each}
@@ -126,6 +136,7 @@ class Sampler:
             rows["advantages"][:] = group_advantages(grouped, policy.baseline, policy.scale).reshape(-1, 1)
             sampled = spread([sample.logprobs for sample in samples], rows)
             begun = time.monotonic()
+            trainer.show_progress(f"log-probabilities of {len(samples)} completions")
             rows["old_logprobs"], gap = self.old_logprobs(rows, sampled)
             times["time/score_s"] = time.monotonic() - begun
             metrics |= {
@@ -141,7 +152,11 @@ class Sampler:
         sampling = SamplingOptions(self.trainer.policy.temperature, settings.top_k, settings.top_p)
         seeds = [key_of(settings.seed, *purpose, row) % 2**32 for row in range(len(chosen))]
         return self.complete(
-            [source.ids[place] for source, place in chosen], seeds, sampling=sampling, **options
+            "rollout" if purpose[0] == ROLLOUT else "validation",
+            [source.ids[place] for source, place in chosen],
+            seeds,
+            sampling=sampling,
+            **options,
         )
 
     def rows_of(self, results: Sequence[Result]) -> dict[str, np.ndarray]:
@@ -187,7 +202,7 @@ class Sampler:
         """Mean reward of greedy completions of the held-out prompts."""
         chosen = self.trainer.prompts.held_out
         ids = [source.ids[place] for source, place in chosen]
-        results = self.complete(ids, [0] * len(ids), sampling=SamplingOptions(0.0))
+        results = self.complete("validation", ids, [0] * len(ids), sampling=SamplingOptions(0.0))
         samples = [result.samples[0] for result in results]
         self.compare(f"validation at step {self.trainer.step}", samples)
         total, each = self.judge(chosen, samples, 1)

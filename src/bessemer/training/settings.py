@@ -146,11 +146,12 @@ def seconds_of(time_limit: str | float | None) -> float | None:
 class LoggingSettings:
     """When things are written. All intervals are optimizer steps."""
 
-    report_interval: int = field(
+    report_interval: int | None = field(
         "logging/report_interval",
-        default=32,
+        default=None,
         minimum=-1,
-        help="steps between rows of metrics.jsonl; 0 or -1: at the end only",
+        help="steps between rows of metrics.jsonl; 0 or -1: at the end only; none: for 50 to 100 rows, but every step "
+        "of a short run and at least every 32 of a long one",
     )
     validation_interval: int = field(
         "logging/validation_interval",

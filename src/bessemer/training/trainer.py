@@ -28,6 +28,7 @@ from bessemer.topology import StopAgreement, Topology, TopologySettings, init_sh
 from bessemer.training import (
     data_parts,
     functions,
+    horizon,
     inherit,
     microbatch,
     model_parts,
@@ -132,6 +133,7 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
                 self.note_derived("init", self.settings.init, taken)
             self.teacher = teacher.find_teacher(self)
             self.data = data_parts.with_fields(self, self.configure_dataloaders())
+            self.logging = horizon.settle_reports(self)
             self.stages = self.plan_stages()
             if self._checkpoints is not None:  # opened by the data already
                 restore.protect_stages(self, self._checkpoints)
@@ -140,6 +142,9 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
             self.functions = self.configure_functions()
             inherit.check_start(self)
         self.activity: outcome.Activity | None = None  # besides the steps
+        self.show_progress: Callable[[str], None] = lambda text: (
+            None
+        )  # of that activity; the loop's, while it runs
         self.stop_agreement = StopAgreement()
         self.start_over()
 

@@ -47,6 +47,10 @@ class Evaluation(Callback):
     core_bundle: str = field("eval/core_bundle", default="", help="directory of the CORE tasks")
     enabled: bool = field("training/evaluate", default=True, help="run the evaluations of eval.evaluations")
 
+    @property
+    def finishing(self) -> str:
+        return "evaluations" if self.enabled and (self.tasks or self.core_interval) else ""
+
     def on_check(self, trainer: BaseTrainer) -> None:
         if self.tasks:
             check_tasks(self.tasks)

@@ -102,6 +102,10 @@ class Preview(Callback):
         help="prompts of the previews; none: seven shipped ones; held-out: beginnings of held-out text",
     )
 
+    @property
+    def finishing(self) -> str:
+        return "" if self.file is None else "previews"
+
     def on_train_begin(self, loop: Loop) -> None:
         self.previewed: int | None = None
         self.prepare(loop.trainer)

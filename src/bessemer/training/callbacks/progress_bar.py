@@ -7,6 +7,7 @@ from typing import Any
 from bessemer.registry import callbacks
 from bessemer.training.callback import Callback
 from bessemer.training.loop import Loop
+from bessemer.training.progress import ShowsActivity
 
 
 @callbacks.register("progress_bar")
@@ -23,6 +24,10 @@ class ProgressBarCallback(Callback):
 
     def on_batch_end(self, loop: Loop) -> None:
         self.bar.update(loop.step, {})
+
+    def on_progress(self, loop: Loop, text: str) -> None:
+        if isinstance(self.bar, ShowsActivity):
+            self.bar.note(text)
 
     def on_error(self, loop: Loop, error: BaseException) -> None:
         if self.bar is not None:
