@@ -76,17 +76,15 @@ class _Writer:
             written += text
         return ids, mask
 
-    def text(self, count: int, opened: bool) -> str:
-        """The first `count` messages as text."""
-        return self.template.render(self.messages[:count], opened, self.tools)
-
     def pieces(self, opened: bool) -> Iterator[tuple[str, int]]:
         """(text, learnt) one after the other; together the whole conversation."""
-        whole, done = self.text(len(self.messages), opened), 0
-        for number, message in enumerate(self.messages):
-            if message.get("role") != "assistant":
-                continue
-            before, after = self.text(number, True), self.text(number + 1, False)
+        answers = [n for n, message in enumerate(self.messages) if message.get("role") == "assistant"]
+        prefixes = [prefix for number in answers for prefix in ((number, True), (number + 1, False))]
+        whole, *texts = self.template.render_prefixes(
+            self.messages, [(len(self.messages), opened), *prefixes], self.tools
+        )
+        done = 0
+        for number, before, after in zip(answers, texts[::2], texts[1::2], strict=True):
             if not (whole.startswith(after) and after.startswith(before) and done <= len(before)):
                 raise self.no_prefix(number)
             ends = [found.end() for found in self.special.finditer(after, len(before))]

@@ -20,6 +20,11 @@ def module_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
+def script_command(path: Path) -> list[str]:
+    """Return the command line that runs a file of this package that imports nothing else of it."""
+    return [sys.executable, "-P", str(path)]
+
+
 def module_environment(**variables: str) -> dict[str, str]:
     """Return our environment with `variables`, in which a child imports the same package that we did."""
     installed = str(SOURCE) in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))

@@ -105,7 +105,11 @@ def admit(service: Service, request: Request) -> None:
 
 async def generation(service: Service, request: Request, chat: bool) -> Response:
     """Both generating endpoints: whole, or as a stream of server-sent events."""
-    ask = await service.ask(parse(await read_body(request, service.body_limit)), chat)
+    tree = parse(await read_body(request, service.body_limit))
+    try:
+        ask = await service.ask(tree, chat)
+    except TimeoutError:
+        raise _late(service) from None
     reply = service.reply(ask, chat)
     if not ask.options.stream:
         return await or_disconnect(request.receive, _whole(service, ask, reply))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,9 @@ class Service:
     token: str | None = None
     metrics: Metrics = field(default_factory=Metrics)
     failure: Exception | None = None  # of the engine, until a later answer is whole
+    renders: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(2, "bessemer-template"), repr=False
+    )
 
     @property
     def fingerprint(self) -> str:
@@ -40,10 +44,16 @@ class Service:
         return max(1 << 20, 32 * self.engine.capacity)
 
     async def ask(self, tree: dict[str, Any], chat: bool) -> Ask:
-        """A body as what it asks for. Texts are tokenized in a thread, so that streams go on meanwhile."""
+        """A body as what it asks for; TimeoutError when the request's time is up.
+
+        Texts are tokenized in a thread, so that streams go on meanwhile; conversations in threads of their own, since a
+        chat template from elsewhere may take all the time it is allowed.
+        """
         room = Room(self.engine.vocab_size, self.engine.capacity, self.engine.queue)
         if chat:
-            ask = await asyncio.to_thread(chat_ask, tree, self.template, room)
+            loop = asyncio.get_running_loop()
+            rendered = loop.run_in_executor(self.renders, chat_ask, tree, self.template, room)
+            ask = await asyncio.wait_for(rendered, self.timeout)
         else:
             ask = await asyncio.to_thread(completion_ask, tree, self.template.tokenizer, room)
         if ask.options.model not in (None, self.model):
