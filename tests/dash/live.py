@@ -132,7 +132,9 @@ def make_run(
     for number in range(1, rows + 1):
         lines.append(row(number * 10, rate))
         if number % 5 == 0:
-            lines.append({"step": number * 10, "val_loss": 2.5, "val_bpb": 1.2 + 1 / number})
+            lines.append(
+                {"step": number * 10, "val_loss": 2.5, "val_bpb": 1.2 + 1 / number, "val_bpb_se": 0.01}
+            )
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     samples = [
         {"step": step, "prompt": "def add(a, b):", "completion": f" return a + b  # {step}"}

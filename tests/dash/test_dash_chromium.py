@@ -240,7 +240,7 @@ def test_the_list_sorts_by_every_column_and_names_recipe_objective_and_result(
             "12.3M",
             "75.0% pref. acc.",
         ]
-        assert cell("c-reward", "Result") == "0.5 reward" and cell("a-text", "Result") == "1.233 bpb"
+        assert cell("c-reward", "Result") == "0.5 reward" and cell("a-text", "Result") == "1.233 ± 0.01 bpb"
         page.reload()
         page.locator("tr[data-run=a-text]").wait_for()
         assert order() == ["b-pairs", "c-reward", "a-text"], "the page remembers it"

@@ -48,6 +48,7 @@ def test_the_list_and_a_run_say_what_their_files_say(live: Live) -> None:
         1.22,
         "bpb",
     )
+    assert mine["result"]["error"] == 0.01
     assert (mine["recipe"], mine["objective"], mine["parameters"]) == ("quickstart", None, 12_345_678)
     run = live.get("/api/run?run=mine")
     assert run["config"]["optimization.lr"] == "0.02" and run["origins"]["training.steps"] == "command line"

@@ -23,6 +23,7 @@ NEWEST = {
     "tokens": "tokens",
     "seconds": "time/total",
 }
+LOOKED_FOR = tuple(name for metric, _, _ in RESULTS for name in (metric, f"{metric}_se"))
 END = 256 << 10  # bytes at a file's end in which the newest values are looked for
 STATES = ("running", "done", "stopped", "failed")
 MOST_SAMPLES, LONGEST_TEXT = 400, 4000
@@ -186,7 +187,7 @@ class Runs:
         """The newest value of each metric that the list shows, from the end of the file alone."""
         data = self.folder.read(path, END, tail=True) or b""
         found: dict[str, float] = {}
-        for name in ("step", "loss", *NEWEST.values(), *(metric for metric, _, _ in RESULTS)):
+        for name in ("step", "loss", *NEWEST.values(), *LOOKED_FOR):
             end = len(data)
             while end > 0 and (place := data.rfind(b'"%s":' % name.encode(), 0, end)) >= 0:
                 line = data[data.rfind(b"\n", 0, place) + 1 : (data + b"\n").find(b"\n", place)]

@@ -42,13 +42,15 @@ class Headline(NamedTuple):
     value: float
     unit: str
     meaning: str
+    error: float | None = None  # its standard error, where it was recorded
 
 
 def headline(last: Callable[[str], Any]) -> Headline | None:
     """Return the headline of a run whose newest value of each metric `last` knows; None while there is none."""
     for metric, unit, meaning in RESULTS:
         if is_number(value := last(metric)):
-            return Headline(metric, value, unit, meaning)
+            error = last(f"{metric}_se")
+            return Headline(metric, value, unit, meaning, error if is_number(error) else None)
     return None
 
 

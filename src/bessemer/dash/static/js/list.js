@@ -34,7 +34,12 @@ export function result(row, digits) {
     { title: row.result.meaning },
     share ? percent(row.result.value) : number(row.result.value, digits),
     " ",
-    h("span", { class: "unit" }, row.result.unit),
+    h(
+      "span",
+      { class: "unit" },
+      row.result.error === null ? "" : `± ${number(row.result.error, digits)} `,
+      row.result.unit,
+    ),
   );
 }
 
