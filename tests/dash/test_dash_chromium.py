@@ -29,6 +29,10 @@ LUMINANCE = """(name) => {
   const [r, g, b] = parts.map((part) => part <= .04045 ? part / 12.92 : ((part + .055) / 1.055) ** 2.4);
   return .2126 * r + .7152 * g + .0722 * b;
 }"""
+SEEN = """(name) => {
+  const { left, right } = document.querySelector(name).getBoundingClientRect();
+  return left >= 0 && right <= innerWidth;
+}"""
 NAMELESS = """() => [...document.querySelectorAll("button, input, select, textarea, a[href], [tabindex='0']")].filter(
   (one) => !one.textContent.trim() && !one.getAttribute("aria-label") && !one.labels?.length && !one.title
 ).map((one) => one.outerHTML)"""
@@ -365,6 +369,7 @@ def test_hostile_runs_stay_text_and_a_phone_fits(watched: Callable[..., Any], tm
             assert page.locator("main script, main img, main b, main iframe").count() == 0
             wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
             assert wide <= 0, f"{tab} is {wide} pixels wider than the phone"
+            until(lambda tab=tab: page.evaluate(SEEN, f"#tab-{tab}"))
         assert page.locator(".note").first.text_content() == EVIL
         page.goto(f"{live.address}/#/diff/evil,{EVIL.replace('/', '%2F')}")
         page.get_by_text("There is no such run").wait_for()

@@ -75,7 +75,7 @@ export class Checkpoints extends Part {
       ]);
       return [
         table(["Step", "Size", "Saved", ""], rows, { label: "Checkpoints" }),
-        h("p", { class: "muted pad" }, `${rows.length} checkpoints, ${bytes(all)}`),
+        h("p", { class: "muted pad" }, `${rows.length === 1 ? "1 checkpoint" : `${rows.length} checkpoints`}, ${bytes(all)}`),
       ];
     });
   }

@@ -82,9 +82,17 @@ export class Run {
       element.setAttribute("tabindex", other === place ? "0" : "-1");
     });
     this.panel.setAttribute("aria-labelledby", `tab-${this.tab}`);
+    requestAnimationFrame(() => this.reveal(this.tabs[place])); // once it is on the page
     this.part?.destroy?.();
     this.part = TABS[place][2](this.id);
     fill(this.panel, this.part.element);
+  }
+
+  // Tabs that a narrow screen cuts off scroll sideways until the chosen one is seen; the page itself stays.
+  reveal(tab) {
+    const bar = tab.parentNode;
+    const [inside, outside] = [tab.getBoundingClientRect(), bar.getBoundingClientRect()];
+    bar.scrollLeft += inside.left - outside.left - (outside.width - inside.width) / 2;
   }
 
   arrow(event, name) {
