@@ -91,6 +91,7 @@ DEFAULTS = {
     "eval.core_interval": 0,
     "logging.report_interval": 32,
     "logging.checkpoint_interval": 1024,
+    "logging.checkpoint_minutes": 0.0,
     "logging.validation_interval": 512,
     "logging.preview_interval": 512,
     "logging.keep_last": 3,

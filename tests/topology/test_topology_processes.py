@@ -13,7 +13,7 @@ from tests.processes import TIMEOUT, finish, free_port
 
 from bessemer.errors import InputError
 from bessemer.topology import (
-    StopAgreement,
+    StepAgreement,
     TopologySettings,
     agree,
     barrier,
@@ -39,7 +39,7 @@ def test_alone_everything_is_trivial():
     assert share("value", lambda: "x") == "x"
     forget("value")
     agree("value", "x")
-    stop = StopAgreement()
+    stop = StepAgreement()
     assert not stop.due(7)
     stop.propose(7)
     stop.propose(9)
@@ -125,7 +125,7 @@ def read(first, end):
 device_batch(read, {"x": ((2,), np.int32)}, 4, 2, NamedSharding(topology.mesh, P(None, "fsdp")))
 print("ROWS", sorted(seen), flush=True)
 
-stop = StopAgreement()
+stop = StepAgreement()
 last = 0
 for step in range(1, 12):
     if step == 2 and index == 1:

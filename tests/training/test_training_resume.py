@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -99,6 +100,39 @@ def test_killed_after_the_final_save(
     assert (tmp_path / "part/model/model.safetensors").exists()
     samples = [path / "samples.jsonl" for path in (tmp_path / "part", undisturbed.run_directory.path)]
     assert samples[0].read_text() == samples[1].read_text()
+
+
+def test_saving_by_time_and_a_crash_after_it_change_no_bit(
+    tiny: dict[str, object], undisturbed: BaseTrainer, tmp_path: Path
+) -> None:
+    class Crash(Callback):
+        def on_batch_begin(self, loop: Any) -> None:
+            if loop.step == 5:
+                loop.trainer.checkpoint_manager.wait()
+                raise RuntimeError("killed")
+
+    always = {**tiny, "logging.checkpoint_interval": -1, "logging.checkpoint_minutes": 1e-9}
+    first = launch.build_trainer("quickstart", always, name="part", root=tmp_path, callbacks=[Crash()])
+    with pytest.raises(RuntimeError, match="killed"):
+        first.run()
+    assert first.checkpoints() == [1, 2, 3, 4, 5]
+    second = launch.reopen(tmp_path / "part")
+    assert second.step == 5
+    second.run()
+    assert second.checkpoints() == list(range(1, 11))
+    assert_same(second, undisturbed)
+
+
+def test_the_clock_starts_again_with_every_checkpoint(
+    tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock on which every step takes a minute: one save three minutes after the last, whoever asked for that."""
+    settings = {**tiny, "logging.checkpoint_interval": 4, "logging.checkpoint_minutes": 3}
+    trainer = launch.build_trainer("quickstart", settings, name="a", root=tmp_path)
+    clock = SimpleNamespace(monotonic=lambda: 60.0 * trainer.step)
+    monkeypatch.setattr("bessemer.training.callbacks.checkpoint.time", clock)
+    trainer.run()
+    assert trainer.checkpoints() == [3, 4, 7, 8, 10]
 
 
 @pytest.fixture(scope="module")

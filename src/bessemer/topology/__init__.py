@@ -8,7 +8,7 @@ from bessemer.topology.arrange import arrange
 from bessemer.topology.backend import backend, planned_for
 from bessemer.topology.chips import CHIPS, Chip, chip_of, has_float8
 from bessemer.topology.distributed import (
-    StopAgreement,
+    StepAgreement,
     agree,
     barrier,
     first_line,
@@ -42,7 +42,7 @@ __all__ = [
     "Chip",
     "CompiledTogether",
     "Rules",
-    "StopAgreement",
+    "StepAgreement",
     "Topology",
     "TopologySettings",
     "absent_processes",

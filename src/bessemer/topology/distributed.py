@@ -116,28 +116,28 @@ def forget(name: str) -> None:
         raise _lost(error) from error
 
 
-class StopAgreement:
-    """All processes leave the loop after the same step.
+class StepAgreement:
+    """All processes do something after the same step: stop, or save.
 
-    The first to propose at step s writes stop_at = s + 3. That is far enough: the loop keeps at most two
-    steps in flight, so nobody can have passed s + 3 before the proposer, which the collectives wait for,
-    has written it. Each process creates it at the same point of the program; alone, a proposal is due at
-    once.
+    The first to propose at step s writes s + 3. That is far enough: the loop keeps at most two steps in flight, so
+    nobody can have passed s + 3 before the proposer, which the collectives wait for, has written it. Each process
+    creates it at the same point of the program; alone, a proposal is due at once. It serves once.
     """
 
     MARGIN = 3
 
-    def __init__(self) -> None:
-        self._key = _numbered("bessemer/stop")
-        self._stop_at: int | None = None
+    def __init__(self, purpose: str = "stop") -> None:
+        self.purpose = purpose
+        self._key = _numbered(f"bessemer/{purpose}")
+        self._at: int | None = None
 
     def propose(self, step: int) -> None:
-        """Ask to stop. Only the first proposal, of whichever process, counts."""
+        """Ask for it. Only the first proposal, of whichever process, counts."""
         service = client()
-        if self._stop_at is not None:
+        if self._at is not None:
             return
         if service is None or process_count() == 1:
-            self._stop_at = step
+            self._at = step
             return
         try:
             service.key_value_set(self._key, str(step + self.MARGIN))
@@ -146,16 +146,16 @@ class StopAgreement:
                 raise _lost(error) from error
 
     def due(self, step: int) -> bool:
-        """Whether the loop ends after `step`; every process asks once a step, after dispatching it."""
+        """Return whether it is time after `step`; every process asks once per step, after dispatching it."""
         service = client()
-        if self._stop_at is None and service is not None and process_count() > 1:
-            self._stop_at = self._poll(service)
-            if self._stop_at is not None and step > self._stop_at:
+        if self._at is None and service is not None and process_count() > 1:
+            self._at = self._poll(service)
+            if self._at is not None and step > self._at:
                 raise StorageError(
-                    f"process {process_index()} was told at step {step} to stop at step {self._stop_at}: the "
+                    f"process {process_index()} was told at step {step} to {self.purpose} at step {self._at}: the "
                     "processes are out of step. `bessemer resume` continues from the last checkpoint."
                 )
-        return self._stop_at is not None and step >= self._stop_at
+        return self._at is not None and step >= self._at
 
     def _poll(self, service: Any) -> int | None:
         try:

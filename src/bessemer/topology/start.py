@@ -44,7 +44,7 @@ def start_distributed(settings: TopologySettings | None = None) -> bool:
         _check_kubernetes()
     keep_stdout_clean()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # It would catch SIGTERM in native code; stopping is our loop's and StopAgreement's business.
+    # It would catch SIGTERM in native code; stopping is our loop's and StepAgreement's business.
     jax.config.update("jax_enable_preemption_service", False)
     where = f"the coordinator {explicit['coordinator_address']}" if explicit else f"{found}'s coordinator"
     arguments: dict[str, Any] = explicit or {"local_device_ids": slurm_local_devices()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bessemer.config import configure, dotted
@@ -61,7 +61,7 @@ class DataParts:
     steps: int
     stage_starts: list[int]
     prefetch: int
-    fields: dict[str, Any] = field(default_factory=dict)  # of a row: {} = those of the trainer's first batch
+    fields: dict[str, Any]
     held_out: int = 0  # examples that are judged in another way than by `validation`
 
     @property
@@ -116,12 +116,15 @@ def build_data(trainer: BaseTrainer) -> DataParts:
         validation_count=trainer.settings.validation_steps,
     )
     validation = None if plan.validation is None else ValidationSet(plan.validation, trainer.tokenizer)
-    return DataParts(plan, validation, batch_size, steps, starts, settings.prefetch)
+    return DataParts(plan, validation, batch_size, steps, starts, settings.prefetch, plan.fields)
 
 
 def with_fields(trainer: BaseTrainer, data: DataParts) -> DataParts:
-    """`data` with the fields of a row as `trainer.batch` returns them, unless they are known already."""
-    if data.fields:
+    """`data` with the fields of a row as `trainer.batch` returns them.
+
+    A trainer that samples what it trains on, or plans without data, has no row to look at and knows its fields.
+    """
+    if trainer.rolls_out or data.plan is None:
         return data
     trainer.data = data
     return replace(data, fields=fields_of(trainer.batch("train", step=0, rows=slice(0, 1))))

@@ -15,7 +15,7 @@ import jax
 
 from bessemer.data import Prefetcher
 from bessemer.errors import BessemerError, Stopped, StorageError
-from bessemer.topology import StopAgreement
+from bessemer.topology import StepAgreement
 from bessemer.training import frozen, stages
 from bessemer.training.callback import Callbacks
 from bessemer.training.guard import Unstable, final_problem
@@ -123,7 +123,7 @@ class Loop:
         first = self.trainer.data_offset
         roll_back(trainer, cause.step)
         self._begin()
-        trainer.stop_agreement = StopAgreement()
+        trainer.stop_agreement = StepAgreement()
         position = self.step + trainer.data_offset
         trainer.say(
             f"rollback {self.loop_state.rollbacks} of at most {limit}: {cause} Back to step {self.step}; "

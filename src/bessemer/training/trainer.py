@@ -24,7 +24,7 @@ from bessemer.evaluate import Evaluator
 from bessemer.job import GIVEN, ExecutionSpec
 from bessemer.models.lora import LoraSettings
 from bessemer.registry import jobs
-from bessemer.topology import StopAgreement, Topology, TopologySettings, init_sharded
+from bessemer.topology import StepAgreement, Topology, TopologySettings, init_sharded
 from bessemer.training import (
     data_parts,
     functions,
@@ -145,7 +145,7 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
         self.show_progress: Callable[[str], None] = lambda text: (
             None
         )  # of that activity; the loop's, while it runs
-        self.stop_agreement = StopAgreement()
+        self.stop_agreement = StepAgreement()
         self.start_over()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
