@@ -273,6 +273,24 @@ def test_hover_reads_the_step_under_the_cursor(watched: Callable[..., Any], tmp_
         until(lambda: (chart.locator("[aria-live]").text_content() or "").startswith("step 490: loss "))
 
 
+def test_of_many_charts_only_those_near_the_screen_are_painted(
+    watched: Callable[..., Any], tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "runs", "one")
+    rows = [{"step": step, **{f"m{n:02}": step + n for n in range(60)}} for step in (1, 2, 3)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in rows))
+    with serving(tmp_path / "runs") as live:
+        page = watched().page
+        page.goto(f"{live.address}/#/run/one")
+        page.locator("figure[data-title=m00] canvas").wait_for()
+        values = page.locator("figure .legend .value").all_text_contents()
+        assert values == [str(3 + n) for n in range(60)], "all are read, for those who listen"
+        assert page.locator("figure canvas").count() < 20
+        last = page.locator("figure[data-title=m59]")
+        last.scroll_into_view_if_needed()
+        last.locator("canvas").wait_for()
+
+
 def test_groups_of_the_learning_rate_are_one_panel_in_an_overlay(
     watched: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -6,6 +6,7 @@ import { colours } from "./paint.js";
 import { at, clean } from "./points.js";
 
 const HEIGHT = 230;
+const NEAR = "600px"; // a chart is painted when it comes so close to the screen: a run may have hundreds
 const TICKS = { step: compact, tokens: compact, flops: compact, time: duration };
 const PLACES = {
   step: (x) => `step ${whole(x)}`,
@@ -89,6 +90,14 @@ export class Chart {
     );
     this.observer = new ResizeObserver(() => this.resize());
     this.observer.observe(this.plot);
+    this.nearness = new IntersectionObserver(
+      (entries) => {
+        this.near = entries.at(-1).isIntersecting;
+        this.paint();
+      },
+      { rootMargin: NEAR },
+    );
+    this.nearness.observe(this.plot);
   }
 
   setLog(log) {
@@ -144,18 +153,27 @@ export class Chart {
       });
       this.clean[place] = main;
     }
-    const data = tables.length ? uPlot.join(tables) : [[]];
-    if (this.uplot && !anew) {
-      this.uplot.setData(data, true);
-    } else {
-      this.uplot?.destroy();
-      this.plot.replaceChildren();
-      this.uplot = new uPlot(this.options(series), data, this.plot);
-      this.makeLegend();
-    }
+    this.data = tables.length ? uPlot.join(tables) : [[]];
+    this.unpainted = { series, anew: anew || Boolean(this.unpainted?.anew) };
+    if (anew) this.makeLegend();
+    this.paint();
     this.read();
     this.describe();
     if (!this.numbers.hidden) this.fillTable();
+  }
+
+  // Bring the canvas up to what was drawn last, as soon as it is near the screen.
+  paint() {
+    if (!this.near || !this.unpainted) return;
+    const { series, anew } = this.unpainted;
+    this.unpainted = null;
+    if (this.uplot && !anew) {
+      this.uplot.setData(this.data, true);
+    } else {
+      this.uplot?.destroy();
+      this.plot.replaceChildren();
+      this.uplot = new uPlot(this.options(series), this.data, this.plot);
+    }
   }
 
   options(series) {
@@ -260,9 +278,8 @@ export class Chart {
 
   // The place that is read: of the point nearest to the cursor, or the newest.
   place() {
-    const xs = this.uplot.data[0];
-    const { left, idx } = this.uplot.cursor;
-    return left >= 0 && idx !== null && idx !== undefined ? xs[idx] : xs.at(-1);
+    const { left, idx } = this.uplot?.cursor ?? {};
+    return left >= 0 && idx !== null && idx !== undefined ? this.uplot.data[0][idx] : this.data[0].at(-1);
   }
 
   // What a curve says there; a value of an earlier place (a validation's) names it.
@@ -274,9 +291,9 @@ export class Chart {
 
   // The legend's numbers and their place.
   read() {
-    if (!this.values || !this.uplot) return;
+    if (!this.values || !this.data) return;
     const x = this.place();
-    const over = this.uplot.cursor.left >= 0;
+    const over = this.uplot?.cursor.left >= 0;
     say(this.where, x === undefined ? "" : PLACES[this.view.axis](x));
     this.values.forEach(([value, early], curve) => {
       const [text, when] = this.reading(curve, x);
@@ -334,6 +351,7 @@ export class Chart {
 
   destroy() {
     this.observer.disconnect();
+    this.nearness.disconnect();
     this.uplot?.destroy();
   }
 }
