@@ -124,6 +124,29 @@ def test_what_kills_left_behind_is_never_taken_for_a_checkpoint_and_goes(
     assert not [path.name for path in run.iterdir() if path.name.endswith(".tmp")]
 
 
+def test_stray_files_named_like_checkpoints_do_not_stop_resume(
+    in_place: None, whole_in_place: Path, run: Path
+) -> None:
+    """Files where a save, its temporary directory or a deletion would go."""
+    copy_unfinished(whole_in_place, run)
+    saves = run / "checkpoints"
+    for step in (9, 12):
+        shutil.rmtree(saves / f"step_{step:08d}")
+    for name in (
+        "step_00000009",
+        "step_00000012.tmp",
+        "step_00000009.deleted",
+        "step_00000012.aside",
+        "step_99999999",
+    ):
+        (saves / name).write_text("not a checkpoint")
+    trainer = launch.reopen(run)
+    assert trainer.step == 6 and ends(trainer) == (0, "")
+    assert [path.name for path in saves.iterdir() if not path.is_dir()] == ["step_99999999"]
+    (saves / "step_99999999").unlink()
+    assert_same_run(run, whole_in_place)
+
+
 def test_everybody_takes_the_same_newest_checkpoint(
     in_place: None, settings: dict[str, object], whole_in_place: Path, run: Path
 ) -> None:

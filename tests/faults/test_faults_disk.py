@@ -176,6 +176,25 @@ def test_a_run_directory_deleted_during_the_run(in_place: None, settings: Settin
     assert status.get("exit_code") in (None, 4) and status.get("state") != "done"
 
 
+def raced(path: Path) -> None:
+    """`rm -rf` against a heartbeat: everything is deleted, and one file is there again before its directory goes."""
+    vanish(path)
+    (path / "checkpoints").mkdir(parents=True, exist_ok=True)  # a save in progress may have made it again
+    (path / "eval").mkdir()
+    (path / "status.json").write_text('{"state": "running", "step": 5}')
+
+
+@pytest.mark.parametrize("step", [1, 5, 7, 12])
+def test_a_run_directory_deleted_by_rm_that_raced_with_the_run(
+    step: int, in_place: None, settings: Settings, run: Path
+) -> None:
+    """It ended "finished", exit 0, without its configuration and earlier rows."""
+    code, message = ends(build(settings, run, At(step, lambda: raced(run))))
+    assert code == 4 and "vanished" in message and str(run) in message
+    assert RunDirectory(run).read_status() == {"state": "running", "step": 5}, "nothing is made again"
+    assert Checkpoints(run / "checkpoints").committed() == [] and not (run / "model").exists()
+
+
 @pytest.mark.parametrize("moment", ["validate", "save_pretrained"])
 def test_a_run_directory_deleted_after_the_last_save(
     moment: str, in_place: None, settings: Settings, run: Path

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Collection
 from pathlib import Path
 
 from bessemer.job import sync_directory
 from bessemer.job.directory import step_name, step_of_name
-from bessemer.job.files import storage_error
+from bessemer.job.files import discard, storage_error
 
 _LEFTOVER = re.compile(r"step_\d{8,}\.(tmp|deleted)")
 _ASIDE = re.compile(r"(step_\d{8,})\.aside")
@@ -35,10 +34,10 @@ def superfluous(
 def delete(root: Path, step: int) -> None:
     """Out of the list by one rename; what cannot be removed now is a leftover for `remove_leftovers`."""
     doomed = root / f"{step_name(step)}.deleted"
-    shutil.rmtree(doomed, ignore_errors=True)
+    discard(doomed)
     os.rename(root / step_name(step), doomed)
     sync_directory(root)
-    shutil.rmtree(doomed, ignore_errors=True)
+    discard(doomed)
 
 
 def leftovers(root: Path) -> list[str]:
@@ -55,14 +54,14 @@ def remove_leftovers(root: Path) -> list[str]:
     """Delete unfinished saves and half-finished deletions; returns their names."""
     names = leftovers(root)
     for name in names:
-        shutil.rmtree(root / name, ignore_errors=True)
+        discard(root / name)
     return names
 
 
 def set_aside(root: Path, step: int) -> None:
     """Take a checkpoint out of the list without losing it: another future of the run will replace it."""
     target = root / f"{step_name(step)}.aside"
-    shutil.rmtree(target, ignore_errors=True)
+    discard(target)
     os.rename(root / step_name(step), target)
     sync_directory(root)
 
@@ -72,7 +71,7 @@ def drop_superseded(root: Path, newest: int) -> None:
     for entry in _entries(root):
         match = _ASIDE.fullmatch(entry.name)
         if match and (step_of_name(match.group(1)) or 0) <= newest:
-            shutil.rmtree(entry, ignore_errors=True)
+            discard(entry)
 
 
 def final_steps(root: Path) -> list[int]:

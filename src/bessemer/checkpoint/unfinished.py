@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from bessemer.errors import StorageError
-from bessemer.job.files import storage
+from bessemer.job.files import discard, storage
 
 PAUSE, AWAY, PATIENCE = 0.02, 1.0, 30.0
 """Seconds between two looks at a directory that was deleted; for which it must stay away; after which nobody waits."""
@@ -26,7 +26,7 @@ class Unfinished:
     def make(self, needed: int) -> None:
         """Empty, on a disk with `needed` bytes free, since Orbax's own failure on a full one is late and long."""
         with storage("cannot save a checkpoint"):
-            shutil.rmtree(self.path, ignore_errors=True)
+            discard(self.path)
             self.path.mkdir()
             self._made = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
             free = shutil.disk_usage(self.path.parent).free
@@ -60,7 +60,7 @@ class Unfinished:
         self._let_go()
         end, away = time.monotonic() + PATIENCE, 0
         while away * PAUSE < AWAY and time.monotonic() < end:
-            shutil.rmtree(self.path, ignore_errors=True)
+            discard(self.path)
             time.sleep(PAUSE)
             away = 0 if self.path.exists() else away + 1
 

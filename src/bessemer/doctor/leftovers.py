@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from bessemer.checkpoint import retention
 from bessemer.doctor.findings import Diagnosis
 from bessemer.job import RunDirectory, RunLock
-from bessemer.job.files import TEMPORARY
+from bessemer.job.files import TEMPORARY, discard
 from bessemer.report.summary import disk_size
 from bessemer.report.table import size
 
@@ -31,7 +30,7 @@ def examine_leftovers(run: RunDirectory, found: Diagnosis, alive: bool) -> None:
                 "leftovers",
                 "note",
                 f"{path.name} ({held}) was left by a process that was killed and is never read.",
-                "Resume removes it; so does --fix." if path.is_dir() else "--fix removes it.",
+                "Resume removes it; so does --fix.",
             )
     for name in retention.set_aside_names(run.checkpoints):
         found.add(
@@ -48,8 +47,5 @@ def remove_stale(run: RunDirectory) -> list[str]:
     with RunLock(run, status=False):  # the run itself is not at work
         paths = stale_paths(run)
         for path in paths:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            discard(path)
         return [path.name for path in paths]

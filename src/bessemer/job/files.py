@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +73,16 @@ def remove_leftovers(directory: str | Path) -> None:
         if owner and int(owner.group(1)) != os.getpid():  # our own may be the heartbeat's, at this moment
             with storage("cannot remove a file that a killed process left"):
                 path.unlink(missing_ok=True)
+
+
+def discard(path: str | Path) -> None:
+    """Delete a directory, file or link as far as possible; a link is removed, not what it points to."""
+    path = Path(path)
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def sync_directory(path: str | Path) -> None:

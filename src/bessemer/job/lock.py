@@ -87,6 +87,26 @@ class RunLock:
         finally:
             os.close(handle)
 
+    def is_intact(self) -> bool:
+        """Whether the lock file in the directory is still the one that this process holds."""
+        if self._handle is None:
+            return False
+        try:
+            return os.path.samestat(os.stat(self.run.lock), os.fstat(self._handle))
+        except OSError:
+            return False
+
+    def check_intact(self) -> None:
+        """Raise StorageError if the directory was deleted, moved or replaced since it was locked.
+
+        Some of its files may be there again, as `rm -rf` races with whoever writes: what it held is lost all the same.
+        """
+        if not self.is_intact():
+            raise StorageError(
+                f"the run directory {self.run.path} vanished: it was deleted, moved or replaced during the run, so "
+                "what is there now is incomplete. Start the run again, or put the directory back and resume it."
+            )
+
     @staticmethod
     def owner(run: RunDirectory | str | Path) -> dict[str, Any] | None:
         """Who works in the run now, or None: how `bessemer runs` tells a running run from a killed one."""
@@ -126,6 +146,8 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
+            if not self.is_intact():
+                return  # a heartbeat would make files again in a directory that is being deleted
             try:
                 self._write()
                 if self._beats_status and self.run.status.is_file():

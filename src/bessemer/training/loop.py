@@ -220,8 +220,14 @@ class Loop:
         self.report(rows)
 
     def report(self, rows: list[dict[str, Any]]) -> None:
+        self._check_directory()
         for row in rows:
             self.callbacks.fire("on_metrics", self, row)
+
+    def _check_directory(self) -> None:
+        """Raise StorageError if somebody deleted the run: files that are written later would hide it."""
+        if self.trainer.lock is not None:
+            self.trainer.lock.check_intact()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -245,6 +251,7 @@ class Loop:
     def checkpoint(self, wait: bool = False) -> None:
         """Save the state after the update whose number it bears."""
         self.flush()
+        self._check_directory()
         with self.paused():
             self.want_checkpoint = False
             self.trainer.save()

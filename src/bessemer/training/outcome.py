@@ -54,7 +54,7 @@ def opened(trainer: BaseTrainer) -> Iterator[None]:
         stack.enter_context(mirrored(trainer))
         with setting_up():
             directory.create(exist_ok=trainer.continues)
-            lock = stack.enter_context(RunLock(directory))
+            lock = trainer.lock = stack.enter_context(RunLock(directory))
             trainer.output.open_log()
             if lock.message:
                 trainer.say(lock.message)
@@ -66,6 +66,7 @@ def opened(trainer: BaseTrainer) -> Iterator[None]:
         with explained(trainer):
             take_over(trainer)
             yield
+        lock.check_intact()
         reason = trainer.loop_state.finished or ""
         directory.write_status(state="done", step=trainer.step, exit_code=0, message=reason)
 
@@ -137,6 +138,8 @@ def take_over(trainer: BaseTrainer) -> None:
 
 def record_failure(trainer: BaseTrainer, error: BaseException) -> None:
     """status.json and log.txt say what happened; where the disk is the problem, stderr still does."""
+    if trainer.lock is not None and not trainer.lock.is_intact():
+        return  # the directory was deleted: nothing is made again in it
     code = error.exit_code if isinstance(error, BessemerError) else 1
     state = "stopped" if code == 75 else "failed"
     with contextlib.suppress(OSError, BessemerError):  # the first error is the one to report

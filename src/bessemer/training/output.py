@@ -108,6 +108,8 @@ def conclude(trainer: BaseTrainer) -> None:
     """The report, and the last lines on the screen: what was reached, against what, and what to do next."""
     if not trainer.is_process_zero:
         return
+    if trainer.lock is not None:
+        trainer.lock.check_intact()
     compressors = compressor_baselines(trainer)
     write_facts(trainer, baselines=compressors)
     trainer.run_directory.write_status(state="done", step=trainer.step)

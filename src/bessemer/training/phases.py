@@ -224,6 +224,7 @@ class Phases(BasicJob):
                 if isinstance(error, Stopped):
                     raise Stopped(words) from None
                 raise
+            lock.check_intact()
             directory.write_status(exit_code=0, message="")
 
     def record(self, code: int, words: str) -> str:

@@ -21,7 +21,7 @@ from flax import linen as nn
 from bessemer.config import Config, configuration, configure
 from bessemer.data import Prefetcher, Tokenizer
 from bessemer.evaluate import Evaluator
-from bessemer.job import GIVEN, ExecutionSpec
+from bessemer.job import GIVEN, ExecutionSpec, RunLock
 from bessemer.models.lora import LoraSettings
 from bessemer.registry import jobs
 from bessemer.topology import StepAgreement, Topology, TopologySettings, init_sharded
@@ -146,6 +146,7 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
             None
         )  # of that activity; the loop's, while it runs
         self.stop_agreement = StepAgreement()
+        self.lock: RunLock | None = None  # of the run directory, while it runs; process 0 holds it
         self.start_over()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
