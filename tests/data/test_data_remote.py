@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +12,8 @@ import pytest
 from tests.data.test_data_prepare import TOKENIZER, corpus
 from tests.stores import s3  # noqa: F401 -- a fixture
 
-from bessemer.data import TokenStore, find_files, find_source, prepare, tokenizer_for
+from bessemer.data import Sampling, TokenStore, find_files, find_source, prepare, tokenizer_for
+from bessemer.data.prompts import read_split
 from bessemer.data.settings import data_root
 from bessemer.errors import InputError, StorageError
 from bessemer.job import ExecutionSpec, RunDirectory, find_run
@@ -54,7 +56,7 @@ def test_a_store_of_remote_texts_is_that_of_local_ones(tmp_path: Path, s3: str) 
     upload(tmp_path / "bad.jsonl", f"{s3}/bad.jsonl")
     with pytest.raises(InputError, match=r"s3://steel/bad\.jsonl line 2: not valid JSON"):
         prepare(f"{s3}/bad.jsonl", tmp_path / "bad", TOKENIZER)
-    with pytest.raises(InputError, match=r"no \.parquet.* file is there"):
+    with pytest.raises(InputError, match=r"no file is there"):
         find_files(f"{s3}/nothing/here")
     with pytest.raises(StorageError, match="cannot be reached or used"):
         find_files("s3://no-such-bucket-at-all/texts")
@@ -62,6 +64,22 @@ def test_a_store_of_remote_texts_is_that_of_local_ones(tmp_path: Path, s3: str) 
     with pytest.raises(InputError, match="copy it to a local disk"):
         find_files(f"{s3}/store")
     assert read_bytes(f"{s3}/nothing") is None
+
+
+@pytest.mark.slow
+def test_remote_prompts_are_those_of_local_files(tmp_path: Path, s3: str) -> None:  # noqa: F811
+    rows = [{"prompt": f"What is {n} + 1?", "answer": str(n + 1)} for n in range(60)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet", row_group_size=25)
+    for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
+        upload(tmp_path / name, f"{s3}/prompts/{name}")
+        here, there = (
+            read_split(Sampling(str(place)), 0.2) for place in (tmp_path / name, f"{s3}/prompts/{name}")
+        )
+        assert here == there and len(here[0]) + len(here[1]) == 60 and here[1]
+    assert len(read_split(Sampling(f"{s3}/prompts"), 0.0)[0]) == 180
 
 
 @pytest.mark.parametrize(

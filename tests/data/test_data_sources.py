@@ -1,7 +1,9 @@
 """Sources: what is found, what is read, and what is said about what cannot be."""
 
+import bz2
 import gzip
 import json
+import lzma
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bessemer.data import readers
 from bessemer.data.datasets import python_stdlib
 from bessemer.data.readers import Bad, Document, read_piece
 from bessemer.data.sources import Piece, find_files, plan_shards
@@ -117,20 +120,131 @@ def test_damaged_files(tmp_path):
 
 def test_what_cannot_be_found(tmp_path):
     (tmp_path / "train.txt").write_text("x")
-    (tmp_path / "picture.png").write_text("x")
     (tmp_path / "chats.json").write_text("[]")
     (tmp_path / "empty").mkdir()
     for name, match in [
         ("trian.txt", r"Did you mean '.*train\.txt'"),
         ("*.jsonl", "no file matches"),
-        ("picture.png", "no known kind"),
-        ("chats.json", "as .jsonl, one JSON object a line"),
+        ("chats.json", "is a JSON list.* as .jsonl, one JSON object per line"),
         ("empty", "holds no"),
     ]:
         with pytest.raises(InputError, match=match):
             find_files(tmp_path / name)
     with pytest.raises(InputError, match="no data files"):
         find_files([])
+
+
+PACKERS = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: pa.compress(data, codec="zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("packing", PACKERS)
+@pytest.mark.parametrize("name", ["a.md", "a.py", "a.rst", "a.c", "a.pod", "a.txt", "Makefile"])
+def test_any_text_is_read_whatever_its_name(tmp_path, name, packing):
+    text = "".join(f"line {n} of a text with é and 世\n" for n in range(6000))
+    (tmp_path / (name + packing)).write_bytes(PACKERS[packing](text.encode()))
+    found = texts(read_all(tmp_path / (name + packing)))
+    assert "".join(found) == text and len(found) > 2 and all(part.endswith("\n") for part in found)
+
+
+@pytest.mark.parametrize("packing", PACKERS)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "part-0001"])
+def test_json_lines_are_told_by_content(tmp_path, name, packing):
+    (tmp_path / (name + packing)).write_bytes(PACKERS[packing](jsonl([{"text": t} for t in TEXTS])))
+    assert texts(read_all(tmp_path / (name + packing))) == TEXTS
+
+
+@pytest.mark.parametrize("packing", ["", ".gz", ".xz"])
+@given(text=st.text(alphabet="aé世", min_size=1, max_size=500), cut=st.integers(8, 64))
+@settings(max_examples=30)
+def test_a_compressed_text_is_cut_without_loss(tmp_path_factory, packing, text, cut):
+    path = tmp_path_factory.mktemp("t") / f"a.txt{packing}"
+    path.write_bytes(PACKERS[packing](text.encode()))
+    kind = find_files(path).files[0].kind
+    found = texts(list(read_piece(Piece(str(path), kind, 0, path.stat().st_size, 0, cut))))
+    assert "".join(found) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "found"),
+    [
+        ("a.txt", b"%PDF-1.7 ...", "is a PDF document"),
+        ("a.md", b"PK\x03\x04....", "is a ZIP archive"),
+        ("picture", b"\x89PNG\r\n", "is a PNG image"),
+        ("a.py", b"print\0", r"not text in UTF-8 \(a zero byte at 5\)"),
+        (
+            "a.rst",
+            "é".encode("latin-1") + b" x",
+            r"not text in UTF-8 \(invalid continuation byte at byte 0\)",
+        ),
+        ("a.c", "é".encode("utf-16"), "is text in UTF-16.*Convert it to UTF-8"),
+        ("a.csv", b"a,b\n1,2\n", "is a table"),
+        ("a.parquet", b"no parquet", "is not a parquet file"),
+        ("a.json", b'{\n "text": 1}', "is JSON over several lines"),
+        ("a.md.gz", gzip.compress(b"\x89PNG"), "is a PNG image compressed with gzip"),
+        ("a.md.gz", gzip.compress(b"x" * 9999)[:30], "is a gzip file that cannot be unpacked"),
+    ],
+)
+def test_what_is_no_text_is_named(tmp_path, name, content, found):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=found):
+        find_files(tmp_path / name)
+
+
+def test_a_directory_gives_its_rows_or_else_its_texts_and_counts_the_rest(tmp_path):
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/a.py").write_text("print()\n")
+    (tmp_path / "README.md").write_text("# words\n")
+    (tmp_path / "logo.png").write_bytes(b"\x89PNG")
+    files = find_files(tmp_path)
+    assert [f.path.rpartition("/")[2] for f in files.files] == ["README.md", "a.py"]
+    assert files.left_out == (("not readable as text", 1),)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(jsonl([{"text": "t"}])))
+    files = find_files(tmp_path)
+    assert [f.path.rpartition("/")[2] for f in files.files] == ["b.jsonl.gz"]
+    assert files.left_out == (("beside files of rows", 3),)
+    with pytest.raises(InputError, match=r"holds no files of text.*is a PNG image"):
+        (tmp_path / "pictures").mkdir()
+        (tmp_path / "pictures/x").write_bytes(b"\x89PNG")
+        find_files(tmp_path / "pictures")
+    with pytest.raises(InputError, match="not a regular file"):
+        find_files("/dev/zero")
+
+
+def test_what_would_not_fit_the_memory_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "LONGEST", 1000)
+    lines = jsonl([{"text": "a"}]) + b'{"text": "' + b"a" * 5000 + b'"}\n' + jsonl([{"text": "b"}])
+    (tmp_path / "a.jsonl").write_bytes(lines)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
+    for name in ("a.jsonl", "b.jsonl.gz"):
+        for size in (1 << 20, 16):
+            first, bad, last = read_all(tmp_path / name, size)
+            assert first.text == "a" and last.text == "b" and "the most one document may have" in bad.reason
+            assert bad.where.endswith("line 2")
+    pq.write_table(pa.table({"text": ["a" * 5000]}), tmp_path / "c.parquet")
+    assert "the most one document may have" in read_all(tmp_path / "c.parquet")[0].reason
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested deeper than 64 levels"),
+        (b'{"messages": ' + b'{"a": [' * 50 + b"]}" * 50 + b"}", "nested deeper than 64 levels"),
+        (b'{"text": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b'{"input_ids": ["a"]}', "lists of integers"),
+        (b'{"input_ids": 5}', "lists of integers"),
+        (b'{"input_ids": [1, 99999999999999999999]}', "no token"),
+    ],
+)
+def test_a_hostile_line_is_a_bad_line(tmp_path, line, reason):
+    (tmp_path / "a.jsonl").write_bytes(line + b"\n")
+    (bad,) = read_all(tmp_path / "a.jsonl")
+    assert bad.where.endswith("a.jsonl line 1") and reason in bad.reason
 
 
 def test_other_columns(tmp_path):

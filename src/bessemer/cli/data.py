@@ -51,7 +51,8 @@ def command() -> None:
 def prepare(
     files: tuple[str, ...], out: str, tokenizer_path: str, workers: int | None, **options: Any
 ) -> None:
-    """Encode FILES (.parquet, .jsonl[.gz|.zst], .txt, directories, globs, or one dataset name) into a store.
+    """Encode FILES (parquet, JSON lines or any text, compressed or not; directories, globs, or one dataset name) into a
+    store.
 
     A killed preparation continues where it stopped when the same command is run again.
 
@@ -144,6 +145,7 @@ def _text(about: dict[str, Any]) -> str:
     left_out = {name: about[name] for name in ("skipped", "empty", "duplicates")}
     lines.append("left out: " + ", ".join(f"{count:,} {name}" for name, count in left_out.items()))
     lines += [f"  skipped {where}" for where in about["skipped_where"]]
+    lines += [f"files left out: {count:,} {why}" for why, count in about.get("files_left_out", {}).items()]
     return "\n".join(lines)
 
 

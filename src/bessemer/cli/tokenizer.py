@@ -26,7 +26,7 @@ def command() -> None:
     help="Column with the text; default: text, else conversations (docs/chat-data.md).",
 )
 def train(files: tuple[str, ...], out: str, vocab_size: int, text_key: str | None) -> None:
-    """Train a byte-level BPE on FILES: .parquet, .jsonl[.gz|.zst], .txt, directories, globs, dataset names.
+    """Train a byte-level BPE on FILES: parquet, JSON lines, any text; directories, globs, dataset names.
 
     A corpus larger than 32 MiB is sampled evenly.
 

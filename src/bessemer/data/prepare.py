@@ -293,6 +293,12 @@ class _Preparation:
             "skipped_where": where[:SHOWN],
             "empty": sum(count["empty"] for count in counts),
             "duplicates": duplicates,
+            "files_left_out": {
+                reason: count
+                for source in self.groups.values()
+                if isinstance(source, Files)
+                for reason, count in source.left_out
+            },
         }
 
     def _rule(self) -> str:

@@ -8,7 +8,6 @@ every column.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,8 +17,9 @@ import numpy as np
 from bessemer.data.catalog import find_source
 from bessemer.data.chat import can_chat, is_messages, render, stop_ids
 from bessemer.data.mixture import Sampling
+from bessemer.data.readers import Raw, read_file_rows
 from bessemer.data.rows import Batch, Fields
-from bessemer.data.sources import File, Files
+from bessemer.data.sources import Files
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.registry import datasets
@@ -50,11 +50,13 @@ def _draw(row: Row) -> float:
 
 
 def read_rows(name: str) -> Iterator[Row]:
-    """Rows of a registered dataset, of JSON lines (plain, gzip, zstd) or of parquet files."""
+    """Yield the rows of a registered dataset, or of files of JSON lines or parquet, here or in an object store."""
     source = find_source(name)
     if isinstance(source, Files):
-        for file in source.files:
-            yield from _file_rows(file)
+        for row in (row for file in source.files for row in read_file_rows(file)):
+            if not isinstance(row, Raw):
+                raise InputError(f"{row}.")
+            yield checked_row(row.value, row.where())
         return
     for number, item in enumerate(source.items):
         yield checked_row(item, f"{name} row {number + 1}")
@@ -64,40 +66,6 @@ def checked_row(item: Any, where: str) -> Row:
     if not isinstance(item, Mapping):
         raise InputError(f"{where}: expected a row with columns, not {type(item).__name__}.")
     return {str(column): value for column, value in item.items()}
-
-
-def _file_rows(file: File) -> Iterator[Row]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        if file.kind == "parquet":
-            with pq.ParquetFile(file.path) as table:
-                for number, row in enumerate(
-                    row for batch in table.iter_batches(1024) for row in batch.to_pylist()
-                ):
-                    yield checked_row(row, f"{file.path} row {number + 1}")
-            return
-        if not file.kind.startswith("jsonl"):
-            raise InputError(
-                f"{file.path}: prompts with their columns are read from .jsonl or .parquet files."
-            )
-        packing = file.kind.partition("+")[2] or None
-        with pa.input_stream(file.path, compression=packing) as stream:
-            for number, line in enumerate(io.BufferedReader(stream, 1 << 20)):
-                if line.strip():
-                    yield checked_row(
-                        _parsed(line, f"{file.path} line {number + 1}"), f"{file.path} line {number + 1}"
-                    )
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{file.path} cannot be read ({error}).") from error
-
-
-def _parsed(line: bytes, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{where}: not valid JSON ({error}).") from error
 
 
 def prompt_of(row: Row, where: str) -> tuple[Any, Row]:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from functools import partial
+from typing import Any, BinaryIO, cast
 
 from bessemer.data import chat
+from bessemer.data.filetypes import UNPACKING, open_unpacked
 from bessemer.data.preference import COLUMNS, Pair, encode_pair, is_pair, pair_bytes, read_pair
-from bessemer.data.sources import Piece
+from bessemer.data.sources import File, Files, Piece, plan_shards
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.job.remote import arrow_source, open_read
 
+LONGEST = 16 << 20
+"""Bytes of a line or a document of a file: encoding takes up to 140 bytes of memory for each (2.2 GB)."""
+DEEPEST = 64  # levels of lists and objects in a row
+TOO_LONG = f"longer than {LONGEST >> 20} MiB, the most one document may have: cut it into several"
+TOO_DEEP = f"nested deeper than {DEEPEST} levels"
+CUT_SHORT = "the compressed stream is damaged or cut short"
 CONVERSATIONS = (("messages",), ("prompt", "completion"), ("instruction", "output"))  # columns that make one
 
 
@@ -45,26 +53,51 @@ class Bad:
         return f"{self.where}: {self.reason}"
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How rows become documents: the column with the text, and what writes conversations (None: left as messages)."""
-
-    text_key: str | None = None
-    tokenizer: Tokenizer | None = None
-
-
 def read_piece(
     piece: Piece, text_key: str | None = None, tokenizer: Tokenizer | None = None
 ) -> Iterator[Document | Bad]:
-    """Every document of the piece, in order."""
-    reading = Reading(text_key, tokenizer)
+    """Yield every document of the piece, in order."""
+    if piece.kind.startswith("txt"):
+        yield from _text(piece) if piece.kind == "txt" else _unpacked_text(piece)
+        return
+    for row in read_rows(piece, lambda names: _columns(names, text_key, piece.path)):
+        read = row if isinstance(row, Bad) else document_of(row.value, "", text_key, tokenizer)
+        if (
+            isinstance(read, Document) and len(read.text or "") > LONGEST
+        ):  # in parquet, where no line is too long
+            read = Bad("", TOO_LONG)
+        if isinstance(read, Bad) and not read.where:
+            read = Bad(cast(Raw, row).where(), read.reason)
+        yield read
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """A row as it stands in its file; `where` says file and line."""
+
+    value: Any
+    where: Callable[[], str]
+
+
+def read_rows(
+    piece: Piece, columns: Callable[[list[str]], list[str] | None] = lambda names: None
+) -> Iterator[Raw | Bad]:
+    """Yield every row of a piece of JSON lines or parquet, here or in an object store.
+
+    columns: of the names of a parquet file's columns those that are wanted, None for all.
+    """
     if piece.kind == "parquet":
-        return _parquet(piece, reading)
-    if piece.kind == "txt":
-        return _text(piece)
-    if piece.kind == "jsonl":
-        return _lines(piece, reading)
-    return _compressed(piece, reading)
+        return _parquet(piece, columns)
+    return _lines(piece) if piece.kind == "jsonl" else _unpacked_lines(piece)
+
+
+def read_file_rows(file: File) -> Iterator[Raw | Bad]:
+    """Yield every row of a file. Raise InputError if it is plain text."""
+    if file.kind.startswith("txt"):
+        raise InputError(f"{file.path} is plain text: rows are read from JSON lines or parquet files.")
+    for pieces in plan_shards(Files((file,))):
+        for piece in pieces:
+            yield from read_rows(piece)
 
 
 def document_of(
@@ -142,49 +175,89 @@ def _checked(text: str, where: str) -> Document | Bad:
 
 
 def _tokens(value: Mapping[str, Any], where: str) -> Document | Bad:
-    ids = [int(i) for i in value["input_ids"]]
-    mask = value.get("loss_mask")
+    try:
+        ids = [int(i) for i in value["input_ids"]]
+        mask = value.get("loss_mask")
+        mask = None if mask is None else [int(bool(m)) for m in mask]
+    except (TypeError, ValueError):
+        return Bad(where, "'input_ids' and 'loss_mask' are lists of integers")
+    if ids and not -(2**31) <= min(ids) <= max(ids) < 2**31:
+        return Bad(where, f"'input_ids' hold {max(ids, key=abs)}, which is no token")
     if mask is None:
         return Document(ids=ids)
-    mask = [int(bool(m)) for m in mask]
     if len(mask) != len(ids):
         return Bad(where, f"{len(ids)} input_ids but {len(mask)} loss_mask values")
     return Document(ids=ids, mask=mask)
 
 
-def _line(line: bytes, where: str, reading: Reading) -> Document | Bad | None:
-    if not line.strip():
-        return None
+def parse_line(line: bytes) -> Any | Bad:
+    """Return the value of a line of JSON, or what is wrong with it, without its place."""
     try:
         value = json.loads(line)
     except UnicodeDecodeError as error:
-        return Bad(where, f"not UTF-8 ({error.reason} at byte {error.start})")
+        return Bad("", f"not UTF-8 ({error.reason} at byte {error.start})")
     except json.JSONDecodeError as error:
-        return Bad(where, f"not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno})")
+        return Bad("", f"not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno})")
+    except RecursionError:
+        return Bad("", TOO_DEEP)
+    except ValueError as error:  # an integer of thousands of digits
+        return Bad("", f"not valid JSON ({error})")
     if isinstance(value, str):
-        return Bad(where, "expected a JSON object, not a string")
-    return document_of(value, where, reading.text_key, reading.tokenizer)
+        return Bad("", "expected a JSON object, not a string")
+    return Bad("", TOO_DEEP) if _deeper_than(value, DEEPEST) else value
 
 
-def _lines(piece: Piece, reading: Reading) -> Iterator[Document | Bad]:
+def _deeper_than(value: Any, limit: int) -> bool:
+    """Whether lists and objects are nested deeper than `limit`; without recursion."""
+    level = [value] if isinstance(value, (dict, list)) else []
+    while level and limit:
+        inner = (item for part in level for item in (part.values() if isinstance(part, dict) else part))
+        level = [item for item in inner if isinstance(item, (dict, list))]
+        limit -= 1
+    return bool(level)
+
+
+def _read_line(file: BinaryIO) -> tuple[bytes | Bad, int]:
+    """(the next line, its length in bytes). A longer one than any document is passed over in bounded memory."""
+    line = file.readline(LONGEST + 1)
+    if len(line) <= LONGEST:
+        return line, len(line)
+    length, last = len(line), line
+    while not last.endswith(b"\n") and (last := file.readline(1 << 20)):
+        length += len(last)
+    return Bad("", TOO_LONG), length
+
+
+def _row(line: bytes | Bad, where: Callable[[], str]) -> Raw | Bad | None:
+    """Return the row of a line, or what is wrong with it; None for an empty one."""
+    if isinstance(line, bytes) and not line.strip():
+        return None
+    value = line if isinstance(line, Bad) else parse_line(line)
+    return Bad(where(), value.reason) if isinstance(value, Bad) else Raw(value, where)
+
+
+def _lines(piece: Piece) -> Iterator[Raw | Bad]:
     """Lines that begin inside [start, stop). The line before `start` belongs to the piece before."""
     with open_read(piece.path) as file:
         if piece.start:
             file.seek(piece.start - 1)
-            file.readline()
-        position, number = file.tell(), 0
-        base: int | None = 0 if piece.start == 0 else None
+            position = piece.start - 1 + _read_line(file)[1]
+        else:
+            position = 0
+        number = 0
         while position < piece.stop:
-            line = file.readline()
+            line, length = _read_line(file)
             number += 1
-            read = _line(line, "", reading)
-            if isinstance(read, Bad):
-                if base is None:  # counting the lines before this piece is only worth it for a message
-                    base = _count_lines(piece.path, piece.start)
-                read = Bad(f"{piece.path} line {base + number}", read.reason)
-            position += len(line)
-            if read is not None:
-                yield read
+            position += length
+            row = _row(line, partial(_line_of, piece, number))
+            if row is not None:
+                yield row
+
+
+def _line_of(piece: Piece, number: int) -> str:
+    """Name the line; those before the piece are counted only for a message."""
+    before = _count_lines(piece.path, piece.start) if piece.start else 0
+    return f"{piece.path} line {before + number}"
 
 
 def _count_lines(path: str, start: int) -> int:
@@ -197,21 +270,47 @@ def _count_lines(path: str, start: int) -> int:
     return count
 
 
-def _compressed(piece: Piece, reading: Reading) -> Iterator[Document | Bad]:
-    import pyarrow as pa
-
+def _unpacked_lines(piece: Piece) -> Iterator[Raw | Bad]:
     number = 0
     try:
-        with pa.input_stream(arrow_source(piece.path), compression=piece.kind.partition("+")[2]) as stream:
-            for line in io.BufferedReader(stream, 1 << 20):
+        with open_unpacked(piece.path, piece.kind.partition("+")[2]) as stream:
+            while True:
+                line, length = _read_line(stream)
+                if not length:
+                    return
                 number += 1
-                read = _line(line, f"{piece.path} line {number}", reading)
-                if read is not None:
-                    yield read
-    except (OSError, pa.ArrowException) as error:
-        yield Bad(
-            f"{piece.path} after line {number}", f"the compressed stream is damaged or cut short ({error})"
-        )
+                row = _row(line, partial(_line_of, piece, number))
+                if row is not None:
+                    yield row
+    except UNPACKING as error:
+        yield Bad(f"{piece.path} after line {number}", f"{CUT_SHORT} ({error})")
+
+
+def _unpacked_text(piece: Piece) -> Iterator[Document | Bad]:
+    """Yield documents of about `text_bytes`, each up to a line end."""
+    begin, rest = 0, b""
+    try:
+        with open_unpacked(piece.path, piece.kind.partition("+")[2]) as stream:
+            while block := rest + stream.read(piece.text_bytes - len(rest)):
+                block += stream.readline(piece.text_bytes) if len(block) == piece.text_bytes else b""
+                rest = b"" if block.endswith(b"\n") else _unfinished(block)
+                whole = block[: len(block) - len(rest)]
+                yield _decoded(whole, piece.path, begin)
+                begin += len(whole)
+                if len(block) < piece.text_bytes:
+                    return
+    except UNPACKING as error:
+        yield Bad(f"{piece.path} after byte {begin}", f"{CUT_SHORT} ({error})")
+
+
+def _unfinished(block: bytes) -> bytes:
+    """Return the bytes at the end that begin a character whose others are still to come."""
+    for back in range(1, min(4, len(block)) + 1):
+        byte = block[-back]
+        if byte & 0xC0 != 0x80:  # not a continuation: ASCII, or the first of 2 to 4
+            length = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return block[-back:] if back < length and len(block) > back else b""
+    return b""
 
 
 def _text(piece: Piece) -> Iterator[Document | Bad]:
@@ -256,26 +355,34 @@ def _boundary(file: BinaryIO, mark: int, window: int, size: int) -> int:
     return mark + skip if mark + window < size else size
 
 
-def _parquet(piece: Piece, reading: Reading) -> Iterator[Document | Bad]:
+def _parquet(
+    piece: Piece, columns: Callable[[list[str]], list[str] | None] = lambda names: None
+) -> Iterator[Raw | Bad]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(arrow_source(piece.path)) as file:
-            names = file.schema_arrow.names
-            columns = _columns(names, reading.text_key)
-            if not columns:
-                raise InputError(f"{piece.path}: {_missing(reading.text_key or 'text', names)}.")
+            wanted = columns(file.schema_arrow.names)
+            groups = range(piece.start, piece.stop)
             row = sum(file.metadata.row_group(g).num_rows for g in range(piece.start))
-            for batch in file.iter_batches(1024, row_groups=range(piece.start, piece.stop), columns=columns):
+            for batch in file.iter_batches(1024, row_groups=groups, columns=wanted):
                 for value in batch.to_pylist():
                     row += 1
-                    yield document_of(value, f"{piece.path} row {row}", reading.text_key, reading.tokenizer)
+                    yield Raw(value, partial("{} row {}".format, piece.path, row))
     except (pa.ArrowException, OSError) as error:
         yield Bad(f"{piece.path} row group {piece.start}", f"damaged parquet ({error}); copy the file again")
 
 
-def _columns(names: list[str], text_key: str | None) -> list[str]:
+def _columns(names: list[str], text_key: str | None, path: str) -> list[str]:
+    """Return the columns that make a document. Raise InputError if there are none."""
+    found = _document_columns(names, text_key)
+    if not found:
+        raise InputError(f"{path}: {_missing(text_key or 'text', names)}.")
+    return found
+
+
+def _document_columns(names: list[str], text_key: str | None) -> list[str]:
     if text_key is not None:
         return [text_key] if text_key in names else []
     if "input_ids" in names:

@@ -170,6 +170,7 @@ def base_stats(store: Store, rows: int, targets: int) -> dict[str, Any]:
         "target_tokens": targets,
         "cropped_share": 0.0,
         "truncated": 0,
+        **({"files_left_out": about["files_left_out"]} if about.get("files_left_out") else {}),
     }
 
 

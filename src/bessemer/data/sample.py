@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bessemer.data.loader import Mixture
+from bessemer.data.mixture import shares_of
 from bessemer.data.permutation import key_of, permute
 from bessemer.data.rows import Batch, Rows
 
@@ -19,10 +20,8 @@ def sample_tokens(mixture: Mixture, tokens: int, seed: int) -> list[np.ndarray]:
     """
     return [
         sequence
-        for sampling, rows in mixture
-        for sequence in _of_source(
-            rows, round(sampling.rate * tokens), key_of(seed, "sample", rows.fingerprint)
-        )
+        for share, (_, rows) in zip(shares_of([sampling for sampling, _ in mixture]), mixture, strict=True)
+        for sequence in _of_source(rows, round(share * tokens), key_of(seed, "sample", rows.fingerprint))
     ]
 
 

@@ -2,7 +2,7 @@
 pieces.
 
 A piece is a part of a file that can be read on its own: a range of bytes of a .jsonl or .txt, a row group of
-a parquet file, or a whole compressed file (gzip and zstd cannot be entered in the middle). The list of shards
+a parquet file, or a whole compressed file (which cannot be entered in the middle). The list of shards
 depends on the files alone, never on the number of workers, so any number of workers writes the same store.
 """
 
@@ -11,24 +11,23 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import re
+import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bessemer.data.filetypes import SUFFIXES, detect
 from bessemer.errors import InputError, nearest
 from bessemer.job import remote
 from bessemer.job.remote import arrow_source, is_remote
 
 SHARD_BYTES = 8 << 20
 TEXT_BYTES = 64 << 10  # a longer .txt is cut at line ends into documents of about this size
-KINDS = {
-    ".parquet": "parquet",
-    ".jsonl": "jsonl",
-    ".jsonl.gz": "jsonl+gzip",
-    ".jsonl.zst": "jsonl+zstd",
-    ".txt": "txt",
-}
+RECORDS = (".parquet", ".jsonl", ".ndjson")
+"""Files of rows: where a directory has some, what lies beside them (README.md, dataset_info.json) is no data."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,8 @@ class Files:
 
     files: tuple[File, ...]
     label: str = ""
+    left_out: tuple[tuple[str, int], ...] = ()
+    """Of directories: why files were not taken, and how many."""
 
     @property
     def key(self) -> str:
@@ -90,55 +91,89 @@ Source = Files | Documents | Stream
 
 
 def find_files(names: str | Path | Iterable[str | Path]) -> Files:
-    """Every file the names stand for: a file, a glob (sorted), or a directory (all readable files below it,
+    """Return every file the names stand for: a file, a glob (sorted), or a directory (all files of texts below it,
     sorted), here or in an object store (s3://, gs://)."""
     listed = [names] if isinstance(names, (str, Path)) else list(names)
     if not listed:
         raise InputError("no data files were given: name at least one file, glob or directory.")
     found: dict[str, File] = {}
+    left_out: Counter[str] = Counter()
     for name in listed:
-        if is_remote(name):
-            found |= {file.path: file for file in remote_files(str(name)) if file.path not in found}
-            continue
-        for path in _expand(str(name)):
-            if (key := str(path.resolve())) not in found:
-                found[key] = file_of(path)
-    return Files(tuple(found.values()), label=", ".join(map(str, listed)))
+        chosen, others = remote_files(str(name)) if is_remote(name) else _local_files(str(name))
+        left_out += others
+        for file in chosen:
+            found.setdefault(file.path if is_remote(name) else str(Path(file.path).resolve()), file)
+    return Files(tuple(found.values()), ", ".join(map(str, listed)), tuple(sorted(left_out.items())))
 
 
-def remote_files(name: str) -> list[File]:
-    """Files of an object store: one, a pattern, or all of known kinds below a directory."""
+def remote_files(name: str) -> tuple[list[File], Counter[str]]:
+    """Return the files of an object store that a name stands for, and what was left out of a directory."""
     entries = remote.find(name)
     if f"{name.rstrip('/')}/store.json" in {entry.name for entry in entries}:
         raise InputError(
             f"'{name}' is a prepared store, which is mapped into memory: copy it to a local disk first."
         )
-    single = len(entries) == 1 and entries[0].name == name
-    chosen = entries if single else [entry for entry in entries if _suffix(Path(entry.name))]
-    if not chosen:
-        raise InputError(f"'{name}': no {_known()} file is there; check the bucket and the path or pattern.")
-    return [File(entry.name, _kind(Path(entry.name)), entry.size, entry.modified) for entry in chosen]
+    if not entries:
+        raise InputError(f"'{name}': no file is there; check the bucket and the path or pattern.")
+    files = [(entry.name, entry.size, entry.modified) for entry in entries]
+    if re.search(r"[*?[]", name) or (len(entries) == 1 and entries[0].name == name):
+        return [File(path, detect(path), size, modified) for path, size, modified in files], Counter()
+    return _of_directory(name, files)
+
+
+def _local_files(name: str) -> tuple[list[File], Counter[str]]:
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        return [file_of(found) for found in _expand(name)], Counter()
+    if (path / "store.json").exists():
+        raise InputError(f"'{name}' is a prepared store, not text: use it as training.dataset={name}.")
+    found = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path))
+    facts = [(str(p.absolute()), p.stat()) for p in found]
+    return _of_directory(name, [(full, stat.st_size, stat.st_mtime_ns) for full, stat in facts])
+
+
+def _of_directory(name: str, files: Sequence[tuple[str, int, int]]) -> tuple[list[File], Counter[str]]:
+    """Return what a directory holds of texts: its files of rows (and .txt) where there are some, else all text."""
+    rows = any(_is_record(path) for path, _, _ in files)
+    found: list[File] = []
+    left_out: Counter[str] = Counter()
+    first = ""
+    for path, size, modified in files:
+        if rows and not _is_record(path) and not path.lower().endswith(".txt"):
+            left_out["beside files of rows"] += 1
+            continue
+        try:
+            found.append(File(path, detect(path), size, modified))
+        except InputError as error:
+            first = first or f" The first: {error}"
+            left_out["not readable as text"] += 1
+    if not found:
+        raise InputError(f"directory '{name}' holds no files of text, JSON lines or parquet.{first}")
+    return found, left_out
+
+
+def _is_record(path: str) -> bool:
+    name = path.lower()
+    packed = next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
+    return packed.endswith(RECORDS)
 
 
 def file_of(path: Path, kind: str | None = None) -> File:
+    """Return the facts of a local file; `kind` says how it is read where its content must not decide."""
     try:
         facts = path.stat()
     except OSError as error:
         raise InputError(f"cannot read '{path}': {error.strerror}.") from error
+    if not stat.S_ISREG(facts.st_mode):
+        raise InputError(f"'{path}' is not a regular file: write its content to one first.")
     # in full, so that a file is the same source, and its store the same, from whatever directory it is named
-    return File(str(path.absolute()), kind or _kind(path), facts.st_size, facts.st_mtime_ns)
+    full = str(path.absolute())
+    return File(full, kind or detect(full), facts.st_size, facts.st_mtime_ns)
 
 
 def _expand(name: str) -> list[Path]:
     path = Path(name).expanduser()
-    if path.is_dir():
-        if (path / "store.json").exists():
-            raise InputError(f"'{name}' is a prepared store, not text: use it as training.dataset={name}.")
-        found = sorted(p for p in path.rglob("*") if p.is_file() and _suffix(p) and not _hidden(p, path))
-        if not found:
-            raise InputError(f"directory '{name}' holds no {_known()} files.")
-        return found
-    if path.is_file():
+    if path.exists():
         return [path]
     if glob.has_magic(name):
         found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
@@ -155,27 +190,6 @@ def _expand(name: str) -> list[Path]:
 
 def _hidden(path: Path, below: Path) -> bool:
     return any(part.startswith(".") for part in path.relative_to(below).parts)
-
-
-def _suffix(path: Path) -> str | None:
-    return next((s for s in KINDS if path.name.lower().endswith(s)), None)
-
-
-def _known() -> str:
-    return ", ".join(KINDS)
-
-
-def _kind(path: Path) -> str:
-    suffix = _suffix(path)
-    if suffix is None:
-        lines = path.suffix.lower() in (".json", ".csv", ".tsv")
-        remedy = (
-            "Write it as .jsonl, one JSON object a line"
-            if lines
-            else "Rename a plain text file to end in .txt"
-        )
-        raise InputError(f"'{path}' is of no known kind: {_known()} can be read. {remedy}.")
-    return KINDS[suffix]
 
 
 def plan_shards(files: Files, shard_bytes: int = SHARD_BYTES) -> list[list[Piece]]:
@@ -206,8 +220,8 @@ def _pieces(file: File, shard_bytes: int, alone: bool) -> list[Piece]:
     elif file.kind == "txt":
         cut = text_cut(file.size, alone)
         step = max(1, shard_bytes // cut) * cut  # a multiple, so that shards do not move the cuts
-    else:
-        return [Piece(file.path, file.kind, 0, file.size, file.size)]
+    else:  # compressed: about four times as long inside
+        return [Piece(file.path, file.kind, 0, file.size, file.size, text_cut(4 * file.size, alone))]
     starts = range(0, file.size, step)
     ends = [min(s + step, file.size) for s in starts]
     return [Piece(file.path, file.kind, s, e, e - s, cut) for s, e in zip(starts, ends, strict=True)]

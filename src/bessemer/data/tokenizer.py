@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +53,10 @@ _LONG = re.compile(rf"[^\W\d_]{{{LONGEST}}}|[^\w\s]{{{LONGEST}}}|\s{{{LONGEST}}}
 _SPACES = re.compile(rf"\s{{{LONGEST}}}")
 
 SMALLEST = 256 + len(SPECIAL_TOKENS)
+LARGEST = 1 << 20
+"""Tokens of a vocabulary that is trained: the library allocates all of them at once and aborts if it cannot."""
+MOST_BYTES = 256 << 20
+"""Of a tokenizer.json: those in use have at most 40 MiB."""
 # What other families call the token a document begins with, and padding; the first one present is used.
 BOS_NAMES = (
     "<|bos|>",
@@ -115,6 +120,7 @@ class Tokenizer:
         file = Path(path)
         file = file / FILE if file.is_dir() else file
         try:
+            _check_size(file)
             return cls(file.read_text(encoding="utf-8"), str(file), ChatTemplate.beside(file))
         except FileNotFoundError:
             raise InputError(
@@ -133,6 +139,11 @@ class Tokenizer:
         from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
         from tokenizers import Tokenizer as Backend
 
+        if vocab_size > LARGEST:
+            raise InputError(
+                f"vocab size {vocab_size:,} is too large: at most {LARGEST:,} tokens are trained (of models in use the "
+                "largest has 262,144)."
+            )
         if vocab_size < SMALLEST:
             raise InputError(
                 f"vocab size {vocab_size} is too small: 256 bytes and {len(SPECIAL_TOKENS)} special tokens "
@@ -367,6 +378,17 @@ def _unprepended(part: Any) -> Any:
         left = [_unprepended(below) for below in part["normalizers"]]
         return {**part, "normalizers": [below for below in left if below is not None]}
     return part
+
+
+def _check_size(file: Path) -> None:
+    """Raise InputError for what cannot be a tokenizer.json before it is read: a device, a pipe, gigabytes."""
+    facts = file.stat()
+    if not stat.S_ISREG(facts.st_mode):
+        raise InputError(f"'{file}' is not a tokenizer: it is not a regular file.")
+    if facts.st_size > MOST_BYTES:
+        raise InputError(
+            f"'{file}' is not a tokenizer: it has {facts.st_size:,} bytes, and the largest are below {MOST_BYTES:,}."
+        )
 
 
 def _backend(text: str, origin: str) -> Backend:

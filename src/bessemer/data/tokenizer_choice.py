@@ -45,7 +45,7 @@ def tokenizer_on(items: Any, settings: DataSettings, root: str | Path | None = N
     sample of) them, once, and kept; anything else is a path."""
     if not settings.tokenizer.startswith("train:"):
         return Tokenizer.load(Path(settings.tokenizer).expanduser())
-    vocab_size = _vocabulary(settings.tokenizer)
+    vocab_size = vocabulary_of(settings.tokenizer)
     if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
         what = (
             "a prepared store holds tokens, not text"
@@ -75,7 +75,7 @@ def tokenizer_place(
 def _to_train_on(settings: DataSettings, samplings: Sequence[Sampling]) -> tuple[list[Source], int]:
     """The sources of a `train:N`, and N."""
     wanted = settings.tokenizer
-    vocab_size = _vocabulary(wanted)
+    vocab_size = vocabulary_of(wanted)
     found = [find_source(s.name) for s in samplings if store_directory(s) is None]
     if not found:
         raise InputError(
@@ -85,11 +85,11 @@ def _to_train_on(settings: DataSettings, samplings: Sequence[Sampling]) -> tuple
     return found, vocab_size
 
 
-def _vocabulary(wanted: str) -> int:
+def vocabulary_of(wanted: str) -> int:
     """N of `train:N`."""
     try:
         return int(float(wanted.removeprefix("train:").replace("_", "")))
-    except ValueError:
+    except (ValueError, OverflowError):
         raise InputError(
             f"data.tokenizer={wanted}: expected train:N with a number of tokens, as train:8192."
         ) from None

@@ -8,12 +8,12 @@ A task of its own has a header as its first line, and is then named by its path:
 
 from __future__ import annotations
 
-import gzip
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bessemer.data.readers import Raw, read_file_rows
+from bessemer.data.sources import file_of
 from bessemer.errors import InputError
 from bessemer.evaluate.tasks import Task, run_task
 from bessemer.generate import LoadedModel
@@ -37,20 +37,13 @@ def is_task_file(name: str) -> bool:
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """One object a line; empty lines are passed over, anything else is an error with its line."""
-    path = Path(path)
-    opener: Any = gzip.open if path.name.endswith(".gz") else open
     rows = []
-    try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    rows.append(json.loads(line))
-                    if not isinstance(rows[-1], dict):
-                        raise InputError(f"{path} line {number} is not a JSON object.")
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} line {number} is not valid JSON ({error.msg}).") from error
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read ({error}).") from error
+    for row in read_file_rows(file_of(Path(path))):
+        if not isinstance(row, Raw):
+            raise InputError(f"{row}.")
+        if not isinstance(row.value, dict):
+            raise InputError(f"{row.where()} is not a JSON object.")
+        rows.append(row.value)
     return rows
 
 

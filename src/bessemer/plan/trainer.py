@@ -27,7 +27,7 @@ from bessemer.data.pairs import pair_fields
 from bessemer.data.rows import TEXT_TYPES, Fields
 from bessemer.data.store import is_store
 from bessemer.data.tokenizer import FILE
-from bessemer.data.tokenizer_choice import tokenizer_place
+from bessemer.data.tokenizer_choice import tokenizer_place, vocabulary_of
 from bessemer.errors import InputError
 from bessemer.generate.load import FAMILY
 from bessemer.job import ExecutionSpec
@@ -131,7 +131,7 @@ def planned_tokenizer(trainer: BaseTrainer) -> Tokenizer | None:
     if "model/vocab_size" in trainer.config and trainer.config["model/vocab_size"] < 1:
         size, why = VOCABULARY, "assumed: neither model.vocab_size nor a tokenizer is given"
         if trains:
-            size = int(float(settings.tokenizer.removeprefix("train:").replace("_", "")))
+            size = vocabulary_of(settings.tokenizer)
             why = f"assumed: data.tokenizer={settings.tokenizer}, not trained yet"
         trainer.config.set("model/vocab_size", size, why)
         trainer.note_derived("model.vocab_size", size, why)

@@ -38,6 +38,8 @@ def header(trainer: BaseTrainer) -> None:
         trainer.say(
             f"data       {shown(name)}: {', '.join(known)}; {counted(data.validation_count, 'row')} held out"
         )
+        for why, count in stats.get("files_left_out", {}).items():
+            trainer.say(f"note       {shown(name)}: {counted(count, 'file')} left out: {why}")
         for remark in supervision(trainer, stats):
             trainer.say(f"note       {shown(name)}: {remark}")
     epochs = data.plan.epoch(data.steps)
