@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax.numpy as jnp
 import pytest
 from tests.stores import s3  # noqa: F401 -- a fixture
 from tests.training.stops import StopAt
 from tests.training.test_training_processes import assert_same_run
 
+from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint.manifest import COMMIT
 from bessemer.errors import InputError, Stopped, StorageError
+from bessemer.job import RunDirectory
 from bessemer.job.remote import find, remove, upload
+from bessemer.training import mirror
 from bessemer.training.launch import build_trainer, reopen
 from bessemer.training.mirror import fetched, mirrored_steps
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 SETTINGS = {"optimization.name": "adamw", "training.per_device_batch_size": 1}
 
 
+@slow
 def test_a_fresh_machine_goes_on_bit_for_bit(
     tiny: dict[str, object],
     corpus: Path,
@@ -74,6 +80,7 @@ def test_a_fresh_machine_goes_on_bit_for_bit(
         fetched(url, tmp_path / "fourth")
 
 
+@slow
 def test_a_store_that_cannot_be_reached_is_found_before_training(
     tiny: dict[str, object],
     s3: str,  # noqa: F811
@@ -89,3 +96,47 @@ def test_a_store_that_cannot_be_reached_is_found_before_training(
     assert not (tmp_path / "y" / "config.yaml").exists()
     with pytest.raises(InputError, match="object store"):
         build_trainer("quickstart", {**tiny, **SETTINGS, "logging.mirror": "/disk"}, root=tmp_path, name="z")
+
+
+class Store:
+    """An object store in memory, as the functions of job/remote.py see it."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+
+    def upload(self, path: Path, name: str) -> None:
+        self.objects[name] = path.read_bytes()
+
+    def find(self, prefix: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=name) for name in sorted(self.objects) if name.startswith(f"{prefix}/")]
+
+    def remove(self, name: str) -> None:
+        self.objects.pop(name, None)
+
+
+def test_a_step_that_is_saved_again_is_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rollback another checkpoint bears the number of one that was sent, perhaps the only one there."""
+    store = Store()
+    for name in ("upload", "find", "remove"):
+        monkeypatch.setattr(mirror, name, getattr(store, name))
+    monkeypatch.setattr(mirror, "read_bytes", store.objects.get)
+    run, said = RunDirectory(tmp_path / "x").create(), list[str]()
+    copy = mirror.Mirror(run, "s3://bucket/runs", said.append)
+    manager = Checkpoints(run.checkpoints, on_commit=copy.push)
+
+    def save(step: int, value: float) -> None:
+        manager.save(step, {"params": {"w": jnp.full(3, value)}}, wait=True)
+        remote = "s3://bucket/runs/x/checkpoints/" + manager.path(step).name
+        for path in (path for path in manager.path(step).rglob("*") if path.is_file()):
+            name = f"{remote}/{path.relative_to(manager.path(step)).as_posix()}"
+            assert store.objects[name] == path.read_bytes(), name
+
+    save(2, 1.0)
+    save(4, 1.0)
+    manager.set_aside_after(2)
+    save(4, 2.0)
+    manager.set_aside_after(2)
+    save(3, 2.0)
+    assert mirror.mirrored_steps("s3://bucket/runs/x") == [2, 3]
+    save(4, 2.0)
+    assert said == []

@@ -87,6 +87,13 @@ def test_it_learns_and_holds_no_reference(undisturbed: Any) -> None:
     assert undisturbed.config["architecture/document_mask"] is True  # the objective asks for it
 
 
+def test_target_tokens_are_tokens_not_pairs(undisturbed: Any) -> None:
+    trained = [row for row in rows(undisturbed.run_directory.path) if "loss" in row]
+    batches = [undisturbed.batch("train", step=step) for step in range(trained[-1]["step"])]
+    tokens = sum(int(((batch["target_ids"] >= 0) & (batch["loss_mask"] > 0)).sum()) for batch in batches)
+    assert trained[-1]["target_tokens"] == tokens > sum((batch["pair_ids"] >= 0).sum() for batch in batches)
+
+
 def test_the_table_is_of_the_starting_weights(undisturbed: Any) -> None:
     """Every pair of the data has its numbers, and they are those of step 0, not of the trained policy."""
     source = undisturbed.data.plan.sources[0]

@@ -207,8 +207,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         """As ever; metrics of tokens are means over tokens whatever the loss is divided by."""
         state, loss, meta = super().train_step(state, batch, key, accumulate_steps)
         share = meta.pop(TOKENS)
-        meta |= {name: meta[name] / share for name in PER_TOKEN if name in meta}
-        return state, loss, meta | {"target_tokens": meta["target_tokens"] * share}
+        return state, loss, meta | {name: meta[name] / share for name in PER_TOKEN if name in meta}
 
     def on_step_end(self, state: TrainState, metrics: step.Meta, step: int) -> tuple[TrainState, step.Meta]:
         """What is known of the rollout joins the row; the reference is renewed where that is due."""
@@ -238,12 +237,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
                 row |= self.sampler.validate()
             if not self.reinforces:
                 row |= self.sampler.divergence()
-        loop, score = self.loop_state, row["val_loss"] if "val_loss" in row else -row["val_reward"]
-        if loop.best_val_loss is None or score < loop.best_val_loss:
-            loop.best_val_loss, loop.best_step, loop.stale_validations = score, self.step, 0
-        elif loop.best_step != self.step:
-            loop.stale_validations += 1
-        loop.last_validation = self.step
+        score = row["val_loss"] if "val_loss" in row else -row["val_reward"]
+        self.loop_state.take_validation(score, self.step)
         return row
 
     # --- checkpoints -------------------------------------------------------------------------------------

@@ -42,7 +42,8 @@ class Mirror:
         self.directory, self.say = directory, say
         self.name = f"{url.rstrip('/')}/{directory.name}"
         self.behind = ""  # why the copy is not complete
-        self._sent: dict[str, tuple[int, int]] = {}
+        self._sent: dict[str, tuple[int, int]] = {}  # files of the run: size and time
+        self._commits: dict[str, bytes] = {}  # checkpoints: what their COMMIT held
         self._links: set[str] = set()  # those that were warned about
 
     def check(self, continues: bool) -> None:
@@ -67,7 +68,9 @@ class Mirror:
         self.send_files()
         there = mirrored_steps(self.name)
         for step in manager.committed():
-            self._send_checkpoint(manager.path(step), f"{self.name}/{FOLDER}/{step_name(step)}")
+            self._send_checkpoint(
+                manager.path(step), f"{self.name}/{FOLDER}/{step_name(step)}", there=step in there
+            )
         known = sorted({*there, newest})
         later = {step for step in known if step > newest}  # of another future of the run
         doomed = manager.superfluous([step for step in known if step <= newest], newest)
@@ -98,11 +101,12 @@ class Mirror:
                 found.append(path)
         return found
 
-    def _send_checkpoint(self, local: Path, name: str) -> None:
-        """COMMIT holds a checksum of every file: where it is the same, so is the rest."""
-        if name in self._sent:
-            return
+    def _send_checkpoint(self, local: Path, name: str, there: bool) -> None:
+        """COMMIT holds a checksum of every file: where it is the same, so is the rest. After a rollback another
+        checkpoint has the name of one that was sent."""
         commit = (local / COMMIT).read_bytes()
+        if there and self._commits.get(name) == commit:
+            return
         found = read_bytes(f"{name}/{COMMIT}")
         if found != commit:
             if found is not None:
@@ -110,7 +114,7 @@ class Mirror:
             files = [path for path in self._own_files(local) if path.name != COMMIT]
             for path in (*files, local / COMMIT):
                 upload(path, f"{name}/{path.relative_to(local).as_posix()}")
-        self._sent[name] = (0, 0)
+        self._commits[name] = commit
 
 
 def make_mirror(trainer: BaseTrainer) -> Mirror | None:

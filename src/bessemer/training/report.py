@@ -83,6 +83,10 @@ class StepLog:
             return
         limit = float(meta["spike_limit"]) if spike else None
         what = f"step {step}: the loss is {described(loss, finite, limit)}"
+        if float(meta["target_tokens"]) == 0:
+            what = (
+                f"step {step}: no token of the batch is a target (every one is masked), so there is no loss"
+            )
         if spike and self.guard.rolls_back:
             raise Unstable(step, f"{what}.", rows)
         count = self.loop.bad_steps_in_row

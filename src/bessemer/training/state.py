@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +147,20 @@ class LoopState:
         self.target_tokens += int(target_tokens)
         self.clipped_steps += int(clipped)
         self.loss_average = SMOOTHING * self.loss_average + (1 - SMOOTHING) * loss
+
+    def take_validation(self, score: float, step: int) -> None:
+        """Note a validation: the lowest score is the best, and NaN never is."""
+        best = self.best_val_loss
+        if not math.isnan(score) and (best is None or math.isnan(best) or score < best):
+            self.best_val_loss, self.best_step, self.stale_validations = score, step, 0
+        elif self.best_step != step:  # the same step again, after a restart, is not a worse one
+            self.stale_validations += 1
+        self.last_validation = step
+
+    def take_bits(self, bits: float) -> None:
+        """Note bits per byte; NaN is never the lowest."""
+        known = [value for value in (bits, self.min_val_bpb) if value is not None and not math.isnan(value)]
+        self.min_val_bpb = min(known, default=None)
 
     def branch_off(self, other_data: bool) -> None:
         """Go on after a branch point: an early end is undone; results on other held-out data do not compare."""

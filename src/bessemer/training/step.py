@@ -21,6 +21,8 @@ from bessemer.training.state import TrainState
 Batch = dict[str, jax.Array]
 Meta = dict[str, jax.Array]
 
+TARGETS = "target_tokens"
+
 
 def train_step(
     state: TrainState, batch: Batch, key: jax.Array, accumulate_steps: int
@@ -39,11 +41,12 @@ def train_step(
         grads = jax.tree.map(lambda g: g * scale, grads)
     applied, guard, spikes = judge(state.rules.spikes, state.guard, loss, finite, state.data_step)
     new_state = _updated(state, grads, applied, guard)
+    targets = sums.pop(TARGETS, weight)  # tokens, where the loss is divided by something else, such as pairs
     meta = {name: value / weight for name, value in sums.items() if name not in ("loss", "weight")}
     meta |= state.rules.rates(jnp.asarray(state.step)) | {
         "loss": loss,
         "grad_norm": norm,
-        "target_tokens": weight,
+        TARGETS: targets,
         "finite": finite,
         "clipped": finite & (norm > limit) if limit > 0 else jnp.zeros((), bool),
         **spikes,
@@ -60,7 +63,8 @@ def _accumulate(state: TrainState, batch: Batch, key: jax.Array, accumulate_step
 
         def loss_of(p: Any) -> tuple[jax.Array, Meta]:
             loss, weight, metrics = state.objective(p, rows, jax.random.fold_in(key, index))
-            return loss, {"loss": loss, "weight": weight, **metrics}
+            counted = {TARGETS: target_weights(rows).sum()} if "target_ids" in rows else {}
+            return loss, {"loss": loss, "weight": weight, **metrics, **counted}
 
         grads, sums = jax.grad(loss_of, has_aux=True)(params)
         sums = jax.tree.map(lambda s: jnp.asarray(s, jnp.float32), sums)

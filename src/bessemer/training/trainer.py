@@ -284,6 +284,7 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
         """Train to the end (every process calls it). Continues from what `load` restored."""
         Callbacks(self.make_callbacks()).fire("on_check", self)
         microbatch.check_machine(self)
+        validation.check_targets(self)
         with outcome.opened(self):
             header(self)
             output.compile_shown(self)

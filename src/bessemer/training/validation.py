@@ -12,6 +12,7 @@ import numpy as np
 
 from bessemer.data import Tokenizer, Validation
 from bessemer.data.rows import fields_of
+from bessemer.errors import InputError
 from bessemer.evaluate.bpb import standard_error
 from bessemer.training.feed import device_batch
 from bessemer.training.fetch import fetch
@@ -64,22 +65,57 @@ JUDGED = ("input_ids", "target_ids", "loss_mask", "segment_ids", "pair_ids")
 def validate(trainer: BaseTrainer) -> dict[str, Any]:
     """{"val_loss", "val_bpb", "val_bpb_se", "min_val_bpb"}; the best is kept in the loop state."""
     sums = validation_sums(trainer)
+    if sums["weight"] == 0:
+        raise InputError(NO_TARGETS)
     loss = sums["loss"] / sums["weight"]
     row: dict[str, Any] = {"val_loss": loss}
     state = trainer.loop_state
-    if state.best_val_loss is None or loss < state.best_val_loss:
-        state.best_val_loss, state.best_step, state.stale_validations = loss, trainer.step, 0
-    elif state.best_step != trainer.step:  # the same step again, after a restart, is not a worse one
-        state.stale_validations += 1
-    state.last_validation = trainer.step
+    state.take_validation(loss, trainer.step)
     if sums.get("bytes"):
         bits = sums["nats"] / (math.log(2) * sums["bytes"])
-        state.min_val_bpb = bits if state.min_val_bpb is None else min(bits, state.min_val_bpb)
+        state.take_bits(bits)
         row |= {"val_bpb": bits, "min_val_bpb": state.min_val_bpb}
         if (error := standard_error(sums)) is not None:
             row["val_bpb_se"] = error
     further = {f"val_{name}": value / sums["weight"] for name, value in sums.items() if name not in KNOWN}
     return row | further
+
+
+NO_TARGETS = (
+    "no held-out row has a target: every token is masked, so there is no validation loss. In chats only the "
+    "assistant's tokens are targets, and what lies beyond architecture.block_size is cut: give held-out data with "
+    "answers that fit, or set training.validation=false."
+)
+
+
+def check_targets(trainer: BaseTrainer) -> None:
+    """Raise InputError if the held-out set, or the next training batch, has nothing to be judged or learned by.
+
+    Reads as far as the first target, so usually one row.
+    """
+    held_out = trainer.data.validation
+    if held_out is not None:
+        size = validation_size(trainer)
+        batches = (trainer.batch("validation", step=n) for n in range(held_out.rows.batches(size)))
+        if not any(map(has_target, batches)):
+            raise InputError(NO_TARGETS)
+    if not trainer.rolls_out and not has_target(trainer.batch("train", step=0)):
+        raise InputError(
+            f"the first batch ({trainer.data.batch_size} rows) has no target: every token is masked, so there is "
+            "nothing to learn from it. In chats only the assistant's tokens are targets, and what lies beyond "
+            "architecture.block_size is cut: check loss_mask and target_ids of the rows, or raise the block size or "
+            "training.batch_size."
+        )
+
+
+def has_target(batch: Mapping[str, np.ndarray]) -> bool:
+    """Whether a row of host arrays weighs anything in a loss; True for rows of another kind."""
+    if "pair_ids" in batch:
+        return bool((batch["pair_ids"] >= 0).any())
+    if "target_ids" not in batch:
+        return True
+    targets = np.asarray(batch["target_ids"]) >= 0
+    return bool((targets & (np.asarray(batch["loss_mask"]) > 0) if "loss_mask" in batch else targets).any())
 
 
 def validation_sums(trainer: BaseTrainer) -> dict[str, float]:
