@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -116,6 +117,44 @@ def test_without_a_tokenizer_it_says_so_and_stays_silent(loop, monkeypatch):
 def test_one_line_fits():
     line = one_line(SimpleNamespace(prompt="a\nb", text=" c" * 80))
     assert line.startswith("a\\nb ▸ c") and len(line) == 66 and line.endswith("…")
+
+
+@pytest.mark.parametrize("width", [26, 40, 66, 200])
+def test_prompt_and_answer_are_both_shown(width):
+    long = (
+        "What is the name of the city that lies where the two rivers of that country meet? Answer in a word."
+    )
+    for prompt, text in (
+        (long, " Khartoum"),
+        (long, " It is" * 40),
+        ("Say hi.", " hi" * 40),
+        ("Say hi.", " hi"),
+    ):
+        line = one_line(SimpleNamespace(prompt=prompt, text=text), width)
+        asked, answer = line.split(" ▸")
+        assert len(line) <= width and len(asked) >= min(len(prompt), width // 2 - 2)
+        assert len(answer) >= min(len(text), width // 2 - 2) and asked[:3] == prompt[:3]
+
+
+def test_data_of_ones_own_is_previewed_with_its_own_text(tiny, tmp_path, monkeypatch):
+    """Neither with the prompts of a recipe's demonstration nor with the shipped ones."""
+    monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
+    recipe = tmp_path / "toy.yaml"
+    recipe.write_text("training: {dataset: python-stdlib}\nlogging: {preview_prompts: [The key is]}\n")
+
+    def texts(**given):
+        settings = {key: value for key, value in tiny.items() if not key.startswith("training.dataset")}
+        made = launch.build_trainer(recipe, {**settings, **given}, name="q", root=tmp_path)
+        [preview] = [one for one in made.make_callbacks() if isinstance(one, Preview)]
+        return list(preview.starts(made, made.tokenizer)[0])
+
+    mine = {"training.dataset": tiny["training.dataset"]}
+    found = texts(**mine)
+    assert found and "The key is" not in found and not {*found} & {*PROMPTS}
+    corpus = Path(tiny["training.dataset"]).read_text()
+    assert all(text.strip() in corpus for text in found)
+    assert texts(**mine, **{"logging.preview_prompts": ["My own"]}) == ["My own"]
+    assert texts(**mine, **{"logging.preview_prompts": []}) == list(PROMPTS)
 
 
 def test_samples_reach_the_trackers(loop):

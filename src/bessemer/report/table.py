@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,6 +62,30 @@ def duration(seconds: Any) -> str:
     return f"{whole}s"
 
 
+def wrapped(line: str, width: int) -> list[str]:
+    """A line broken at words to fit `width`; what follows is indented as the text of the line is.
+
+    A word that is longer stays whole (a path, a URL).
+    """
+    if len(line) <= width:
+        return [line]
+    label = _LABEL.match(line)
+    indent = len(label[0]) if label is not None and len(label[0]) < width // 2 else 0
+    return textwrap.wrap(
+        line,
+        width,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
+
+
+_LABEL = re.compile(
+    r"\s*\S+ {2,}|\s*"
+)  # "note       " of a line with a label in front, or what it is indented by
+
+
 def size(count: Any) -> str:
     """Bytes in powers of 1024: 1.5G."""
     if not _is_number(count):
@@ -82,7 +108,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None 
     right = [_numeric([row[place] for row in rows]) for place in range(len(head))]
     lines = []
     for row in cells:
-        words = [_fit(word, size) for word, size in zip(row, sizes, strict=True)]
+        words = [fit(word, size) for word, size in zip(row, sizes, strict=True)]
         aligned = [
             word.rjust(size) if to_right else word.ljust(size)
             for word, size, to_right in zip(words, sizes, right, strict=True)
@@ -101,8 +127,8 @@ def _escape(cell: Any) -> str:
     return str(cell).replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
 
 
-def _fit(word: str, size: int) -> str:
-    """Cut in the middle: names of runs often differ at their ends."""
+def fit(word: str, size: int) -> str:
+    """Cut in the middle: names of runs often differ at their ends, and so do prompts."""
     if len(word) <= size:
         return word
     half = (size - 1) // 2

@@ -11,13 +11,15 @@ from bessemer.registry import objectives
 from bessemer.report.held_out import too_small
 from bessemer.report.metrics import MetricsFile
 from bessemer.report.summary import training_seconds
-from bessemer.report.table import duration
+from bessemer.report.table import duration, fit, wrapped
 from bessemer.training.progress import compact
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
 
 
+BAR = "  | "
+SAMPLE_LINES = 8
 WATCH = "  bessemer dash                              # all runs in a browser"
 OWN_TEXT = "  bessemer train training.dataset=my.txt     # the same on your own text"
 TEACH = "  bessemer train sft init={} training.dataset=chats.jsonl optimization.lr=3e-4"
@@ -52,14 +54,12 @@ def next_commands(trainer: BaseTrainer, path: str) -> list[str]:
         return [f"  bessemer chat {path}", f"  bessemer serve {path}", WATCH]
     if hasattr(trainer.model, "values"):  # it judges answers and was not taught to write them
         return [f"  bessemer report {path} --html", WATCH]
-    named = trainer.config.provenance["training/dataset"]
-    recipes_data = named.startswith("recipe") and trainer.dataset_train is None
     can_sample = trainer.tokenizer is not None and hasattr(trainer.model, "decode")
     return [
         *([f"  bessemer sample {path} --prompt {shlex.quote(a_prompt(trainer))}"] if can_sample else []),
         f"  bessemer eval {path} --tasks bpb",
         WATCH,
-        OWN_TEXT if recipes_data else f"{TEACH.format(path)}     # teach it to answer",
+        OWN_TEXT if trainer.has_recipe_data else f"{TEACH.format(path)}     # teach it to answer",
     ]
 
 
@@ -154,7 +154,8 @@ def sample_lines(trainer: BaseTrainer) -> list[str]:
     samples = list(MetricsFile(trainer.run_directory.samples).rows())
     if not samples:
         return []
-    last = samples[-1]
+    last, width = samples[-1], trainer.output.console.width - len(BAR)
     between = "▸" if teaches_chat(trainer) else ""
-    text = (last["prompt"] + between + last["completion"]).splitlines()
-    return ["sample", *(f"  | {line}" for line in text[:6]), ""]
+    text = fit(last["prompt"], 3 * width) + between + last["completion"]
+    lines = [part for line in text.splitlines() for part in wrapped(line, width)]
+    return ["sample", *(f"{BAR}{line}" for line in lines[:SAMPLE_LINES]), ""]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import re
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -26,6 +27,7 @@ from bessemer.job.trust import mark_origin
 from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.models.llama_settings import LlamaSettings
 from bessemer.report import write_report
+from bessemer.report.table import wrapped
 from bessemer.training import microbatch, stages
 from bessemer.training.branches import write_branches
 from bessemer.training.cache import programs_so_far
@@ -41,6 +43,9 @@ INFORMATION = "information.md"
 """What `save_information` writes beside the weights."""
 
 
+COMMAND = re.compile(r"  (\S+/)?(python\S* -m )?bessemer ")
+
+
 class Output:
     """Lines go to the screen at once and to log.txt as soon as the run directory exists; process 0 only."""
 
@@ -54,10 +59,16 @@ class Output:
     def say(self, text: str) -> None:
         if not self.enabled:
             return
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(self._fitted(text), markup=False, soft_wrap=True)
         self._early.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         if self._open:
             self._write()
+
+    def _fitted(self, text: str) -> str:
+        """Broken at words on a terminal; in files and pipes, and of a command to copy, lines stay whole."""
+        if not self.console.is_terminal or COMMAND.match(text):
+            return text
+        return "\n".join(part for line in text.split("\n") for part in wrapped(line, self.console.width))
 
     @contextlib.contextmanager
     def preparing(self, name: str) -> Iterator[Any]:

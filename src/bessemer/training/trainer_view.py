@@ -106,6 +106,13 @@ class TrainerView(RestoreableJob[C], Generic[C, M]):
         """The model's parameters, trained and frozen ones together, of `state` (default: the live one)."""
         return (self.state if state is None else state).whole()
 
+    @property
+    def has_recipe_data(self) -> bool:
+        """Whether it trains on data that a recipe names, as opposed to the caller's."""
+        return self.given.dataset_train is None and self.config.provenance["training/dataset"].startswith(
+            "recipe"
+        )
+
     # --- sizes ------------------------------------------------------------------------------------------
     @property
     def steps(self) -> int:

@@ -81,11 +81,8 @@ class Evaluation(Callback):
     def meant(self, trainer: BaseTrainer) -> list[str]:
         """The tasks, but for a recipe's evaluation of its own dataset, which means nothing to a run whose data the
         caller named."""
-        evaluations, data = (
-            trainer.config.provenance[key] for key in ("eval/evaluations", "training/dataset")
-        )
-        recipes_data = data.startswith("recipe") and trainer.dataset_train is None
-        if not evaluations.startswith("recipe") or recipes_data:
+        evaluations = trainer.config.provenance["eval/evaluations"]
+        if not evaluations.startswith("recipe") or trainer.has_recipe_data:
             return self.tasks
         return [task for task in self.tasks if task.partition(":")[2] not in datasets]
 

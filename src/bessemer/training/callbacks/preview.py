@@ -14,8 +14,10 @@ from bessemer.data.chat import can_chat, render, stop_ids
 from bessemer.generate import Completion
 from bessemer.registry import callbacks, objectives
 from bessemer.report.metrics import MetricsFile
+from bessemer.report.table import fit
 from bessemer.training.callback import Callback
 from bessemer.training.generation import left_padded
+from bessemer.training.horizon import asked as asked_for
 from bessemer.training.loop import Loop
 from bessemer.training.outcome import doing
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
 
 TOKENS = 16
+ARROW = " ▸"
+MARGIN = 14  # columns of a line that a preview does not have: the step, and one to spare
 SHOWN = 2
 """Continuations that are also said; all of them are in the file."""
 
@@ -39,6 +43,7 @@ PROMPTS = (
 
 
 HELD_OUT = "held-out"
+PROMPTS_KEY = "logging/preview_prompts"
 PROMPT_TOKENS = 12
 
 
@@ -97,9 +102,10 @@ class Preview(Callback):
         help="steps between previews; -1 = only at the end, 0 = never",
     )
     prompts: list[str] = field(
-        "logging/preview_prompts",
+        PROMPTS_KEY,
         default_factory=list,
-        help="prompts of the previews; none: seven shipped ones; held-out: beginnings of held-out text",
+        help="prompts of the previews; held-out: beginnings of held-out text (also the default for data you name "
+        "yourself); [] for seven shipped ones",
     )
 
     @property
@@ -164,20 +170,28 @@ class Preview(Callback):
             for completion in found:
                 self.file.append({"step": step, "prompt": completion.prompt, "completion": completion.text})
         for completion in found[:SHOWN]:
-            trainer.say(f"step {step:>6}  {one_line(completion)}")
+            trainer.say(f"step {step:>6}  {one_line(completion, trainer.output.console.width - MARGIN)}")
         return found
+
+    def chosen(self, trainer: BaseTrainer) -> list[str]:
+        """The prompts that the caller gave. A recipe's own, and the shipped ones, mean something with the recipe's data
+        alone: other data is previewed with its own held-out text."""
+        config = trainer.config
+        given = self.prompts != config[PROMPTS_KEY] or bool(asked_for(config, [PROMPTS_KEY]))
+        return self.prompts if given or trainer.has_recipe_data else [HELD_OUT]
 
     def starts(
         self, trainer: BaseTrainer, tokenizer: Tokenizer
     ) -> tuple[dict[str, list[int]], tuple[int, ...]]:
         """(prompts with their tokens, what ends an answer). An objective of the trait `chat` is asked questions."""
-        held_out = self.prompts == [HELD_OUT]
+        prompts = self.chosen(trainer)
+        held_out = prompts == [HELD_OUT]
         if objectives.entry(trainer.settings.objective).traits.get("chat") and can_chat(tokenizer):
             asked = held_out_questions(trainer) if held_out else {}
-            texts = [] if asked else list(PROMPTS) if held_out or not self.prompts else self.prompts
+            texts = [] if asked else list(PROMPTS) if held_out or not prompts else prompts
             asked |= {text: render([{"role": "user", "content": text}], tokenizer) for text in texts}
             return asked, stop_ids(tokenizer)
-        texts = (held_out_prompts(trainer) if held_out else self.prompts) or list(PROMPTS)
+        texts = (held_out_prompts(trainer) if held_out else prompts) or list(PROMPTS)
         return {text: tokenizer.prompt(text) for text in texts}, ()
 
     def continued(
@@ -208,7 +222,12 @@ class Preview(Callback):
 
 
 def one_line(completion: Completion, width: int = 66) -> str:
-    """`prompt ▸ continuation` with line ends as \\n, cut to fit a terminal of 80 columns."""
-    text = completion.text or " (end of document)"
-    line = f"{completion.prompt} ▸{text}".replace("\n", "\\n")
-    return line if len(line) <= width else line[: width - 1] + "…"
+    """`prompt ▸ continuation` with line ends as \\n. Both are shown: a long one is cut to what the other leaves, and to
+    half of the width at least."""
+    prompt, text = (
+        words.replace("\n", "\\n") for words in (completion.prompt, completion.text or " (end of document)")
+    )
+    room = width - len(ARROW)
+    prompt = fit(prompt, max(room - len(text), room // 2))
+    left = room - len(prompt)
+    return prompt + ARROW + (text if len(text) <= left else text[: left - 1] + "…")
