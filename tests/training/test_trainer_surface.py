@@ -22,7 +22,7 @@ from bessemer.generate.results import GenerationResults
 from bessemer.objectives.kl import compares
 from bessemer.registry import evaluations
 from bessemer.topology import make_topology
-from bessemer.training import progress
+from bessemer.training import launch, progress
 from bessemer.training.callback import Callback
 from bessemer.training.collate import CollectFunction
 
@@ -253,6 +253,51 @@ def test_collect_functions(ran: tuple[Any, Hooks, Any], settings: dict[str, obje
         spec(tmp_path, "b"), dataset_train=TEXTS, data_collator=only_ids, arguments=settings
     )
     assert given.data_collator is only_ids and given.dataset_train is TEXTS and given.dataset_eval is None
+
+
+OWN_WORDS = [f"zyxwvut {n} zyxwvut qponmlk" for n in range(200)]
+"""Words that no corpus of a recipe has."""
+
+
+def made_by_recipe(settings: dict[str, object], root: Path, data: Any, **parts: Any) -> Any:
+    quick = {**settings, "eval.evaluations": [], "callbacks": [], "model.depth": 1}
+    quick["training.per_device_batch_size"] = 1  # on eight devices
+    return launch.build_trainer("quickstart", quick, name="a", root=root, dataset_train=data, **parts)
+
+
+def made_by_class(settings: dict[str, object], root: Path, data: Any, **parts: Any) -> Any:
+    return bm.BaseTrainer(spec(root, "a"), dataset_train=data, arguments=settings, **parts)
+
+
+@pytest.mark.parametrize("make", [made_by_recipe, made_by_class])
+def test_a_tokenizer_is_trained_on_the_data_that_was_given(
+    settings: dict[str, object], tmp_path: Path, make: Any
+) -> None:
+    """Not on the recipe's corpus. Documents may be texts, rows or conversations."""
+    chats = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]}
+        for text in OWN_WORDS
+    ]
+    for data in (OWN_WORDS, [{"text": text} for text in OWN_WORDS], chats):
+        trainer = make(settings, tmp_path, data)
+        assert trainer.tokenizer.vocab_size == 300
+        assert len(trainer.tokenizer.encode(" zyxwvut qponmlk")) <= 4
+    with pytest.raises(
+        InputError, match=r"data.tokenizer=train:300 cannot train .* a generator can be read only once"
+    ):
+        make(settings, tmp_path, (text for text in OWN_WORDS))
+    with pytest.raises(InputError, match="there is no text to train a tokenizer on"):
+        make(settings, tmp_path, [{"input_ids": [1, 2, 3]}] * 100)
+
+
+def test_a_finished_run_on_given_data_is_not_judged_on_the_recipes_corpus(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
+    small = {**settings, "logging.preview_interval": 0, "training.steps": 1}
+    trainer = made_by_recipe(small, tmp_path, OWN_WORDS, dataset_eval=OWN_WORDS[:20])
+    trainer.run()
+    with pytest.raises(InputError, match="was trained on data given from Python"):
+        bm.Run(tmp_path / "a").evaluate(["bpb"])
 
 
 # --- building --------------------------------------------------------------------------------------------------

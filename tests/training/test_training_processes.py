@@ -186,14 +186,20 @@ def test_process_0_alone_speaks_and_reports_the_goodput(two: Story) -> None:
 
 
 @pytest.mark.slow
-def test_processes_agree_on_when_to_save_by_time(tiny: dict[str, object], home: Path, tmp_path: Path) -> None:
+def test_processes_agree_on_when_to_save_by_time_and_preview_together(
+    tiny: dict[str, object], home: Path, tmp_path: Path
+) -> None:
     """Process 0 asks after steps 1 and 5, since it is always late, and both save three steps later."""
     settings = {**tiny, "training.per_device_batch_size": 2, "training.validation": "false"}
     settings |= {"logging.checkpoint_interval": -1, "logging.checkpoint_minutes": 1e-9}
+    settings |= {"topology.fsdp": 2, "topology.data": 1}  # parameters that no process has whole
+    settings |= {"logging.preview_interval": 6, "logging.preview_prompts": "[the red, a]"}
     arguments = ["train", "quickstart", *words(settings), "--runs", str(tmp_path), "--name", "timed"]
     codes, outputs = finish(start(home, 2, *arguments))
     assert codes == [0, 0], outputs
     assert Checkpoints(tmp_path / "timed" / "checkpoints").committed() == [4, 8, 10]
+    samples = (tmp_path / "timed" / "samples.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in samples] == [6, 6, 10, 10]
 
 
 @pytest.mark.long
