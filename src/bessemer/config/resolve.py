@@ -167,7 +167,7 @@ def _givers(schema: Schema, layers: list[Layer]) -> dict[str, Layer]:
                 found[key] = layer
             elif value not in (None, {}) or not schema.is_section(whole):
                 place = f" (in {layer.origin})" if layer is not layers[-1] else ""
-                unknown.append(schema.unknown(whole, value) + place)
+                unknown.append(schema.unknown(whole, layer.texts.get(whole, value)) + place)
     if unknown:
         raise InputError("; ".join(dict.fromkeys(unknown)))
     return found
