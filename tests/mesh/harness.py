@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import re
@@ -46,12 +45,6 @@ def batch_of() -> dict[str, np.ndarray]:
     return {"input_ids": ids[:, :-1], "target_ids": targets, "segment_ids": segments}
 
 
-def settings_of(cls: type) -> Any:
-    """An optimizer's defaults, with an epsilon that keeps rounding where gradients are almost zero small."""
-    names = {field.name for field in dataclasses.fields(cls)}
-    return cls(**{"eps": 1e-3} if "eps" in names else {})
-
-
 @dataclass(frozen=True)
 class Tiny:
     """A model with random weights, whose gradients are zero nowhere, and its step."""
@@ -87,7 +80,7 @@ def build(family: str, optimizer: str = "adamw", topology: Topology | None = Non
     rng = np.random.default_rng(1)
     params = jax.tree.map(lambda x: 0.2 * rng.standard_normal(x.shape).astype(np.float32), unbox(boxed))
     spread = None if topology is None else mesh_spread(topology.mesh)
-    tx = build_optimizer(optimizer, settings_of, 10, model.group_of, width=64, spread=spread).tx
+    tx = build_optimizer(optimizer, lambda cls: cls(), 10, model.group_of, width=64, spread=spread).tx
     places = None if topology is None else shardings(boxed, topology.mesh, topology.rest_rules)
     return Tiny(model, boxed, params, tx, places)
 

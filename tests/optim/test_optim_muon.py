@@ -185,7 +185,7 @@ def test_the_rest_goes_to_adamw_groups_in_float32() -> None:
     params: Any = {"block": {"q": jnp.asarray(normal(0, 4, 4), jnp.float32)}}
     params |= {k: jnp.asarray(normal(i + 1, *s), jnp.float32) for i, (k, s) in enumerate(shapes.items())}
     params["e"] = params["e"].astype(jnp.bfloat16)
-    settings = MuonSettings(preset="july2026")
+    settings = MuonSettings(preset="july2026", scalar_warmup=0)
     schedule = trapezoid(TrapezoidSettings(), 100)
     tx = muon(settings, schedule, 100, kind)
     state = tx.init(params)
@@ -205,3 +205,39 @@ def test_the_rest_goes_to_adamw_groups_in_float32() -> None:
 def test_what_is_no_matrix_is_refused() -> None:
     with pytest.raises(InputError, match=r"block/q has shape \(2, 4, 4\)"):
         scale_by_muon(lambda step: jnp.float32(0.9)).init({"block": {"q": jnp.zeros((2, 4, 4))}})
+
+
+def test_scalars_do_not_move_at_the_first_step_and_warm_up() -> None:
+    """Behind output projections of 0 their first gradient is rounding noise; Adam makes a full step of any noise."""
+    settings = MuonSettings(scalar_warmup=4)
+    schedule = trapezoid(TrapezoidSettings(), 100)
+    tx = muon(settings, schedule, 100, kind)
+    params = {"r": jnp.ones(3), "x": jnp.ones(3), "s": jnp.ones(()), "h": jnp.ones((4, 10))}
+    state = tx.init(params)
+    noise = jax.tree.map(lambda p: jnp.full(p.shape, 1e-8), params)
+    updates, state = tx.update(noise, state, params, step=jnp.int32(0))
+    assert not np.any(updates["r"]) and not np.any(updates["x"]) and not np.any(updates["s"])
+    assert np.all(updates["h"] != 0)
+    # the noise leaves no trace in the moments: from the second step on, real gradients decide
+    real = jax.tree.map(lambda p: jnp.full(p.shape, 1e-3), params)
+    after, _ = tx.update(real, state, params, step=jnp.int32(1))
+    clean, _ = tx.update(
+        real,
+        tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params, step=jnp.int32(0))[1],
+        params,
+        step=jnp.int32(1),
+    )
+    for name in ("r", "x", "s"):
+        np.testing.assert_allclose(after[name], clean[name], rtol=1e-4)
+    xi = next(group for group in settings.groups() if group.name == "xi")
+    rates = [float(xi.rate(schedule)(step)) for step in (0, 1, 2, 4, 40)]
+    np.testing.assert_allclose(rates, [0.0, 0.125, 0.25, 0.5, 0.5], rtol=1e-6)
+    head = next(group for group in settings.groups() if group.name == "head")
+    assert float(head.rate(schedule)(0)) == pytest.approx(0.004)
+
+
+@pytest.mark.parametrize(("steps", "first"), [(0, 0.95), (1, 0.85), (300, 0.85)])
+def test_momentum_steps_of_0_mean_no_ramp(steps: int, first: float) -> None:
+    schedule = trapezoid(TrapezoidSettings(), 1000)
+    momentum = momentum_schedule(MuonSettings(momentum_steps=steps), schedule, 1000)
+    np.testing.assert_allclose([momentum(0), momentum(500)], [first, 0.95], rtol=1e-6)

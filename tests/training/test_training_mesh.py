@@ -22,22 +22,17 @@ MESHES = {
 }
 
 
-# with a large epsilon AdamW is smooth where gradients are almost zero, so rounding stays rounding
-ADAMW = {"optimization.name": "adamw", "optimization.lr": 1e-2, "optimization.eps": 1e-2}
-MUON = {"optimization.name": "muon", "optimization.lr_multiplier": 0.05}
-
-
 def build(
     tiny: dict[str, object],
     root: Path,
     mesh: dict[str, int],
     monkeypatch: pytest.MonkeyPatch,
-    optimizer: dict[str, object] = ADAMW,
 ) -> BaseTrainer:
+    """The quickstart in a small shape: optimizer, rates, epsilon and initialization are the recipe's."""
     count = int(np.prod(list(mesh.values())))
     topology = make_topology(TopologySettings(**mesh), devices=jax.devices()[:count])
     monkeypatch.setattr(launch, "make_topology", lambda settings: topology)
-    settings = {**tiny, "training.per_device_batch_size": -1, **optimizer}
+    settings = {**tiny, "training.per_device_batch_size": -1}
     return launch.build_trainer("quickstart", settings, name="-".join(mesh) + str(count), root=root)
 
 
@@ -77,30 +72,14 @@ def test_mesh_equals_one_device(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    trainer = build(tiny, tmp_path, MESHES[name], monkeypatch)
-    result = three_steps(trainer)
+    result = three_steps(build(tiny, tmp_path, MESHES[name], monkeypatch))
     np.testing.assert_allclose(result["seen"], reference["seen"], rtol=2e-5)
     for part in ("params", "opt_state"):
         for a, b in zip(result[part], reference[part], strict=True):
             scale = max(float(np.abs(b).max()), 1e-6)
             difference = (a - b).astype(np.float64) / scale
-            assert np.abs(difference).max() < 1e-3
+            assert np.abs(difference).max() < 1e-3  # measured: 1.1e-4
             assert b.size < 100 or abs(difference.mean()) < 1e-4
-
-
-@pytest.mark.slow
-def test_muon_spread_over_the_mesh_equals_one_device(
-    tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, mesh = (
-        three_steps(build(tiny, tmp_path, sizes, monkeypatch, MUON))
-        for sizes in ({"data": 1}, MESHES["2x2x2"])
-    )
-    # the polar step lifts singular values near zero to one, and with them the rounding in those directions
-    np.testing.assert_allclose(mesh["seen"], one["seen"], rtol=1e-2)
-    for a, b in zip(mesh["params"], one["params"], strict=True):
-        if b.ndim == 2:
-            assert np.linalg.norm(a - b) < 1e-2 * np.linalg.norm(b)
 
 
 def test_parameters_and_optimizer_state_are_sharded(

@@ -115,7 +115,7 @@ def _rates(
         multiplier = schedule(step)
         logged = {"lr": groups[0].lr * multiplier, "lrm": multiplier}
         if several:
-            logged |= {f"lr/{group.name}": group.lr * multiplier for group in groups}
+            logged |= {f"lr/{group.name}": group.rate(schedule)(step) for group in groups}
         return logged
 
     return rates

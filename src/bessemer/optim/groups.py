@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from bessemer.errors import InputError
+from bessemer.optim.schedule import StepFunction, as_float
 
 GroupOf = Callable[[tuple[str, ...]], str]
 
@@ -25,12 +27,22 @@ DECAYED = ("matrix", "gate", "head")
 
 @dataclass(frozen=True)
 class Group:
-    """One group of parameters as it is trained: peak rate, decay, and betas (or momentum) as printed."""
+    """One group of parameters as it is trained: peak rate, decay, and betas (or momentum) as printed.
+
+    warmup: steps over which the group's own rate rises linearly from 0, on top of the schedule.
+    """
 
     name: str
     lr: float
     weight_decay: float = 0.0
     betas: tuple[float, ...] = ()
+    warmup: int = 0
+
+    def rate(self, schedule: StepFunction) -> StepFunction:
+        """Return step → lr · schedule(step) · min(step / warmup, 1). The first factor of a warmup is exactly 0."""
+        if self.warmup == 0:
+            return lambda step: self.lr * schedule(step)
+        return lambda step: self.lr * schedule(step) * jnp.minimum(as_float(step) / self.warmup, 1.0)
 
 
 @dataclass(frozen=True)

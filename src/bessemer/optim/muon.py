@@ -151,9 +151,6 @@ def muon(
     """
     groups = {group.name: group for group in settings.groups(width)}
 
-    def peak(lr: float) -> StepFunction:
-        return lambda step: lr * schedule(step)
-
     transforms: dict[str, optax.GradientTransformationExtraArgs] = {
         "matrix": optax.chain(
             scale_by_muon(
@@ -162,7 +159,7 @@ def muon(
                 spread=spread,
                 compute_dtype=compute_dtype,
             ),
-            apply_cautious_rate(peak(groups["matrix"].lr), decay_schedule(settings, steps)),
+            apply_cautious_rate(groups["matrix"].rate(schedule), decay_schedule(settings, steps)),
         )
     }
     for name, group in groups.items():
@@ -170,7 +167,7 @@ def muon(
             beta1, beta2 = group.betas
             transforms[name] = optax.chain(
                 optax.scale_by_adam(beta1, beta2, settings.eps),
-                apply_rate(peak(group.lr), group.weight_decay),
+                apply_rate(group.rate(schedule), group.weight_decay),
             )
 
     def labels(params: Any) -> Any:

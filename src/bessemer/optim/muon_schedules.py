@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def momentum_schedule(settings: MuonSettings, schedule: Schedule, steps: int) -> StepFunction:
-    """start → peak over the first steps; to the final value over the schedule's decay, if the preset has one.
+    """start → peak over the first steps (0 steps: peak from the start); to the final value over the schedule's decay.
 
     In a run so short that both overlap the smaller of the two holds, so the momentum never jumps.
     """
@@ -23,7 +23,8 @@ def momentum_schedule(settings: MuonSettings, schedule: Schedule, steps: int) ->
 
     def momentum(step: jax.typing.ArrayLike) -> jax.Array:
         i = as_float(step)
-        up = start + (peak - start) * jnp.minimum(i / max(ramp, 1), 1.0)
+        risen = jnp.minimum(i / ramp, 1.0) if ramp else 1.0
+        up = start + (peak - start) * risen
         down = peak + (final - peak) * jnp.clip((i - schedule.decay_start) / fade, 0.0, 1.0)
         return jnp.minimum(up, down)
 

@@ -62,6 +62,12 @@ class MuonSettings:
         minimum=0.0,
         help="peak rate of smear and backout (none: by preset)",
     )
+    scalar_warmup: int = field(
+        "optimization/scalar_warmup",
+        default=40,
+        minimum=0,
+        help="steps over which the rates of ρ, ξ, smear and backout rise from 0 (0: no warmup)",
+    )
     lr_multiplier: float = field(
         "optimization/lr_multiplier",
         default=1.0,
@@ -117,7 +123,12 @@ class MuonSettings:
     eps: float = field("optimization/eps", default=1e-10, minimum=0.0, help="epsilon of the AdamW groups")
 
     def groups(self, width: int | None = None) -> tuple[Group, ...]:
-        """The groups with their peak rates: preset, settings, (width/768)^-½ and the dial's multiplier."""
+        """The groups with their peak rates: preset, settings, (width/768)^-½ and the dial's multiplier.
+
+        ρ, ξ, smear and backout start with a rate of 0. While all output projections are 0, the residual stream is a
+        multiple of x0, and the final norm removes any factor: the gradients of ρ, ξ and backout are then 0 up to
+        rounding (about 1e-8), which Adam would turn into a full step of random sign.
+        """
         chosen = preset(self.preset)
         narrow = 1.0 if width is None else (width / REFERENCE_WIDTH) ** -0.5
         wd, _ = self.decay_values()
@@ -131,14 +142,14 @@ class MuonSettings:
             self._adam("head", chosen.head, narrow * _given(self.unembedding_lr, chosen.head.lr)),
             self._adam("embedding", chosen.embedding, narrow * embedding),
             self._adam("value_embedding", chosen.value_embedding, narrow * value),
-            self._adam("rho", chosen.rho, rho),
-            self._adam("xi", chosen.xi, xi),
-            self._adam("scalar", chosen.scalar, _given(self.smear_lr, chosen.scalar.lr)),
+            self._adam("rho", chosen.rho, rho, self.scalar_warmup),
+            self._adam("xi", chosen.xi, xi, self.scalar_warmup),
+            self._adam("scalar", chosen.scalar, _given(self.smear_lr, chosen.scalar.lr), self.scalar_warmup),
         )
 
-    def _adam(self, name: str, group: AdamGroup, lr: float) -> Group:
+    def _adam(self, name: str, group: AdamGroup, lr: float, warmup: int = 0) -> Group:
         betas = (_given(group.beta1, self.adam_beta1), _given(group.beta2, self.adam_beta2))
-        return Group(name, self.lr_multiplier * lr, group.weight_decay, betas)
+        return Group(name, self.lr_multiplier * lr, group.weight_decay, betas, warmup)
 
     def label(self, path: tuple[str, ...], leaf: Any, group_of: GroupOf | None) -> str:
         """Matrices and gates to Muon; a gate that is a vector has no polar factor: it goes with scalars."""
