@@ -241,3 +241,17 @@ def dial(
         Derived("optimization/weight_decay", decay, f"{weight_decay:g} · √(B/B_ref) · D_ref/D; {words}"),
     ]
     return Dial(batch.value, steps.value, tokens, multiplier, decay, rows)
+
+
+def fine_tuning_rate(parameters: int, share: float = 1.0, adapters: bool = False) -> Derived:
+    """AdamW's peak rate for training on from weights of `parameters` parameters, with its reason.
+
+    All parameters: 2e-5·√(1e9/N), at most 1e-3. Adapters: 2e-4·(1e9/N)^¼, at most 1e-3; QLoRA used 2e-4 for 7B to 13B
+    and 1e-4 for 33B to 65B (arXiv:2305.14314). share: what the objective takes of that (`rate_share`).
+    """
+    peak, exponent, formula = (2e-4, 0.25, "2e-4·(1e9/N)^¼") if adapters else (2e-5, 0.5, "2e-5·√(1e9/N)")
+    rate = share * min(1e-3, peak * (1e9 / parameters) ** exponent)
+    part = "" if share == 1.0 else f" · {share:.3g} for the objective"
+    trained = "adapters of " if adapters else ""
+    reason = f"{formula}, at most 1e-3{part}; {trained}N = {parameters:,} parameters"
+    return Derived("optimization/lr", float(f"{rate:.2g}"), reason)

@@ -150,9 +150,39 @@ def test_the_dial_moves_what_the_optimizer_has() -> None:
     assert given.config["optimization/lr_multiplier"] == 0.5
     assert given.derived["optimization.lr_multiplier"]["reason"].startswith("given, in place of 0.7071 = √")
     assert given.config["optimization/weight_decay"] == classic.config["optimization/weight_decay"]
-    batch = dialled("training.batch_size=8")
-    assert batch.config["optimization/lr_multiplier"] == 1 and batch.config["training/ratio"] == 10.5
-    assert "the batch is given" in batch.derived["optimization.lr_multiplier"]["reason"]
+    rate = dialled("optimization.name=adamw", "optimization.lr=0.002")
+    assert groups_of(rate)[0].lr == 0.002 and "given" in rate.derived["optimization.lr"]["reason"]
+
+
+@pytest.mark.parametrize("horizon", ["training.ratio=-1", "training.ratio=20", "training.steps=100"])
+def test_rates_and_decay_follow_a_given_batch(horizon: str) -> None:
+    """As nanochat's do: √(B/2^19) for the rates, times D_ref/D for the decay. A given multiplier turns that off."""
+    derived = dialled(horizon)
+    tokens = derived.tokens_per_step
+    for batch in (8, tokens // 2048):
+        trainer = dialled(horizon, f"training.batch_size={batch}")
+        multiplier = (batch * 2048 / 2**19) ** 0.5
+        assert trainer.config["optimization/lr_multiplier"] == multiplier
+        assert "√(B/B_ref)" in trainer.derived["optimization.lr_multiplier"]["reason"]
+        assert groups_of(trainer)[0].lr == 0.02 * multiplier
+    assert trainer.config["optimization/weight_decay"] == derived.config["optimization/weight_decay"]
+    assert trainer.steps == derived.steps
+    given = dialled(horizon, "training.batch_size=8", "optimization.lr_multiplier=1.5")
+    assert given.config["optimization/lr_multiplier"] == 1.5
+    assert given.config["optimization/weight_decay"] is None  # the preset's own
+    assert "do not follow the batch" in given.derived["optimization.lr_multiplier"]["reason"]
+
+
+def test_a_given_batch_is_followed_once_also_after_a_resume(tiny: dict[str, object], tmp_path: Path) -> None:
+    settings = {**tiny, "training.ratio": 0.5}
+    del settings["training.steps"]
+    first = launch.build_trainer({"objective": "pretrain"}, settings, name="a", root=tmp_path)
+    first.run_directory.create()
+    write_setup(first)
+    again = launch.reopen(tmp_path / "a")
+    for key in ("optimization/lr_multiplier", "optimization/weight_decay"):
+        assert again.config[key] == first.config[key]
+    assert again.steps == first.steps
 
 
 def groups_of(trainer: Any) -> Any:

@@ -17,13 +17,16 @@ from bessemer.data import Validation, prepare
 from bessemer.errors import InputError, Stopped, TrainingError
 from bessemer.job import RestoreableJob
 from bessemer.report import write_report
+from bessemer.scaling import fine_tuning_rate
 from bessemer.topology import make_topology
 from bessemer.training import launch, microbatch
 from bessemer.training.collate import CollatedRows
 from bessemer.training.facts import write_facts
 from bessemer.training.header import shipped_rates
-from bessemer.training.horizon import repeats
+from bessemer.training.horizon import rate_for_weights, repeats
 from bessemer.training.idle import idle
+from bessemer.training.inherit import RECIPES_RUN
+from bessemer.training.output import write_setup
 from bessemer.training.schema import schema_of
 from bessemer.training.trainer import BaseTrainer
 
@@ -97,15 +100,79 @@ def test_a_little_text_many_times_is_said_to_who_did_not_choose_it() -> None:
     assert not repeats(resolve(schema_of, "quickstart", ["training.steps=1000"]), 19.75)
 
 
-def test_rates_of_a_demonstration_on_weights_of_ones_own_are_said() -> None:
-    """Recipes train tiny models: their rates on a model from elsewhere would undo what it knows."""
-    words = ["init=models/llama", "training.dataset=said.jsonl"]
-    [said] = shipped_rates(resolve(schema_of, "sft", words))
-    assert "optimization.name=adamw optimization.lr=" in said
-    assert not shipped_rates(resolve(schema_of, "sft", [*words, "optimization.lr=3e-4"]))
-    assert not shipped_rates(resolve(schema_of, "sft", words[:1])) and not shipped_rates(
-        resolve(schema_of, "quickstart", words[1:])
+OWN = ["init=models/llama", "training.dataset=chats.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "parameters", "rate"),
+    [
+        ("sft", [], 1_240_000_000, 1.8e-5),
+        ("sft", [], 8_030_000_000, 7.1e-6),
+        ("sft", ["lora.rank=16"], 1_240_000_000, 1.9e-4),
+        ("sft", ["lora.rank=16", "optimization.schedule=cosine"], 8_030_000_000, 1.2e-4),
+        ("sft", [], 150_000, 1e-3),  # the recipe's own, for its own model
+        ("dpo", [], 8_030_000_000, 4.7e-7),
+        ("dpo", ["lora.rank=16"], 8_030_000_000, 7.9e-6),
+        ("grpo", [], 1_240_000_000, 9e-7),
+        ("grpo", ["objective=dapo", "lora.rank=16"], 8_030_000_000, 5.9e-6),
+        ("reward", [], 8_030_000_000, 3.5e-6),
+    ],
+)
+def test_rates_follow_from_the_size_of_the_weights(
+    recipe: str, words: list[str], parameters: int, rate: float
+) -> None:
+    """The recipes train tiny models: their rates on a model from elsewhere would undo what it knows."""
+    derived = rate_for_weights(resolve(schema_of, recipe, [*OWN, *words]), parameters)
+    assert derived is not None and derived.value == rate
+    assert f"{parameters:,} parameters" in derived.reason
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("sft", [*OWN, "optimization.lr=3e-4"]),
+        ("sft", [*OWN, "optimization.name=lion"]),
+        ("sft", OWN[1:]),  # from the recipe's own toy, which its rate is for
+        ("grpo", []),
+        ("quickstart", OWN),
+    ],
+)
+def test_rates_that_were_given_or_fit_stay(recipe: str, words: list[str]) -> None:
+    config = resolve(schema_of, recipe, words)
+    if words == OWN[1:]:
+        config.set("init", "runs/toy-base", f"{RECIPES_RUN}toy")
+    assert rate_for_weights(config, 1_000_000_000) is None
+
+
+def test_rates_of_a_demonstration_on_weights_of_ones_own_get_a_note() -> None:
+    config = resolve(schema_of, "sft", [*OWN, "optimization.name=muon"])
+    [note] = shipped_rates(config, 1_240_000_000)
+    assert "optimization.name=adamw optimization.lr=1.8e-05" in note
+    assert not shipped_rates(resolve(schema_of, "grpo", OWN), 1_240_000_000)  # derived, so nothing to warn of
+    assert not shipped_rates(
+        resolve(schema_of, "sft", [*OWN, "optimization.name=muon", "optimization.lr_multiplier=0.1"]), 10**9
     )
+
+
+def test_a_fine_tuning_run_derives_its_rate_and_resumes_with_it(
+    tiny: dict[str, object], tmp_path: Path
+) -> None:
+    base = launch.build_trainer("quickstart", {**tiny, "training.steps": 1}, name="base", root=tmp_path)
+    base.run()
+    data = tmp_path / "chats.jsonl"
+    turns = [("user", "hello"), ("assistant", "good day")]
+    rows = [{"messages": [{"role": r, "content": f"{c} {n}"} for r, c in turns]} for n in range(40)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = {"init": str(tmp_path / "base"), "training.dataset": str(data), "training.steps": 1}
+    words |= {"training.batch_size": 2, "eval.evaluations": [], "training.validation": False}
+    trainer = launch.build_trainer("sft", words, name="tuned", root=tmp_path)
+    total = trainer.model_parts.counts["total"]
+    assert trainer.config["optimization/lr"] == fine_tuning_rate(total).value
+    assert "parameters" in trainer.derived["optimization.lr"]["reason"]
+    trainer.run_directory.create()
+    write_setup(trainer)
+    again = launch.reopen(tmp_path / "tuned")
+    assert again.config["optimization/lr"] == trainer.config["optimization/lr"]
 
 
 def test_a_state_larger_than_the_machine_is_refused_before_it_is_made(

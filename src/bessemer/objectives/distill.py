@@ -52,7 +52,7 @@ class DistillSettings(TaughtSettings):
     )
 
 
-@objectives.register("distill", settings=(DistillSettings,), teacher=True)
+@objectives.register("distill", settings=(DistillSettings,), teacher=True, rate_share=1.0)
 def distill(
     apply: Callable[..., Any],
     params: Any,

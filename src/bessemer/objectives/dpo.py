@@ -89,6 +89,7 @@ class DpoSettings:
     style=DatasetStyle.CONTRASTIVE,
     document_mask=True,
     chat=True,
+    rate_share=1 / 15,  # Tülu 3 8B: 5e-7 for DPO, 5e-6 for SFT (arXiv:2411.15124)
     reference=lambda settings: settings.compares and settings.reference == "live",
     reference_logps=lambda settings: settings.compares and settings.reference == "cached",
 )

@@ -198,6 +198,11 @@ VARIANTS: dict[str, type[GrpoSettings]] = {
     "reinforce": variant(baseline="rollout", scale=False, normalisation="fixed", clip_eps=0.0),
 }
 for _name, _settings in VARIANTS.items():
-    objectives.register(_name, settings=(_settings,), reference=needs_reference, rollouts=True, chat=True)(
-        grpo
-    )
+    objectives.register(
+        _name,
+        settings=(_settings,),
+        reference=needs_reference,
+        rollouts=True,
+        chat=True,
+        rate_share=1 / 20,  # DeepSeekMath 7B: 1e-6 (arXiv:2402.03300)
+    )(grpo)

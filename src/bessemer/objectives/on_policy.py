@@ -48,6 +48,7 @@ class OnPolicySettings(SampledSettings, TaughtSettings):
     rollouts=True,
     chat=True,
     own_validation=True,
+    rate_share=1.0,
 )
 def on_policy_distill(
     apply: Callable[..., Any],

@@ -42,6 +42,7 @@ class RewardSettings:
     own_validation=True,
     style=DatasetStyle.CONTRASTIVE,
     document_mask=True,
+    rate_share=0.5,
 )
 def reward(
     apply: Callable[..., Any],

@@ -26,7 +26,14 @@ class SftSettings:
     )
 
 
-@objectives.register("sft", settings=(SftSettings,), style=DatasetStyle.PACKED, document_mask=True, chat=True)
+@objectives.register(
+    "sft",
+    settings=(SftSettings,),
+    style=DatasetStyle.PACKED,
+    document_mask=True,
+    chat=True,
+    rate_share=1.0,
+)
 def sft(
     apply: Callable[..., Any],
     params: Any,

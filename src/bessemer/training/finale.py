@@ -22,7 +22,7 @@ BAR = "  | "
 SAMPLE_LINES = 8
 WATCH = "  bessemer dash                              # all runs in a browser"
 OWN_TEXT = "  bessemer train training.dataset=my.txt     # the same on your own text"
-TEACH = "  bessemer train sft init={} training.dataset=chats.jsonl optimization.lr=3e-4"
+TEACH = "  bessemer train sft init={} training.dataset=chats.jsonl"
 
 
 def final_lines(trainer: BaseTrainer, compressors: dict[str, float]) -> list[str]:

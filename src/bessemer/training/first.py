@@ -17,7 +17,15 @@ from bessemer.errors import InputError, Stopped
 from bessemer.generate.load import FAMILY, flat
 from bessemer.job import RunDirectory
 from bessemer.topology import process_index, share
-from bessemer.training.inherit import INIT, ORIGIN, PLANNED, TEACHER, Resolve, inherited
+from bessemer.training.inherit import (
+    INIT,
+    ORIGIN,
+    PLANNED,
+    RECIPES_RUN,
+    TEACHER,
+    Resolve,
+    inherited,
+)
 from bessemer.training.pinning import pinned
 from bessemer.training.schema import schema_of
 
@@ -54,7 +62,7 @@ def _train_first(config: Config, key: str, root: str | Path) -> None:
                 f"{error} Or run the same command again: it goes on there, then with its own run."
             ) from None
         say(f"{what:<10} {init} is done; now the run itself")
-    config.set(key, str(directory.path), f"the run of {init}")
+    config.set(key, str(directory.path), f"{RECIPES_RUN}{recipe}")
 
 
 def check_circle(recipe: str, seen: tuple[str, ...] = ()) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from bessemer.config import Config
-from bessemer.config.recipes import recipe_names
 from bessemer.report.held_out import too_small
 from bessemer.report.table import counted, figure, in_parts
+from bessemer.scaling import fine_tuning_rate
 from bessemer.training import frozen
 from bessemer.training.facts import optimizer_groups
 from bessemer.training.finale import shown
-from bessemer.training.horizon import asked, repeats
+from bessemer.training.horizon import MULTIPLIER, is_shipped, repeats, starts_from_real_weights
 from bessemer.training.idle import idle
 from bessemer.training.model_parts import flops_formula
 from bessemer.training.progress import compact
@@ -58,7 +58,13 @@ def header(trainer: BaseTrainer) -> None:
         f"devices    {topology.device_count} {topology.platform}{f' ({axes})' if axes else ''}{kernels(trainer)}"
     )
     config = trainer.config
-    notes = (*topology.notes, *config.notes, *idle(trainer), *repeats(config, epochs), *shipped_rates(config))
+    notes = (
+        *topology.notes,
+        *config.notes,
+        *idle(trainer),
+        *repeats(config, epochs),
+        *shipped_rates(config, counts["total"]),
+    )
     for note in notes:
         trainer.say(f"note       {note}")
     if data.validation is not None and (small := too_small(data.validation.description)):
@@ -87,18 +93,20 @@ def rates(trainer: BaseTrainer) -> list[str]:
     return words
 
 
-def shipped_rates(config: Config) -> list[str]:
-    """A word where weights and data are the caller's and the rates those of a recipe's small demonstration: they can
-    undo what the weights know (docs/sft.md has a table)."""
-    shipped = ("default", "chosen", *(f"recipe {name}" for name in recipe_names()))
-    given = [key for key in config.provenance if key.startswith("optimization/")]
-    if config["init"] is None or not asked(config, ["training/dataset"]):
+def shipped_rates(config: Config, parameters: int) -> list[str]:
+    """A note where weights and data are the caller's but the optimizer's rates are a small demonstration's.
+
+    AdamW's rate is derived from the model (`rate_for_weights`); this is for the others, such as Muon.
+    """
+    rates = [key for key in config.provenance if key.startswith("optimization/") and "lr" in key]
+    if MULTIPLIER not in rates or not all(is_shipped(config, key) for key in rates):
         return []
-    if any(not config.provenance[key].startswith(shipped) for key in given):
+    if not starts_from_real_weights(config):
         return []
+    rate = fine_tuning_rate(parameters, adapters=config["lora/rank"] > 0).value
     return [
-        "the rates are the recipe's, for its own small demonstration; on weights that know something they can undo it: "
-        "gentler is optimization.name=adamw optimization.lr=3e-4 (billions of parameters 1e-5, their adapters 1e-4)"
+        "these rates are the recipe's, for its own small demonstration; on pretrained weights they can undo what was "
+        f"learned. Try optimization.name=adamw optimization.lr={rate:g}"
     ]
 
 

@@ -7,10 +7,24 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bessemer.config import Config, dotted
+from bessemer.config.recipes import recipe_names
 from bessemer.errors import InputError
 from bessemer.optim.presets import preset
+from bessemer.registry import objectives
 from bessemer.report.table import counted
-from bessemer.scaling import RATIO, REFERENCE_BATCH, Derived, Dial, Reference, Sizes, Target, dial, horizon
+from bessemer.scaling import (
+    RATIO,
+    REFERENCE_BATCH,
+    Derived,
+    Dial,
+    Reference,
+    Sizes,
+    Target,
+    dial,
+    fine_tuning_rate,
+    horizon,
+)
+from bessemer.training.inherit import is_recipes_run
 from bessemer.training.microbatch import accumulation
 from bessemer.training.settings import LoggingSettings
 
@@ -31,6 +45,8 @@ ASKED = ("command line", "python")
 REPORTS = "logging/report_interval"
 FEWEST_ROWS = 50
 MOST_APART = 32  # steps between two reports of a long run: a loss is never far away
+SHIPPED = {f"recipe {name}" for name in recipe_names()}
+DIALED = "chosen: the depth dial"  # the provenance that `config.set(…, "the depth dial")` leaves
 MULTIPLIER, DECAY, RATE = "optimization/lr_multiplier", "optimization/weight_decay", "optimization/lr"
 
 
@@ -103,34 +119,42 @@ def check_sizes(trainer: BaseTrainer) -> None:
 def plan_horizon(trainer: BaseTrainer, epoch_rows: int) -> tuple[int, int]:
     """(batch size in sequences, steps), each noted with its reason."""
     config, block = trainer.config, trainer.settings.block_size
-    target, dialled = target_of(config), config["training/ratio"] == -1
-    if dialled:
+    target = target_of(config)
+    dialled = config["training/ratio"] == -1 or target.given == "ratio"
+    if config["training/ratio"] == -1:
         config.set("training/ratio", ratio_of(config), "the optimizer preset's")
     counts = trainer.model_parts.counts
+    if (rate := rate_for_weights(config, counts["total"], trainer.dataset_train is not None)) is not None:
+        config.set(rate.name, rate.value, rate.reason)
+        note(trainer, rate)
     sizes = Sizes(counts.get("scaling"), trainer.model_parts.flops_per_token, epoch_rows * block)
     in_tokens = check_batch_settings(config)
     tokens = config["training/batch_tokens"] if in_tokens else config["training/batch_size"] * block
-    if tokens == -1:
-        derived = turn_dial(trainer, target, sizes)
-        for row in derived.rows:
-            note(trainer, row)
-        return derived.batch_tokens // block, derived.steps
-    if tokens < block or tokens % block:
+    if tokens != -1 and (tokens < block or tokens % block):
         raise InputError(
             f"training.batch_tokens={tokens} is not a whole number of sequences of {block} tokens; make it a multiple "
             "of architecture.block_size."
         )
+    # On resume these hold what the dial chose at the start, so nothing is scaled twice.
+    given_rates = [key for key in (MULTIPLIER, RATE) if key in config and config.is_set(key)]
+    if tokens == -1 or (dialled and hasattr(trainer.model, "depth") and not given_rates):
+        derived = turn_dial(trainer, target, sizes, tokens)
+        for row in derived.rows:
+            note(trainer, row)
+        return derived.batch_tokens // block, derived.steps
     steps = horizon(target, tokens, sizes)
     note(trainer, steps)
-    if dialled and MULTIPLIER in config and not asked(config, [MULTIPLIER]):
-        dial_says = math.sqrt(tokens / REFERENCE_BATCH)
-        why = f"the batch is given: rates and decay are not scaled (√(B/B_ref) would be {dial_says:.3g})"
-        note(trainer, Derived(MULTIPLIER, config[MULTIPLIER], why))
+    if dialled and given_rates and config.provenance[given_rates[0]] != DIALED:
+        why = (
+            f"given: rates and weight decay do not follow the batch (√(B/B_ref) is "
+            f"{math.sqrt(tokens / REFERENCE_BATCH):.3g})"
+        )
+        note(trainer, Derived(given_rates[0], config[given_rates[0]], why))
     return tokens // block, steps.value
 
 
-def turn_dial(trainer: BaseTrainer, target: Target, sizes: Sizes) -> Dial:
-    """The depth dial: what it derives for the optimizer goes into the configuration as chosen."""
+def turn_dial(trainer: BaseTrainer, target: Target, sizes: Sizes, batch_tokens: int) -> Dial:
+    """Turn the depth dial for the given batch (-1: derive it too); what it derives goes into the configuration."""
     model: Any = trainer.model
     if not hasattr(model, "depth"):
         raise InputError(
@@ -150,11 +174,13 @@ def turn_dial(trainer: BaseTrainer, target: Target, sizes: Sizes) -> Dial:
         sizes=sizes,
         reference=Reference(count(12), count(8), ratio_of(config)),
         block_size=trainer.settings.block_size,
+        batch_tokens=batch_tokens,
         weight_decay=decay_of(config),
     )
     derived = replace(derived, rows=settle_rates(config, derived))
-    config.set("training/batch_tokens", derived.batch_tokens, "the depth dial")
-    config.set("training/steps", derived.steps, "the depth dial")
+    if batch_tokens == -1:
+        config.set("training/batch_tokens", derived.batch_tokens, "the depth dial")
+        config.set("training/steps", derived.steps, "the depth dial")
     return derived
 
 
@@ -162,6 +188,7 @@ def settle_rates(config: Config, derived: Dial) -> list[Derived]:
     """The dial's rates and decay go into the configuration; its rows, as they then hold.
 
     An optimizer with one rate has no multiplier: the rate itself is scaled. One brought by the caller has neither.
+    A multiplier or a rate that the caller set stays as it is.
     """
     *rows, multiplier, decay = derived.rows
     scaled = []
@@ -170,6 +197,8 @@ def settle_rates(config: Config, derived: Dial) -> list[Derived]:
         rows.append(Derived(MULTIPLIER, config[MULTIPLIER], why))
     elif MULTIPLIER in config:
         scaled.append(multiplier)
+    elif RATE in config and asked(config, [RATE]):
+        rows.append(Derived(RATE, config[RATE], f"given: not scaled by {multiplier.reason}"))
     elif config.get(RATE) is not None:
         rate = config[RATE]
         scaled.append(Derived(RATE, rate * derived.lr_multiplier, f"{rate:g} · {multiplier.reason}"))
@@ -200,6 +229,32 @@ def settle_reports(trainer: BaseTrainer) -> LoggingSettings:
     trainer.config.set(REPORTS, derived.value, derived.reason)
     note(trainer, derived)
     return replace(given, report_interval=derived.value)
+
+
+def is_shipped(config: Config, key: str) -> bool:
+    """True when a shipped recipe or a default set `key`, not the caller, a recipe of the caller's or the program."""
+    return config.provenance[key] == "default" or config.provenance[key] in SHIPPED
+
+
+def starts_from_real_weights(config: Config, own_rows: bool = False) -> bool:
+    """True when the run starts from weights and trains on data of the caller's: it is no recipe's demonstration."""
+    if config["init"] is None or is_recipes_run(config, "init"):
+        return False
+    return own_rows or bool(asked(config, ["training/dataset"]))
+
+
+def rate_for_weights(config: Config, parameters: int, own_rows: bool = False) -> Derived | None:
+    """AdamW's rate by the size of the weights that the caller starts from; None where another one holds.
+
+    A recipe's own rate is for its demonstration with a tiny model: on real weights it undoes what they know.
+    own_rows: the data was passed in Python, not named by training.dataset.
+    """
+    share = objectives.entry(config["objective"]).traits.get("rate_share")
+    if share is None or config.get("optimization/name") != "adamw" or not is_shipped(config, RATE):
+        return None
+    if not starts_from_real_weights(config, own_rows):
+        return None
+    return fine_tuning_rate(parameters, share, adapters=config["lora/rank"] > 0)
 
 
 def note(trainer: BaseTrainer, row: Derived) -> None:

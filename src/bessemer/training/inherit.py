@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 ORIGIN = "inherited from "
 TEACHER = "distill/teacher"  # beside `init`, the setting that names another run
 PLANNED = "chosen: not trained for a plan"
+RECIPES_RUN = "the run of recipe:"  # why `init` or a teacher names a run that was trained first
 OWN = (
     "architecture/precision",
     "architecture/fp8/",
@@ -79,9 +80,10 @@ def begun_from(resolve: Resolve, config: Config, root: str | Path) -> Config:
         if tokenizer is not None:
             values["data/tokenizer"] = tokenizer
         layers.append(override_layer(values, f"{ORIGIN}{start}"))
-        pinned.append(
-            (key, str(start), "as given" if Path(given) == start else f"the newest weights of {given}")
-        )
+        why = "as given" if Path(given) == start else f"the newest weights of {given}"
+        if is_recipes_run(config, key):
+            why = config.provenance[key].removeprefix("chosen: ")
+        pinned.append((key, str(start), why))
         notes += said
     if not pinned:
         return config
@@ -90,6 +92,11 @@ def begun_from(resolve: Resolve, config: Config, root: str | Path) -> Config:
         found.set(key, value, why)
     found.notes += notes
     return found
+
+
+def is_recipes_run(config: Config, key: str) -> bool:
+    """True when `key` (init or a teacher) names the run of a recipe that was trained first."""
+    return config.provenance[key].startswith(f"chosen: {RECIPES_RUN}")
 
 
 def is_begun(config: Config) -> bool:
