@@ -277,8 +277,10 @@ def test_a_bad_config_names_the_copy_in_the_checkpoint(
 
 def test_a_config_edited_by_hand(run: RunDirectory) -> None:
     run.config.write_text(run.config.read_text().replace("max_grad_norm: 1.0", "max_grad_norm: 0.5"))
-    (line,) = lines(diagnose(run), "config", "warning")
+    (line,) = lines(diagnose(run), "config", "error")
     assert "training.max_grad_norm is 0.5, was 1.0" in line and "another run" in line
+    with pytest.raises(InputError, match=r"training\.max_grad_norm is 0\.5 and was 1\.0"):
+        launch.reopen(run.path)
 
 
 def test_named_code_is_not_imported(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
+from bessemer.checkpoint.manifest import read_manifest, write_manifest
 from bessemer.doctor.diagnose import diagnose
 from bessemer.errors import InputError, Stopped
 from bessemer.job import RunDirectory
@@ -172,3 +173,63 @@ def test_one_horizon_replaces_another(short: dict[str, object], tmp_path: Path) 
     found = api.resume(tmp_path / "a", change=True, **{"training.steps": 5})
     assert found.status["step"] == 5
     assert launch.reopen(tmp_path / "a").config["training/tokens"] is None
+
+
+EDITS = {
+    "max_grad_norm: 1.0": ("max_grad_norm: 0.5", "training.max_grad_norm is 0.5 and was 1.0"),
+    "lr_multiplier: 1.0": ("lr_multiplier: 3.0", "optimization.lr_multiplier is 3.0 and was 1.0"),
+    "seed: 1337": ("seed: 1338", "seed is 1338 and was 1337"),
+    "\n  max_grad_norm: 1.0": ("", None),  # the default, as it was
+}
+
+
+@pytest.mark.parametrize("line", EDITS)
+def test_a_config_edited_since_the_checkpoint_is_refused_with_both_values(
+    line: str, short: dict[str, object], tmp_path: Path
+) -> None:
+    run = stopped({**short, "optimization.lr_multiplier": 1.0}, tmp_path, 2)
+    text, (new, words) = (run / "config.yaml").read_text(), EDITS[line]
+    assert text.count(line) == 1
+    (run / "config.yaml").write_text(text.replace(line, new))
+    if words is None:
+        assert launch.reopen(run).step == 2
+        return
+    for change in (False, True):  # the flag alone names no setting
+        with pytest.raises(InputError) as refused:
+            launch.reopen(run, change=change)
+        assert words in str(refused.value) and "--change" in str(refused.value)
+    copy = run / "checkpoints/step_00000002/config.yaml"
+    assert f"cp {copy} {run / 'config.yaml'}" in str(refused.value)
+    (run / "config.yaml").write_bytes(copy.read_bytes())
+    assert launch.reopen(run).step == 2
+
+
+def test_an_edit_given_with_change_is_a_branch_point_from_what_was_trained_with(
+    short: dict[str, object], tmp_path: Path
+) -> None:
+    run = stopped(short, tmp_path, 2)
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("max_grad_norm: 1.0", "max_grad_norm: 0.5"))
+    again = launch.reopen(run, {"training.max_grad_norm": 0.5}, change=True)
+    [branch] = again.branches
+    assert branch.changes == {"training.max_grad_norm": {"from": 1.0, "to": 0.5}}
+
+
+def test_what_cannot_change_the_run_may_be_edited_in_its_config(
+    short: dict[str, object], tmp_path: Path
+) -> None:
+    run = stopped(short, tmp_path, 2)
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("keep_last: 20", "keep_last: 5"))
+    assert launch.reopen(run).logging.keep_last == 5
+
+
+def test_a_checkpoint_without_a_copy_of_its_config_still_resumes(
+    short: dict[str, object], tmp_path: Path
+) -> None:
+    """As the earliest versions saved them."""
+    run = stopped(short, tmp_path, 2)
+    step = run / "checkpoints/step_00000002"
+    (step / "config.yaml").unlink()
+    write_manifest(step, 2, read_manifest(step).tree)
+    assert launch.reopen(run).step == 2

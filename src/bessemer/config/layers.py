@@ -83,6 +83,11 @@ def flatten(tree: Mapping[Any, Any], origin: str, above: Keys = ()) -> Iterator[
             yield (*above, name), value
 
 
+def flat_values(tree: Mapping[str, Any], origin: str = "saved configuration") -> dict[str, Any]:
+    """Nested settings by section/name."""
+    return {"/".join(keys): value for keys, value in flatten(tree, origin)}
+
+
 def merge(
     layers: Sequence[Layer],
     *,

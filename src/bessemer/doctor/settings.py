@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.config import Config, dotted, slashed
-from bessemer.config.layers import flatten, saved_tree
+from bessemer.config import Config
+from bessemer.config.layers import flat_values, saved_tree
 from bessemer.doctor.findings import Diagnosis
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory
 from bessemer.job.trust import named_code, names_own_code, refused_requests
-from bessemer.training.branches import RESUMABLE, read_branches
+from bessemer.training.branches import edited_settings, read_branches, recorded_changes
 from bessemer.training.schema import saved_config
 
 
@@ -65,31 +65,24 @@ def _compare(run: RunDirectory, tree: dict[str, Any], checkpoints: Checkpoints, 
         return
     path = checkpoints.path(found.step) / "config.yaml"
     try:
-        saved = _flat(saved_tree(path))
+        saved = flat_values(saved_tree(path))
     except InputError as error:
         found.add("config", "warning", str(error))
         return
-    current = _flat(tree)
     branches = [branch for branch in read_branches(run) if branch.step == found.step]
-    recorded = {slashed(name) for branch in branches for name in branch.changes}
     for branch in branches:
         found.add("config", "note", f"the run branches off at step {branch.step}: {branch.describe()}.")
+    recorded = recorded_changes(branches, found.step)
     edited = [
-        f"{dotted(key)} is {current.get(key)!r}, was {saved.get(key)!r}"
-        for key in sorted({*current, *saved})
-        if current.get(key) != saved.get(key)
-        and not key.startswith((*RESUMABLE, "provenance"))
-        and key not in recorded
+        f"{name} is {values['to']!r}, was {values['from']!r}"
+        for name, values in sorted(edited_settings(saved, flat_values(tree)).items())
+        if name not in recorded
     ]
     if edited:
         more = f" and {len(edited) - 3} more" if len(edited) > 3 else ""
         found.add(
             "config",
-            "warning",
+            "error",
             f"config.yaml is not what {found.checkpoint} was saved with: {'; '.join(edited[:3])}{more}.",
-            f"Resuming would be another run; the checkpoint holds the original, {path}",
+            f"Resuming would be another run; put the original back: cp {path} {run.config}",
         )
-
-
-def _flat(tree: dict[str, Any]) -> dict[str, Any]:
-    return {"/".join(keys): value for keys, value in flatten(tree, "saved configuration")}

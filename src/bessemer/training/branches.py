@@ -23,6 +23,7 @@ from bessemer.config.values import plain
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory, atomic_write
 from bessemer.training.horizon import HORIZONS, REPORTS
+from bessemer.training.pinning import PATHS
 
 RESUMABLE = ("logging/", "topology/", "eval/", "training/per_device_batch_size", "training/time_limit")
 """Settings that cannot change the run, so `resume` accepts them."""
@@ -47,6 +48,10 @@ FIXED = (
     "grpo/mini_batches",
 )
 """Settings that the saved state, its token count or its rollout depend on: no branch can change them."""
+
+UNCHECKED = (*RESUMABLE, *PATHS, "architecture/attention", "provenance")
+"""Settings in which config.yaml may differ from a checkpoint's copy: files that moved (what is trained on is compared
+by its fingerprint), and the attention kernel, which topology.deterministic chooses."""
 
 Changes = dict[str, dict[str, Any]]
 """Setting → {"from": value, "to": value}."""
@@ -83,6 +88,21 @@ def changes_between(before: Config, after: Config) -> Changes:
         for key, value in after.values.items()
         if before.get(key) != value
     }
+
+
+def edited_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Changes:
+    """The settings of a checkpoint (`saved`, by section/name) that have another value now, though nobody may change
+    them without a branch point."""
+    return {
+        dotted(key): {"from": value, "to": current.get(key)}
+        for key, value in saved.items()
+        if not key.startswith(UNCHECKED) and current.get(key) != value
+    }
+
+
+def recorded_changes(branches: Iterable[Branch], step: int) -> set[str]:
+    """Names of the settings that change at the branch points of `step`."""
+    return {name for branch in branches if branch.step == step for name in branch.changes}
 
 
 def check_changeable(keys: Iterable[str]) -> None:

@@ -144,6 +144,11 @@ def reopen(
     mirror = str(run).rstrip("/").rpartition("/")[0] if is_remote(run) else None
     check_trust(directory, trust, given=given, mirror=mirror)
     config, changes = overridden(directory.config, overrides, change=change)
+    if change:  # also what config.yaml says already: it may have been edited since the checkpoint
+        for key in given_keys(overrides):
+            if key in config and not key.startswith(RESUMABLE):
+                same = {"from": plain(config[key]), "to": plain(config[key])}
+                changes.setdefault(dotted(key), same)
     if base is not None:
         config.set(INIT, str(find_start(base, root, "--base")[0]), "given with --base")
     check_trackers(config)

@@ -11,11 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bessemer.checkpoint import Checkpoints
+from bessemer.config.layers import flat_values, parse_saved
+from bessemer.config.layers import saved_tree as tree_of
 from bessemer.errors import InputError, StorageError
 from bessemer.job import CheckpointManager, Snapshot
 from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.training import frozen, reference, stages
-from bessemer.training.branches import Branch, branches_at, known_branches, now
+from bessemer.training.branches import (
+    Branch,
+    Changes,
+    branches_at,
+    edited_settings,
+    known_branches,
+    now,
+    recorded_changes,
+)
 from bessemer.training.fetch import fetch
 from bessemer.training.rollback import protect_target
 from bessemer.training.starts import read_weights
@@ -125,7 +135,14 @@ def check_same_run(trainer: BaseTrainer, step: int, files: CheckpointManager) ->
         for name, what in (("tokenizer_hash", "tokenizer"), ("data_fingerprint", "training data"))
         if saved[name] != current[name]
     ]
+    edited = edited_since(trainer, step, files) if trainer.continues else {}
+    for name, values in edited.items():
+        if (
+            trainer.change is not None and name in trainer.change
+        ):  # given now: a change from what was trained with
+            trainer.change[name]["from"] = values["from"]
     branch_off(trainer, step, saved)
+    refuse_edits(trainer, step, edited)
     tokenizer_changed = saved["tokenizer_hash"] != current["tokenizer_hash"]
     explained = not tokenizer_changed and any(
         branch.step == step and branch.data is not None for branch in trainer.branches
@@ -153,6 +170,33 @@ def check_same_run(trainer: BaseTrainer, step: int, files: CheckpointManager) ->
             "note: bits can differ from the uninterrupted run, which is the same to rounding: "
             + "; ".join(differences)
         )
+
+
+def edited_since(trainer: BaseTrainer, step: int, files: CheckpointManager) -> Changes:
+    """The settings that are not those which the run's checkpoint of `step` was made with."""
+    copy = trainer.checkpoint_manager.path(step) / "config.yaml"
+    if files is not trainer.checkpoint_manager or not copy.is_file():
+        return {}
+    saved = flat_values(tree_of(copy))
+    current = flat_values(parse_saved(trainer.config.to_yaml(), "this run"))
+    return edited_settings({key: value for key, value in saved.items() if key in trainer.config}, current)
+
+
+def refuse_edits(trainer: BaseTrainer, step: int, edited: Changes) -> None:
+    """Raise InputError for settings of config.yaml that changed although no branch point says so."""
+    unexplained = {n: v for n, v in edited.items() if n not in recorded_changes(trainer.branches, step)}
+    if not unexplained:
+        return
+    directory, (first, values) = trainer.run_directory, next(iter(unexplained.items()))
+    shown = "; ".join(f"{name} is {v['to']} and was {v['from']}" for name, v in list(unexplained.items())[:5])
+    more = f" and {len(unexplained) - 5} more" if len(unexplained) > 5 else ""
+    copy = trainer.checkpoint_manager.path(step) / "config.yaml"
+    raise InputError(
+        f"{directory.config} is not what the checkpoint of step {step} was made with: {shown}{more}. It was edited or "
+        "damaged since, and continuing with it would be another run. Put the original back: "
+        f"cp {copy} {directory.config}. To train on with the new value, "
+        f"give it on the command line: bessemer resume {directory.word} {first}={values['to']} --change"
+    )
 
 
 def branch_off(trainer: BaseTrainer, step: int, saved: Mapping[str, Any]) -> None:
