@@ -56,5 +56,4 @@ class PoisonedTrainer(bm.BaseTrainer[PoisonedConfig, GPT]):
         poison = {int(step): factor for step, factor in self.settings.poison.items()}
         gap = tuple(self.settings.gap) or None
         plan: Any = PoisonedPlan(data.plan, poison, gap)  # type: ignore[arg-type]
-        fields = {**data.fields, "poison": ((self.settings.block_size,), np.dtype(np.float32))}
-        return dataclasses.replace(data, plan=plan, fields=fields)
+        return dataclasses.replace(data, plan=plan)
