@@ -2,10 +2,17 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SCALE := .venv-scale
+LOWEST := .venv-lowest
 WORKERS ?= 2
 N ?= 50
 
-.PHONY: train test slow long soak prove check docs format clean
+# Exact versions of everything that is installed, one file per version of Python (`make constraints`). A Python without
+# a file gets the newest versions that pyproject.toml allows.
+PINNED = $(wildcard constraints/$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt)
+INSTALL = python -m pip install --quiet $(if $(PINNED),--constraint $(PINNED))
+
+.PHONY: train test slow long scale lowest constraints soak prove check docs format clean
 
 train: $(VENV)/.base
 	$(BIN)/bessemer train
@@ -23,6 +30,24 @@ slow: $(VENV)/.test $(VENV)/.chromium
 
 long: $(VENV)/.test
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "long and not gpu"
+
+# Every test that the others skip because a package is missing: torch, transformers, TRL, PEFT, lm-eval, libtpu, Ray, a
+# server that speaks S3, trackers. They have an environment of their own, and there any skip for a package is a failure.
+scale: $(SCALE)/.ready
+	$(subst $(BIN),$(SCALE)/bin,$(QUICK)) $(SCALE)/bin/pytest -n $(WORKERS) --dist loadfile --nothing-missing \
+		-m "not long and not gpu" $$($(SCALE)/bin/python -m tests.skips)
+
+# The lowest versions that pyproject.toml allows: everything is imported, and a tiny model trained, resumed and sampled.
+lowest:
+	rm -rf $(LOWEST)
+	$(PYTHON) -m venv $(LOWEST)
+	$(PYTHON) -m tests.lowest --pins > $(LOWEST)/pins.txt
+	$(LOWEST)/bin/python -m pip install --quiet --constraint $(LOWEST)/pins.txt --editable ".[dash]"
+	$(LOWEST)/bin/python -m tests.lowest
+
+# Resolve all extras again and write constraints/X.Y.txt for this Python.
+constraints: $(BIN)/python
+	$(BIN)/python -m constraints
 
 soak: $(VENV)/.test
 	$(BIN)/python -m tests.faults.soak --kills $(N)
@@ -49,14 +74,21 @@ $(BIN)/python:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
 # With the page and the server: whoever has trained a model wants to look at it.
-$(VENV)/.base: $(BIN)/python pyproject.toml
+$(VENV)/.base: $(BIN)/python pyproject.toml $(PINNED)
 	@echo "installing into $(VENV): a minute or so"
-	$(BIN)/python -m pip install --quiet --editable ".[dash]"
+	$(BIN)/$(INSTALL) --editable ".[dash]"
 	touch $@
 
-$(VENV)/.test: $(BIN)/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable ".[test]"
+$(VENV)/.test: $(BIN)/python pyproject.toml $(PINNED)
+	$(BIN)/$(INSTALL) --editable ".[test]"
 	touch $@ $(VENV)/.base
+
+$(SCALE)/.ready: pyproject.toml $(PINNED)
+	@echo "installing into $(SCALE): some minutes"
+	$(PYTHON) -m venv $(SCALE)
+	$(SCALE)/bin/python -m pip install --quiet --upgrade pip
+	$(SCALE)/bin/$(INSTALL) --editable ".[test,test-scale,test-peers]"
+	touch $@
 
 # The page's tests drive a real browser. Where Debian's cannot be installed they are skipped, and say so.
 $(VENV)/.chromium: $(VENV)/.test
@@ -64,4 +96,4 @@ $(VENV)/.chromium: $(VENV)/.test
 		&& touch $@ || echo "no Chromium could be installed: the page's tests in a browser are skipped"
 
 clean:
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(SCALE) $(LOWEST) site .pytest_cache .mypy_cache .ruff_cache

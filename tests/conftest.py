@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from tests.documented import not_run
 from tests.processes import TIMEOUT
 from tests.quick import OLDER_LOOPS
+from tests.skips import SkipLedger
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -35,6 +36,12 @@ LONGEST = {"test_docs", "test_grpo_process", "test_elastic", "test_invariance", 
 LONGEST |= {"test_training_processes", "test_training_init", "test_training_phases", "test_hygiene"}
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--nothing-missing", action="store_true", help="a test skipped for a missing package fails"
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """`-m gpu` runs on a GPU, whatever the shell says, here and in the processes that are started: on a CPU some of
     these tests would pass and show nothing."""
@@ -42,6 +49,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if shutil.which("nvidia-smi") is None:
             raise pytest.UsageError("-m gpu needs an NVIDIA GPU and its driver (nvidia-smi was not found).")
         os.environ["JAX_PLATFORMS"] = "cuda,cpu"  # the first is the default; one test compares the two
+    config.pluginmanager.register(SkipLedger(config.getoption("--nothing-missing")))
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     if os.environ["JAX_PLATFORMS"] == "cpu":
         jax.config.update("jax_num_cpu_devices", 8)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from tests.lowest import lower_bounds
 
 import bessemer
 
@@ -148,3 +149,24 @@ def test_no_pickle_and_no_evaluated_text(path: Path) -> None:
             assert node.func.id not in {"eval", "exec", "compile", "__import__"}, where
         elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
             assert isinstance(node.value, ast.Constant) and node.value.value is False, where
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12"])
+def test_constraints_pin_every_dependency_within_its_bounds(version: str) -> None:
+    """What the Makefile installs is what pyproject.toml allows, whatever the extra."""
+    lines = (ROOT / "constraints" / f"{version}.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *(word for extra in extras.values() for word in extra)]
+    for requirement in map(Requirement, wanted):
+        name = canonicalize_name(requirement.name)
+        if name not in ("bessemer", "jax") or (name == "jax" and not requirement.extras):
+            assert name in pins, f"{name} is not pinned: run `make constraints` with Python {version}"
+            assert requirement.specifier.contains(pins[name]), (str(requirement), pins[name])
+
+
+def test_lower_bounds_can_be_tried_out() -> None:
+    """Every direct dependency has one; `make lowest` installs and uses them."""
+    bounds = lower_bounds()
+    assert bounds["jax"] == "0.10" and len(bounds) > 12

@@ -18,6 +18,7 @@ from bessemer.errors import InputError
 from bessemer.models.attention import KERNELS, choose_attention
 from bessemer.models.splash import splash_attention
 from bessemer.models.split_attention import ABSENT, Layout
+from bessemer.plan.compiled import QUIET
 from bessemer.topology import planned_for
 
 
@@ -88,7 +89,7 @@ print("kernels", len(re.findall(r"custom_call_target=\\"tpu_custom_call\\"", tex
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (extra tpu-plan)")
 def test_a_step_compiles_for_a_tpu_with_it() -> None:
     """Tensor 2 × context 2 of a v5e: forward, and both kernels of the gradient."""
-    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"}
+    variables = {**os.environ, **QUIET, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE], env=variables, capture_output=True, text=True, timeout=TIMEOUT
     )
