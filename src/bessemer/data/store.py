@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from bessemer.config.bounded import read_json
 from bessemer.errors import InputError, StorageError
 
 FORMAT = 1
@@ -121,14 +122,16 @@ def write_json(path: Path, value: Any) -> None:
 
 def _read_json(path: Path, given: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(
             f"'{given}' is not a finished store: '{path.name}' is missing. Make it with `bessemer data "
             f"prepare`; an interrupted preparation continues when it is run again."
         ) from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise StorageError(f"'{path}' is damaged ({error}); prepare the store again.") from error
+    if not isinstance(value, dict):
+        raise StorageError(f"'{path}' is damaged (it is not a JSON object); prepare the store again.")
     if value.get("format") != FORMAT:
         raise InputError(
             f"'{path}' has store format {value.get('format')}; this version reads format {FORMAT}."

@@ -88,7 +88,7 @@ class RunDirectory:
         if not self.derived.is_file():
             return set()
         try:
-            return set(json.loads(self.derived.read_text(encoding="utf-8")).get(GIVEN, {}).get("value", []))
+            return set(read_json(self.derived).get(GIVEN, {}).get("value", []))
         except (ValueError, AttributeError, TypeError) as error:
             raise InputError(
                 f"{self.derived} is damaged ({error}). Delete it; it is written again on resume."

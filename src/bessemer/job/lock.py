@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from bessemer.config.bounded import parse_json
 from bessemer.errors import InputError, StorageError
 from bessemer.job.directory import RunDirectory
 from bessemer.job.files import storage
@@ -192,7 +193,7 @@ def _flock(handle: int, shared: bool = False) -> bool | None:
 
 def _read(handle: int) -> dict[str, Any]:
     try:
-        owner = json.loads(os.pread(handle, 4096, 0) or b"{}")
+        owner = parse_json(os.pread(handle, 4096, 0) or b"{}")
     except ValueError:
         return {}  # caught in the middle of a heartbeat, or damaged: the kernel's lock still decides
     return owner if isinstance(owner, dict) else {}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from bessemer.config.bounded import read_json
 from bessemer.config.layers import saved_tree
 from bessemer.job import RunDirectory, atomic_write
 from bessemer.report.summary import Summary, summarise
@@ -81,7 +81,7 @@ def _judged(run: RunDirectory, names: list[str]) -> list[str]:
 
 def _results(path: Path) -> list[dict[str, Any]]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except (OSError, ValueError):
         return []
     return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bessemer.config.bounded import read_json
 from bessemer.job.directory import RunDirectory, step_name, step_of_name
 from bessemer.report.summary import Summary
 from bessemer.report.words import MISSING, show, show_or_missing
@@ -52,7 +52,7 @@ def newest_meta(run: RunDirectory) -> tuple[dict[str, Any], str]:
     steps = sorted((step for path in found if (step := step_of_name(path.name)) is not None), reverse=True)
     for step in steps:
         try:
-            meta = json.loads((run.checkpoints / step_name(step) / "meta.json").read_text(encoding="utf-8"))
+            meta = read_json(run.checkpoints / step_name(step) / "meta.json")
         except (OSError, ValueError):
             continue
         return (meta if isinstance(meta, dict) else {}), step_name(step)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bessemer.config import Config, dotted
+from bessemer.config.bounded import read_json
 from bessemer.config.values import plain
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory, atomic_write
@@ -136,7 +137,7 @@ def read_branches(directory: RunDirectory) -> list[Branch]:
     """The branch points of a run, oldest first."""
     path = directory.branches
     try:
-        return [Branch(**entry) for entry in json.loads(path.read_text(encoding="utf-8"))]
+        return [Branch(**entry) for entry in read_json(path)]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError) as error:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bessemer.config.bounded import read_json
 from bessemer.config.values import plain
 from bessemer.job import atomic_write
 from bessemer.report import baselines
@@ -66,7 +67,7 @@ def derivation(trainer: BaseTrainer) -> dict[str, Any]:
     """Derived numbers with their reasons. A resumed run finds most of them in its configuration and derives them no
     more: the rows of its first start stay, as long as they are the same numbers."""
     try:
-        saved = json.loads(trainer.run_directory.derived.read_text(encoding="utf-8"))
+        saved = read_json(trainer.run_directory.derived)
     except (OSError, ValueError):  # a first start, or a file that is damaged
         saved = {}
     rows = saved.items() if isinstance(saved, dict) else ()

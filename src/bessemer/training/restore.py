@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bessemer.checkpoint import Checkpoints
+from bessemer.config.bounded import read_json
 from bessemer.config.layers import flat_values, parse_saved
 from bessemer.config.layers import saved_tree as tree_of
 from bessemer.errors import InputError, StorageError
@@ -224,10 +225,10 @@ def branch_off(trainer: BaseTrainer, step: int, saved: Mapping[str, Any]) -> Non
 def check_past_stages(trainer: BaseTrainer, step: int) -> None:
     """Stages that are over stay as they were."""
     try:
-        before = json.loads(trainer.run_directory.stages.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        before = read_json(trainer.run_directory.stages)
+        ends = [stage["end"] for stage in before if stage["end"] <= step]
+    except (OSError, ValueError, TypeError, KeyError):
         return
-    ends = [stage["end"] for stage in before if stage["end"] <= step]
     if ends != [stage.end for stage in trainer.stages if stage.end <= step]:
         raise InputError(
             f"the stages that ended up to step {step} would end elsewhere: leave their numbers in training.tokens as "
