@@ -237,6 +237,7 @@ def test_a_file_with_a_header_is_a_task(run, tmp_path):
 
 def test_words_of_the_command_line():
     assert split_tasks("bpb, harness:piqa,copa,core:x") == ["bpb", "harness:piqa,copa", "core:x"]
+    assert split_tasks("harness:piqa,my_eval.py:score") == ["harness:piqa", "my_eval.py:score"]
     assert check_tasks(["core:dir", "bpb", "bpb"]) == ["core:dir", "bpb"]
     assert split_tasks("gsm8k:a.jsonl,b.jsonl") == ["gsm8k:a.jsonl", "b.jsonl"]
     assert check_tasks(["gsm8k:a.jsonl"]) == ["gsm8k:a.jsonl"], "its own file, not a task file"

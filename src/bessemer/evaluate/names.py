@@ -33,7 +33,7 @@ def split_tasks(text: str) -> list[str]:
     """Words between commas; those after `harness:` that are none of ours are its tasks: harness:piqa,copa,bpb."""
     words: list[str] = []
     for word in filter(None, (part.strip() for part in text.split(","))):
-        ours = is_file(word) or word.partition(":")[0] in evaluations
+        ours = is_file(word) or ".py:" in word or word.partition(":")[0] in evaluations
         if words and words[-1].startswith(LISTS) and not ours:
             words[-1] += f",{word}"
         else:
@@ -52,7 +52,7 @@ def check_tasks(tasks: Sequence[str]) -> list[str]:
                 raise InputError(f"there is no task file '{name}'.")
             continue
         if names_code(name):
-            load_attribute(name, evaluations.kind)
+            _own_evaluation(name)
             continue
         word, colon, source = name.partition(":")
         if word not in evaluations:
@@ -75,6 +75,19 @@ def names_code(name: str) -> bool:
     return ":" in name and not is_file(name) and name.partition(":")[0] not in evaluations
 
 
+def _own_evaluation(name: str) -> Callable[..., dict[str, Any]]:
+    """The user's function; what cannot be called as an evaluation is refused before anything is measured."""
+    function = load_attribute(name, evaluations.kind)
+    try:
+        inspect.signature(function).bind(None, limit=None, batch_size=None)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"'{name}' is not an evaluation, which is a function (loaded, *, limit=None, batch_size=None): {error}. "
+            f"Known: {known()}."
+        ) from error
+    return function
+
+
 def known() -> str:
     return f"{', '.join(evaluations.names())}, task files ({' or '.join(SUFFIXES)}), and file.py:function"
 
@@ -89,7 +102,7 @@ def choose(name: str) -> Chosen:
 
         return Chosen(task.name, run)
     if names_code(name):
-        return Chosen(code_label(name), load_attribute(name, evaluations.kind))
+        return Chosen(code_label(name), _own_evaluation(name))
     word, colon, source = name.partition(":")
     entry = evaluations.entry(word)
     label = name if entry.traits.get("by_source") else word

@@ -137,9 +137,8 @@ class Evaluation(Callback):
         if kind is None or (kind is Evaluator and not tasks):
             return {}
         remedy = f"Lower eval.limit={self.limit}, or leave it out of {setting}"
-        with doing(
-            loop.trainer, f"the evaluation of {', '.join(tasks) or kind.__name__} at step {loop.step}", remedy
-        ):
+        named = ", ".join(tasks) or kind.__name__
+        with doing(loop.trainer, f"the evaluation '{named}' at step {loop.step}", remedy):
             evaluator = kind.from_trainer(
                 loop.trainer, tasks=tasks, limit=self.limit, fetch=fetch, programs=self.programs
             )
