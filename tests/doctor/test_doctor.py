@@ -18,8 +18,9 @@ import pytest
 from bessemer.checkpoint.manifest import read_manifest, write_manifest
 from bessemer.checkpoint.weights import write_file
 from bessemer.cli import main
+from bessemer.data.checksums import CHUNK, VerifiedFile
 from bessemer.doctor import Diagnosis, diagnose, remove_stale
-from bessemer.errors import InputError, Stopped
+from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.job import RunDirectory, RunLock
 from bessemer.training import launch
 from bessemer.training.callback import Callback
@@ -351,6 +352,24 @@ def test_prepared_data_is_gone(run: RunDirectory, elsewhere: Path) -> None:
     found = diagnose(run)
     assert found.resumable and "trains it again" in found.verdict
     assert not (elsewhere / "stores").exists() and not (elsewhere / "tokenizers").exists()
+
+
+def test_damaged_prepared_data(run: RunDirectory, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The doctor reads every byte; a run stops before it trains on a damaged chunk."""
+    for tokens in elsewhere.glob("stores/*/train/tokens.bin"):
+        content = bytearray(tokens.read_bytes())
+        content[::CHUNK] = bytes(byte ^ 1 for byte in content[::CHUNK])  # in every chunk
+        tokens.write_bytes(bytes(content))
+    found = diagnose(run)
+    assert not found.resumable and any(
+        "tokens.bin' is damaged" in line for line in lines(found, "data", "error")
+    )
+    monkeypatch.setattr(
+        VerifiedFile, "sample", lambda self: None
+    )  # as if the store were too large for it to be seen
+    with pytest.raises(StorageError, match=r"tokens\.bin' is damaged") as caught:
+        launch.reopen(run.path).run()
+    assert caught.value.exit_code == 4 and sorted(run.checkpoints.iterdir())[-1].name == NEWEST
 
 
 def test_other_data_and_another_tokenizer(run: RunDirectory) -> None:

@@ -169,9 +169,8 @@ def test_a_damaged_cache_is_noticed_before_it_is_trained_on(
     ids = np.load(stored_folder(home) / "ids.npy", mmap_mode="r+")
     ids[:] = 0
     ids.flush()
-    again = launch.build_trainer("quickstart", settings, name="again", root=tmp_path)
-    with pytest.raises(StorageError, match=r"ids\.npy' is damaged: bytes 0 to"):
-        again.run()
+    with pytest.raises(StorageError, match=r"ids\.npy' is damaged: bytes \d+ to"):
+        launch.build_trainer("quickstart", settings, name="again", root=tmp_path).run()
 
 
 def test_a_stored_teacher_may_be_pruned_but_not_replaced(

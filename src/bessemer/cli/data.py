@@ -81,21 +81,29 @@ def prepare(
 @command.command("inspect", short_help="Show what a store holds.")
 @click.argument("directory", metavar="DIR")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-def inspect(directory: str, as_json: bool) -> None:
+@click.option("--verify", is_flag=True, help="Read every byte and compare it with what was prepared.")
+def inspect(directory: str, as_json: bool, verify: bool) -> None:
     """Show what a store holds, with the beginning of a few documents.
 
     \b
     Examples:
       bessemer data inspect data/mine
       bessemer data inspect data/mine --json
+      bessemer data inspect data/mine --verify
     """
     from bessemer.data.inspect import describe_store
 
-    facts = describe_store(directory)
+    facts = describe_store(directory, verify)
     if as_json:
         click.echo(json.dumps(facts, ensure_ascii=False))
         return
     click.echo(_text(facts))
+    if not all(facts["checksums"].values()):
+        click.echo(
+            "checksums: none, as it was prepared before stores had them; prepare it again to have them"
+        )
+    if verify:
+        click.echo("verified: every byte is as it was prepared")
     for split, shown in facts["examples"].items():
         for text in shown:
             click.echo(f"  {split} | {text!r}")

@@ -1,9 +1,9 @@
 """Checksums of large files, one per chunk, so that every chunk is verified before its first use.
 
-    FOLDER/sums.bin    uint64 per chunk of 64 KiB, file after file: the first eight bytes of the chunk's SHA-256
+    FOLDER/sums.bin    uint64 per chunk of 8 KiB, file after file: the first eight bytes of the chunk's SHA-256
 
-A chunk is as long as what a random read of a mapped file brings in anyway, so verifying it reads little more than the
-row that needs it. The JSON file that commits the folder holds the sizes and the SHA-256 of sums.bin itself.
+A chunk is a few rows long, so verifying it reads little more than the row that needs it. The JSON file that commits the
+folder holds the sizes and the SHA-256 of sums.bin itself. Files are in the order of their names.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 
 from bessemer.errors import StorageError
 
-CHUNK = 1 << 16
+CHUNK = 1 << 13
 FILE = "sums.bin"
-SAMPLE = 64  # chunks of each file that are read when it is opened: 4 MiB
+SAMPLE = 64  # chunks of a file that are read when it is opened: 512 KiB
 
 
 class ChunkSums:
@@ -56,7 +56,7 @@ def _sum(chunk: memoryview) -> bytes:
 
 def save_sums(folder: Path, sums: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Write `folder`/sums.bin and return the facts about it, for the JSON file that commits the folder."""
-    data = b"".join(values.astype("<u8").tobytes() for values in sums.values())
+    data = b"".join(sums[name].astype("<u8").tobytes() for name in sorted(sums))
     (folder / FILE).write_bytes(data)
     counts = {name: len(values) for name, values in sums.items()}
     return {"chunk": CHUNK, "files": counts, "sha256": hashlib.sha256(data).hexdigest()}
@@ -72,7 +72,7 @@ def load_sums(folder: Path, facts: Mapping[str, Any]) -> dict[str, np.ndarray]:
     if hashlib.sha256(data).hexdigest() != facts.get("sha256") or facts.get("chunk") != CHUNK:
         raise StorageError(f"'{path}' is damaged: its own checksum does not match. {REMEDY.capitalize()}")
     values = np.frombuffer(data, "<u8")
-    counts = {name: int(count) for name, count in facts["files"].items()}
+    counts = {name: int(facts["files"][name]) for name in sorted(facts["files"])}
     parts = np.split(values, np.cumsum(list(counts.values()))[:-1])
     return dict(zip(counts, parts, strict=True))
 

@@ -16,23 +16,36 @@ SHOWN = 3
 WIDTH = 24  # tokens of each document shown
 
 
-def describe_store(path: str | Path) -> dict[str, Any]:
-    """The root store.json, with the lengths and first tokens of the documents of each split."""
+def describe_store(path: str | Path, verify: bool = False) -> dict[str, Any]:
+    """Return the root store.json, with the lengths and first tokens of the documents of each split. `verify`: read
+    every byte first, and raise StorageError if one is not as it was prepared."""
     store = TokenStore(path)
     tokenizer = Tokenizer.load(store.root / FILE)
-    facts: dict[str, Any] = {**store.about, "path": str(store.root), "lengths": {}, "examples": {}}
+    facts: dict[str, Any] = {
+        **store.about,
+        "path": str(store.root),
+        "lengths": {},
+        "examples": {},
+        "checksums": {},
+    }
     for name in store.splits:
         part = store.split(name)
+        facts["checksums"][name] = part.has_checksums
+        if verify:
+            part.verify()
         lengths = np.diff(part.offsets)
         marks = np.quantile(lengths, (0, 0.5, 0.9, 1), method="lower").tolist() if len(lengths) else [0] * 4
         facts["lengths"][name] = dict(zip(("min", "median", "p90", "max"), marks, strict=True))
         show = _pair if part.info["kind"] == PAIRS else _beginning
         facts["examples"][name] = [show(part, n, tokenizer) for n in range(min(SHOWN, len(lengths)))]
+    if verify:
+        facts["verified"] = True
     return facts
 
 
 def _beginning(part: TokenStore, number: int, tokenizer: Tokenizer) -> str:
     start, end = part.offsets[number], part.offsets[number + 1]
+    part.require(np.array([start]), np.array([min(end, start + WIDTH)]))
     return tokenizer.decode(part.tokens[start : min(end, start + WIDTH)])
 
 

@@ -3,10 +3,12 @@ kept."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from bessemer.data.store import ArrayStore, Store, TokenStore
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 
-VERSION = 2  # of the plans; raised when packing changes
+VERSION = 3  # of the plans; raised when packing changes, or what is kept of them
+DIGESTS = "sha256.json"
 
 
 def make_rows(
@@ -157,11 +160,27 @@ def _kept_plan(store: Store, name: str, build: Callable[[], Plan]) -> Plan:
         return build()
     folder = store.path / ".plans" / f"{name}-v{VERSION}-{store.fingerprint[:16]}"
     fields = ("starts", "lengths", "first")
+    if folder.is_dir() and not _is_whole(folder, fields):
+        shutil.rmtree(folder, ignore_errors=True)  # a cache: what is damaged is built again
     if not folder.is_dir():
         plan = build()
         if not _keep(folder, {field: getattr(plan, field) for field in fields}):
             return plan
     return Plan(*(np.load(folder / f"{field}.npy", mmap_mode="r").view(np.ndarray) for field in fields))
+
+
+def _is_whole(folder: Path, fields: Sequence[str]) -> bool:
+    """Whether the files of a plan are those that were written."""
+    try:
+        written = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
+        return written == {field: _digest(folder / f"{field}.npy") for field in fields}
+    except (OSError, ValueError):
+        return False
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _keep(folder: Path, arrays: dict[str, np.ndarray]) -> bool:
@@ -172,6 +191,8 @@ def _keep(folder: Path, arrays: dict[str, np.ndarray]) -> bool:
         temporary.mkdir(parents=True)
         for name, values in arrays.items():
             np.save(temporary / f"{name}.npy", values)
+        digests = {name: _digest(temporary / f"{name}.npy") for name in arrays}
+        (temporary / DIGESTS).write_text(json.dumps(digests), encoding="utf-8")
         os.rename(temporary, folder)
     except OSError:
         shutil.rmtree(temporary, ignore_errors=True)

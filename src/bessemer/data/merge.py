@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from bessemer.data.checksums import ChunkSums, save_sums
 from bessemer.data.preference import KIND as PAIRS
 from bessemer.data.store import FORMAT, offsets_of, token_dtype, write_json
 from bessemer.data.tokenizer import Tokenizer
@@ -71,20 +72,27 @@ def write_split(shards: Shards, keep: np.ndarray, out: Path, tokenizer: Tokenize
     masked = any(read_counts(s)["masked"] for s in shards)
     kind = kind_of(sum(read_counts(s).get("pairs", 0) for s in shards), len(keep))
     digest = hashlib.sha256()
+    sums: dict[str, np.ndarray] = {}
     trained = 0
     for name in ["tokens.bin", "mask.bin"] if masked else ["tokens.bin"]:
+        chunks = ChunkSums()
         with open(out / name, "wb") as file:
             for shard, chosen in zip(shards, _per_shard(shards, keep), strict=True):
                 for block in _kept(shard, name, chosen, tokenizer):
                     file.write(block)
                     digest.update(block)
+                    chunks.update(block)
                     trained += block.count(1) if name == "mask.bin" else 0
             file.flush()
             os.fsync(file.fileno())
+        sums[name] = chunks.finish()
     sizes = sizes_of(shards)[keep]
     offsets = offsets_of(sizes[:, 0])
     (out / "docs.idx").write_bytes(offsets.tobytes())
     digest.update(offsets.tobytes())
+    chunks = ChunkSums()
+    chunks.update(offsets.tobytes())
+    sums["docs.idx"] = chunks.finish()
     info = {
         "format": FORMAT,
         "kind": kind,
@@ -99,6 +107,7 @@ def write_split(shards: Shards, keep: np.ndarray, out: Path, tokenizer: Tokenize
         "pad_id": tokenizer.pad_id,
         "tokenizer": tokenizer.hash,
         "sha256": digest.hexdigest(),
+        "checksums": save_sums(out, sums),
     }
     if masked:
         info["supervised"] = trained

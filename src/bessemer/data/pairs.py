@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bessemer.data.packing import Plan, best_fit
-from bessemer.data.pieces import lay_out, spread
+from bessemer.data.pieces import extent, lay_out, spread
 from bessemer.data.preference import ANSWER, BEGINS
 from bessemer.data.rows import Batch, Fields, base_stats, fingerprint_of, padding, ragged, text_fields
 from bessemer.data.store import Store
@@ -93,6 +93,7 @@ class PairRows:
 
     def get(self, indices: np.ndarray) -> Batch:
         indices = np.asarray(indices, np.int64)
+        self.store.require(*extent(self.plan, indices))
         shape = (len(indices), self.block_size)
         used, source, segment, position = spread(self.plan, indices)
         last = np.append(position[1:] == 0, True)  # of its sequence

@@ -46,6 +46,7 @@ class PieceRows:
         return len(self.plan)
 
     def get(self, indices: np.ndarray) -> Batch:
+        self.store.require(*extent(self.plan, indices))
         shape = (len(indices), self.block_size)
         used, source, segment, position = spread(self.plan, indices)
         targets = self.tokens[source + 1].astype(np.int32)
@@ -88,12 +89,21 @@ class CroppedRows:
         return len(self.plan)
 
     def get(self, indices: np.ndarray) -> Batch:
+        self.store.require(*extent(self.plan, indices))
         shape = (len(indices), self.block_size + 1)
         _, source, segment, _ = spread(self.plan, indices)
         trained = None if self.mask is None else self.mask[source].reshape(shape)[:, 1:] > 0
         full = np.full(len(indices), self.block_size)
         segments = segment.reshape(shape)[:, :-1].copy()
         return finish(self.tokens[source].reshape(shape), full, segments, trained, self.store.info["pad_id"])
+
+
+def extent(plan: Plan, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return where each piece of the rows begins in the store, and where it ends with the token after its last."""
+    indices = np.asarray(indices, np.int64)
+    row, number = ragged(plan.first[indices + 1] - plan.first[indices])
+    piece = plan.first[indices][row] + number
+    return plan.starts[piece], plan.starts[piece] + plan.lengths[piece] + 1
 
 
 def spread(plan: Plan, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -73,6 +73,7 @@ class PmdRows:
     def get(self, indices: np.ndarray) -> Batch:
         pad = self.store.info["pad_id"]
         starts = np.asarray(indices, np.int64) * self.block_size
+        self.store.require(starts, starts + self.block_size + 1)
         windows = self._windows(self.tokens, starts, pad)  # (n, T + 1)
         left = np.minimum(len(self.tokens) - 1 - starts, self.block_size)  # real targets in each row
         trained = None if self.mask is None else self._windows(self.mask, starts, 0)[:, 1:] > 0
@@ -170,6 +171,7 @@ def base_stats(store: Store, rows: int, targets: int) -> dict[str, Any]:
         "target_tokens": targets,
         "cropped_share": 0.0,
         "truncated": 0,
+        **({"unverified": True} if about and not store.info.get("checksums") else {}),
         **({"files_left_out": about["files_left_out"]} if about.get("files_left_out") else {}),
     }
 

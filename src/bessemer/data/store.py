@@ -5,8 +5,12 @@ DIR/tokenizer.json        the tokenizer, so that a store can be used on its own
 DIR/train/tokens.bin      ids, uint16 when the vocabulary fits, else uint32; each document begins with bos
 DIR/train/docs.idx        int64 offsets, documents + 1 of them
 DIR/train/mask.bin        uint8 per token, only for supervised data: 1 = this token is trained on
-DIR/train/store.json      counts, kind, sha256 of the files above
+DIR/train/sums.bin        checksums of the chunks of the files above (checksums.py)
+DIR/train/store.json      counts, kind, sha256 of the first three
 DIR/val/…                 the same, when there is a validation split
+
+Nothing is trained on unverified: offsets and mask are verified whole when the store is opened, the tokens in a sample,
+and each chunk of them before its first use (`Store.require`).
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bessemer.config.bounded import read_json
+from bessemer.data.checksums import VerifiedFile, load_sums
 from bessemer.errors import InputError, StorageError
 
 FORMAT = 1
@@ -38,6 +43,9 @@ class Store(Protocol):
     @property
     def fingerprint(self) -> str: ...
 
+    def require(self, begins: np.ndarray, ends: np.ndarray) -> None:
+        """Verify the tokens [begins[i], ends[i]) before they are used. Raise StorageError if they are damaged."""
+
 
 class ArrayStore:
     """A store held in memory, of documents given from Python."""
@@ -51,6 +59,9 @@ class ArrayStore:
     @property
     def fingerprint(self) -> str:
         return self.info["sha256"]
+
+    def require(self, begins: np.ndarray, ends: np.ndarray) -> None:
+        """Memory needs no checksums."""
 
     @classmethod
     def of(
@@ -84,12 +95,50 @@ class TokenStore:
                 "with --val-fraction or --val (data.val_fraction above 0), or train with training.validation=false."
             )
         self.info = _read_json(leaf / "store.json", given)
-        dtype = np.dtype(self.info["dtype"])
-        self.tokens = _map(leaf / "tokens.bin", dtype, self.info["tokens"])
-        self.offsets = _map(leaf / "docs.idx", np.dtype(np.int64), self.info["documents"] + 1)
-        self.mask = (
-            _map(leaf / "mask.bin", np.dtype(np.uint8), len(self.tokens)) if self.info["mask"] else None
-        )
+        try:
+            self.tokens = _map(leaf / "tokens.bin", np.dtype(self.info["dtype"]), int(self.info["tokens"]))
+            self.offsets = _map(leaf / "docs.idx", np.dtype(np.int64), int(self.info["documents"]) + 1)
+            self.mask = (
+                _map(leaf / "mask.bin", np.dtype(np.uint8), len(self.tokens)) if self.info["mask"] else None
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise StorageError(
+                f"'{leaf / 'store.json'}' is damaged ({error!r}); prepare the store again."
+            ) from error
+        self.verified = _verified(leaf, self.info.get("checksums"), self._files())
+        for name, file in self.verified.items():
+            file.sample() if name == "tokens.bin" else file.verify()
+        _check_offsets(self.offsets, len(self.tokens), leaf / "docs.idx")
+
+    def _files(self) -> dict[str, np.ndarray]:
+        """Name → values, in the order of their bytes in the store's sha256."""
+        masked = {} if self.mask is None else {"mask.bin": self.mask}
+        return {"tokens.bin": self.tokens, **masked, "docs.idx": self.offsets}
+
+    @property
+    def has_checksums(self) -> bool:
+        """Whether chunks are verified; stores made before there were checksums are not."""
+        return bool(self.verified)
+
+    def require(self, begins: np.ndarray, ends: np.ndarray) -> None:
+        """Verify the tokens [begins[i], ends[i]) that have not been. Raise StorageError if they are damaged."""
+        if (file := self.verified.get("tokens.bin")) is not None:
+            size = self.tokens.itemsize
+            file.require(begins * size, np.minimum(ends, len(self.tokens)) * size)
+
+    def verify(self) -> None:
+        """Verify every byte of the split, also of a store without checksums. Raise StorageError if it is damaged."""
+        for file in self.verified.values():
+            file.verify()
+        digest = hashlib.sha256()
+        for values in self._files().values():
+            for first in range(0, len(values), 1 << 22):
+                digest.update(values[first : first + (1 << 22)].data)
+        if digest.hexdigest() != self.fingerprint:
+            raise StorageError(
+                f"store '{self.path}' is damaged: its files are not those that were prepared (SHA-256 differs). Copy "
+                "it again, or delete it and prepare it again."
+            )
 
     @property
     def splits(self) -> list[str]:
@@ -153,3 +202,26 @@ def _map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
         return np.empty(0, dtype)
     # A plain array over the map: the memmap class pays Python for every slice.
     return np.asarray(np.memmap(path, dtype, mode="r"))
+
+
+def _verified(
+    leaf: Path, facts: dict[str, Any] | None, files: dict[str, np.ndarray]
+) -> dict[str, VerifiedFile]:
+    """Return the files of a split with their checksums; none for a store made before there were any."""
+    if facts is None:
+        return {}
+    sums = load_sums(leaf, facts)
+    if set(sums) != set(files):
+        raise StorageError(f"'{leaf / 'store.json'}' is damaged: it lists checksums of {', '.join(sums)}.")
+    return {
+        name: VerifiedFile(leaf / name, values.view(np.uint8), sums[name]) for name, values in files.items()
+    }
+
+
+def _check_offsets(offsets: np.ndarray, tokens: int, path: Path) -> None:
+    """Raise StorageError unless the documents follow each other from the first token to the last."""
+    if offsets[0] != 0 or offsets[-1] != tokens or (len(offsets) > 1 and np.diff(offsets).min() < 0):
+        raise StorageError(
+            f"'{path}' is damaged: its offsets do not lead from 0 to the {tokens} tokens of the store. Copy the store "
+            "again, or delete it and prepare it again."
+        )

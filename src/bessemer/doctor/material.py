@@ -5,7 +5,7 @@ from __future__ import annotations
 from bessemer.config import Config, configuration, configure
 from bessemer.data import DataSettings, Sampling, Tokenizer, find_source
 from bessemer.data.catalog import store_directory, store_place
-from bessemer.data.store import is_store
+from bessemer.data.store import TokenStore, is_store
 from bessemer.data.tokenizer import FILE
 from bessemer.data.tokenizer_choice import tokenizer_place
 from bessemer.doctor.findings import Diagnosis
@@ -96,5 +96,15 @@ def _store(sampling: Sampling, tokenizer: Tokenizer, settings: DataSettings, fou
             "Resume prepares it again, and refuses unless it comes out the same.",
         )
         return False
-    found.add("data", "ok", f"prepared data of {sampling.name} at {place}.")
+    parts = [TokenStore(place, split) for split in TokenStore(place).splits]
+    for part in parts:
+        part.verify()
+    found.add("data", "ok", f"prepared data of {sampling.name} at {place}, every byte verified.")
+    if not all(part.has_checksums for part in parts):
+        found.add(
+            "data",
+            "note",
+            f"{place} was prepared before stores had checksums, so damage during a run would go unnoticed.",
+            "Prepare it again to have every chunk verified before it is used.",
+        )
     return True

@@ -38,6 +38,11 @@ def header(trainer: BaseTrainer) -> None:
         trainer.say(
             f"data       {shown(name)}: {', '.join(known)}; {counted(data.validation_count, 'row')} held out"
         )
+        if stats.get("unverified"):
+            trainer.say(
+                f"note       {shown(name)}: prepared before stores had checksums, so damage would go unnoticed; "
+                "prepare it again to have every chunk verified"
+            )
         for why, count in stats.get("files_left_out", {}).items():
             trainer.say(f"note       {shown(name)}: {counted(count, 'file')} left out: {why}")
         for remark in supervision(trainer, stats):
