@@ -244,6 +244,19 @@ def test_links_within_a_run_are_followed(place: Path) -> None:
     assert find_run(run.path).path == run.path
 
 
+def test_links_that_wandb_makes_in_its_own_folder_are_its_own(place: Path, tmp_path: Path) -> None:
+    """wandb links its logs into the user's cache; nothing here opens that folder, so the run can still be resumed."""
+    run, log = make_run(place), tmp_path / "core-debug.log"
+    log.write_text("")
+    logs = run.path / "wandb" / "offline-run-1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "debug-core.log").symlink_to(log)
+    assert find_run(run.path).path == run.path
+    (run.path / "logs").symlink_to(log)
+    with pytest.raises(InputError, match="links to"):
+        find_run(run.path)
+
+
 def test_a_pipe_in_a_run_does_not_hang(place: Path) -> None:
     run = make_run(place, "foreign", steps=(20,))
     os.mkfifo(run.metrics)

@@ -227,13 +227,20 @@ def check_links(root: Path, *, within: Path | None = None, run: RunDirectory | N
                 )
 
 
+WANDB = "wandb"
+"""The folder of a run that wandb alone writes and reads. It links its logs into the user's cache."""
+
+
 def _entries(root: Path) -> Iterator[tuple[Path, str]]:
     """Links and special files below `root`, links not followed; plain files as ("", "file"), to be counted."""
     waiting = [root]
     while waiting:
+        folder = waiting.pop()
         try:
-            with os.scandir(waiting.pop()) as found:
+            with os.scandir(folder) as found:
                 for entry in found:
+                    if folder == root and entry.name == WANDB and not entry.is_symlink():
+                        continue
                     if entry.is_symlink():
                         yield Path(entry.path), "link"
                     elif entry.is_dir(follow_symlinks=False):
