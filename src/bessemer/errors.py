@@ -44,6 +44,14 @@ class Stopped(BessemerError):
     exit_code = 75
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Return the text with `?` for characters that command a terminal: what a run holds may have been chosen to."""
+    return _CONTROL.sub("?", text)
+
+
 def nearest(word: str, known: list[str] | tuple[str, ...], cutoff: float = 0.6) -> str | None:
     """The known word a misspelt one most likely meant, or None."""
     import difflib

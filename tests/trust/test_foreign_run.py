@@ -271,7 +271,7 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
 
 @pytest.mark.parametrize(
     "text",
-    [BOMB, "a: " + "[" * 5000 + "]" * 5000, "a:" * 3000, "x" * (17 << 20)],
+    [BOMB, "a: " + "[" * 5000 + "]" * 5000, "a:" * 3000, "x" * (65 << 20)],
     ids=["aliases", "nested", "a:a:", "long"],
 )
 def test_a_configuration_that_explodes_is_bad_input(place: Path, text: str) -> None:

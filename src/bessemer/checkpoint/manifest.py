@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bessemer.config.bounded import parse_json
+from bessemer.config.bounded import read_json
 from bessemer.errors import StorageError
 from bessemer.job import sync_directory
 from bessemer.job.directory import step_of_name
@@ -24,6 +24,7 @@ from bessemer.job.directory import step_of_name
 COMMIT = "COMMIT"
 META = "meta.json"
 FORMAT = 1
+MOST_BYTES = 1 << 28  # of COMMIT: about a million files
 _BLOCK = 1 << 22
 Progress = Callable[[int], None]
 
@@ -62,7 +63,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Parse COMMIT; a missing, damaged or newer one is a StorageError that names the file."""
     path = directory / COMMIT
     try:
-        body = parse_json(path.read_bytes())
+        body = read_json(path, MOST_BYTES)
         expected = body.pop("sha256")
         if body["format"] != FORMAT:
             raise StorageError(
@@ -131,7 +132,7 @@ def content_problems(directory: Path, progress: Progress | None = None) -> list[
 def _meta_problems(directory: Path, step: int) -> list[str]:
     """meta.json is of another step though every byte is as it was saved: a directory put together by hand."""
     try:
-        said = parse_json((directory / META).read_bytes()).get("step")
+        said = read_json(directory / META).get("step")
     except (OSError, ValueError, AttributeError) as error:
         return [f"{META} cannot be read ({error})"]
     return [] if said == step else [f"{META} is of step {said}, and COMMIT of step {step}"]

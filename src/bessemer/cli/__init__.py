@@ -15,7 +15,7 @@ import click
 from bessemer import __version__
 from bessemer.cli.allocator import keep_memory
 from bessemer.cli.screen import outlive_readers
-from bessemer.errors import BessemerError, InputError, Stopped, nearest, runnable
+from bessemer.errors import BessemerError, InputError, Stopped, nearest, printable, runnable
 
 BEGAN = time.monotonic()
 """When the program began, for the time to the first step; only the interpreter's own start comes before."""
@@ -100,7 +100,8 @@ def main(arguments: list[str] | None = None) -> Any:
         error.show()
         sys.exit(2)
     except BessemerError as error:
-        print(runnable(f"error: {error}" if error.exit_code != 75 else str(error)), file=sys.stderr)
+        text = f"error: {error}" if error.exit_code != 75 else str(error)
+        print(runnable(printable(text)), file=sys.stderr)
         _leave(error.exit_code)
     except BrokenPipeError:
         # the reader of our output has gone (`bessemer runs | head`): nothing is wrong with us

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from bessemer.errors import InputError
+from bessemer.errors import InputError, printable
 
 
 @click.command("rm")
@@ -28,11 +28,13 @@ def command(run: str, yes: bool, root: str) -> None:
 
     found = removable(run, root)
     summary = summarise(found)
-    what = f"{found.path} ({summary.state}, step {summary.step}, {size(disk_size(found.path))})"
+    what = printable(f"{found.path} ({summary.state}, step {summary.step}, {size(disk_size(found.path))})")
     if names := strangers(found):
-        click.echo(f"It also contains files that no run wrote: {', '.join(names[:10])}", err=True)
+        listed = printable(", ".join(names[:10]))
+        click.echo(f"It also contains files that no run wrote: {listed}", err=True)
     if names := dependents(found):
-        click.echo(f"These runs name it as their start or teacher: {', '.join(names[:10])}", err=True)
+        listed = printable(", ".join(names[:10]))
+        click.echo(f"These runs name it as their start or teacher: {listed}", err=True)
     if not yes:
         try:
             agreed = click.confirm(f"Delete {what}?", err=True)

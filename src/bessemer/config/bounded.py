@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 16 << 20
+MOST_BYTES = 64 << 20
 MOST_DEPTH = 100
 MOST_NODES = 200_000
 _LIVE = re.compile(r"(\\*)\$\{")

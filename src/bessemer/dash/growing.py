@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from bessemer.dash.files import Folder, Signature
+from bessemer.report.metrics import MOST_BYTES
 
 CHUNK = 8 << 20
 TAIL = 64
@@ -52,6 +53,9 @@ class Growing(ABC):
             return
         if signature is None:
             self._reset()
+        elif signature[1] > MOST_BYTES:  # a sparse file claims any length, and reading it takes as long
+            self._reset()
+            self.too_long()
         else:
             self._read(signature[1])
         self.signature = signature

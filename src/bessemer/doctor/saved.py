@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from bessemer.checkpoint import Checkpoints, retention
 from bessemer.checkpoint.manifest import Progress, unlisted_files
 from bessemer.checkpoint.weights import WeightFile
+from bessemer.config.bounded import parse_json
 from bessemer.data.tokenizer import FILE, Tokenizer
 from bessemer.doctor.findings import Diagnosis
 from bessemer.errors import InputError, StorageError
@@ -71,7 +71,7 @@ def examine_weights(run: RunDirectory, found: Diagnosis, progress: Progress | No
 
 def saved_meta(checkpoints: Checkpoints, step: int | None) -> dict[str, Any]:
     """meta.json of a sound checkpoint, or {}."""
-    return {} if step is None else json.loads(checkpoints.read(step, "meta.json"))
+    return {} if step is None else parse_json(checkpoints.read(step, "meta.json"))
 
 
 def _damaged(found: Diagnosis, step: int, problems: list[str], newest: bool) -> None:

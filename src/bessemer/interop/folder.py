@@ -5,7 +5,6 @@ Everything is checked from the headers before the first array is read: names, sh
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -18,6 +17,7 @@ import numpy as np
 from bessemer.checkpoint.tree import Signature, flatten, signature
 from bessemer.checkpoint.weights import WeightFile
 from bessemer.config import declared
+from bessemer.config.bounded import read_json
 from bessemer.errors import InputError, StorageError
 from bessemer.interop.config import HFConfig
 from bessemer.interop.names import BUFFERS, HEAD, Tensor, tensors_of
@@ -32,18 +32,16 @@ FLOATS = ("float32", "float16", "bfloat16")
 def is_folder(path: Path) -> bool:
     """Whether a directory holds a Hugging Face model: its config.json names a model_type."""
     try:
-        return "model_type" in json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError, RecursionError):
+        return "model_type" in read_json(path / CONFIG)
+    except (OSError, ValueError, TypeError):
         return False
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except FileNotFoundError:
         raise InputError(f"{path.parent} has no {path.name}: it is not a Hugging Face model.") from None
-    except RecursionError:
-        raise InputError(f"{path} is nested too deeply to be a Hugging Face file.") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read ({error}).") from error
     if not isinstance(found, dict):
@@ -60,10 +58,10 @@ class Folder:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """section/name → value, as a configuration of ours would hold them."""
-        config = HFConfig(read_json(self.path / CONFIG), str(self.path / CONFIG))
+        config = HFConfig(read_object(self.path / CONFIG), str(self.path / CONFIG))
         values = config.settings()
         if (self.path / GENERATION).is_file():
-            ends = HFConfig(read_json(self.path / GENERATION), str(self.path / GENERATION)).end_tokens()
+            ends = HFConfig(read_object(self.path / GENERATION), str(self.path / GENERATION)).end_tokens()
             values["model/end_tokens"] = ends or values["model/end_tokens"]
         if config.values.get("tie_word_embeddings") is None and HEAD not in self.files:
             values["model/tied_head"] = True  # the key was left out, as its default was; the weights tell
@@ -108,7 +106,7 @@ class Folder:
                 raise self._without_weights()
             file = WeightFile(self.path / SINGLE)
             return dict.fromkeys(file.entries, file)
-        listed = read_json(index).get("weight_map")
+        listed = read_object(index).get("weight_map")
         if not isinstance(listed, Mapping):
             raise InputError(f"{index} has no 'weight_map'.")
         opened: dict[str, WeightFile] = {}

@@ -27,6 +27,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bessemer import user_code
 from bessemer.config.bounded import read_json, texts_in
 from bessemer.config.layers import nest, saved_tree
 from bessemer.config.recipes import recipe_names
@@ -72,8 +73,12 @@ class Request(NamedTuple):
     @property
     def located(self) -> str:
         """What is signed: a file by its full path, since another file of the same name is another request."""
-        is_path = self.kind in (FILE, RECIPE) or self.word.endswith(".py")
-        return str(_full(self.word.removeprefix("recipe:"))) if is_path else self.word
+        if self.kind in (FILE, RECIPE) or self.word.endswith(".py"):
+            return str(_full(self.word.removeprefix("recipe:")))
+        if _SCRIPT.fullmatch(self.word):  # file.py:attribute
+            file, _, attribute = self.word.rpartition(":")
+            return f"{_full(file)}:{attribute}"
+        return user_code.located(self.word) if self.kind == CODE else self.word
 
 
 def requests_of(tree: Mapping[str, Any]) -> list[Request]:

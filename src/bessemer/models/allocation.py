@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from bessemer.config.bounded import parse_json
 from bessemer.errors import InputError, StorageError
 
 FILE = "lookup.json"
@@ -169,7 +170,7 @@ class Allocation:
     @classmethod
     def from_json(cls, text: str, where: str) -> Allocation:
         try:
-            saved = json.loads(text)
+            saved = parse_json(text)
             made = cls(np.asarray(saved["k"], np.int32), float(saved["mean_k"]), saved["tokenizer"])
             whole = made.digest == saved["sha256"]
         except (ValueError, KeyError, TypeError) as error:

@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from bessemer.errors import printable
+
 NOTHING = "-"
 
 
@@ -100,7 +102,8 @@ def size(count: Any) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None) -> str:
     """Columns aligned (numbers right), two spaces apart. A `width` cuts the first column to fit."""
-    cells = [list(head), *(list(row) for row in rows)]
+    rows = [[printable(word) for word in row] for row in rows]
+    cells = [list(head), *rows]
     sizes = [max(len(row[place]) for row in cells) for place in range(len(head))]
     if width is not None:
         over = sum(sizes) + 2 * (len(sizes) - 1) - width

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.config.bounded import read_json
+from bessemer.config.bounded import parse_json, read_json
 from bessemer.config.layers import flat_values, parse_saved
 from bessemer.config.layers import saved_tree as tree_of
 from bessemer.errors import InputError, StorageError
@@ -128,7 +127,7 @@ def accept(trainer: BaseTrainer, tree: Any, step: int, files: CheckpointManager)
 
 def check_same_run(trainer: BaseTrainer, step: int, files: CheckpointManager) -> None:
     """Other data or another tokenizer is an error; another machine is one line, as only rounding changes."""
-    saved = json.loads(files.read(step, "meta.json"))
+    saved = parse_json(files.read(step, "meta.json"))
     stages.select(trainer, step)
     current = meta(trainer, step)
     changes = [

@@ -19,7 +19,7 @@ from bessemer.checkpoint.weights import Arrays, WeightFile, check_fits, place
 from bessemer.config.layers import saved_tree
 from bessemer.errors import InputError
 from bessemer.generate.load import WEIGHTS, check_whole, flat, located, read_whole
-from bessemer.interop.folder import CONFIG, Folder, is_folder, read_json
+from bessemer.interop.folder import CONFIG, Folder, is_folder, read_object
 from bessemer.interop.hub import fetched, is_hub
 from bessemer.job import RunDirectory, find_run
 from bessemer.job.jobs import step_of
@@ -74,7 +74,7 @@ def tree_in(start: Path) -> dict[str, Any]:
         return Folder(start).tree
     if not (start / CONFIG).is_file():
         return saved_tree(start / "config.yaml")
-    tree = read_json(start / CONFIG)
+    tree = read_object(start / CONFIG)
     if "model" not in tree or not (start / WEIGHTS).is_file():
         raise InputError(
             f"{start / CONFIG} has neither a 'model_type', as Hugging Face's have, nor a 'model' with {WEIGHTS} beside "

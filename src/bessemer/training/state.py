@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from flax.training import train_state
 
+from bessemer.config.bounded import parse_json
 from bessemer.models.split import Split
 from bessemer.training.guard import SpikeRule, Statistics, fresh_statistics
 
@@ -180,4 +181,4 @@ class LoopState:
 
     @classmethod
     def from_json(cls, text: str) -> LoopState:
-        return cls(**json.loads(text))
+        return cls(**parse_json(text))

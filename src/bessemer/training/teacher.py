@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.config import configure
+from bessemer.config.bounded import read_json
 from bessemer.data.tokenizer import FILE as TOKENIZER
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError, StorageError
@@ -95,7 +96,7 @@ def recorded(trainer: BaseTrainer) -> str | None:
     """Return the SHA-256 of the stored teacher's weights that the run began with; None before its first step."""
     path = trainer.run_directory.path / "reference" / RECORD
     try:
-        return str(json.loads(path.read_text("utf-8"))["sha256"])
+        return str(read_json(path)["sha256"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
