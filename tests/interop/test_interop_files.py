@@ -249,6 +249,27 @@ def test_a_malformed_safetensors_header_is_bad_input(
     refused(folder, InputError, str(folder / SINGLE), *words)
 
 
+@pytest.mark.parametrize("name", [CONFIG, "tokenizer.json", "notes.txt"])
+def test_links_out_of_a_model_folder_are_not_followed(folder: Path, name: str) -> None:
+    private = folder.parent / "private.json"
+    private.write_text('{"password": "AKIA"}')
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(private)
+    refused(folder, InputError, str(folder / name), "links to")
+
+
+def test_a_snapshot_of_the_hubs_cache_is_links_to_its_own_blobs(folder: Path, tmp_path: Path) -> None:
+    model = tmp_path / "models--a--b"
+    snapshot = model / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (model / "blobs").mkdir()
+    for path in list(folder.iterdir()):
+        path.rename(model / "blobs" / path.name)
+        (snapshot / path.name).symlink_to(Path("../../blobs") / path.name)
+    run, _ = import_folder(snapshot, tmp_path / "run")
+    assert (run.model / SINGLE).is_file()
+
+
 def test_a_deeply_nested_configuration_is_bad_input(folder: Path) -> None:
     (folder / CONFIG).write_text('{"model_type": "llama", "a": ' + "[" * 200_000 + "]" * 200_000 + "}")
     refused(folder, InputError, str(folder / CONFIG), "nested")

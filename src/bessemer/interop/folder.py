@@ -21,6 +21,7 @@ from bessemer.config.bounded import read_json
 from bessemer.errors import InputError, StorageError
 from bessemer.interop.config import HFConfig
 from bessemer.interop.names import BUFFERS, HEAD, Tensor, tensors_of
+from bessemer.job.trust import check_folder
 from bessemer.models.llama import Llama
 from bessemer.topology import unbox
 
@@ -53,6 +54,7 @@ class Folder:
     """The model in a folder. As named arrays (`signature`, `read`) it speaks our names and our layout."""
 
     def __init__(self, path: Path):
+        check_folder(path)
         self.path = path
 
     @cached_property

@@ -236,6 +236,15 @@ WANDB = "wandb"
 """The folder of a run that wandb alone writes and reads. It links its logs into the user's cache."""
 
 
+def check_folder(folder: Path) -> None:
+    """Raise InputError if a model folder holds links that leave it, or pipes and devices.
+
+    In the hub's cache a snapshot is all links, to the blobs of the same model: those are followed.
+    """
+    cached = folder.parent.name == "snapshots"
+    check_links(folder, within=folder.parent.parent if cached else folder)
+
+
 def _entries(root: Path) -> Iterator[tuple[Path, str]]:
     """Links and special files below `root`, links not followed; plain files as ("", "file"), to be counted."""
     waiting = [root]

@@ -23,6 +23,7 @@ from bessemer.interop.folder import CONFIG, Folder, is_folder, read_object
 from bessemer.interop.hub import fetched, is_hub
 from bessemer.job import RunDirectory, find_run
 from bessemer.job.jobs import step_of
+from bessemer.job.trust import check_folder
 from bessemer.models.split import split_of
 from bessemer.report.phases import FOLDER, has_phases, phases_of
 from bessemer.topology import Topology, unbox
@@ -40,6 +41,7 @@ def find_start(named: str, root: str | Path, setting: str = INIT) -> tuple[Path,
         return fetched(named), []
     path = Path(named)
     if (path / CONFIG).is_file():
+        check_folder(path)
         return path.absolute(), _unverified(path, setting)
     is_step = re.fullmatch(r"step_\d+", path.name) is not None
     run = find_run(path.parent.parent if is_step else named, root)
