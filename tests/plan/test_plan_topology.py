@@ -203,7 +203,7 @@ def test_one_json_document_through_the_command_line(cli: Cli, tmp_path: Path) ->
 def test_without_the_compiler_the_way_to_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"bessemer\[tpu-plan\].*--no-compile"):
+    with pytest.raises(InputError, match=r"\[tpu-plan\].*--no-compile"):
         make_absent_plan("pretrain", ["model.depth=12"], topology="v5e:4x4")
 
 
