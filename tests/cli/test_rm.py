@@ -72,6 +72,8 @@ def test_links_are_not_followed(run: Path, tmp_path: Path) -> None:
     (precious / "thesis.txt").write_text("years of work")
     (run / "model").symlink_to(precious)
     (run / "checkpoints" / "step_00000009").symlink_to(precious)
+    (run / "lock").unlink(missing_ok=True)
+    (run / "lock").symlink_to(precious / "thesis.txt")
     (run.parent / "alias").symlink_to(run)
     assert "is a link to" in refused("alias", "--yes") and run.is_dir()
     assert rm("mine", "--yes").exit_code == 0 and not run.exists()

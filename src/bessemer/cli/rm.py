@@ -22,13 +22,12 @@ def command(run: str, yes: bool, root: str) -> None:
       bessemer rm runs/mine
       bessemer rm mine --yes
     """
-    from bessemer.job.removal import dependents, removable, remove, strangers
-    from bessemer.report.summary import disk_size, summarise
+    from bessemer.job.removal import dependents, described, removable, remove, strangers
+    from bessemer.report.summary import disk_size
     from bessemer.report.table import size
 
     found = removable(run, root)
-    summary = summarise(found)
-    what = printable(f"{found.path} ({summary.state}, step {summary.step}, {size(disk_size(found.path))})")
+    what = printable(f"{found.path} ({described(found)}{size(disk_size(found.path))})")
     if names := strangers(found):
         listed = printable(", ".join(names[:10]))
         click.echo(f"It also contains files that no run wrote: {listed}", err=True)

@@ -10,7 +10,7 @@ from typing import Any
 from bessemer.config.layers import read_yaml
 from bessemer.errors import InputError
 from bessemer.job.directory import RunDirectory, find_run, list_runs
-from bessemer.job.files import storage
+from bessemer.job.files import discard, storage
 from bessemer.job.lock import RunLock
 
 PHASES = "phases"
@@ -20,7 +20,9 @@ BESIDE = {"model-hf", "profile", "report.html", "starts", "tensorboard", PHASES}
 
 def removable(name: str, root: str | Path = "runs") -> RunDirectory:
     """Return the run of this name or path if it may be deleted; otherwise raise InputError with the reason."""
-    run = find_run(name, root)
+    run = find_run(
+        name, root, trust=True
+    )  # links inside are no reason to keep a run: they are never followed
     if run.path.is_symlink():
         raise InputError(
             f"{run.path} is a link to {os.readlink(run.path)}. Give the run's own path, or delete the link with rm."
@@ -37,7 +39,8 @@ def removable(name: str, root: str | Path = "runs") -> RunDirectory:
             f"{run.path} contains other runs ({', '.join(nested[:5])}). Delete those by name first."
         )
     for one in (run, *(RunDirectory(run.path / PHASES / name) for name in list_runs(run.path / PHASES))):
-        RunLock.check_free(one)
+        if _is_plain(one.lock):
+            RunLock.check_free(one)
     return run
 
 
@@ -53,6 +56,15 @@ def written_by_runs(run: RunDirectory) -> set[str]:
     return BESIDE | {path.name for path in paths if isinstance(path, Path)}
 
 
+def described(run: RunDirectory) -> str:
+    """`stopped, step 20, ` from status.json; nothing where it cannot be read."""
+    try:
+        status = run.read_status() if _is_plain(run.status) else {}
+    except InputError:
+        return ""
+    return f"{status['state']}, step {status.get('step', '?')}, " if "state" in status else ""
+
+
 def dependents(run: RunDirectory) -> list[str]:
     """Names of runs beside this one that start from it or learn from it: adapters need their base model."""
     return [
@@ -64,22 +76,27 @@ def dependents(run: RunDirectory) -> list[str]:
 
 def remove(run: RunDirectory) -> None:
     """Delete the directory while holding its lock. Links inside are removed; what they point to is not touched."""
+    if not _is_plain(run.lock):
+        discard(run.lock)  # a link or a pipe: locking would follow it
     with RunLock(run, status=False), storage(f"cannot delete {run.path}"):
         shutil.rmtree(run.path)
 
 
 def _was_made_here(run: RunDirectory) -> bool:
     try:
-        state = run.read_status().get("state") if not run.status.is_symlink() else None
+        state = run.read_status().get("state") if _is_plain(run.status) else None
         return state is not None or "provenance" in _tree(run)
     except InputError:
         return False
 
 
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
 def _tree(run: RunDirectory) -> dict[str, Any]:
     """config.yaml as written: nothing that it refers to is looked up."""
-    plain = run.config.is_file() and not run.config.is_symlink()
-    return read_yaml(run.config, "saved configuration") if plain else {}
+    return read_yaml(run.config, "saved configuration") if _is_plain(run.config) else {}
 
 
 def _named(path: Path) -> list[Any]:
