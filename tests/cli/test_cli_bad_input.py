@@ -169,9 +169,10 @@ def test_batch_given_twice(refuse: Callable[..., str]) -> None:
     assert "training.batch_tokens" in refuse("training.batch_tokens=1024")
 
 
-def test_mixture_that_does_not_sum_to_one(refuse: Callable[..., str], corpus: Path) -> None:
-    mixture = f"[{{name: {corpus}, rate: 0.5}}, {{name: python-stdlib, rate: 0.4}}]"
-    assert "0.9" in refuse(training__dataset=mixture)
+def test_mixture_with_a_negative_rate(refuse: Callable[..., str], corpus: Path) -> None:
+    """Rates are weights of any sum, but not below 0."""
+    mixture = f"[{{name: {corpus}, rate: 0.5}}, {{name: python-stdlib, rate: -0.4}}]"
+    assert "-0.4" in refuse(training__dataset=mixture)
 
 
 def test_stages_without_their_horizons(refuse: Callable[..., str], corpus: Path) -> None:
