@@ -66,6 +66,11 @@ def code_file(name: str) -> Path | None:
     return file if file.is_file() and not _hidden_by_installed(name, file) else None
 
 
+def is_known(name: str) -> bool:
+    """Return whether a module of this name is installed or is a file that can be loaded. Nothing is imported."""
+    return code_file(name) is not None or _spec(name.partition(".")[0]) is not None
+
+
 def located(word: str) -> str:
     """Return a module or file name, alone or with `:attribute`, with the full path of a file in place of its name.
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from bessemer.data import Tokenizer
-from bessemer.errors import InputError, Stopped
+from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.generate import load_model
 from bessemer.models.allocation import Allocation
 from bessemer.training import launch, lookup_parts
@@ -155,7 +155,10 @@ def test_devices_and_micro_batches_do_not_change_the_rows(
     assert seed.model.allocation != whole.model.allocation
 
 
-def test_another_tokenizer_is_refused(whole: BaseTrainer, tmp_path: Path) -> None:
+def test_another_tokenizer_is_refused(
+    whole: BaseTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # what a changed run opens there needs no --trust
     run = tmp_path / "runs" / "whole"
     shutil.copytree(whole.run_directory.path, run)
     texts = ["other words make another tokenizer " + chr(97 + n % 26) * n for n in range(60)]
@@ -172,7 +175,7 @@ def test_another_tokenizer_is_refused(whole: BaseTrainer, tmp_path: Path) -> Non
     shutil.rmtree(checkpoint.parent)
     from bessemer.job import RunDirectory
 
-    with pytest.raises(InputError, match="another tokenizer"):
+    with pytest.raises(StorageError, match=r"tokenizer\.json is damaged or was changed"):
         load_model(RunDirectory(run))
 
 

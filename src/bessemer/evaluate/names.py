@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from bessemer.errors import InputError, nearest
 from bessemer.evaluate.task_file import SUFFIXES, evaluate_task, is_task_file, read_task
 from bessemer.registry import evaluations
+from bessemer.user_code import is_known, load_attribute
 from bessemer.user_code import label as code_label
-from bessemer.user_code import load_attribute
 
 LISTS = "harness:"
 
@@ -51,7 +51,7 @@ def check_tasks(tasks: Sequence[str]) -> list[str]:
             if not Path(name).is_file():
                 raise InputError(f"there is no task file '{name}'.")
             continue
-        if names_code(name):
+        if names_code(name) and is_known(name.rpartition(":")[0]):
             _own_evaluation(name)
             continue
         word, colon, source = name.partition(":")

@@ -162,7 +162,7 @@ def planned_fields(trainer: BaseTrainer) -> Fields:
     block = trainer.settings.block_size
     kinds = getattr(trainer, "row_types", TEXT_TYPES)  # a trainer that makes its own rows says what they hold
     fields: Fields = {name: ((block,), np.dtype(kind)) for name, kind in kinds.items()}
-    if usual_style(trainer) is DatasetStyle.CONTRASTIVE:
+    if usual_style(trainer.settings.objective) is DatasetStyle.CONTRASTIVE:
         fields |= pair_fields(block)
     if reference_logps.wanted(trainer):
         fields |= reference_logps.logps_fields(block)

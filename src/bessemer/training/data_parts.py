@@ -201,7 +201,11 @@ def given_rows(trainer: BaseTrainer, source: Any) -> Any:
     collect = trainer.data_collator
     if not isinstance(collect, CollectFunction):
         return CollatedRows(source, collect, trainer.settings.block_size)
-    style = trainer.settings.datasets[0][0].row_style if trainer.settings.datasets else usual_style(trainer)
+    style = (
+        trainer.settings.datasets[0][0].row_style
+        if trainer.settings.datasets
+        else usual_style(trainer.settings.objective)
+    )
     return reference_logps.attach(trainer, collect.rows(source, style, configure(DataSettings)))
 
 

@@ -12,7 +12,6 @@ from typing import Any
 from bessemer.config import Config, dotted, resolve
 from bessemer.config.layers import Layer, override_layer, saved_tree
 from bessemer.config.values import plain
-from bessemer.data import DatasetStyle
 from bessemer.errors import InputError, Stopped
 from bessemer.generate.load import FAMILY, flat
 from bessemer.job import RunDirectory
@@ -135,8 +134,8 @@ def _unstyled(saved: Any, wanted: Any) -> Any:
     """`saved` without the styles that the objective chose (wishes.py) for data which `wanted` names without one."""
     if isinstance(saved, list) and isinstance(wanted, list) and len(saved) == len(wanted):
         return [_unstyled(*both) for both in zip(saved, wanted, strict=True)]
-    if isinstance(saved, dict) and isinstance(wanted, dict) and wanted.get("style") == DatasetStyle.PMD.name:
-        return saved | {"style": wanted["style"]}
+    if isinstance(saved, dict) and isinstance(wanted, dict) and wanted.get("style") is None:
+        return saved | {"style": None}
     return saved
 
 

@@ -48,6 +48,7 @@ from bessemer.training.pinning import pinned, refound
 from bessemer.training.schema import schema_of
 from bessemer.training.starts import find_start
 from bessemer.training.trainer import BaseTrainer
+from bessemer.training.wishes import DATASET, styled, usual_style
 
 PERMISSION = "training/allow_data_change"
 DATA = (PERMISSION, "training/dataset", "data/")
@@ -246,6 +247,11 @@ def overridden(path: Path, overrides: Overrides = (), *, change: bool = False) -
     given = raw_values([override_layer(overrides, "command line")])
     check_changeable(key for key in SELECTORS if key in given and given[key] != saved.get(key))
     config = pinned(load_saved(path, schema_of, overrides))
+    if (
+        DATASET in config
+    ):  # data that is given again without a style has the objective's, as it had at the start
+        for one in (saved, config):
+            one.values[DATASET] = styled(one[DATASET], usual_style(one["objective"]))
     changed = [key for key, value in config.values.items() if saved.get(key) != value]
     other = {key: why for key in changed if (why := why_another(config, key)) is not None}
     if change:

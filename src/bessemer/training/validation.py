@@ -109,13 +109,16 @@ def check_targets(trainer: BaseTrainer) -> None:
 
 
 def has_target(batch: Mapping[str, np.ndarray]) -> bool:
-    """Whether a row of host arrays weighs anything in a loss; True for rows of another kind."""
+    """Whether a row of host arrays weighs anything in a loss; True for rows of another kind.
+
+    NaN is a weight here: it is a defect that the step itself finds and names.
+    """
     if "pair_ids" in batch:
         return bool((batch["pair_ids"] >= 0).any())
     if "target_ids" not in batch:
         return True
     targets = np.asarray(batch["target_ids"]) >= 0
-    return bool((targets & (np.asarray(batch["loss_mask"]) > 0) if "loss_mask" in batch else targets).any())
+    return bool((targets & (np.asarray(batch["loss_mask"]) != 0) if "loss_mask" in batch else targets).any())
 
 
 def validation_sums(trainer: BaseTrainer) -> dict[str, float]:

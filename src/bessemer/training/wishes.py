@@ -21,23 +21,28 @@ MASK = "architecture/document_mask"
 DATASET = "training/dataset"
 
 
-def usual_style(trainer: BaseTrainer) -> DatasetStyle:
-    """Rows of data that is named without a style."""
-    return objectives.entry(trainer.settings.objective).traits.get("style", DatasetStyle.PMD)
+def usual_style(objective: str) -> DatasetStyle:
+    """Return the style of rows of data that is named without one."""
+    return objectives.entry(objective).traits.get("style", DatasetStyle.PMD)
+
+
+def styled(datasets: list[list[Sampling]], style: DatasetStyle) -> list[list[Sampling]]:
+    """Return the datasets with `style` for those that are named without one."""
+    return [
+        [dataclasses.replace(sampling, style=sampling.style or style) for sampling in mixture]
+        for mixture in datasets
+    ]
 
 
 def grant_wishes(trainer: BaseTrainer) -> None:
     """Before the model is made."""
     entry, config = objectives.entry(trainer.settings.objective), trainer.config
-    style = usual_style(trainer)
+    style = usual_style(trainer.settings.objective)
     for mixture in trainer.settings.datasets:
         check_mixture(mixture)
         note_shares(trainer, mixture)
     if any(sampling.style is None for mixture in trainer.settings.datasets for sampling in mixture):
-        trainer.settings.datasets = [
-            [dataclasses.replace(sampling, style=sampling.style or style) for sampling in mixture]
-            for mixture in trainer.settings.datasets
-        ]
+        trainer.settings.datasets = styled(trainer.settings.datasets, style)
         # The origin stays the user's: who reads the configuration again must find the data as it was trained on.
         config.values[DATASET] = trainer.settings.datasets
         if style is not DatasetStyle.PMD:
