@@ -33,6 +33,7 @@ MACHINE = {
     r"needs the right to mount": "small file systems that fill up: needs root",
     r"no Chromium on this machine": "the page in a browser: `make slow` installs Debian's as root",
     r"needs a device that is always full": "/dev/full, which Linux has",
+    r"root may delete anything": "a run that this user may not delete",
     r"wandb is installed here": "the hint for a missing tracker",
 }
 """Reasons that depend on the machine. Always allowed, and listed."""

@@ -77,7 +77,7 @@ def load_sums(folder: Path, facts: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return dict(zip(counts, parts, strict=True))
 
 
-REMEDY = "copy it again from where it came from, or delete the folder and make it again."
+REMEDY = "copy it again from its source, or delete the folder and prepare the data again."
 
 
 class VerifiedFile:

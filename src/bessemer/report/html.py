@@ -67,7 +67,7 @@ def _box(summary: Summary) -> list[str]:
     rows = [f"| {what} | {_cell(value)} |" for what, value in reproduction(summary)]
     return [
         '<section class="box">',
-        "<h2>To make it again</h2>",
+        "<h2>How to reproduce it</h2>",
         *to_html("\n".join(["| | |", "|---|---|", *rows])),
         "</section>",
     ]
