@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from tests.processes import TIMEOUT
 from tests.tiny_run import tiny_tokenizer
 
 from bessemer.data import Tokenizer, tokenizer_for
@@ -20,15 +20,26 @@ MEMORY = 700 << 10
 """Kilobytes that a command may take here; the bomb took 6 GB."""
 
 
+MEASURED = """
+import atexit, sys
+report = sys.argv.pop(1)
+# not ru_maxrss, which keeps that of the process before exec
+atexit.register(lambda: open(report, "w").write(open("/proc/self/status").read()))
+from bessemer.cli import main
+main()
+"""
+
+
 def bessemer(*words: str) -> tuple[int, str, int]:
     """(exit code, stderr, peak memory in kilobytes) of the command line."""
-    with tempfile.TemporaryFile("w+") as errors:
-        command = [sys.executable, "-m", "bessemer", *words]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        errors.seek(0)
-        return process.returncode, errors.read(), usage.ru_maxrss
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "status"
+        command = [sys.executable, "-c", MEASURED, str(report), *words]
+        done = subprocess.run(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT
+        )
+        peak = int(report.read_text().split("VmHWM:")[1].split()[0])
+        return done.returncode, done.stderr, peak
 
 
 @pytest.fixture
