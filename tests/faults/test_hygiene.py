@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,14 +71,14 @@ def test_memory_files_and_threads_are_flat(settings: Settings, run: Path, home: 
     second = [s for s in seen if STEPS / 4 <= s[0] < STEPS / 2]
     last = [s for s in seen if STEPS * 3 / 4 <= s[0] < STEPS]
     assert len(second) >= 5 and len(last) >= 5, "too few looks at a run this fast"
+    # What stays between saves: how much of a save's own a look meets is luck, and what leaked is there at every look.
     memory, files, threads = (
-        [statistics.median(s[field] for s in quarter) for quarter in (second, last)] for field in (1, 2, 3)
+        [min(s[field] for s in quarter) for quarter in (second, last)] for field in (1, 2, 3)
     )
     print(f"memory {memory} MiB, open files {files}, threads {threads}, {len(seen)} samples")
     assert memory[1] - memory[0] < 4, memory
-    # What stays between saves: how much of a save's own a look meets is luck, and what leaked is there at every look.
-    assert min(s[2] for s in last) <= min(s[2] for s in second) + 2, "open files"
-    assert min(s[3] for s in last) <= min(s[3] for s in second) + 2, "threads"
+    assert files[1] <= files[0] + 2, "open files"
+    assert threads[1] <= threads[0] + 2, "threads"
 
 
 class Oracle(Callback):
