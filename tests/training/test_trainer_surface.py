@@ -21,7 +21,7 @@ from bessemer.evaluate import Evaluator
 from bessemer.generate.results import GenerationResults
 from bessemer.objectives.kl import compares
 from bessemer.registry import evaluations
-from bessemer.topology import make_topology
+from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import launch, progress
 from bessemer.training.callback import Callback
 from bessemer.training.collate import CollectFunction
@@ -31,7 +31,8 @@ TEXTS = [f"the {n} red foxes and {n + 1} blue dogs run over the green hill near 
 OVERRIDABLE = """evaluator optimizer schedule batch train_step val_step save run compile_aot count_model_parameters
 calculate_number_total_flops configure_dataloaders configure_model configure_functions create_collect_function generate
 create_generate_function maybe_generate on_step_start on_step_end log_metrics log_weight_distribution
-create_progress_bar save_information save_pretrained finish validate snapshot prefetcher make_callbacks"""
+create_progress_bar save_information save_pretrained finish validate snapshot prefetcher make_callbacks
+sharded_init"""
 
 CALLED: collections.Counter[str] = collections.Counter()
 
@@ -41,14 +42,15 @@ def counted(name: str) -> Any:
     original = bm.BaseTrainer.__dict__.get(name) or next(
         base.__dict__[name] for base in bm.BaseTrainer.__mro__ if name in base.__dict__
     )
-    function = original.__func__ if isinstance(original, classmethod) else original
+    kind = type(original) if isinstance(original, (classmethod, staticmethod)) else None
+    function = original.__func__ if kind else original
 
     @functools.wraps(function)
     def override(*args: Any, **options: Any) -> Any:
         CALLED[name] += 1
         return function(*args, **options)
 
-    return classmethod(override) if isinstance(original, classmethod) else override
+    return kind(override) if kind else override
 
 
 Counting = type("Counting", (bm.BaseTrainer,), {name: counted(name) for name in OVERRIDABLE.split()})
@@ -309,6 +311,50 @@ def test_the_build_steps_can_be_called_on_a_built_trainer(ran: tuple[Any, Hooks,
     assert bm.BaseTrainer.configure_dataloaders(trainer).plan.fingerprint == trainer.data.plan.fingerprint
     assert bm.BaseTrainer.configure_functions(trainer).micro == trainer.functions.micro
     assert trainer.arguments["training.steps"] == trainer.arguments["training/steps"] == 3
+
+
+def test_a_run_starts_from_what_sharded_init_returns(settings: dict[str, object], tmp_path: Path) -> None:
+    """Scaled by an override, on four devices; every other parameter keeps its bits."""
+
+    class Start(bm.BaseTrainer):
+        def on_step_start(self, state: Any, step: int) -> Any:
+            if step == 0:
+                self.first = jax.device_get(state.params)
+            return state
+
+    class Doubled(Start):
+        @staticmethod
+        def sharded_init(model: Any, key: Any, *args: Any, mesh: Any, **kwargs: Any) -> Any:
+            variables, placed = bm.BaseTrainer.sharded_init(model, key, *args, mesh=mesh, **kwargs)
+            params = variables["params"]
+            return {"params": {**params, "head": 2 * params["head"]}}, placed
+
+    short = {**settings, "training.steps": 1, "training.validation": False, "eval.evaluations": []}
+    short |= {"callbacks": [], "logging.preview_interval": 0}
+    started: list[Any] = []
+    for kind in (Start, Doubled):
+        topology = make_topology(TopologySettings(fsdp=2, tensor=2), devices=jax.devices()[:4])
+        place = bm.ExecutionSpec(kind.__name__, root=tmp_path, topology=topology)
+        trainer: Any = kind(place, dataset_train=TEXTS, arguments=short)
+        trainer.run()
+        started.append(trainer.first)
+    plain, doubled = started
+    np.testing.assert_array_equal(doubled.pop("head"), 2 * plain.pop("head"))
+    jax.tree.map(np.testing.assert_array_equal, doubled, plain)
+
+
+def test_sharded_init_must_return_the_parameters_of_the_model(
+    settings: dict[str, object], tmp_path: Path
+) -> None:
+    class Cut(bm.BaseTrainer):
+        @staticmethod
+        def sharded_init(model: Any, key: Any, *args: Any, mesh: Any, **kwargs: Any) -> Any:
+            variables, placed = bm.BaseTrainer.sharded_init(model, key, *args, mesh=mesh, **kwargs)
+            return {"params": {**variables["params"], "head": variables["params"]["head"][:7]}}, placed
+
+    trainer: Any = Cut(spec(tmp_path, "a"), dataset_train=TEXTS, arguments=settings)
+    with pytest.raises(InputError, match=r"Cut\.sharded_init: parameter head must be float32\[.*\] and is"):
+        trainer.state  # noqa: B018
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,9 +134,10 @@ def init_sharded(init_fn: Callable[[Any], Any], key: Any, topology: Topology) ->
     """Variables born on their devices: shapes by `eval_shape`, shardings from axis names, one jitted init.
 
     `init_fn(key)` returns boxed variables; returns `(variables, shardings)`, both unboxed and of the same
-    structure.
+    structure. Inside a program (a traced key) it becomes part of that program, whose scope is in force already.
     """
-    with topology.scope():
+    traced = isinstance(key, jax.core.Tracer)
+    with nullcontext() if traced else topology.scope():
         placement = shardings(jax.eval_shape(init_fn, key), topology.mesh, topology.rest_rules)
         variables = jax.jit(lambda k: unbox(init_fn(k)), out_shardings=placement)(key)
     return variables, placement

@@ -21,7 +21,7 @@ from bessemer.training.feed import abstract_batch
 from bessemer.training.guard import WEIGHTS_FINITE, all_finite, spike_rule
 from bessemer.training.horizon import asked
 from bessemer.training.lookup_parts import note_path
-from bessemer.training.model_parts import compiler_options, init_variables
+from bessemer.training.model_parts import compiler_options, short_row
 from bessemer.training.state import StepRules, TrainState, added_fields, create_state
 from bessemer.training.validation import validation_fields
 
@@ -216,14 +216,35 @@ def jit_init(trainer: BaseTrainer) -> Any:
     abstract, split = functions.abstract_state, trainer.model_parts.split
 
     def create(key: jax.Array, given: Any) -> TrainState:
-        made = init_variables(trainer.model, trainer.settings.block_size, jax.random.fold_in(key, INIT))
-        whole = {**unbox(made)["params"], **given}
+        whole = {**drawn_params(trainer, jax.random.fold_in(key, INIT)), **given}
         params, frozen = split.divide(whole, jax.random.fold_in(key, ADAPTERS))
         fixed = (abstract.tx, abstract.rules, trainer.state_class, frozen)
         return create_state(abstract.apply_fn, abstract.loss_fn, params, *fixed)
 
     born = functions.state_shardings.replace(reference=None)  # taken when the run begins
     return jax.jit(create, out_shardings=born, donate_argnums=1)
+
+
+def drawn_params(trainer: BaseTrainer, key: jax.Array) -> Any:
+    """Parameters from the trainer's `sharded_init`, checked against the shapes that the steps are compiled for."""
+    tokens = short_row(trainer.settings.block_size)
+    variables, _ = trainer.sharded_init(trainer.model, key, tokens, mesh=trainer.topology.mesh)
+    params = unbox(variables)["params"]
+    found, expected = shapes_by_path(params), shapes_by_path(unbox(trainer.model_parts.boxed))
+    if found != expected:
+        path = min(path for path in found.keys() | expected.keys() if found.get(path) != expected.get(path))
+        raise InputError(
+            f"{type(trainer).__name__}.sharded_init: parameter {path} must be {expected.get(path, 'left out')} and is "
+            f"{found.get(path, 'missing')}. Return the parameters of the model, or override configure_model."
+        )
+    return params
+
+
+def shapes_by_path(params: Any) -> dict[str, str]:
+    """Parameter path -> dtype and shape, such as float32[64, 256]."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    return {path: f"{jax.numpy.result_type(leaf)}{list(leaf.shape)}" for path, leaf in named.items()}
 
 
 def initial_state(trainer: BaseTrainer) -> TrainState:

@@ -106,7 +106,12 @@ def train_new_parameters(trainer: BaseTrainer, model: Any) -> None:
 
 def init_variables(model: nn.Module, block_size: int, key: jax.Array) -> Any:
     """Boxed variables of the model, from a batch of one short row."""
-    return model.init(key, jax.numpy.zeros((1, min(8, block_size)), jax.numpy.int32))
+    return model.init(key, short_row(block_size))
+
+
+def short_row(block_size: int) -> jax.Array:
+    """Tokens (1, T) that a model is initialized with: no parameter's shape depends on T."""
+    return jax.numpy.zeros((1, min(8, block_size)), jax.numpy.int32)
 
 
 def fit_vocabulary(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> None:

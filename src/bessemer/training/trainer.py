@@ -222,7 +222,12 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
     def sharded_init(
         model: nn.Module, key: jax.Array, *args: Any, mesh: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        """Parameters born on their devices: (variables, var_sharding)."""
+        """Draw the model's variables on their devices: (variables, var_sharding), both unboxed.
+
+        The run calls it for the parameters of step 0, inside the program that creates the state, so an override
+        computes with jax operations and returns the model's own names, shapes and dtypes. Weights from `init` or
+        `model_state` replace what it returns.
+        """
         topology = Topology(mesh, None, TopologySettings())
         return init_sharded(lambda k: model.init(k, *args, **kwargs), key, topology)
 
