@@ -115,7 +115,7 @@ def test_tokenizer_settings_that_cannot_be(tmp_path):
         ("train:many", [path], "train:N"),
         ("train:300", [str(tmp_path / "store")], "prepared stores"),
         (str(tmp_path / "nowhere"), [path], "no tokenizer at"),
-        ("train:300", [str(blank)], "hold no documents"),
+        ("train:300", [str(blank)], "no document was found in"),
         ("train:300", [str(other)], "line 1: no 'text' .it has body"),
     ]:
         with pytest.raises(InputError, match=match):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, BinaryIO, cast
 
 from bessemer.data import chat
 from bessemer.data.filetypes import UNPACKING, open_unpacked
+from bessemer.data.parquet_rows import Expands, read_batches
 from bessemer.data.preference import COLUMNS, Pair, encode_pair, is_pair, pair_bytes, read_pair
 from bessemer.data.sources import File, Files, Piece, plan_shards
 from bessemer.data.tokenizer import Tokenizer
@@ -22,6 +24,7 @@ LONGEST = 16 << 20
 DEEPEST = 64  # levels of lists and objects in a row
 TOO_LONG = f"longer than {LONGEST >> 20} MiB, the most one document may have: cut it into several"
 TOO_DEEP = f"nested deeper than {DEEPEST} levels"
+COUNTED = 4 << 30  # bytes of a file whose lines are counted to number one in a message
 CUT_SHORT = "the compressed stream is damaged or cut short"
 CONVERSATIONS = (("messages",), ("prompt", "completion"), ("instruction", "output"))  # columns that make one
 
@@ -44,30 +47,40 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """Something that is no document: where it is and why."""
+    """Something that is no document: where it is and why.
 
-    where: str
+    `place` may be a function: the number of a line is known only after those before it are counted.
+    """
+
+    place: str | Callable[[], str]
     reason: str
+
+    @property
+    def where(self) -> str:
+        return self.place if isinstance(self.place, str) else self.place()
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason}"
 
 
 def read_piece(
-    piece: Piece, text_key: str | None = None, tokenizer: Tokenizer | None = None
+    piece: Piece,
+    text_key: str | None = None,
+    tokenizer: Tokenizer | None = None,
+    most_unpacked: float = math.inf,
 ) -> Iterator[Document | Bad]:
-    """Yield every document of the piece, in order."""
+    """Yield every document of the piece, in order. most_unpacked: bytes after which a compressed file is left."""
     if piece.kind.startswith("txt"):
-        yield from _text(piece) if piece.kind == "txt" else _unpacked_text(piece)
+        yield from _text(piece) if piece.kind == "txt" else _unpacked_text(piece, most_unpacked)
         return
-    for row in read_rows(piece, lambda names: _columns(names, text_key, piece.path)):
+    for row in read_rows(piece, lambda names: _columns(names, text_key, piece.path), most_unpacked):
         read = row if isinstance(row, Bad) else document_of(row.value, "", text_key, tokenizer)
         if (
             isinstance(read, Document) and len(read.text or "") > LONGEST
         ):  # in parquet, where no line is too long
             read = Bad("", TOO_LONG)
-        if isinstance(read, Bad) and not read.where:
-            read = Bad(cast(Raw, row).where(), read.reason)
+        if isinstance(read, Bad) and not read.place:
+            read = Bad(cast(Raw, row).where, read.reason)
         yield read
 
 
@@ -80,7 +93,9 @@ class Raw:
 
 
 def read_rows(
-    piece: Piece, columns: Callable[[list[str]], list[str] | None] = lambda names: None
+    piece: Piece,
+    columns: Callable[[list[str]], list[str] | None] = lambda names: None,
+    most_unpacked: float = math.inf,
 ) -> Iterator[Raw | Bad]:
     """Yield every row of a piece of JSON lines or parquet, here or in an object store.
 
@@ -88,7 +103,7 @@ def read_rows(
     """
     if piece.kind == "parquet":
         return _parquet(piece, columns)
-    return _lines(piece) if piece.kind == "jsonl" else _unpacked_lines(piece)
+    return _lines(piece) if piece.kind == "jsonl" else _unpacked_lines(piece, most_unpacked)
 
 
 def read_file_rows(file: File) -> Iterator[Raw | Bad]:
@@ -217,15 +232,28 @@ def _deeper_than(value: Any, limit: int) -> bool:
     return bool(level)
 
 
-def _read_line(file: BinaryIO) -> tuple[bytes | Bad, int]:
-    """(the next line, its length in bytes). A longer one than any document is passed over in bounded memory."""
+def _read_line(file: BinaryIO, most: float = math.inf) -> tuple[bytes | Bad, int]:
+    """(the next line, its length in bytes). A longer one than any document is passed over in bounded memory.
+
+    most: bytes after which its end is no longer looked for; nobody asks where such a line ends.
+    """
     line = file.readline(LONGEST + 1)
     if len(line) <= LONGEST:
         return line, len(line)
     length, last = len(line), line
-    while not last.endswith(b"\n") and (last := file.readline(1 << 20)):
+    while length < most and not last.endswith(b"\n") and (last := file.readline(1 << 20)):
         length += len(last)
     return Bad("", TOO_LONG), length
+
+
+def _skip_line(file: BinaryIO, most: int) -> int:
+    """Read to the end of the line, or of `most` bytes; return how many were read."""
+    length = 0
+    while length < most and (part := file.readline(min(1 << 20, most - length))):
+        length += len(part)
+        if part.endswith(b"\n"):
+            break
+    return length
 
 
 def _row(line: bytes | Bad, where: Callable[[], str]) -> Raw | Bad | None:
@@ -233,36 +261,42 @@ def _row(line: bytes | Bad, where: Callable[[], str]) -> Raw | Bad | None:
     if isinstance(line, bytes) and not line.strip():
         return None
     value = line if isinstance(line, Bad) else parse_line(line)
-    return Bad(where(), value.reason) if isinstance(value, Bad) else Raw(value, where)
+    return Bad(where, value.reason) if isinstance(value, Bad) else Raw(value, where)
 
 
 def _lines(piece: Piece) -> Iterator[Raw | Bad]:
-    """Lines that begin inside [start, stop). The line before `start` belongs to the piece before."""
+    """Lines that begin inside [start, stop). The line before `start` belongs to the piece before.
+
+    Nothing is read past `stop` and the end of a line of LONGEST, so that all pieces of a file of one line together read
+    it once.
+    """
+    before = cache(partial(_count_lines, piece.path, piece.start))  # every row may ask for its number
     with open_read(piece.path) as file:
         if piece.start:
             file.seek(piece.start - 1)
-            position = piece.start - 1 + _read_line(file)[1]
+            position = piece.start - 1 + _skip_line(file, piece.stop - piece.start + 1)
         else:
             position = 0
         number = 0
         while position < piece.stop:
-            line, length = _read_line(file)
+            line, length = _read_line(file, piece.stop - position)
             number += 1
             position += length
-            row = _row(line, partial(_line_of, piece, number))
+            row = _row(line, partial(_line_of, piece, number, before))
             if row is not None:
                 yield row
 
 
-def _line_of(piece: Piece, number: int) -> str:
-    """Name the line; those before the piece are counted only for a message."""
-    before = _count_lines(piece.path, piece.start) if piece.start else 0
-    return f"{piece.path} line {before + number}"
+def _line_of(piece: Piece, number: int, before: Callable[[], int] = lambda: 0) -> str:
+    """Name the line; those before the piece are counted only for a message, and not in a file of many gigabytes."""
+    if piece.start > COUNTED:
+        return f"{piece.path} line {number} after byte {piece.start}"
+    return f"{piece.path} line {before() + number}"
 
 
 def _count_lines(path: str, start: int) -> int:
     """Lines that begin before byte `start`."""
-    count, left = 1, start - 1
+    count, left = min(1, start), start - 1
     with open_read(path) as file:
         while left > 0 and (block := file.read(min(left, 1 << 20))):
             count += block.count(b"\n")
@@ -270,15 +304,15 @@ def _count_lines(path: str, start: int) -> int:
     return count
 
 
-def _unpacked_lines(piece: Piece) -> Iterator[Raw | Bad]:
-    number = 0
+def _unpacked_lines(piece: Piece, most: float) -> Iterator[Raw | Bad]:
+    number, read = 0, 0
     try:
         with open_unpacked(piece.path, piece.kind.partition("+")[2]) as stream:
-            while True:
-                line, length = _read_line(stream)
+            while read < most:
+                line, length = _read_line(stream, most - read)
                 if not length:
                     return
-                number += 1
+                number, read = number + 1, read + length
                 row = _row(line, partial(_line_of, piece, number))
                 if row is not None:
                     yield row
@@ -286,7 +320,7 @@ def _unpacked_lines(piece: Piece) -> Iterator[Raw | Bad]:
         yield Bad(f"{piece.path} after line {number}", f"{CUT_SHORT} ({error})")
 
 
-def _unpacked_text(piece: Piece) -> Iterator[Document | Bad]:
+def _unpacked_text(piece: Piece, most: float) -> Iterator[Document | Bad]:
     """Yield documents of about `text_bytes`, each up to a line end."""
     begin, rest = 0, b""
     try:
@@ -297,7 +331,7 @@ def _unpacked_text(piece: Piece) -> Iterator[Document | Bad]:
                 whole = block[: len(block) - len(rest)]
                 yield _decoded(whole, piece.path, begin)
                 begin += len(whole)
-                if len(block) < piece.text_bytes:
+                if len(block) < piece.text_bytes or begin >= most:
                     return
     except UNPACKING as error:
         yield Bad(f"{piece.path} after byte {begin}", f"{CUT_SHORT} ({error})")
@@ -364,12 +398,17 @@ def _parquet(
     try:
         with pq.ParquetFile(arrow_source(piece.path)) as file:
             wanted = columns(file.schema_arrow.names)
-            groups = range(piece.start, piece.stop)
             row = sum(file.metadata.row_group(g).num_rows for g in range(piece.start))
-            for batch in file.iter_batches(1024, row_groups=groups, columns=wanted):
-                for value in batch.to_pylist():
-                    row += 1
-                    yield Raw(value, partial("{} row {}".format, piece.path, row))
+        for values in read_batches(piece.path, range(piece.start, piece.stop), wanted):
+            if isinstance(values, int):
+                row += values
+                yield Bad(f"{piece.path} row {row}", TOO_LONG)
+                continue
+            for value in values:
+                row += 1
+                yield Raw(value, partial("{} row {}".format, piece.path, row))
+    except Expands as error:
+        yield Bad(f"{piece.path} row group {piece.start}", str(error))
     except (pa.ArrowException, OSError) as error:
         yield Bad(f"{piece.path} row group {piece.start}", f"damaged parquet ({error}); copy the file again")
 
