@@ -156,6 +156,7 @@ class Worker:
         self.owner = os.getpid()
         self._turn = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
         self._exceeded: dict[str, int] = {}  # templates that exceeded their limits, and how often
 
     def ask(self, request: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
@@ -171,7 +172,16 @@ class Worker:
         finally:
             self._turn.release()
 
+    def close(self) -> None:
+        """End the process, also in the midst of a request, and start no other: whoever waits is answered at once."""
+        self._closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+
     def _bounded(self, source: str, data: bytes, count: int) -> list[dict[str, Any]]:
+        if self._closed:
+            return [{"problem": "it is not rendered while the server stops"}]
         if self._exceeded.get(source, 0) >= MOST_EXCEEDED:
             return [{"problem": "it exceeded its limits before, and is not tried again"}]
         process = self._running()
@@ -248,6 +258,13 @@ class Worker:
 
 _shared: list[Worker] = []
 _sharing = threading.Lock()
+
+
+def stop_rendering() -> None:
+    """End the worker of this process for good: a server that stops waits for no template."""
+    with _sharing:
+        for worker in _shared:
+            worker.close()
 
 
 def _worker() -> Worker:

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bessemer.data.templates import stop_rendering
 from bessemer.errors import InputError
 from bessemer.generate import Engine, EngineThread, LoadedModel, Request, SamplingOptions
 from bessemer.serve.app import make_app
@@ -93,4 +94,6 @@ def serve(load: Callable[[], LoadedModel], options: ServerOptions, say: Callable
         )
         with EngineThread(engine):
             make_server(service).run(sockets=[bound])
+        service.renders.shutdown(wait=False, cancel_futures=True)
+        stop_rendering()
         say("stopped.")
