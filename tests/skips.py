@@ -35,6 +35,7 @@ MACHINE = {
     r"needs a device that is always full": "/dev/full, which Linux has",
     r"root may delete anything": "a run that this user may not delete",
     r"wandb is installed here": "the hint for a missing tracker",
+    r"no golden hashes for this machine type": "bits of golden runs: `python -m tests.golden store` records them",
 }
 """Reasons that depend on the machine. Always allowed, and listed."""
 
