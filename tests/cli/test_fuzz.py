@@ -15,16 +15,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+from tests.interop.tiny_hf import chatty_folder
 from tests.tiny_run import TEXTS, make_run, tiny_tokenizer
+from tests.training.test_training_resume import StopAt
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.cli import main
 from bessemer.config import Schema, Setting
 from bessemer.config.resolve import select_schema
-from bessemer.data import prepare
-from bessemer.errors import StorageError
+from bessemer.data import prepare, tokenizer_for
+from bessemer.data.catalog import open_dataset
+from bessemer.data.mixture import Sampling
+from bessemer.errors import BessemerError, Stopped, StorageError
+from bessemer.generate import load_model
+from bessemer.interop.bring import import_folder
 from bessemer.job import RunDirectory
+from bessemer.topology import TopologySettings, make_topology
+from bessemer.training import launch
 from bessemer.training.schema import schema_of
 
 ROUNDS = pytest.mark.parametrize(
@@ -267,6 +277,116 @@ def flip(path: Path, draw: random.Random) -> tuple[int, int]:
     data[where] ^= 1 << bit
     path.write_bytes(bytes(data))
     return where, bit
+
+
+def silent_flips(
+    files: list[Path], result: Callable[[], Any], draws: typing.Iterable[random.Random]
+) -> list[Any]:
+    """Flips of a bit after which `result` returned something else than before. One that raises an expected error, or
+    after which the result is the same, is not silent; any other exception is a bug and ends the test."""
+    sound, silent = result(), []
+    for draw in draws:
+        path = draw.choice(files)
+        data = path.read_bytes()
+        place = flip(path, draw)
+        try:
+            if result() != sound:
+                silent.append((path.name, place))
+        except BessemerError as error:
+            assert str(error) and error.exit_code in EXPECTED, (path, place)
+        path.write_bytes(data)
+    assert result() == sound
+    return silent
+
+
+def files_below(folder: Path) -> list[Path]:
+    found = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    return sorted(path for path in found if path.stat().st_size)
+
+
+@ROUNDS
+def test_no_flipped_bit_of_a_token_store_is_accepted(seeds: range, tmp_path: Path) -> None:
+    """Whatever is trained on is what was prepared: rows of both splits, their fingerprints, the tokenizer."""
+    store = tmp_path / "store"
+    prepare([{"text": text} for text in TEXTS], store, tiny_tokenizer(), val_fraction=0.2)
+    sampling = Sampling.from_string(str(store))
+
+    def trained_on() -> list[Any]:
+        tokenizer, found = tokenizer_for("auto", [str(store)]), []
+        for split in ("train", "val"):
+            rows = open_dataset(sampling, tokenizer, split=split, block_size=16)
+            batch = rows.get(np.arange(len(rows)))
+            unverified = rows.stats.get("unverified", False)  # which the run reports
+            found.append((rows.fingerprint, {n: a.tobytes() for n, a in batch.items()}, unverified))
+        return found
+
+    draws = (random.Random(f"store {seed}") for seed in seeds)
+    assert silent_flips(files_below(store), trained_on, draws) == []
+
+
+@ROUNDS
+def test_no_flipped_bit_of_a_token_store_passes_a_full_verification(
+    seeds: range, tmp_path: Path, call: Callable[..., Outcome]
+) -> None:
+    store, wrong = tmp_path / "store", []
+    prepare([{"text": text} for text in TEXTS], store, tiny_tokenizer(), val_fraction=0.2)
+    sound = call("data", "inspect", store, "--verify")
+    for seed in seeds:
+        draw = random.Random(f"inspect {seed}")
+        path = draw.choice(files_below(store))
+        data = path.read_bytes()
+        place = flip(path, draw)
+        found = call("data", "inspect", store, "--verify")
+        if found.is_bug or not (found.is_refusal or found.out == sound.out):
+            wrong.append((seed, path.name, place, found))
+        path.write_bytes(data)
+    assert sound.code == 0 and wrong == []
+
+
+@ROUNDS
+def test_no_flipped_bit_of_a_model_is_accepted(seeds: range, tmp_path: Path) -> None:
+    """model.safetensors, config.json and tokenizer.json of RUN/model: what is loaded to sample, serve and evaluate."""
+    folder = chatty_folder(tmp_path / "hub")
+    run, _ = import_folder(folder, tmp_path / "run", context=64)
+
+    def loaded() -> list[Any]:
+        model = load_model(run)
+        arrays = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(model.params)]
+        assert model.tokenizer is not None
+        return [model.model, arrays, model.tokenizer.hash, model.step]
+
+    draws = [random.Random(f"model {seed}") for seed in seeds]
+    files = files_below(run.model)
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= {path.name for path in files}
+    assert silent_flips(files, loaded, draws) == []
+
+
+EDITABLE = ("logging/", "topology/", "eval/", "training/per_device_batch_size", "training/time_limit")
+EDITABLE += ("training/dataset", "training/validation_dataset", "data/root")  # what they lead to is compared
+
+
+@ROUNDS
+def test_no_flipped_bit_of_config_yaml_is_accepted_by_resume(
+    seeds: range, tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settings of a run that was stopped after two steps are those of its checkpoint, or resume refuses. Settings that
+    cannot change the run (logging.*, topology.* and the like) may be edited, so they are not compared; nor are paths,
+    but what they lead to is."""
+    one = make_topology(TopologySettings(), devices=jax.devices()[:1])
+    monkeypatch.setattr(launch, "make_topology", lambda settings: one)
+    trainer = launch.build_trainer("quickstart", tiny, name="a", root=tmp_path, callbacks=[StopAt(2)])
+    with pytest.raises(Stopped):
+        trainer.run()
+
+    def resumed() -> list[Any]:
+        again = launch.reopen(tmp_path / "a")
+        values = {
+            key: str(value) for key, value in again.config.values.items() if not key.startswith(EDITABLE)
+        }
+        return [again.step, again.data.plan.fingerprint, values]
+
+    draws = (random.Random(f"config {seed}") for seed in seeds)
+    assert silent_flips([tmp_path / "a/config.yaml"], resumed, draws) == []
 
 
 @ROUNDS

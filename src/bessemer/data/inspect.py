@@ -11,6 +11,7 @@ from bessemer.data.preference import ANSWER, BEGINS
 from bessemer.data.preference import KIND as PAIRS
 from bessemer.data.store import TokenStore
 from bessemer.data.tokenizer import FILE, Tokenizer
+from bessemer.errors import StorageError
 
 SHOWN = 3
 WIDTH = 24  # tokens of each document shown
@@ -21,6 +22,11 @@ def describe_store(path: str | Path, verify: bool = False) -> dict[str, Any]:
     every byte first, and raise StorageError if one is not as it was prepared."""
     store = TokenStore(path)
     tokenizer = Tokenizer.load(store.root / FILE)
+    if tokenizer.hash != store.info["tokenizer"]:
+        raise StorageError(
+            f"'{store.root / FILE}' is damaged or was replaced: its tokenizer is {tokenizer.hash[:12]}, the store's "
+            f"{store.info['tokenizer'][:12]}. Copy the store again, or prepare it again."
+        )
     facts: dict[str, Any] = {
         **store.about,
         "path": str(store.root),

@@ -13,7 +13,7 @@ import numpy as np
 
 from bessemer.data.checksums import ChunkSums, save_sums
 from bessemer.data.preference import KIND as PAIRS
-from bessemer.data.store import FORMAT, offsets_of, token_dtype, write_json
+from bessemer.data.store import FORMAT, offsets_of, token_dtype, write_facts
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError
 
@@ -111,7 +111,7 @@ def write_split(shards: Shards, keep: np.ndarray, out: Path, tokenizer: Tokenize
     }
     if masked:
         info["supervised"] = trained
-    write_json(out / "store.json", info)
+    write_facts(out / "store.json", info)
     return info
 
 

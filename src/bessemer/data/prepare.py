@@ -27,7 +27,7 @@ from bessemer.data.ray_pool import RayPool
 from bessemer.data.readers import Bad, Document, document_of, read_piece
 from bessemer.data.shards import SHOWN, ShardWriter
 from bessemer.data.sources import SHARD_BYTES, Documents, Files, Source, Stream, find_files, plan_shards
-from bessemer.data.store import FORMAT, is_store, write_json
+from bessemer.data.store import FORMAT, is_store, read_facts, write_facts
 from bessemer.data.tokenizer import Tokenizer
 from bessemer.errors import InputError, StorageError
 from bessemer.job.remote import refuse_remote
@@ -164,7 +164,7 @@ def documents_of(
 
 
 def _existing(target: Path, key: str) -> StoreInfo:
-    about = json.loads((target / "store.json").read_text(encoding="utf-8"))
+    about = read_facts(target / "store.json", target)
     if about.get("key") != key:
         raise InputError(
             f"'{target}' already holds a store made from other sources, another tokenizer or other settings: "
@@ -198,7 +198,7 @@ class _Preparation:
         shards = {name: self._encode(name, source, workers, progress) for name, source in self.groups.items()}
         about = self._join(shards)
         temporary = self.target / "store.json.tmp"
-        write_json(temporary, about)
+        write_facts(temporary, about)
         os.replace(temporary, self.target / "store.json")
         shutil.rmtree(self.work, ignore_errors=True)
         return StoreInfo(self.target, about)

@@ -28,6 +28,7 @@ from bessemer.data.checksums import VerifiedFile, load_sums
 from bessemer.errors import InputError, StorageError
 
 FORMAT = 1
+CHECK = "check"  # the key of a store.json's checksum over all others
 SPLITS = ("train", "val")
 
 
@@ -88,13 +89,13 @@ class TokenStore:
         self.root = given.parent if (given / "tokens.bin").exists() and given.name in SPLITS else given
         leaf = given if (given / "tokens.bin").exists() else given / split
         self.path: Path | None = leaf
-        self.about = _read_json(self.root / "store.json", given)
+        self.about = read_facts(self.root / "store.json", given)
         if not leaf.is_dir():
             raise InputError(
                 f"store '{self.root}' has no '{split}' part; it has {', '.join(self.splits)}. Prepare it "
                 "with --val-fraction or --val (data.val_fraction above 0), or train with training.validation=false."
             )
-        self.info = _read_json(leaf / "store.json", given)
+        self.info = read_facts(leaf / "store.json", given)
         try:
             self.tokens = _map(leaf / "tokens.bin", np.dtype(self.info["dtype"]), int(self.info["tokens"]))
             self.offsets = _map(leaf / "docs.idx", np.dtype(np.int64), int(self.info["documents"]) + 1)
@@ -169,7 +170,19 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _read_json(path: Path, given: Path) -> dict[str, Any]:
+def write_facts(path: Path, facts: dict[str, Any]) -> None:
+    """Write a store.json, with a checksum over everything in it."""
+    plain = json.loads(json.dumps(facts))  # as it will be read
+    write_json(path, {**plain, CHECK: _digest(plain)})
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    text = json.dumps({name: value for name, value in facts.items() if name != CHECK}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_facts(path: Path, given: Path) -> dict[str, Any]:
+    """Return a store.json. Raise StorageError if it is not what was written; older ones have no checksum."""
     try:
         value = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -181,6 +194,11 @@ def _read_json(path: Path, given: Path) -> dict[str, Any]:
         raise StorageError(f"'{path}' is damaged ({error}); prepare the store again.") from error
     if not isinstance(value, dict):
         raise StorageError(f"'{path}' is damaged (it is not a JSON object); prepare the store again.")
+    if value.get(CHECK, digest := _digest(value)) != digest:
+        raise StorageError(
+            f"'{path}' is damaged: its own checksum does not match. Copy the store again, or delete it and prepare it "
+            "again."
+        )
     if value.get("format") != FORMAT:
         raise InputError(
             f"'{path}' has store format {value.get('format')}; this version reads format {FORMAT}."
