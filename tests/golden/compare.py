@@ -76,7 +76,7 @@ def value_differences(where: str, a: Any, b: Any) -> Iterator[str]:
     for key in sorted(
         a.keys() | b.keys(), key=lambda key: (key == "file", key)
     ):  # a tensor before the whole file
-        left, right = (json.dumps(side[key]) if key in side else "absent" for side in (a, b))
+        left, right = (json.dumps(side[key], sort_keys=True) if key in side else "absent" for side in (a, b))
         if left != right:
             yield f"{where} {key}: {left[:60]} | {right[:60]}"
 

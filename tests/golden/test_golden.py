@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.golden.__main__ import parser
+from tests.golden.__main__ import parser, write
 from tests.golden.cases import CASES, Case, Settings, replayed, settings_of, with_needs
 from tests.golden.compare import compare, table
 from tests.golden.data import write_data
-from tests.golden.record import ROOT, environment, hashes, record, results, stored_file
+from tests.golden.record import ROOT, environment, hashes, record, results, stored_file, tensors_in
 
 from bessemer import registry
 from bessemer.data import DatasetStyle
@@ -99,8 +99,8 @@ def make_run(folder: Path, loss: float = 2.5, tensor: bytes = b"\0\0\x80\x3f") -
         "mem/peak": id(run),
     }
     (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    config = f"training: {{dataset: {folder}/corpus.jsonl}}\nprovenance: {{training.dataset: command line}}\n"
-    (run / "config.yaml").write_text(config)
+    config = f"training: {{dataset: [{{name: {folder}/corpus.jsonl, list: []}}]}}\n"
+    (run / "config.yaml").write_text(config + "provenance: {training.dataset: command line}\n")
     (run / "checkpoints/step_00000001/config.yaml").write_text("other: true\n")
     return {"cases": {"one": results(run, folder)}}
 
@@ -116,6 +116,30 @@ def test_equal_runs_in_different_folders_are_equal(tmp_path: Path) -> None:
     assert first_difference(a, b) is None and "1 of 1 cases equal" in table(compare(a, b))
     assert set(a["cases"]["one"]["config"]) == {"config.yaml"}
     assert first_difference(hashes(a), hashes(b)) is None
+
+
+def test_a_saved_record_is_equal_to_the_one_it_was_made_of(tmp_path: Path) -> None:
+    """JSON sorts the keys of rows and settings, which must not count, nor change a stored hash."""
+    found = make_run(tmp_path / "a")
+    write(tmp_path / "saved.json", found)
+    saved = json.loads((tmp_path / "saved.json").read_text())
+    assert first_difference(saved, found) is None
+    assert first_difference(hashes(saved), hashes(found)) is None
+
+
+def test_metadata_that_name_a_checkpoint_do_not_count(tmp_path: Path) -> None:
+    found = []
+    for origin in ("one", "another"):
+        header = {
+            "__metadata__": {"weights": origin},
+            "w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+        }
+        text = json.dumps(header).encode()
+        path = tmp_path / origin / "adapters.safetensors"
+        path.parent.mkdir()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+        found.append(tensors_in(path))
+    assert found[0] == found[1] and found[0].keys() == {"w", "file"}
 
 
 def test_the_first_difference_is_named(tmp_path: Path) -> None:
