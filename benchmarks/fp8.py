@@ -26,8 +26,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bessemer.models import blocks, fp8
-from bessemer.models.feed_forward import can_join, feed_forward
+from bessemer.kernels import fp8, ops
+from bessemer.kernels.feed_forward import can_join, feed_forward
 from bessemer.topology import make_topology
 
 NO_AXES = (None, None)
@@ -77,7 +77,7 @@ def scales_of(form: str) -> Iterator[None]:
 
 def linear_of(scaling: str | None, bound: float | None = None) -> Callable[..., jax.Array]:
     if scaling is None:
-        return lambda x, w: blocks.linear(x, w, NO_AXES, BF16)
+        return lambda x, w: ops.linear(x, w, NO_AXES, BF16)
     return lambda x, w: fp8.linear(x, w, NO_AXES, BF16, scaling, bound)
 
 
@@ -93,12 +93,12 @@ def both_ways(function: Callable[..., jax.Array]) -> Callable[..., Any]:
 
 def mlp_of(scaling: str | None) -> Callable[..., jax.Array]:
     def mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        h = blocks.rms_norm(x)
+        h = ops.rms_norm(x)
         if scaling is None:
             if can_join(h, up, "pallas"):
                 return x + feed_forward(h, up, down, (NO_AXES, NO_AXES), BF16, "mlp_hidden")
-            squared = blocks.relu_squared(blocks.linear(h, up, NO_AXES, BF16), "mlp_hidden")
-            return x + blocks.linear(squared, down, NO_AXES, BF16)
+            squared = ops.relu_squared(ops.linear(h, up, NO_AXES, BF16), "mlp_hidden")
+            return x + ops.linear(squared, down, NO_AXES, BF16)
         return x + fp8.feed_forward(h, up, down, (NO_AXES, NO_AXES), BF16, scaling, "mlp_hidden")
 
     return mlp
@@ -106,7 +106,7 @@ def mlp_of(scaling: str | None) -> Callable[..., jax.Array]:
 
 def qkv_of(scaling: str | None) -> Callable[..., jax.Array]:
     def qkv(x: jax.Array, *weights: jax.Array) -> jax.Array:
-        h = blocks.rms_norm(x)
+        h = ops.rms_norm(x)
         return jnp.stack([linear_of(scaling, h.shape[-1] ** 0.5)(h, w) for w in weights])
 
     return qkv

@@ -134,7 +134,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     import numpy as np
 
     from bessemer.generate import Engine, Request
-    from bessemer.generate.pace import round_of
+    from bessemer.generate.engine import round_of
     from bessemer.models.gpt import GPT
     from bessemer.topology import unbox
 

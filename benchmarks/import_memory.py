@@ -20,7 +20,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from bessemer.checkpoint.weights import write_file
+from bessemer.storage.weights import write_file
 
 CONFIG = {  # the sizes of Llama-3.2-1B
     "model_type": "llama",
@@ -116,7 +116,10 @@ def main(root: Path, train: bool) -> dict[str, Any]:
     bessemer = (sys.executable, "-m", "bessemer")
     found: dict[str, Any] = {"weights_bytes": size}
     commands: dict[str, tuple[str, ...]] = {
-        "nothing": ("-c", "import bessemer.interop.bring, bessemer.interop.give, bessemer.generate.export"),
+        "nothing": (
+            "-c",
+            "import bessemer.interop.import_hf, bessemer.interop.export_hf, bessemer.generate.export",
+        ),
         "import": ("import", str(root / "hf"), str(root / "run")),
         "export": ("export", str(root / "run"), str(root / "out")),
     }

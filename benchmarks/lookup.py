@@ -26,15 +26,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from bessemer.data import DataPlan, Sampling, open_dataset, tokenizer_for
-from bessemer.data.sample import sample_tokens
+from bessemer.data.plan.batches import sample_tokens
 from bessemer.data.settings import DataSettings
 from bessemer.models.gpt import GPT
-from bessemer.models.lookup import Allocation, compute_lzw_allocation
-from bessemer.models.segment_attention import Tiles, gathered, tiled
+from bessemer.models.lookup import Allocation, Tiles, compute_lzw_allocation, gathered, tiled
 from bessemer.objectives.pretrain import PretrainSettings, pretrain
 from bessemer.optim import build_optimizer
 from bessemer.topology import unbox
-from bessemer.training.model_parts import make_apply
+from bessemer.training.setup.model import make_apply
 from bessemer.training.state import StepRules, create_state
 from bessemer.training.step import train_step, val_step
 

@@ -37,8 +37,8 @@ from bessemer.models.gpt import GPT
 from bessemer.objectives.pretrain import PretrainSettings, pretrain
 from bessemer.optim import build_optimizer, settings_classes
 from bessemer.topology import TopologySettings, make_topology, unbox
-from bessemer.training.model_parts import make_apply
 from bessemer.training.settings import BaseTrainerConfig
+from bessemer.training.setup.model import make_apply
 from bessemer.training.state import StepRules, TrainState, create_state
 from bessemer.training.step import train_step, val_step
 

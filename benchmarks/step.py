@@ -23,13 +23,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bessemer.models.fp8 import GPU_OPTIONS
+from bessemer.kernels.fp8 import GPU_OPTIONS
 from bessemer.models.gpt import GPT
 from bessemer.objectives.pretrain import PretrainSettings, pretrain
 from bessemer.optim import build_optimizer
-from bessemer.optim.polar import polar_flops as of_one
+from bessemer.optim.muon import polar_flops as of_one
 from bessemer.topology import TopologySettings, make_topology, unbox
-from bessemer.training.model_parts import make_apply
+from bessemer.training.setup.model import make_apply
 from bessemer.training.state import StepRules, create_state
 from bessemer.training.step import train_step
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from bessemer.data import DatasetStyle, Tokenizer, TokenStore, make_rows, prepare
-from bessemer.data.checksums import CHUNK
+from bessemer.storage.checksums import CHUNK
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from bessemer.config import declared, dotted
 from bessemer.config.aliases import ALIASES, answer
 from bessemer.data import DataSettings
 from bessemer.models.lora import LoraSettings
-from bessemer.selectors import SELECTORS, settings_classes
+from bessemer.registry import SELECTORS, settings_classes
 from bessemer.topology import TopologySettings
 from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings
 

@@ -20,7 +20,7 @@ from bessemer.config.aliases import ALIASES
 from bessemer.evaluate import check_tasks
 from bessemer.job import Snapshot
 from bessemer.optim import build_optimizer, build_schedule
-from bessemer.training.schema import schema_of
+from bessemer.training.setup.schema import schema_of
 
 EXPORTED = """BaseTrainer RestoreableJob ExecutionSpec Evaluator Sampling DatasetStyle KLDivergenceTrainer
 KLDivergenceTrainerConfig KLConfig KLDivergenceTrainState BasicJob CheckpointedJob TrainState field configure

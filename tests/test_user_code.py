@@ -12,14 +12,13 @@ import pytest
 
 from bessemer import registry, user_code
 from bessemer.config import resolve
-from bessemer.data.catalog import find_source
+from bessemer.data.plan.catalog import find_source
 from bessemer.errors import InputError
-from bessemer.evaluate.names import check_tasks, choose
+from bessemer.evaluate.evaluator import check_tasks, choose
 from bessemer.job import RunDirectory
 from bessemer.job.trust import check_trust, named_code
-from bessemer.objectives.rewards import Rewards, RewardSpec
-from bessemer.training.pinning import pinned
-from bessemer.training.schema import schema_of
+from bessemer.rl.rewards import Rewards, RewardSpec
+from bessemer.training.setup.schema import pinned, schema_of
 
 PARTS = """
 import dataclasses

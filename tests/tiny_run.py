@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.config.layers import saved_tree
+from bessemer.config.recipes import saved_tree
 from bessemer.data import Tokenizer
 from bessemer.job import RunDirectory
 from bessemer.job.trust import mark_origin

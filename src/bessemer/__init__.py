@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what editors and type checkers see; at run time `_HOME` says where each name lives
     from bessemer.config import configuration, configure, field
-    from bessemer.data.mixture import DatasetStyle, Sampling
-    from bessemer.data.tokenizer import Tokenizer
+    from bessemer.data.plan.mixture import DatasetStyle, Sampling
+    from bessemer.data.tokenize.tokenizer import Tokenizer
     from bessemer.evaluate import Evaluator
     from bessemer.job import BasicJob, CheckpointedJob, ExecutionSpec, RestoreableJob
-    from bessemer.models.base import LanguageModel
+    from bessemer.models.protocol import LanguageModel
     from bessemer.objectives.kl import KLConfig
+    from bessemer.rl.trainer import GRPOTrainer, GRPOTrainerConfig
     from bessemer.training.api import Run, resume, train
-    from bessemer.training.callback import Callback
-    from bessemer.training.grpo import GRPOTrainer, GRPOTrainerConfig
+    from bessemer.training.callbacks.base import Callback
     from bessemer.training.kl_trainer import (
         KLDivergenceTrainer,
         KLDivergenceTrainerConfig,
@@ -43,18 +43,18 @@ _HOME = {
     "KLDivergenceTrainerConfig": "bessemer.training.kl_trainer",
     "KLDivergenceTrainState": "bessemer.training.kl_trainer",
     "KLConfig": "bessemer.objectives.kl",
-    "GRPOTrainer": "bessemer.training.grpo",
-    "GRPOTrainerConfig": "bessemer.training.grpo",
+    "GRPOTrainer": "bessemer.rl.trainer",
+    "GRPOTrainerConfig": "bessemer.rl.trainer",
     "TrainState": "bessemer.training.state",
-    "Callback": "bessemer.training.callback",
-    "LanguageModel": "bessemer.models.base",
+    "Callback": "bessemer.training.callbacks.base",
+    "LanguageModel": "bessemer.models.protocol",
     "ExecutionSpec": "bessemer.job",
     "BasicJob": "bessemer.job",
     "CheckpointedJob": "bessemer.job",
     "RestoreableJob": "bessemer.job",
-    "Sampling": "bessemer.data.mixture",
-    "DatasetStyle": "bessemer.data.mixture",
-    "Tokenizer": "bessemer.data.tokenizer",
+    "Sampling": "bessemer.data.plan.mixture",
+    "DatasetStyle": "bessemer.data.plan.mixture",
+    "Tokenizer": "bessemer.data.tokenize.tokenizer",
     "Evaluator": "bessemer.evaluate",
     "field": "bessemer.config",
     "configure": "bessemer.config",

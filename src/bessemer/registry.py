@@ -1,6 +1,6 @@
 """Names to things: models, objectives, optimizers, schedules, datasets, evaluations, rewards, callbacks, jobs.
 
-A registry discovers its folder: the first lookup imports every module of `package`, and each module registers
+A registry discovers its folder: the first lookup imports every module of its packages, and each module registers
 what it defines. So adding one is one new file and no edit elsewhere. Code outside the package registers with the
 same decorator (`plugins=[my_file.py]` imports it), or is named directly: `module:attribute`, `file.py:attribute`.
 """
@@ -11,9 +11,10 @@ import importlib
 import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, TypeVar
 
+from bessemer.config import declared, dotted
 from bessemer.errors import InputError, nearest
 from bessemer.user_code import import_code, load_attribute
 
@@ -32,14 +33,14 @@ class Entry:
 
 
 class Registry:
-    """A named table that fills itself from `package` on first use."""
+    """A named table that fills itself from its packages on first use."""
 
-    def __init__(self, kind: str, package: str | None = None):
+    def __init__(self, kind: str, *packages: str):
         self.kind = kind
-        self.package = package
+        self.packages = packages
         self._entries: dict[str, Entry] = {}
         self._aliases: dict[str, str] = {}
-        self._discovered = package is None
+        self._discovered = not packages
         self._busy = False  # the modules of the folder may ask while they are being imported
         self._discovering = threading.RLock()  # a lookup in another thread waits for the whole folder
 
@@ -98,10 +99,10 @@ class Registry:
                 return
             self._busy = True
             try:
-                assert self.package is not None
-                package = importlib.import_module(self.package)
-                for module in pkgutil.iter_modules(package.__path__):
-                    importlib.import_module(f"{self.package}.{module.name}")
+                for name in self.packages:
+                    package = importlib.import_module(name)
+                    for module in pkgutil.iter_modules(package.__path__):
+                        importlib.import_module(f"{name}.{module.name}")
                 self._discovered = True
             finally:
                 self._busy = False
@@ -116,12 +117,52 @@ def import_plugin(plugin: str) -> None:
     import_code(plugin, f"plugin '{plugin}'")
 
 
-jobs = Registry("job", "bessemer.training")
+jobs = Registry("job", "bessemer.training", "bessemer.rl")
 models = Registry("model family", "bessemer.models")
 objectives = Registry("objective", "bessemer.objectives")
 optimizers = Registry("optimizer", "bessemer.optim")
 schedules = Registry("schedule", "bessemer.optim")
-datasets = Registry("dataset", "bessemer.data")
+datasets = Registry("dataset", "bessemer.data.sources")
 evaluations = Registry("evaluation", "bessemer.evaluate")
-rewards = Registry("reward", "bessemer.objectives")
+rewards = Registry("reward", "bessemer.rl")
 callbacks = Registry("callback", "bessemer.training.callbacks")
+
+
+# Settings that select a registered part, and with it the settings which that part brings.
+#
+# `optimization.name=muon` puts Muon's settings into the schema. A setting of a part that was not selected is
+# unknown to the run, and `explain_unselected` says which selection would make it known.
+
+
+SELECTORS: dict[str, Registry] = {
+    "job": jobs,
+    "objective": objectives,
+    "model/family": models,
+    "optimization/name": optimizers,
+    "optimization/schedule": schedules,
+    "callbacks": callbacks,
+}
+
+
+def settings_classes(entry: Entry) -> tuple[type, ...]:
+    """Classes whose fields are settings when `entry` is selected; a model's are on the module itself."""
+    if hasattr(entry.value, "config_class"):
+        return (entry.value.config_class(), *entry.settings)
+    if isinstance(entry.value, type) and is_dataclass(entry.value):
+        return (entry.value, *entry.settings)
+    return entry.settings
+
+
+def explain_unselected(key: str, selectors: Mapping[str, Registry] = SELECTORS) -> str | None:
+    """`is a setting of optimizer 'muon'; add optimization.name=muon`, or None for a key nobody declares."""
+    for selector, table in selectors.items():
+        owners = [entry.name for entry in table if key in _keys(entry)]
+        if owners:
+            choice = owners[0] if len(owners) == 1 else "|".join(owners)
+            parts = " and ".join(f"'{name}'" for name in owners)
+            return f"is a setting of {table.kind} {parts}; add {dotted(selector)}={choice}"
+    return None
+
+
+def _keys(entry: Entry) -> set[str]:
+    return {setting.key for cls in settings_classes(entry) for setting in declared(cls).values()}

@@ -20,8 +20,7 @@ from bessemer.config import configuration, configure
 from bessemer.data import Tokenizer
 from bessemer.errors import InputError
 from bessemer.optim import build_schedule
-from bessemer.optim.muon import decay_schedule, momentum_schedule
-from bessemer.optim.muon_settings import MuonSettings
+from bessemer.optim.muon import MuonSettings, decay_schedule, momentum_schedule
 
 HEADER = {
     "depth": 8,

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.checkpoint.retention import superfluous
+from bessemer.checkpoint.store import superfluous
 from bessemer.errors import InputError, StorageError
 from bessemer.topology import TopologySettings, make_topology
 

@@ -11,15 +11,15 @@ import pytest
 from tests.interop.tiny_hf import SFT, chatty_folder, load_folder, make_talks
 from tests.tiny_run import make_run
 
-from bessemer.checkpoint.weights import CHECKSUMS, WeightFile, write_file
 from bessemer.cli import main
 from bessemer.errors import BessemerError, StorageError
 from bessemer.generate import load_model
 from bessemer.generate.export import export_run
-from bessemer.interop.bring import import_folder
 from bessemer.interop.folder import SINGLE
+from bessemer.interop.import_hf import import_folder
 from bessemer.interop.progress import nothing
 from bessemer.job import RunDirectory
+from bessemer.storage.weights import CHECKSUMS, WeightFile, write_file
 from bessemer.training.launch import build_trainer
 
 ARRAYS = {

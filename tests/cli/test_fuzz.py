@@ -27,15 +27,15 @@ from bessemer.cli import main
 from bessemer.config import Schema, Setting
 from bessemer.config.resolve import select_schema
 from bessemer.data import prepare, tokenizer_for
-from bessemer.data.catalog import open_dataset
-from bessemer.data.mixture import Sampling
+from bessemer.data.plan.catalog import open_dataset
+from bessemer.data.plan.mixture import Sampling
 from bessemer.errors import BessemerError, Stopped, StorageError
 from bessemer.generate import load_model
-from bessemer.interop.bring import import_folder
+from bessemer.interop.import_hf import import_folder
 from bessemer.job import RunDirectory
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import launch
-from bessemer.training.schema import schema_of
+from bessemer.training.setup.schema import schema_of
 
 ROUNDS = pytest.mark.parametrize(
     "seeds",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bessemer.cli.screen import Lasting, outlive_readers
+from bessemer.cli.options import Lasting, outlive_readers
 
 
 def test_a_pipe_without_a_reader_leads_nowhere_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,14 @@ import pytest
 from click.testing import CliRunner
 
 from bessemer.cli import COMMANDS, LazyGroup
-from bessemer.cli.foreign import refuse_flags
+from bessemer.cli.options import refuse_flags
 from bessemer.cli.train import split_words
 from bessemer.config import Schema, recipe_names, resolve
 from bessemer.config.aliases import ALIASES, answer
 from bessemer.config.resolve import select_schema
 from bessemer.errors import InputError
 from bessemer.plan.trainer import planned_trainer
-from bessemer.training.schema import schema_of
+from bessemer.training.setup.schema import schema_of
 
 RECIPES = ("quickstart", "sft", "dpo", "grpo", "kl", "distill")
 

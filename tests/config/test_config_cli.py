@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from bessemer.cli.config import print_config, show
-from bessemer.cli.foreign import refuse_flags
+from bessemer.cli.options import refuse_flags
 from bessemer.cli.recipes import command as recipes_command
 from bessemer.config import field, gather, recipe_names, resolve
 from bessemer.config.aliases import answer

@@ -9,10 +9,10 @@ from dataclasses import make_dataclass
 import pytest
 
 from bessemer.config import Setting, declared, field, gather, resolve
-from bessemer.config.ranges import Range
+from bessemer.config.values import Range
 from bessemer.errors import InputError
-from bessemer.selectors import SELECTORS, settings_classes
-from bessemer.training.schema import schema_of
+from bessemer.registry import SELECTORS, settings_classes
+from bessemer.training.setup.schema import schema_of
 
 ELSEWHERE = {
     "architecture/loss_chunks": "a number or auto: `check_switches`",

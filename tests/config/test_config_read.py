@@ -10,7 +10,7 @@ import bessemer
 from bessemer.config import declared
 from bessemer.config.declare import Setting
 from bessemer.data import DataSettings
-from bessemer.selectors import SELECTORS, settings_classes
+from bessemer.registry import SELECTORS, settings_classes
 from bessemer.topology import AXES, TopologySettings
 from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings
 

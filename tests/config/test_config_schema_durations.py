@@ -9,8 +9,7 @@ import pytest
 
 from bessemer.config import field, gather, parse_duration
 from bessemer.errors import InputError
-from bessemer.registry import Registry
-from bessemer.selectors import explain_unselected
+from bessemer.registry import Registry, explain_unselected
 
 
 class Style(enum.Enum):

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bessemer.dash.app import Dash, make_app
+from bessemer.dash.app import Dash, Guard, make_app
 from bessemer.dash.files import Folder
-from bessemer.dash.guard import Guard
 from bessemer.job import RunDirectory
 from bessemer.serve.net import listen, server_of
 

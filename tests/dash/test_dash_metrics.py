@@ -15,13 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.dash import columns as columns_module
-from bessemer.dash import growing as growing_module
-from bessemer.dash import metrics as metrics_module
-from bessemer.dash.charts import charts_of
+from bessemer.dash import metrics as growing_module
 from bessemer.dash.columns import MOST_NAMES, Block, Columns, blocks
 from bessemer.dash.files import Folder
 from bessemer.dash.metrics import Index, RunMetrics
-from bessemer.dash.series import View, curve, smoothed, thinned
+from bessemer.dash.series import View, charts_of, curve, smoothed, thinned
 
 
 def lines(*rows: object) -> str:
@@ -172,7 +170,7 @@ def test_the_next_process_reads_only_what_is_new(tmp_path: Path, monkeypatch: py
     with open(path, "a") as file:
         file.write(lines({"step": 5000, "val_loss": 1.5}))
     read: list[int] = []
-    monkeypatch.setattr(metrics_module, "blocks", lambda data: (read.append(len(data)), blocks(data))[1])
+    monkeypatch.setattr(growing_module, "blocks", lambda data: (read.append(len(data)), blocks(data))[1])
     second = reader(tmp_path, cache).refresh()
     assert read and sum(read) < 100, "the first 5,000 rows come from the cache"
     np.testing.assert_array_equal(second["loss"][:5000], first["loss"])

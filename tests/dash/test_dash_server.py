@@ -17,7 +17,7 @@ import pytest
 from tests.dash.live import TOKEN, Live, histogram, make_run, row, serving, until
 
 from bessemer.dash import actions as actions_module
-from bessemer.dash import growing
+from bessemer.dash import metrics as growing
 from bessemer.dash.actions import Actions
 from bessemer.dash.chat import Models
 from bessemer.dash.files import Folder

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bessemer.data.templates import ChatTemplate
-from bessemer.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from bessemer.data.tokenize.templates import ChatTemplate
+from bessemer.data.tokenize.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 TEXTS = [f"The {n} grey cats and {n + 1} dogs were walking in the rain.\n\nuser assistant" for n in range(40)]
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from tests.data.chat_forms import CHATML, Form, forms, with_specials
 
 from bessemer.cli.data import command
-from bessemer.data import DatasetStyle, Tokenizer, TokenStore, chat, make_rows, prepare
-from bessemer.data.prepare import as_source
-from bessemer.data.readers import Bad, document_of
-from bessemer.data.templates import ChatTemplate
-from bessemer.data.texts import sample_texts
+from bessemer.data import DatasetStyle, Tokenizer, TokenStore, make_rows, prepare
+from bessemer.data.prepare.prepare import as_source
+from bessemer.data.sources.readers import Bad, document_of
+from bessemer.data.tokenize import chat
+from bessemer.data.tokenize.choice import sample_texts
+from bessemer.data.tokenize.templates import ChatTemplate
 from bessemer.errors import InputError
 
 NAMES = sorted({name for form in forms() for name in form.tokenizer.specials})

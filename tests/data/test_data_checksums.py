@@ -13,8 +13,8 @@ import pytest
 from tests.tiny_run import tiny_tokenizer
 
 from bessemer.data import DatasetStyle, TokenStore, make_rows, prepare
-from bessemer.data.checksums import CHUNK, ChunkSums, VerifiedFile, file_sums
 from bessemer.errors import StorageError
+from bessemer.storage.checksums import CHUNK, ChunkSums, VerifiedFile, file_sums
 
 BLOCK = 256
 Command = Callable[..., subprocess.CompletedProcess[str]]

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.data import ArrayStore, DataPlan, DatasetStyle, Prefetcher, Sampling, make_rows, prefetch
+from bessemer.data import ArrayStore, DataPlan, DatasetStyle, Prefetcher, Sampling, make_rows
+from bessemer.data.plan import prefetch
 from bessemer.errors import InputError
 
 BLOCK = 4

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.data import DatasetStyle, Sampling, check_mixture, permute, shares_of
-from bessemer.data.shares import Shares, fade_at
+from bessemer.data.plan.mixture import Shares, fade_at
 from bessemer.errors import InputError
 
 

@@ -21,8 +21,8 @@ from bessemer.data import (
     prepare,
 )
 from bessemer.data.inspect import describe_store
-from bessemer.data.preference import Pair, encode_pair, read_pair
-from bessemer.data.rows import fields_of
+from bessemer.data.rows.preference import Pair, encode_pair, read_pair
+from bessemer.data.rows.rows import fields_of
 from bessemer.data.settings import DataSettings
 from bessemer.errors import InputError
 

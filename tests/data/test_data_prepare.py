@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bessemer.data import Documents, Tokenizer, TokenStore, find_files, lock, prepare
-from bessemer.data.lock import exclusive
+from bessemer.data import Documents, Tokenizer, TokenStore, find_files, prepare
 from bessemer.errors import InputError, StorageError
+from bessemer.storage import lock
+from bessemer.storage.lock import exclusive
 
 TOKENIZER = Tokenizer.train(["some words to learn from, and numbers 0123456789\n" * 50], 300)
 
@@ -127,7 +128,7 @@ def test_a_worker_that_dies_fails_the_preparation(tmp_path, monkeypatch):
             started[1].kill()
         return started[-1]
 
-    monkeypatch.setattr("bessemer.data.pool.subprocess.Popen", popen)
+    monkeypatch.setattr("bessemer.data.prepare.pool.subprocess.Popen", popen)
     with pytest.raises(StorageError, match="worker ended with code -9"):
         prepare(path, tmp_path / "s", TOKENIZER, workers=2, shard_bytes=1024)
     assert not (tmp_path / "s" / "store.json").exists()
@@ -153,7 +154,9 @@ def test_a_bad_line_fails_or_is_counted(tmp_path, workers):
 
 
 def test_workers_do_not_import_jax(tmp_path):
-    code = "import sys, bessemer.data.worker, bessemer.data.pool; sys.exit('jax' in sys.modules)"
+    code = (
+        "import sys, bessemer.data.prepare.worker, bessemer.data.prepare.pool; sys.exit('jax' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -248,7 +251,7 @@ def test_a_cut_off_copy_of_a_store_is_noticed(tmp_path):
 
 
 def test_a_large_vocabulary_needs_four_bytes():
-    from bessemer.data.store import token_dtype
+    from bessemer.data.rows.store import token_dtype
 
     assert token_dtype(65536) == np.uint16 and token_dtype(65537) == np.uint32
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from tests.reference.prompts import LAYOUTS, MESSAGES, OUT, PROMPTS, cases, make, name_of
 
-from bessemer.data import DatasetStyle, Tokenizer, chat, make_rows
+from bessemer.data import DatasetStyle, Tokenizer, make_rows
+from bessemer.data.tokenize import chat
 
 STORED: dict[str, Any] = json.loads(OUT.read_text())["cases"]
 

@@ -13,12 +13,12 @@ from tests.data.test_data_prepare import TOKENIZER, corpus
 from tests.stores import s3  # noqa: F401 -- a fixture
 
 from bessemer.data import Sampling, TokenStore, find_files, find_source, prepare, tokenizer_for
-from bessemer.data.prompts import read_split
 from bessemer.data.settings import data_root
 from bessemer.errors import InputError, StorageError
 from bessemer.job import ExecutionSpec, RunDirectory, find_run
-from bessemer.job.remote import is_remote, pattern, read_bytes, upload
 from bessemer.job.trust import named_code
+from bessemer.rl.prompts import read_split
+from bessemer.storage.remote import is_remote, pattern, read_bytes, upload
 
 
 def texts(folder: Path) -> list[Path]:

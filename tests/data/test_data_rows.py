@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.data import ArrayStore, DatasetStyle, Tokenizer, TokenStore, make_rows, prepare
-from bessemer.data.packing import crop, pack
-from bessemer.data.pieces import CroppedRows
+from bessemer.data.rows.packing import CroppedRows, crop, pack
 from bessemer.errors import InputError
 
 PAD = 1
@@ -230,10 +229,10 @@ def test_plans_are_kept_beside_the_store_and_read_only_stores_work(tmp_path, mon
     for style, function in ((DatasetStyle.PACKED, "pack"), (DatasetStyle.CROPPED, "crop")):
         first = all_rows(make_rows(store, style, 32))
         with monkeypatch.context() as patch:
-            patch.setattr(f"bessemer.data.making.{function}", None)
+            patch.setattr(f"bessemer.data.rows.build.{function}", None)
             again = all_rows(make_rows(store, style, 32))
             patch.undo()
-            patch.setattr("bessemer.data.making.os.rename", _refuse)
+            patch.setattr("bessemer.data.rows.build.os.rename", _refuse)
             unkept = all_rows(make_rows(store, style, 24))
         assert all((first[name] == again[name]).all() for name in first)
         kept = all_rows(make_rows(store, style, 24))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from bessemer.data import ArrayStore, DatasetStyle, Sampling, make_rows
-from bessemer.data.sample import sample_tokens
+from bessemer.data.plan.batches import sample_tokens
 
 INFO = {"vocab_size": 1000, "pad_id": 0, "bos_id": 1, "tokenizer": "x", "dtype": "uint16", "mask": False}
 

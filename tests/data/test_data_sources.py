@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bessemer.data import readers
-from bessemer.data.datasets import python_stdlib
-from bessemer.data.readers import Bad, Document, read_piece
-from bessemer.data.sources import Piece, find_files, plan_shards
+from bessemer.data.sources import readers
+from bessemer.data.sources.embedded import python_stdlib
+from bessemer.data.sources.files import Piece, find_files, plan_shards
+from bessemer.data.sources.readers import Bad, Document, read_piece
 from bessemer.errors import InputError
 
 TEXTS = [f"document {i} " + "word " * (i % 7) for i in range(50)]

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from bessemer.cli.data import command
 from bessemer.data import Sampling, TokenStore, open_store
-from bessemer.data.tasks import TASKS, part_of, question_of, task_rows
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.data.sources.tasks import TASKS, part_of, question_of, task_rows
+from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.registry import datasets
 

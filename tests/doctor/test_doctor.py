@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 
 from bessemer.checkpoint.manifest import read_manifest, write_manifest
-from bessemer.checkpoint.weights import write_file
 from bessemer.cli import main
-from bessemer.data.checksums import CHUNK, VerifiedFile
 from bessemer.doctor import Diagnosis, diagnose, remove_stale
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.job import RunDirectory, RunLock
+from bessemer.storage.checksums import CHUNK, VerifiedFile
+from bessemer.storage.weights import write_file
 from bessemer.training import launch
-from bessemer.training.callback import Callback
+from bessemer.training.callbacks.base import Callback
 
 NEWEST, OLDER = "step_00000005", "step_00000003"
 

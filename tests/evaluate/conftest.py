@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bessemer.training.cache import keep_compiled_programs
+from bessemer.training.setup.compiled import keep_compiled_programs
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -21,7 +21,7 @@ from bessemer.evaluate.bpb import bpb, standard_error
 from bessemer.evaluate.common import Measured, held_out_documents, measure_on
 from bessemer.generate import LoadedModel, load_model
 from bessemer.job import RunDirectory
-from bessemer.report.held_out import too_small
+from bessemer.report.summary import too_small
 from bessemer.training import launch
 
 random = np.random.default_rng(0)

@@ -17,9 +17,9 @@ from bessemer.evaluate.core import core
 from bessemer.generate import load_model
 from bessemer.topology import make_topology
 from bessemer.training import launch
-from bessemer.training.callback import Callback, Callbacks
 from bessemer.training.callbacks import evaluation
-from bessemer.training.callbacks.gradient_clipping import GradientClipping
+from bessemer.training.callbacks.base import Callback, Callbacks
+from bessemer.training.callbacks.optional import GradientClipping
 from tiny_run import make_run
 
 

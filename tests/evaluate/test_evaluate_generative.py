@@ -16,9 +16,9 @@ from bessemer.data import Tokenizer
 from bessemer.errors import InputError
 from bessemer.evaluate import Evaluator
 from bessemer.evaluate.arithmetic import problems
+from bessemer.evaluate.evaluator import choose
 from bessemer.evaluate.generative import is_right, parse_answer, question_ids, write
 from bessemer.evaluate.gsm8k import gsm8k
-from bessemer.evaluate.names import choose
 from bessemer.generate import LoadedModel
 from tiny_run import make_run, tiny_tokenizer
 

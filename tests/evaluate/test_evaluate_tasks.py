@@ -11,9 +11,8 @@ from tests.evaluate.bundles import EXACT, SCHEMA, choices_task, write_rows
 
 from bessemer.errors import InputError
 from bessemer.evaluate import Evaluator, check_tasks, split_tasks
-from bessemer.evaluate.kinds import KINDS, lowest, shared
 from bessemer.evaluate.scoring import Row, Score, score
-from bessemer.evaluate.tasks import Task, centred, rows_of, run_task, shots_of
+from bessemer.evaluate.tasks import KINDS, Task, centred, lowest, rows_of, run_task, shared, shots_of
 from bessemer.generate import load_model
 from bessemer.topology import TopologySettings, make_topology
 from tiny_run import make_run

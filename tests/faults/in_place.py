@@ -14,7 +14,7 @@ from tests.faults.harness import words
 from bessemer.errors import BessemerError
 from bessemer.topology import make_topology
 from bessemer.training import launch
-from bessemer.training.callback import Callback
+from bessemer.training.callbacks.base import Callback
 from bessemer.training.trainer import BaseTrainer
 
 SHORT = {"training.steps": 12, "logging.validation_interval": 6}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.faults.harness import call, finish, start, until, write_corpus
 
-from bessemer.data.sources import SHARD_BYTES
+from bessemer.data.sources.files import SHARD_BYTES
 
 
 def children(pid: int) -> list[int]:

@@ -17,7 +17,7 @@ from tests.faults.in_place import build, ends
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.training import validation
-from bessemer.training.callback import Callback
+from bessemer.training.callbacks.base import Callback
 
 Settings = dict[str, object]
 STEPS = 2000

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bessemer.generate import Engine, Request, SamplingOptions
-from bessemer.generate.pace import READING, Pace
+from bessemer.generate.engine import READING, Pace
 from tiny_run import random_params, tiny_model
 
 DRAWN = SamplingOptions(temperature=1.2, top_p=0.95, repetition_penalty=1.1)

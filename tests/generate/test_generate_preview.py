@@ -11,8 +11,8 @@ import jax
 import pytest
 
 from bessemer.topology import make_topology
-from bessemer.training import fetch, launch
-from bessemer.training.callback import Callbacks
+from bessemer.training import feed, launch
+from bessemer.training.callbacks.base import Callbacks
 from bessemer.training.callbacks.preview import PROMPTS, Preview, beginning, one_line
 from bessemer.training.callbacks.tracker import Tracker
 from tiny_run import random_params
@@ -79,11 +79,11 @@ def test_held_out_text_begins_at_a_line_a_document_or_a_word(row, prompt):
 
 
 def test_previews_at_due_steps_and_after_the_end(loop):
-    before = fetch.calls
+    before = feed.calls
     run(loop, Preview(interval=2))
     assert [row["step"] for row in rows(loop)] == [2] * 7 + [4] * 7 + [6] * 7
     assert [row["prompt"] for row in rows(loop)[:7]] == list(PROMPTS)
-    assert len(loop.flushed) == 3 and fetch.calls - before == 3  # one read a preview, and only by `fetch`
+    assert len(loop.flushed) == 3 and feed.calls - before == 3  # one read a preview, and only by `fetch`
     assert len([line for line in loop.said if line.startswith("step")]) == 6
     assert all(len(line) <= 80 for line in loop.said if line.startswith("step"))
     first, *others = (rows(loop)[i : i + 7] for i in (0, 7, 14))

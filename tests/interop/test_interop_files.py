@@ -12,20 +12,20 @@ from click.testing import CliRunner
 from tests.interop.tiny_hf import CASES, config_of_case, make_folder, raw
 from tests.tiny_run import tiny_tokenizer
 
-from bessemer.checkpoint.weights import WeightFile, write_file
 from bessemer.cli import cli
-from bessemer.data import chat
-from bessemer.data.templates import OUR_TEMPLATE, ChatTemplate
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.data.tokenize import chat
+from bessemer.data.tokenize.templates import OUR_TEMPLATE, ChatTemplate
+from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import BessemerError, InputError, StorageError
 from bessemer.generate.export import export_run
-from bessemer.interop.bring import import_folder
 from bessemer.interop.config import HFConfig, config_of, type_of
+from bessemer.interop.export_hf import token_ids, tokenizer_files
 from bessemer.interop.folder import CONFIG, INDEX, SINGLE, Folder
+from bessemer.interop.import_hf import import_folder
 from bessemer.interop.progress import nothing
-from bessemer.interop.tokenizers import token_ids, tokenizer_files
 from bessemer.job import RunDirectory
 from bessemer.models.llama import Llama
+from bessemer.storage.weights import WeightFile, write_file
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -43,7 +43,7 @@ def test_import_then_export_keeps_every_byte(name: str, tmp_path: Path) -> None:
 
 
 def test_a_large_export_is_split_and_indexed(tmp_path: Path) -> None:
-    from bessemer.interop.give import export_folder
+    from bessemer.interop.export_hf import export_folder
 
     source = make_folder(tmp_path / "hf", config_of_case("llama3"))
     folder = Folder(source)
@@ -69,7 +69,7 @@ def test_tokenizer_and_chat_template_go_both_ways(tmp_path: Path) -> None:
 
 
 def test_our_turns_as_a_template_are_our_turns() -> None:
-    """What transformers would render with the exported template is what data/chat.py writes."""
+    """What transformers would render with the exported template is what data/tokenize/chat.py writes."""
     ours = tiny_tokenizer()
     told = Tokenizer(ours.to_json(), chat_template=ChatTemplate(OUR_TEMPLATE, {"bos_token": "<|bos|>"}))
     messages: list[dict[str, Any]] = [

@@ -12,13 +12,12 @@ from tests.interop.tiny_hf import config_of_case, make_folder
 from tests.tiny_run import make_run
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.checkpoint.weights import WeightFile
 from bessemer.errors import InputError, StorageError
 from bessemer.generate.export import export_run_adapters
-from bessemer.interop.folder import Folder
-from bessemer.interop.hub import fetched
+from bessemer.interop.folder import Folder, fetched
 from bessemer.job import RunDirectory
-from bessemer.training.inherit import find_start
+from bessemer.storage.weights import WeightFile
+from bessemer.training.setup.initial_weights import find_start
 
 
 def test_a_model_is_found_by_its_name_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,15 +18,15 @@ from tests.interop.tiny_hf import (
     raw,
 )
 
-from bessemer.checkpoint.tree import flatten
 from bessemer.errors import InputError
 from bessemer.generate import load_model, sample
 from bessemer.generate.export import export_run
-from bessemer.interop.bring import import_folder
 from bessemer.interop.folder import Folder
+from bessemer.interop.import_hf import import_folder
 from bessemer.interop.progress import nothing
 from bessemer.job import RunDirectory, find_run
 from bessemer.serve.conversation import template_of
+from bessemer.storage.weights import flatten
 from bessemer.training.launch import build_trainer, reopen
 
 

@@ -12,9 +12,9 @@ import pytest
 from tests.interop.tiny_hf import STORED, config_of_case, load_folder, make_folder
 from tests.reference.huggingface import CASES, NEW, PROMPT, sketch
 
-from bessemer.checkpoint.tree import flatten
 from bessemer.generate.decoder import Decoder
-from bessemer.interop.names import Tensor
+from bessemer.interop.config import Tensor
+from bessemer.storage.weights import flatten
 
 # These programs run for a moment: what they cost is their compilation.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -21,14 +21,14 @@ from tests.interop.tiny_hf import (
 )
 from tests.reference.huggingface import CASES, MORE, PROMPT, build, clear_case, some_ids
 
-from bessemer.checkpoint.tree import flatten
 from bessemer.generate import load_model
 from bessemer.generate.export import export_run, export_run_adapters
-from bessemer.interop.bring import import_folder
-from bessemer.interop.names import Tensor
+from bessemer.interop.config import Tensor
+from bessemer.interop.import_hf import import_folder
 from bessemer.interop.progress import nothing
 from bessemer.job import RunDirectory
 from bessemer.serve.conversation import Turns
+from bessemer.storage.weights import flatten
 from bessemer.training.launch import build_trainer
 
 torch = pytest.importorskip("torch")

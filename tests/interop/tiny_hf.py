@@ -11,15 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from tests.reference.huggingface import CASES, OUT, SIZES, drawn
 
-from bessemer.checkpoint.tree import flatten, signature
-from bessemer.checkpoint.weights import place, write_file
 from bessemer.data import Tokenizer
 from bessemer.generate.load import abstract_params
-from bessemer.interop.config import HFConfig
+from bessemer.interop.config import HFConfig, tensors_of
+from bessemer.interop.export_hf import shards_of
 from bessemer.interop.folder import INDEX, Folder
-from bessemer.interop.give import shards_of
-from bessemer.interop.names import tensors_of
 from bessemer.models.llama import Llama
+from bessemer.storage.weights import flatten, place, signature, write_file
 from bessemer.topology import unbox
 
 STORED: dict[str, Any] = json.loads(OUT.read_text())

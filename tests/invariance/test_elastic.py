@@ -13,11 +13,11 @@ from tests.invariance.classes import ADAMW, MUON, ROUNDING, Member, Settings, ac
 from tests.invariance.compare import difference, digests, meta, saved_arrays
 from tests.invariance.conftest import STEPS, Runs
 
-from bessemer.checkpoint.tree import flatten
 from bessemer.registry import callbacks
+from bessemer.storage.weights import flatten
 from bessemer.topology import make_topology
 from bessemer.training import launch
-from bessemer.training.restore import saved_tree
+from bessemer.training.persistence.checkpoints import saved_tree
 
 WHOLE: Settings = {**ADAMW, "training.ema": 0.9}
 """Two moments, a count and an average of the weights: a state with something of everything."""

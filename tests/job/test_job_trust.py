@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bessemer.config.layers import saved_tree
+from bessemer.config.recipes import saved_tree
 from bessemer.errors import InputError
 from bessemer.job import RestoreableJob, RunDirectory
 from bessemer.job.trust import check_trust, mark_origin, requests_of

@@ -10,8 +10,7 @@ import pytest
 from tests.mesh.harness import collectives, mesh_of
 from tests.models.test_models_attention import causal, draw, reference
 
-from bessemer.models.attention import attention
-from bessemer.models.split_attention import layout_of
+from bessemer.kernels.attention import attention, layout_of
 
 LENGTH = 64  # pieces of 16
 

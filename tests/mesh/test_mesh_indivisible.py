@@ -16,8 +16,8 @@ from bessemer.errors import InputError
 from bessemer.models.gpt import GPT
 from bessemer.topology import validate_divisible
 from bessemer.training.feed import device_batch
-from bessemer.training.functions import check_sequence
-from bessemer.training.microbatch import accumulation
+from bessemer.training.setup.compiled import check_sequence
+from bessemer.training.setup.microbatch import accumulation
 
 REFUSED: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
     "heads": (

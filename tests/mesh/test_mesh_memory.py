@@ -13,7 +13,7 @@ from bessemer.models.gpt import GPT
 from bessemer.optim import build_optimizer, state_shardings
 from bessemer.topology import placement, shardings, unbox
 from bessemer.training import launch
-from bessemer.training.functions import jit_init
+from bessemer.training.setup.compiled import jit_init
 
 ALL = 1 / 8 + 0.05
 """Share of the bytes that one of eight devices may hold: its own, and small things that everyone has."""

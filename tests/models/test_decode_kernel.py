@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from tests.absent_gpu import lowered_for_a_gpu
 
-from bessemer.models import decode_kernel
-from bessemer.models.attention import cached_attention
+from bessemer.kernels import decode
+from bessemer.kernels.attention import cached_attention
+from bessemer.kernels.decode import decode_attention, suits_decode
 from bessemer.models.cache import held_positions, write
-from bessemer.models.decode_kernel import decode_attention, suits_decode
 from bessemer.models.gpt import GPT
 
 SIZE = 250  # not a multiple of a block
@@ -28,7 +28,7 @@ def draw(seed: int, *shape: int, dtype: type = np.float32) -> jax.Array:
 @pytest.fixture
 def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Rows cut or not: as a chip with many or few processors would have it."""
-    monkeypatch.setattr(decode_kernel, "PROGRAMS", request.param)
+    monkeypatch.setattr(decode, "PROGRAMS", request.param)
     yield
 
 

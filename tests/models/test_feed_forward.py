@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from bessemer.models import product_kernel
-from bessemer.models.feed_forward import can_join, feed_forward
+from bessemer.kernels import relu2_matmul
+from bessemer.kernels.feed_forward import can_join, feed_forward
+from bessemer.kernels.relu2_matmul import Tiles
 from bessemer.models.gpt import GPT
 from bessemer.models.layers import AXES
-from bessemer.models.product_kernel import Tiles
 from bessemer.topology import TopologySettings, make_topology
 
 ROWS, WIDTH, HIDDEN = (2, 256), 128, 512
@@ -62,7 +62,7 @@ def check(rows: tuple[int, ...], width: int, hidden: int) -> None:
 
 
 def test_the_joined_feed_forward_and_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product_kernel, "TILES", SMALL)
+    monkeypatch.setattr(relu2_matmul, "TILES", SMALL)
     with interpreted():
         check(ROWS, WIDTH, HIDDEN)
 
@@ -84,7 +84,7 @@ def test_a_product_however_it_is_cut(tiles: Tiles, rows: int, width: int, hidden
     x = normal(0, rows, width).astype(jnp.bfloat16)
     w = normal(1, width, hidden, scale=0.1).astype(jnp.bfloat16)
     with interpreted():
-        y = product_kernel.up(x, w, tiles)
+        y = relu2_matmul.up(x, w, tiles)
     wide = jnp.square(jnp.maximum(x.astype(jnp.float32) @ w.astype(jnp.float32), 0))
     near(y, wide)
     assert float(jnp.min(y)) == 0 and float(jnp.mean(y == 0)) > 0.4
@@ -94,8 +94,8 @@ def test_it_is_left_alone_where_it_cannot_be() -> None:
     h, up = jnp.zeros((32, 256, 256), jnp.bfloat16), jnp.zeros((256, 1024))
     assert not can_join(h, up, "xla")
     assert can_join(h, up, "pallas") == (jax.default_backend() == "gpu")
-    assert product_kernel.suits(65536, 768, 3072) and product_kernel.suits(65536, 1280, 5120)
-    assert not product_kernel.suits(65536, 768, 3000) and not product_kernel.suits(100, 768, 3072)
+    assert relu2_matmul.suits(65536, 768, 3072) and relu2_matmul.suits(65536, 1280, 5120)
+    assert not relu2_matmul.suits(65536, 768, 3000) and not relu2_matmul.suits(100, 768, 3072)
 
 
 def test_on_a_mesh_each_device_multiplies_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +106,8 @@ def test_on_a_mesh_each_device_multiplies_its_own_rows(monkeypatch: pytest.Monke
         seen.append((x.shape, w.shape))
         return jnp.square(jnp.maximum(x @ w, 0))
 
-    monkeypatch.setattr(product_kernel, "up", up)
-    monkeypatch.setattr(product_kernel, "back", lambda g, v, y: (g @ v) * (2 * jnp.sqrt(y)))
+    monkeypatch.setattr(relu2_matmul, "up", up)
+    monkeypatch.setattr(relu2_matmul, "back", lambda g, v, y: (g @ v) * (2 * jnp.sqrt(y)))
     topology = make_topology(TopologySettings(data=2, fsdp=2, tensor=1, context=2))
     with topology.scope():
         check((16, 128), WIDTH, HIDDEN)

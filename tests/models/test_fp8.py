@@ -15,9 +15,9 @@ import pytest
 from tests.tiny_run import random_params
 
 from bessemer.errors import InputError
-from bessemer.models import fp8
+from bessemer.kernels import fp8
+from bessemer.kernels.ops import rms_norm
 from bessemer.models.allocation import Allocation
-from bessemer.models.blocks import rms_norm
 from bessemer.models.gpt import GPT
 from bessemer.models.lookup import LookupOptions, look_up, lookup_layer
 from bessemer.topology import TopologySettings, has_float8, make_topology, shardings

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from tests.absent_gpu import lowered_for_a_gpu
 
-from bessemer.models import blocks, cross_entropy, fused, kernels
+from bessemer.kernels import norms, ops
+from bessemer.kernels.loss import softmax_gradient
+from bessemer.losses import cross_entropy
 from bessemer.models.gpt import GPT
-from bessemer.models.loss_kernel import softmax_gradient
 from bessemer.topology import TopologySettings, init_sharded, make_topology
 
 B, T, D = 4, 8, 96  # 96 = 3 pieces of 32
@@ -37,34 +38,34 @@ def both(function, cotangents, *args):
 
 
 def test_a_width_that_is_no_power_of_two_is_held_in_pieces():
-    assert kernels.suits(768) and kernels.suits(1280) and kernels.suits(D)
-    assert not kernels.suits(100)  # pieces of 4
-    assert not kernels.suits(31 * 32)  # 31 pieces
+    assert norms.suits(768) and norms.suits(1280) and norms.suits(D)
+    assert not norms.suits(100)  # pieces of 4
+    assert not norms.suits(31 * 32)  # 31 pieces
 
 
 def test_mix_norm_and_its_gradients():
     x, x0, g1, g2, g3 = (normal(i, B, T, D) for i in range(5))
     xla, pallas = both(
-        lambda i, *a: fused.mix_norm(*a, i), (g1, g2, g3), x, x0, jnp.float32(1.1), jnp.float32(0.2)
+        lambda i, *a: norms.mix_norm(*a, i), (g1, g2, g3), x, x0, jnp.float32(1.1), jnp.float32(0.2)
     )
     assert_same(xla, pallas)
 
 
 def test_add_norm_and_its_gradients():
     x, z, g1, g2 = (normal(i, B, T, D) for i in range(4))
-    assert_same(*both(lambda i, *a: fused.add_norm(*a, i), (g1, g2), x, z))
+    assert_same(*both(lambda i, *a: norms.add_norm(*a, i), (g1, g2), x, z))
 
 
 @pytest.mark.parametrize("table_rows", [1, B])
 def test_rotate_norm_and_its_gradient(table_rows: int):
     positions = jnp.broadcast_to(jnp.arange(T), (table_rows, T))
-    rotary = blocks.rotary_table(positions, T, 64, 1e4)
+    rotary = ops.rotary_table(positions, T, 64, 1e4)
 
     def unpacked(implementation: str, packed: jax.Array) -> tuple[jax.Array, ...]:
         if implementation == "pallas":
-            return fused.unpack_rotate_norm(packed, rotary, 4, 2, 1.2)
+            return norms.unpack_rotate_norm(packed, rotary, 4, 2, 1.2)
         q, k, v = (part.reshape(B, T, -1, 64) for part in jnp.split(packed, (256, 384), axis=-1))
-        return blocks.rotate_norm(q, *rotary, 1.2), blocks.rotate_norm(k, *rotary, 1.2), v
+        return ops.rotate_norm(q, *rotary, 1.2), ops.rotate_norm(k, *rotary, 1.2), v
 
     cotangents = (normal(1, B, T, 4, 64), normal(2, B, T, 2, 64), normal(3, B, T, 2, 64))
     assert_same(*both(unpacked, cotangents, normal(0, B, T, 512)))

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from bessemer.errors import InputError
-from bessemer.models.llama import Llama
-from bessemer.models.rotary import Rope
+from bessemer.models.llama import Llama, Rope
 from bessemer.topology import TopologySettings, make_topology, shardings, unbox
 
 SIZES: dict[str, Any] = {

@@ -12,8 +12,7 @@ from tests.tiny_run import tiny_model, tiny_params
 
 from bessemer.errors import InputError
 from bessemer.models.gpt import GPT
-from bessemer.models.lora import A, B, LoraSettings, merged
-from bessemer.models.split import make_split, split_of
+from bessemer.models.lora import A, B, LoraSettings, make_split, merged, split_of
 from bessemer.topology import make_topology, shardings
 
 IDS = np.random.default_rng(0).integers(0, 300, (2, 16)).astype(np.int32)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from bessemer.errors import InputError
-from bessemer.models.attention import attention, block_length, cached_attention
+from bessemer.kernels.attention import attention, block_length, cached_attention
 from bessemer.models.gpt import GPT
-from bessemer.plan.jaxprs import inner_jaxprs
+from bessemer.plan.kept import inner_jaxprs
 from bessemer.topology import TopologySettings, make_topology
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import bessemer as bm
-from bessemer.models.cross_entropy import cross_entropy, token_logprobs
+from bessemer.losses.cross_entropy import cross_entropy, token_logprobs
 
 VOCAB, WIDTH = 13, 6
 

@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bessemer.models.cross_entropy import cross_entropy, token_logprobs
-from bessemer.models.distillation import distillation_loss, top_tokens
-from bessemer.models.divergence import Projection, leashed_loss
-from bessemer.models.loss_kernel import LARGEST_SHIFT
-from bessemer.models.loss_tiles import choose_chunks
-from bessemer.models.token_scores import policy_scores, token_scores
+from bessemer.kernels.loss import LARGEST_SHIFT
+from bessemer.losses.cross_entropy import choose_chunks, cross_entropy, token_logprobs
+from bessemer.losses.distillation import distillation_loss, top_tokens
+from bessemer.losses.divergence import Projection, leashed_loss
+from bessemer.losses.token_scores import policy_scores, token_scores
 
 B, T, D, V, REAL = 3, 10, 6, 16, 13
 

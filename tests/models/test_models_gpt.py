@@ -13,7 +13,7 @@ import pytest
 from bessemer.errors import InputError
 from bessemer.models.gpt import GPT
 from bessemer.models.shape import layer_windows, scan_segments
-from bessemer.plan.jaxprs import inner_jaxprs
+from bessemer.plan.kept import inner_jaxprs
 from bessemer.registry import models
 
 TINY = {"depth": 4, "aspect": 8, "head_dim": 8, "vocab_size": 50, "block_size": 16}

@@ -14,11 +14,18 @@ import pytest
 
 from bessemer.errors import InputError, StorageError
 from bessemer.models.gpt import GPT
-from bessemer.models.lookup import Allocation, LookupOptions, lookup_layer
-from bessemer.models.segment_attention import Tiles, choose_path, gathered, tiled
+from bessemer.models.layers import run_layers
+from bessemer.models.lookup import (
+    Allocation,
+    LookupOptions,
+    Tiles,
+    choose_path,
+    gathered,
+    lookup_layer,
+    tiled,
+)
 from bessemer.models.shape import LookupShape, explain_flops
-from bessemer.models.stack import run_layers
-from bessemer.optim.muon_settings import MuonSettings
+from bessemer.optim.muon import MuonSettings
 
 VOCAB, WIDTH = 50, 32
 TINY = {"depth": 2, "width": WIDTH, "head_dim": 8, "vocab_size": VOCAB, "block_size": 16}
@@ -137,7 +144,7 @@ def test_both_paths_are_the_formula_and_agree_in_gradients(tokens, tiles):
 def test_gather_in_chunks_is_gather_at_once(monkeypatch):
     shared, *arrays = problem(37)
     whole = gradients(path_function("gather", shared, Tiles()), *arrays)
-    monkeypatch.setattr("bessemer.models.segment_attention.GATHERED_ROWS", 4 * shared.longest)
+    monkeypatch.setattr("bessemer.models.lookup.GATHERED_ROWS", 4 * shared.longest)
     assert_close(gradients(path_function("gather", shared, Tiles()), *arrays), whole, atol=1e-6)
 
 

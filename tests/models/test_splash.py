@@ -15,9 +15,7 @@ from tests.models.test_models_attention import draw
 from tests.processes import TIMEOUT
 
 from bessemer.errors import InputError
-from bessemer.models.attention import KERNELS, choose_attention
-from bessemer.models.splash import splash_attention
-from bessemer.models.split_attention import ABSENT, Layout
+from bessemer.kernels.attention import ABSENT, KERNELS, Layout, choose_attention, splash_attention
 from bessemer.plan.compiled import QUIET
 from bessemer.topology import planned_for
 

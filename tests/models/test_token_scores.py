@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bessemer.models.token_scores import token_scores
+from bessemer.losses.token_scores import token_scores
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

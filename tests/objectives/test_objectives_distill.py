@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.reference import distill_torch
 
-from bessemer.models.distillation import TopTokens, distillation_loss, top_tokens
-from bessemer.models.divergence import Projection
+from bessemer.losses.distillation import TopTokens, distillation_loss, top_tokens
+from bessemer.losses.divergence import Projection
 from bessemer.topology import TopologySettings, make_topology
 
 STORED = json.loads(Path(distill_torch.__file__).with_suffix(".json").read_text())

@@ -14,8 +14,7 @@ from tests.tiny_run import random_params, tiny_model, tiny_tokenizer
 
 from bessemer.data import DatasetStyle, make_rows
 from bessemer.errors import InputError
-from bessemer.objectives.dpo import DpoSettings, dpo
-from bessemer.objectives.dpo_losses import LOSSES, REFERENCE_FREE, SMOOTHED, Answers
+from bessemer.objectives.dpo import LOSSES, REFERENCE_FREE, SMOOTHED, Answers, DpoSettings, dpo
 from bessemer.objectives.pairs import answer_logps
 from bessemer.registry import objectives
 

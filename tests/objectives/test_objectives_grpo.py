@@ -17,8 +17,7 @@ import pytest
 from bessemer.config import declared
 from bessemer.errors import InputError
 from bessemer.models.gpt import GPT
-from bessemer.objectives.advantages import group_advantages
-from bessemer.objectives.grpo import TOKENS, VARIANTS, GrpoSettings, grpo, policy_loss
+from bessemer.objectives.grpo import TOKENS, VARIANTS, GrpoSettings, group_advantages, grpo, policy_loss
 from bessemer.registry import objectives
 
 REFERENCE = Path(__file__).parent.parent / "reference" / "grpo_trl.json"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.objectives.test_objectives_distill import B, T, V, example, softmax, student_of, teacher_of
 
-from bessemer.models.divergence import Projection
+from bessemer.losses.divergence import Projection
 from bessemer.objectives.grpo import TOKENS
 from bessemer.objectives.on_policy import OnPolicySettings, on_policy_distill
 

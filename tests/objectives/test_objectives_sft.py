@@ -16,11 +16,11 @@ from tests.tiny_run import random_params
 import bessemer as bm
 from bessemer.data import ArrayStore, DatasetStyle, make_rows
 from bessemer.errors import InputError
-from bessemer.models import blocks
+from bessemer.kernels import ops
 from bessemer.models.gpt import GPT
 from bessemer.objectives.sft import SftSettings, sft
 from bessemer.registry import objectives
-from bessemer.training.model_parts import make_apply
+from bessemer.training.setup.model import make_apply
 
 PLAIN, NOISY = SftSettings(), SftSettings(neftune_alpha=5.0)
 VOCAB, BLOCK = 30, 12
@@ -187,7 +187,7 @@ def test_noise_on_embeddings_only_while_training(parts) -> None:
 def test_size_of_the_noise() -> None:
     """Uniform in ±α/√(T·D), so its standard deviation is α/√(3·T·D)."""
     x = jnp.zeros((64, 32, 16))
-    noise = np.asarray(blocks.add_noise(x, 5.0, jax.random.split(jax.random.key(0), len(x))))
+    noise = np.asarray(ops.add_noise(x, 5.0, jax.random.split(jax.random.key(0), len(x))))
     bound = 5.0 / np.sqrt(32 * 16)
     assert np.abs(noise).max() <= bound and np.abs(noise).max() > 0.99 * bound
     assert noise.std() == pytest.approx(bound / np.sqrt(3), rel=0.02) and abs(noise.mean()) < 0.01 * bound

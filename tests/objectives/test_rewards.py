@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from bessemer.errors import InputError, TrainingError
-from bessemer.objectives.rewards import Rewards, RewardSpec, exact_match, gsm8k, gsm8k_number
 from bessemer.registry import rewards
+from bessemer.rl.rewards import Rewards, RewardSpec, exact_match, gsm8k, gsm8k_number
 
 
 def score(specs, completions, **columns):

@@ -12,15 +12,17 @@ import pytest
 
 from bessemer.errors import InputError
 from bessemer.optim.muon import (
+    COEFFICIENTS,
+    PRESETS,
+    MuonSettings,
     decay_schedule,
     momentum_schedule,
     muon,
+    orthogonalise,
     orthogonalise_stacked,
+    polar_express,
     scale_by_muon,
 )
-from bessemer.optim.muon_settings import MuonSettings
-from bessemer.optim.polar import COEFFICIENTS, orthogonalise, polar_express
-from bessemer.optim.presets import PRESETS
 from bessemer.optim.sharding import Spread
 from bessemer.optim.trapezoid import TrapezoidSettings, trapezoid
 from bessemer.topology import TopologySettings, make_topology

@@ -16,12 +16,12 @@ from bessemer.errors import InputError
 from bessemer.optim import build_optimizer
 from bessemer.plan import make_plan, render, sample_curves, write_curves
 from bessemer.plan import trainer as planning
-from bessemer.plan.curves import BLOCKS, sparkline
+from bessemer.plan.show import BLOCKS, sparkline
 from bessemer.plan.trainer import VOCABULARY, planned_trainer
 from bessemer.registry import schedules
 from bessemer.training import launch
-from bessemer.training.microbatch import StepMemory
-from bessemer.training.output import write_setup
+from bessemer.training.console.output import write_setup
+from bessemer.training.setup.microbatch import StepMemory
 
 PNG = b"\x89PNG\r\n"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bessemer.plan.collectives import Collective, Layout, merged
-from bessemer.plan.hlo import collectives_of
+from bessemer.plan.collectives import Collective, Layout, collectives_of, merged
 
 LAYOUT = Layout({"data": 2, "fsdp": 4, "tensor": 1, "context": 1}, node=4)
 

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from bessemer.errors import InputError
-from bessemer.plan.absent_plan import document, estimated, make_absent_plan
-from bessemer.plan.advice import tried
+from bessemer.plan.absent_plan import document, estimated, make_absent_plan, tried
 from bessemer.plan.compiled import Compiled, has_compiler
-from bessemer.plan.estimate import Choice, estimate
-from bessemer.plan.prices import terms_of
-from bessemer.plan.show_absent import render_absent
+from bessemer.plan.estimate import Choice, estimate, terms_of
+from bessemer.plan.show import render_absent
 from bessemer.plan.sweep import make_sweep
 from bessemer.plan.target import balanced, parse_target
 

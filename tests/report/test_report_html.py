@@ -12,8 +12,8 @@ from tests.report.test_report_render import full_run
 
 from bessemer.cli.compare import command as compare
 from bessemer.cli.report import command as report
+from bessemer.report.environment import reproduction
 from bessemer.report.html import write_html
-from bessemer.report.reproduce import reproduction
 from bessemer.report.summary import summarise
 
 EVIL = "<script>alert(1)</script>"

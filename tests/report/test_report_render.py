@@ -5,12 +5,12 @@ import json
 import pytest
 from click.testing import CliRunner
 
+from bessemer.console import compact, duration, size, table
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory, RunLock
 from bessemer.report import baselines, summarise, write_report
 from bessemer.report.listing import comparison, remarks, run_rows, runs_table
 from bessemer.report.plots import _learning_rate, new_figure
-from bessemer.report.table import compact, duration, size, table
 
 
 def full_run(root, name="full", lr=0.02):

@@ -19,7 +19,7 @@ from bessemer.generate import Engine, EngineThread, LoadedModel
 from bessemer.serve.conversation import template_of
 from bessemer.serve.server import listen, make_server
 from bessemer.serve.service import Service
-from bessemer.training.cache import keep_compiled_programs
+from bessemer.training.setup.compiled import keep_compiled_programs
 
 CONTEXT = 128
 QUEUE = 64

@@ -8,7 +8,7 @@ import openai
 import pytest
 from tests.serve.conftest import Live, make_service
 
-from bessemer.data.chat import render
+from bessemer.data.tokenize.chat import render
 from bessemer.generate import LoadedModel, Request, SamplingOptions, sample
 
 PROMPT = "The 3 grey cats"

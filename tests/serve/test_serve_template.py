@@ -20,10 +20,11 @@ from tests.processes import TIMEOUT
 from tests.serve.conftest import Gate, Live, until
 from tests.tiny_run import random_params, tiny_model
 
-from bessemer.data import Tokenizer, templates
-from bessemer.data.templates import Worker
+from bessemer.data import Tokenizer
+from bessemer.data.tokenize import templates
+from bessemer.data.tokenize.templates import Worker
 from bessemer.generate import Engine, EngineThread, LoadedModel
-from bessemer.interop.bring import import_folder
+from bessemer.interop.import_hf import import_folder
 from bessemer.serve.conversation import template_of
 from bessemer.serve.service import Service
 

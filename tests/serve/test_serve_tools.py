@@ -9,11 +9,11 @@ import pytest
 from tests.data.chat_forms import CHATML, forms
 from tests.serve.conftest import Live
 
-from bessemer.data.templates import ChatTemplate
-from bessemer.data.tokenizer import Tokenizer
-from bessemer.serve.ask import Room, chat_ask
+from bessemer.data.tokenize.templates import ChatTemplate
+from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.serve.conversation import Foreign
 from bessemer.serve.errors import ApiError
+from bessemer.serve.requests import Room, chat_ask
 
 WITH_TOOLS = (
     "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"

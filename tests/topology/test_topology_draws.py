@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from bessemer.topology.draws import SETTING, quick_draws
+from bessemer.topology.mesh import SETTING, quick_draws
 
 
 @pytest.mark.parametrize("devices", [1, 2])

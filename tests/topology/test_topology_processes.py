@@ -21,7 +21,7 @@ from bessemer.topology import (
     share,
     start_distributed,
 )
-from bessemer.topology.launch import cluster, slurm_local_devices
+from bessemer.topology.bootstrap import cluster, slurm_local_devices
 
 CLUSTER = ("SLURM", "OMPI", "KUBERNETES", "JOB_COMPLETION", "TPU_", "MEGASCALE", "BESSEMER_", "CUDA_VISIBLE")
 

@@ -17,7 +17,7 @@ import jax
 import pytest
 from jax._src.array import ArrayImpl
 
-from bessemer.training.fetch import fetch
+from bessemer.training.feed import fetch
 
 WAYS = ("_value", "addressable_shards")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bessemer.training.callback import Callback
+from bessemer.training.callbacks.base import Callback
 
 
 class StopAt(Callback):

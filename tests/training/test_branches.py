@@ -14,7 +14,7 @@ from bessemer.doctor.diagnose import diagnose
 from bessemer.errors import InputError, Stopped
 from bessemer.job import RunDirectory
 from bessemer.training import api, launch
-from bessemer.training.branches import read_branches
+from bessemer.training.persistence.checkpoints import read_branches
 
 
 @pytest.fixture(autouse=True)

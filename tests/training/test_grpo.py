@@ -13,12 +13,12 @@ import pytest
 from tests.tiny_run import tiny_tokenizer
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
-from bessemer.data.prompts import end_ids
 from bessemer.errors import InputError, Stopped, TrainingError
 from bessemer.report.metrics import MetricsFile
+from bessemer.rl.prompts import end_ids
+from bessemer.rl.rollout import FILE
 from bessemer.topology import TopologySettings, make_topology
-from bessemer.training import fetch, launch
-from bessemer.training.rollout import FILE
+from bessemer.training import feed, launch
 
 HERE = "tests.training.test_grpo"
 
@@ -83,9 +83,9 @@ def whole(settings: dict[str, Any], home: Path, tmp_path_factory: pytest.TempPat
         patch.setenv("BESSEMER_HOME", str(home))
         patch.setattr(launch, "make_topology", lambda settings: one_device())
         trainer = launch.build_trainer(None, settings, name="whole", root=tmp_path_factory.mktemp("runs"))
-        before = fetch.calls
+        before = feed.calls
         trainer.run()
-        trainer.fetched = fetch.calls - before
+        trainer.fetched = feed.calls - before
     return trainer
 
 

@@ -72,7 +72,7 @@ def test_it_is_the_run_on_the_data_without_the_gap(rolling: dict[str, object], t
 
 
 def saved_tree_of(trainer: Any) -> dict[str, Any]:
-    from bessemer.training.restore import saved_tree
+    from bessemer.training.persistence.checkpoints import saved_tree
 
     return saved_tree(trainer.state)
 

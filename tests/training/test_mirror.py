@@ -16,10 +16,10 @@ from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint.manifest import COMMIT
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.job import RunDirectory
-from bessemer.job.remote import find, remove, upload
-from bessemer.training import mirror
+from bessemer.storage.remote import find, remove, upload
 from bessemer.training.launch import build_trainer, reopen
-from bessemer.training.mirror import fetched, mirrored_steps
+from bessemer.training.persistence import mirror
+from bessemer.training.persistence.mirror import fetched, mirrored_steps
 
 slow = pytest.mark.slow
 SETTINGS = {"optimization.name": "adamw", "training.per_device_batch_size": 1}
@@ -99,7 +99,7 @@ def test_a_store_that_cannot_be_reached_is_found_before_training(
 
 
 class Store:
-    """An object store in memory, as the functions of job/remote.py see it."""
+    """An object store in memory, as the functions of storage/remote.py see it."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}

@@ -15,8 +15,8 @@ from tests.training.test_training_resume import StopAt, assert_same, one_device,
 
 from bessemer.errors import InputError, Stopped
 from bessemer.plan.trainer import planned_trainer
+from bessemer.rl.rollout import FILE, TOKEN_FIELDS, Rollout
 from bessemer.training import launch
-from bessemer.training.rollout import FILE, TOKEN_FIELDS, Rollout
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,8 @@ from tests.training import held  # noqa: F401 -- registers the objective
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
 from bessemer.errors import Stopped, StorageError
-from bessemer.training import launch, reference
+from bessemer.training import launch
+from bessemer.training.persistence import frozen
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,7 @@ def test_taken_once_and_in_force_after_a_restart(settings: dict[str, object], tm
     apart = [row["apart"] for row in rows(whole.run_directory.path) if "apart" in row]
     assert apart[0] == 0 and apart[-1] > 0
     jax.tree.map(np.testing.assert_array_equal, start, jax.tree.map(np.asarray, whole.state.reference))
-    assert reference.store(whole).committed() == [0]
+    assert frozen.store_reference(whole).committed() == [0]
 
     first = launch.build_trainer("quickstart", settings, name="part", root=tmp_path, callbacks=[StopAt(4)])
     with pytest.raises(Stopped):
@@ -57,11 +58,11 @@ def test_a_later_reference_replaces_it_in_the_state_and_stands_beside_it_on_the_
 ) -> None:
     trainer = launch.build_trainer("quickstart", settings, name="synced", root=tmp_path)
     trainer.run()
-    reference.take(trainer)
-    assert reference.store(trainer).committed() == [0, 10]
+    frozen.take(trainer)
+    assert frozen.store_reference(trainer).committed() == [0, 10]
     jax.tree.map(
         np.testing.assert_array_equal,
         *(jax.tree.map(np.asarray, tree) for tree in (trainer.state.params, trainer.state.reference)),
     )
-    reference.drop_after(trainer, 9)
-    assert reference.store(trainer).committed() == [0]
+    frozen.drop_after(trainer, 9)
+    assert frozen.store_reference(trainer).committed() == [0]

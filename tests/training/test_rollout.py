@@ -13,12 +13,11 @@ import pytest
 from tests.tiny_run import tiny_tokenizer
 
 from bessemer.data import Sampling
-from bessemer.data.chat import supervised
-from bessemer.data.prompts import PromptRows, end_ids, prompt_of, read_rows, read_split
+from bessemer.data.tokenize.chat import supervised
 from bessemer.errors import InputError, StorageError
 from bessemer.registry import datasets
-from bessemer.training.prompt_plan import PromptPlan
-from bessemer.training.rollout import Passes, Rollout, completion_rows, spread
+from bessemer.rl.prompts import PromptPlan, PromptRows, end_ids, prompt_of, read_rows, read_split
+from bessemer.rl.rollout import Passes, Rollout, completion_rows, spread
 
 
 def chat_row(question: str, answer: str) -> dict:

@@ -18,9 +18,9 @@ from tests.training.test_guard import guarded, quick  # noqa: F401 -- fixtures
 
 from bessemer.errors import InputError, Stopped
 from bessemer.training import launch
-from bessemer.training.callback import Callback
+from bessemer.training.callbacks.base import Callback
 from bessemer.training.callbacks.tracker import edges
-from bessemer.training.callbacks.weight_distribution import BINS
+from bessemer.training.callbacks.watchers import BINS
 
 wandb = pytest.importorskip("wandb")
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

@@ -18,13 +18,14 @@ from rich.console import Console
 import bessemer as bm
 from bessemer.errors import InputError
 from bessemer.evaluate import Evaluator
-from bessemer.generate.results import GenerationResults
+from bessemer.generate.decoder import GenerationResults
 from bessemer.objectives.kl import compares
 from bessemer.registry import evaluations
 from bessemer.topology import TopologySettings, make_topology
-from bessemer.training import launch, progress
-from bessemer.training.callback import Callback
-from bessemer.training.collate import CollectFunction
+from bessemer.training import launch
+from bessemer.training.callbacks.base import Callback
+from bessemer.training.console import progress
+from bessemer.training.setup.data import CollectFunction
 
 TEXTS = [f"the {n} red foxes and {n + 1} blue dogs run over the green hill near a river" for n in range(24)]
 

@@ -15,9 +15,8 @@ import pytest
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.report.metrics import MetricsFile
 from bessemer.training import launch
-from bessemer.training.callback import Callback, Callbacks
-from bessemer.training.callbacks.watchers import Watchers
-from bessemer.training.callbacks.weight_distribution import append_weights
+from bessemer.training.callbacks.base import Callback, Callbacks
+from bessemer.training.callbacks.watchers import Watchers, append_weights
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from bessemer.errors import InputError, Stopped
 from bessemer.evaluate import Evaluator
 from bessemer.topology import make_topology
 from bessemer.training import launch
-from bessemer.training.restore import saved_tree
+from bessemer.training.persistence.checkpoints import saved_tree
 
 
 @pytest.fixture(autouse=True)

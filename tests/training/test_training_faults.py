@@ -21,7 +21,7 @@ from tests.training.test_guard import (  # noqa: F401 -- fixtures
 from bessemer.errors import InputError, Stopped, TrainingError
 from bessemer.registry import evaluations
 from bessemer.training import launch
-from bessemer.training.callback import Callback
+from bessemer.training.callbacks.base import Callback
 
 hungry_at = -1
 

@@ -16,9 +16,9 @@ from bessemer.errors import InputError, Stopped
 from bessemer.generate.load import load_model
 from bessemer.topology import CHIPS, Topology, make_topology
 from bessemer.training import launch
-from bessemer.training.callback import Callback
-from bessemer.training.model_parts import compiler_options, flops_share, mfu_peak
-from bessemer.training.restore import saved_tree
+from bessemer.training.callbacks.base import Callback
+from bessemer.training.persistence.checkpoints import saved_tree
+from bessemer.training.setup.model import compiler_options, flops_share, mfu_peak
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from bessemer.data.chat import render
+from bessemer.data.tokenize.chat import render
 from bessemer.errors import InputError
 from bessemer.generate import Decoder, SamplingOptions
 from bessemer.topology import TopologySettings, make_topology
-from bessemer.training import fetch, launch
+from bessemer.training import feed, launch
 from bessemer.training.callbacks.preview import held_out_prompts
 from tiny_run import random_params
 
@@ -48,7 +48,7 @@ def test_generate_equals_the_decoder_and_its_arrays_are_padded_as_promised(train
     tokenizer = trainer.tokenizer
     rows = [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in PROMPTS]
     ends = (tokenizer.bos_id, tokenizer.specials["<|assistant_end|>"])
-    local = jax.device_put(fetch.fetch(trainer.state.params))
+    local = jax.device_put(feed.fetch(trainer.state.params))
     expected = Decoder(trainer.model, pad_id=tokenizer.pad_id, end_ids=ends)(local, rows, max_tokens=8)
     for index, row in enumerate(rows):
         assert greedy.prompt_ids[index, -len(row) :].tolist() == row

@@ -12,14 +12,13 @@ import pytest
 from tests.interop.tiny_hf import chatty_folder, load_folder
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
-from bessemer.checkpoint.tree import flatten
-from bessemer.checkpoint.weights import WeightFile
 from bessemer.errors import Stopped
 from bessemer.generate.export import export_run, export_run_adapters
-from bessemer.interop.bring import import_folder
+from bessemer.interop.import_hf import import_folder
 from bessemer.interop.progress import nothing
+from bessemer.storage.weights import WeightFile, flatten
 from bessemer.training import launch
-from bessemer.training.starts import weights_digest
+from bessemer.training.setup.initial_weights import weights_digest
 
 NUMBERS = range(40)
 

@@ -19,9 +19,9 @@ from bessemer.job.trust import saved_tree
 from bessemer.plan.trainer import planned_trainer
 from bessemer.training import launch
 from bessemer.training.callbacks.evaluation import Evaluation
-from bessemer.training.first import state_of
-from bessemer.training.inherit import its_code
-from bessemer.training.schema import schema_of
+from bessemer.training.setup.init_recipe import state_of
+from bessemer.training.setup.initial_weights import its_code
+from bessemer.training.setup.schema import schema_of
 from bessemer.training.trainer import BaseTrainer
 
 SETTINGS = {

@@ -16,9 +16,10 @@ from bessemer.data import Tokenizer
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.generate import load_model
 from bessemer.models.allocation import Allocation
-from bessemer.training import launch, lookup_parts
-from bessemer.training.callback import Callback
-from bessemer.training.restore import saved_tree
+from bessemer.training import launch
+from bessemer.training.callbacks.base import Callback
+from bessemer.training.persistence.checkpoints import saved_tree
+from bessemer.training.setup import model
 from bessemer.training.trainer import BaseTrainer
 
 LOOKUP = {
@@ -106,7 +107,7 @@ def test_resume_is_the_same_run_and_shares_out_nothing(
     first = launch.build_trainer("quickstart", settings, name="part", root=tmp_path, callbacks=[StopAt()])
     with pytest.raises(Stopped):
         first.run()
-    monkeypatch.setattr(lookup_parts, "compute_lzw_allocation", never)
+    monkeypatch.setattr(model, "compute_lzw_allocation", never)
     second = launch.reopen(tmp_path / "part")
     assert second.step == 2 and second.model.allocation == whole.model.allocation
     second.run()
@@ -135,7 +136,7 @@ def test_checkpoint_and_export_load_as_the_same_model(whole: BaseTrainer, tmp_pa
 def test_a_run_from_these_weights_takes_their_rows(
     settings: dict[str, object], whole: BaseTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookup_parts, "compute_lzw_allocation", never)
+    monkeypatch.setattr(model, "compute_lzw_allocation", never)
     more = {**settings, "init": str(whole.run_directory.path), "seed": 7}
     trainer = launch.build_trainer("quickstart", more, name="more", root=tmp_path)
     assert trainer.model.allocation == whole.model.allocation

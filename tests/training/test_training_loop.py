@@ -16,13 +16,14 @@ from tests.training.reads import Reads, device_reads
 from bessemer.errors import InputError, TrainingError
 from bessemer.report.summary import training_seconds
 from bessemer.topology import make_topology
-from bessemer.training import fetch as fetching
-from bessemer.training import finale, launch
+from bessemer.training import feed as fetching
+from bessemer.training import launch
 from bessemer.training import loop as loop_module
-from bessemer.training import report as report_module
-from bessemer.training.callback import Callback
-from bessemer.training.horizon import report_interval
+from bessemer.training import metrics as report_module
+from bessemer.training.callbacks.base import Callback
+from bessemer.training.console import output
 from bessemer.training.loop import Loop
+from bessemer.training.setup.horizon import report_interval
 
 
 @pytest.fixture(autouse=True)
@@ -213,7 +214,7 @@ def test_a_short_run_says_how_long_it_took() -> None:
         }
         for step in (4, 8)
     ]
-    assert finale.rates(rows) == ["  328k tokens in 5s of training, 65k tokens/s"]
+    assert output.speed_lines(rows) == ["  328k tokens in 5s of training, 65k tokens/s"]
 
 
 READS: dict[str, Callable[[jax.Array], object]] = {

@@ -17,13 +17,14 @@ from tests.training import held  # noqa: F401 -- registers the objective
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
 from bessemer.checkpoint import Checkpoints
+from bessemer.doctor.files import examine_checkpoints
 from bessemer.doctor.findings import Diagnosis
-from bessemer.doctor.saved import examine_checkpoints
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.generate.load import load_model
 from bessemer.job import RunDirectory
 from bessemer.topology import make_topology
-from bessemer.training import launch, reference, restore
+from bessemer.training import launch
+from bessemer.training.persistence import checkpoints, frozen
 
 Build = Callable[..., Any]
 
@@ -176,7 +177,7 @@ def test_the_reference_of_adapters_is_the_base_without_a_copy_of_it(
     settings = lora | {"objective": "held"}  # an objective that compares with a reference
     trainer = launch.build_trainer("quickstart", settings, name="held", root=tmp_path)
     trainer.run_directory.create()
-    reference.take(trainer)
+    frozen.take(trainer)
     state = trainer.state
     assert jax.tree.structure(state.reference) == jax.tree.structure(state.params)  # adapters alone
     state = state.replace(params=jax.tree.map(lambda leaf: leaf + 1, state.params))
@@ -251,4 +252,4 @@ def test_flops_leave_out_the_gradients_that_are_not_made(start: dict[str, object
     assert trainer.model_parts.flops_per_token == trainer.model.flops_per_token(16) - 2 * head
     with pytest.raises(InputError, match="Did you mean 'head'"):
         launch.build_trainer("quickstart", {**start, "training.freeze": ["haed"]}, name="no", root=tmp_path)
-    assert "frozen" not in restore.saved_tree(trainer.functions.abstract_state)
+    assert "frozen" not in checkpoints.saved_tree(trainer.functions.abstract_state)

@@ -15,7 +15,7 @@ import pytest
 from bessemer.topology import make_topology
 from bessemer.training import launch
 from bessemer.training.feed import device_batch
-from bessemer.training.restore import saved_tree
+from bessemer.training.persistence.checkpoints import saved_tree
 
 STEPS = 4
 

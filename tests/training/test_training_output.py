@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from bessemer.console import wrapped
 from bessemer.errors import runnable
 from bessemer.job import RunDirectory
-from bessemer.report.table import wrapped
-from bessemer.training.output import Output
+from bessemer.training.console.output import Output
 
 NOTE = "note       the same data 20 times: small corpora overfit, and validation gets worse while training goes on"
 

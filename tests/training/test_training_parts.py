@@ -19,15 +19,14 @@ from bessemer.job import RestoreableJob
 from bessemer.report import write_report
 from bessemer.scaling import fine_tuning_rate
 from bessemer.topology import make_topology
-from bessemer.training import launch, microbatch
-from bessemer.training.collate import CollatedRows
-from bessemer.training.facts import write_facts
-from bessemer.training.header import shipped_rates
-from bessemer.training.horizon import rate_for_weights, repeats
-from bessemer.training.idle import idle
-from bessemer.training.inherit import RECIPES_RUN
-from bessemer.training.output import write_setup
-from bessemer.training.schema import schema_of
+from bessemer.training import launch
+from bessemer.training.console.header import shipped_rates
+from bessemer.training.console.output import write_facts, write_setup
+from bessemer.training.setup import microbatch
+from bessemer.training.setup.data import CollatedRows
+from bessemer.training.setup.horizon import rate_for_weights, repeats
+from bessemer.training.setup.initial_weights import RECIPES_RUN
+from bessemer.training.setup.schema import idle, schema_of
 from bessemer.training.trainer import BaseTrainer
 
 

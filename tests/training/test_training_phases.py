@@ -20,8 +20,8 @@ from bessemer.job import RunDirectory
 from bessemer.job.trust import named_code
 from bessemer.report import write_report
 from bessemer.training import launch
-from bessemer.training.inherit import find_start
 from bessemer.training.phases import Phases
+from bessemer.training.setup.initial_weights import find_start
 
 TWO = {"job": "phases", "phases": {"pretrain": {"recipe": "toy"}, "sft": {"recipe": "sft"}}}
 

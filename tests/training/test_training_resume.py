@@ -14,7 +14,7 @@ from tests.training.stops import StopAt
 
 from bessemer.errors import Stopped
 from bessemer.training import launch
-from bessemer.training.callback import Callback
+from bessemer.training.callbacks.base import Callback
 from bessemer.training.trainer import BaseTrainer
 
 
@@ -57,7 +57,7 @@ def undisturbed(tiny: dict[str, object], home: Path, tmp_path_factory: pytest.Te
 
 
 def assert_same(a: BaseTrainer, b: BaseTrainer) -> None:
-    from bessemer.training.restore import saved_tree
+    from bessemer.training.persistence.checkpoints import saved_tree
 
     for left, right in zip(
         jax.tree.leaves(saved_tree(a.state)), jax.tree.leaves(saved_tree(b.state)), strict=True
@@ -130,7 +130,7 @@ def test_the_clock_starts_again_with_every_checkpoint(
     settings = {**tiny, "logging.checkpoint_interval": 4, "logging.checkpoint_minutes": 3}
     trainer = launch.build_trainer("quickstart", settings, name="a", root=tmp_path)
     clock = SimpleNamespace(monotonic=lambda: 60.0 * trainer.step)
-    monkeypatch.setattr("bessemer.training.callbacks.checkpoint.time", clock)
+    monkeypatch.setattr("bessemer.training.callbacks.defaults.time", clock)
     trainer.run()
     assert trainer.checkpoints() == [3, 4, 7, 8, 10]
 

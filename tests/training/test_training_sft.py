@@ -11,15 +11,16 @@ from tests.data.chat_forms import forms
 from tests.training.stops import StopAt
 
 import bessemer as bm
-from bessemer.data import DatasetStyle, chat
-from bessemer.data.rows import PmdRows
+from bessemer.data import DatasetStyle
+from bessemer.data.rows.rows import PmdRows
+from bessemer.data.tokenize import chat
 from bessemer.errors import Stopped
 from bessemer.generate import load_model
 from bessemer.report.metrics import MetricsFile
 from bessemer.serve.conversation import Exchange, Foreign, template_of
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import launch
-from bessemer.training.header import supervision
+from bessemer.training.console.header import supervision
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from bessemer.models.gpt import GPT
 from bessemer.objectives.pretrain import PretrainSettings, pretrain
 from bessemer.optim import build_optimizer
 from bessemer.topology import unbox
-from bessemer.training.model_parts import make_apply
+from bessemer.training.setup.model import make_apply
 from bessemer.training.state import StepRules, create_state
 from bessemer.training.step import train_step, val_step
 

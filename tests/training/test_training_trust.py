@@ -9,7 +9,7 @@ import pytest
 import bessemer as bm
 from bessemer.config import Config, resolve
 from bessemer.job.trust import named_code
-from bessemer.training.schema import record_class, trainer_schema
+from bessemer.training.setup.schema import record_class, trainer_schema
 
 
 class Own(bm.BaseTrainer[bm.BaseTrainerConfig, bm.LanguageModel]):
@@ -51,7 +51,7 @@ def test_a_class_used_directly_is_written_down() -> None:
     record_class(config, Own)
     assert config["job"] == f"{Path(__file__).stem}:Own"
     assert config["plugins"] == [str(Path(__file__).resolve())]
-    assert config["model/family"] == "bessemer.models.base:LanguageModel"
+    assert config["model/family"] == "bessemer.models.protocol:LanguageModel"
 
 
 def test_the_base_class_is_known_by_its_name() -> None:

@@ -11,8 +11,8 @@ from tests.trust.memory_store import MemoryStore
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.errors import InputError
-from bessemer.job import remote
-from bessemer.training.mirror import Mirror, fetched, inner_name
+from bessemer.storage import remote
+from bessemer.training.persistence.mirror import Mirror, fetched, inner_name
 
 URL = "s3://bucket/runs"
 

@@ -14,7 +14,7 @@ import yaml
 from tests.tiny_run import make_run
 
 from bessemer.cli import main
-from bessemer.config.layers import saved_tree
+from bessemer.config.recipes import saved_tree
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory, find_run
 from bessemer.job.trust import adopt, check_trust, mark_origin, requests_of

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bessemer.data import templates
-from bessemer.data.template_worker import MOST_OUTPUT
-from bessemer.data.templates import ChatTemplate, Worker
+from bessemer.data.tokenize import templates
+from bessemer.data.tokenize.template_worker import MOST_OUTPUT
+from bessemer.data.tokenize.templates import ChatTemplate, Worker
 from bessemer.errors import InputError
 
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]

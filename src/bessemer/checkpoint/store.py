@@ -9,15 +9,18 @@ Whatever is killed, whenever: a directory with a final name is complete, and not
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
+import shutil
+import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from bessemer.checkpoint import retention
-from bessemer.checkpoint.arrays import STORAGE_FAILURES, ArrayWriter, explain, read_arrays
+from bessemer.checkpoint.arrays import SILENCE, STORAGE_FAILURES, ArrayWriter, explain, quiet, read_arrays
 from bessemer.checkpoint.manifest import (
     COMMIT,
     META,
@@ -27,13 +30,11 @@ from bessemer.checkpoint.manifest import (
     structure_problems,
     write_manifest,
 )
-from bessemer.checkpoint.quiet import SILENCE, quiet
-from bessemer.checkpoint.tree import Leaves, Signature, check_same, flatten, rebuild, select, signature
-from bessemer.checkpoint.unfinished import Unfinished
 from bessemer.errors import InputError, StorageError
 from bessemer.job import sync_directory
-from bessemer.job.directory import step_name
-from bessemer.job.files import storage
+from bessemer.job.directory import step_name, step_of_name
+from bessemer.storage.files import discard, storage, storage_error
+from bessemer.storage.weights import Leaves, Signature, check_same, flatten, rebuild, select, signature
 from bessemer.topology import barrier, share
 
 STATE = "state"
@@ -139,7 +140,7 @@ class Checkpoints:
 
     def committed(self) -> list[int]:
         """Steps of complete checkpoints, ascending. Sizes are checked; contents only by `verify`."""
-        return [step for step in retention.final_steps(self.root) if not self._problems(step)]
+        return [step for step in final_steps(self.root) if not self._problems(step)]
 
     def latest(self) -> int | None:
         """The highest committed step: never a time stamp."""
@@ -214,19 +215,19 @@ class Checkpoints:
     def clean(self) -> list[str]:
         """Delete what killed saves and deletions left; returns the names. For the lock's holder alone."""
         self.wait()
-        return retention.remove_leftovers(self.root) if self.process_zero else []
+        return remove_leftovers(self.root) if self.process_zero else []
 
     def set_aside_after(self, step: int) -> list[int]:
         """Take all checkpoints beyond `step` out of the list, because the run goes on from `step`.
 
         They belong to another future of it and stay as step_N.aside until the run has saved as far again.
         """
-        later = [other for other in retention.final_steps(self.root) if other > step]
+        later = [other for other in final_steps(self.root) if other > step]
         barrier(f"set aside {self.root}", self.timeout)
         if self.process_zero:
             with storage("cannot set newer checkpoints aside"):
                 for other in later:
-                    retention.set_aside(self.root, other)
+                    set_aside(self.root, other)
         self._damaged.difference_update(later)
         barrier(f"set aside {self.root}", self.timeout)
         return later
@@ -239,7 +240,7 @@ class Checkpoints:
     def _search(self) -> str:
         damaged: list[int] = []
         messages: list[str] = []
-        for step in reversed(retention.final_steps(self.root)):
+        for step in reversed(final_steps(self.root)):
             problems = self.verify(step)
             if not problems:
                 if messages:
@@ -286,7 +287,7 @@ class Checkpoints:
             (temporary / name).write_bytes(data)
         write_manifest(temporary, step, tree)
         if self.path(step).exists():  # damaged, or never committed: `save` has looked
-            retention.delete(self.root, step)
+            delete(self.root, step)
         os.rename(temporary, self.path(step))
         sync_directory(self.root)
         self._retire(step)
@@ -295,12 +296,12 @@ class Checkpoints:
     def _retire(self, newest: int) -> None:
         known = [step for step in self.committed() if step not in self._damaged or step == newest]
         for step in self.superfluous(known, newest):
-            retention.delete(self.root, step)
-        retention.drop_superseded(self.root, newest)
+            delete(self.root, step)
+        drop_superseded(self.root, newest)
 
     def superfluous(self, steps: Collection[int], newest: int) -> list[int]:
         """Which of `steps` the rules of this run do not keep, after `newest` was committed."""
-        return retention.superfluous(
+        return superfluous(
             steps,
             newest=newest,
             keep_last=self.keep_last,
@@ -323,3 +324,152 @@ def _siblings(step: int, files: Mapping[str, str | bytes], meta: Mapping[str, An
             raise InputError(f"a checkpoint cannot hold a file named '{name}'.")
     texts = {**files, META: json.dumps({**meta, "step": step}, indent=1) + "\n"}
     return {name: text.encode() if isinstance(text, str) else text for name, text in texts.items()}
+
+
+# Which checkpoints stay. Deletion renames first: half a directory is never taken for a checkpoint.
+
+
+_LEFTOVER = re.compile(r"step_\d{8,}\.(tmp|deleted)")
+_ASIDE = re.compile(r"(step_\d{8,})\.aside")
+
+
+def superfluous(
+    steps: Collection[int], *, newest: int, keep_last: int, keep_every: int, protected: Collection[int]
+) -> list[int]:
+    """Steps to delete after `newest` was committed.
+
+    Kept: the last `keep_last` (all, when it is 0), every multiple of `keep_every`, the protected ones (the
+    best), and always `newest` itself, even where older futures of the run bear higher numbers.
+    """
+    if keep_last <= 0:
+        return []
+    kept = set(sorted(steps)[-keep_last:]) | set(protected) | {newest}
+    if keep_every > 0:
+        kept |= {step for step in steps if step % keep_every == 0}
+    return sorted(set(steps) - kept)
+
+
+def delete(root: Path, step: int) -> None:
+    """Out of the list by one rename; what cannot be removed now is a leftover for `remove_leftovers`."""
+    doomed = root / f"{step_name(step)}.deleted"
+    discard(doomed)
+    os.rename(root / step_name(step), doomed)
+    sync_directory(root)
+    discard(doomed)
+
+
+def leftovers(root: Path) -> list[str]:
+    """Names of unfinished saves and half-finished deletions."""
+    return sorted(entry.name for entry in _entries(root) if _LEFTOVER.fullmatch(entry.name))
+
+
+def set_aside_names(root: Path) -> list[str]:
+    """Names of checkpoints that belong to another future of the run."""
+    return sorted(entry.name for entry in _entries(root) if _ASIDE.fullmatch(entry.name))
+
+
+def remove_leftovers(root: Path) -> list[str]:
+    """Delete unfinished saves and half-finished deletions; returns their names."""
+    names = leftovers(root)
+    for name in names:
+        discard(root / name)
+    return names
+
+
+def set_aside(root: Path, step: int) -> None:
+    """Take a checkpoint out of the list without losing it: another future of the run will replace it."""
+    target = root / f"{step_name(step)}.aside"
+    discard(target)
+    os.rename(root / step_name(step), target)
+    sync_directory(root)
+
+
+def drop_superseded(root: Path, newest: int) -> None:
+    """Delete what was set aside, once the run has saved a step at least as far."""
+    for entry in _entries(root):
+        match = _ASIDE.fullmatch(entry.name)
+        if match and (step_of_name(match.group(1)) or 0) <= newest:
+            discard(entry)
+
+
+def final_steps(root: Path) -> list[int]:
+    """Steps of all directories with a final name, committed or not, ascending."""
+    found = (step_of_name(entry.name) for entry in _entries(root) if entry.is_dir())
+    return sorted(step for step in found if step is not None)
+
+
+def _entries(root: Path) -> list[Path]:
+    try:
+        return list(root.iterdir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise storage_error("cannot list the checkpoints", error) from error
+
+
+# The directory of a save in progress: made on a disk with room, watched while others write in it, given back.
+
+
+PAUSE, AWAY, PATIENCE = 0.02, 1.0, 30.0
+"""Seconds between two looks at a directory that was deleted; for which it must stay away; after which nobody waits."""
+
+
+class Unfinished:
+    """`step_N.tmp`. Process 0 makes it and holds it open until the arrays are written: TensorStore silently makes a
+    deleted directory again, and what it had written before would be missing."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._made: int | None = None
+
+    def make(self, needed: int) -> None:
+        """Empty, on a disk with `needed` bytes free, since Orbax's own failure on a full one is late and long."""
+        with storage("cannot save a checkpoint"):
+            discard(self.path)
+            self.path.mkdir()
+            self._made = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            free = shutil.disk_usage(self.path.parent).free
+        if free < needed:
+            self._let_go()
+            self.path.rmdir()
+            raise StorageError(
+                f"cannot save a checkpoint in {self.path.parent}: it needs up to {needed / 2**30:.3f} GiB and "
+                f"{free / 2**30:.3f} GiB are free. Free space, then continue with `bessemer resume`."
+            )
+
+    def written(self) -> None:
+        """The arrays are there; raises if the directory is not the one that was made."""
+        self._check_still_there()
+        self._let_go()
+
+    def cause(self, error: BaseException) -> BaseException:
+        """TensorStore has many words for a directory deleted under its hands; the cause is that one."""
+        try:
+            self._check_still_there()
+        except OSError as gone:
+            return gone
+        return error
+
+    def abandon(self) -> None:
+        """Give back the space of a failed save. For process 0.
+
+        When one write has failed, TensorStore's others are still under way and make the directory again: it has to
+        stay away for a while. What comes later still is a leftover that the next owner deletes.
+        """
+        self._let_go()
+        end, away = time.monotonic() + PATIENCE, 0
+        while away * PAUSE < AWAY and time.monotonic() < end:
+            discard(self.path)
+            time.sleep(PAUSE)
+            away = 0 if self.path.exists() else away + 1
+
+    def _check_still_there(self) -> None:
+        if self._made is None:  # not process 0, or the files are written
+            return
+        if not os.path.samestat(os.fstat(self._made), os.stat(self.path)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+
+    def _let_go(self) -> None:
+        if self._made is not None:
+            os.close(self._made)
+            self._made = None

@@ -13,8 +13,7 @@ from typing import Any
 import click
 
 from bessemer import __version__
-from bessemer.cli.allocator import keep_memory
-from bessemer.cli.screen import outlive_readers
+from bessemer.cli.options import keep_memory, outlive_readers
 from bessemer.errors import BessemerError, InputError, Stopped, nearest, printable, runnable
 
 BEGAN = time.monotonic()

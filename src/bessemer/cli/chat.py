@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from bessemer.cli.step import STEP
+from bessemer.cli.options import STEP
 
 
 @click.command("chat")
@@ -57,7 +57,7 @@ def command(
     from bessemer.job import find_run
     from bessemer.serve.chat import Chat, Repl, read_line
     from bessemer.serve.conversation import PREPARING, remark, template_of
-    from bessemer.training.cache import keep_compiled_programs
+    from bessemer.training.setup.compiled import keep_compiled_programs
 
     chosen = secrets.randbits(32) if seed is None else seed
     sampling = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=chosen)

@@ -61,10 +61,10 @@ def command(
 
 def on_common_text(summaries: Sequence[Summary], labels: Sequence[str], limit: int | None) -> str:
     """Bits per byte of every model on the held-out text of every run; runs with the same set share a row."""
+    from bessemer.console import counted, size, table, with_error
     from bessemer.evaluate.common import held_out_documents, measure_on
     from bessemer.generate import load_model
-    from bessemer.report.table import counted, size, table, with_error
-    from bessemer.training.cache import keep_compiled_programs
+    from bessemer.training.setup.compiled import keep_compiled_programs
 
     keep_compiled_programs(None)
     models = [load_model(summary.run) for summary in summaries]

@@ -32,7 +32,9 @@ def command(words: tuple[str, ...], schema: bool) -> None:
       bessemer config pretrain --schema > recipe.schema.json
     """
     recipe, overrides = split_words(words)
-    from bessemer.training.schema import schema_of  # brings jax along: after the cheap mistakes are found
+    from bessemer.training.setup.schema import (
+        schema_of,  # brings jax along: after the cheap mistakes are found
+    )
 
     config = resolve(schema_of, recipe, overrides, allow_open=True)
     if schema:

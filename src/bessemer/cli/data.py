@@ -61,9 +61,9 @@ def prepare(
       bessemer data prepare texts/*.parquet -o data/mine --tokenizer tokenizer --val-fraction 0.01
       bessemer data prepare train.jsonl --val held-out.jsonl -o data/mine --tokenizer tokenizer --on-error skip
     """
-    from bessemer.data.prepare import prepare as run
+    from bessemer.data.prepare.prepare import prepare as run
     from bessemer.data.progress import show_progress
-    from bessemer.data.tokenizer import Tokenizer
+    from bessemer.data.tokenize.tokenizer import Tokenizer
     from bessemer.registry import datasets
 
     tokenizer = Tokenizer.load(tokenizer_path)
@@ -126,9 +126,9 @@ def tasks(name: str | None, out: str | None, count: int | None, seed: int, split
       bessemer data tasks toy-reverse -o reverse.jsonl
       bessemer data tasks toy-sort -o test.jsonl --split val --count 100
     """
-    from bessemer.data.tasks import TASKS, task_rows
+    from bessemer.data.sources.tasks import TASKS, task_rows
     from bessemer.errors import InputError
-    from bessemer.job.files import atomic_write
+    from bessemer.storage.files import atomic_write
 
     if name is None:
         for known, (about, _) in TASKS.items():

@@ -33,9 +33,9 @@ def command(run: str, fix: bool, as_json: bool, root: str) -> int:
     """
     # A look must not take the accelerator's memory from the run that uses it.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from bessemer.console import table
     from bessemer.doctor import examine, remove_stale
     from bessemer.job import find_run
-    from bessemer.report.table import table
 
     found = find_run(run, root)
     removed = remove_stale(found) if fix else []

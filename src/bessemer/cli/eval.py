@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from bessemer.cli.step import STEP
+from bessemer.cli.options import STEP
 
 
 @click.command("eval")
@@ -45,7 +45,7 @@ def command(
     from bessemer.evaluate.progress import shown
     from bessemer.job import find_run
     from bessemer.topology import make_topology
-    from bessemer.training.cache import keep_compiled_programs
+    from bessemer.training.setup.compiled import keep_compiled_programs
 
     names = check_tasks(split_tasks(tasks))
     found = find_run(run, root)
@@ -73,14 +73,14 @@ def command(
 
 
 def _value(result: dict[str, Any]) -> str:
-    from bessemer.report.table import with_error
+    from bessemer.console import with_error
 
     return with_error(result["value"], result.get("standard_error"))
 
 
 def show(results: dict[str, dict[str, Any]]) -> None:
     """A line a task, and the parts of those that have parts."""
-    from bessemer.report.table import number, table
+    from bessemer.console import number, table
 
     rows = [
         (task, result["metric"], _value(result), f"{result['seconds']:.1f} s")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from bessemer.cli.step import STEP
+from bessemer.cli.options import STEP
 
 
 @click.command("export")

@@ -26,8 +26,8 @@ def command(source: str, out: str, context: int | None) -> None:
       bessemer import models/Llama-3.2-1B runs/llama --context 16384
       bessemer import hf:HuggingFaceTB/SmolLM2-135M runs/smollm      (extra: hf)
     """
-    from bessemer.interop.bring import import_folder
-    from bessemer.interop.hub import fetched, is_hub
+    from bessemer.interop.folder import fetched, is_hub
+    from bessemer.interop.import_hf import import_folder
     from bessemer.interop.progress import shown
 
     _, lines = import_folder(fetched(source) if is_hub(source) else Path(source), Path(out), shown, context)

@@ -144,7 +144,7 @@ def _job(words: tuple[str, ...], options: dict[str, Any]) -> Any:
 
 
 def write(out: str, make: Callable[[str], str], submit: str) -> None:
-    from bessemer.job.files import atomic_write
+    from bessemer.storage.files import atomic_write
 
     if out == "-":
         click.echo(make("FILE"), nl=False)

@@ -112,7 +112,7 @@ def elsewhere(
 
     jax.config.update("jax_platforms", "cpu")  # the hardware is not here, and nothing is computed
     from bessemer.plan.absent_plan import make_absent_plan
-    from bessemer.plan.show_absent import render_absent
+    from bessemer.plan.show import render_absent
     from bessemer.plan.sweep import make_sweep
     from bessemer.topology import keep_stdout_clean
 

@@ -7,7 +7,7 @@ import functools
 import click
 
 from bessemer.cli import BEGAN
-from bessemer.cli.foreign import refuse_flags
+from bessemer.cli.options import refuse_flags
 from bessemer.cli.train import FORWARD
 
 
@@ -57,7 +57,7 @@ def command(
         from bessemer.job import find_run
         from bessemer.job.trust import adopt
         from bessemer.training.launch import changes_finished, is_finished, reopen
-        from bessemer.training.mirror import fetched
+        from bessemer.training.persistence.mirror import fetched
 
         refuse_flags(words)
         path = str(fetched(run, root))

@@ -22,9 +22,9 @@ def command(run: str, yes: bool, root: str) -> None:
       bessemer rm runs/mine
       bessemer rm mine --yes
     """
+    from bessemer.console import size
     from bessemer.job.removal import dependents, described, removable, remove, strangers
     from bessemer.report.summary import disk_size
-    from bessemer.report.table import size
 
     found = removable(run, root)
     what = printable(f"{found.path} ({described(found)}{size(disk_size(found.path))})")

@@ -7,7 +7,7 @@ import json
 
 import click
 
-from bessemer.cli.step import STEP
+from bessemer.cli.options import STEP
 
 
 @click.command("sample")
@@ -50,7 +50,7 @@ def command(
     """
     from bessemer.generate import SamplingOptions, load_model, sample
     from bessemer.job import find_run
-    from bessemer.training.cache import keep_compiled_programs
+    from bessemer.training.setup.compiled import keep_compiled_programs
 
     sampling = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     found = find_run(run, root)

@@ -6,7 +6,7 @@ import os
 
 import click
 
-from bessemer.cli.step import STEP
+from bessemer.cli.options import STEP
 
 
 @click.command("serve")
@@ -55,7 +55,7 @@ def command(
     from bessemer.serve.conversation import remark, template_of
     from bessemer.serve.net import TOKEN_VARIABLE, read_token
     from bessemer.serve.server import ServerOptions, serve
-    from bessemer.training.cache import keep_compiled_programs
+    from bessemer.training.setup.compiled import keep_compiled_programs
 
     token = read_token(token_file, os.environ.get(TOKEN_VARIABLE))
     options = ServerOptions(host, port, token, slots, queue, timeout, template)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from bessemer.cli import BEGAN
-from bessemer.cli.foreign import refuse_flags
+from bessemer.cli.options import refuse_flags
 from bessemer.config import Schema
 from bessemer.errors import InputError
 
@@ -52,7 +52,7 @@ def split_words(words: tuple[str, ...], default: str = "quickstart") -> tuple[st
 
 def _schema_of_words(words: list[str], default: str) -> Schema:
     from bessemer.config.resolve import select_schema
-    from bessemer.training.schema import schema_of
+    from bessemer.training.setup.schema import schema_of
 
     recipes = [word for word in words if "=" not in word]
     return select_schema(schema_of, (recipes or [default])[0], [word for word in words if "=" in word])

@@ -1,10 +1,9 @@
 """Settings: declared once, on the dataclass that uses them; gathered into one strict, typed tree."""
 
-from bessemer.config.ambient import configuration, configure, current
 from bessemer.config.declare import KEY, Schema, Setting, declared, dotted, field, gather, slashed
-from bessemer.config.durations import parse_duration
 from bessemer.config.recipes import Recipe, load_recipe, read_recipe, recipe_names
-from bessemer.config.resolve import Config, load_saved, resolve
+from bessemer.config.resolve import Config, configuration, configure, current, load_saved, resolve
+from bessemer.config.values import parse_duration
 
 __all__ = [
     "KEY",

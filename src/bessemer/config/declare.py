@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from bessemer.config import aliases
-from bessemer.config.annotations import canonical, type_hints
-from bessemer.config.ranges import Range
-from bessemer.config.values import Mismatch, convert, leaves, plain
+from bessemer.config.values import Mismatch, Range, canonical, convert, leaves, plain, type_hints
 from bessemer.errors import InputError, nearest
 
 KEY = "bessemer_key"

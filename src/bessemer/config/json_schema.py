@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bessemer.config.annotations import UNIONS, type_hints
 from bessemer.config.declare import Setting
-from bessemer.config.ranges import Range
-from bessemer.config.values import plain
+from bessemer.config.values import UNIONS, Range, plain, type_hints
 
 _SIMPLE: dict[Any, dict[str, Any]] = {
     bool: {"type": "boolean"},

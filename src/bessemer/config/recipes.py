@@ -2,15 +2,266 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import io
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as attribute
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from bessemer.config.declare import RESERVED
-from bessemer.config.layers import Layer, flatten, merge, nest, override_layer, read_yaml
+from bessemer.config.bounded import check_references, check_yaml, read_text
+from bessemer.config.declare import RESERVED, dotted
+from bessemer.config.values import Mismatch, plain
 from bessemer.errors import InputError, nearest
+
+# Layers of given values, before any schema: nested plain dictionaries, each with a word for its origin.
+#
+# OmegaConf reads the YAML, parses the values of the command line, merges the layers and resolves `${...}`.
+
+
+Keys = tuple[str, ...]
+
+_NULLS = ("", "~", "null", "Null", "NULL")
+_NOT_DECIMAL = re.compile(r"[+-]?0[0-9]|.*:")  # YAML reads 010 as 8 and 1:30 as 90; people do not
+_STARRED = re.compile(r"([\[,{:]\s*)([*&][^,\]}\s]*)")  # an item such as */q, which YAML takes for an alias
+
+
+@dataclass
+class Layer:
+    """`tree` is nested by section; `texts` holds the words as typed, for settings that are text after all.
+
+    `origins`, in a saved configuration, holds the origin of each value; keys it leaves out are defaults.
+    """
+
+    origin: str
+    tree: dict[str, Any]
+    texts: dict[str, str] = attribute(default_factory=dict)
+    origins: dict[str, str] | None = None
+
+    def origin_of(self, key: str) -> str:
+        return self.origin if self.origins is None else self.origins.get(key, "default")
+
+
+def nest(mapping: Mapping[Any, Any], origin: str) -> dict[str, Any]:
+    """Sections may be nested or written in the key: {"a": {"b": 1}}, {"a.b": 1}, {"a/b": 1} are the same."""
+    tree: dict[str, Any] = {}
+    for name, value in mapping.items():
+        if not isinstance(name, str):
+            raise InputError(
+                f"{origin}: the key {name!r} is not text. Settings have names like training.steps."
+            )
+        _insert(tree, tuple(re.split(r"[./]", name)), value, origin)
+    return tree
+
+
+def _insert(tree: dict[str, Any], keys: Keys, value: Any, origin: str) -> None:
+    for depth, name in enumerate(keys[:-1]):
+        tree = tree.setdefault(name, {})
+        if not isinstance(tree, dict):
+            raise InputError(
+                f"{origin}: '{'.'.join(keys[: depth + 1])}' has a value and also settings below it."
+            )
+    if keys[-1] not in tree:
+        tree[keys[-1]] = value
+    elif isinstance(tree[keys[-1]], dict) and isinstance(value, Mapping):
+        for name, item in value.items():
+            _insert(tree[keys[-1]], (name,), item, origin)
+    elif tree[keys[-1]] != value:
+        raise InputError(
+            f"{origin}: '{'.'.join(keys)}' is given twice, as {tree[keys[-1]]!r} and as {value!r}."
+        )
+
+
+def flatten(tree: Mapping[Any, Any], origin: str, above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    """Leaves of a nested mapping with their path; an empty mapping is a leaf."""
+    for name, value in tree.items():
+        if not isinstance(name, str):
+            place = ".".join((*above, str(name)))
+            raise InputError(f"{origin}: the key {name!r} in '{place}' is not text. Quote it.")
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, origin, (*above, name))
+        else:
+            yield (*above, name), value
+
+
+def flat_values(tree: Mapping[str, Any], origin: str = "saved configuration") -> dict[str, Any]:
+    """Nested settings by section/name."""
+    return {"/".join(keys): value for keys, value in flatten(tree, origin)}
+
+
+def merge(
+    layers: Sequence[Layer],
+    *,
+    resolve: bool,
+    is_section: Callable[[str], bool],
+    is_mapping: Callable[[str], bool] = lambda key: True,
+) -> dict[str, Any]:
+    """Later layers win; `resolve` replaces `${...}` by what it refers to.
+
+    Sections merge, and so do settings that are mappings; any other value is replaced as a whole. A section
+    that a layer leaves empty (`training:`) changes nothing.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    tree: dict[str, Any] = {}
+    for layer in layers:
+        _overlay(tree, layer.tree, is_section, is_mapping)
+    try:
+        merged = OmegaConf.to_container(OmegaConf.create(tree), resolve=resolve)
+    except OmegaConfBaseException as error:
+        key, problem = getattr(error, "full_key", None), str(error).splitlines()[0]
+        place = f"setting '{key}'" if key else "the settings"
+        raise InputError(
+            f"{place}: {problem}. A value may refer to another setting as ${{section.name}}; "
+            "write \\${ for a plain ${."
+        ) from error
+    assert isinstance(merged, dict)
+    return {str(name): value for name, value in merged.items()}
+
+
+def _overlay(
+    tree: dict[str, Any],
+    above: Mapping[str, Any],
+    is_section: Callable[[str], bool],
+    is_mapping: Callable[[str], bool],
+    prefix: str = "",
+) -> None:
+    for name, value in above.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and is_mapping(key):
+            below = tree.get(name)
+            tree[name] = below if isinstance(below, dict) else {}
+            _overlay(tree[name], value, is_section, is_mapping, key + "/")
+        elif value not in (None, {}) or not is_section(key):
+            tree[name] = value
+
+
+def override_layer(overrides: Sequence[str] | Mapping[str, Any], origin: str) -> Layer:
+    """A layer from `a.b=c` words or from a mapping; a setting given twice with two values is an error.
+
+    Values of a mapping mean what they are: in Python, `${...}` is text.
+    """
+    if isinstance(overrides, Mapping):
+        try:
+            return Layer(origin, nest(escape(plain(overrides)), origin))
+        except Mismatch as mismatch:
+            raise InputError(f"{origin}: {mismatch.problem}.") from mismatch
+    if isinstance(overrides, str):
+        raise TypeError("overrides is a sequence of 'key=value' strings, not one string")
+    layer = Layer(origin, {})
+    for word in overrides:
+        name, equals, text = word.partition("=")
+        key = name.strip().replace(".", "/")
+        if not equals or not key:
+            raise InputError(
+                f"'{word}' ({origin}) is not a setting: write key=value, as in training.batch_size=64."
+            )
+        if key in layer.texts and layer.texts[key] != text:
+            raise InputError(
+                f"'{dotted(key)}' is given twice ({origin}): {dotted(key)}={layer.texts[key]} and "
+                f"{dotted(key)}={text}. Keep one of them."
+            )
+        if key not in layer.texts:
+            layer.texts[key] = text
+            _insert(layer.tree, tuple(key.split("/")), parse_value(text, dotted(key), origin), origin)
+    return layer
+
+
+def parse_value(text: str, key: str, origin: str) -> Any:
+    """A value from the command line, read as YAML, without YAML's traps for people who type plain words."""
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    word = text.strip()
+    structured = word.startswith(("[", "{", '"', "'")) or "${" in word
+    try:
+        value = _from_yaml(word)
+    except (YAMLError, OmegaConfBaseException) as error:
+        if structured and (quoted := _STARRED.sub(r'\1"\2"', word)) != word:
+            return parse_value(quoted, key, origin)
+        if structured:
+            problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+            raise InputError(
+                f"the value of '{key}' ({origin}) cannot be read: {text} ({problem})."
+            ) from error
+        return word  # a glob such as *.txt, or @name: special to YAML, plain text here
+    if structured:
+        return value
+    is_text = isinstance(value, str) or (value is None and word not in _NULLS)
+    looks_odd = isinstance(value, int | float) and not isinstance(value, bool) and _NOT_DECIMAL.match(word)
+    return word if is_text or looks_odd else value
+
+
+def _from_yaml(word: str) -> Any:
+    from omegaconf import OmegaConf
+
+    parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={word}"]), resolve=False)
+    return parsed["value"]
+
+
+def read_yaml(path: Path, what: str, *, saved: bool = False) -> dict[str, Any]:
+    """A YAML file as a nested mapping; syntax errors name the file, line and column.
+
+    `saved`: a configuration that a run keeps. It may come from anybody, so it has no aliases and refers to nothing but
+    its own settings.
+    """
+    try:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{what} '{path}' cannot be read: {error}.") from error
+    return parse_yaml(text, f"{what} '{path}'", saved=saved)
+
+
+def parse_yaml(text: str, what: str, *, saved: bool = False) -> dict[str, Any]:
+    """The same from text that is there already; `what` begins the error."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    try:
+        check_yaml(text, aliases=not saved)
+        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+        if saved and isinstance(tree, dict):
+            check_references(tree)
+    except YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise InputError(f"{what}{place}: {problem or error}. Correct the YAML there.") from error
+    except (OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
+        raise InputError(f"{what}: {(str(error).splitlines() or ['unreadable'])[0]}.") from error
+    if not isinstance(tree, dict):
+        raise InputError(f"{what} must hold a mapping of settings (training: {{steps: 100}}).")
+    return tree  # type: ignore[return-value]
+
+
+def saved_tree(path: Path) -> dict[str, Any]:
+    """A saved config.yaml as a plain nested tree, with its references resolved; nothing it names is imported."""
+    origin = f"saved configuration {path}"
+    return _resolved(read_yaml(path, "saved configuration", saved=True), origin)
+
+
+def parse_saved(text: str, where: str) -> dict[str, Any]:
+    """The same from the text of a config.yaml; `where` is named in errors."""
+    return _resolved(parse_yaml(text, f"the config.yaml of {where}", saved=True), where)
+
+
+def _resolved(tree: dict[str, Any], origin: str) -> dict[str, Any]:
+    return merge([Layer(origin, nest(tree, origin))], resolve=True, is_section=lambda key: False)
+
+
+def escape(value: Any) -> Any:
+    """`${` written so that it stays text when the file is read back."""
+    if isinstance(value, Mapping):
+        return {key: escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [escape(item) for item in value]
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", value)
+    return value
+
 
 YAML = (".yaml", ".yml")
 

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from bessemer.config.annotations import takes_mapping
-from bessemer.config.declare import Schema, Setting, dotted, slashed
-from bessemer.config.layers import Layer, escape, flatten, merge, nest, override_layer, read_yaml
-from bessemer.config.recipes import raw_values, read_recipe
-from bessemer.config.values import plain
+from bessemer.config.declare import Schema, Setting, declared, dotted, slashed
+from bessemer.config.recipes import (
+    Layer,
+    escape,
+    flatten,
+    merge,
+    nest,
+    override_layer,
+    raw_values,
+    read_recipe,
+    read_yaml,
+)
+from bessemer.config.values import plain, takes_mapping
 from bessemer.errors import InputError
 
 SchemaOf = Callable[[Mapping[str, Any]], Schema]
@@ -224,3 +234,39 @@ def _dig(tree: Mapping[str, Any], key: str) -> Any:
     for name in key.split("/"):
         value = value[name]
     return value
+
+
+# The configuration in force: a context variable, so that threads and tasks never see each other's.
+
+
+T = TypeVar("T")
+
+_current: ContextVar[Config | None] = ContextVar("bessemer_configuration", default=None)
+
+
+@contextmanager
+def configuration(config: Config) -> Iterator[Config]:
+    """`with configuration(config): configure(Model)`; nests, and ends with the block even on an error."""
+    token = _current.set(config)
+    try:
+        yield config
+    finally:
+        _current.reset(token)
+
+
+def current() -> Config | None:
+    """The configuration of the innermost `configuration` block of this thread or task."""
+    return _current.get()
+
+
+def configure(cls: type[T], **overrides: Any) -> T:
+    """An instance of `cls` with each declared field taken from the current configuration; `overrides` win.
+
+    Without a configuration, and for keys it does not know, the class's own defaults hold.
+    """
+    config = _current.get()
+    arguments: dict[str, Any] = {}
+    for name, setting in declared(cls).items():
+        if name not in overrides and config is not None and setting.key in config:
+            arguments[name] = setting.check(config[setting.key], config.provenance[setting.key])
+    return cls(**arguments, **overrides)

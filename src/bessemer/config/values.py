@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
+import inspect
 import math
 import numbers
+import re
+import sys
+import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bessemer.config.annotations import UNIONS, describe, name_of, type_hints
 from bessemer.errors import InputError, nearest
 
 
@@ -268,3 +273,193 @@ def leaves(value: Any) -> Iterable[Any]:
             yield from leaves(item)
     else:
         yield value
+
+
+# Annotations of settings: resolved, compared, and put in words.
+
+
+UNIONS = (typing.Union, types.UnionType)
+
+
+@functools.cache
+def type_hints(cls: type, names: tuple[str, ...]) -> dict[str, Any]:
+    """Resolved annotations of these attributes only: others may name what exists for type checkers alone."""
+    hints: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        own = {name: hint for name, hint in inspect.get_annotations(base).items() if name in names}
+        if not own:
+            continue
+        module = sys.modules.get(base.__module__)
+        holder = types.SimpleNamespace(__annotations__=own)
+        try:
+            hints.update(typing.get_type_hints(holder, vars(module) if module else {}, dict(vars(base))))
+        except NameError as error:
+            raise InputError(
+                f"{base.__module__}.{base.__qualname__}: the annotation of a setting cannot be resolved "
+                f"({error}). Import that name at the top of the module, not under TYPE_CHECKING."
+            ) from error
+    return hints
+
+
+def canonical(annotation: Any) -> Any:
+    """A form in which equal types compare equal: List[int] and list[int], Optional[X] and None | X."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return canonical(args[0])
+    if origin is typing.Literal:
+        return ("literal", args)
+    if origin in UNIONS:
+        return ("union", frozenset(canonical(arg) for arg in args))
+    if origin is None:
+        return type(None) if annotation is None else annotation
+    return (origin, tuple(canonical(arg) for arg in args))
+
+
+def takes_mapping(annotation: Any) -> bool:
+    """True for types written as a mapping, so that two layers of it merge instead of replacing each other."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in UNIONS or origin is typing.Annotated:
+        return any(takes_mapping(arg) for arg in args)
+    return (origin or annotation) in (dict, Any) or dataclasses.is_dataclass(annotation)
+
+
+def describe(annotation: Any) -> str:
+    """The type in words, for errors and tables."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return describe(args[0])
+    if origin in UNIONS:
+        return " or ".join(describe(arg) for arg in args)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(repr(arg) for arg in args)
+    if origin is tuple and args[-1] is not Ellipsis:
+        return f"({', '.join(describe(arg) for arg in args)})"
+    if origin in (list, tuple):
+        return f"list of {describe(args[0])}"
+    if origin is dict:
+        return f"mapping from text to {describe(args[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return "one of " + ", ".join(annotation.__members__)
+    return _WORDS.get(annotation, name_of(annotation))
+
+
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    None: "null",
+    type(None): "null",
+    Path: "a path",
+    list: "a list",
+    dict: "a mapping",
+    Any: "any value",
+}
+
+
+def name_of(annotation: Any) -> str:
+    return getattr(annotation, "__name__", str(annotation))
+
+
+# Which numbers a setting takes.
+
+
+@dataclass(frozen=True)
+class Range:
+    """minimum ≤ x ≤ maximum and above < x < below, each where it is given; and the values in `also`.
+
+    `also` is for a number that stands for a word, such as -1 for "derive it" beside a count of at least 1.
+    """
+
+    minimum: float | None = None
+    maximum: float | None = None
+    above: float | None = None
+    below: float | None = None
+    also: tuple[float, ...] = ()
+
+    @property
+    def is_free(self) -> bool:
+        return all(limit is None for limit in (self.minimum, self.maximum, self.above, self.below))
+
+    def holds(self, number: float) -> bool:
+        return number in self.also or not (
+            (self.minimum is not None and number < self.minimum)
+            or (self.maximum is not None and number > self.maximum)
+            or (self.above is not None and number <= self.above)
+            or (self.below is not None and number >= self.below)
+        )
+
+    def check(self, number: float) -> None:
+        """Mismatch, in words, for a number outside; a setting with a range is a quantity, and so finite."""
+        if not self.holds(number):
+            raise Mismatch(f"expected {self.describe()}, got {number}")
+        if self.is_free:
+            return
+        if math.isinf(number) if isinstance(number, float) else abs(number) >= 2**63:
+            raise Mismatch(f"expected a number that 64 bits can hold, got {number}")
+
+    def describe(self) -> str:
+        """`at least 0 and below 1`; `at least 1, or -1`."""
+        words = {
+            "at least": self.minimum,
+            "above": self.above,
+            "at most": self.maximum,
+            "below": self.below,
+        }
+        limits = " and ".join(f"{word} {limit}" for word, limit in words.items() if limit is not None)
+        return ", or ".join([limits, *map(str, self.also)])
+
+    def intersect(self, other: Range) -> Range:
+        """The numbers that both take."""
+
+        def tightest(choose: Any, *limits: float | None) -> float | None:
+            return choose((limit for limit in limits if limit is not None), default=None)
+
+        return Range(
+            minimum=tightest(max, self.minimum, other.minimum),
+            maximum=tightest(min, self.maximum, other.maximum),
+            above=tightest(max, self.above, other.above),
+            below=tightest(min, self.below, other.below),
+            also=tuple(word for word in self.also + other.also if self.holds(word) and other.holds(word)),
+        )
+
+    def json_schema(self, scalar: dict[str, Any]) -> dict[str, Any]:
+        """The JSON Schema `scalar` of a number, with these limits."""
+        names = {
+            "minimum": self.minimum,
+            "maximum": self.maximum,
+            "exclusiveMinimum": self.above,
+            "exclusiveMaximum": self.below,
+        }
+        limited = scalar | {name: limit for name, limit in names.items() if limit is not None}
+        return {"anyOf": [limited, {"enum": list(self.also)}]} if self.also else limited
+
+
+# Durations as people write them: 2h30m, 1d, 90 (seconds).
+
+
+_UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_NUMBER = r"\d+(?:\.\d+)?"
+_FORM = re.compile("".join(f"(?:({_NUMBER}){unit})?" for unit in _UNITS))
+
+
+def parse_duration(text: str | int | float) -> float:
+    """Seconds in `text`: days, hours, minutes and seconds in this order, each at most once, or a bare number.
+
+    All of the text counts: `2h30` is an error, not two hours.
+    """
+    if isinstance(text, int | float) and not isinstance(text, bool):
+        seconds = float(text)
+    else:
+        word = str(text).strip().lower()
+        match = _FORM.fullmatch(word)
+        if re.fullmatch(_NUMBER, word):
+            seconds = float(word)
+        elif word and match:
+            parts = zip(match.groups(), _UNITS.values(), strict=True)
+            seconds = sum(float(number) * unit for number, unit in parts if number)
+        else:
+            raise InputError(f"'{text}' is not a duration. Write 2h30m, 1d, 45s, or a number of seconds.")
+    if not math.isfinite(seconds) or seconds <= 0:
+        raise InputError(f"a duration must be more than 0 seconds, got '{text}'. Write 2h30m, 1d or 90.")
+    return seconds

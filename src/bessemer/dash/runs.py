@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.dash.files import MOST_BYTES, Folder, Gone, Remembered, parsed
-from bessemer.dash.settings import flat_settings
 from bessemer.job import RunDirectory
 from bessemer.job.directory import step_of_name
 from bessemer.report.listing import differing_settings
-from bessemer.report.summary import RESULTS, Summary, disk_size, headline, is_number
+from bessemer.report.summary import RESULTS, Summary, disk_size, flatten_settings, headline, is_number
 
 NEWEST = {
     "loss": "loss_smooth",
@@ -289,3 +288,41 @@ def _result(one: dict[str, Any]) -> dict[str, Any]:
         "value": one["value"] if is_number(one.get("value")) else None,
         "parts": [{k: v if k == "task" or is_number(v) else None for k, v in part.items()} for part in shown],
     }
+
+
+# A saved config.yaml as flat settings, read without trust: no references, no tags, no trees that grow when
+# read.
+
+
+DEEPEST = 20
+MOST = 20_000
+
+
+def flat_settings(data: bytes) -> tuple[dict[str, Any], dict[str, Any], str | None]:
+    """({"training.steps": 10, …}, origins of the same keys, what is wrong or None)."""
+    import yaml
+
+    try:
+        text = data.decode("utf-8")
+        _check(yaml.parse(text, Loader=yaml.CSafeLoader))
+        tree = yaml.load(text, Loader=yaml.CSafeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return {}, {}, f"config.yaml could not be read ({str(error).splitlines()[0][:200]})."
+    if not isinstance(tree, dict):
+        return {}, {}, "config.yaml holds no settings."
+    origins = tree.pop("provenance", None)
+    known = {str(key): value for key, value in origins.items()} if isinstance(origins, dict) else {}
+    return flatten_settings(tree), known, None
+
+
+def _check(events: Any) -> None:
+    """Ours hold no aliases; nine lines of them can describe a billion values."""
+    import yaml
+
+    depth = 0
+    for number, event in enumerate(events):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError("it holds a YAML alias")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST or number > MOST:
+            raise ValueError("it is nested too deeply or too long")

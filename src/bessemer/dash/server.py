@@ -11,8 +11,8 @@ from pathlib import Path
 from bessemer.dash.files import Folder
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory
-from bessemer.job.home import home
 from bessemer.serve.net import BACKLOG, address_of, check_port, is_loopback, listen, server_of
+from bessemer.storage.files import home
 
 DEFAULT = "runs"  # need not be there yet: the first run makes it, and the page shows it then
 FIRST = 2  # seconds that belong to the page's first questions
@@ -53,8 +53,7 @@ def dash(
     directory: str, options: DashOptions, say: Callable[[str], None], show: Callable[[str], None]
 ) -> None:
     """Serve the page until SIGTERM or Ctrl-C; `say` gets lines, `show` the address once it answers."""
-    from bessemer.dash.app import Dash, make_app
-    from bessemer.dash.guard import Guard
+    from bessemer.dash.app import Dash, Guard, make_app
 
     folder = open_folder(directory)
     token = options.token or secrets.token_urlsafe(24)

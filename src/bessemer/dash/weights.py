@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bessemer.dash.files import Folder, parsed
-from bessemer.dash.growing import Growing
+from bessemer.dash.metrics import Growing
 from bessemer.report.summary import is_number
 
 MOST_PARAMETERS, LONGEST_NAME = 400, 200

@@ -3,21 +3,19 @@
 Nothing here imports JAX: preparation workers stay small, and batches are plain host arrays.
 """
 
-from bessemer.data.catalog import find_source, open_dataset, open_store, rows_of
-from bessemer.data.loader import DataPlan
-from bessemer.data.making import make_rows, store_of
-from bessemer.data.mixture import DatasetStyle, Sampling, check_mixture, shares_of
-from bessemer.data.permutation import key_of, permute
-from bessemer.data.prefetch import Prefetcher
-from bessemer.data.prepare import StoreInfo, prepare
+from bessemer.data.plan.batches import DataPlan, Validation, key_of, permute
+from bessemer.data.plan.catalog import find_source, open_dataset, open_store, rows_of
+from bessemer.data.plan.mixture import DatasetStyle, Sampling, check_mixture, shares_of
+from bessemer.data.plan.prefetch import Prefetcher
+from bessemer.data.prepare.prepare import StoreInfo, prepare
 from bessemer.data.progress import Progress, show_progress
-from bessemer.data.rows import Batch, Rows
+from bessemer.data.rows.build import make_rows, store_of
+from bessemer.data.rows.rows import Batch, Rows
+from bessemer.data.rows.store import ArrayStore, Store, TokenStore
 from bessemer.data.settings import DataSettings, data_root
-from bessemer.data.sources import Documents, Files, find_files
-from bessemer.data.store import ArrayStore, Store, TokenStore
-from bessemer.data.tokenizer import SPECIAL_TOKENS, Tokenizer
-from bessemer.data.tokenizer_choice import tokenizer_for, tokenizer_on
-from bessemer.data.validation import Validation
+from bessemer.data.sources.files import Documents, Files, find_files
+from bessemer.data.tokenize.choice import tokenizer_for, tokenizer_on
+from bessemer.data.tokenize.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 __all__ = [
     "SPECIAL_TOKENS",

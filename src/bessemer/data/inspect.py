@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from bessemer.data.preference import ANSWER, BEGINS
-from bessemer.data.preference import KIND as PAIRS
-from bessemer.data.store import TokenStore
-from bessemer.data.tokenizer import FILE, Tokenizer
+from bessemer.data.rows.preference import ANSWER, BEGINS
+from bessemer.data.rows.preference import KIND as PAIRS
+from bessemer.data.rows.store import TokenStore
+from bessemer.data.tokenize.tokenizer import FILE, Tokenizer
 from bessemer.errors import StorageError
 
 SHOWN = 3

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bessemer.job.remote import arrow_source
+from bessemer.storage.remote import arrow_source
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -8,18 +8,15 @@ from typing import Any
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint.manifest import Progress
+from bessemer.console import duration, size
+from bessemer.doctor.files import examine_checkpoints, examine_leftovers, examine_metrics, examine_weights
 from bessemer.doctor.findings import Diagnosis, Level
-from bessemer.doctor.leftovers import examine_leftovers
-from bessemer.doctor.material import examine_material
-from bessemer.doctor.rehearsal import mesh_fits, rehearse
-from bessemer.doctor.rows import examine_metrics
-from bessemer.doctor.saved import examine_checkpoints, examine_weights
-from bessemer.doctor.settings import examine_config
+from bessemer.doctor.inputs import examine_config, examine_material, mesh_fits, rehearse
 from bessemer.errors import InputError, StorageError
 from bessemer.job import RunDirectory, RunLock
 from bessemer.job.lock import STALE_SECONDS
+from bessemer.report.phases import FOLDER, has_phases, phases_of
 from bessemer.report.summary import Summary, summarise
-from bessemer.report.table import duration, size
 
 CONDITIONS = ("code", "data", "disk", "machine")
 """Areas whose remedies belong to the verdict: without them resume refuses, or fails later."""
@@ -112,3 +109,29 @@ def _promise(found: Diagnosis, reached: int | None) -> str:
     lost = (reached or 0) - found.step
     again = f" {lost} step{'s' if lost > 1 else ''} after it will be taken again." if lost > 0 else ""
     return f"resume will continue at step {found.step} from checkpoint {found.checkpoint}.{again}{but}"
+
+
+# A job of phases: every phase is a run of its own, and the job can go on if they all can.
+
+
+def examine(run: RunDirectory, progress: Progress | None = None) -> Diagnosis:
+    """The diagnosis of a run, or of all runs of a job of phases."""
+    if not has_phases(run):
+        return diagnose(run, progress)
+    summary, owner = summarise(run), RunLock.owner(run)
+    found = Diagnosis(str(run.path), summary.state)
+    examine_status(summary, found, owner)
+    for name in phases_of(run):
+        phase = diagnose(RunDirectory(run.path / FOLDER / name), progress)
+        found.add("phase", "error" if phase.exit_code else "ok", f"{name}: {phase.verdict}")
+    if owner is not None:
+        found.verdict = "the job is at work now; there is nothing to resume."
+    elif found.errors():
+        found.exit_code = StorageError.exit_code
+        found.verdict = f"resume cannot continue this job: {found.errors()[0].line}"
+    elif found.state == "done":
+        found.verdict = "the job is finished; there is nothing to resume."
+    else:
+        found.resumable = True
+        found.verdict = "resume will go on with the phases that are not done."
+    return found

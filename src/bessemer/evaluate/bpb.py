@@ -97,3 +97,21 @@ def batches(loaded: LoadedModel, rows: Validation, batch_size: int) -> Iterator[
         batch: dict[str, Any] = dict(rows.batch(number, batch_size))
         batch["target_bytes"] = loaded.tokenizer.target_bytes(batch["input_ids"], batch["target_ids"])
         yield batch if loaded.topology is None else jax.device_put(batch, loaded.topology.batch_sharding())
+
+
+# Loss on held-out text: nats a token, and the perplexity e^loss. Between tokenizers compare bits per byte.
+
+
+@evaluations.register("loss")
+def loss(loaded: LoadedModel, *, limit: int | None = None, batch_size: int | None = None) -> dict[str, Any]:
+    """Plain values. `limit`: sequences in all; `batch_size`: in one pass, all devices together."""
+    rows = held_out(loaded, limit)
+    totals = measure(loaded, rows, batch_size)
+    mean = totals["loss"] / totals["weight"]
+    return {
+        "metric": "nats per token",
+        "value": mean,
+        "perplexity": math.exp(mean),
+        "sequences": len(rows),
+        "targets": int(totals["weight"]),
+    }

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bessemer.data.chat import can_chat, conversation_of, render, stop_ids
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.data.tokenize.chat import can_chat, conversation_of, render, stop_ids
+from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.evaluate import progress
+from bessemer.evaluate.bundle import is_task_file, read_rows
 from bessemer.evaluate.scoring import check_batch
-from bessemer.evaluate.task_file import is_task_file, read_rows
 from bessemer.generate import Engine, LoadedModel, Request
 from bessemer.registry import datasets, evaluations
 

@@ -10,14 +10,13 @@ from fractions import Fraction
 from typing import Any
 
 from bessemer.data import Tokenizer
-from bessemer.data.chat import can_chat, stop_ids
+from bessemer.data.tokenize.chat import can_chat, render, stop_ids
 from bessemer.errors import InputError
 from bessemer.evaluate import progress
-from bessemer.evaluate.conversation import prompt_ids
 from bessemer.evaluate.scoring import check_batch
 from bessemer.generate import Engine, LoadedModel, Request, Sample
+from bessemer.generate.calculator import CALLS, call_id, output_ids
 from bessemer.generate.decoder import bucket, crop
-from bessemer.generate.tools import CALLS, call_id, output_ids
 
 GENERATIVE = "generative"
 ROWS = 16
@@ -122,3 +121,16 @@ def _take(answer: Answer, sample: Sample, tokenizer: Tokenizer, max_tokens: int,
         answer.written += output_ids(tokenizer, answer.written)
     full = len(answer.ids) >= capacity or len(answer.written) >= max_tokens
     answer.done = not called or full or answer.calls >= CALLS
+
+
+# A conversation as tokens: what the model reads before it answers.
+
+
+def prompt_ids(tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """The tokens of a conversation up to the answer. What looks like a special token in a message is text."""
+    if not can_chat(tokenizer):
+        raise InputError(
+            f"{tokenizer.origin} has no tokens for the turns of a conversation (<|user_start|> and the like) and no "
+            "chat template, which this evaluation needs."
+        )
+    return render(messages, tokenizer)

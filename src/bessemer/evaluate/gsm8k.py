@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from bessemer.errors import InputError
+from bessemer.evaluate.bundle import evaluate_task, read_rows
 from bessemer.evaluate.generative import GENERATIVE
-from bessemer.evaluate.task_file import evaluate_task, read_rows
 from bessemer.evaluate.tasks import Task
 from bessemer.generate import LoadedModel
 from bessemer.registry import evaluations

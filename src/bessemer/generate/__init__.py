@@ -1,13 +1,11 @@
 """Text from models: loading a run for inference, choosing tokens, batch decoding, and the engine for requests."""
 
 from bessemer.generate.decoder import Decoder, Generation
-from bessemer.generate.engine import Engine
+from bessemer.generate.engine import Engine, EngineThread
 from bessemer.generate.load import LoadedModel, load_model
 from bessemer.generate.request import Event, Handle, QueueFull, Request, Result, Sample
 from bessemer.generate.sampling import SamplingOptions
-from bessemer.generate.stream import StopDetector, TextStream
-from bessemer.generate.text import Completion, complete, sample
-from bessemer.generate.thread import EngineThread
+from bessemer.generate.text import Completion, StopDetector, TextStream, complete, sample
 
 __all__ = [
     "Completion",

@@ -8,31 +8,151 @@ so in float32 on a CPU within one bucket; elsewhere rounding may choose another 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import jax
 import numpy as np
 
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate.admission import PROMPTS, ROWS, Joining, admission, by_width, check_request
 from bessemer.generate.decoder import end_tokens
-from bessemer.generate.finite import check_scores
-from bessemer.generate.load import LoadedModel
-from bessemer.generate.pace import Pace, round_of
+from bessemer.generate.load import LoadedModel, check_scores
 from bessemer.generate.request import TOP, Event, Handle, QueueFull, Ranking, Request, Result, Sample
-from bessemer.generate.row import Row
 from bessemer.generate.rows import Output, looks
 from bessemer.generate.sampling import way_of
 from bessemer.generate.slots import Slots
-from bessemer.generate.stream import TextStream
+from bessemer.generate.text import TextStream
 from bessemer.topology import process_count
+
+# A sample that is being written, as the host knows it: its tokens so far, their text, and why it ends.
+
+
+@dataclass
+class Row:
+    """Takes what the device made and says what is new. `limit`: the most tokens it may have."""
+
+    handle: Handle
+    index: int
+    stops: frozenset[int]
+    limit: int
+    text: TextStream | None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[Ranking] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    made: list[int] = field(default_factory=list)  # ids, and what the device made after a stop string
+    stop: int | str | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and continuation."""
+        return len(self.handle.request.prompt_ids) + len(self.made)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The tokens in its cache: all but the newest."""
+        return (*self.handle.request.prompt_ids, *self.made)[:-1]
+
+    def take(
+        self, ids: Sequence[int], logprobs: Sequence[float], ended: bool, top: Sequence[Ranking] = ()
+    ) -> Event:
+        """New tokens; `ended`: the device makes no more. `top`: the most likely ones at each, where it noted them."""
+        self.made += ids
+        if ended and ids and ids[-1] in self.stops:
+            self.stop = ids[-1]
+        text, taken = "", len(ids)
+        if self.text is not None:
+            text, count = self.text.push_until_stop(ids if self.stop is None else ids[:-1])
+            if self.text.stop is not None:
+                self.stop, taken, ended = self.text.stop, count, True
+            text += self.text.finish() if ended else ""
+        finish = None if not ended else "stop" if self.stop is not None else self._why_full()
+        return self._event(text, ids[:taken], logprobs[:taken], finish, top[:taken])
+
+    def cancel(self) -> Event:
+        return self._event(self.text.finish() if self.text is not None else "", (), (), "cancelled")
+
+    def sample(self, finish: str) -> Sample:
+        """All of it."""
+        text = "".join(self.pieces)
+        return Sample(
+            self.index, tuple(self.ids), tuple(self.logprobs), text, finish, self.stop, tuple(self.top)
+        )
+
+    def _event(
+        self,
+        text: str,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        finish: str | None,
+        top: Sequence[Ranking] = (),
+    ) -> Event:
+        request = self.handle.request
+        scores = logprobs if request.logprobs else ()
+        ranked = [ranking[: request.top_logprobs] for ranking in top] if request.top_logprobs else []
+        self.ids += ids
+        self.logprobs += scores
+        self.top += ranked
+        self.pieces.append(text)
+        return Event(self.index, text, tuple(ids), tuple(scores), finish, tuple(ranked))
+
+    def _why_full(self) -> str:
+        asked = self.handle.request.max_tokens
+        return "length" if asked is not None and self.limit == asked else "context"
+
+
+# How many steps a round takes: all of them where nobody reads along, few where somebody does.
+#
+# A short round costs the host its trouble more often and changes nothing else: rows draw by their own count
+# of tokens, and each token is computed over as much of the cache as in whole rounds.
+
+
+READING = 0.075
+"""Seconds of a round while somebody reads along; text that comes in fewer pieces a second seems to stutter."""
+GROWTH = 3
+"""A reader's next round brings three times what there is: 1, 4, 16 tokens. His first one waits for no other, and the
+host is asked twice more an answer."""
+
+
+def round_of() -> int:
+    """Decode steps of a whole round. Between rounds an accelerator waits two milliseconds for the host, as long as two
+    steps."""
+    return 16 if jax.default_backend() == "cpu" else 32
+
+
+class Pace:
+    """Chooses each round's steps, up to `most`. `clocked`: also by the time that the round before took; several
+    processes, each with a clock of its own, must choose alike and go by counts alone."""
+
+    def __init__(self, most: int, clocked: bool):
+        self.most, self.clocked = most, clocked
+        self._seconds = 0.0  # a step's, at most: a prefill or a compilation in that round was counted along
+
+    def next(self, rows: Collection[Row], unit: int) -> tuple[int, int]:
+        """(steps, tokens of the longest row where a whole round would end); steps are a multiple of `unit`, as `most`.
+
+        The second decides how much of the cache is computed with, so a round ends there at the latest.
+        """
+        end = max(row.length - len(row.made) % self.most for row in rows) + self.most
+        steps = min(self.most, end - max(row.length for row in rows))
+        read = [len(row.made) for row in rows if row.handle.request.stream]
+        if read:
+            steps = min(steps, GROWTH * min(read))
+            steps = min(steps, int(READING / self._seconds)) if self._seconds else steps
+        return max(steps // unit, 1) * unit, end
+
+    def took(self, seconds: float, steps: int) -> None:
+        """The last round made `steps` tokens of a row in this time."""
+        if self.clocked:
+            self._seconds = seconds / max(steps, 1)
 
 
 @dataclass
@@ -331,3 +451,51 @@ def rankings(output: Output, column: int, made: int) -> list[Ranking]:
     assert output.top_ids is not None and output.top_logprobs is not None
     ids, scores = (array[:made, column].tolist() for array in (output.top_ids, output.top_logprobs))
     return [tuple(zip(*pair, strict=True)) for pair in zip(ids, scores, strict=True)]
+
+
+# EngineThread: the engine's rounds in the background, for servers and anyone with many threads.
+
+
+PAUSE = 1.0
+"""Seconds an idle thread sleeps at most; a request wakes it."""
+
+log = logging.getLogger(__name__)
+
+
+class EngineThread:
+    """`with EngineThread(engine): …` runs rounds while there is work. On leaving, open requests are cancelled.
+
+    A round that fails gives its error to every open request; the thread goes on with the next ones.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self.engine.threaded = True
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Cancel what is open, and wait for the thread."""
+        self._stopping.set()
+        self.engine.wake()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                if not self.engine.step():
+                    self.engine.wait(PAUSE)
+            except Exception:  # the requests have it; a thread that ended would leave the next ones waiting
+                log.exception("a round of the engine failed")
+        self.engine.cancel_all()
+        self.engine.threaded = False
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.stop()

@@ -9,21 +9,20 @@ from typing import Any
 import jax
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.checkpoint.tree import flatten, select
-from bessemer.checkpoint.weights import OURS, Arrays, total, write_file
-from bessemer.config.layers import parse_saved
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.config.recipes import parse_saved
+from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate.load import SECTIONS, WEIGHTS, ModelFiles, choose, load_model
-from bessemer.interop.adapters import export_adapters
+from bessemer.interop.config import TreeArrays
+from bessemer.interop.export_hf import export_folder, make_empty
 from bessemer.interop.folder import is_folder
-from bessemer.interop.give import export_folder, make_empty
-from bessemer.interop.names import TreeArrays
+from bessemer.interop.peft import export_adapters
 from bessemer.interop.progress import ShowBytes
 from bessemer.job import RunDirectory
-from bessemer.job.files import storage
 from bessemer.models.allocation import FILE as ALLOCATION
-from bessemer.models.llama_settings import LlamaSettings
+from bessemer.models.llama import LlamaSettings
+from bessemer.storage.files import storage
+from bessemer.storage.weights import OURS, Arrays, flatten, select, total, write_file
 
 
 def export_run(

@@ -15,20 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.checkpoint.weights import WeightFile, place
 from bessemer.config import declared, dotted
 from bessemer.config.bounded import read_json
-from bessemer.config.layers import parse_saved
-from bessemer.data.tokenizer import Tokenizer
-from bessemer.errors import InputError, StorageError
+from bessemer.config.recipes import parse_saved
+from bessemer.data.tokenize.tokenizer import Tokenizer
+from bessemer.errors import InputError, StorageError, TrainingError
 from bessemer.generate.decoder import Decoder, end_tokens
-from bessemer.generate.finite import check_finite
 from bessemer.job import RunDirectory
 from bessemer.models.allocation import Allocation
-from bessemer.models.split import Split, split_of
+from bessemer.models.lora import Split, split_of
 from bessemer.registry import models
+from bessemer.storage.weights import WeightFile, place
 from bessemer.topology import Topology, shardings, unbox
 
 SECTIONS = ("model", "architecture")
@@ -285,3 +286,49 @@ def located(boxed: Any, topology: Topology | None) -> Any:
     return jax.tree.map(
         lambda leaf, at: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=at), unbox(boxed), places
     )
+
+
+# A model whose numbers are not numbers says so: its text would be noise that looks like an answer.
+
+
+NAMED = 3
+"""Parameters that an error names; the rest are counted."""
+
+
+@jax.jit
+def _all_finite(leaf: jax.Array) -> jax.Array:
+    return jnp.all(jnp.isfinite(leaf))
+
+
+def _is_finite(leaf: jax.Array) -> Any:
+    """By numpy, which reads a CPU's array where it lies, or by its devices: that compiles once a shape."""
+    if len(leaf.devices()) == 1 and next(iter(leaf.devices())).platform == "cpu":
+        return np.isfinite(np.asarray(leaf)).all()
+    return _all_finite(leaf)
+
+
+def check_finite(params: Any, where: str, advice: str) -> None:
+    """TrainingError that names the parameters which hold NaN or infinity; each is read once, on its device."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    floating = [(path, leaf) for path, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    fine = jax.device_get([_is_finite(leaf) for _, leaf in floating])
+    bad = [
+        "/".join(str(getattr(key, "key", key)) for key in path)
+        for (path, _), good in zip(floating, fine, strict=True)
+        if not good
+    ]
+    if bad:
+        named = ", ".join(bad[:NAMED]) + (", …" if len(bad) > NAMED else "")
+        raise TrainingError(
+            f"{len(bad)} of the {len(leaves)} parameters of {where} hold values that are not finite (NaN or "
+            f"infinity): {named}. What this model says means nothing. {advice}"
+        )
+
+
+def check_scores(logprobs: Any) -> None:
+    """TrainingError where the log-probability of a real token is NaN."""
+    if np.isnan(logprobs).any():
+        raise TrainingError(
+            "the model's output is not a number (NaN): its parameters are not finite, or so large that computing with "
+            "them overflows. What it says means nothing; use an earlier checkpoint."
+        )

@@ -21,7 +21,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from bessemer.generate.sampling import Filters, Way, choose, row_keys
-from bessemer.models.axes import constrain
+from bessemer.topology.rules import constrain
 
 STOPS = 16
 """Stop tokens of a row; more are rounded up to a multiple, which compiles again."""

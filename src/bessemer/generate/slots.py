@@ -29,9 +29,9 @@ from bessemer.generate.rows import (
     take_rows,
 )
 from bessemer.generate.sampling import Filters, SamplingOptions, Way
-from bessemer.models.axes import constrain, shards
 from bessemer.models.shape import round_up
 from bessemer.topology import CompiledTogether
+from bessemer.topology.rules import constrain, shards
 
 SHORTEST = 128
 """The least part of the capacity that is worth a program of its own."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate.decoder import Decoder
-from bessemer.generate.finite import check_scores
-from bessemer.generate.load import LoadedModel
+from bessemer.generate.load import LoadedModel, check_scores
 from bessemer.generate.sampling import SamplingOptions
 
 
@@ -76,3 +75,98 @@ def sample(
             sampling=sampling,
             stop_ids=stop_ids,
         )
+
+
+# Tokens to text as they come: never part of a character, never part of a stop string, never a stop string.
+#
+# Joined, the pieces are exactly the text of all tokens, cut before the stop string that ends first.
+
+
+UNKNOWN = "\ufffd"
+
+
+class StopDetector:
+    """Finds the stop string that ends first (of those that end together, the longest) in text given in pieces.
+
+    That choice, unlike the one that starts first, does not depend on where the pieces were cut.
+    """
+
+    def __init__(self, stops: Iterable[str] = ()):
+        self.stops = tuple(stops)
+        if not all(self.stops):
+            raise InputError("a stop string is empty; it would stop before the first character.")
+        self.found: str | None = None
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """What is now certain to be before any stop string."""
+        if self.found is not None:
+            return ""
+        if not self.stops:
+            return text
+        text = self._held + text
+        matches = [(at + len(stop), at, stop) for stop in self.stops if (at := text.find(stop)) >= 0]
+        if matches:
+            _, at, self.found = min(matches)
+            self._held = ""
+            return text[:at]
+        held = max(_overlap(text, stop) for stop in self.stops)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def finish(self) -> str:
+        """No more text comes: what was held back is no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` that are a beginning of `stop`, but not all of it."""
+    longest = min(len(stop) - 1, len(text))
+    return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
+
+
+class TextStream:
+    """The text of a row of tokens, piece by piece; `stop` is the stop string that was met."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()):
+        self.tokenizer = tokenizer
+        self.detector = StopDetector(stop_strings)
+        self._ids: list[int] = []
+        # Only ids from `_context` on are decoded again; those up to `_read` are shown already. They are kept as
+        # context because some tokenizers drop the space before the first token of what they decode.
+        self._context = self._read = 0
+        self._shown = 0  # characters of the decoded ids that have been given
+
+    @property
+    def stop(self) -> str | None:
+        return self.detector.found
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that is certain after these further tokens."""
+        self._ids += ids
+        text = self.tokenizer.decode(self._ids[self._context :])
+        whole = not text.endswith(UNKNOWN)  # else the last character may still get its missing bytes
+        certain = len(text) - (not whole)
+        piece, self._shown = text[self._shown : certain], max(self._shown, certain)
+        if whole and len(self._ids) > self._read:
+            self._context, self._read = self._read, len(self._ids)
+            self._shown = len(self.tokenizer.decode(self._ids[self._context :]))
+        return self.detector.push(piece)
+
+    def push_until_stop(self, ids: Sequence[int]) -> tuple[str, int]:
+        """(text, how many of the ids it took): all of them, or up to the token that completed a stop string."""
+        if not self.detector.stops:
+            return self.push(ids), len(ids)
+        pieces = []
+        for taken, token in enumerate(ids, start=1):
+            pieces.append(self.push([token]))
+            if self.stop is not None:
+                return "".join(pieces), taken
+        return "".join(pieces), len(ids)
+
+    def finish(self) -> str:
+        """What was held back, now that no token follows."""
+        text = self.tokenizer.decode(self._ids[self._context :])[self._shown :]
+        self._shown += len(text)
+        return self.detector.push(text) + self.detector.finish()

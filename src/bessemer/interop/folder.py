@@ -5,6 +5,7 @@ Everything is checked from the headers before the first array is read: names, sh
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -14,15 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from bessemer.checkpoint.tree import Signature, flatten, signature
-from bessemer.checkpoint.weights import WeightFile
 from bessemer.config import declared
 from bessemer.config.bounded import read_json
-from bessemer.errors import InputError, StorageError
-from bessemer.interop.config import HFConfig
-from bessemer.interop.names import BUFFERS, HEAD, Tensor, tensors_of
+from bessemer.errors import InputError, StorageError, to_install
+from bessemer.interop.config import BUFFERS, HEAD, HFConfig, Tensor, tensors_of
 from bessemer.job.trust import check_folder
 from bessemer.models.llama import Llama
+from bessemer.storage.weights import Signature, WeightFile, flatten, signature
 from bessemer.topology import unbox
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -182,3 +181,46 @@ class Folder:
     def read(self, name: str) -> np.ndarray:
         tensor = self.tensors[name]
         return tensor.to_ours(self.files[tensor.theirs].read(tensor.theirs))
+
+
+# `hf:OWNER/NAME[@REVISION]`: a model of the Hugging Face hub, downloaded once into that program's own cache.
+
+
+PREFIX = "hf:"
+NEEDED = ("*.json", "*.safetensors", "*.jinja")
+"""Configuration, tokenizer, template and weights; nothing that is code or a pickle."""
+
+
+def is_hub(source: str) -> bool:
+    return source.startswith(PREFIX)
+
+
+def fetched(source: str) -> Path:
+    """The local folder of a model on the hub. HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN mean what they mean there."""
+    named = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", source)
+    if named is None:
+        raise InputError(f"'{source}' is not hf:OWNER/NAME or hf:OWNER/NAME@REVISION.")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise InputError(
+            f"{source} needs the extra `hf`: {to_install('hf')}. Or download the folder yourself."
+        ) from error
+    offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+    try:
+        return Path(
+            snapshot_download(
+                named[1],
+                revision=named[2],
+                allow_patterns=list(NEEDED),
+                cache_dir=os.environ.get("HF_HUB_CACHE"),
+                local_files_only=offline,
+            )
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300].rstrip(".")
+        raise StorageError(
+            f"{source} cannot be fetched: {reason}. Check the name, the network, HF_HUB_OFFLINE, and HF_TOKEN for a "
+            "model behind a licence; or download the folder yourself and name that."
+        ) from error

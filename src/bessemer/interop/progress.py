@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bessemer.checkpoint.weights import Progress
+from bessemer.storage.weights import Progress
 
 ShowBytes = Callable[[str, int], contextlib.AbstractContextManager[Progress]]  # label, bytes in all
 PLAIN_SECONDS = 10.0

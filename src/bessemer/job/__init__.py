@@ -1,17 +1,17 @@
 """What a run is: its directory, its status, its lock, and the jobs that work in it."""
 
 from bessemer.job.directory import GIVEN, RunDirectory, check_run_name, default_run_name, find_run
-from bessemer.job.files import atomic_write, sync_directory
 from bessemer.job.jobs import (
     BasicJob,
     CheckpointedJob,
     CheckpointManager,
+    ExecutionSpec,
     RestoreableJob,
     Snapshot,
     is_path,
 )
 from bessemer.job.lock import RunLock
-from bessemer.job.spec import ExecutionSpec
+from bessemer.storage.files import atomic_write, sync_directory
 
 __all__ = [
     "GIVEN",

@@ -15,8 +15,8 @@ from typing import Any
 
 from bessemer.config.bounded import read_json
 from bessemer.errors import InputError, nearest
-from bessemer.job.files import atomic_write, storage
-from bessemer.job.remote import refuse_remote
+from bessemer.storage.files import atomic_write, storage
+from bessemer.storage.remote import refuse_remote
 
 GIVEN = "given from Python"
 """The row of derived.json that names the parts which the caller brought, such as dataset_train."""

@@ -21,7 +21,7 @@ from typing import Any
 from bessemer.config.bounded import parse_json
 from bessemer.errors import InputError, StorageError
 from bessemer.job.directory import RunDirectory
-from bessemer.job.files import storage
+from bessemer.storage.files import storage
 
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0

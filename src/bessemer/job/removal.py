@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from bessemer.config.layers import read_yaml
+from bessemer.config.recipes import read_yaml
 from bessemer.errors import InputError
 from bessemer.job.directory import RunDirectory, find_run, list_runs
-from bessemer.job.files import discard, storage
 from bessemer.job.lock import RunLock
+from bessemer.storage.files import discard, storage
 
 PHASES = "phases"
 BESIDE = {"model-hf", "profile", "report.html", "starts", "tensorboard", PHASES}

@@ -29,15 +29,12 @@ from typing import Any, NamedTuple
 
 from bessemer import user_code
 from bessemer.config.bounded import read_json, texts_in
-from bessemer.config.layers import nest, saved_tree
-from bessemer.config.recipes import recipe_names
+from bessemer.config.recipes import nest, recipe_names, saved_tree
 from bessemer.errors import InputError, StorageError
 from bessemer.job.directory import RunDirectory
-from bessemer.job.files import atomic_write, storage
-from bessemer.job.home import home
-from bessemer.job.remote import is_remote
-from bessemer.registry import evaluations
-from bessemer.selectors import SELECTORS
+from bessemer.registry import SELECTORS, evaluations
+from bessemer.storage.files import atomic_write, home, storage
+from bessemer.storage.remote import is_remote
 
 CODE, RECIPE, UPLOAD, FILE, LINK = "code", "recipe", "upload", "file", "link"
 VERBS = {

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from bessemer.config import Config, configuration, configure, parse_duration, resolve
 from bessemer.data import Sampling, find_source
-from bessemer.data.catalog import store_directory
+from bessemer.data.plan.catalog import store_directory
 from bessemer.errors import InputError, Stopped
 from bessemer.job import check_run_name
-from bessemer.job.remote import is_remote
+from bessemer.storage.remote import is_remote
 from bessemer.topology import TopologySettings
-from bessemer.training.schema import schema_of
+from bessemer.training.setup.schema import schema_of
 
 STOPPED = Stopped.exit_code
 LOST = (4, 134, 137)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from bessemer.models.axes import constrain
+from bessemer.topology.rules import constrain
 
 
 @struct.dataclass

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bessemer.errors import InputError
+from bessemer.kernels.fp8 import SCALINGS
 from bessemer.models.allocation import check_rows
-from bessemer.models.axes import shards
-from bessemer.models.fp8 import SCALINGS
-from bessemer.models.layers import TENSOR_NAMES
-from bessemer.models.stack import remat_names
+from bessemer.models.layers import TENSOR_NAMES, remat_names
+from bessemer.topology.rules import shards
 
 if TYPE_CHECKING:
     from bessemer.models.gpt import GPT
-    from bessemer.models.headed import HeadedModel
+    from bessemer.models.protocol import HeadedModel
 
 MOST_LAYERS = 1024
 MOST_PARAMETERS = 2**44

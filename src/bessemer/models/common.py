@@ -8,13 +8,12 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from bessemer.config import field
-from bessemer.models.attention import IMPLEMENTATIONS, choose_attention
+from bessemer.kernels.attention import IMPLEMENTATIONS, choose_attention, layout_of
+from bessemer.kernels.norms import choose_kernels
 from bessemer.models.checks import PRECISIONS
-from bessemer.models.fused import choose_kernels
 from bessemer.models.layers import TENSOR_NAMES
 from bessemer.models.shape import round_up
-from bessemer.models.split_attention import layout_of
-from bessemer.topology.backend import backend
+from bessemer.topology.chips import backend
 
 
 class ModelSettings(nn.Module):

@@ -2,28 +2,157 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bessemer.models import blocks
-from bessemer.models.attention import attention
-from bessemer.models.axes import constrain
+from bessemer.config import field
+from bessemer.kernels import fp8, ops
+from bessemer.kernels.attention import attention
+from bessemer.kernels.feed_forward import joins_on_chip
+from bessemer.kernels.fp8 import SCALINGS
+from bessemer.kernels.norms import choose_kernels
 from bessemer.models.cache import Cache
 from bessemer.models.checks import check_gpt
-from bessemer.models.feed_forward import joins_on_chip
-from bessemer.models.fp8_plan import Conversion, conversion_of
-from bessemer.models.fused import choose_kernels
-from bessemer.models.headed import AttendAt, HeadedModel
-from bessemer.models.layers import BlockParameters, LayerOptions, declare, layer, ramp
-from bessemer.models.lookup import LookupOptions, LookupParameters, lookup_layer
-from bessemer.models.settings import GPTSettings
-from bessemer.models.shape import group_of
-from bessemer.models.stack import Stream, run_layers
+from bessemer.models.common import ModelSettings
+from bessemer.models.layers import (
+    AXES,
+    BlockParameters,
+    LayerOptions,
+    Stream,
+    declare,
+    layer,
+    ramp,
+    run_layers,
+)
+from bessemer.models.lookup import AXES as LOOKUP_AXES
+from bessemer.models.lookup import LookupOptions, LookupParameters, LookupSettings, lookup_layer, with_lookup
+from bessemer.models.protocol import AttendAt, HeadedModel
+from bessemer.models.shape import Shape, group_of, layer_windows
 from bessemer.registry import models
+from bessemer.topology import unbox
+from bessemer.topology.rules import constrain
+
+# The settings of a GPT, and what follows from them alone: its shape.
+
+
+class GPTSettings(ModelSettings, LookupSettings):
+    """Every device of architecture is a switch."""
+
+    window: str = field("model/window", default="SSSL", help="S short, L full context; tiled, last layer L")
+    window_short: float = field(
+        "model/window_short", default=0.5, above=0, maximum=1, help="S as a share of block_size, up to 128s"
+    )
+    fp8_scaling: str = field(
+        "architecture/fp8/scaling",
+        default="tensorwise",
+        choices=SCALINGS,
+        help="fp8: a scale per tensor (faster), or per row with weight gradients in bf16 (closer)",
+    )
+    fp8_head: bool = field("architecture/fp8/head", default=False, help="fp8: convert the head too")
+    fp8_emulate: bool = field(
+        "architecture/fp8/emulate",
+        default=False,
+        help="fp8: same numbers on a chip without it, slowly; for tests",
+    )
+    smear: bool = field("architecture/smear", default=True, help="mix the previous token's embedding in")
+    residual_mix: bool = field(
+        "architecture/residual_mix", default=True, help="x ← ρx + ξx0 before each layer"
+    )
+    value_embeddings: bool = field(
+        "architecture/value_embeddings", default=True, help="token tables added to v"
+    )
+    backout: bool = field("architecture/backout", default=True, help="subtract the middle layer's output")
+    qk_norm: bool = field("architecture/qk_norm", default=True, help="norm queries and keys, then × 1.2")
+    softcap: float = field(
+        "architecture/softcap", default=15.0, minimum=0.0, help="c·tanh(logits/c); 0 = off"
+    )
+    rotary_base: float = field(
+        "architecture/rotary_base", default=100_000.0, above=1, help="base of rotary frequencies"
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lookup_after_layers", tuple(self.lookup_after_layers))
+        super().__post_init__()
+
+    @property
+    def shape(self) -> Shape:
+        shape = Shape(
+            **self.sizes(),
+            windows=layer_windows(self.window, self.depth, self.block_size, self.window_short),
+            value_embeddings=self.value_embeddings,
+            smear=self.smear,
+            residual_mix=self.residual_mix,
+            backout=self.backout,
+        )
+        return with_lookup(self, shape)
+
+
+# Which matrices of a model an fp8 run converts, which not, and why: said at the start, never left to guess.
+
+
+TABLES = ("embedding", "value_embedding")  # looked up, not multiplied
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Paths of converted matrices, and what is left in the compute dtype: (path, shape, reason)."""
+
+    converted: tuple[str, ...]
+    skipped: tuple[tuple[str, tuple[int, ...], str], ...]
+
+    def __str__(self) -> str:
+        """converted 12 of 15 matrices, skipped 3: 2 × value_gate 12 × 2 (a side below 128), head 256 × 320 (…)"""
+        total = len(self.converted) + len(self.skipped)
+        line = f"converted {len(self.converted)} of {total} matrices, skipped {len(self.skipped)}"
+        kinds = Counter((path.rsplit("/", 1)[-1], shape, why) for path, shape, why in self.skipped)
+        parts = [
+            f"{f'{count} × ' if count > 1 else ''}{name} {' × '.join(map(str, shape))} ({why})"
+            for (name, shape, why), count in kinds.items()
+        ]
+        return f"{line}: {', '.join(parts)}" if parts else line
+
+
+def conversion_of(model: GPT) -> Conversion:
+    """From the shapes of the model's parameters; no array is made."""
+    ids = jax.ShapeDtypeStruct((1, min(8, model.block_size)), jnp.int32)
+    tree = unbox(jax.eval_shape(model.init, jax.random.key(0), ids)["params"])
+    leaves = [(tuple(k.key for k in path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    matrices = [
+        (path, leaf.shape) for path, leaf in leaves if leaf.ndim == 2 and model.group_of(path) not in TABLES
+    ]
+    return plan_conversion(matrices, model.fp8_head)
+
+
+def plan_conversion(matrices: Iterable[tuple[tuple[str, ...], tuple[int, ...]]], head: bool) -> Conversion:
+    """`matrices`: (path, shape) of every matrix that multiplies; `head`: whether the head is wanted."""
+    converted, skipped = [], []
+    for path, shape in matrices:
+        in_block = path[0].startswith("blocks_") and path[-1] in AXES
+        of_lookup = path[0].startswith("lookups_") and path[-1] in LOOKUP_AXES
+        # W_mix reads W_up's output beside h, and may be used in these two parts
+        sides = (shape[0] - shape[1], shape[1]) if of_lookup and path[-1] == "mix" else shape
+        reason = None
+        if min(sides) < fp8.SMALLEST:
+            reason = f"a side below {fp8.SMALLEST}"
+        elif not fp8.fits(sides):
+            reason = f"a side not divisible by {fp8.MULTIPLE}"
+        elif path[-1] == "head" and not head:
+            reason = "architecture.fp8.head is false"
+        elif path[-1] != "head" and not in_block and not of_lookup:
+            reason = "not a matrix of a block or lookup layer"
+        if reason is None:
+            converted.append("/".join(path))
+        else:
+            skipped.append(("/".join(path), shape, reason))
+    return Conversion(tuple(converted), tuple(skipped))
 
 
 @models.register("gpt")
@@ -94,20 +223,20 @@ class GPT(GPTSettings, HeadedModel):
         documents = segment_ids if self.document_mask else None
         dropping = self.dropout > 0 and not deterministic
         if keys is None and (dropping or embedding_noise > 0):
-            keys = blocks.row_keys(self.make_rng("dropout"), jnp.arange(len(input_ids)))
+            keys = ops.row_keys(self.make_rng("dropout"), jnp.arange(len(input_ids)))
         x = self._embed(input_ids)
         if keys is not None and embedding_noise > 0:
-            x = blocks.add_noise(x, embedding_noise, keys)
+            x = ops.add_noise(x, embedding_noise, keys)
         keys = keys if dropping else None
         if self.smear:
-            same = None if documents is None else documents == blocks.shift(documents, documents[:, :1])
-            x = self._smear(x, blocks.shift(x, jnp.zeros_like(x[:, :1])), same)
+            same = None if documents is None else documents == ops.shift(documents, documents[:, :1])
+            x = self._smear(x, ops.shift(x, jnp.zeros_like(x[:, :1])), same)
         x = constrain(x, "batch", "sequence", "embed_act")
         if keys is not None:
-            x = blocks.dropout(x, self.dropout, blocks.fold_in(keys, self.depth))
+            x = ops.dropout(x, self.dropout, ops.fold_in(keys, self.depth))
         options = self._layer_options(self._fp8(deterministic))
         x = self._run_layers(options, x, input_ids, positions, documents, keys)
-        return blocks.rms_norm(x)
+        return ops.rms_norm(x)
 
     # -- decoding ------------------------------------------------------------------------------------------------
 
@@ -116,24 +245,24 @@ class GPT(GPTSettings, HeadedModel):
     ) -> tuple[Array, Array]:
         embedded = x = self._embed(input_ids)
         if self.smear:
-            x = self._smear(x, blocks.shift(x, cache.previous[:, None].astype(x.dtype)), None)
+            x = self._smear(x, ops.shift(x, cache.previous[:, None].astype(x.dtype)), None)
         # n more than the capacity: padding may lie beyond it, and its NaN would reach real rows as 0 · NaN
         length = cache.capacity + input_ids.shape[1]
-        rotary = blocks.rotary_table(positions, length, self.head_dim, self.rotary_base)
+        rotary = ops.rotary_table(positions, length, self.head_dim, self.rotary_base)
         x0 = middle = x
         for index, params in enumerate(self._layer_params()):
             x, x0 = layer(self._layer_options(), params, x, x0, input_ids, rotary, attend(index), None)
             middle = x if index == self.depth // 2 else middle
             x = self._look_up(input_ids, params["lookup"], x) if "lookup" in params else x
-        return blocks.rms_norm(self._back_out(x, middle)), embedded
+        return ops.rms_norm(self._back_out(x, middle)), embedded
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
     def _embed(self, ids: Array) -> Array:
-        return blocks.rms_norm(blocks.lookup(self.embedding, ids, ("vocab", None), self.compute_dtype))
+        return ops.rms_norm(ops.lookup(self.embedding, ids, ("vocab", None), self.compute_dtype))
 
     def _smear(self, x: Array, previous: Array, same_document: Array | None) -> Array:
-        return blocks.smear(x, previous, self.smear_gate, self.smear_scale, same_document)
+        return ops.smear(x, previous, self.smear_gate, self.smear_scale, same_document)
 
     def _head(self) -> Array:
         return self.head
@@ -180,11 +309,11 @@ class GPT(GPTSettings, HeadedModel):
     ) -> Array:
         """All layers and the backout. x: (B, T, D)."""
         length = max(self.block_size, x.shape[1])
-        rotary = blocks.rotary_table(positions, length, self.head_dim, self.rotary_base)
+        rotary = ops.rotary_table(positions, length, self.head_dim, self.rotary_base)
 
         def step(window: int | None, params: dict[str, Array], index: Array, stream: Stream) -> Stream:
             attend = partial(attention, window=window, segment_ids=segment_ids, implementation=self.attention)
-            layer_keys = None if keys is None else blocks.fold_in(keys, index)
+            layer_keys = None if keys is None else ops.fold_in(keys, index)
             return layer(options, params, *stream, ids, rotary, attend, layer_keys)
 
         params, windows = self._layer_params(), self.shape.windows

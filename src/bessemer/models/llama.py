@@ -7,6 +7,7 @@ Matrices are stored (fan_in, fan_out), blocks_0/q, blocks_0/k, …, as in GPT; `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -15,19 +16,319 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from bessemer.models import blocks
-from bessemer.models.attention import attention
-from bessemer.models.axes import constrain
+from bessemer.config import field
+from bessemer.kernels import ops
+from bessemer.kernels.attention import attention
+from bessemer.kernels.ops import rows_of_table
 from bessemer.models.cache import Cache
-from bessemer.models.headed import AttendAt
+from bessemer.models.checks import check_sizes, check_switches, require
 from bessemer.models.layers import AXES as MATRIX_AXES
-from bessemer.models.layers import declare
-from bessemer.models.llama_settings import LlamaSettings, LlamaShape, check_llama
-from bessemer.models.stack import Stream, run_layers
+from bessemer.models.layers import Stream, declare, run_layers
+from bessemer.models.protocol import AttendAt, HeadedModel
+from bessemer.models.shape import Shape, round_up
 from bessemer.registry import models
+from bessemer.topology.rules import constrain
+
+# Rotary frequencies with the scalings in use, by which a model reads further than it was pretrained.
+#
+#     default   f_i = base^(−2i/d)
+#     linear    f_i / factor
+#     dynamic   f_i up to the pretrained length; what follows beyond depends on how long a text is, so it is not offered
+#     llama3    f_i where a turn takes fewer than L/high tokens, f_i / factor above L/low, blended between
+#     yarn      f_i where a dimension turns β_fast times in L tokens, f_i / factor below β_slow turns, a ramp between;
+#               the rotated queries and keys count `attention_factor` times (arXiv 2309.00071)
+#
+# L is `original_length`, the length of pretraining.
+
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """`architecture.rope.*` of one model. 0 in the last three: derived (see `attention_scale`)."""
+
+    base: float
+    type: str = "default"
+    factor: float = 1.0
+    original_length: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 0.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+
+    def frequencies(self, head_dim: int) -> np.ndarray:
+        """Radians a position of each pair, (head_dim/2,) float64."""
+        plain = self.base ** (-np.arange(0, head_dim, 2) / head_dim)
+        if self.type == "linear":
+            return plain / self.factor
+        if self.type == "llama3":
+            return self._llama3(plain)
+        return self._yarn(plain, head_dim) if self.type == "yarn" else plain
+
+    def _llama3(self, plain: np.ndarray) -> np.ndarray:
+        low, high = self.low_freq_factor, self.high_freq_factor
+        turns = self.original_length * plain / (2 * math.pi)
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+        return kept * plain + (1 - kept) * plain / self.factor
+
+    def _yarn(self, plain: np.ndarray, head_dim: int) -> np.ndarray:
+        def pair_with(turns: float) -> float:
+            return (
+                head_dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
+            )
+
+        low, high = pair_with(self.beta_fast), pair_with(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        high += 0.001 if low == high else 0
+        scaled = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0, 1)
+        return scaled * plain / self.factor + (1 - scaled) * plain
+
+    @property
+    def attention_scale(self) -> float:
+        """What rotated queries and keys are multiplied with; 1 but for yarn."""
+        if self.type != "yarn":
+            return 1.0
+        if self.attention_factor:
+            return self.attention_factor
+
+        def scale(strength: float) -> float:
+            return 0.1 * strength * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+        if self.mscale and self.mscale_all_dim:
+            return scale(self.mscale) / scale(self.mscale_all_dim)
+        return scale(1.0)
+
+    def table(self, positions: Array, length: int, head_dim: int) -> tuple[Array, Array]:
+        """cos and sin for `blocks.rotate`: positions (…, T) below `length` → two (…, T, 1, head_dim/2), float32.
+
+        These models turn the other way round than GPT, (x1, x2) → (x1 cos − x2 sin, x2 cos + x1 sin): sin is negative.
+        """
+        angle = np.arange(length)[:, None] * self.frequencies(head_dim)
+        return rows_of_table(
+            positions, self.attention_scale * np.cos(angle), -self.attention_scale * np.sin(angle)
+        )
+
+
+# The settings of the llama family, its shape, and contradictions among them.
+
+
+BIASES = ("none", "qkv", "all")
+HF_TYPES = ("auto", "llama", "mistral", "qwen2", "qwen3")
+DTYPES = ("float32", "bfloat16", "float16")
+MLP_MULTIPLE = 64
+
+
+@dataclass(frozen=True)
+class LlamaShape(Shape):
+    """All derived sizes of one model of the family; none of GPT's devices."""
+
+    value_embeddings: bool = False
+    smear: bool = False
+    residual_mix: bool = False
+    backout: bool = False
+    feed_forward: int = 0
+    tied: bool = False
+    vectors: int = 0  # parameters of norms and biases
+
+    @property
+    def mlp_width(self) -> int:
+        return self.feed_forward
+
+    @property
+    def remembered(self) -> int:
+        return 1  # nothing, but a cache holds an array of it
+
+    def count_parameters(self) -> dict[str, int]:
+        """By optimizer group, with `total` and `scaling` (matrices in blocks + head). A tied table is the head."""
+        table = self.padded_vocab * self.width
+        per_block = self.width * (2 * self.query_width + 2 * self.kv_width + 3 * self.mlp_width)
+        counts = {
+            "matrix": self.depth * per_block,
+            "gate": 0,
+            "embedding": 0 if self.tied else table,
+            "head": table,
+            "rho": self.vectors,
+        }
+        return {**counts, "total": sum(counts.values()), "scaling": counts["matrix"] + table}
+
+
+class LlamaSettings(HeadedModel):
+    """What differs between llama, mistral, qwen2, qwen3 and smollm is a setting each."""
+
+    mlp_width: int = field(
+        "model/mlp_width",
+        default=-1,
+        minimum=1,
+        also=(-1,),
+        help="width of the feed-forward layer; -1 = 8/3 of the width, up to 64s",
+    )
+    tied_head: bool = field("model/tied_head", default=False, help="the head is the embedding table")
+    sliding_window: int = field(
+        "model/sliding_window",
+        default=0,
+        minimum=0,
+        help="keys a sliding layer attends to; 0 = all layers see all",
+    )
+    sliding_layers: str = field(
+        "model/sliding_layers", default="S", help="S sliding, L full context; tiled over the layers"
+    )
+    max_positions: int = field(
+        "model/max_positions",
+        default=-1,
+        minimum=1,
+        also=(-1,),
+        help="context an export declares; -1 = architecture.block_size",
+    )
+    end_tokens: list[int] = field(
+        "model/end_tokens",
+        default_factory=list,
+        minimum=0,
+        help="ids that end a text, besides the tokenizer's",
+    )
+    hf_type: str = field(
+        "model/hf_type",
+        default="auto",
+        choices=HF_TYPES,
+        help="model_type of an export; auto: by the settings",
+    )
+    weights_dtype: str = field(
+        "model/weights_dtype",
+        default="float32",
+        choices=DTYPES,
+        help="dtype of exported weights; training is float32",
+    )
+
+    attention_bias: str = field(
+        "architecture/attention_bias",
+        default="none",
+        choices=BIASES,
+        help="biases of attention: qkv (qwen2) or all",
+    )
+    mlp_bias: bool = field("architecture/mlp_bias", default=False, help="biases of the feed-forward layer")
+    head_norm: bool = field(
+        "architecture/head_norm", default=False, help="norm with weights of each query and key (qwen3)"
+    )
+    norm_epsilon: float = field("architecture/norm_epsilon", default=1e-5, minimum=0, help="ε of the norms")
+    rotary_base: float = field(
+        "architecture/rotary_base", default=10_000.0, above=1, help="base of rotary frequencies"
+    )
+    rope_type: str = field(
+        "architecture/rope/type", default="default", choices=ROPE_TYPES, help="scaling of rotary frequencies"
+    )
+    rope_factor: float = field(
+        "architecture/rope/factor", default=1.0, minimum=1, help="context over pretraining's"
+    )
+    rope_original_length: int = field(
+        "architecture/rope/original_length", default=0, minimum=0, help="context of pretraining"
+    )
+    rope_low_freq_factor: float = field(
+        "architecture/rope/low_freq_factor", default=1.0, above=0, help="llama3's low"
+    )
+    rope_high_freq_factor: float = field(
+        "architecture/rope/high_freq_factor", default=4.0, above=0, help="llama3's high"
+    )
+    rope_beta_fast: float = field("architecture/rope/beta_fast", default=32.0, above=0, help="yarn's β_fast")
+    rope_beta_slow: float = field("architecture/rope/beta_slow", default=1.0, above=0, help="yarn's β_slow")
+    rope_truncate: bool = field(
+        "architecture/rope/truncate", default=True, help="yarn: whole dimensions only"
+    )
+    rope_attention_factor: float = field(
+        "architecture/rope/attention_factor",
+        default=0.0,
+        minimum=0,
+        help="yarn: of queries and keys; 0 = derived",
+    )
+    rope_mscale: float = field(
+        "architecture/rope/mscale", default=0.0, minimum=0, help="yarn: strength; 0 = 1"
+    )
+    rope_mscale_all_dim: float = field(
+        "architecture/rope/mscale_all_dim",
+        default=0.0,
+        minimum=0,
+        help="yarn: divided by that of this strength",
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "end_tokens", tuple(self.end_tokens))
+        super().__post_init__()
+
+    @property
+    def shape(self) -> LlamaShape:
+        sizes = self.sizes()
+        width, depth = sizes["width"], self.depth
+        wide = self.mlp_width if self.mlp_width > 0 else round_up(8 * width // 3, MLP_MULTIPLE)
+        window = self.sliding_window or None
+        letters = (self.sliding_layers * depth)[:depth]
+        queries, keys = sizes["heads"] * self.head_dim, sizes["kv_heads"] * self.head_dim
+        biases = {"none": 0, "qkv": queries + 2 * keys, "all": queries + 2 * keys + width}[
+            self.attention_bias
+        ]
+        biases += (2 * wide + width) * self.mlp_bias
+        return LlamaShape(
+            **sizes,
+            windows=tuple(window if letter == "S" else None for letter in letters),
+            feed_forward=wide,
+            tied=self.tied_head,
+            vectors=depth * (2 * width + 2 * self.head_dim * self.head_norm + biases) + width,
+        )
+
+    @property
+    def rope(self) -> Rope:
+        return Rope(
+            base=self.rotary_base,
+            type=self.rope_type,
+            factor=self.rope_factor,
+            original_length=self.rope_original_length,
+            low_freq_factor=self.rope_low_freq_factor,
+            high_freq_factor=self.rope_high_freq_factor,
+            beta_fast=self.rope_beta_fast,
+            beta_slow=self.rope_beta_slow,
+            truncate=self.rope_truncate,
+            attention_factor=self.rope_attention_factor,
+            mscale=self.rope_mscale,
+            mscale_all_dim=self.rope_mscale_all_dim,
+        )
+
+
+def check_llama(model: LlamaSettings) -> None:
+    """Raise InputError for the first setting that cannot be built, naming it and the remedy."""
+    check_sizes(model)
+    check_switches(model)
+    require(
+        model.precision != "fp8",
+        "architecture.precision=fp8 is of the gpt family: its bounds rest on norms without weights. Use auto or bf16.",
+    )
+    require(
+        bool(model.sliding_layers) and set(model.sliding_layers) <= set("SL"),
+        f"model.sliding_layers is '{model.sliding_layers}'; it is a pattern of S (sliding) and L (long), such as S.",
+    )
+    require(model.rotary_base > 1, f"architecture.rotary_base is {model.rotary_base}; it must be above 1.")
+    kind, length = model.rope_type, model.rope_original_length
+    require(
+        kind not in ("llama3", "yarn", "dynamic") or length > 0,
+        f"architecture.rope.type={kind} needs architecture.rope.original_length, the context of pretraining.",
+    )
+    require(
+        kind != "dynamic" or model.block_size <= length,
+        f"architecture.rope.type=dynamic is offered up to the pretrained context of {length} tokens, beyond which its "
+        f"angles would change while a text grows; set architecture.block_size={length} or less.",
+    )
+    require(
+        kind != "llama3" or model.rope_high_freq_factor > model.rope_low_freq_factor,
+        "architecture.rope.high_freq_factor must be above architecture.rope.low_freq_factor.",
+    )
+
 
 AXES = {**MATRIX_AXES, "gate": MATRIX_AXES["up"]}
 NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "norm")
@@ -93,12 +394,12 @@ def layer(
     keys: Array | None,
 ) -> Array:
     """x: (B, T, D) → (B, T, D)."""
-    first, second = (None, None) if keys is None else (blocks.fold_in(keys, 0), blocks.fold_in(keys, 1))
+    first, second = (None, None) if keys is None else (ops.fold_in(keys, 0), ops.fold_in(keys, 1))
     h = norm(x, params["attention_norm"], options.epsilon)
-    x = x + blocks.dropout(_attention(options, params, h, rotary, attend), options.dropout, first)
+    x = x + ops.dropout(_attention(options, params, h, rotary, attend), options.dropout, first)
     x = checkpoint_name(x, "residual")
     h = norm(x, params["mlp_norm"], options.epsilon)
-    x = x + blocks.dropout(_feed_forward(options, params, h), options.dropout, second)
+    x = x + ops.dropout(_feed_forward(options, params, h), options.dropout, second)
     return constrain(x, "batch", "sequence", "embed_act")
 
 
@@ -106,7 +407,7 @@ def _attention(
     options: LayerOptions, params: Params, h: Array, rotary: tuple[Array, Array], attend: Attend
 ) -> Array:
     q, k, v = (_heads(options, params, name, h) for name in ("q", "k", "v"))
-    q, k = (blocks.rotate(x, *rotary).astype(x.dtype) for x in (q, k))
+    q, k = (ops.rotate(x, *rotary).astype(x.dtype) for x in (q, k))
     q = constrain(q, "batch", "sequence", "heads", None)
     k, v = (constrain(x, "batch", "sequence", "kv", None) for x in (k, v))
     out = checkpoint_name(attend(q, k, v), "attention")
@@ -128,7 +429,7 @@ def _feed_forward(options: LayerOptions, params: Params, h: Array) -> Array:
 
 
 def _linear(options: LayerOptions, params: Params, name: str, x: Array) -> Array:
-    y = blocks.linear(x, params[name], AXES[name], options.dtype)
+    y = ops.linear(x, params[name], AXES[name], options.dtype)
     bias = params.get(f"{name}_bias")
     return y if bias is None else y + bias.astype(y.dtype)
 
@@ -174,10 +475,10 @@ class Llama(LlamaSettings):
         documents = segment_ids if self.document_mask else None
         dropping = self.dropout > 0 and not deterministic
         if keys is None and (dropping or embedding_noise > 0):
-            keys = blocks.row_keys(self.make_rng("dropout"), jnp.arange(len(input_ids)))
+            keys = ops.row_keys(self.make_rng("dropout"), jnp.arange(len(input_ids)))
         x = self._embed(input_ids)
         if keys is not None and embedding_noise > 0:
-            x = blocks.add_noise(x, embedding_noise, keys)
+            x = ops.add_noise(x, embedding_noise, keys)
         keys = keys if dropping else None
         x = constrain(x, "batch", "sequence", "embed_act")
         rotary = self.rope.table(positions, max(self.block_size, x.shape[1]), self.head_dim)
@@ -185,7 +486,7 @@ class Llama(LlamaSettings):
 
         def step(window: int | None, params: Params, index: Array, stream: Stream) -> Stream:
             attend = partial(attention, window=window, segment_ids=documents, implementation=self.attention)
-            layer_keys = None if keys is None else blocks.fold_in(keys, index)
+            layer_keys = None if keys is None else ops.fold_in(keys, index)
             return layer(options, params, stream[0], rotary, attend, layer_keys), stream[1]
 
         params = [block() for block in self.blocks]
@@ -206,7 +507,7 @@ class Llama(LlamaSettings):
         return norm(x, self.norm, self.norm_epsilon), embedded[..., : cache.previous.shape[-1]]
 
     def _embed(self, ids: Array) -> Array:
-        return blocks.lookup(self.embedding, ids, ("vocab", None), self.compute_dtype)
+        return ops.lookup(self.embedding, ids, ("vocab", None), self.compute_dtype)
 
     def _head(self) -> Array:
         return self.embedding.T if self.tied_head else self.head

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.models.gpt import GPT
-from bessemer.models.headed import HeadedModel
 from bessemer.models.layers import declare
 from bessemer.models.llama import Llama
+from bessemer.models.protocol import HeadedModel
 from bessemer.registry import models
 
 VALUE_HEAD = "value_head"

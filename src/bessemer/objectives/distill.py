@@ -9,8 +9,8 @@ from typing import Any
 from jax import Array
 
 from bessemer.config import field
-from bessemer.models.cross_entropy import target_weights
-from bessemer.models.distillation import TopTokens, distillation_loss
+from bessemer.losses.cross_entropy import target_weights
+from bessemer.losses.distillation import TopTokens, distillation_loss
 from bessemer.registry import objectives
 
 TOP_IDS, TOP_LOGPROBS = "teacher_ids", "teacher_logprobs"

@@ -12,8 +12,8 @@ from jax import Array
 
 from bessemer.config import field
 from bessemer.errors import InputError
-from bessemer.models.cross_entropy import target_weights
-from bessemer.models.divergence import ESTIMATORS, leashed_loss
+from bessemer.losses.cross_entropy import target_weights
+from bessemer.losses.divergence import ESTIMATORS, leashed_loss
 from bessemer.objectives.pretrain import PretrainSettings, pretrain
 from bessemer.registry import objectives
 

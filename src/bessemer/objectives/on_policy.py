@@ -3,7 +3,7 @@
     L = Σ_t τ²·D_t / tokens,     D_t =  reverse  KL(student ‖ teacher)     at every token t of a completion,
                                         forward  KL(teacher ‖ student)     prompts and padding apart
 
-over the whole vocabulary. The completions are sampled from the student as it is (training/sampler.py) and are data to
+over the whole vocabulary. The completions are sampled from the student as it is (rl/sampler.py) and are data to
 the gradient, which goes through the student's distributions alone. So the student is taught where it goes, not where
 a text went. Sources: Agarwal et al. 2023 (GKD, arXiv 2306.13649, with every batch on-policy), Lu et al. 2025.
 """
@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 from jax import Array
 
 from bessemer.config import field
-from bessemer.models.cross_entropy import target_weights
-from bessemer.models.distillation import distillation_loss
+from bessemer.losses.cross_entropy import target_weights
+from bessemer.losses.distillation import distillation_loss
 from bessemer.objectives.distill import TaughtSettings
 from bessemer.objectives.grpo import TOKENS, SampledSettings
 from bessemer.registry import objectives

@@ -1,4 +1,4 @@
-"""What objectives over CONTRASTIVE rows share: sums by response, from the segments of a row (data/pairs.py)."""
+"""What objectives over CONTRASTIVE rows share: sums by response, by segment (data/rows/preference.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.errors import InputError
-from bessemer.models.cross_entropy import target_weights
+from bessemer.losses.cross_entropy import target_weights
 
 Batch = Mapping[str, Array]
 

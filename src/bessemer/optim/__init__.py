@@ -7,10 +7,9 @@ from bessemer.optim.build import (
     default_schedule,
     settings_classes,
 )
-from bessemer.optim.groups import Group, GroupRow
-from bessemer.optim.schedule import Schedule, sample_schedule
+from bessemer.optim.schedules import Schedule, sample_schedule
 from bessemer.optim.sharding import Spread, mesh_spread, state_shardings
-from bessemer.optim.transform import apply_rate, freeze, wrap_optax
+from bessemer.optim.transform import Group, GroupRow, apply_rate, freeze, wrap_optax
 
 __all__ = [
     "Group",

@@ -8,9 +8,8 @@ from functools import partial
 import optax
 
 from bessemer.config import field
-from bessemer.optim.groups import GroupOf, MatrixDecay, is_decayed
-from bessemer.optim.schedule import Schedule
-from bessemer.optim.transform import apply_rate, in_float32
+from bessemer.optim.schedules import Schedule
+from bessemer.optim.transform import GroupOf, MatrixDecay, apply_rate, in_float32, is_decayed
 from bessemer.registry import optimizers
 
 

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from bessemer.errors import InputError
-from bessemer.optim.groups import Group, GroupOf, GroupRow, describe_groups, path_names
-from bessemer.optim.schedule import Schedule, StepFunction, check_steps
+from bessemer.optim.schedules import Schedule, StepFunction, check_steps
 from bessemer.optim.sharding import Spread
-from bessemer.optim.transform import wrap_optax
+from bessemer.optim.transform import Group, GroupOf, GroupRow, describe_groups, path_names, wrap_optax
 from bessemer.registry import optimizers, schedules
 
 Configure = Callable[[type], Any]

@@ -8,21 +8,384 @@ batched polar step a shape; the state is kept per parameter, so its shardings fo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from bessemer.errors import InputError
-from bessemer.optim.groups import GroupOf, path_names
-from bessemer.optim.muon_schedules import decay_schedule, momentum_schedule
-from bessemer.optim.muon_settings import MuonSettings
-from bessemer.optim.polar import default_dtype, orthogonalise
-from bessemer.optim.schedule import Schedule, StepFunction
+from bessemer.config import field
+from bessemer.errors import InputError, nearest
+from bessemer.optim.schedules import Schedule, StepFunction, as_float
 from bessemer.optim.sharding import Spread
-from bessemer.optim.transform import apply_rate, in_float32
+from bessemer.optim.transform import Group, GroupOf, apply_rate, in_float32, kind_of, path_names
 from bessemer.registry import optimizers
+from bessemer.topology.chips import backend
+
+# Numbers that belong together: Muon's rates, decay, momentum and its schedule, as two tuned sets.
+#
+# `classic` is the long-used set. `july2026` is the newer one that nanochat reports as better; it also asks
+# for a data ratio of 12 tokens per scaling parameter (`Preset.ratio`), which the depth dial reads.
+
+
+@dataclass(frozen=True)
+class AdamGroup:
+    """One AdamW group beside Muon. betas None: the settings' `adam_beta1`, `adam_beta2`."""
+
+    lr: float
+    beta1: float | None = None
+    beta2: float | None = None
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Everything `optimization.preset` chooses; a setting given by hand wins over it."""
+
+    matrix_lr: float
+    weight_decay: float
+    weight_decay_schedule: str  # linear | cosine, to 0 at the end
+    momentum_start: float
+    momentum: float
+    momentum_steps: int
+    momentum_final: float  # reached at the end of the warmdown; equal to `momentum`: no fade
+    head: AdamGroup
+    embedding: AdamGroup
+    value_embedding: AdamGroup
+    rho: AdamGroup
+    xi: AdamGroup
+    scalar: AdamGroup  # smear and backout
+    warmup_steps: int
+    warmdown: float
+    final_lr_frac: float
+    ratio: float
+
+
+PRESETS: dict[str, Preset] = {
+    "classic": Preset(
+        matrix_lr=0.02,
+        weight_decay=0.2,
+        weight_decay_schedule="linear",
+        momentum_start=0.85,
+        momentum=0.95,
+        momentum_steps=300,
+        momentum_final=0.95,
+        head=AdamGroup(0.004),
+        embedding=AdamGroup(0.3),
+        value_embedding=AdamGroup(0.15),
+        rho=AdamGroup(0.005),
+        xi=AdamGroup(0.5, beta1=0.96),
+        scalar=AdamGroup(0.2),
+        warmup_steps=0,
+        warmdown=0.5,
+        final_lr_frac=0.0,
+        ratio=10.5,
+    ),
+    "july2026": Preset(
+        matrix_lr=0.02,
+        weight_decay=0.28,
+        weight_decay_schedule="cosine",
+        momentum_start=0.85,
+        momentum=0.97,
+        momentum_steps=400,
+        momentum_final=0.90,
+        head=AdamGroup(0.008, beta1=0.8, beta2=0.96, weight_decay=0.01),
+        embedding=AdamGroup(0.3, beta1=0.8, beta2=0.995, weight_decay=0.001),
+        value_embedding=AdamGroup(0.15, beta1=0.8, beta2=0.995, weight_decay=0.01),
+        rho=AdamGroup(0.005, weight_decay=0.05),
+        xi=AdamGroup(0.5, beta1=0.96),
+        scalar=AdamGroup(0.2),
+        warmup_steps=40,
+        warmdown=0.65,
+        final_lr_frac=0.05,
+        ratio=12.0,
+    ),
+}
+
+
+def preset(name: str) -> Preset:
+    """The preset of that name; an unknown one names the nearest."""
+    if name not in PRESETS:
+        close = nearest(name, list(PRESETS))
+        hint = f" Did you mean '{close}'?" if close else ""
+        raise InputError(f"unknown optimization.preset '{name}'.{hint} Known: {', '.join(PRESETS)}.")
+    return PRESETS[name]
+
+
+# The polar factor of a stack of matrices, by Polar Express (Amsel et al. 2025, arXiv 2505.16932).
+#
+# For X = U Σ Vᵀ the result is close to U Vᵀ: every direction of a gradient gets the same weight. Five steps
+# of an odd polynomial, each with its own best coefficients, do it with matrix products alone. Singular values
+# of at least 1e-3 of the norm arrive within 1 ± .142; smaller ones stay below.
+
+
+COEFFICIENTS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+EPSILON = 1e-6
+"""Guards every division: a zero matrix (padding, or a layer that had no gradient) stays zero."""
+
+
+def default_dtype() -> jnp.dtype:
+    """bf16 on accelerators, float32 on a CPU, where bf16 products are emulated and slower."""
+    return jnp.dtype(jnp.float32 if backend() == "cpu" else jnp.bfloat16)
+
+
+def _norm(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
+    """Euclidean norm over `axis`, kept as size one, accumulated in float32."""
+    return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=axis, keepdims=True))
+
+
+def equalise_rows(x: jax.Array) -> jax.Array:
+    """Each row to the mean row norm, ‖X‖/√rows, for a better conditioned spectrum.
+
+    x: (..., fan_in, fan_out). A row is what feeds one output unit, so it runs along fan_in here.
+    """
+    target = _norm(x, (-2, -1)) / x.shape[-1] ** 0.5
+    scale = target / jnp.maximum(_norm(x, -2), EPSILON)
+    return x * scale.astype(x.dtype)
+
+
+def polar_express(x: jax.Array) -> jax.Array:
+    """X /= 1.01‖X‖ + 1e-6, then five times X ← aX + X(bA + cA²) with A = XᵀX, or its mirror image when wide.
+
+    x: (..., m, n), any float dtype; the products are made in that dtype. The smaller Gram matrix is always
+    taken.
+    """
+    x = x * (1.0 / (1.01 * _norm(x, (-2, -1)) + EPSILON)).astype(x.dtype)
+    tall = x.shape[-2] > x.shape[-1]
+    for a, b, c in COEFFICIENTS:
+        xt = jnp.swapaxes(x, -1, -2)
+        gram = xt @ x if tall else x @ xt
+        mixed = b * gram + c * (gram @ gram)
+        x = a * x + (x @ mixed if tall else mixed @ x)
+    return x
+
+
+def polar_flops(shape: tuple[int, ...]) -> float:
+    """FLOPs of the matrix products in `polar_express` of one m × n matrix (m ≤ n): 4m²n + 2m³ a step."""
+    m, n = sorted(shape[-2:])
+    return float(len(COEFFICIENTS) * (4 * m * m * n + 2 * m**3))
+
+
+def orthogonalise(x: jax.Array) -> jax.Array:
+    """Rows equalised, polar factor, then rescaled to ‖·‖_F = √min(m, n), as if exact. float32 out."""
+    y = polar_express(equalise_rows(x)).astype(jnp.float32)
+    return y * (min(x.shape[-2:]) ** 0.5 / jnp.maximum(_norm(y, (-2, -1)), EPSILON))
+
+
+# What else changes with the step under Muon: its momentum and the weight decay of the matrices.
+
+
+def momentum_schedule(settings: MuonSettings, schedule: Schedule, steps: int) -> StepFunction:
+    """start → peak over the first steps (0 steps: peak from the start); to the final value over the schedule's decay.
+
+    In a run so short that both overlap the smaller of the two holds, so the momentum never jumps.
+    """
+    start, peak, ramp, final = settings.momentum_values()
+    fade = max(steps - schedule.decay_start, 1)
+
+    def momentum(step: jax.typing.ArrayLike) -> jax.Array:
+        i = as_float(step)
+        risen = jnp.minimum(i / ramp, 1.0) if ramp else 1.0
+        up = start + (peak - start) * risen
+        down = peak + (final - peak) * jnp.clip((i - schedule.decay_start) / fade, 0.0, 1.0)
+        return jnp.minimum(up, down)
+
+    return momentum
+
+
+def decay_schedule(settings: MuonSettings, steps: int) -> StepFunction:
+    """Weight decay of the matrices, from its full value at step 0 to 0 at N: linear, or half a cosine."""
+    wd, shape = settings.decay_values()
+
+    def weight_decay(step: jax.typing.ArrayLike) -> jax.Array:
+        progress = jnp.clip(as_float(step) / steps, 0.0, 1.0)
+        return wd * (1.0 - progress if shape == "linear" else 0.5 * (1.0 + jnp.cos(jnp.pi * progress)))
+
+    return weight_decay
+
+
+# Muon's settings. None means the preset's number: one word moves them all, and each can be moved alone.
+
+
+REFERENCE_WIDTH = 768
+
+
+def _given(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
+
+
+@dataclass(frozen=True)
+class MuonSettings:
+    default_schedule: ClassVar[str] = "trapezoid"
+
+    preset: str = field(
+        "optimization/preset", default="classic", choices=tuple(PRESETS), help="tuned set of Muon's numbers"
+    )
+    matrix_lr: float | None = field(
+        "optimization/matrix_lr",
+        default=None,
+        minimum=0.0,
+        help="peak rate of matrices in blocks (none: by preset)",
+    )
+    embedding_lr: float | None = field(
+        "optimization/embedding_lr",
+        default=None,
+        minimum=0.0,
+        help="peak rate of the embedding (none: by preset)",
+    )
+    unembedding_lr: float | None = field(
+        "optimization/unembedding_lr",
+        default=None,
+        minimum=0.0,
+        help="peak rate of the head (none: by preset)",
+    )
+    value_embedding_lr: float | None = field(
+        "optimization/value_embedding_lr",
+        default=None,
+        minimum=0.0,
+        help="peak rate of value embeddings and lookup tables (none: by preset)",
+    )
+    scalar_lr: float | None = field(
+        "optimization/scalar_lr",
+        default=None,
+        minimum=0.0,
+        help="peak rate of ξ; ρ takes a hundredth of it (none: by preset)",
+    )
+    smear_lr: float | None = field(
+        "optimization/smear_lr",
+        default=None,
+        minimum=0.0,
+        help="peak rate of smear and backout (none: by preset)",
+    )
+    scalar_warmup: int = field(
+        "optimization/scalar_warmup",
+        default=40,
+        minimum=0,
+        help="steps over which the rates of ρ, ξ, smear and backout rise from 0 (0: no warmup)",
+    )
+    lr_multiplier: float = field(
+        "optimization/lr_multiplier",
+        default=1.0,
+        minimum=0.0,
+        help="times every rate; the depth dial's √(B/B_ref)",
+    )
+    weight_decay: float | None = field(
+        "optimization/weight_decay",
+        default=None,
+        minimum=0.0,
+        help="cautious decay of matrices (none: by preset)",
+    )
+    weight_decay_schedule: str | None = field(
+        "optimization/weight_decay_schedule",
+        default=None,
+        choices=("linear", "cosine"),
+        help="how that decay goes to 0 (none: by preset)",
+    )
+    momentum: float | None = field(
+        "optimization/momentum",
+        default=None,
+        minimum=0.0,
+        below=1.0,
+        help="Muon's momentum (none: by preset)",
+    )
+    momentum_steps: int | None = field(
+        "optimization/momentum_steps", default=None, minimum=0, help="steps from .85 to it (none: by preset)"
+    )
+    momentum_final: float | None = field(
+        "optimization/momentum_final",
+        default=None,
+        minimum=0.0,
+        below=1.0,
+        help="momentum at the end of the warmdown (none: by preset)",
+    )
+    muon_beta2: float = field(
+        "optimization/muon_beta2", default=0.9, minimum=0.0, below=1.0, help="decay of Muon's second moment"
+    )
+    adam_beta1: float = field(
+        "optimization/adam_beta1",
+        default=0.8,
+        minimum=0.0,
+        below=1.0,
+        help="AdamW groups without their own",
+    )
+    adam_beta2: float = field(
+        "optimization/adam_beta2",
+        default=0.95,
+        minimum=0.0,
+        below=1.0,
+        help="AdamW groups without their own",
+    )
+    eps: float = field("optimization/eps", default=1e-10, minimum=0.0, help="epsilon of the AdamW groups")
+
+    def groups(self, width: int | None = None) -> tuple[Group, ...]:
+        """The groups with their peak rates: preset, settings, (width/768)^-½ and the dial's multiplier.
+
+        ρ, ξ, smear and backout start with a rate of 0. While all output projections are 0, the residual stream is a
+        multiple of x0, and the final norm removes any factor: the gradients of ρ, ξ and backout are then 0 up to
+        rounding (about 1e-8), which Adam would turn into a full step of random sign.
+        """
+        chosen = preset(self.preset)
+        narrow = 1.0 if width is None else (width / REFERENCE_WIDTH) ** -0.5
+        wd, _ = self.decay_values()
+        xi = _given(self.scalar_lr, chosen.xi.lr)
+        rho = chosen.rho.lr if self.scalar_lr is None else 0.01 * self.scalar_lr
+        embedding = _given(self.embedding_lr, chosen.embedding.lr)
+        value = _given(self.value_embedding_lr, chosen.value_embedding.lr)
+        matrix = self.lr_multiplier * _given(self.matrix_lr, chosen.matrix_lr)
+        return (
+            Group("matrix", matrix, wd, (self.momentum_values()[1], self.muon_beta2)),
+            self._adam("head", chosen.head, narrow * _given(self.unembedding_lr, chosen.head.lr)),
+            self._adam("embedding", chosen.embedding, narrow * embedding),
+            self._adam("value_embedding", chosen.value_embedding, narrow * value),
+            self._adam("rho", chosen.rho, rho, self.scalar_warmup),
+            self._adam("xi", chosen.xi, xi, self.scalar_warmup),
+            self._adam("scalar", chosen.scalar, _given(self.smear_lr, chosen.scalar.lr), self.scalar_warmup),
+        )
+
+    def _adam(self, name: str, group: AdamGroup, lr: float, warmup: int = 0) -> Group:
+        betas = (_given(group.beta1, self.adam_beta1), _given(group.beta2, self.adam_beta2))
+        return Group(name, self.lr_multiplier * lr, group.weight_decay, betas, warmup)
+
+    def label(self, path: tuple[str, ...], leaf: Any, group_of: GroupOf | None) -> str:
+        """Matrices and gates to Muon; a gate that is a vector has no polar factor: it goes with scalars."""
+        kind = kind_of(path, leaf, group_of)
+        if kind == "gate":
+            return "matrix" if leaf.ndim == 2 else "scalar"
+        return kind
+
+    def momentum_values(self) -> tuple[float, float, int, float]:
+        """(start, peak, steps from start to peak, final)."""
+        chosen = preset(self.preset)
+        peak = _given(self.momentum, chosen.momentum)
+        steps = chosen.momentum_steps if self.momentum_steps is None else self.momentum_steps
+        faded = chosen.momentum_final if chosen.momentum_final != chosen.momentum else peak
+        return min(chosen.momentum_start, peak), peak, steps, min(_given(self.momentum_final, faded), peak)
+
+    def decay_values(self) -> tuple[float, str]:
+        """(weight decay of the matrices at step 0, shape of its way to 0)."""
+        chosen = preset(self.preset)
+        return _given(
+            self.weight_decay, chosen.weight_decay
+        ), self.weight_decay_schedule or chosen.weight_decay_schedule
+
+    def curves(self, schedule: Schedule, steps: int) -> dict[str, StepFunction]:
+        """What else changes with the step, by name, for plans and plots."""
+        return {
+            "momentum": momentum_schedule(self, schedule, steps),
+            "weight_decay": decay_schedule(self, steps),
+        }
+
+    def update_flops(self, group: str, shape: tuple[int, ...]) -> float:
+        """Matrix FLOPs of updating one parameter: the polar factor's."""
+        return polar_flops(shape) if group == "matrix" else 0.0
 
 
 class MuonState(NamedTuple):

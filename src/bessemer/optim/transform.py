@@ -3,15 +3,130 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from bessemer.errors import InputError
-from bessemer.optim.groups import path_names
-from bessemer.optim.schedule import StepFunction
+from bessemer.optim.schedules import StepFunction, as_float
+
+# Which parameter belongs to which group, by its path; and the table that shows it.
+#
+# A model says what each parameter is with `group_of(path)`: "matrix", "gate", "embedding", "head",
+# "value_embedding", "rho", "xi" or "scalar" (its *kind*). An optimizer's settings turn kinds into groups,
+# each with its own rate, decay and betas.
+
+
+GroupOf = Callable[[tuple[str, ...]], str]
+
+KINDS = ("matrix", "gate", "embedding", "head", "value_embedding", "rho", "xi", "scalar")
+DECAYED = ("matrix", "gate", "head")
+"""Kinds that multiply activations. Embeddings are tables: decay would shrink the rows of rare tokens most."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group of parameters as it is trained: peak rate, decay, and betas (or momentum) as printed.
+
+    warmup: steps over which the group's own rate rises linearly from 0, on top of the schedule.
+    """
+
+    name: str
+    lr: float
+    weight_decay: float = 0.0
+    betas: tuple[float, ...] = ()
+    warmup: int = 0
+
+    def rate(self, schedule: StepFunction) -> StepFunction:
+        """Return step → lr · schedule(step) · min(step / warmup, 1). The first factor of a warmup is exactly 0."""
+        if self.warmup == 0:
+            return lambda step: self.lr * schedule(step)
+        return lambda step: self.lr * schedule(step) * jnp.minimum(as_float(step) / self.warmup, 1.0)
+
+
+@dataclass(frozen=True)
+class GroupRow:
+    """One line of the printed table."""
+
+    group: str
+    tensors: int
+    parameters: int
+    lr: float
+    decay: float
+    betas: tuple[float, ...]
+
+
+def path_names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """jax's key path as plain names: ("blocks_0", "attention", "query")."""
+    return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+def kind_by_rule(path: tuple[str, ...], leaf: Any) -> str:
+    """For a model without `group_of`: by the number of axes, then by names that hold "embed" or "head"."""
+    if leaf.ndim < 2:
+        return "scalar"
+    names = [name.lower() for name in path]
+    if any("embed" in name or name == "wte" for name in names):
+        return "embedding"
+    if any(name.endswith("head") or name in ("logits", "unembed") for name in names):
+        return "head"
+    return "matrix"
+
+
+def kind_of(path: tuple[str, ...], leaf: Any, group_of: GroupOf | None) -> str:
+    """The model's own word for a parameter, checked, or the rule's."""
+    if group_of is None:
+        return kind_by_rule(path, leaf)
+    kind = group_of(path)
+    if kind not in KINDS:
+        raise InputError(
+            f"group_of({'/'.join(path)}) returned '{kind}'; it must be one of {', '.join(KINDS)}."
+        )
+    return kind
+
+
+def is_decayed(path: tuple[str, ...], leaf: Any, group_of: GroupOf | None) -> bool:
+    """Decay on matrices only: at least two axes, and a kind that multiplies activations."""
+    return leaf.ndim >= 2 and kind_of(path, leaf, group_of) in DECAYED
+
+
+class MatrixDecay:
+    """Settings of an optimizer with one rate for all and decay on matrices only: all but Muon."""
+
+    default_schedule: ClassVar[str] = "wsd"
+    lr: float
+    weight_decay: float
+
+    def betas(self) -> tuple[float, ...]:
+        return ()
+
+    def groups(self, width: int | None = None) -> tuple[Group, ...]:
+        return (
+            Group("matrices", self.lr, self.weight_decay, self.betas()),
+            Group("rest", self.lr, 0.0, self.betas()),
+        )
+
+    def label(self, path: tuple[str, ...], leaf: Any, group_of: GroupOf | None) -> str:
+        return "matrices" if is_decayed(path, leaf, group_of) else "rest"
+
+
+def describe_groups(
+    groups: tuple[Group, ...], params: Any, label: Callable[[tuple[str, ...], Any], str]
+) -> list[GroupRow]:
+    """Tensors and parameters by group, in the optimizer's order; groups without parameters are left out."""
+    found: dict[str, list[int]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        found.setdefault(label(path_names(path), leaf), []).append(int(np.prod(leaf.shape, dtype=np.int64)))
+    return [
+        GroupRow(g.name, len(found[g.name]), sum(found[g.name]), g.lr, g.weight_decay, g.betas)
+        for g in groups
+        if g.name in found
+    ]
+
 
 Decays = Callable[[tuple[str, ...], jax.Array], bool]
 """(path, parameter) -> does weight decay touch it?"""

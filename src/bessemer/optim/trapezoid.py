@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from bessemer.config import field
-from bessemer.optim.presets import PRESETS, preset
-from bessemer.optim.schedule import Schedule, as_float, check_steps, ramp_up, share_of
+from bessemer.optim.muon import PRESETS, preset
+from bessemer.optim.schedules import Schedule, as_float, check_steps, ramp_up, share_of
 from bessemer.registry import schedules
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from bessemer.config import field
 from bessemer.errors import InputError
-from bessemer.optim.schedule import Schedule, as_float, check_steps, half_cosine, share_of
+from bessemer.optim.schedules import Schedule, as_float, check_steps, half_cosine, share_of
 from bessemer.registry import schedules
 
 FLOOR = 0.01

@@ -16,9 +16,9 @@ from bessemer.errors import InputError
 from bessemer.plan.target import Target
 from bessemer.topology import AXES, Topology, TopologySettings, planned_for
 from bessemer.topology.mesh import _fill
-from bessemer.training import microbatch
-from bessemer.training.functions import Functions, abstract_state, check_sequence, make_optimizer
-from bessemer.training.horizon import ASKED
+from bessemer.training.setup import microbatch
+from bessemer.training.setup.compiled import Functions, abstract_state, check_sequence, make_optimizer
+from bessemer.training.setup.horizon import ASKED
 
 MICRO = "training/per_device_batch_size"
 

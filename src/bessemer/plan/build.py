@@ -10,13 +10,13 @@ from typing import Any
 import jax
 
 from bessemer.models.shape import Shape
-from bessemer.plan.curves import sample_curves
 from bessemer.plan.measure import measure_rate, predict
+from bessemer.plan.show import sample_curves
 from bessemer.plan.trainer import planned_trainer
-from bessemer.training import microbatch
-from bessemer.training.facts import optimizer_groups
+from bessemer.training.console.output import optimizer_groups
 from bessemer.training.launch import Overrides
-from bessemer.training.model_parts import flops_formula
+from bessemer.training.setup import microbatch
+from bessemer.training.setup.model import flops_formula
 from bessemer.training.trainer import BaseTrainer
 
 Say = Callable[[str], None]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -110,3 +111,180 @@ class Layout:
             if any((place // stride) % size != (first // stride) % size for place in members):
                 found.append(axis)
         return tuple(found)
+
+
+# Collectives of a compiled program, read from its text; a loop's body counts as often as the loop turns.
+#
+# The compiler's own cost analysis sees a body once, so a scan over layers or micro-batches would look almost
+# free.
+
+
+HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
+NAMED = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = ")
+ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
+BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+BOUND = re.compile(r"constant\((\d+)\)")
+GROUPS = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
+IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+NAMED_GROUPS = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+)
+SUB_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+CHAIN = re.compile(r'channel_id=(\d+).*chain_id="(\d+)"')
+PAIRS = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
+WIDTHS = {"pred": 1, "bf16": 2, "token": 0, "opaque": 0}
+
+
+@dataclass
+class Computation:
+    collectives: list[tuple[str, str, str]] = field(
+        default_factory=list
+    )  # kind, type of the result, rest of the line
+    calls: list[tuple[str, str, str | None]] = field(
+        default_factory=list
+    )  # callee, rest of the line, condition
+    bounds: list[int] = field(
+        default_factory=list
+    )  # constants: a loop's bound is the largest of its condition
+
+
+def collectives_of(text: str, layout: Layout) -> list[Collective]:
+    """The exchanges of one execution of the program `text` (HLO after partitioning), merged."""
+    parts, entry = parse(text)
+    found: list[Collective] = []
+
+    def visit(name: str, times: int) -> None:
+        part = parts.get(name)
+        if part is None:
+            return
+        found.extend(_collective(*one, times, layout) for one in part.collectives)
+        for callee, rest, condition in part.calls:
+            visit(callee, times * (1 if condition is None else _turns(rest, parts.get(condition))))
+
+    visit(entry, 1)
+    return merged(one for one in found if one.group > 1)
+
+
+def parse(text: str) -> tuple[dict[str, Computation], str]:
+    """(computations by name, the entry's name)."""
+    parts: dict[str, Computation] = {}
+    current, entry = Computation(), ""
+    chains: set[tuple[str, ...]] = set()
+    for line in text.splitlines():
+        if (head := HEAD.match(line)) and " = " not in line.split("(", 1)[0]:
+            current = parts[head["name"]] = Computation()
+            entry = head["name"] if head["entry"] else entry
+        elif begun := NAMED.match(line):
+            _read(line[begun.end() :], current, chains)
+    return parts, entry
+
+
+def _read(words: str, into: Computation, chains: set[tuple[str, ...]]) -> None:
+    """One instruction, `TYPE OPCODE(OPERANDS), ATTRIBUTES`.
+
+    A TPU hides an exchange behind several pieces of work and names it in each of them: a chain, which is one exchange.
+    """
+    end = _type_end(words)
+    kind, rest = words[:end], words[end:].lstrip()
+    opcode = rest.partition("(")[0]
+    base = opcode.removesuffix("-start")
+    if base in KINDS:
+        chain = CHAIN.search(rest)
+        if chain is None or chain.groups() not in chains:
+            into.collectives.append((opcode, kind, rest))
+        chains |= {chain.groups()} if chain else set()
+        return
+    if opcode == "constant" and (bound := BOUND.match(rest)):
+        into.bounds.append(int(bound[1]))
+        return
+    if "=" not in rest:
+        return
+    condition = CONDITION.search(rest)
+    into.calls += [
+        (name, rest, condition[1] if condition and opcode == "while" else None)
+        for name in CALLED.findall(rest)
+    ]
+    if branches := BRANCHES.search(rest):
+        into.calls += [(name.strip().lstrip("%"), rest, None) for name in branches[1].split(",")]
+
+
+def _type_end(words: str) -> int:
+    """Where the type ends: at the first space outside of parentheses."""
+    depth = 0
+    for place, letter in enumerate(words):
+        depth += (letter == "(") - (letter == ")")
+        if letter == " " and depth == 0:
+            return place
+    return len(words)
+
+
+def _turns(rest: str, condition: Computation | None) -> int:
+    """How often a loop turns: the compiler's word, else the bound its condition compares with, else once."""
+    if known := TURNS.search(rest):
+        return int(known[1])
+    return max(condition.bounds, default=1) if condition else 1
+
+
+def _collective(opcode: str, kind: str, rest: str, times: int, layout: Layout) -> Collective:
+    base = opcode.removesuffix("-start")
+    sizes = [_bytes(name, shape) for name, shape in ARRAY.findall(kind)]
+    if opcode.endswith("-start") and base != "all-reduce":  # (operands, results, …): results alone
+        arrays = [size for size in sizes if size > 4] or sizes
+        sizes = arrays[len(arrays) // 2 :]
+    members = _members(rest, layout)
+    axes = layout.axes_of(members)
+    group = math.prod(layout.sizes[axis] for axis in axes) if base == "collective-permute" else len(members)
+    payload = sum(sizes) * (group if base == "reduce-scatter" else 1)
+    return Collective(base, axes, group, times, float(payload * times), layout.nodes(members))
+
+
+def _bytes(name: str, shape: str) -> int:
+    bits = re.search(r"\d+", name)
+    width = WIDTHS.get(name, int(bits[0]) / 8 if bits else 4)
+    return int(math.prod(int(size) for size in shape.split(",") if size) * width)
+
+
+def _members(rest: str, layout: Layout) -> list[int]:
+    """Device positions of one group."""
+    if pair := PAIRS.search(rest):
+        return [int(pair[1]), int(pair[2])]
+    if named := NAMED_GROUPS.search(rest):
+        return _named_members(*named.groups())
+    if iota := IOTA.search(rest):
+        groups, sizes = (tuple(_numbers(text)) for text in iota.groups()[:2])
+        places = np.arange(math.prod(sizes)).reshape(sizes)
+        if iota[3]:
+            places = places.transpose(tuple(_numbers(iota[3])))
+        return [int(place) for place in places.reshape(groups)[0].ravel()]
+    if listed := GROUPS.search(rest):
+        first = listed[1].split("}")[0].strip("{")
+        return list(_numbers(first)) or list(range(layout.devices))
+    return list(range(layout.devices))
+
+
+def _named_members(sizes: str, grid: str | None, turned: str | None, along: str) -> list[int]:
+    """Groups along named axes of the compiler's own mesh: `'a'`, or `'a':(4)2`, the part of size 2 after 4 of it."""
+    mesh = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
+    places = np.arange(math.prod(mesh.values()))
+    if grid:
+        places = places.reshape(tuple(_numbers(grid)))
+        places = places.transpose(tuple(_numbers(turned))) if turned else places
+    places = places.reshape(tuple(mesh.values()))
+    for name, before, size in SUB_AXIS.findall(along):
+        axis, whole = list(mesh).index(name), mesh[name]
+        first, count = (int(before), int(size)) if size else (1, whole)
+        after = whole // (first * count)
+        split = (*places.shape[:axis], first, count, after, *places.shape[axis + 1 :])
+        # the part goes to the end; what is left of the axis stays in its place
+        left = np.moveaxis(places.reshape(split), axis + 1, -1)
+        places = left.reshape(*places.shape[:axis], first * after, *places.shape[axis + 1 :], count)
+        mesh[name] = first * after
+    members = places[(0,) * len(mesh)]
+    return [int(place) for place in members.ravel()]
+
+
+def _numbers(text: str) -> Iterator[int]:
+    return (int(word) for word in text.split(",") if word)

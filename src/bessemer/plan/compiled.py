@@ -23,12 +23,11 @@ from jax.sharding import AxisType, Mesh
 from bessemer.config import configuration
 from bessemer.errors import InputError, to_install
 from bessemer.plan.absent import AbsentTopology
-from bessemer.plan.collectives import Collective, Layout
-from bessemer.plan.hlo import collectives_of
+from bessemer.plan.collectives import Collective, Layout, collectives_of
 from bessemer.topology import AXES, Topology, arrange, planned_for
 from bessemer.training.feed import abstract_batch
-from bessemer.training.functions import abstract_state, jit_train_step, make_optimizer
-from bessemer.training.microbatch import StepMemory, step_bytes
+from bessemer.training.setup.compiled import abstract_state, jit_train_step, make_optimizer
+from bessemer.training.setup.microbatch import StepMemory, step_bytes
 
 USED = re.compile(
     r"(?:Used |required for [\w ]*\()([\d.]+)([KMGT])(?: of |\) exceeds available HBM \()([\d.]+)([KMGT])"

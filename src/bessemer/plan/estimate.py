@@ -10,15 +10,75 @@ there gathered as well, with its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from bessemer.models.stack import remat_names
+from bessemer.config.recipes import read_yaml
+from bessemer.errors import InputError, nearest
+from bessemer.models.layers import remat_names
 from bessemer.plan.collectives import Collective, Layout, merged
 from bessemer.plan.facts import Facts
-from bessemer.plan.prices import Terms
-from bessemer.training.microbatch import SPARE, accumulation
+from bessemer.plan.target import Target
+from bessemer.storage.files import home
+from bessemer.topology import CHIPS
+from bessemer.training.setup.microbatch import SPARE, accumulation
+
+# prices.yaml: what an hour of a chip costs, and how chips are joined beyond their own links. The user edits
+# it.
+
+
+SHIPPED = Path(__file__).with_name("prices.yaml")
+KEYS = ("dollars_hour", "node", "outside_gb_s")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """One chip's line. `source` is the file that was read last for it."""
+
+    dollars_hour: float | None
+    node: int | None
+    outside_gb_s: float
+    source: str
+
+
+def terms_of(chip: str, given: Path | None = None) -> Terms:
+    """The shipped line of a chip, with the user's values (--prices, else BESSEMER_HOME/prices.yaml) in its place."""
+    line, source = dict(_read(SHIPPED)[chip]), "the shipped prices.yaml, to be edited"
+    own = given or home() / "prices.yaml"
+    if given is not None or own.is_file():
+        replaced = _read(own).get(chip)
+        if replaced:
+            line, source = line | replaced, str(own)
+    return Terms(line["dollars_hour"], line["node"], float(line["outside_gb_s"]), source)
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    table = read_yaml(path, "price table")
+    for chip, line in table.items():
+        if chip not in CHIPS:
+            raise InputError(f"price table '{path}': unknown chip '{chip}'{_hint(chip)}.")
+        if not isinstance(line, dict):
+            raise InputError(f"price table '{path}': '{chip}' must hold a mapping of {', '.join(KEYS)}.")
+        for key, value in line.items():
+            _check(path, chip, key, value)
+    return table
+
+
+def _check(path: Path, chip: str, key: str, value: Any) -> None:
+    if key not in KEYS:
+        raise InputError(f"price table '{path}', {chip}: unknown key '{key}'; known: {', '.join(KEYS)}.")
+    empty = value is None and key != "outside_gb_s"
+    number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    if not empty and not (number and (key != "node" or isinstance(value, int))):
+        raise InputError(f"price table '{path}', {chip}: {key}={value!r} must be a number above 0.")
+
+
+def _hint(chip: str) -> str:
+    close = nearest(chip, list(CHIPS))
+    return f"; did you mean '{close}'?" if close else ""
+
 
 PASSES = 10.0
 """How often a kept tensor, or one of its kind that is not kept, travels between chip and memory in elementwise work.
@@ -159,3 +219,64 @@ def _activation_collectives(facts: Facts, choice: Choice, steps: int, add: Any) 
     keys = 2 * tokens * shape.kv_width / choice.axes["tensor"] * shape.depth
     add("all-gather", ("context",), 4 * shape.depth * steps, 2 * keys)
     add("reduce-scatter", ("context",), 2 * shape.depth * steps, keys)
+
+
+# From work to time and money: three rooflines of one step, days, dollars.
+#
+#     compute = FLOPs / peak    memory = bytes / bandwidth    network = Σ collectives at full link speed
+#     at best = the largest of them;   likely = max(compute / .72 + memory / .9, network)
+#
+# A large bf16 product reached 655–767 of an H200's 989 TFLOP/s, copies 4.3 of its 4.8 TB/s
+# (benchmarks/LOG.md): that is where .72 and .9 are from. Latency, validation, checkpoints and lost hosts are
+# not counted.
+
+
+MATRIX_SHARE = 0.72
+BANDWIDTH_SHARE = 0.9
+DAY = 86_400
+
+
+def step_time(target: Target, terms: Terms, made: Estimate, found: Sequence[Collective]) -> dict[str, Any]:
+    """Seconds of one step by each roofline, which of them binds, and the likely time."""
+    chip = target.chip
+    seconds = {
+        "compute": (made.flops - made.float8_flops) / chip.bf16_flops
+        + made.float8_flops / chip.peak_flops("fp8"),
+        "memory": made.traffic / chip.hbm_bytes_s,
+        "network": sum(one.seconds(chip.link_bytes_s, terms.outside_gb_s * 1e9) for one in found),
+    }
+    busy = seconds["compute"] / MATRIX_SHARE + seconds["memory"] / BANDWIDTH_SHARE
+    return {
+        **seconds,
+        "best": max(seconds.values()),
+        "bound_by": max(seconds, key=lambda name: seconds[name]),
+        "likely": max(busy, seconds["network"]),
+    }
+
+
+def run_time(
+    step: dict[str, Any], steps: int, tokens: int, flops_per_token: float, target: Target, precision: str
+) -> dict[str, Any]:
+    """The whole run at the likely step time; MFU by the causal FLOPs."""
+    seconds = step["likely"] * steps
+    speed = tokens / seconds
+    return {
+        "step_seconds": step["likely"],
+        "step_seconds_at_best": step["best"],
+        "roofline": {name: step[name] for name in ("compute", "memory", "network")},
+        "bound_by": step["bound_by"],
+        "seconds": seconds,
+        "days": seconds / DAY,
+        "tokens_per_s": speed,
+        "mfu_causal": speed * flops_per_token / (target.chip.peak_flops(precision) * target.devices),
+    }
+
+
+def run_cost(seconds: float, target: Target, terms: Terms) -> dict[str, Any]:
+    price = terms.dollars_hour
+    return {
+        "dollars_per_chip_hour": price,
+        "chip_hours": seconds / 3600 * target.chips,
+        "dollars": None if price is None else seconds / 3600 * target.chips * price,
+        "source": terms.source,
+    }

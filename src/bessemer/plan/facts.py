@@ -13,10 +13,10 @@ import jax
 
 from bessemer.config import configuration
 from bessemer.errors import InputError
-from bessemer.models.stack import remat_names
+from bessemer.models.layers import remat_names
 from bessemer.plan.kept import Kept, kept_tensors
 from bessemer.topology import AXES, placement, shardings, unbox
-from bessemer.training.model_parts import precision_of
+from bessemer.training.setup.model import precision_of
 from bessemer.training.trainer import BaseTrainer
 
 

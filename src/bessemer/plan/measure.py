@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bessemer.report.table import counted
+from bessemer.console import counted
 from bessemer.topology import unbox
-from bessemer.training.model_parts import compiler_options, make_apply
+from bessemer.training.setup.model import compiler_options, make_apply
 from bessemer.training.trainer import BaseTrainer
 
 LAYERS = 2

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.errors import InputError
-from bessemer.plan.absent_plan import Planned, asked_of, document, estimated
-from bessemer.plan.advice import BLOCK, changes, choices, tried
+from bessemer.plan.absent_plan import BLOCK, Planned, asked_of, changes, choices, document, estimated, tried
 from bessemer.plan.compiled import Say, compile_step
 from bessemer.plan.estimate import Choice, node_of
 from bessemer.plan.facts import Facts

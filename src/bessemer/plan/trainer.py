@@ -12,42 +12,34 @@ from typing import Any, cast
 import numpy as np
 
 from bessemer.config import Config, configuration, configure, dotted, resolve
-from bessemer.config.layers import Layer
-from bessemer.data import (
-    DataPlan,
-    DatasetStyle,
-    DataSettings,
-    Sampling,
-    Tokenizer,
-    find_source,
-    open_dataset,
-)
-from bessemer.data.catalog import store_directory, store_place
-from bessemer.data.pairs import pair_fields
-from bessemer.data.rows import TEXT_TYPES, Fields
-from bessemer.data.store import is_store
-from bessemer.data.tokenizer import FILE
-from bessemer.data.tokenizer_choice import tokenizer_place, vocabulary_of
+from bessemer.config.recipes import Layer
+from bessemer.data import DataPlan, DatasetStyle, DataSettings, Sampling, Tokenizer, find_source, open_dataset
+from bessemer.data.plan.catalog import store_directory, store_place
+from bessemer.data.rows.preference import pair_fields
+from bessemer.data.rows.rows import TEXT_TYPES, Fields
+from bessemer.data.rows.store import is_store
+from bessemer.data.tokenize.choice import tokenizer_place, vocabulary_of
+from bessemer.data.tokenize.tokenizer import FILE
 from bessemer.errors import InputError
 from bessemer.generate.load import FAMILY
 from bessemer.job import ExecutionSpec
+from bessemer.models.allocation import Allocation, compute_lzw_allocation
 from bessemer.plan.absent import AbsentTopology, absent_functions, absent_topology
-from bessemer.plan.lookup import assume_allocation
 from bessemer.plan.target import Target
 from bessemer.registry import jobs
 from bessemer.topology import TopologySettings, make_topology
-from bessemer.training import microbatch, reference_logps
-from bessemer.training.data_parts import DataParts, stage_boundaries, stage_count
-from bessemer.training.first import planned_from
-from bessemer.training.functions import Functions, build_functions
-from bessemer.training.horizon import plan_horizon, target_of
-from bessemer.training.inherit import begun_from
 from bessemer.training.launch import Overrides
-from bessemer.training.model_parts import ModelParts, build_model
-from bessemer.training.schema import schema_of
-from bessemer.training.taught import stored_tokens, taught_fields
+from bessemer.training.persistence import reference_logps
+from bessemer.training.persistence.teacher import stored_tokens, taught_fields
+from bessemer.training.setup import microbatch
+from bessemer.training.setup.compiled import Functions, build_functions
+from bessemer.training.setup.data import DataParts, stage_boundaries, stage_count
+from bessemer.training.setup.horizon import plan_horizon, target_of
+from bessemer.training.setup.init_recipe import planned_from
+from bessemer.training.setup.initial_weights import begun_from
+from bessemer.training.setup.model import ModelParts, build_model, fix_settings, note, with_model
+from bessemer.training.setup.schema import schema_of, usual_style
 from bessemer.training.trainer import BaseTrainer
-from bessemer.training.wishes import usual_style
 
 VOCABULARY = 32_768
 """Assumed when neither the model nor a tokenizer says: the size the depth dial's reference has."""
@@ -200,3 +192,22 @@ def assume_micro_batch(trainer: BaseTrainer) -> None:
     why = f"assumed: at most {microbatch.CPU_TOKENS} tokens a pass, as nothing was compiled"
     trainer.config.set("training/per_device_batch_size", size, why)
     trainer.note_derived("training.per_device_batch_size", size, why)
+
+
+# Lookup rows before there is data: an even share for every token, noted as assumed.
+
+
+def assume_allocation(trainer: BaseTrainer) -> None:
+    """A training run shares rows out by its data; sizes and counts do not depend on how, only on how many."""
+    model: Any = trainer.model
+    if not getattr(model, "lookup_after_layers", ()) or model.allocation is not None:
+        return
+    shape = model.shape.lookup
+    k = compute_lzw_allocation([], model.vocab_size, shape.rows, model.lookup_k_max)
+    tokenizer = trainer.tokenizer.hash if trainer.tokenizer else None
+    allocation = Allocation.of(k, np.ones(model.vocab_size, np.int64), tokenizer)
+    fix_settings(trainer, model)
+    trainer.model_parts = with_model(
+        trainer, model.clone(allocation=allocation, lookup_rows=allocation.rows, lookup_d_up=shape.d_up)
+    )
+    note(trainer, allocation, "an even share, assumed: training uses LZW over its tokens")

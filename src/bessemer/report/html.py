@@ -13,10 +13,10 @@ from html import escape
 from pathlib import Path
 
 from bessemer.job import RunDirectory, atomic_write
+from bessemer.report.environment import reproduction
 from bessemer.report.markdown import DETAILS, TITLES, render
 from bessemer.report.phases import has_phases, write_phases_report
 from bessemer.report.plots import write_plots
-from bessemer.report.reproduce import reproduction
 from bessemer.report.summary import Summary, summarise
 
 STYLE = """

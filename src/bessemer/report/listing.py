@@ -6,13 +6,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bessemer.console import NOTHING, compact, duration, number, size, table, with_error
 from bessemer.job import RunDirectory
 from bessemer.job.directory import list_runs
 from bessemer.job.lock import STALE_SECONDS
-from bessemer.report.held_out import held_out_remarks
-from bessemer.report.summary import REFUSED, Row, Summary, disk_size, headline, summarise
-from bessemer.report.table import NOTHING, compact, duration, number, size, table, with_error
-from bessemer.report.words import percent, show
+from bessemer.report.summary import (
+    REFUSED,
+    Row,
+    Summary,
+    disk_size,
+    headline,
+    held_out_remarks,
+    percent,
+    show,
+    summarise,
+)
 
 
 def run_rows(root: str | Path) -> list[Row]:

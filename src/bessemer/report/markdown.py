@@ -6,24 +6,27 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bessemer.console import markdown_table, with_error
 from bessemer.job import RunDirectory, atomic_write
-from bessemer.report.held_out import too_small
-from bessemer.report.machine import machine, peak_memory, utilisation
+from bessemer.report.environment import machine, peak_memory, utilisation
 from bessemer.report.phases import has_phases, write_phases_report
 from bessemer.report.plots import write_plots
-from bessemer.report.summary import Row, Summary, is_number, summarise
-from bessemer.report.table import markdown_table, with_error
-from bessemer.report.words import (
+from bessemer.report.summary import (
     MISSING,
+    Row,
+    Summary,
     clock,
     count,
     decimal,
+    is_number,
     longest_run,
     percent,
     share_of_100,
     short,
     show,
     statistic,
+    summarise,
+    too_small,
 )
 
 TITLES = {

@@ -13,7 +13,7 @@ import numpy as np
 
 from bessemer.config.bounded import parse_json
 from bessemer.errors import InputError, StorageError
-from bessemer.job.files import atomic_write, storage
+from bessemer.storage.files import atomic_write, storage
 
 MOST_BYTES = 1 << 30
 """About a million rows; a file from elsewhere may claim any length."""

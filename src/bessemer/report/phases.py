@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.config.bounded import read_json
-from bessemer.config.layers import saved_tree
+from bessemer.config.recipes import saved_tree
+from bessemer.console import markdown_table
 from bessemer.job import RunDirectory, atomic_write
-from bessemer.report.summary import Summary, summarise
-from bessemer.report.table import markdown_table
-from bessemer.report.words import MISSING, clock, count, decimal
+from bessemer.report.summary import MISSING, Summary, clock, count, decimal, summarise
 
 FOLDER = "phases"
 

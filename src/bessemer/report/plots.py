@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bessemer.job.files import storage
 from bessemer.report.summary import Summary, is_number
+from bessemer.storage.files import storage
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

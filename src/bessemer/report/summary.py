@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import lzma
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -13,7 +16,8 @@ from typing import Any, NamedTuple, TypeGuard
 
 from bessemer.config import read_recipe, recipe_names
 from bessemer.config.bounded import read_json
-from bessemer.config.layers import saved_tree
+from bessemer.config.recipes import saved_tree
+from bessemer.console import compact, counted, duration, size
 from bessemer.errors import BessemerError, InputError
 from bessemer.job import RunDirectory, RunLock
 from bessemer.job.trust import check_links
@@ -272,3 +276,134 @@ def flatten_settings(tree: Mapping[Any, Any], prefix: str = "") -> Row:
         else:
             flat[f"{prefix}{name}"] = value
     return flat
+
+
+# Values as words for a report; what was never recorded says so.
+
+
+MISSING = "not recorded"
+
+
+def statistic(key: str, value: Any) -> str:
+    if is_number(value) and key.endswith("_share"):
+        return f"{value:.2%}"
+    return count(value) if is_number(value) or value is None else show(value)
+
+
+def show(value: Any) -> str:
+    """As one would type it."""
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+
+
+def show_or_missing(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {show(inner)}" for key, inner in value.items())
+    return MISSING if value is None else show(value)
+
+
+def decimal(value: Any) -> str:
+    return f"{value:.4f}" if is_number(value) else MISSING
+
+
+def count(value: Any) -> str:
+    if not is_number(value):
+        return MISSING
+    return f"{int(value):,}" if float(value).is_integer() else f"{value:,.4g}"
+
+
+def short(value: Any) -> str:
+    return compact(value) if is_number(value) else MISSING
+
+
+def percent(value: Any) -> str:
+    return f"{value:.1%}" if is_number(value) else MISSING
+
+
+def share_of_100(value: Any) -> str:
+    return percent(value / 100) if is_number(value) else MISSING
+
+
+def clock(value: Any) -> str:
+    return duration(value) if is_number(value) else MISSING
+
+
+def gib(value: Any) -> str:
+    return f"{value:.2f} GiB" if is_number(value) else MISSING
+
+
+def longest_run(text: str) -> int:
+    """Length of the longest run of backticks, so that a fence can be longer."""
+    longest = current = 0
+    for character in text:
+        current = current + 1 if character == "`" else 0
+        longest = max(longest, current)
+    return longest
+
+
+# What a run was judged on: whether it is enough, and whether it is the same for several runs.
+
+
+FEW_BYTES, FEW_DOCUMENTS = 32_768, 10
+"""Below either a held-out set says little: bits per byte differ by several percent between such sets."""
+
+
+def too_small(facts: Mapping[str, Any], error: float | None = None) -> str | None:
+    """A warning if the held-out set, as `a run's facts` has it, is too small to judge a model by."""
+    size, documents = facts.get("bytes"), facts.get("documents")
+    if size is None or documents is None or (size >= FEW_BYTES and documents >= FEW_DOCUMENTS):
+        return None
+    known = f" (standard error of bits per byte: {error:.3f})" if error is not None else ""
+    return (
+        f"the held-out set has only {counted(documents, 'document')} in {size / 1000:.1f} KB, too little to judge a "
+        f"model by{known}; hold out more with data.val_fraction, or give more data"
+    )
+
+
+def held_out_remarks(summaries: Sequence[Summary], labels: Sequence[str]) -> list[str]:
+    """Why bits per byte cannot be compared, where the runs were not judged on the same held-out set."""
+    judged = [(label, s) for label, s in zip(labels, summaries, strict=True) if s.last("val_bpb") is not None]
+    sets = {label: summary.held_out for label, summary in judged}
+    prints = {found.get("fingerprint") for found in sets.values()}
+    if len(judged) < 2 or (len(prints) == 1 and None not in prints):
+        return []
+    sizes = "; ".join(f"{label}: {_set_size(found)}" for label, found in sets.items())
+    reason = "Some runs do not say on what they were judged" if None in prints else "The held-out sets differ"
+    names = " ".join(str(summary.run.word) for _, summary in judged)
+    return [
+        "",
+        f"{reason}, so validation loss and bits per byte above do not rank these runs ({sizes}).",
+        f"To judge all on the same text: bessemer compare {names} --common",
+    ]
+
+
+def _set_size(found: Row) -> str:
+    if "fingerprint" not in found:
+        return "not recorded"
+    text = f", {size(found['bytes'])}" if "bytes" in found else ""
+    return f"{counted(int(found['sequences']), 'sequence')}{text}"
+
+
+# What general compressors make of the same text: a model that needs more bits than xz has learnt little.
+#
+# bits per byte = 8 · compressed bytes / bytes
+
+
+GZIP = 16 + zlib.MAX_WBITS  # the gzip container, as `gzip -9` writes it (without a file name)
+
+
+def baselines(data: bytes | Iterable[bytes]) -> dict[str, float]:
+    """Bits per byte of `gzip -9` ("gzip") and `xz -9e` ("xz") on bytes, or on pieces of them; {} for none."""
+    deflate = zlib.compressobj(9, zlib.DEFLATED, GZIP, 9)
+    xz = lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME)
+    total = gzip_size = xz_size = 0
+    for piece in [data] if isinstance(data, bytes) else data:
+        total += len(piece)
+        gzip_size += len(deflate.compress(piece))
+        xz_size += len(xz.compress(piece))
+    if total == 0:
+        return {}
+    gzip_size += len(deflate.flush())
+    xz_size += len(xz.flush())
+    return {"gzip": 8 * gzip_size / total, "xz": 8 * xz_size / total}

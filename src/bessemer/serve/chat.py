@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bessemer.data.tokenizer import NOT_UNICODE
+from bessemer.data.tokenize.tokenizer import NOT_UNICODE
 from bessemer.errors import InputError
 from bessemer.generate import Engine, EngineThread, Event, Request, Sample, SamplingOptions
-from bessemer.generate.tools import CALLS, call_id, output_ids
+from bessemer.generate.calculator import CALLS, call_id, output_ids
 from bessemer.serve.conversation import Exchange, Template
 
 HELP = """\

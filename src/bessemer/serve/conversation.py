@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from bessemer.data.chat import TURN_TOKENS, can_chat, render, stop_ids
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.data.tokenize.chat import TURN_TOKENS, can_chat, render, stop_ids
+from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate import LoadedModel
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from bessemer.data.tokenizer import Tokenizer
+from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.generate import Event
 from bessemer.generate.request import Ranking
 

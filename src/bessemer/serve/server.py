@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from bessemer.data.templates import stop_rendering
+from bessemer.data.tokenize.templates import stop_rendering
 from bessemer.errors import InputError
 from bessemer.generate import Engine, EngineThread, LoadedModel, Request, SamplingOptions
 from bessemer.serve.app import make_app

@@ -4,10 +4,10 @@ Model code knows nothing of devices: it names the axes of its arrays, and the ta
 axis each named axis rests (parameters, optimizer state) and computes (weights in use, activations).
 """
 
-from bessemer.topology.arrange import arrange
-from bessemer.topology.backend import backend, planned_for
-from bessemer.topology.chips import CHIPS, Chip, chip_of, has_float8
+from bessemer.topology.bootstrap import keep_stdout_clean, start_distributed
+from bessemer.topology.chips import CHIPS, Chip, backend, chip_of, has_float8, planned_for
 from bessemer.topology.distributed import (
+    CompiledTogether,
     StepAgreement,
     agree,
     barrier,
@@ -17,10 +17,8 @@ from bessemer.topology.distributed import (
     process_index,
     share,
 )
-from bessemer.topology.loss import farewell
-from bessemer.topology.mesh import Topology, init_sharded, make_topology
-from bessemer.topology.placement import placement
-from bessemer.topology.roll_call import absent_processes
+from bessemer.topology.lost_peer import absent_processes, farewell
+from bessemer.topology.mesh import Topology, arrange, init_sharded, make_topology, placement
 from bessemer.topology.rules import (
     COMPUTE_RULES,
     REST_RULES,
@@ -31,8 +29,6 @@ from bessemer.topology.rules import (
     validate_divisible,
 )
 from bessemer.topology.settings import AXES, TopologySettings
-from bessemer.topology.start import keep_stdout_clean, start_distributed
-from bessemer.topology.together import CompiledTogether
 
 __all__ = [
     "AXES",

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
+
+import jax
 
 
 @dataclass(frozen=True)
@@ -100,3 +105,27 @@ def has_float8(device: Any) -> bool:
         return float(capability) >= FLOAT8_CAPABILITY
     chip = chip_of(device)
     return chip is not None and chip.fp8_flops is not None
+
+
+# For which kind of device a program is traced: JAX's own, unless a plan says otherwise.
+#
+# Dtypes, tiles and kernels are chosen by this. A plan for hardware that is not here traces the very program
+# that would run there, on a machine whose own backend is a CPU.
+
+
+_planned: ContextVar[str | None] = ContextVar("planned_backend", default=None)
+
+
+def backend() -> str:
+    """cpu, gpu or tpu."""
+    return _planned.get() or jax.default_backend()
+
+
+@contextmanager
+def planned_for(platform: str) -> Iterator[None]:
+    """Trace as for `platform`. What is traced can be compiled for such devices, but not run here."""
+    token = _planned.set(platform)
+    try:
+        yield
+    finally:
+        _planned.reset(token)

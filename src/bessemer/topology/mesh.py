@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from bessemer.errors import InputError
-from bessemer.topology.arrange import arrange
 from bessemer.topology.chips import Chip, chip_of, has_float8
 from bessemer.topology.distributed import process_index
 from bessemer.topology.rules import COMPUTE_RULES, REST_RULES, Rules, check_rules, shardings, unbox
@@ -194,3 +195,128 @@ def _xla_cpu_threads() -> int:
     except ValueError:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(cores, jax.local_device_count("cpu"))
+
+
+# Which device takes which place of the mesh: neighbours on a TPU's torus, slices on the outermost axes.
+
+
+def arrange(sizes: Sequence[int], devices: Sequence[Any]) -> tuple[np.ndarray, tuple[str, ...]]:
+    """(devices in the shape of the mesh, notes on what that costs), for devices that are here or only compiled for.
+
+    Not `jax.make_mesh`: it refuses several slices, and most meshes whose sizes are no products of a torus's sides.
+    The innermost axes send most, so they are neighbours: on a GPU, devices of one node are.
+    """
+    platform = str(devices[0].platform)
+    if platform != "tpu":
+        ordered = sorted(devices, key=lambda device: device.id) if platform == "gpu" else list(devices)
+        return _shaped(ordered, sizes), ()
+    slices: dict[int, list[Any]] = defaultdict(list)
+    for device in devices:
+        slices[getattr(device, "slice_index", 0)].append(device)
+    if len({len(members) for members in slices.values()}) > 1:
+        raise InputError(
+            f"the {len(slices)} slices here differ in size: a mesh takes as many devices of each."
+        )
+    across = across_slices(sizes, len(slices))
+    inside = [size // count for size, count in zip(sizes, across, strict=True)]
+    placed, notes = zip(*(_on_torus(inside, slices[index]) for index in sorted(slices)), strict=True)
+    blocks = np.empty(len(slices), object)
+    blocks[:] = placed
+    joined = np.block(blocks.reshape(across).tolist())
+    return joined, (*_far(across), *dict.fromkeys(note for note in notes if note))
+
+
+def across_slices(sizes: Sequence[int], slices: int) -> list[int]:
+    """How many slices each axis spans: as many as divide it, from the outermost on, which sends least."""
+    across = []
+    for size in sizes:
+        across.append(math.gcd(size, slices))
+        slices //= across[-1]
+    return across
+
+
+def _far(across: Sequence[int]) -> list[str]:
+    return [
+        f"topology.{axis} spans {count} slices: what it exchanges goes over the data centre's network. "
+        "A topology.data that is a multiple of the slices keeps it inside of them."
+        for axis, count in zip(AXES, across, strict=True)
+        if count > 1 and axis != "data"
+    ]
+
+
+def _on_torus(sizes: Sequence[int], devices: list[Any]) -> tuple[np.ndarray, str]:
+    """One slice: mesh axes on whole sides of the torus, else on parts of sides, else in plain order; and a note."""
+    from jax.experimental import mesh_utils
+
+    for split in (False, True):
+        try:
+            placed = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=split)
+        except (NotImplementedError, ValueError, AssertionError):
+            continue
+        return placed, _note(sizes, devices, "two mesh axes share a side of it") if split else ""
+    ordered = sorted(devices, key=lambda device: device.id)
+    return _shaped(ordered, sizes), _note(sizes, devices, "devices are in plain order, neighbours or not")
+
+
+def _note(sizes: Sequence[int], devices: list[Any], how: str) -> str:
+    sides = np.array([device.coords for device in devices])
+    torus = "x".join(str(side) for side in np.ptp(sides, axis=0) + 1)
+    mesh = " × ".join(f"{axis} {size}" for axis, size in zip(AXES, sizes, strict=True) if size > 1)
+    return (
+        f"{mesh} does not fall on whole sides of the torus {torus}: {how}, so exchanges have fewer links to "
+        "themselves than the sides have. Mesh sizes that are products of sides have them all."
+    )
+
+
+def _shaped(devices: list[Any], sizes: Sequence[int]) -> np.ndarray:
+    placed = np.empty(len(devices), object)
+    placed[:] = devices
+    return placed.reshape(tuple(sizes))
+
+
+# Where each array of a tree lies on the mesh, and what it takes of one device: the table behind `bessemer
+# plan`.
+
+
+def placement(abstract_tree: Any, shardings: Any) -> list[dict[str, Any]]:
+    """One row an array: name, shape, dtype, spec (mesh axes by dimension), bytes, bytes_per_device.
+
+    abstract_tree: arrays or ShapeDtypeStructs; shardings: NamedShardings in the same structure. No array is read.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_tree)
+    placed = jax.tree.leaves(shardings)
+    rows = []
+    for (path, leaf), sharding in zip(leaves, placed, strict=True):
+        size = jax.numpy.dtype(leaf.dtype).itemsize
+        spec = tuple(sharding.spec) + (None,) * (len(leaf.shape) - len(sharding.spec))
+        rows.append(
+            {
+                "name": jax.tree_util.keystr(path, simple=True, separator="/"),
+                "shape": list(leaf.shape),
+                "dtype": str(jax.numpy.dtype(leaf.dtype)),
+                "spec": [list(axes) if isinstance(axes, tuple) else axes for axes in spec],
+                "bytes": math.prod(leaf.shape) * size,
+                "bytes_per_device": math.prod(sharding.shard_shape(tuple(leaf.shape))) * size,
+            }
+        )
+    return rows
+
+
+# Random numbers that compile quickly: on one GPU their bits come from JAX's own kernel.
+#
+# Otherwise each draw is a program of a hundred instructions: the 54 of a model of depth 12 took 24 s to
+# compile on an H200, with the kernel .8 s. The bits are the same.
+
+
+SETTING = "jax_threefry_gpu_kernel_lowering"
+
+
+@contextmanager
+def quick_draws(mesh: Mesh) -> Iterator[None]:
+    """What is lowered inside draws by the kernel, if one device holds all: of several, each would draw everything."""
+    before = getattr(jax.config, SETTING)
+    jax.config.update(SETTING, mesh.size == 1)  # no other platform has the kernel, so none heeds this
+    try:
+        yield
+    finally:
+        jax.config.update(SETTING, before)

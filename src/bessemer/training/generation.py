@@ -12,17 +12,23 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bessemer.config import configuration, configure
-from bessemer.data.chat import can_chat, is_messages, render, stop_ids
+from bessemer.data.tokenize.chat import can_chat, is_messages, render, stop_ids
 from bessemer.errors import InputError
 from bessemer.generate import Completion
-from bessemer.generate.decoder import bucket, crop, end_tokens
-from bessemer.generate.finite import check_scores
-from bessemer.generate.results import GenerationConfig, GenerationResults, generate_rows
+from bessemer.generate.decoder import (
+    GenerationConfig,
+    GenerationResults,
+    bucket,
+    crop,
+    end_tokens,
+    generate_rows,
+)
+from bessemer.generate.load import check_scores
 from bessemer.generate.rows import Output, stop_table
 from bessemer.generate.sampling import Filters, way_of
 from bessemer.models.shape import round_up
 from bessemer.topology import CompiledTogether
-from bessemer.training.fetch import fetch
+from bessemer.training.feed import fetch
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer

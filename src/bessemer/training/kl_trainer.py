@@ -17,13 +17,14 @@ from flax import linen as nn
 from flax import struct
 
 from bessemer.config import Config, configure, field
-from bessemer.data.catalog import store_directory
-from bessemer.data.mixture import DatasetStyle, Sampling
+from bessemer.data.plan.catalog import store_directory
+from bessemer.data.plan.mixture import DatasetStyle, Sampling
 from bessemer.errors import InputError
 from bessemer.objectives.kl import KLConfig
 from bessemer.registry import jobs, objectives
-from bessemer.training import schema, stages
+from bessemer.training import stages
 from bessemer.training.settings import BaseTrainerConfig
+from bessemer.training.setup import schema
 from bessemer.training.state import TrainState
 from bessemer.training.trainer import BaseTrainer
 

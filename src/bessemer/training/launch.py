@@ -12,12 +12,11 @@ from typing import Any
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.config import Config, configuration, configure, dotted, load_saved, resolve, slashed
-from bessemer.config.layers import Layer, override_layer
-from bessemer.config.recipes import raw_values
+from bessemer.config.recipes import Layer, override_layer, raw_values
 from bessemer.config.values import plain
 from bessemer.data import DataSettings, Tokenizer
-from bessemer.data.tokenizer import FILE as TOKENIZER
-from bessemer.data.tokenizer_choice import tokenizer_place
+from bessemer.data.tokenize.choice import tokenizer_place
+from bessemer.data.tokenize.tokenizer import FILE as TOKENIZER
 from bessemer.errors import InputError, to_install
 from bessemer.job import (
     GIVEN,
@@ -28,12 +27,12 @@ from bessemer.job import (
     default_run_name,
     find_run,
 )
-from bessemer.job.remote import is_remote
 from bessemer.job.trust import adopt, check_trust
 from bessemer.registry import jobs
+from bessemer.storage.remote import is_remote
 from bessemer.topology import AXES, TopologySettings, make_topology, share, start_distributed
-from bessemer.training import restore
-from bessemer.training.branches import (
+from bessemer.training.persistence import checkpoints
+from bessemer.training.persistence.checkpoints import (
     RESUMABLE,
     SELECTORS,
     Changes,
@@ -41,14 +40,11 @@ from bessemer.training.branches import (
     check_changeable,
     replace_horizon,
 )
-from bessemer.training.first import trained_first
-from bessemer.training.inherit import INIT, begun_from
-from bessemer.training.mirror import fetched
-from bessemer.training.pinning import pinned, refound
-from bessemer.training.schema import schema_of
-from bessemer.training.starts import find_start
+from bessemer.training.persistence.mirror import fetched
+from bessemer.training.setup.init_recipe import trained_first
+from bessemer.training.setup.initial_weights import INIT, begun_from, find_start
+from bessemer.training.setup.schema import DATASET, pinned, refound, schema_of, styled, usual_style
 from bessemer.training.trainer import BaseTrainer
-from bessemer.training.wishes import DATASET, styled, usual_style
 
 PERMISSION = "training/allow_data_change"
 DATA = (PERMISSION, "training/dataset", "data/")
@@ -166,7 +162,7 @@ def reopen(
     if not trainer.load(None if step is None else str(step)):
         if step is not None:
             raise InputError(f"{directory.path} has no checkpoint at step {step}.")
-        restore.branch_off(trainer, 0, {})
+        checkpoints.branch_off(trainer, 0, {})
         trainer.say("no checkpoint was committed yet: the run starts again from step 0, as the same run")
     elif isinstance(trainer, BaseTrainer):
         trainer.say(f"resume     from the checkpoint of step {trainer.step:,} of {trainer.steps:,}")

@@ -16,13 +16,14 @@ import jax
 from bessemer.data import Prefetcher
 from bessemer.errors import BessemerError, Stopped, StorageError
 from bessemer.topology import StepAgreement
-from bessemer.training import frozen, stages
-from bessemer.training.callback import Callbacks
-from bessemer.training.guard import Unstable, final_problem
+from bessemer.training import stages
+from bessemer.training.callbacks.base import Callbacks
+from bessemer.training.metrics import StepClock, StepLog, Waits
 from bessemer.training.outcome import doing, together
-from bessemer.training.report import StepClock, StepLog, Waits
-from bessemer.training.rollback import roll_back
+from bessemer.training.persistence import frozen
+from bessemer.training.persistence.checkpoints import roll_back
 from bessemer.training.signals import stop_signals
+from bessemer.training.state import Unstable, final_problem
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -101,7 +102,7 @@ class Loop:
     def _train(self) -> bool:
         """From where the trainer stands to the end; False when it was rolled back on the way."""
         try:
-            frozen.ensure(self.trainer)
+            frozen.ensure_frozen(self.trainer)
             stages.ready(self.trainer)
             if self.step == 0:
                 self.validate()

@@ -5,23 +5,53 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
 from bessemer.errors import BessemerError, Stopped, StorageError, TrainingError
 from bessemer.job import RunLock
-from bessemer.job.files import remove_leftovers
+from bessemer.storage.files import remove_leftovers
 from bessemer.topology import absent_processes, barrier, farewell, first_line
-from bessemer.training import goodput, microbatch, reference
-from bessemer.training.guard import Unstable
-from bessemer.training.mirror import mirrored
-from bessemer.training.output import write_setup
+from bessemer.training.console.output import write_setup
+from bessemer.training.persistence import frozen
+from bessemer.training.persistence.mirror import mirrored
+from bessemer.training.setup import microbatch
 from bessemer.training.signals import leaving, setting_up
+from bessemer.training.state import Unstable
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
+
+
+# Goodput: the share of wall time, over all starts of a run, that went into steps which are in its result.
+#
+#     goodput = Σ time of kept steps, less waiting for data  /  Σ time of all starts, each to its last sign of life
+#
+# What lowers it: start-up, compilation, validation, saving, and steps that were done again because a process
+# died before the next checkpoint. Time in a queue, when there was no process, does not count. The numerator
+# is in the loop state, so that a restart forgets the steps it forgets; the denominator is in status.json,
+# which a kill leaves behind.
+
+
+def begin(trainer: BaseTrainer) -> dict[str, Any]:
+    """Fields of status.json: how often the run was started, when it was now, and the seconds of the starts before."""
+    status = trainer.run_directory.read_status() if trainer.continues else {}
+    last = max(0.0, status.get("heartbeat", 0.0) - status["began"]) if "began" in status else 0.0
+    trainer.wall_before = status.get("wall_before", 0.0) + last
+    return {
+        "starts": status.get("starts", 0) + 1,
+        "began": time.time() - trainer.startup.age,
+        "wall_before": trainer.wall_before,
+    }
+
+
+def wall_seconds(trainer: BaseTrainer) -> float:
+    """Of all starts so far."""
+    return trainer.wall_before + trainer.startup.age
+
 
 TOGETHER_SECONDS = 3600.0
 
@@ -80,7 +110,7 @@ def together(done: str) -> None:
 def start_status(trainer: BaseTrainer) -> None:
     change = {"data_change": trainer.data_change} if trainer.data_change else {}
     trainer.run_directory.write_status(
-        state="running", step=trainer.step, exit_code=None, message="", **change, **goodput.begin(trainer)
+        state="running", step=trainer.step, exit_code=None, message="", **change, **begin(trainer)
     )
 
 
@@ -133,7 +163,7 @@ def take_over(trainer: BaseTrainer) -> None:
     trainer.checkpoint_manager.clean()
     if trainer.continues:
         trainer.checkpoint_manager.set_aside_after(trainer.step)
-        reference.drop_after(trainer, trainer.step)
+        frozen.drop_after(trainer, trainer.step)
 
 
 def record_failure(trainer: BaseTrainer, error: BaseException) -> None:

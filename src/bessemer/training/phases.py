@@ -22,17 +22,16 @@ from bessemer.config import Config, Schema, configure, current, field, gather, r
 from bessemer.errors import BessemerError, InputError, Stopped, runnable
 from bessemer.evaluate import Evaluator, check_tasks
 from bessemer.job import BasicJob, ExecutionSpec, RunDirectory, RunLock, atomic_write
-from bessemer.job.files import storage
 from bessemer.job.trust import mark_origin
 from bessemer.registry import jobs
 from bessemer.report import write_report
 from bessemer.report.phases import FOLDER
+from bessemer.storage.files import storage
 from bessemer.topology import TopologySettings
-from bessemer.training.finale import shown
-from bessemer.training.output import Output
-from bessemer.training.schema import schema_of
+from bessemer.training.console.output import Output, shown
+from bessemer.training.console.progress import StartUp
+from bessemer.training.setup.schema import schema_of
 from bessemer.training.signals import afterwards, setting_up
-from bessemer.training.startup import StartUp
 
 PASSED = ("topology/", "data/root", "logging/progress", "plugins", "seed")
 """Settings of the whole that every phase gets."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bessemer.config import field, parse_duration
-from bessemer.data.mixture import Sampling
+from bessemer.data.plan.mixture import Sampling
 from bessemer.errors import InputError
 from bessemer.scaling import MOST_STEPS
 

@@ -1,6 +1,6 @@
 """Stages: one run through several mixtures, each with its own number of tokens.
 
-Stage k makes the updates start+1 … end. Data and its cross-fades follow from the batch's number (data/loader.py),
+Stage k makes the updates start+1 … end. Data and its cross-fades follow from the batch's number (data/plan/batches.py),
 schedules from the step (optim/wsd.py: `rewarm`). At the end of a stage the run validates and keeps a checkpoint, which
 no retention deletes. Then the next one begins: perhaps with fresh optimizer moments, another weight of the penalty,
 and a reference, which is the parameters as they are at that step.
@@ -24,7 +24,7 @@ from bessemer.errors import InputError
 from bessemer.training.state import TrainState, added_fields
 
 if TYPE_CHECKING:
-    from bessemer.training.functions import Functions
+    from bessemer.training.setup.compiled import Functions
     from bessemer.training.trainer import BaseTrainer
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ def use(trainer: BaseTrainer, stage: Stage) -> None:
 
 def without_reference(trainer: BaseTrainer) -> Functions:
     """The same steps over a state that has none."""
-    from bessemer.training.functions import jit_train_step, jit_val_step
+    from bessemer.training.setup.compiled import jit_train_step, jit_val_step
 
     functions = trainer.functions
     placed = functions.state_shardings.replace(reference=None)
@@ -127,16 +127,17 @@ def without_reference(trainer: BaseTrainer) -> Functions:
 
 def ready(trainer: BaseTrainer) -> None:
     """Before the first update of a process: what the initial state does not have yet."""
-    from bessemer.training import reference
+    from bessemer.training.persistence import frozen
 
     if trainer.step == 0:
         trainer.state = weighted(trainer, trainer.stages[0])
-    reference.ensure(trainer)
+    frozen.ensure_reference(trainer)
 
 
 def begin(trainer: BaseTrainer) -> None:
     """The stage whose first update comes next. Every process calls it, at the same step."""
-    from bessemer.training import output, reference
+    from bessemer.training.console import output
+    from bessemer.training.persistence import frozen
 
     step = trainer.step
     stage = next(stage for stage in trainer.stages if stage.start == step)
@@ -148,9 +149,9 @@ def begin(trainer: BaseTrainer) -> None:
         state = state.replace(opt_state=fresh_moments(trainer))
     trainer.state = state if stage.reference is not None else state.replace(reference=None)
     if stage.reference == step:
-        reference.take(trainer)
+        frozen.take(trainer)
     elif stage.reference is not None and state.reference is None:
-        trainer.state = state.replace(reference=reference.restore(trainer, step))
+        trainer.state = state.replace(reference=frozen.restore_reference(trainer, step))
     if stage.beta > 0:
         words.append(f"β {stage.beta:g} to the parameters of step {stage.reference:,}")
     trainer.say("; ".join(words))

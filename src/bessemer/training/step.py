@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from bessemer.models.blocks import ROW_KEYS, row_keys
-from bessemer.models.cross_entropy import target_weights
-from bessemer.training.guard import Statistics, judge
-from bessemer.training.state import TrainState
+from bessemer.kernels.ops import ROW_KEYS, row_keys
+from bessemer.losses.cross_entropy import target_weights
+from bessemer.training.state import Statistics, TrainState, judge
 
 Batch = dict[str, jax.Array]
 Meta = dict[str, jax.Array]

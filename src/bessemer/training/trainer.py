@@ -3,8 +3,7 @@
     class MyTrainer(bm.BaseTrainer[MyConfig, MyModel]): ...
     MyTrainer(bm.ExecutionSpec.local("runs", name="mine")).run()
 
-The class is thin: each member delegates to the room that owns the matter. How a run is built and how it steps is here;
-trainer_view has what a trainer says about itself, trainer_kept its checkpoints, trainer_text what its model says.
+The class is a facade: each method delegates to the module that implements it, and the run calls every one of them.
 """
 
 from __future__ import annotations
@@ -12,52 +11,48 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Generic
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
 import jax
+import numpy as np
 from flax import linen as nn
 
+from bessemer.checkpoint import Checkpoints
 from bessemer.config import Config, configuration, configure
 from bessemer.data import Prefetcher, Tokenizer
 from bessemer.evaluate import Evaluator
-from bessemer.job import GIVEN, ExecutionSpec, RunLock
+from bessemer.generate import Completion
+from bessemer.generate.decoder import GenerationConfig, GenerationResults
+from bessemer.job import GIVEN, CheckpointManager, ExecutionSpec, RestoreableJob, RunLock, Snapshot, is_path
 from bessemer.models.lora import LoraSettings
 from bessemer.registry import jobs
-from bessemer.topology import StepAgreement, Topology, TopologySettings, init_sharded
-from bessemer.training import (
-    data_parts,
-    functions,
-    horizon,
-    inherit,
-    microbatch,
-    model_parts,
-    outcome,
-    output,
-    reference,
-    restore,
-    schema,
-    stages,
-    step,
-    teacher,
-    validation,
-)
-from bessemer.training.branches import Branch, Changes
-from bessemer.training.cache import keep_compiled_programs
-from bessemer.training.callback import Callback, Callbacks
-from bessemer.training.header import header
+from bessemer.topology import StepAgreement, Topology, TopologySettings, init_sharded, shardings
+from bessemer.training import generation, outcome, stages, step, validation
+from bessemer.training.callbacks.base import Callback, Callbacks
+from bessemer.training.console import output
+from bessemer.training.console.header import header
+from bessemer.training.console.output import Output
+from bessemer.training.console.progress import NoBar, ProgressBar, StartUp, make_progress
 from bessemer.training.loop import Loop
-from bessemer.training.mirror import make_mirror
+from bessemer.training.persistence import checkpoints, frozen, teacher
+from bessemer.training.persistence.checkpoints import Branch, Changes
+from bessemer.training.persistence.mirror import make_mirror
 from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings, seconds_of
-from bessemer.training.startup import StartUp
-from bessemer.training.state import TrainState
-from bessemer.training.trainer_kept import TrainerKept
-from bessemer.training.trainer_text import TrainerText
-from bessemer.training.trainer_view import C, M
+from bessemer.training.setup import compiled, data, horizon, initial_weights, microbatch, schema
+from bessemer.training.setup.compiled import Functions, keep_compiled_programs
+from bessemer.training.setup.data import CollectFunction, DataParts, GivenParts
+from bessemer.training.setup.model import ModelParts, build_model, flops_share, peak_memory
+from bessemer.training.state import LoopState, TrainState
+from bessemer.training.step import Batch, Meta
+
+C = TypeVar("C", bound=BaseTrainerConfig)
+M = TypeVar("M", bound=nn.Module)
 
 
 @jobs.register("BaseTrainer")
-class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
+class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     """One training run as a job. With the spec alone everything comes from the configuration in force;
     the keywords give parts directly."""
 
@@ -74,6 +69,23 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
         "tracker",
         "garbage_collector",
     )
+
+    config: Config
+    topology: Topology
+    settings: C
+    logging: LoggingSettings
+    given: GivenParts
+    derived: dict[str, Any]
+    output: Output
+    model_parts: ModelParts
+    data: DataParts
+    functions: Functions
+    step: int
+    data_offset: int
+    loop_state: LoopState
+    continues: bool
+    _state: TrainState | None
+    _checkpoints: Checkpoints | None
 
     state_class: ClassVar[type[TrainState]] = TrainState
     rolls_out: ClassVar[bool] = False  # samples what it trains on
@@ -99,9 +111,7 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
             self.choose_defaults(self.config)
         self.topology = spec.topology
         self.given_callbacks = tuple(callbacks)
-        self.given = data_parts.GivenParts(
-            model, model_state, dataset_train, dataset_eval, data_collator, tokenizer
-        )
+        self.given = GivenParts(model, model_state, dataset_train, dataset_eval, data_collator, tokenizer)
         self.derived = {}
         self.started = time.monotonic()
         self.startup = StartUp()
@@ -119,7 +129,7 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
         self._state = None
         self._checkpoints = None
         self.stages: tuple[stages.Stage, ...] = ()
-        self.other_functions: functions.Functions | None = None  # of the stages of the other kind
+        self.other_functions: Functions | None = None  # of the stages of the other kind
         self.output = output.Output(spec.run_directory, self.topology.is_process_zero)
         with self.configured():
             self.settings = configure(self.config_class())
@@ -129,18 +139,21 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
             self.mirror = make_mirror(self)
             self.time_limit = seconds_of(self.settings.time_limit)
             self.model_parts = self.configure_model()
-            if self.settings.init is not None and (taken := inherit.describe(self.config)) is not None:
+            if (
+                self.settings.init is not None
+                and (taken := initial_weights.describe(self.config)) is not None
+            ):
                 self.note_derived("init", self.settings.init, taken)
             self.teacher = teacher.find_teacher(self)
-            self.data = data_parts.with_fields(self, self.configure_dataloaders())
+            self.data = data.with_fields(self, self.configure_dataloaders())
             self.logging = horizon.settle_reports(self)
             self.stages = self.plan_stages()
             if self._checkpoints is not None:  # opened by the data already
-                restore.protect_stages(self, self._checkpoints)
+                checkpoints.protect_stages(self, self._checkpoints)
             self.startup.lap("data")
             keep_compiled_programs(self.config["data/root"])
             self.functions = self.configure_functions()
-            inherit.check_start(self)
+            initial_weights.check_start(self)
         self.activity: outcome.Activity | None = None  # besides the steps
         self.show_progress: Callable[[str], None] = lambda text: (
             None
@@ -151,7 +164,7 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        data_parts.check_batch_method(cls.batch)
+        data.check_batch_method(cls.batch)
 
     # --- classes and names -------------------------------------------------------------------------------
     @classmethod
@@ -188,20 +201,20 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
         return Evaluator
 
     # --- the three build steps ----------------------------------------------------------------------------
-    def configure_model(self) -> model_parts.ModelParts:
+    def configure_model(self) -> ModelParts:
         """Tokenizer, module and its counts. No arrays yet."""
         with self.configured():
-            return model_parts.build_model(self, data_parts.choose_tokenizer(self))
+            return build_model(self, data.choose_tokenizer(self))
 
-    def configure_dataloaders(self) -> data_parts.DataParts:
+    def configure_dataloaders(self) -> DataParts:
         """The pure `batch(step)`, the validation rows, and the horizon."""
         with self.configured():
-            return data_parts.build_data(self)
+            return data.build_data(self)
 
-    def configure_functions(self) -> functions.Functions:
+    def configure_functions(self) -> Functions:
         """Optimizer, state shardings and the jitted steps."""
         with self.configured():
-            return functions.build_functions(self)
+            return compiled.build_functions(self)
 
     @contextlib.contextmanager
     def configured(self) -> Iterator[None]:
@@ -216,7 +229,7 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
 
     def wants_reference(self) -> bool:
         """Whether the step compares with frozen reference weights (`state.reference`)."""
-        return reference.wanted(self)
+        return frozen.wanted(self)
 
     @staticmethod
     def sharded_init(
@@ -231,6 +244,157 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
         topology = Topology(mesh, None, TopologySettings())
         return init_sharded(lambda k: model.init(k, *args, **kwargs), key, topology)
 
+    # --- state ------------------------------------------------------------------------------------------
+    @property
+    def state(self) -> TrainState:
+        """The state tree; made at first use, so that a restore never allocates it twice."""
+        if self._state is None:
+            self._state = compiled.initial_state(self)
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._state = state
+
+    @property
+    def arguments(self) -> Config:
+        """All settings: `trainer.arguments["training.steps"]`. `trainer.settings` has the trainer's as attributes."""
+        return self.config
+
+    @property
+    def dataset_train(self) -> Any:
+        """The training data given from Python; None when training.dataset names it. `data.plan` has the rows."""
+        return self.given.dataset_train
+
+    @property
+    def dataset_eval(self) -> Any:
+        """The held-out data given from Python, or None. `data.validation` has the rows."""
+        return self.given.dataset_eval
+
+    @property
+    def key(self) -> jax.Array:
+        return self.functions.key
+
+    @property
+    def mesh(self) -> Any:
+        return self.topology.mesh
+
+    @property
+    def model(self) -> M:
+        return cast(M, self.model_parts.model)
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.model_parts.tokenizer
+
+    @property
+    def model_state(self) -> Any:
+        """The parameters as they are now."""
+        return self.full_params()
+
+    def full_params(self, state: TrainState | None = None) -> Any:
+        """The model's parameters, trained and frozen ones together, of `state` (default: the live one)."""
+        return (self.state if state is None else state).whole()
+
+    @property
+    def has_recipe_data(self) -> bool:
+        """Whether it trains on data that a recipe names, as opposed to the caller's."""
+        return self.given.dataset_train is None and self.config.provenance["training/dataset"].startswith(
+            "recipe"
+        )
+
+    # --- sizes ------------------------------------------------------------------------------------------
+    @property
+    def steps(self) -> int:
+        return self.data.steps
+
+    @property
+    def training_batch_size(self) -> int:
+        return self.data.batch_size
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Sequences in one forward pass of validation, all devices together."""
+        return self.functions.micro
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.data.batch_size * self.settings.block_size
+
+    @property
+    def is_process_zero(self) -> bool:
+        return self.topology.is_process_zero
+
+    is_enable = is_process_zero
+
+    @property
+    def done(self) -> bool:
+        """All optimizer steps taken (or an early end decided by a callback)."""
+        return self.step >= self.steps or self.loop_state.finished is not None
+
+    @property
+    def validates(self) -> bool:
+        return self.data.validation is not None
+
+    def starts_epoch(self, step: int) -> bool:
+        return self.data.starts_epoch(step + self.data_offset)
+
+    # --- counting ---------------------------------------------------------------------------------------
+    def count_model_parameters(self, params: Any) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+    def calculate_number_total_flops(self, params: Any = None, is_training: bool = True) -> float:
+        """FLOPs of the whole horizon from the model's own formula; a forward pass alone is a third of training."""
+        total = self.model_parts.flops_per_token * self.tokens_per_step * self.steps
+        return total if is_training else total / 3
+
+    def flops_share(self, causal: bool) -> float | None:
+        """Share of the devices' peak that one token per second uses; None on a chip without a known peak."""
+        return flops_share(self, causal)
+
+    def wall_seconds(self) -> float:
+        """Of all starts of the run so far, for time/goodput."""
+        return outcome.wall_seconds(self)
+
+    def describe_step(self, step: int) -> dict[str, Any]:
+        """What a row says about its step without reading the device: tokens, epoch, rates, FLOPs so far."""
+        tokens = step * self.tokens_per_step
+        return {
+            "tokens": tokens,
+            "epoch": self.data.plan.epoch(step + self.data_offset),
+            "total_training_flops": tokens * self.model_parts.flops_per_token,
+            **peak_memory(),
+        }
+
+    def note_derived(self, name: str, value: Any, reason: str) -> None:
+        """Remember a derived or chosen number with its reason: shown at the start, saved in derived.json."""
+        self.derived[name] = {"value": value, "reason": reason}
+
+    # --- showing ----------------------------------------------------------------------------------------
+    def say(self, text: str) -> None:
+        """One line to the screen and to log.txt, on process 0 only."""
+        self.output.say(text)
+
+    def create_progress_bar(self, total: int, desc: str = "", disabled: bool = False) -> ProgressBar:
+        if disabled:
+            return NoBar()
+        return make_progress(self.logging.progress, self.output.console, self.output.say, total, desc)
+
+    def log_metrics(
+        self, metrics: Mapping[str, Any], pbar: ProgressBar | None, step: int, mode: str = "train"
+    ) -> None:
+        """Show `metrics`, any names and numbers, on the bar or lines of `pbar`; None: nowhere. The run calls it for the
+        row of every report. `mode` says what the metrics are of, for an override."""
+        if pbar is not None:
+            pbar.update(step, dict(metrics))
+
+    def log_weight_distribution(self, state: TrainState, step: int) -> list[dict[str, Any]]:
+        """Histograms of every parameter, one row each, also appended to weights.jsonl."""
+        from bessemer.training.callbacks.watchers import append_weights
+
+        path = self.run_directory.weights
+        return append_weights(path, state.params, step, write=self.is_process_zero)
+
     # --- batches and steps --------------------------------------------------------------------------------
     def batch(
         self, slice: str = "train", *, step: int | None = None, rows: slice | None = None
@@ -242,30 +406,30 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
         nothing advances. rows: only these rows, since a process reads just those of its own devices.
         The run takes every batch from here, ahead of use and in another thread.
         """
-        return data_parts.host_batch(self, slice, step, rows)
+        return data.host_batch(self, slice, step, rows)
 
     @classmethod
     def train_step(
-        cls, state: TrainState, batch: step.Batch, key: jax.Array, accumulate_steps: int
-    ) -> tuple[TrainState, jax.Array, step.Meta]:
+        cls, state: TrainState, batch: Batch, key: jax.Array, accumulate_steps: int
+    ) -> tuple[TrainState, jax.Array, Meta]:
         """One optimizer step over batch leaves (S, B, T)."""
         return step.train_step(state, batch, key, accumulate_steps)
 
     @classmethod
-    def val_step(cls, state: TrainState, batch: step.Batch) -> tuple[jax.Array, jax.Array, step.Meta]:
+    def val_step(cls, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, Meta]:
         """(Σ loss, Σ weight, further sums) over S micro-batches."""
         return step.val_step(state, batch)
 
     def on_step_start(self, state: TrainState, step: int) -> TrainState:
         return state
 
-    def on_step_end(self, state: TrainState, metrics: step.Meta, step: int) -> tuple[TrainState, step.Meta]:
+    def on_step_end(self, state: TrainState, metrics: Meta, step: int) -> tuple[TrainState, Meta]:
         """`metrics` are unread device values; what is returned is what is used and logged."""
         return state, metrics
 
     def prefetcher(self, step: int) -> Prefetcher:
         """Device batches from `step` on, made ahead of use by a background thread."""
-        make = functools.partial(data_parts.make_device_batch, self)
+        make = functools.partial(data.make_device_batch, self)
         return Prefetcher(make, step + self.data_offset, self.data.prefetch)
 
     def needs_rollout(self, step: int) -> bool:
@@ -280,9 +444,167 @@ class BaseTrainer(TrainerKept[C, M], TrainerText[C, M], Generic[C, M]):
         """Compile both steps before the loop; True if anything was compiled. The loop uses these executables."""
         self.startup.lap("setup")
         with self.topology.scope():
-            self.functions, compiled = functions.compile_steps(self)
+            self.functions, new = compiled.compile_steps(self)
         self.startup.lap("compile")
-        return compiled
+        return new
+
+    # --- where it starts --------------------------------------------------------------------------------
+    def start_over(self) -> None:
+        """Back to step 0, as the run began; the state is made again at its first use."""
+        self._state = None
+        self.loop_state = LoopState()
+        self.step = self.data_offset = 0
+        stages.select(self, 0)
+
+    def move_data(self, position: int) -> None:
+        """The next step takes batch `position`."""
+        self.data_offset = position - self.step
+        data_step = jax.device_put(np.int32(position), self.topology.replicated)
+        self.state = self.state.replace(data_step=data_step)
+
+    @property
+    def draws_state(self) -> bool:
+        """Whether a state is still to be made, all of it from the seed."""
+        return self._state is None and self.given.model_state is None and self.settings.init is None
+
+    def given_params(self) -> Any:
+        """The starting weights: those given, or those of `init`; what is not among them is drawn from the seed."""
+        if self.given.model_state is not None:
+            placed = shardings(self.model_parts.boxed, self.topology.mesh, self.topology.rest_rules)
+            # a copy: the step donates its state, and these are the caller's, and needed again to start over
+            return jax.device_put(self.given.model_state, placed, may_alias=False)
+        return {} if self.settings.init is None else checkpoints.initial_params(self)
+
+    def gather(self, params: Any) -> Any:
+        """Parameters whole on every device, for writing them out."""
+        return jax.jit(lambda tree: tree, out_shardings=self.topology.replicated)(params)
+
+    # --- checkpoints ------------------------------------------------------------------------------------
+    @property
+    def checkpoint_manager(self) -> Checkpoints:
+        if self._checkpoints is None:
+            self._checkpoints = checkpoints.open_checkpoints(self)
+        return self._checkpoints
+
+    def save(self, suffix: str | int | Path | None = None) -> None:
+        """Begin to save the current step in the run's checkpoints, as the loop does; the best validated one is exempt
+        from retention. Given a path, save a copy of the checkpoint there instead (see RestoreableJob.save)."""
+        if not is_path(suffix):
+            checkpoints.protect_best(self)
+        super().save(suffix)
+
+    def snapshot(self) -> Snapshot:
+        return checkpoints.snapshot(self)
+
+    def abstract_state(self) -> Any:
+        return checkpoints.saved_tree(self.functions.abstract_state)
+
+    def admit(self, step: int, files: CheckpointManager | None = None) -> None:
+        checkpoints.check_same_run(self, step, files or self.checkpoint_manager)
+
+    def accept(self, tree: Any, step: int, files: CheckpointManager) -> None:
+        checkpoints.accept(self, tree, step, files)
+
+    def note(self, message: str) -> None:
+        self.say(f"warning: {message}")
+
+    @classmethod
+    def from_config(cls, saved: Mapping[str, Any], spec: ExecutionSpec) -> Self:
+        with configuration(schema.saved_config(spec.run_directory.config)):
+            trainer = cls(spec)
+        trainer.continues = True
+        return trainer
+
+    def finish(self) -> None:
+        """Wait for background saves and release what the run holds. `run` calls it last, also when it fails."""
+        manager, self._checkpoints = self._checkpoints, None  # opened again at its next use
+        if manager is not None:
+            manager.close()
+
+    # --- plain files ------------------------------------------------------------------------------------
+    def save_pretrained(self, state: TrainState, save_directory: Any = None, to_torch: bool = False) -> Path:
+        """Weights, config and tokenizer as plain files: model.safetensors, config.json, tokenizer.json, and the run's
+        description in information.md (`save_information`). `run` writes them to RUN/model."""
+        return output.save_pretrained(self, state, save_directory, to_torch)
+
+    def save_information(self, path: Any) -> None:
+        """Write a markdown description of the run: parameters, derived numbers, optimizer groups."""
+        output.save_information(self, path)
+
+    # --- text from the live model ---------------------------------------------------------------------------
+    def generate(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        prompts: Any = None,
+        *,
+        state: TrainState | None = None,
+        apply_chat_template: bool = False,
+        generation_config: GenerationConfig | Mapping[str, Any] | None = None,
+        config_overrides: Mapping[str, Any] | None = None,
+        shard_inputs: bool | None = None,
+        return_metadata: bool = False,
+        all_gather: bool = False,
+        **sampling: Any,
+    ) -> GenerationResults:
+        """Continue prompts (a text, chat messages, or a list of either) or left-padded `input_ids` (B, T) with the
+        parameters of `state` (default: the live ones). Every process gives the same prompts.
+
+        Settings are those of GenerationConfig: `generation_config`, then `config_overrides`, then `sampling` over it.
+        shard_inputs: rows over the mesh (default), or False: whole on every device. return_metadata: log-probabilities,
+        lengths and why each row ended. all_gather: prompts and sequences as NumPy arrays on every process; otherwise
+        they stay on the devices. Neither prompts nor ids: ValueError.
+        """
+        return generation.generate(
+            self,
+            input_ids,
+            attention_mask,
+            prompts,
+            generation.settings_of(generation_config, config_overrides, sampling),
+            state=self.state if state is None else state,
+            apply_chat_template=apply_chat_template,
+            shard_inputs=shard_inputs,
+            return_metadata=return_metadata,
+            all_gather=all_gather,
+        )
+
+    def create_generate_function(
+        self, generation_config: GenerationConfig | Mapping[str, Any] | None = None, **sampling: Any
+    ) -> generation.GenerateFunction:
+        """The function (state, ids, mask) → (sequences, ids, mask) of left-padded (B, T) that `generate` calls;
+        compiled once per shape."""
+        return generation.generate_function(self, generation.settings_of(generation_config, sampling))
+
+    def generate_unified(self, *args: Any, **options: Any) -> GenerationResults:
+        """`generate`, under the name it has elsewhere; so is `generate_aio`."""
+        return self.generate(*args, **options)
+
+    def generate_aio(self, *args: Any, **options: Any) -> GenerationResults:
+        """`generate`, under the name it has elsewhere."""
+        return self.generate(*args, **options)
+
+    def maybe_generate(self, state: TrainState, step: int, metrics: Any = None) -> Sequence[Completion]:
+        """Preview `state` with `generate` if a preview is due at `step` (logging.preview_interval, and the run's end):
+        in samples.jsonl and on the screen. Returns the samples, and adds them to `metrics`. The run's previews are made
+        here."""
+        return generation.maybe_preview(self, state, step, metrics)
+
+    def create_collect_function(
+        self, max_sequence_length: int, truncation_mode: str = "keep_end"
+    ) -> Callable[[list[Any]], Mapping[str, Any]]:
+        """The function that pads and truncates examples (texts, {"text"}, {"input_ids", "loss_mask"}) into rows.
+
+        Data given from Python goes through it, unless a data_collator was given. An override may return any function of
+        a list of examples; it is then used as a data_collator is.
+        """
+        return CollectFunction(self.tokenizer, max_sequence_length, truncation_mode)
+
+    @property
+    def data_collator(self) -> Callable[[list[Any]], Mapping[str, Any]]:
+        """The function given as data_collator, else the one of `create_collect_function`."""
+        if self.given.data_collator is not None:
+            return self.given.data_collator
+        return self.create_collect_function(self.settings.block_size, self.config["data/truncation"])
 
     # --- running -----------------------------------------------------------------------------------------
     def run(self) -> None:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bessemer.data import Tokenizer, Validation
-from bessemer.data.rows import fields_of
+from bessemer.data.rows.rows import fields_of
 from bessemer.errors import InputError
 from bessemer.evaluate.bpb import standard_error
-from bessemer.training.feed import device_batch
-from bessemer.training.fetch import fetch
+from bessemer.training.feed import device_batch, fetch
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer

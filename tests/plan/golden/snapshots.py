@@ -13,8 +13,7 @@ from typing import Any
 
 import jaxlib
 
-from bessemer.plan.collectives import Layout, describe
-from bessemer.plan.hlo import collectives_of
+from bessemer.plan.collectives import Layout, collectives_of, describe
 from bessemer.plan.trainer import planned_trainer
 from bessemer.topology import AXES, placement
 from bessemer.training.feed import abstract_batch

@@ -10,11 +10,11 @@ from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.evaluate import Evaluator, check_tasks
 from bessemer.evaluate.bundle import read_bundle
-from bessemer.evaluate.names import is_file
+from bessemer.evaluate.evaluator import is_file
 from bessemer.registry import callbacks, datasets
 from bessemer.report.metrics import MetricsFile
-from bessemer.training.callback import Callback
-from bessemer.training.fetch import fetch
+from bessemer.training.callbacks.base import Callback
+from bessemer.training.feed import fetch
 from bessemer.training.loop import Loop
 from bessemer.training.outcome import doing
 

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bessemer.config import field
+from bessemer.console import fit
 from bessemer.data import Tokenizer
-from bessemer.data.chat import can_chat, render, stop_ids
+from bessemer.data.tokenize.chat import can_chat, render, stop_ids
 from bessemer.generate import Completion
 from bessemer.registry import callbacks, objectives
 from bessemer.report.metrics import MetricsFile
-from bessemer.report.table import fit
-from bessemer.training.callback import Callback
+from bessemer.training.callbacks.base import Callback
 from bessemer.training.generation import left_padded
-from bessemer.training.horizon import asked as asked_for
 from bessemer.training.loop import Loop
 from bessemer.training.outcome import doing
+from bessemer.training.setup.horizon import asked as asked_for
 
 if TYPE_CHECKING:
     from bessemer.training.state import TrainState

@@ -17,7 +17,7 @@ import numpy as np
 from bessemer.errors import InputError, Stopped, to_install
 from bessemer.generate import Completion
 from bessemer.registry import callbacks
-from bessemer.training.callback import Callback
+from bessemer.training.callbacks.base import Callback
 from bessemer.training.loop import Loop
 
 SAMPLES = "samples"

@@ -1,0 +1,1 @@
+"""Which rows a step trains on: mixtures and the pure function `batch(step)`."""

@@ -1,0 +1,1 @@
+"""From source files to a token store, in parallel and restartable."""

@@ -1,0 +1,314 @@
+"""From sources to a store, shard by shard: can be killed at any moment and continues where it stopped.
+
+Finished shards live in `DIR/.work-KEY/`, where KEY names the sources, the tokenizer and the settings; a
+second call with the same inputs finds them and encodes only the rest. When all shards are there they are
+joined, and the store exists from the moment its `store.json` is written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bessemer.data.prepare import shards as merge
+from bessemer.data.prepare.pool import Pool, RayPool, Task
+from bessemer.data.prepare.shards import SHOWN, ShardWriter
+from bessemer.data.progress import Callback, Tally
+from bessemer.data.rows.store import FORMAT, is_store, read_facts, write_facts
+from bessemer.data.sources.files import SHARD_BYTES, Documents, Files, Source, Stream, find_files, plan_shards
+from bessemer.data.sources.readers import Bad, Document, document_of, read_piece
+from bessemer.data.tokenize.tokenizer import Tokenizer
+from bessemer.errors import InputError, StorageError
+from bessemer.storage.lock import exclusive
+from bessemer.storage.remote import refuse_remote
+
+SHARD_DOCUMENTS = 4096  # documents of one shard when they come from Python
+
+
+@dataclass(frozen=True)
+class Options:
+    """What, beside the sources and the tokenizer, decides the content of a store."""
+
+    val_fraction: float = 0.0
+    on_error: str = "fail"
+    text_key: str | None = None
+    dedup: bool = False
+    shard_bytes: int = SHARD_BYTES
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.val_fraction < 1:
+            raise InputError(
+                f"the validation fraction is {self.val_fraction}; it must be at least 0 and below 1."
+            )
+        if self.on_error not in ("fail", "skip"):
+            raise InputError(f"on_error is '{self.on_error}'; it must be 'fail' or 'skip'.")
+
+
+@dataclass(frozen=True)
+class StoreInfo:
+    """A finished store: where it is, its root store.json, and whether it was there already."""
+
+    path: Path
+    about: dict[str, Any]
+    reused: bool = False
+
+    @property
+    def splits(self) -> dict[str, dict[str, Any]]:
+        return self.about["splits"]
+
+
+def prepare(
+    sources: Any,
+    out: str | Path,
+    tokenizer: Tokenizer,
+    *,
+    val: Any = None,
+    val_fraction: float = 0.0,
+    on_error: str = "fail",
+    workers: int = 1,
+    engine: str = "local",
+    text_key: str | None = None,
+    dedup: bool = False,
+    progress: Callback | None = None,
+    wait: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> StoreInfo:
+    """Encode `sources` (files, globs, directories, `Files`, `Documents`, or an iterable of documents) into
+    the directory `out`. The bytes written do not depend on `workers` (1 = in this process), nor on `engine`
+    (local, or ray: on a Ray cluster whose nodes share `out`), nor on interruptions.
+
+    Validation documents come from `val`, or are those whose content hash falls below `val_fraction`. `wait`
+    waits for another preparation of the same directory instead of refusing.
+    """
+    options = Options(val_fraction, on_error, text_key, dedup, shard_bytes)
+    if val is not None and val_fraction:
+        raise InputError("both validation files and a validation fraction were given; give one of them.")
+    if workers < 1:
+        raise InputError(f"workers is {workers}; at least 1 is needed.")
+    refuse_remote(
+        out, "a store is mapped into memory, so its directory must be local", "prepare it here, then copy it"
+    )
+    groups = {"train": as_source(sources)}
+    if val is not None:
+        groups["val"] = as_source(val)
+    target = Path(out)
+    key = content_key(groups, tokenizer, options)
+    with exclusive(target, "a preparation of", wait=wait):
+        if is_store(target):
+            return _existing(target, key)
+        try:
+            return _Preparation(target, groups, tokenizer, options, key, engine).run(workers, progress)
+        except OSError as error:
+            raise StorageError(
+                f"preparing '{target}' failed: {error}. Finished shards are kept; run the same command again "
+                f"to continue."
+            ) from error
+
+
+def as_source(value: Any) -> Source:
+    """Names become files; other sequences are documents; anything else iterable is read once."""
+    if isinstance(value, (Files, Documents, Stream)):
+        return value
+    if isinstance(value, (str, Path)):
+        return find_files(value)
+    if isinstance(value, Sequence) and all(isinstance(item, (str, Path)) for item in value):
+        return find_files(value)
+    if hasattr(value, "__len__") and hasattr(value, "__getitem__"):
+        return Documents(value)
+    if isinstance(value, Iterable):
+        return Stream(iter(value), f"stream {id(value)} of process {os.getpid()}")
+    raise InputError(f"cannot read documents from a {type(value).__name__}: give file names or a sequence.")
+
+
+def content_key(groups: dict[str, Source], tokenizer: Tokenizer, options: Options) -> str:
+    """Names a store by everything that decides its bytes. A stream read once has no key of its own."""
+    facts = {
+        "format": FORMAT,
+        "tokenizer": tokenizer.hash,
+        "options": asdict(options),
+        "sources": {name: source_key(source) for name, source in groups.items()},
+    }
+    if tokenizer.prefix_space:  # answers that go on after a prompt got a space of their own before
+        facts["continued"] = 1
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def source_key(source: Source) -> str:
+    """Names the content of a source."""
+    if not isinstance(source, Documents):
+        return source.key
+    digest = hashlib.blake2b(digest_size=16)
+    for read in documents_of(source.items, None):
+        digest.update(repr(read).encode(errors="replace"))
+    return digest.hexdigest()
+
+
+def documents_of(
+    items: Any, text_key: str | None, tokenizer: Tokenizer | None = None
+) -> Iterator[Document | Bad]:
+    """Documents from Python, by index where there is one."""
+    length = len(items) if hasattr(items, "__len__") else None
+    values = items if length is None else (items[i] for i in range(length))
+    for number, value in enumerate(values):
+        yield document_of(value, f"document {number}", text_key, tokenizer)
+
+
+def _existing(target: Path, key: str) -> StoreInfo:
+    about = read_facts(target / "store.json", target)
+    if about.get("key") != key:
+        raise InputError(
+            f"'{target}' already holds a store made from other sources, another tokenizer or other settings: "
+            f"choose another directory, or remove this one first."
+        )
+    return StoreInfo(target, about, reused=True)
+
+
+class _Preparation:
+    """One preparation under way; the lock is held."""
+
+    def __init__(
+        self,
+        target: Path,
+        groups: dict[str, Source],
+        tokenizer: Tokenizer,
+        options: Options,
+        key: str,
+        engine: str,
+    ) -> None:
+        self.target, self.groups, self.tokenizer, self.options = target, groups, tokenizer, options
+        self.key, self.engine = key, engine
+        self.work = target / f".work-{key[:16]}"
+
+    def run(self, workers: int, progress: Callback | None) -> StoreInfo:
+        for stale in self.target.glob(".work-*"):
+            if stale != self.work:
+                shutil.rmtree(stale, ignore_errors=True)
+        self.work.mkdir(exist_ok=True)
+        self.tokenizer.save(self.work)
+        shards = {name: self._encode(name, source, workers, progress) for name, source in self.groups.items()}
+        about = self._join(shards)
+        temporary = self.target / "store.json.tmp"
+        write_facts(temporary, about)
+        os.replace(temporary, self.target / "store.json")
+        shutil.rmtree(self.work, ignore_errors=True)
+        return StoreInfo(self.target, about)
+
+    def _encode(self, name: str, source: Source, workers: int, progress: Callback | None) -> list[Path]:
+        if isinstance(source, Files):
+            return self._encode_files(name, source, workers, progress)
+        if self.engine != "local":
+            raise InputError(
+                f"engine {self.engine} reads files, and {source.label} comes from Python: use --engine local."
+            )
+        tally = Tally(f"preparing {name}", 0, progress)
+        items = documents_of(source.items, self.options.text_key, self.tokenizer)
+        shards: list[Path] = []
+        while block := list(islice(items, SHARD_DOCUMENTS)):
+            shards.append(self.work / f"{name}-{len(shards):06d}")
+            if not shards[-1].is_dir():
+                self._writer(shards[-1], tally).write(block)
+        return shards
+
+    def _encode_files(self, name: str, files: Files, workers: int, progress: Callback | None) -> list[Path]:
+        plan = plan_shards(files, self.options.shard_bytes)
+        tasks: list[Task] = [(self.work / f"{name}-{i:06d}", pieces) for i, pieces in enumerate(plan)]
+        missing = [task for task in tasks if not task[0].is_dir()]
+        tally = Tally(f"preparing {name}", sum(p.size for pieces in plan for p in pieces), progress)
+        tally.add(done=tally.state.total - sum(p.size for _, pieces in missing for p in pieces))
+        if self.engine == "ray" or (workers > 1 and len(missing) > 1):
+            settings = {
+                "tokenizer": str(self.work.absolute()),
+                "text_key": self.options.text_key,
+                "on_error": self.options.on_error,
+            }
+            pool = RayPool if self.engine == "ray" else Pool
+            pool(workers, settings, tally).run(missing)
+        else:
+            for shard, pieces in missing:
+                reads = (
+                    read
+                    for piece in pieces
+                    for read in read_piece(piece, self.options.text_key, self.tokenizer)
+                )
+                self._writer(shard, tally).write(reads)
+                tally.add(done=sum(p.size for p in pieces))
+        return [shard for shard, _ in tasks]
+
+    def _writer(self, shard: Path, tally: Tally) -> ShardWriter:
+        return ShardWriter(shard, self.tokenizer, self.options.on_error, tally.add)
+
+    def _join(self, shards: dict[str, list[Path]]) -> dict[str, Any]:
+        hashes = {name: merge.hashes_of(listed) for name, listed in shards.items()}
+        for name, found in hashes.items():
+            if not len(found):
+                raise InputError(f"the {name} sources hold no documents: {self.groups[name].label}.")
+        held = hashes.get("val", np.empty((0, 2), np.uint64))
+        keep = {name: np.ones(len(found), bool) for name, found in hashes.items()}
+        if self.options.dedup:  # against the validation files too: a text in both would leak
+            keep["train"] = merge.first_of_each(hashes["train"], held)
+            if "val" in keep:
+                keep["val"] = merge.first_of_each(held, held[:0])
+        duplicates = sum(int((~chosen).sum()) for chosen in keep.values())
+        if self.options.val_fraction:
+            chosen = merge.choose_validation(hashes["train"], self.options.val_fraction)
+            keep["train"], keep["val"] = keep["train"] & ~chosen, keep["train"] & chosen
+            shards = {**shards, "val": shards["train"]}
+        splits = {}
+        for name, kept in keep.items():
+            shutil.rmtree(self.target / name, ignore_errors=True)  # left by a join that was killed
+            info = merge.write_split(shards[name], kept, self.target / name, self.tokenizer)
+            kept_facts = ("documents", "tokens", "bytes", "sha256", "kind", "supervised")
+            splits[name] = {k: info[k] for k in kept_facts if k in info}
+        self.tokenizer.save(self.target)
+        return self._about(shards, splits, duplicates)
+
+    def _about(
+        self, shards: dict[str, list[Path]], splits: dict[str, Any], duplicates: int
+    ) -> dict[str, Any]:
+        counts = [
+            merge.read_counts(path) for path in sorted({p for listed in shards.values() for p in listed})
+        ]
+        where = [line for count in counts for line in count["where"]]
+        return {
+            "format": FORMAT,
+            "key": self.key,
+            "kind": splits["train"]["kind"],
+            "tokenizer": self.tokenizer.hash,
+            "vocab_size": self.tokenizer.vocab_size,
+            "sources": {name: _described(source) for name, source in self.groups.items()},
+            "split": self._rule(),
+            "options": asdict(self.options),
+            "splits": splits,
+            "skipped": sum(count["skipped"] for count in counts),
+            "skipped_where": where[:SHOWN],
+            "empty": sum(count["empty"] for count in counts),
+            "duplicates": duplicates,
+            "files_left_out": {
+                reason: count
+                for source in self.groups.values()
+                if isinstance(source, Files)
+                for reason, count in source.left_out
+            },
+        }
+
+    def _rule(self) -> str:
+        if "val" in self.groups:
+            return "validation files given"
+        if self.options.val_fraction:
+            return f"hash of the content below {self.options.val_fraction:g}, at least one document"
+        return "none"
+
+
+def _described(source: Source) -> list[dict[str, Any]]:
+    if isinstance(source, Files):
+        return [{"path": f.path, "size": f.size} for f in source.files]
+    return [{"path": "python", "size": len(source.items) if isinstance(source, Documents) else -1}]

@@ -1,0 +1,1 @@
+"""Fixed-size training rows made from a token store: packing, masks, preference pairs."""

@@ -1,0 +1,202 @@
+"""`make_rows`: a store, or documents from Python, in one of the styles. Plans of rows are built once and
+kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bessemer.data.plan.mixture import DatasetStyle
+from bessemer.data.prepare.shards import kind_of
+from bessemer.data.rows.packing import CroppedRows, PieceRows, Plan, crop, pack
+from bessemer.data.rows.preference import KIND as PAIRS
+from bessemer.data.rows.preference import PairRows
+from bessemer.data.rows.rows import PmdRows, Rows, check_length, supervised
+from bessemer.data.rows.store import ArrayStore, Store, TokenStore
+from bessemer.data.sources.readers import Bad, document_of
+from bessemer.data.tokenize.tokenizer import Tokenizer
+from bessemer.errors import InputError
+
+VERSION = 3  # of the plans; raised when packing changes, or what is kept of them
+DIGESTS = "sha256.json"
+
+
+def make_rows(
+    data: Any,
+    style: DatasetStyle = DatasetStyle.PMD,
+    block_size: int = 512,
+    *,
+    tokenizer: Tokenizer | None = None,
+    truncation: str = "keep_end",
+    on_empty: str = "fail",
+    allow_short: bool = False,
+    text_key: str | None = None,
+) -> Rows:
+    """Rows of `data`: a store, or anything with `len` and `[i]` (texts, {"text"}, {"messages"}, {"input_ids",
+    "loss_mask"}), which is encoded into memory with `tokenizer`.
+
+    truncation: which end of a PADDED example too long for a row stays; on_empty: what to do with a PADDED or
+    CONTRASTIVE example that has no trained token (fail, skip); allow_short: accept less data than one row
+    (validation).
+    """
+    store = data if isinstance(data, (TokenStore, ArrayStore)) else store_of(data, tokenizer, text_key)
+    if len(store.tokens) < 2:
+        raise InputError(f"the data has {len(store.tokens)} tokens; rows need at least two.")
+    check_kind(store, style)
+    if style is DatasetStyle.CONTRASTIVE:
+        return PairRows(store, block_size, on_empty)
+    if style is not DatasetStyle.PADDED and not allow_short:
+        check_length(store, block_size)
+    if style is DatasetStyle.PADDED:
+        return _padded(store, block_size, truncation, on_empty)
+    if style is DatasetStyle.PACKED:
+        return _packed(store, block_size)
+    if style is DatasetStyle.CROPPED and len(store.tokens) > block_size:
+        plan = _kept_plan(store, f"cropped-{block_size}", lambda: crop(store.offsets, block_size))
+        return CroppedRows(store, block_size, plan)
+    return PmdRows(store, block_size)
+
+
+def check_kind(store: Store, style: DatasetStyle) -> None:
+    """Pairs are rows of CONTRASTIVE and of nothing else."""
+    pairs = store.info.get("kind") == PAIRS
+    if pairs and style is not DatasetStyle.CONTRASTIVE:
+        raise InputError(
+            f"the data holds preference pairs, which are no documents to read as {style.name}: name it with its "
+            "style, as in training.dataset=pairs.jsonl:CONTRASTIVE, for an objective that compares (dpo, reward)."
+        )
+    if style is DatasetStyle.CONTRASTIVE and not pairs:
+        raise InputError(
+            "style CONTRASTIVE needs preference rows, each with 'chosen' and 'rejected' (docs/dpo.md shows their "
+            "forms); this data has documents of another kind."
+        )
+
+
+def store_of(items: Any, tokenizer: Tokenizer | None, text_key: str | None = None) -> ArrayStore:
+    """Documents from Python as a store in memory; texts get a bos, ids are taken as they are."""
+    if tokenizer is None:
+        raise InputError("documents given from Python need a tokenizer.")
+    if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
+        raise InputError(
+            f"a {type(items).__name__} has no length and no [i], so a run on it could not be resumed "
+            f"exactly: write it to a store first with bessemer.data.prepare.prepare(iterable, directory, tokenizer)."
+        )
+    arrays: list[np.ndarray] = []
+    masks: list[np.ndarray] = []
+    masked, pairs = False, 0
+    for number in range(len(items)):
+        read = document_of(items[number], f"example {number}", text_key, tokenizer)
+        if isinstance(read, Bad):
+            raise InputError(f"{read}.")
+        pairs += read.pair is not None
+        ids = [tokenizer.bos_id, *tokenizer.encode(read.text)] if read.text is not None else read.ids or []
+        arrays.append(np.array(ids, np.int64))
+        if len(ids) and not 0 <= arrays[-1].min() <= arrays[-1].max() < tokenizer.vocab_size:
+            raise InputError(
+                f"example {number} has ids outside the tokenizer's {tokenizer.vocab_size} tokens."
+            )
+        masked = masked or read.mask is not None
+        masks.append(np.ones(len(ids), np.uint8) if read.mask is None else np.array(read.mask, np.uint8))
+    info = {"vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id, "tokenizer": tokenizer.hash}
+    info["kind"] = kind_of(pairs, len(arrays))
+    return ArrayStore.of(arrays, masks if masked else None, info)
+
+
+def _packed(store: Store, block_size: int) -> Rows:
+    """Best fit. Of supervised data, pieces without a trained token are left out: a whole row of them has no loss."""
+    plan = _kept_plan(store, f"packed-{block_size}", lambda: pack(store.offsets, block_size, store.mask))
+    if store.mask is None:
+        return PieceRows(store, block_size, plan, "PACKED", {})
+    if not len(plan):
+        raise InputError("no token of the data is trained on: all of its mask is 0.")
+    left_out = int(np.maximum(np.diff(store.offsets) - 1, 0).sum()) - int(plan.lengths.sum(dtype=np.int64))
+    split = int(np.count_nonzero(np.diff(store.offsets) - 1 > block_size))
+    stats = {"untrained_tokens": left_out, "split_documents": split}
+    return PieceRows(store, block_size, plan, "PACKED", stats)
+
+
+def _padded(store: Store, block_size: int, truncation: str, on_empty: str) -> Rows:
+    """One document a row; of a longer one the last (keep_end) or first (keep_start) block_size + 1 tokens."""
+    if truncation not in ("keep_end", "keep_start"):
+        raise InputError(f"truncation is '{truncation}'; it must be keep_end or keep_start.")
+    pairs = np.diff(store.offsets) - 1
+    lengths = np.minimum(pairs, block_size)
+    starts = store.offsets[:-1] + (pairs - lengths if truncation == "keep_end" else 0)
+    keep = pairs > 0
+    if store.mask is not None:
+        keep &= supervised(store.mask, starts + 1, np.maximum(lengths, 0)) > 0
+    lost = np.flatnonzero(~keep)
+    if len(lost) and on_empty == "fail":
+        raise InputError(
+            f"{len(lost)} examples have nothing to train on in {block_size} tokens ({truncation}); the first "
+            f"is number {lost[0]}. Use a larger architecture.block_size or the other data.truncation, or "
+            f"data.on_empty=skip."
+        )
+    if not keep.any():
+        raise InputError(f"no example has anything to train on in {block_size} tokens ({truncation}).")
+    cut = (pairs - lengths)[keep]
+    plan = Plan(starts[keep].astype(np.int64), lengths[keep].astype(np.int32), np.arange(keep.sum() + 1))
+    stats = {
+        "truncated": int(np.count_nonzero(cut)),
+        "truncated_tokens": int(cut.sum()),
+        "without_targets": len(lost),
+    }
+    return PieceRows(store, block_size, plan, f"PADDED {truncation}", stats)
+
+
+def _kept_plan(store: Store, name: str, build: Callable[[], Plan]) -> Plan:
+    """The plan beside the store, built when missing; a store in memory or on a read-only disk builds it each
+    time."""
+    if store.path is None:
+        return build()
+    folder = store.path / ".plans" / f"{name}-v{VERSION}-{store.fingerprint[:16]}"
+    fields = ("starts", "lengths", "first")
+    if folder.is_dir() and not _is_whole(folder, fields):
+        shutil.rmtree(folder, ignore_errors=True)  # a cache: what is damaged is built again
+    if not folder.is_dir():
+        plan = build()
+        if not _keep(folder, {field: getattr(plan, field) for field in fields}):
+            return plan
+    return Plan(*(np.load(folder / f"{field}.npy", mmap_mode="r").view(np.ndarray) for field in fields))
+
+
+def _is_whole(folder: Path, fields: Sequence[str]) -> bool:
+    """Whether the files of a plan are those that were written."""
+    try:
+        written = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
+        return written == {field: _digest(folder / f"{field}.npy") for field in fields}
+    except (OSError, ValueError):
+        return False
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _keep(folder: Path, arrays: dict[str, np.ndarray]) -> bool:
+    temporary = folder.with_name(
+        f"{folder.name}.{uuid.uuid4().hex}.tmp"
+    )  # a process id is not unique on shared disks
+    try:
+        temporary.mkdir(parents=True)
+        for name, values in arrays.items():
+            np.save(temporary / f"{name}.npy", values)
+        digests = {name: _digest(temporary / f"{name}.npy") for name in arrays}
+        (temporary / DIGESTS).write_text(json.dumps(digests), encoding="utf-8")
+        os.rename(temporary, folder)
+    except OSError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        return (
+            folder.is_dir()
+        )  # another process was first; else the disk cannot be written and the plan stays in memory
+    return True

@@ -1,0 +1,261 @@
+"""Preference rows: two answers to one prompt, read in any of their forms and written as one document of a store.
+
+| row | answers |
+|---|---|
+| {"prompt": text or messages, "chosen", "rejected": text or messages} | what follows the prompt |
+| {"chosen", "rejected": messages} | whole conversations; the prompt is what both begin with |
+| {"chosen", "rejected": ids, "chosen_mask", "rejected_mask"} | tokens; the mask is 1 on the answer |
+
+A text prompt is a user's message, a text answer the assistant's. The document of a pair is chosen + rejected, each
+whole with its prompt; in its mask bit 0 marks the tokens of the answer and bit 1 the token that the rejected sequence
+begins with. One document a pair: so a pair is held out, or dropped as a duplicate, as one thing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from bessemer.data.rows.packing import Plan, best_fit, extent, lay_out, spread
+from bessemer.data.rows.rows import Batch, Fields, base_stats, fingerprint_of, padding, ragged, text_fields
+from bessemer.data.rows.store import Store
+from bessemer.data.tokenize.chat import is_messages, spoken, supervised
+from bessemer.data.tokenize.tokenizer import Tokenizer
+from bessemer.errors import InputError
+
+ANSWER, BEGINS = 1, 2  # bits of the mask
+KIND = "pairs"  # of a store of such documents
+COLUMNS = ("prompt", "chosen", "rejected", "chosen_mask", "rejected_mask")
+
+Messages = list[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two conversations that share their first `prompt` messages; or, with `masks`, two lists of ids."""
+
+    chosen: list[Any]
+    rejected: list[Any]
+    prompt: int = 0
+    masks: tuple[list[int], list[int]] | None = None
+
+
+def is_pair(row: Mapping[str, Any]) -> bool:
+    return row.get("chosen") is not None and row.get("rejected") is not None
+
+
+def read_pair(row: Mapping[str, Any]) -> Pair | str:
+    """The pair of a row, or what is wrong with it."""
+    if is_ids(row["chosen"]) and is_ids(row["rejected"]):
+        return _tokens(row)
+    prompt = row.get("prompt")
+    if prompt is None:
+        return _conversations(row["chosen"], row["rejected"])
+    asked = _messages(prompt, "user")
+    answers = [_messages(row[side], "assistant") for side in ("chosen", "rejected")]
+    for name, value in zip(("prompt", "chosen", "rejected"), (asked, *answers), strict=True):
+        if not value:
+            return f"'{name}' is neither a text nor a list of messages"
+    if answers[0] == answers[1]:
+        return "'chosen' and 'rejected' are the same"
+    return Pair(asked + answers[0], asked + answers[1], len(asked))
+
+
+def is_ids(value: Any) -> bool:
+    return (
+        isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(i, int) for i in value)
+    )
+
+
+def _messages(value: Any, role: str) -> Messages:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}] if value else []
+    return list(value) if is_messages(value) else []
+
+
+def _conversations(chosen: Any, rejected: Any) -> Pair | str:
+    """Whole conversations: the prompt is their common beginning."""
+    if not (is_messages(chosen) and is_messages(rejected)):
+        return "without 'prompt', 'chosen' and 'rejected' must be conversations (lists of messages)"
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    if shared == min(len(chosen), len(rejected)):
+        return "one of 'chosen' and 'rejected' is the beginning of the other, so there is nothing to compare"
+    if shared == 0:
+        return "'chosen' and 'rejected' do not begin with a common message, so they answer different prompts"
+    return Pair(list(chosen), list(rejected), shared)
+
+
+def _tokens(row: Mapping[str, Any]) -> Pair | str:
+    sides, masks = [], []
+    for name in ("chosen", "rejected"):
+        mask = row.get(f"{name}_mask")
+        if mask is None:
+            return f"'{name}' holds token ids, so '{name}_mask' must say which of them are the answer (1) or prompt (0)"
+        if len(mask) != len(row[name]):
+            return f"{len(row[name])} ids in '{name}' but {len(mask)} values in '{name}_mask'"
+        sides.append(list(row[name]))
+        masks.append([int(bool(value)) for value in mask])
+    return Pair(sides[0], sides[1], masks=(masks[0], masks[1]))
+
+
+def encode_pair(pair: Pair, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """(ids, mask) of the document of a pair. Of the prompt's own assistant turns nothing is an answer."""
+    if pair.masks is not None:
+        sides = [(pair.chosen, pair.masks[0]), (pair.rejected, pair.masks[1])]
+    else:
+        sides = [_answer(messages, pair.prompt, tokenizer) for messages in (pair.chosen, pair.rejected)]
+    (chosen, chosen_mask), (rejected, rejected_mask) = sides
+    if not (chosen and rejected):
+        raise InputError("'chosen' or 'rejected' is empty.")
+    return [*chosen, *rejected], [*chosen_mask, rejected_mask[0] | BEGINS, *rejected_mask[1:]]
+
+
+def _answer(messages: Messages, prompt: int, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    ids, mask = supervised(messages, tokenizer)
+    if any(message.get("role") == "assistant" for message in messages[:prompt]):
+        before = len(supervised(messages[:prompt], tokenizer)[0])
+        mask = [0] * before + list(mask[before:])
+    return list(ids), list(mask)
+
+
+def pair_bytes(pair: Pair) -> int:
+    """Bytes of its text, the prompt once; 0 for ids."""
+    return sum(len(text.encode()) for text in texts_of(pair))
+
+
+def texts_of(pair: Pair) -> Iterator[str]:
+    """Its texts, prompt once; for training a tokenizer."""
+    if pair.masks is None:
+        yield spoken(pair.chosen)
+        yield spoken(pair.rejected[pair.prompt :])
+
+
+# CONTRASTIVE rows: several whole pairs a row, chosen and rejected side by side, each a segment of its own.
+#
+# Pairs are placed by best fit, as documents of PACKED are, so nothing is padded to the longest. A sequence of
+# n tokens takes n positions: its last token is an input without a target, from which a reward can be read.
+# Pair p of a row has segments 2p + 1 (chosen) and 2p + 2 (rejected); a pair is never in two rows, so never in
+# two micro-batches. Beside the usual fields (rows.py), where only the tokens of an answer are targets:
+#
+# | field | shape | meaning |
+# |---|---|---|
+# | pair_ids | (n, P) int32 | number of pair p in the store, −1 = the row has fewer; P = block_size // 8 |
+
+
+SMALLEST = 8
+"""Positions a pair counts as at least: it bounds the pairs of a row by the block size alone, whatever the data."""
+
+
+def most_pairs(block_size: int) -> int:
+    """P: places for pairs in a row."""
+    return max(1, block_size // SMALLEST)
+
+
+def pair_fields(block_size: int) -> Fields:
+    """Return the fields that rows of pairs have beside those of text."""
+    return {"pair_ids": ((most_pairs(block_size),), np.dtype(np.int32))}
+
+
+class Sides(NamedTuple):
+    """Where the sequences of each pair are in the store, (pairs, 2) each: chosen, rejected."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    answers: np.ndarray  # tokens before the first one of the answer; the whole length where there is none
+
+
+def sides_of(store: Store) -> Sides:
+    assert store.mask is not None, "a store of pairs has a mask"
+    begins = np.flatnonzero(store.mask & BEGINS)
+    ends = np.asarray(store.offsets[1:])
+    starts = np.stack([store.offsets[:-1], begins], 1)
+    stops = np.stack([begins, ends], 1)
+    marked = np.append(np.flatnonzero(store.mask & ANSWER), len(store.mask))
+    first = marked[np.searchsorted(marked, starts)]
+    return Sides(starts, stops - starts, np.minimum(first, stops) - starts)
+
+
+class PairRows:
+    """Rows of whole pairs. A pair too long for a row loses the beginning of its prompt, as many tokens on both
+    sides (counted); one whose answers do not fit, or are empty, is refused or, with on_empty=skip, left out
+    (counted)."""
+
+    def __init__(self, store: Store, block_size: int, on_empty: str = "fail") -> None:
+        self.store, self.block_size = store, block_size
+        self.fields = text_fields(block_size) | pair_fields(block_size)
+        assert store.mask is not None
+        self.tokens, self.mask = store.tokens, store.mask
+        sides = sides_of(store)
+        self.pairs = len(sides.starts)
+        cut = np.maximum(-((block_size - sides.lengths.sum(1)) // 2), 0)  # ceil(excess / 2)
+        fits = (cut < np.maximum(sides.answers.min(1), 1)) & (sides.answers < sides.lengths).all(1)
+        kept = np.flatnonzero(fits)
+        _check_lost(np.flatnonzero(~fits), self.pairs, block_size, on_empty)
+        starts, lengths = (sides.starts + cut[:, None])[kept], (sides.lengths - cut[:, None])[kept]
+        used = lengths.sum(1)
+        order, widths = best_fit(np.minimum(np.maximum(used, SMALLEST), max(block_size, 1)), block_size)
+        first = np.cumsum(np.concatenate([[0], widths]))
+        self.plan = Plan(starts[order].ravel(), lengths[order].ravel().astype(np.int32), 2 * first)
+        self.numbers = kept[order].astype(np.int32)  # of the pairs, in the order of their rows
+        self.fingerprint = fingerprint_of(store, "CONTRASTIVE", block_size)
+        self.stats = {
+            **base_stats(store, len(self.plan), self._answer_tokens()),
+            **padding(len(self.plan) * block_size, int(used.sum())),
+            "pairs": len(kept),
+            "truncated": int(np.count_nonzero(cut[kept])),
+            "truncated_tokens": int(2 * cut[kept].sum()),
+            "without_targets": self.pairs - len(kept),
+        }
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def get(self, indices: np.ndarray) -> Batch:
+        indices = np.asarray(indices, np.int64)
+        self.store.require(*extent(self.plan, indices))
+        shape = (len(indices), self.block_size)
+        used, source, segment, position = spread(self.plan, indices)
+        last = np.append(position[1:] == 0, True)  # of its sequence
+        following = np.minimum(source + 1, len(self.tokens) - 1)
+        targets = self.tokens[following].astype(np.int32)
+        targets[last | (self.mask[following] & ANSWER == 0)] = -1
+        target_ids = lay_out(targets, used, shape, -1)
+        inputs = self.tokens[source].astype(np.int32)
+        return {
+            "input_ids": lay_out(inputs, used, shape, self.store.info["pad_id"]),
+            "target_ids": target_ids,
+            "positions": lay_out(position.astype(np.int32), used, shape, 0),
+            "segment_ids": lay_out(segment, used, shape, 0),
+            "loss_mask": (target_ids >= 0).astype(np.float32),
+            "pair_ids": self._numbers(indices),
+        }
+
+    def _numbers(self, indices: np.ndarray) -> np.ndarray:
+        first, end = self.plan.first[indices] // 2, self.plan.first[indices + 1] // 2
+        row, place = ragged(end - first)
+        out = np.full((len(indices), most_pairs(self.block_size)), -1, np.int32)
+        out[row, place] = self.numbers[first[row] + place]
+        return out
+
+    def _answer_tokens(self) -> int:
+        count = np.append(0, np.cumsum(self.mask & ANSWER, dtype=np.int64))
+        starts = self.plan.starts
+        return int((count[starts + self.plan.lengths] - count[starts]).sum())
+
+
+def _check_lost(lost: np.ndarray, pairs: int, block_size: int, on_empty: str) -> None:
+    if len(lost) == pairs:
+        raise InputError(
+            f"none of the {pairs} pairs fits into a row of {block_size} tokens: use a larger block size."
+        )
+    if len(lost) and on_empty == "fail":
+        raise InputError(
+            f"{len(lost)} of {pairs} pairs have an empty answer, or answers that do not fit into {block_size} tokens "
+            f"even without the beginning of their prompt; the first is number {lost[0]}. Use a larger "
+            "architecture.block_size, or data.on_empty=skip to leave them out (counted)."
+        )

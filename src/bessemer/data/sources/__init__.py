@@ -1,0 +1,1 @@
+"""Where text comes from: files, directories, globs, object stores and registered datasets."""

@@ -1,0 +1,1 @@
+"""Text and conversations to token ids: byte-level BPE, chat formats, chat templates."""

@@ -1,0 +1,161 @@
+"""Render chat templates in a process of its own, with limits on processor time, memory, output, files and processes.
+
+A template is a program that came with a download. jinja2's sandbox keeps it from reaching anything but its arguments,
+but not from looping for hours or building a string of gigabytes. So it runs here, where the kernel ends it.
+
+Run as a file, not as a module: only the standard library and jinja2 are imported, which takes 0.1 s. Each message is a
+line with its length, then that many bytes of JSON; the first says {"ready": true}. The other end is
+data/tokenize/templates.py.
+
+request   source, values, messages, prefixes: [[how many of the messages, whether the answer is opened], …]
+replies   {"text": …} for each prefix in order, up to the first {"problem": …}
+request   source, wanted: "names"
+reply     {"names": [variables that the template reads]}, or {"problem": …}
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from typing import IO, Any
+
+CPU_SECONDS = 2.0
+MEMORY = 512 << 20
+MOST_OUTPUT = 16 << 20  # characters; a conversation of a million tokens has about 4 million
+CACHED = 16
+HEAD = 12  # bytes of the line with the length
+
+
+def limit() -> None:
+    """Set the limits that hold for the life of the process; a platform without one of them goes without."""
+    for kind, value in (
+        ("RLIMIT_AS", MEMORY),
+        ("RLIMIT_FSIZE", 0),
+        ("RLIMIT_NOFILE", 16),
+        ("RLIMIT_NPROC", 0),
+        ("RLIMIT_CORE", 0),
+    ):
+        try:
+            resource.setrlimit(getattr(resource, kind), (value, value))
+        except (AttributeError, ValueError, OSError):
+            continue
+
+
+def environment() -> Any:
+    """As templates are written for: blocks leave no line behind, `break` and `{% generation %}` are known."""
+    from jinja2 import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %} … {% endgeneration %}`, which some templates put around the assistant's words."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
+    made.globals["raise_exception"] = raise_exception
+    made.filters["tojson"] = tojson
+    return made
+
+
+class Renderer:
+    """Templates by their text, the last few of them compiled."""
+
+    def __init__(self) -> None:
+        self.environment = environment()
+        self.compiled: dict[str, Any] = {}
+
+    def reply(self, source: str, values: dict[str, Any] | None) -> dict[str, Any]:
+        """{"text": …} with these values, or {"names": …} without; {"line": …, "problem": …} for a mistake in the
+        template, {"problem": …} for anything else."""
+        from jinja2 import TemplateSyntaxError
+        from jinja2.meta import find_undeclared_variables
+
+        try:
+            if values is None:
+                return {"names": sorted(find_undeclared_variables(self.environment.parse(source)))}
+            return {"text": self.render(source, values)}
+        except TemplateSyntaxError as error:
+            return {"line": error.lineno, "problem": str(error.message)}
+        except MemoryError:
+            self.compiled.clear()
+            return {"problem": f"it needs more than {MEMORY >> 20} MiB", "exceeded": True}
+        except RecursionError:
+            return {"problem": "it is nested too deeply", "exceeded": True}
+        except Exception as error:  # noqa: BLE001 -- whatever the template raises is its answer
+            return {"problem": str(error)[:2000] or type(error).__name__}
+
+    def render(self, source: str, values: dict[str, Any]) -> str:
+        if source not in self.compiled:
+            while len(self.compiled) >= CACHED:
+                del self.compiled[next(iter(self.compiled))]
+            self.compiled[source] = self.environment.from_string(source)
+        parts, size = [], 0
+        for part in self.compiled[source].generate(**values):
+            size += len(part)
+            if size > MOST_OUTPUT:
+                raise MemoryError
+            parts.append(part)
+        return "".join(parts)
+
+
+def receive(stream: IO[bytes]) -> dict[str, Any] | None:
+    """The next message; None at the end of the stream."""
+    head = stream.read(HEAD)
+    data = stream.read(int(head)) if len(head) == HEAD else b""
+    return json.loads(data) if data else None
+
+
+def send(stream: IO[bytes], message: dict[str, Any]) -> None:
+    stream.write(packed(message))
+    stream.flush()
+
+
+def packed(message: Mapping[str, Any]) -> bytes:
+    """A message as bytes. JSON in ASCII: half a surrogate pair stays what it is. Other objects are their text."""
+    data = json.dumps(message, default=str).encode("ascii")
+    return b"%0*d\n" % (HEAD - 1, len(data)) + data
+
+
+def serve() -> None:
+    renderer = Renderer()
+    limit()
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, in the midst of one long operation, too
+    send(sys.stdout.buffer, {"ready": True})
+    while (request := receive(sys.stdin.buffer)) is not None:
+        for values in values_of(request):
+            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+            reply = renderer.reply(request["source"], values)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            send(sys.stdout.buffer, reply)
+            if "problem" in reply:
+                break
+
+
+def values_of(request: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+    """What the template is given, for each reply that is asked for."""
+    if request.get("wanted") == "names":
+        yield None
+        return
+    for count, opened in request["prefixes"]:
+        messages = request["messages"][:count]
+        yield {**request["values"], "messages": messages, "add_generation_prompt": opened}
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,1 @@
+"""GPU and TPU kernels with their plain-JAX twins: norms, rotary, attention, feed-forward, loss tiles, float8."""

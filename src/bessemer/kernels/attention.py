@@ -1,0 +1,402 @@
+"""One attention function for every device: causal, windowed, grouped queries, documents, cached decoding.
+
+Window convention: a query attends to exactly `window` keys, **itself included** (keys t−window+1 … t). JAX's
+`local_window_size=(w, 0)` attends to w + 1, so it is given window − 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from bessemer.errors import InputError
+from bessemer.kernels.shapes_only import absent_flash
+from bessemer.topology.chips import backend
+from bessemer.topology.rules import mesh_axes, rule_axes
+
+# Splash attention, JAX's own Pallas kernel for TPUs: blocks of keys outside the causal window are never
+# visited.
+
+
+STEP = 128  # lanes of a TPU: blocks, and so sequences, come in multiples of it
+HEAD_STEP = 64
+BLOCK = 512
+
+
+def suits_splash(length: int, head_dim: int) -> bool:
+    """Whether queries of this length and heads of this size fill its blocks."""
+    return length % STEP == 0 and head_dim % HEAD_STEP == 0
+
+
+def splash_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    q_ids: Array | None,
+    k_ids: Array | None,
+    window: int | None,
+    interpret: bool = False,
+) -> Array:
+    """Causal attention, the last query at the last key. q: (B, T, N, H); k, v: (B, S, K, H) → (B, T, N, H).
+
+    ids (B, T), (B, S): a query sees keys of its own segment. The kernel does not scale by 1/√H, so q is.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    shape, before = (q.shape[1], k.shape[1]), k.shape[1] - q.shape[1]
+    mask = (
+        splash.CausalMask(shape, before)
+        if window is None
+        else splash.LocalMask(shape, (window - 1, 0), before)
+    )
+    rows, columns = (_block(length) for length in shape)
+    sizes = splash.BlockSizes(
+        block_q=rows,
+        block_kv=columns,
+        block_q_dkv=rows,
+        block_kv_dkv=columns,
+        block_q_dq=rows,
+        block_kv_dq=columns,
+    )
+    kernel = splash.make_splash_mha(
+        splash.MultiHeadMask([mask] * q.shape[2]),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    q = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
+    ids = None if q_ids is None or k_ids is None else splash.SegmentIds(q_ids, k_ids)
+    heads_first = (x.swapaxes(1, 2) for x in (q, k, v))
+    return jax.vmap(kernel)(*heads_first, ids).swapaxes(1, 2).astype(v.dtype)
+
+
+def _block(length: int) -> int:
+    """The largest multiple of STEP up to BLOCK that divides the length."""
+    return max(size for size in range(STEP, BLOCK + 1, STEP) if length % size == 0)
+
+
+# Attention on a mesh: what each device attends with, when heads, batch and above all the sequence are split.
+#
+# Two ways for a sequence in c equal pieces, both with two rounds of communication a layer and the pieces back
+# at the end:
+#
+#     heads   all-to-all: each device trades its piece of all heads for the whole sequence of 1/c of them, attends as
+#             one device would, and trades back. Any kernel, the same work everywhere. c must divide the KV heads.
+#     keys    every device keeps its queries and fetches the keys and values that they can see: all of them by an
+#             all-gather, or with a window those of the neighbours before it. The last device has most to do: the first
+#             one's keys beyond its own are masked, and nobody ends before the last.
+#
+# Elsewhere in a layer every position is by itself, and stays on its device.
+
+
+ABSENT = np.iinfo(np.int32).min  # the segment of a key that does not exist: before the start of the sequence
+Kernel = Callable[[Array, Array, Array, Array | None, Array | None], Array]  # of q, k, v, ids of q, ids of k
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Mesh axes that split each axis of queries (B, T, N, H); `kv`: those of the key heads; c: pieces of a sequence."""
+
+    batch: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    kv: tuple[str, ...] = ()
+    pieces: int = 1
+    way: str = "none"  # or "heads", "keys"
+
+    def queries(self, length: int) -> int:
+        """Queries a kernel sees at once."""
+        return length // self.pieces if self.way == "keys" else length
+
+    def describe(self) -> str:
+        """What a reader of the start of a run should know; nothing where sequences are whole."""
+        if self.way == "none":
+            return ""
+        how = {"heads": "whole sequences of some heads a device", "keys": "keys and values gathered"}
+        return f", sequences in {self.pieces} pieces: {how[self.way]}"
+
+
+def layout_of(q: tuple[int, ...], k: tuple[int, ...]) -> Layout:
+    """How the ambient rules lay out queries and keys of these shapes, (B, T, N, H) and (B, T, K, H)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sequence, heads = mesh_axes("sequence", q[1]), mesh_axes("heads", q[2])
+    kv = mesh_axes("kv", k[2]) if heads else ()
+    pieces = math.prod(mesh.shape[axis] for axis in sequence)
+    own = k[2] // math.prod(mesh.shape[axis] for axis in kv)
+    if heads and not kv:  # see _own_heads: one key head for each query head
+        own = q[2] // math.prod(mesh.shape[axis] for axis in heads)
+    way = "none" if pieces == 1 else "heads" if own % pieces == 0 else "keys"
+    return Layout(mesh_axes("batch", q[0]), sequence, heads, kv, pieces, way)
+
+
+def on_devices(
+    kernel: Kernel,
+    layout: Layout,
+    q: Array,
+    k: Array,
+    v: Array,
+    window: int | None,
+    segment_ids: Array | None,
+    *,
+    whole: bool,
+) -> Array:
+    """`kernel` on every device's share. whole: XLA can divide the kernel by itself where no sequence is split."""
+    alone = not (layout.batch or layout.sequence or layout.heads)
+    if alone or (whole and layout.way == "none"):
+        return kernel(q, k, v, segment_ids, segment_ids)
+
+    def local(q: Array, k: Array, v: Array, ids: Array | None = None) -> Array:
+        if layout.heads and not layout.kv:
+            k, v = _own_heads(layout, q, k, v)
+        if layout.way == "none":
+            return kernel(q, k, v, ids, ids)
+        attend = _by_heads if layout.way == "heads" else _by_keys
+        return attend(kernel, layout, q, k, v, window, ids)
+
+    tokens = rule_axes("batch", q.shape[0]), rule_axes("sequence", q.shape[1])
+    queries = PartitionSpec(*tokens, rule_axes("heads", q.shape[2]))
+    keys = PartitionSpec(*tokens, rule_axes("kv", k.shape[2]) if layout.kv or not layout.heads else None)
+    arrays = (q, k, v) if segment_ids is None else (q, k, v, segment_ids)
+    specs = (queries, keys, keys, PartitionSpec(*tokens))[: len(arrays)]
+    return jax.shard_map(local, in_specs=specs, out_specs=queries, check_vma=False)(*arrays)
+
+
+def _own_heads(layout: Layout, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """The key head of each query head here, where the mesh splits the queries' heads and cannot split the keys'."""
+    own, total = q.shape[2], q.shape[2] * jax.lax.axis_size(layout.heads)
+    first = jax.lax.axis_index(layout.heads) * own
+    heads = (first + jnp.arange(own)) // (total // k.shape[2])
+    return jnp.take(k, heads, axis=2), jnp.take(v, heads, axis=2)
+
+
+def _by_heads(
+    kernel: Kernel, layout: Layout, q: Array, k: Array, v: Array, window: int | None, ids: Array | None
+) -> Array:
+    """Pieces of all heads for whole sequences of some; ids travel whole."""
+    axes = layout.sequence
+    q, k, v = (jax.lax.all_to_all(x, axes, split_axis=2, concat_axis=1, tiled=True) for x in (q, k, v))
+    if ids is not None:
+        ids = jax.lax.all_gather(ids, axes, axis=1, tiled=True)
+    out = kernel(q, k, v, ids, ids)
+    return jax.lax.all_to_all(out, axes, split_axis=1, concat_axis=2, tiled=True)
+
+
+def _by_keys(
+    kernel: Kernel, layout: Layout, q: Array, k: Array, v: Array, window: int | None, ids: Array | None
+) -> Array:
+    """Own queries against the keys of this piece and of those before it, as far as the window reaches."""
+    axes, pieces, length = layout.sequence, layout.pieces, q.shape[1]
+    reach = pieces if window is None else min(pieces, 1 + -(-(window - 1) // length))
+    piece = jax.lax.axis_index(axes)
+
+    def seen(x: Array) -> Array:
+        """(B, reach·t, …): pieces i−reach+1 … i; before the first piece come others, which are masked."""
+        if reach == pieces:
+            everything = jax.lax.all_gather(x, axes, axis=1, tiled=True)
+            return jnp.roll(everything, -(piece + 1) * length, axis=1)
+        back = [[(i, (i + step) % pieces) for i in range(pieces)] for step in range(reach - 1, 0, -1)]
+        return jnp.concatenate([*(jax.lax.ppermute(x, axes, pairs) for pairs in back), x], axis=1)
+
+    k, v = jnp.split(seen(jnp.concatenate([k, v], axis=2)), 2, axis=2)  # one collective for both
+    place = piece * length + jnp.arange((1 - reach) * length, length)
+    own = jnp.zeros(q.shape[:2], jnp.int32) if ids is None else ids
+    k_ids = jnp.zeros(k.shape[:2], jnp.int32) if ids is None else seen(ids)
+    return kernel(q, k, v, own, jnp.where(place < 0, ABSENT, k_ids))
+
+
+Implementation = Literal["auto", "xla", "cudnn", "splash"]
+IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
+MAX_BLOCKS = 8  # query blocks of the XLA path: more would skip more masked keys, and compile longer
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    window: int | None = None,
+    segment_ids: Array | None = None,
+    implementation: Implementation | str = "auto",
+) -> Array:
+    """softmax(q kᵀ / √d) v over the allowed keys. q: (B, T, N, H); k, v: (B, T, K, H), K divides N → (B, T, N, H).
+
+    Query t sees keys ≤ t, and with `segment_ids` (B, T) only those of its own segment. A sequence that the mesh splits
+    stays split outside: see split_attention.py.
+    """
+    if window is not None and window >= q.shape[1]:
+        window = None
+    layout = layout_of(q.shape, k.shape)
+    name = choose_attention(implementation, q.dtype, q.shape[-1], segment_ids is not None, q.shape[1], layout)
+    kernel = partial(KERNELS[name], window=window)
+    return on_devices(kernel, layout, q, k, v, window, segment_ids, whole=name != "splash")
+
+
+def choose_attention(
+    implementation: str,
+    dtype: Any,
+    head_dim: int,
+    masked: bool,
+    length: int | None = None,
+    layout: Layout | None = None,
+) -> str:
+    """`architecture/attention`: auto takes what the platform has for these heads, and XLA otherwise.
+
+    cuDNN: an NVIDIA GPU, half precision, head dimensions up to 128 in steps of 8, as many keys as queries, an even
+    number of them with a document mask. Splash: a TPU, head dimensions in steps of 64, sequences (what a device has of
+    them) in steps of 128.
+    """
+    layout = layout or Layout()
+    platform = backend()
+    half = dtype in (jnp.bfloat16, jnp.float16)
+    shaped = half and head_dim % 8 == 0 and head_dim <= 128
+    possible = {
+        "cudnn": platform == "gpu" and shaped and layout.way != "keys" and not (masked and (length or 0) % 2),
+        "splash": platform == "tpu" and (length is None or suits_splash(layout.queries(length), head_dim)),
+    }
+    if not possible.get(implementation, True):
+        raise InputError(f"architecture.attention={implementation} {NEEDS[implementation]}")
+    if implementation != "auto":
+        return implementation
+    return next((name for name, can in possible.items() if can), "xla")
+
+
+NEEDS = {
+    "cudnn": "needs an NVIDIA GPU, half precision, a head dimension of at most 128 in steps of 8, and a "
+    "topology.context that divides the key-value heads; with a document mask also a sequence of even length. Set "
+    "architecture.attention=auto.",
+    "splash": "is a kernel for TPUs, for head dimensions in steps of 64 and sequences in steps of 128 on each "
+    "device. Set architecture.attention=auto.",
+}
+
+
+def _cudnn(
+    q: Array, k: Array, v: Array, q_ids: Array | None, k_ids: Array | None, window: int | None
+) -> Array:
+    mask = None
+    if (
+        q_ids is not None and k_ids is not None
+    ):  # cuDNN knows no documents: it reads them from a table, (B, 1, T, T)
+        mask = (q_ids[:, :, None] == k_ids[:, None])[:, None]
+    local = None if window is None else (window - 1, 0)
+    if jax.default_backend() != "gpu":  # a plan for a GPU that is not here
+        return absent_flash(q, k, v, mask)
+    return jax.nn.dot_product_attention(
+        q, k, v, mask=mask, is_causal=True, local_window_size=local, implementation="cudnn"
+    )
+
+
+def _blocked(
+    q: Array, k: Array, v: Array, q_ids: Array | None, k_ids: Array | None, window: int | None
+) -> Array:
+    """Query blocks, each against only the keys that its window can reach: cost follows the window, not T².
+
+    The last query stands at the last key: of S keys the first S − T come before all T queries. With more keys than
+    queries, part of a long sequence, scores are computed again for the gradient: kept, they are T·S numbers a head.
+    """
+    length, before = q.shape[1], k.shape[1] - q.shape[1]
+    size = block_length(length)
+    attend = jax.checkpoint(_attend) if before else _attend
+    q, k, v = _head_major(q, k, v)
+    outputs = []
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        first = 0 if window is None else max(0, before + start - window + 1) // size * size
+        last = before + stop
+        queries, keys = before + jnp.arange(start, stop)[:, None], jnp.arange(first, last)[None, :]
+        allowed = keys <= queries
+        if window is not None:
+            allowed &= keys > queries - window
+        allowed = allowed[None]  # (1 or B, t, s)
+        if q_ids is not None and k_ids is not None:
+            allowed = allowed & (q_ids[:, start:stop, None] == k_ids[:, None, first:last])
+        outputs.append(attend(q[:, :, :, start:stop], k[:, :, first:last], v[:, :, first:last], allowed))
+    return _token_major(jnp.concatenate(outputs, axis=3))
+
+
+KERNELS = {"xla": _blocked, "cudnn": _cudnn, "splash": splash_attention}
+
+
+def block_length(length: int) -> int:
+    """Query block: 64, or more so that there are at most MAX_BLOCKS of them."""
+    size = 64
+    while size * MAX_BLOCKS < length:
+        size *= 2
+    return size
+
+
+def cached_attention(
+    q: Array, k: Array, v: Array, *, q_positions: Array, k_positions: Array, window: int | None = None
+) -> Array:
+    """Attention to a cache. q: (B, T, N, H); k, v: (B, K, S, H), head-major → (B, T, N, H).
+
+    The query at position q_positions[b, t] (B, T) sees the keys at k_positions (B, S) from 0 to its own; a key at a
+    negative position is none. A query with no allowed key gives zeros.
+    """
+    keys, queries = k_positions[:, None], q_positions[..., None]
+    allowed = (keys >= 0) & (keys <= queries)  # (B, T, S)
+    if window is not None:
+        allowed &= keys > queries - window
+    return _token_major(_attend(_grouped(q, k.shape[1]), k, v, allowed))
+
+
+def _head_major(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """q: (B, T, N, H) → (B, K, G, T, H), the G queries of a key head together; k, v: (B, S, K, H) → (B, K, S, H).
+
+    The order of the matmuls' batch axes, turned once: otherwise every block is turned by itself.
+    """
+    return _grouped(q, k.shape[2]), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+
+
+def _grouped(q: Array, kv_heads: int) -> Array:
+    batch, length, heads, head_dim = q.shape
+    q = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
+    return q.transpose(0, 2, 3, 1, 4)
+
+
+def _token_major(out: Array) -> Array:
+    """(B, K, G, T, H) → (B, T, N, H)."""
+    out = out.transpose(0, 3, 1, 2, 4)
+    return out.reshape(*out.shape[:2], -1, out.shape[-1])
+
+
+def _attend(q: Array, k: Array, v: Array, allowed: Array) -> Array:
+    """Masked softmax attention of head-major arrays, in float32 inside. allowed: (1 or B, T, S) bool."""
+    scores = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    weights = masked_softmax(scores, allowed[:, None, None]).astype(v.dtype)
+    out = jnp.einsum("bkgts,bksh->bkgth", weights, v, preferred_element_type=jnp.float32)
+    return out.astype(v.dtype)
+
+
+@jax.custom_vjp
+def masked_softmax(scores: Array, allowed: Array) -> Array:
+    """Softmax over the allowed entries of the last axis, 0 elsewhere; a row with none is all 0.
+
+    Own gradient, ds = p (g − Σ g p): it keeps p alone, and p is 0 wherever the mask was False.
+    """
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
+    weights = jnp.exp(scores - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+
+
+def _softmax_forward(scores: Array, allowed: Array) -> tuple[Array, Array]:
+    p = masked_softmax(scores, allowed)
+    return p, p
+
+
+def _softmax_backward(p: Array, g: Array) -> tuple[Array, None]:
+    return p * (g - jnp.sum(g * p, axis=-1, keepdims=True)), None
+
+
+masked_softmax.defvjp(_softmax_forward, _softmax_backward)

@@ -1,0 +1,1 @@
+"""Reinforcement learning: prompts, rollouts, rewards, and the trainer that uses them."""

@@ -1,0 +1,1 @@
+"""Files on disk and in object stores: atomic writes, locks, checksums, safetensors, remote copies."""

@@ -1,0 +1,1 @@
+"""What a run saves and restores: checkpoints, frozen weights, teacher caches, mirrors."""

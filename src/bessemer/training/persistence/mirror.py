@@ -1,0 +1,251 @@
+"""logging.mirror=s3://bucket/runs: every committed checkpoint, and the run's files, are copied to an object store.
+
+    URL/NAME/config.yaml, metrics.jsonl, …              the run's files, before the checkpoint that goes with them
+    URL/NAME/checkpoints/step_N/…, COMMIT last          whole or not there, as on a disk
+
+The run itself stays on a local disk, where it can be locked, renamed and appended to. On a machine that never saw it,
+`bessemer resume URL/NAME` brings the newest sound checkpoint and goes on, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bessemer.checkpoint import Checkpoints
+from bessemer.checkpoint.manifest import COMMIT, content_problems
+from bessemer.errors import BessemerError, InputError, StorageError
+from bessemer.job import RunDirectory, check_run_name, sync_directory
+from bessemer.job.directory import step_name, step_of_name
+from bessemer.storage.files import storage
+from bessemer.storage.remote import check_writable, download, find, is_remote, read_bytes, remove, upload
+
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
+
+
+FOLDER = "checkpoints"
+LEFT = ("lock",)
+"""Of one machine: who writes."""
+
+
+class Mirror:
+    """The copy of one run; used by process 0 alone, in the thread that commits checkpoints."""
+
+    def __init__(self, directory: RunDirectory, url: str, say: Callable[[str], None]):
+        if not is_remote(url):
+            raise InputError(f"logging.mirror={url}: give an object store, as s3://bucket/runs.")
+        self.directory, self.say = directory, say
+        self.name = f"{url.rstrip('/')}/{directory.name}"
+        self.behind = ""  # why the copy is not complete
+        self._sent: dict[str, tuple[int, int]] = {}  # files of the run: size and time
+        self._commits: dict[str, bytes] = {}  # checkpoints: what their COMMIT held
+        self._links: set[str] = set()  # those that were warned about
+
+    def check(self, continues: bool) -> None:
+        """Before anything is computed: the store answers, and no other run has this name there."""
+        if mirrored_steps(self.name) and not continues:
+            raise InputError(
+                f"a run is already mirrored at {self.name}. Continue it with `bessemer resume {self.name}`, or choose "
+                "another --name."
+            )
+        check_writable(self.name)
+
+    def push(self, manager: Checkpoints, step: int) -> None:
+        """Copy what is not there yet. A store that fails is said, and tried again with the next checkpoint."""
+        try:
+            self._push(manager, step)
+            self.behind = ""
+        except BessemerError as error:
+            self.behind = str(error)
+            self.say(f"warning: checkpoint {step} is not mirrored yet, the run goes on: {error}")
+
+    def _push(self, manager: Checkpoints, newest: int) -> None:
+        self.send_files()
+        there = mirrored_steps(self.name)
+        for step in manager.committed():
+            self._send_checkpoint(
+                manager.path(step), f"{self.name}/{FOLDER}/{step_name(step)}", there=step in there
+            )
+        known = sorted({*there, newest})
+        later = {step for step in known if step > newest}  # of another future of the run
+        doomed = manager.superfluous([step for step in known if step <= newest], newest)
+        for step in sorted(later.union(doomed)):
+            remove_checkpoint(f"{self.name}/{FOLDER}/{step_name(step)}")
+
+    def send_files(self) -> None:
+        """The run's files that have changed since they were last sent by this process."""
+        root = self.directory.path
+        for path in self._own_files(root):
+            name = path.relative_to(root).as_posix()
+            if name.startswith((f"{FOLDER}/", ".")) or name in LEFT or path.name.endswith(".tmp"):
+                continue
+            about = path.stat()
+            if self._sent.get(name) != (about.st_size, about.st_mtime_ns):
+                upload(path, f"{self.name}/{name}")
+                self._sent[name] = (about.st_size, about.st_mtime_ns)
+
+    def _own_files(self, root: Path) -> list[Path]:
+        """Regular files below `root`. What a link leads to outside of it is not part of the run, and is not sent."""
+        real, found = root.resolve(), []
+        for path in sorted(root.rglob("*")):
+            if path.is_symlink() and not path.resolve().is_relative_to(real):
+                if str(path) not in self._links:
+                    self.say(f"warning: {path} links out of the run and is not mirrored")
+                self._links.add(str(path))
+            elif path.is_file() and path.resolve().is_relative_to(real):
+                found.append(path)
+        return found
+
+    def _send_checkpoint(self, local: Path, name: str, there: bool) -> None:
+        """COMMIT holds a checksum of every file: where it is the same, so is the rest. After a rollback another
+        checkpoint has the name of one that was sent."""
+        commit = (local / COMMIT).read_bytes()
+        if there and self._commits.get(name) == commit:
+            return
+        found = read_bytes(f"{name}/{COMMIT}")
+        if found != commit:
+            if found is not None:
+                remove(f"{name}/{COMMIT}")
+            files = [path for path in self._own_files(local) if path.name != COMMIT]
+            for path in (*files, local / COMMIT):
+                upload(path, f"{name}/{path.relative_to(local).as_posix()}")
+        self._commits[name] = commit
+
+
+def make_mirror(trainer: BaseTrainer) -> Mirror | None:
+    """Where the run is copied to; process 0 copies."""
+    url = trainer.logging.mirror
+    if url is None or not trainer.is_process_zero:
+        return None
+    return Mirror(trainer.run_directory, url, trainer.say)
+
+
+@contextlib.contextmanager
+def mirrored(trainer: BaseTrainer) -> Iterator[None]:
+    """Around the time in which the run is owned: afterwards, however it ended, its last files are sent too."""
+    mirror = trainer.mirror
+    if mirror is None:
+        yield
+        return
+    mirror.check(trainer.continues)
+    try:
+        yield
+    except BaseException:
+        try:
+            mirror.send_files()
+        except (BessemerError, OSError) as error:  # the first error is the one to raise
+            trainer.note(f"the run's last files were not copied to {trainer.logging.mirror}: {error}")
+        raise
+    mirror.send_files()
+    if mirror.behind:
+        raise StorageError(
+            f"the run is done, but its copy at {mirror.name} is not complete: {mirror.behind} The run here is whole: "
+            f"{trainer.run_directory.path}"
+        )
+
+
+def mirrored_steps(name: str) -> list[int]:
+    """Steps of the complete checkpoints at URL/NAME, ascending."""
+    commits = [entry.name for entry in find(f"{name}/{FOLDER}") if entry.name.endswith(f"/{COMMIT}")]
+    steps = (step_of_name(commit.split("/")[-2]) for commit in commits)
+    return sorted(step for step in steps if step is not None)
+
+
+def remove_checkpoint(name: str) -> None:
+    """COMMIT first: what is left is no checkpoint, whenever this is cut off."""
+    remove(f"{name}/{COMMIT}")
+    for entry in find(name):
+        remove(entry.name)
+
+
+def fetched(run: str | Path, root: str | Path) -> str | Path:
+    """`run`, or where it is here when it is a URL: brought from its mirror if that is further than what is here.
+
+    Every process of a run may call it; one of them brings it, the others wait.
+    """
+    if not is_remote(run):
+        return run
+    url = str(run).rstrip("/")
+    directory = RunDirectory(Path(root) / check_run_name(url.rpartition("/")[2]))
+    steps = mirrored_steps(url)
+    if not steps:
+        raise InputError(
+            f"there is no mirrored run at {url}: no complete checkpoint is below {url}/{FOLDER}."
+        )
+    with storage("cannot make the directory for runs"):
+        Path(root).mkdir(parents=True, exist_ok=True)
+    with _alone(Path(root) / f".{directory.name}.fetch"):
+        if (Checkpoints(directory.checkpoints).latest() or -1) < steps[-1]:
+            _fetch(url, steps, directory)
+    return directory.path
+
+
+def _fetch(url: str, steps: list[int], directory: RunDirectory) -> None:
+    directory.create(exist_ok=True)
+    for step in reversed(steps):
+        problems = _fetch_checkpoint(
+            f"{url}/{FOLDER}/{step_name(step)}", directory.checkpoints / step_name(step)
+        )
+        if not problems:
+            break
+        print(f"warning: {url}: checkpoint {step} is damaged and not used: {'; '.join(problems[:3])}")
+    else:
+        raise StorageError(f"no checkpoint at {url} can be used: all are damaged. Restore them from a copy.")
+    print(f"brought    checkpoint {step} and the run's files from {url}")
+    for entry in find(url):
+        name = inner_name(entry.name, url)
+        if not name.startswith(f"{FOLDER}/") and name not in LEFT:
+            download(entry.name, directory.path / name)
+
+
+def inner_name(key: str, url: str) -> str:
+    """Return the relative path that an object below `url` has here.
+
+    Anybody who may write to a bucket chooses the keys in it. One that would lead out of the target (`../`), or that no
+    mirror of ours has, is an InputError.
+    """
+    name = key.removeprefix(f"{url}/")
+    parts = name.split("/")
+    if name == key or any(
+        part in ("", ".", "..") or "\\" in part or not part.isprintable() for part in parts
+    ):
+        raise InputError(
+            f"{url} holds an object that no run of ours writes, with the key {key!r}. Nothing further is fetched: "
+            "look at the bucket, and delete the object if it is not yours."
+        )
+    return name
+
+
+def _fetch_checkpoint(name: str, path: Path) -> list[str]:
+    """Bring one checkpoint; its problems, or none and it is in place."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    with storage("cannot write a checkpoint"):
+        for entry in find(name):
+            download(entry.name, temporary / inner_name(entry.name, name))
+        problems = content_problems(temporary)
+        if problems:
+            shutil.rmtree(temporary, ignore_errors=True)
+            return problems
+        shutil.rmtree(path, ignore_errors=True)  # damaged, or it would be further than the mirror
+        os.rename(temporary, path)
+        sync_directory(path.parent)
+    return []
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    with storage("cannot lock the directory for runs"):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        with storage("cannot lock the directory for runs"):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,262 @@
+"""How long and how large: batch size and steps from the settings, the model's counts and the data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from bessemer.config import Config, dotted
+from bessemer.config.recipes import recipe_names
+from bessemer.console import counted
+from bessemer.errors import InputError
+from bessemer.optim.muon import preset
+from bessemer.registry import objectives
+from bessemer.scaling import (
+    RATIO,
+    REFERENCE_BATCH,
+    Derived,
+    Dial,
+    Reference,
+    Sizes,
+    Target,
+    dial,
+    fine_tuning_rate,
+    horizon,
+)
+from bessemer.training.settings import LoggingSettings
+from bessemer.training.setup.initial_weights import is_recipes_run
+from bessemer.training.setup.microbatch import accumulation
+
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
+
+
+HORIZONS = {
+    "training/steps": "steps",
+    "training/flops": "flops",
+    "training/tokens": "tokens",
+    "training/epochs": "epochs",
+    "training/ratio": "ratio",
+}
+MANY = (
+    8  # epochs of one text; up to about four, repeating it is nearly as good as new text (arXiv:2305.16264)
+)
+ASKED = ("command line", "python")
+REPORTS = "logging/report_interval"
+FEWEST_ROWS = 50
+MOST_APART = 32  # steps between two reports of a long run: a loss is never far away
+SHIPPED = {f"recipe {name}" for name in recipe_names()}
+DIALED = "chosen: the depth dial"  # the provenance that `config.set(…, "the depth dial")` leaves
+MULTIPLIER, DECAY, RATE = "optimization/lr_multiplier", "optimization/weight_decay", "optimization/lr"
+
+
+def asked(config: Config, keys: Any) -> list[str]:
+    """Those of `keys` that the caller set, as opposed to a recipe or a default."""
+    return [key for key in keys if config.provenance[key] in ASKED and config[key] is not None]
+
+
+def target_of(config: Config) -> Target:
+    """The horizon in force. One on the command line wins over any of the recipe's; two there contradict."""
+    given = asked(config, HORIZONS)
+    if len(given) > 1:
+        names = " and ".join(dotted(key) for key in given)
+        raise InputError(f"{names} are both given, but a run has one horizon; leave out all but one.")
+    chosen = given or [key for key in HORIZONS if config[key] is not None]
+    values = {HORIZONS[key]: config[key] for key in chosen}
+    return Target(**(values | {"ratio": ratio_of(config)} if "ratio" in values else values))
+
+
+def ratio_of(config: Config) -> float:
+    """Tokens per scaling parameter: training.ratio, or where it is -1 or open the optimizer preset's."""
+    if (ratio := config["training/ratio"]) not in (None, -1):
+        return float(ratio)
+    name = config.get("optimization/preset")
+    return RATIO if name is None else preset(name).ratio
+
+
+def decay_of(config: Config) -> float:
+    """The weight decay that the dial scales: the setting, or the preset's; 0 where the optimizer has none."""
+    decay, name = config.get(DECAY), config.get("optimization/preset")
+    return float(preset(name).weight_decay if decay is None and name is not None else decay or 0.0)
+
+
+def repeats(config: Config, epochs: float) -> list[str]:
+    """A word about data that a recipe's horizon repeats many times; who chose the horizon knows."""
+    if epochs < MANY or config["objective"] not in ("pretrain", "sft") or asked(config, HORIZONS):
+        return []
+    return [
+        f"the same data {epochs:.0f} times: when validation gets worse, it is being learnt by heart. "
+        f"training.epochs={MANY // 2} is shorter; more data is better"
+    ]
+
+
+def check_batch_settings(config: Config) -> bool:
+    """True when the batch is given in tokens. Both forms from the same hand contradict."""
+    keys = ("training/batch_size", "training/batch_tokens")
+    given = asked(config, keys) or [key for key in keys if config.is_set(key) and config[key] is not None]
+    if len(given) > 1:
+        raise InputError(
+            "training.batch_size and training.batch_tokens are both given; they are the same thing in sequences and "
+            "in tokens. Leave one out."
+        )
+    return given == ["training/batch_tokens"]
+
+
+def check_sizes(trainer: BaseTrainer) -> None:
+    """What is wrong with horizon and batch whatever the data is: said before minutes of preparation, not after."""
+    config, target = trainer.config, target_of(trainer.config)
+    in_tokens = check_batch_settings(config)
+    if in_tokens and config["training/batch_tokens"] == -1:
+        return  # the dial derives both
+    if target.given in (None, "steps"):
+        horizon(target, 1)
+    per_device = trainer.settings.per_device_batch_size
+    if not in_tokens and per_device != -1:
+        wished = per_device if asked(config, ["training/per_device_batch_size"]) else min(1, per_device)
+        accumulation(config["training/batch_size"], wished, trainer.topology.data_parallel)
+
+
+def plan_horizon(trainer: BaseTrainer, epoch_rows: int) -> tuple[int, int]:
+    """(batch size in sequences, steps), each noted with its reason."""
+    config, block = trainer.config, trainer.settings.block_size
+    target = target_of(config)
+    dialled = config["training/ratio"] == -1 or target.given == "ratio"
+    if config["training/ratio"] == -1:
+        config.set("training/ratio", ratio_of(config), "the optimizer preset's")
+    counts = trainer.model_parts.counts
+    if (rate := rate_for_weights(config, counts["total"], trainer.dataset_train is not None)) is not None:
+        config.set(rate.name, rate.value, rate.reason)
+        note(trainer, rate)
+    sizes = Sizes(counts.get("scaling"), trainer.model_parts.flops_per_token, epoch_rows * block)
+    in_tokens = check_batch_settings(config)
+    tokens = config["training/batch_tokens"] if in_tokens else config["training/batch_size"] * block
+    if tokens != -1 and (tokens < block or tokens % block):
+        raise InputError(
+            f"training.batch_tokens={tokens} is not a whole number of sequences of {block} tokens; make it a multiple "
+            "of architecture.block_size."
+        )
+    # On resume these hold what the dial chose at the start, so nothing is scaled twice.
+    given_rates = [key for key in (MULTIPLIER, RATE) if key in config and config.is_set(key)]
+    if tokens == -1 or (dialled and hasattr(trainer.model, "depth") and not given_rates):
+        derived = turn_dial(trainer, target, sizes, tokens)
+        for row in derived.rows:
+            note(trainer, row)
+        return derived.batch_tokens // block, derived.steps
+    steps = horizon(target, tokens, sizes)
+    note(trainer, steps)
+    if dialled and given_rates and config.provenance[given_rates[0]] != DIALED:
+        why = (
+            f"given: rates and weight decay do not follow the batch (√(B/B_ref) is "
+            f"{math.sqrt(tokens / REFERENCE_BATCH):.3g})"
+        )
+        note(trainer, Derived(given_rates[0], config[given_rates[0]], why))
+    return tokens // block, steps.value
+
+
+def turn_dial(trainer: BaseTrainer, target: Target, sizes: Sizes, batch_tokens: int) -> Dial:
+    """Turn the depth dial for the given batch (-1: derive it too); what it derives goes into the configuration."""
+    model: Any = trainer.model
+    if not hasattr(model, "depth"):
+        raise InputError(
+            "training.batch_tokens=-1 derives the batch from model.depth, which this model has not."
+        )
+
+    plain = {"lookup_after_layers": ()} if hasattr(model, "lookup_after_layers") else {}
+
+    def count(depth: int) -> int:
+        member = model.clone(depth=depth, width=-1, heads=-1, kv_heads=-1, **plain)
+        return member.count_parameters()["scaling"]
+
+    config = trainer.config
+    derived = dial(
+        target,
+        depth=model.depth,
+        sizes=sizes,
+        reference=Reference(count(12), count(8), ratio_of(config)),
+        block_size=trainer.settings.block_size,
+        batch_tokens=batch_tokens,
+        weight_decay=decay_of(config),
+    )
+    derived = replace(derived, rows=settle_rates(config, derived))
+    if batch_tokens == -1:
+        config.set("training/batch_tokens", derived.batch_tokens, "the depth dial")
+        config.set("training/steps", derived.steps, "the depth dial")
+    return derived
+
+
+def settle_rates(config: Config, derived: Dial) -> list[Derived]:
+    """The dial's rates and decay go into the configuration; its rows, as they then hold.
+
+    An optimizer with one rate has no multiplier: the rate itself is scaled. One brought by the caller has neither.
+    A multiplier or a rate that the caller set stays as it is.
+    """
+    *rows, multiplier, decay = derived.rows
+    scaled = []
+    if MULTIPLIER in config and asked(config, [MULTIPLIER]):
+        why = f"given, in place of {multiplier.value:.4g} = {multiplier.reason}"
+        rows.append(Derived(MULTIPLIER, config[MULTIPLIER], why))
+    elif MULTIPLIER in config:
+        scaled.append(multiplier)
+    elif RATE in config and asked(config, [RATE]):
+        rows.append(Derived(RATE, config[RATE], f"given: not scaled by {multiplier.reason}"))
+    elif config.get(RATE) is not None:
+        rate = config[RATE]
+        scaled.append(Derived(RATE, rate * derived.lr_multiplier, f"{rate:g} · {multiplier.reason}"))
+    if DECAY in config:
+        scaled.append(decay)
+    for row in scaled:
+        config.set(row.name, row.value, "the depth dial")
+    return [*rows, *scaled]
+
+
+def report_interval(steps: int) -> Derived:
+    """Steps between reports: every step in a short run, 50 to 100 rows in a longer one, at most 32 steps apart."""
+    nice = (multiple * 10**power for power in range(9) for multiple in (1, 2, 4, 5))
+    interval = max([1, *(number for number in nice if steps // number >= FEWEST_ROWS)])
+    if interval > MOST_APART:
+        return Derived(
+            REPORTS, MOST_APART, f"{steps:,} steps: {steps // MOST_APART:,} rows, never further apart"
+        )
+    return Derived(REPORTS, interval, f"{steps:,} steps: {counted(steps // interval, 'row')}")
+
+
+def settle_reports(trainer: BaseTrainer) -> LoggingSettings:
+    """The logging settings with the interval of reports, derived from the horizon unless it is given."""
+    given = trainer.logging
+    if given.report_interval is not None:
+        return given
+    derived = report_interval(trainer.data.steps)
+    trainer.config.set(REPORTS, derived.value, derived.reason)
+    note(trainer, derived)
+    return replace(given, report_interval=derived.value)
+
+
+def is_shipped(config: Config, key: str) -> bool:
+    """True when a shipped recipe or a default set `key`, not the caller, a recipe of the caller's or the program."""
+    return config.provenance[key] == "default" or config.provenance[key] in SHIPPED
+
+
+def starts_from_real_weights(config: Config, own_rows: bool = False) -> bool:
+    """True when the run starts from weights and trains on data of the caller's: it is no recipe's demonstration."""
+    if config["init"] is None or is_recipes_run(config, "init"):
+        return False
+    return own_rows or bool(asked(config, ["training/dataset"]))
+
+
+def rate_for_weights(config: Config, parameters: int, own_rows: bool = False) -> Derived | None:
+    """AdamW's rate by the size of the weights that the caller starts from; None where another one holds.
+
+    A recipe's own rate is for its demonstration with a tiny model: on real weights it undoes what they know.
+    own_rows: the data was passed in Python, not named by training.dataset.
+    """
+    share = objectives.entry(config["objective"]).traits.get("rate_share")
+    if share is None or config.get("optimization/name") != "adamw" or not is_shipped(config, RATE):
+        return None
+    if not starts_from_real_weights(config, own_rows):
+        return None
+    return fine_tuning_rate(parameters, share, adapters=config["lora/rank"] > 0)
+
+
+def note(trainer: BaseTrainer, row: Derived) -> None:
+    trainer.note_derived(dotted(row.name), row.value, row.reason)

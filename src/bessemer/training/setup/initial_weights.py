@@ -1,0 +1,346 @@
+"""Where a run's first weights lie: a checkpoint, files (RUN/model, an export of ours), or a Hugging Face folder.
+
+`init` names one, and so does `distill.teacher`. Everything is refused by names and shapes before an array is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bessemer.checkpoint import Checkpoints
+from bessemer.checkpoint.manifest import COMMIT
+from bessemer.config import Config, dotted
+from bessemer.config.recipes import Layer, override_layer, saved_tree
+from bessemer.config.values import plain
+from bessemer.data import data_root
+from bessemer.data.tokenize.tokenizer import FILE, Tokenizer
+from bessemer.errors import InputError, StorageError
+from bessemer.generate.load import FAMILY, SECTIONS, WEIGHTS, check_whole, flat, located, read_whole
+from bessemer.interop.folder import CONFIG, Folder, fetched, is_folder, is_hub, read_object
+from bessemer.job import RunDirectory, atomic_write, find_run
+from bessemer.job.jobs import step_of
+from bessemer.job.trust import check_folder, names_own_code
+from bessemer.models.lora import split_of
+from bessemer.registry import models
+from bessemer.report.phases import FOLDER, has_phases, phases_of
+from bessemer.storage.files import storage
+from bessemer.storage.weights import Arrays, DamagedFile, WeightFile, check_fits, place, select
+from bessemer.topology import Topology, unbox
+
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
+
+
+INIT = "init"
+
+
+def find_start(named: str, root: str | Path, setting: str = INIT) -> tuple[Path, list[str]]:
+    """The directory of the weights that are named, and lines to show.
+
+    A run gives its newest valid checkpoint, or RUN/model when it has none (an imported one); a checkpoint directory
+    and a folder with config.json, Hugging Face's or ours, are themselves.
+    """
+    if is_hub(named):
+        return fetched(named), []
+    path = Path(named)
+    if (path / CONFIG).is_file():
+        check_folder(path)
+        return path.absolute(), _unverified(path, setting)
+    is_step = re.fullmatch(r"step_\d+", path.name) is not None
+    run = find_run(path.parent.parent if is_step else named, root)
+    if has_phases(run) and (phases := phases_of(run)):
+        run = RunDirectory(run.path / FOLDER / phases[-1])
+    checkpoints = Checkpoints(run.checkpoints)
+    try:
+        if is_step:
+            if problems := checkpoints.verify(step_of(path.name)):
+                raise InputError(f"{setting}={named} cannot be used: {'; '.join(problems)}.")
+            return path.absolute(), []
+        step, messages = checkpoints.newest_valid()
+        if step is None and (run.model / WEIGHTS).is_file():
+            return run.model.absolute(), _unverified(run.model, setting)
+        if step is None:
+            raise InputError(f"{setting}={named}: the run has no checkpoint to take weights from.")
+        return checkpoints.path(step), [f"{setting}: {message}" for message in messages]
+    finally:
+        checkpoints.close()
+
+
+def _unverified(folder: Path, setting: str) -> list[str]:
+    """A line for weights in our format that carry no checksums."""
+    if is_folder(folder) or not (folder / WEIGHTS).is_file():
+        return []
+    return [f"{setting}: {note}" for note in WeightFile(folder / WEIGHTS).notes]
+
+
+def tree_in(start: Path) -> dict[str, Any]:
+    """The configuration of what `find_start` found."""
+    if is_folder(start):
+        return Folder(start).tree
+    if not (start / CONFIG).is_file():
+        return saved_tree(start / "config.yaml")
+    tree = read_object(start / CONFIG)
+    if "model" not in tree or not (start / WEIGHTS).is_file():
+        raise InputError(
+            f"{start / CONFIG} has neither a 'model_type', as Hugging Face's have, nor a 'model' with {WEIGHTS} beside "
+            "it, as our exports have: these are no weights to start from."
+        )
+    return tree
+
+
+def files_in(start: Path) -> Arrays | None:
+    """The weights of a start that is no checkpoint."""
+    if is_folder(start):
+        return Folder(start)
+    return WeightFile(start / WEIGHTS) if (start / WEIGHTS).is_file() else None
+
+
+def weights_digest(start: Path) -> str:
+    """Return the SHA-256 that names the weights: of a checkpoint's manifest, which lists its files' own, or of the
+    files with their configuration."""
+    if (start / COMMIT).is_file():
+        return hashlib.sha256((start / COMMIT).read_bytes()).hexdigest()
+    files = {file.path for file in Folder(start).files.values()} if is_folder(start) else {start / WEIGHTS}
+    digest = hashlib.sha256()
+    for path in [start / CONFIG, *sorted(files)]:
+        with open(path, "rb") as file:
+            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+def check_weights(start: Path, checkpoints: Checkpoints, model: Any, boxed: Any) -> None:
+    """Raise the error that names what does not fit the model's parameters `boxed`; no array is read."""
+    if (files := files_in(start)) is not None:
+        check_fits(files, unbox(taken_over(model, boxed, files.signature())), str(start))
+        return
+    manager, step = checkpoints.at(start.parent), step_of(start.name)
+    boxed = taken_over(model, boxed, _names(manager, step))
+    check_whole(manager, step, tree_in(start), boxed, getattr(model, "group_of", None))
+
+
+def read_weights(
+    start: Path, checkpoints: Checkpoints, model: Any, boxed: Any, topology: Topology
+) -> dict[str, Any]:
+    """The parameters that are there, where `topology` rests them; adapters merged."""
+    files, manager = files_in(start), checkpoints.at(start.parent)
+    saved = _names(manager, step_of(start.name)) if files is None else files.signature()
+    boxed = taken_over(model, boxed, saved)
+    if files is not None:
+        return place(files, located(boxed, topology), str(start))
+    split = split_of(flat(tree_in(start)), boxed, getattr(model, "group_of", None))
+    return read_whole(manager, step_of(start.name), split, boxed, partial(located, topology=topology))
+
+
+def taken_over(model: Any, params: Any, saved: Iterable[str]) -> Any:
+    """The parameters to take from weights with the arrays `saved`: all but those that the model declares as new
+    (`new_parameters`) and that are not there."""
+    there = {name.split("/")[0] for name in saved}
+    new = set(getattr(model, "new_parameters", ())) - there
+    return {name: part for name, part in params.items() if name not in new}
+
+
+def _names(manager: Checkpoints, step: int) -> Iterable[str]:
+    return select(manager.leaves(step), "params")
+
+
+# What a run takes from the one it starts from (`init`): the tokenizer, and what decides the shapes of its
+# weights.
+#
+#     defaults < recipe < inherited < command line
+#
+# So `init=RUN` alone is enough, with any recipe. What the command line says against the weights is refused
+# when the model is built (`check_start`). The result is written to config.yaml in full, so nothing is
+# inherited twice.
+
+
+ORIGIN = "inherited from "
+TEACHER = "distill/teacher"  # beside `init`, the setting that names another run
+PLANNED = "chosen: not trained for a plan"
+RECIPES_RUN = "the run of recipe:"  # why `init` or a teacher names a run that was trained first
+OWN = (
+    "architecture/precision",
+    "architecture/fp8/",
+    "architecture/attention",
+    "architecture/kernels",
+    "architecture/remat",
+    "architecture/scan_layers",
+    "architecture/dropout",
+    "architecture/document_mask",
+    "architecture/loss_chunks",
+    "architecture/lookup/path",
+    "architecture/lookup/sample_tokens",
+)
+"""How the same weights are computed and trained: the new run's matter."""
+BELOW_RECIPE = ("architecture/block_size",)
+"""Inherited only where neither recipe nor command line says anything."""
+
+Resolve = Callable[[tuple[Layer, ...]], Config]
+
+
+def is_own(key: str) -> bool:
+    return any(key == own or (own.endswith("/") and key.startswith(own)) for own in OWN)
+
+
+def begun_from(resolve: Resolve, config: Config, root: str | Path) -> Config:
+    """`config`, or the one that `resolve` gives with what is inherited from its `init`, pinned to a checkpoint. From a
+    teacher only the tokenizer is."""
+    if FAMILY not in config:  # a job without a model hands it on to those that have one
+        return config
+    named = [(key, str(config[key])) for key in (TEACHER, INIT) if config.get(key) is not None]
+    layers: list[Layer] = []
+    pinned: list[tuple[str, str, str]] = []
+    notes: list[str] = []
+    for key, given in named:
+        if given.startswith("recipe:") and config.provenance[key] == PLANNED:
+            continue
+        if given.startswith("recipe:"):
+            raise InputError(
+                f"{dotted(key)}={given} is trained first by `bessemer train` and bm.train; here name a run."
+            )
+        start, said = find_start(given, root, dotted(key))
+        tree = tree_in(start)
+        values = {**inherited(tree, config), **its_code(start, tree, config)} if key == INIT else {}
+        tokenizer = keep_tokenizer(start, config["data/root"])
+        if tokenizer is not None:
+            values["data/tokenizer"] = tokenizer
+        layers.append(override_layer(values, f"{ORIGIN}{start}"))
+        why = "as given" if Path(given) == start else f"the newest weights of {given}"
+        if is_recipes_run(config, key):
+            why = config.provenance[key].removeprefix("chosen: ")
+        pinned.append((key, str(start), why))
+        notes += said
+    if not pinned:
+        return config
+    found = resolve(tuple(layers))
+    for key, value, why in pinned:
+        found.set(key, value, why)
+    found.notes += notes
+    return found
+
+
+def is_recipes_run(config: Config, key: str) -> bool:
+    """True when `key` (init or a teacher) names the run of a recipe that was trained first."""
+    return config.provenance[key].startswith(f"chosen: {RECIPES_RUN}")
+
+
+def is_begun(config: Config) -> bool:
+    """Whether what there is to inherit has been."""
+    named = [key for key in (INIT, TEACHER) if config.get(key) is not None]
+    return all(config.provenance[key].startswith("chosen") for key in named)
+
+
+def inherited(tree: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """The settings of a configuration `tree` that a run which starts from it takes over."""
+    known = flat({section: tree.get(section) or {} for section in SECTIONS})
+    if FAMILY in known:
+        known[FAMILY] = family_for(str(config[FAMILY]), str(known[FAMILY]))
+    return {
+        key: value
+        for key, value in known.items()
+        if not is_own(key) and not (key in BELOW_RECIPE and key in config and config.is_set(key))
+    }
+
+
+def family_for(mine: str, theirs: str) -> str:
+    """The family of a run of `mine` that starts from weights of `theirs`: that one, or what extends it as asked. So
+    gpt-reward (a gpt and one head more) stays itself with a gpt's weights, and with a llama's becomes llama-reward.
+    Only registered ones are looked at: what a directory names is not imported."""
+    kind = mine.partition("-")[2]
+    wanted = f"{theirs}-{kind}" if kind else mine
+    for name in (mine, wanted):
+        if name in models and theirs in models and issubclass(models.get(name), models.get(theirs)):
+            return name
+    return theirs
+
+
+def its_code(start: Path, tree: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Where the model is code of the user's: its plugins, for a run that was started here. Otherwise it has to be named
+    again, since no code is imported on the word of a directory."""
+    family = str((tree.get("model") or {}).get("family", ""))
+    if family in models or family == config[FAMILY]:
+        return {}
+    if names_own_code(RunDirectory(start.parent.parent), tree):
+        return {"plugins": tree.get("plugins") or []}
+    again = " ".join([f"model.family={family}", *(f"plugins=[{word}]" for word in tree.get("plugins") or ())])
+    raise InputError(
+        f"init={start}: its model family '{family}' is code that this user did not start that run with. Look at it; if "
+        f"you trust it, name it: {again}"
+    )
+
+
+def keep_tokenizer(start: Path, root: str | None) -> str | None:
+    """A copy of the starting run's tokenizer under the data root: the new run needs it when that checkpoint is gone."""
+    if not (start / FILE).is_file():
+        return None
+    tokenizer = Tokenizer.load(start)
+    folder = data_root(root) / "tokenizers" / f"kept-{tokenizer.hash[:16]}"
+    if not (folder / FILE).is_file():
+        with storage("cannot keep the tokenizer"):
+            folder.mkdir(parents=True, exist_ok=True)
+        for name, text in reversed(tokenizer.files.items()):  # the one that is looked for comes last
+            atomic_write(folder / name, text)
+    return str(folder.absolute())
+
+
+def describe(config: Config) -> str | None:
+    """What was inherited, in one line; None for a run that starts afresh."""
+    keys = [key for key, origin in config.provenance.items() if origin.startswith(ORIGIN)]
+    if not keys:
+        return None
+    shown = [
+        f"{dotted(key)}={config[key]}"
+        for key in keys
+        if key != "data/tokenizer" and config[key] != config.schema[key].default
+    ]
+    parts = (["the tokenizer"] if "data/tokenizer" in keys else []) + shown
+    return f"inherited {', '.join(parts)}"
+
+
+def check_tokenizer(init: str | None, tokenizer: Tokenizer | None) -> None:
+    """Refuse weights of `init` whose ids mean other words here."""
+    file = None if init is None else Path(init) / FILE
+    if file is None or tokenizer is None or not file.is_file():
+        return
+    if Tokenizer.load(file.parent).hash != tokenizer.hash:
+        raise InputError(
+            f"init={init}: those weights were trained with another tokenizer, so ids would mean other words. Leave "
+            f"data.tokenizer out, and it is taken over; or use data.tokenizer={file}"
+        )
+
+
+def check_start(trainer: BaseTrainer) -> None:
+    """Refuse weights of `init` that mean something else here, before anything is written.
+
+    A continued run holds its own weights: the checkpoint it once started from may be gone.
+    """
+    if trainer.settings.init is None or not Path(trainer.settings.init).is_dir():
+        return
+    path = Path(trainer.settings.init)
+    try:
+        check_weights(path, trainer.checkpoint_manager, trainer.model, trainer.model_parts.boxed)
+    except DamagedFile:
+        raise
+    except StorageError as error:
+        problem = str(error).partition(": ")[2].partition(". Use the configuration")[0]
+        given = differences(path, trainer.config)
+        remedy = f"Leave out {', '.join(given)}" if given else "Use the model they were trained with"
+        raise InputError(f"init={path}: the weights do not fit this model: {problem}. {remedy}.") from error
+
+
+def differences(start: Path, config: Config) -> list[str]:
+    """Settings of the weights that are not as they were where the weights come from."""
+    known = {key: plain(setting.default) for key, setting in config.schema.settings.items()}
+    there = inherited(tree_in(start), config)
+    return [
+        f"{dotted(key)}={config[key]} (it was {there.get(key, known[key])})"
+        for key in known
+        if key.partition("/")[0] in SECTIONS
+        and not is_own(key)
+        and key not in BELOW_RECIPE
+        and plain(config[key]) != there.get(key, known[key])
+    ]

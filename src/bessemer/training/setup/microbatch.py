@@ -1,0 +1,235 @@
+"""How many sequences go through the model at once: the largest that fits, found by compiling, never by crashing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bessemer.config import Config
+from bessemer.errors import InputError, TrainingError
+from bessemer.topology import placement
+
+if TYPE_CHECKING:
+    from bessemer.training.trainer import BaseTrainer
+
+
+CPU_TOKENS = 4096
+"""On a CPU a pass of a few thousand tokens keeps the cores busy; more only takes memory and cache."""
+
+SPARE = 0.9
+"""Share of the device's memory a step may plan to use."""
+
+
+def accumulation(batch_size: int, per_device: int, data_parallel: int) -> int:
+    """S = batch_size / (per_device · data-parallel devices), exactly."""
+    micro = per_device * data_parallel
+    if per_device < 1 or batch_size % micro:
+        fits = [n for n in range(1, batch_size + 1) if batch_size % (n * data_parallel) == 0]
+        choice = (
+            f"choose training.per_device_batch_size from {_some(fits)}"
+            if fits
+            else (f"make training.batch_size a multiple of {data_parallel}")
+        )
+        raise InputError(
+            f"training.batch_size={batch_size} is not divisible into micro-batches of "
+            f"{per_device} sequences on {data_parallel} data-parallel device(s); {choice}."
+        )
+    return batch_size // micro
+
+
+def _some(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:12])) + (" …" if len(numbers) > 12 else "")
+
+
+def candidates(batch_size: int, data_parallel: int) -> list[int]:
+    """Per-device sizes that divide the batch, largest first."""
+    if batch_size % data_parallel:
+        accumulation(batch_size, 1, data_parallel)
+    share = batch_size // data_parallel
+    return [n for n in range(share, 0, -1) if share % n == 0]
+
+
+def lowered(wished: int, batch_size: int, data_parallel: int) -> tuple[int, str]:
+    """(the largest that divides the batch here and is no more than a recipe wishes for, why)."""
+    size = next((n for n in candidates(batch_size, data_parallel) if n <= wished), 1)
+    why = f"the largest that divides {batch_size // data_parallel} sequences a device"
+    return size, f"{why}, in place of {wished}"
+
+
+def choose(trainer: BaseTrainer, abstract: Any, placed: Any) -> tuple[int, str]:
+    """(sequences per device, why)."""
+    sizes = candidates(trainer.data.batch_size, trainer.topology.data_parallel)
+    block = trainer.settings.block_size
+    device = trainer.topology.mesh.local_devices[0]
+    limit = memory_limit(device)
+    if limit is None:
+        size = next((n for n in sizes if n * block <= CPU_TOKENS), sizes[-1])
+        return size, f"at most {CPU_TOKENS} tokens a pass on a {device.platform}"
+    for size in sizes:
+        needed = planned_memory(trainer, abstract, placed, size)
+        if needed is not None and needed <= SPARE * limit:
+            return size, f"largest that fits: {needed / 2**30:.1f} of {limit / 2**30:.1f} GiB planned"
+    raise InputError(without_a_fit(trainer.config, state_bytes(abstract, placed), needed, limit))
+
+
+def memory_limit(device: Any) -> int | None:
+    """Bytes the allocator may use; None where the backend does not say (a CPU)."""
+    stats = device.memory_stats()
+    return None if not stats else stats.get("bytes_limit")
+
+
+def machine_memory() -> int | None:
+    """Bytes that a device has of the machine's own memory, which is all a CPU has."""
+    import jax
+
+    if jax.default_backend() != "cpu" or "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
+
+
+def check_machine(trainer: BaseTrainer) -> None:
+    """Refuse a model whose state alone is more than a CPU's machine has: allocating it would end not in an error but
+    with the system's killer of processes, after minutes in which nothing else on it answers."""
+    limit = machine_memory()
+    state = state_bytes(trainer.functions.abstract_state, trainer.functions.state_shardings)
+    if limit is not None and state > limit:
+        raise InputError(
+            f"the parameters and the optimizer's state take {state / 2**30:.1f} GiB, and this machine has "
+            f"{limit / 2**30:.1f} GiB for a device. Choose a smaller model (model.depth, model.width), train adapters "
+            "(lora.rank=8 with init=RUN), or use a machine with more; `bessemer plan` says what a recipe takes."
+        )
+
+
+def state_bytes(abstract: Any, placed: Any) -> int:
+    """Bytes of the parameters and the optimizer's state on one device."""
+    return sum(row["bytes_per_device"] for row in placement(abstract, placed))
+
+
+def check_step(trainer: BaseTrainer) -> None:
+    """Raise TrainingError if the compiled step plans for more memory than the device has."""
+    limit, step = device_limit(trainer), trainer.functions.train_step
+    if limit is None or not hasattr(step, "memory_analysis"):
+        return
+    if (needed := step_bytes(step).total) > limit:
+        raise TrainingError(
+            f"out of memory before the first step: it takes {gib(needed)}, and a device has {gib(limit)}. "
+            f"{remedy(trainer)}"
+        )
+
+
+def device_limit(trainer: BaseTrainer) -> int | None:
+    """Bytes a device may use; None where nobody tells."""
+    return memory_limit(trainer.topology.mesh.local_devices[0]) or machine_memory()
+
+
+def remedy(trainer: BaseTrainer) -> str:
+    """Say which micro-batch fits, found by compiling smaller ones, or that none does and what else to change."""
+    limit = device_limit(trainer)
+    abstract, placed = trainer.functions.abstract_state, trainer.functions.state_shardings
+    size = trainer.config["training/per_device_batch_size"]
+    sizes = [n for n in candidates(trainer.data.batch_size, trainer.topology.data_parallel) if n < size]
+    planned: dict[int, int | None] = {}
+
+    def fits(size: int) -> bool:
+        with trainer.topology.scope():
+            planned[size] = planned_memory(trainer, abstract, placed, size)
+        return limit is None or (planned[size] or limit + 1) <= limit
+
+    best = largest_fitting(sizes, fits)
+    if best is not None:
+        needed = f", which takes {gib(planned[best] or 0)}" if limit is not None else ""
+        return (
+            f"Continue with: bessemer resume {trainer.run_directory.word} training.per_device_batch_size={best} "
+            f"(the update stays the same{needed})."
+        )
+    smallest = planned[sizes[-1]] if sizes else step_total(trainer.functions.train_step)
+    return without_a_fit(trainer.config, state_bytes(abstract, placed), smallest, limit)
+
+
+def largest_fitting(sizes: list[int], fits: Callable[[int], bool]) -> int | None:
+    """The first of `sizes` (largest first) that fits, by bisection: what is smaller than one that fits fits too."""
+    low, high = 0, len(sizes)  # sizes[high:] fit
+    while low < high:
+        middle = (low + high) // 2
+        if fits(sizes[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return sizes[high] if high < len(sizes) else None
+
+
+def without_a_fit(config: Config, state: int, needed: int | None, limit: int | None) -> str:
+    """What to say when a single sequence per pass does not fit. Only changes that can help are named."""
+    smaller = ["a smaller model (model.depth, model.width)", "adapters (lora.rank=8 with init=RUN)"]
+    spread = "more devices with topology.fsdp=-1"
+    if limit is not None and state > limit:
+        changes = [*smaller, spread]
+    else:
+        remat = [] if "block" in config.get("architecture/remat", []) else ["architecture.remat=block"]
+        changes = [*remat, "a shorter architecture.block_size", smaller[0], spread]
+    takes = f"takes {gib(needed)}" if needed is not None else "does not fit"
+    where = f", and a device has {gib(limit)}" if limit is not None else ""
+    return (
+        f"No micro-batch fits: even one sequence of {config['architecture/block_size']} tokens per pass {takes} "
+        f"({gib(state)} of it for parameters and optimizer state){where}. Start a new run with "
+        f"{', '.join(changes[:-1])} or {changes[-1]}; `bessemer plan` shows what a recipe takes."
+    )
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def step_total(step: Any) -> int | None:
+    return step_bytes(step).total if hasattr(step, "memory_analysis") else None
+
+
+class StepMemory(NamedTuple):
+    """Bytes on one device, as the compiler plans them. What is donated is counted once."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+
+def planned_memory(trainer: BaseTrainer, abstract: Any, placed: Any, per_device: int) -> int | None:
+    """Bytes of the compiled step: arguments + outputs - aliased + temporaries. None: it did not even compile."""
+    memory = step_memory(trainer, abstract, placed, per_device)
+    return None if memory is None else memory.total
+
+
+def step_memory(trainer: BaseTrainer, abstract: Any, placed: Any, per_device: int) -> StepMemory | None:
+    """Compile the step with that micro-batch, from shapes alone."""
+    import jax
+
+    from bessemer.training.feed import abstract_batch
+    from bessemer.training.setup.compiled import jit_train_step
+
+    dp = trainer.topology.data_parallel
+    steps = accumulation(trainer.data.batch_size, per_device, dp)
+    batch = abstract_batch(trainer.data.fields, per_device * dp, steps, trainer.topology.batch_sharding(1))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    try:
+        compiled = jit_train_step(trainer, placed, steps).lower(abstract, batch, key).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return None
+        raise
+    return step_bytes(compiled)
+
+
+def step_bytes(compiled: Any) -> StepMemory:
+    """The memory analysis of a compiled step."""
+    memory = compiled.memory_analysis()
+    return StepMemory(
+        memory.argument_size_in_bytes,
+        memory.output_size_in_bytes,
+        memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
+    )
