@@ -9,6 +9,7 @@ The class is a facade: each method delegates to the module that implements it, a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ from bessemer.training.console import output
 from bessemer.training.console.header import header
 from bessemer.training.console.output import Output
 from bessemer.training.console.progress import NoBar, ProgressBar, StartUp, make_progress
+from bessemer.training.context import GivenParts, Notes, RunContext
 from bessemer.training.loop import Loop
 from bessemer.training.persistence import checkpoints, frozen, teacher
 from bessemer.training.persistence.checkpoints import Branch, Changes
@@ -42,7 +44,7 @@ from bessemer.training.persistence.mirror import make_mirror
 from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings, seconds_of
 from bessemer.training.setup import compiled, data, horizon, initial_weights, microbatch, schema
 from bessemer.training.setup.compiled import Functions, keep_compiled_programs
-from bessemer.training.setup.data import CollectFunction, DataParts, GivenParts
+from bessemer.training.setup.data import CollectFunction, DataParts
 from bessemer.training.setup.model import ModelParts, build_model, flops_share, peak_memory
 from bessemer.training.state import LoopState, TrainState
 from bessemer.training.step import Batch, Meta
@@ -75,7 +77,6 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     settings: C
     logging: LoggingSettings
     given: GivenParts
-    derived: dict[str, Any]
     output: Output
     model_parts: ModelParts
     data: DataParts
@@ -112,7 +113,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         self.topology = spec.topology
         self.given_callbacks = tuple(callbacks)
         self.given = GivenParts(model, model_state, dataset_train, dataset_eval, data_collator, tokenizer)
-        self.derived = {}
+        self.notes = Notes(self.say)
         self.started = time.monotonic()
         self.startup = StartUp()
         self.wall_before = 0.0  # seconds of the starts before this one
@@ -136,6 +137,17 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.logging = configure(LoggingSettings)
             self.guard = configure(GuardSettings)
             self.lora = configure(LoraSettings)
+            self.context: RunContext[C] = RunContext(
+                self.config,
+                self.settings,
+                self.logging,
+                self.guard,
+                self.lora,
+                self.topology,
+                spec.run_directory,
+                self.given,
+                self.notes,
+            )
             self.mirror = make_mirror(self)
             self.time_limit = seconds_of(self.settings.time_limit)
             self.model_parts = self.configure_model()
@@ -147,6 +159,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.teacher = teacher.find_teacher(self)
             self.data = data.with_fields(self, self.configure_dataloaders())
             self.logging = horizon.settle_reports(self)
+            self.context = dataclasses.replace(self.context, logging=self.logging)
             self.stages = self.plan_stages()
             if self._checkpoints is not None:  # opened by the data already
                 checkpoints.protect_stages(self, self._checkpoints)
@@ -366,9 +379,14 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             **peak_memory(),
         }
 
+    @property
+    def derived(self) -> dict[str, Any]:
+        """Derived and chosen numbers, each with its reason; saved in derived.json."""
+        return self.notes.derived
+
     def note_derived(self, name: str, value: Any, reason: str) -> None:
         """Remember a derived or chosen number with its reason: shown at the start, saved in derived.json."""
-        self.derived[name] = {"value": value, "reason": reason}
+        self.notes.derive(name, value, reason)
 
     # --- showing ----------------------------------------------------------------------------------------
     def say(self, text: str) -> None:

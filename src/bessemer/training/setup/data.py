@@ -6,7 +6,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -48,17 +48,6 @@ PREPARING = ("data/val_fraction", "data/text_key", "data/on_error", "data/dedup"
 
 VALIDATION = ("validation", "val", "eval")
 """Names of the held-out slice in `BaseTrainer.batch`."""
-
-
-class GivenParts(NamedTuple):
-    """What the caller of a trainer brings instead of naming it in the configuration."""
-
-    model: Any = None
-    model_state: Any = None
-    dataset_train: Any = None
-    dataset_eval: Any = None
-    data_collator: Callable[[list[Any]], Mapping[str, Any]] | None = None
-    tokenizer: Tokenizer | None = None
 
 
 @dataclass(frozen=True)
