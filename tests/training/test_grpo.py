@@ -102,9 +102,7 @@ def test_rollouts_are_trained_on_and_reported(whole: Any) -> None:
     assert all(stats["prompts"] > 0 and "PMD" not in name for name, stats in whole.data.plan.stats.items())
     trained = [row["target_tokens"] for row in found]
     assert trained[-1] == sum(np.diff(trained, prepend=0)) and trained[0] <= 8 * 6
-    assert (
-        whole.sampler.engine.params is None and whole.sampler._engine._slots.rows is None
-    )  # nothing is held
+    assert whole.sampler.engine.params is None and whole.sampler.engine._slots.rows is None  # nothing is held
 
 
 def test_the_time_of_a_step_is_divided_into_its_parts(whole: Any) -> None:
@@ -150,9 +148,9 @@ def test_a_rollout_is_repeatable_and_cut_completions_can_be_masked(
     )
     with whole.topology.scope():
         one, two = (whole.sampler.rollout(9) for _ in range(2))
-        whole.policy = replace(policy, overlong="mask")
+        whole.sampler.policy = replace(policy, overlong="mask")
         masked = whole.sampler.rollout(9)
-    whole.policy = policy
+    whole.sampler.policy = policy
     own = jax.tree.leaves(whole.state.params)
     assert all(mine is its for mine, its in zip(own, jax.tree.leaves(given[0]), strict=True)), "not a copy"
     for name, array in one.rows.items():

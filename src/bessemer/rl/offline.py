@@ -1,9 +1,9 @@
 """Stored completions with their rewards, in place of rollouts: batches are again a pure function of the step.
 
-One group a line; completions are texts or token ids, and a text gets the end token that the model would write:
+One group per line; completions are texts or token ids, and a text gets the end token that the model would write:
 
     {"prompt": …, "completions": [text or ids, …], "rewards": [number, …],
-     "logprobs": [[number a token, …], …], "masks": [[0 or 1 a token, …], …]}        (the last two are optional)
+     "logprobs": [[number per token, …], …], "masks": [[0 or 1 per token, …], …]}    (the last two are optional)
 
 Without log-probabilities the ratio is to the reference (grpo.offline=reference), renewed every grpo.sync_interval.
 """
@@ -13,32 +13,39 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from bessemer.data import DataPlan, Sampling
 from bessemer.data.rows.rows import Batch, Rows, fields_of
+from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.objectives.grpo import GrpoSettings, group_advantages
-from bessemer.rl.prompts import check_groups, end_ids, longest_prompt, prompt_ids, prompt_of, read_rows
-from bessemer.rl.rollout import FIELDS, TOKEN_FIELDS, Passes, completion_rows, spread
+from bessemer.rl.prompts import (
+    Horizon,
+    check_groups,
+    end_ids,
+    longest_prompt,
+    prompt_ids,
+    prompt_of,
+    read_rows,
+)
+from bessemer.rl.rollout import FIELDS, TOKEN_FIELDS, GRPOTrainerConfig, Passes, completion_rows, spread
 from bessemer.training.setup.data import DataParts
-from bessemer.training.setup.horizon import plan_horizon
-
-if TYPE_CHECKING:
-    from bessemer.rl.trainer import GRPOTrainer
 
 
 class StoredGroups:
-    """Groups of one source as rows of a DataPlan: entry i is a whole group, (G, T) a field."""
+    """Groups of one source as rows of a DataPlan: entry i is a whole group, (G, T) per field.
 
-    def __init__(self, name: str, rows: Sequence[dict[str, Any]], trainer: GRPOTrainer):
-        self.block_size = trainer.settings.block_size
-        self.groups = [group_of(row, f"{name} row {n + 1}", trainer) for n, row in enumerate(rows)]
-        if not self.groups:
+    groups: arrays (G, T) and rewards (G,) of each.
+    """
+
+    def __init__(self, name: str, groups: Sequence[tuple[Batch, np.ndarray]], block_size: int):
+        if not groups:
             raise InputError(f"{name} holds no group of completions.")
+        self.block_size, self.groups = block_size, groups
         self.rewards = np.stack([rewards for _, rewards in self.groups])  # (groups, G)
         digest = hashlib.sha256()
         for group, rewards in self.groups:
@@ -58,7 +65,7 @@ class StoredGroups:
 
 
 class StoredPlan(DataPlan):
-    """`batch(step)`: groups of the step, one row a completion."""
+    """`batch(step)`: the groups of the step, one row per completion."""
 
     def __init__(self, mixture: Sequence[tuple[Sampling, Rows]], passes: Passes, baseline: str, scale: bool):
         super().__init__([mixture], passes.prompts, passes.seed)
@@ -83,24 +90,30 @@ class StoredPlan(DataPlan):
         return {"reward": float(found["rewards"].mean()), "completion_len": float(lengths.mean())}
 
 
-def build_stored(trainer: GRPOTrainer) -> tuple[DataParts, Passes]:
-    """The data of an offline run."""
-    settings, policy = trainer.settings, trainer.policy
+def build_stored(
+    settings: GRPOTrainerConfig,
+    policy: GrpoSettings,
+    tokenizer: Tokenizer,
+    horizon: Horizon,
+    say: Callable[[str], None],
+) -> tuple[DataParts, Passes]:
+    """Return the data of an offline run and how its steps divide it."""
     if len(settings.datasets) != 1:
         raise InputError("training.dataset has several stages; stored completions are one mixture.")
-    assert isinstance(policy, GrpoSettings)  # others have nothing stored
     mixture: list[tuple[Sampling, Rows]] = []
     for sampling in settings.datasets[0]:
-        groups = StoredGroups(sampling.name, list(read_rows(sampling.name)), trainer)
-        mixture.append((Sampling(sampling.name, sampling.rate), groups))
-    count = sum(len(groups) for _, groups in mixture) * settings.group_size
-    batch_size, steps = plan_horizon(trainer, count)
+        name = sampling.name
+        groups = [
+            group_of(row, f"{name} row {number}", settings, policy, tokenizer)
+            for number, row in enumerate(read_rows(name), 1)
+        ]
+        mixture.append((Sampling(name, sampling.rate), StoredGroups(name, groups, settings.block_size)))
+    count = sum(len(rows) for _, rows in mixture) * settings.group_size
+    batch_size, steps = horizon(count)
     check_groups(batch_size, settings.group_size, policy)
     for name, value in (("num_iterations", settings.num_iterations), ("mini_batches", settings.mini_batches)):
         if value > 1:
-            trainer.say(
-                f"note: grpo.{name} has no effect on stored completions: training.epochs repeats them"
-            )
+            say(f"note: grpo.{name} has no effect on stored completions: training.epochs repeats them")
     passes = Passes(batch_size, settings.group_size, seed=settings.seed)
     plan = StoredPlan(mixture, passes, policy.baseline, policy.scale)
     names = [name for name in FIELDS if name != "old_logprobs" or policy.offline == "logprobs"]
@@ -108,11 +121,11 @@ def build_stored(trainer: GRPOTrainer) -> tuple[DataParts, Passes]:
     return DataParts(plan, None, batch_size, steps, [0], 2, fields), passes
 
 
-def group_of(row: dict[str, Any], where: str, trainer: GRPOTrainer) -> tuple[Batch, np.ndarray]:
-    """(arrays (G, T), rewards (G,)) of one line."""
+def group_of(
+    row: dict[str, Any], where: str, settings: GRPOTrainerConfig, policy: GrpoSettings, tokenizer: Tokenizer
+) -> tuple[Batch, np.ndarray]:
+    """Return the arrays (G, T) and the rewards (G,) of one line."""
     prompt, row = prompt_of(row, where)
-    tokenizer, settings = trainer.tokenizer, trainer.settings
-    assert tokenizer is not None
     size = settings.group_size
     for column in ("completions", "rewards"):
         if not isinstance(row.get(column), list) or len(row[column]) != size:
@@ -131,10 +144,10 @@ def group_of(row: dict[str, Any], where: str, trainer: GRPOTrainer) -> tuple[Bat
             f"{where}: 'completions' has ids outside the tokenizer's {tokenizer.vocab_size} tokens."
         )
     longest = max(map(len, completions))
-    if len(ids) > longest_prompt(trainer) or not 0 < longest <= trainer.policy.max_completion_length:
+    if len(ids) > longest_prompt(settings, policy) or not 0 < longest <= policy.max_completion_length:
         raise InputError(
             f"{where}: {len(ids)} tokens of prompt and up to {longest} of completion; grpo.max_prompt_length and "
-            f"grpo.max_completion_length={trainer.policy.max_completion_length} allow less. Raise them, or shorten it."
+            f"grpo.max_completion_length={policy.max_completion_length} allow less. Raise them, or shorten it."
         )
     rewards = np.asarray(row["rewards"], np.float64)
     if rewards.shape != (size,) or not all(map(math.isfinite, rewards.tolist())):
@@ -143,7 +156,7 @@ def group_of(row: dict[str, Any], where: str, trainer: GRPOTrainer) -> tuple[Bat
     block, pad = settings.block_size, tokenizer.pad_id
     rows = completion_rows([ids] * size, completions, masks, block, pad, TOKEN_FIELDS)
     stored = per_token(row, "logprobs", completions, where)
-    if cast(GrpoSettings, trainer.policy).offline == "logprobs":
+    if policy.offline == "logprobs":
         if stored is None:
             raise InputError(
                 f"{where}: no 'logprobs', which grpo.offline=logprobs needs; use grpo.offline=reference."
@@ -155,7 +168,7 @@ def group_of(row: dict[str, Any], where: str, trainer: GRPOTrainer) -> tuple[Bat
 def per_token(
     row: dict[str, Any], column: str, completions: Sequence[Sequence[int]], where: str
 ) -> list[list[float]] | None:
-    """A column with one number for each token of each completion; None where there is none."""
+    """Return a column with one number per token of each completion; None if the row lacks it."""
     values = row.get(column)
     if values is None:
         return None

@@ -10,14 +10,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from bessemer.config import configure
-from bessemer.data import DataPlan, DataSettings, Validation
+from bessemer.data import DataPlan, Validation
 from bessemer.data.plan.catalog import find_source
 from bessemer.data.plan.mixture import Sampling
 from bessemer.data.rows.rows import Batch, Fields
@@ -28,15 +27,13 @@ from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings
 from bessemer.registry import datasets
-from bessemer.rl.rollout import Passes
+from bessemer.rl.rollout import GRPOTrainerConfig, Passes, row_types
+from bessemer.training.context import RunContext
 from bessemer.training.setup.data import DataParts
-from bessemer.training.setup.horizon import plan_horizon
-
-if TYPE_CHECKING:
-    from bessemer.rl.trainer import GRPOTrainer
-
 
 Row = dict[str, Any]
+Horizon = Callable[[int], tuple[int, int]]
+"""(rows of one epoch) -> batch size in rows, steps."""
 TAKEN = ("prompts", "completions", "completion_tokens")
 """Arguments of every reward: no column may have these names."""
 
@@ -185,9 +182,7 @@ class PromptRows:
         return set.intersection(*names) if names else set()
 
 
-# Which prompts a rollout samples from: a pure function of (data, seed, rollout number), as batches are of the
-# step.
-
+# --- the plan: which prompts a rollout samples from, a pure function of (data, seed, rollout number) ---
 
 Chosen = list[tuple[PromptRows, int]]
 """Prompts, each as its source and its number there."""
@@ -275,37 +270,44 @@ def _digest(facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def build_prompts(trainer: GRPOTrainer) -> tuple[DataParts, Passes]:
-    """The data of an online run: no rows, but prompts to make them from."""
-    settings, block = trainer.settings, trainer.settings.block_size
-    mixture, held_out = read_prompts(trainer)
+def build_prompts(
+    context: RunContext[GRPOTrainerConfig],
+    tokenizer: Tokenizer | None,
+    policy: SampledSettings,
+    horizon: Horizon,
+) -> tuple[DataParts, Passes]:
+    """Return the data of an online run, prompts in place of rows, and how its steps divide a rollout."""
+    settings = context.settings
+    mixture, held_out = read_prompts(context, tokenizer, longest_prompt(settings, policy))
     each = settings.group_size * settings.num_iterations
-    batch_size, steps = plan_horizon(trainer, sum(len(rows) for _, rows in mixture) * each)
-    check_groups(batch_size, settings.group_size, trainer.policy)
+    batch_size, steps = horizon(sum(len(rows) for _, rows in mixture) * each)
+    check_groups(batch_size, settings.group_size, policy)
     passes = Passes(
         batch_size, settings.group_size, settings.mini_batches, settings.num_iterations, settings.seed
     )
     plan = PromptPlan(mixture, held_out, passes, settings.validation_steps)
-    fields = {name: ((block,), dtype) for name, dtype in trainer.row_types.items()}
+    fields = {name: ((settings.block_size,), dtype) for name, dtype in row_types(policy).items()}
     return DataParts(plan, None, batch_size, steps, [0], 0, fields, len(plan.held_out)), passes  # type: ignore[arg-type]
 
 
-def read_prompts(trainer: GRPOTrainer) -> tuple[list[Any], list[Any]]:
-    """(training, held-out) prompts of every source."""
-    settings, data, tokenizer = trainer.settings, configure(DataSettings), trainer.tokenizer
+def read_prompts(
+    context: RunContext[GRPOTrainerConfig], tokenizer: Tokenizer | None, longest: int
+) -> tuple[list[Any], list[Any]]:
+    """Return the training and the held-out prompts of every source, those over `longest` tokens left out."""
+    settings, given = context.settings, context.given
+    val_fraction: float = context.config["data/val_fraction"]
     if tokenizer is None:
         raise InputError("prompts need a tokenizer: set data.tokenizer, or init=RUN to take that of a run.")
     if len(settings.datasets) > 1:
         raise InputError("training.dataset has several stages; reinforcement has one mixture of prompts.")
-    longest = longest_prompt(trainer)
-    given = trainer.given.dataset_train is not None
     mixture: list[Any] = []
     held_out: list[Any] = []
-    for number, sampling in enumerate([Sampling("given")] if given else settings.datasets[0]):
-        if given:
-            parts = [list(trainer.given.dataset_train), list(trainer.given.dataset_eval or [])]
+    in_memory = given.dataset_train is not None
+    for number, sampling in enumerate([Sampling("given")] if in_memory else settings.datasets[0]):
+        if in_memory:
+            parts = [list(given.dataset_train), list(given.dataset_eval or [])]
         else:
-            parts = list(read_split(sampling, data.val_fraction if settings.validate else 0.0))
+            parts = list(read_split(sampling, val_fraction if settings.validate else 0.0))
         for rows, into in zip(parts, (mixture, held_out), strict=True):
             made = PromptRows(
                 rows,
@@ -318,24 +320,24 @@ def read_prompts(trainer: GRPOTrainer) -> tuple[list[Any], list[Any]]:
             )
             into.append((sampling, made))
             if made.stats["too_long"]:
-                trainer.say(
+                context.notes.say(
                     f"note: {made.stats['too_long']} of {len(rows)} prompts of {sampling.name} are longer than "
                     f"{longest} tokens (grpo.max_prompt_length) and left out"
                 )
         if not mixture[-1][1]:
             raise InputError(f"{sampling.name} holds no prompt to train on.")
     if settings.validate and not any(len(rows) for _, rows in held_out):
-        trainer.say(
-            f"note: no prompt is held out (data.val_fraction={data.val_fraction:g} of so few), so nothing is validated"
+        context.notes.say(
+            f"note: no prompt is held out (data.val_fraction={val_fraction:g} of so few), so nothing is validated"
         )
     return mixture, held_out if settings.validate else []
 
 
-def longest_prompt(trainer: GRPOTrainer) -> int:
-    """grpo/max_prompt_length, or what the block leaves beside a completion."""
-    block, longest = trainer.settings.block_size, trainer.policy.max_completion_length
+def longest_prompt(settings: GRPOTrainerConfig, policy: SampledSettings) -> int:
+    """Return grpo.max_prompt_length, or what the block leaves beside a completion."""
+    block, longest = settings.block_size, policy.max_completion_length
     room = block + 1 - longest  # the last token of a row is a target only
-    given = trainer.settings.max_prompt_length
+    given = settings.max_prompt_length
     if room < 1 or (given is not None and given > room):
         prompt = "a prompt" if given is None else f"grpo.max_prompt_length={given}"
         raise InputError(

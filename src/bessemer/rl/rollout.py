@@ -15,13 +15,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as plain_field
 from typing import Any
 
 import numpy as np
 
+from bessemer.config import field
 from bessemer.data import key_of, permute
 from bessemer.errors import StorageError
+from bessemer.objectives.grpo import GrpoSettings, SampledSettings
+from bessemer.rl.rewards import RewardSpec
+from bessemer.training.settings import BaseTrainerConfig
 
 FILE = "rollout.safetensors"
 """Beside loop.json in a checkpoint that was taken between two steps of one rollout."""
@@ -36,14 +41,60 @@ TOKEN_FIELDS: dict[str, Any] = {
 FIELDS: dict[str, Any] = {**TOKEN_FIELDS, "advantages": np.float32, "old_logprobs": np.float32}
 
 
+def row_types(policy: SampledSettings) -> dict[str, Any]:
+    """Return the dtype of every field of a row; only reinforcement has the last two."""
+    return FIELDS if isinstance(policy, GrpoSettings) else TOKEN_FIELDS
+
+
+@dataclass
+class GRPOTrainerConfig(BaseTrainerConfig):
+    """Settings of rollouts; those of the loss and the advantages are the objective's (grpo, dapo, …)."""
+
+    group_size: int = field("grpo/group_size", default=4, minimum=1, help="completions of one prompt")
+    num_iterations: int = field("grpo/num_iterations", default=1, minimum=1, help="passes over one rollout")
+    mini_batches: int = field(
+        "grpo/mini_batches",
+        default=1,
+        minimum=1,
+        help="optimizer steps in one pass, batch_size completions each",
+    )
+    sync_interval: int = field(
+        "grpo/sync_interval",
+        default=200,
+        minimum=0,
+        help="steps after which the reference is taken anew; 0 = never",
+    )
+    max_prompt_length: int | None = field(
+        "grpo/max_prompt_length",
+        default=None,
+        minimum=1,
+        help="longer prompts are left out, counted; none: what the block leaves beside a completion",
+    )
+    top_p: float = field("grpo/top_p", default=1.0, above=0, maximum=1, help="of sampling; 1 = off")
+    top_k: int = field("grpo/top_k", default=0, minimum=0, help="of sampling; 0 = off")
+    old_logprobs: str = field(
+        "grpo/old_logprobs",
+        default="forward",
+        choices=("forward", "sampler"),
+        help="of the policy that sampled: from a training pass over the rollout, or as the sampler gave them",
+    )
+    rewards: list[RewardSpec] | None = field(
+        "grpo/rewards",
+        default=None,
+        help="names or {name, weight, options}, summed by weight; none: exact_match, or with a teacher no reward",
+    )
+    chat: bool = field("grpo/chat", default=True, help="a text prompt is a user's message; false: plain text")
+    slots: int = field("grpo/slots", default=64, minimum=1, help="completions written at the same time")
+
+
 @dataclass
 class Rollout:
     """`rows`: arrays (N, T), groups one after the other. `rewards`: (N,) by name. `metrics`: what its steps report."""
 
     number: int
     rows: dict[str, np.ndarray]
-    rewards: dict[str, np.ndarray] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
+    rewards: dict[str, np.ndarray] = plain_field(default_factory=dict)
+    metrics: dict[str, float] = plain_field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """As safetensors: exact, and no code is run to read it."""

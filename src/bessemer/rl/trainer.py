@@ -1,8 +1,8 @@
-"""GRPOTrainer: learns from completions that the engine samples from the live parameters, or from stored ones. Rewards
-say what was good in a group of them (GRPO and its family), or a teacher's distributions do (on-policy distillation).
+"""GRPOTrainer: trains on completions sampled from the live parameters, or on stored ones.
 
-The loop is BaseTrainer's. A step takes a part of the current rollout; when its passes are over, the next one is
-sampled, which is the only time the loop waits for the device. The rollout in use is part of a checkpoint.
+Rewards judge the completions of a group (GRPO and its family), or a teacher's distributions do (on-policy
+distillation). The loop is BaseTrainer's. A step takes a part of the current rollout; after its last pass the next
+rollout is sampled, which is the only time the loop waits for the device. Checkpoints hold the rollout in use.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ import dataclasses
 import functools
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Generic, cast
 
 import jax
 
-from bessemer.config import configure, dotted, field
+from bessemer.config import configure, dotted
 from bessemer.data import Prefetcher
 from bessemer.errors import InputError
 from bessemer.job import CheckpointManager, Snapshot
@@ -25,60 +24,19 @@ from bessemer.registry import jobs, objectives
 from bessemer.rl.offline import StoredPlan, build_stored
 from bessemer.rl.prompts import PromptPlan, build_prompts
 from bessemer.rl.rewards import Rewards, RewardSpec
-from bessemer.rl.rollout import FIELDS, FILE, TOKEN_FIELDS, Rollout
+from bessemer.rl.rollout import FILE, GRPOTrainerConfig, Rollout, row_types
 from bessemer.rl.sampler import Sampler
 from bessemer.topology import agree
 from bessemer.training import step
 from bessemer.training.feed import device_batch
 from bessemer.training.outcome import doing
 from bessemer.training.persistence import frozen
-from bessemer.training.settings import BaseTrainerConfig
 from bessemer.training.setup.data import DataParts
+from bessemer.training.setup.horizon import plan_horizon
 from bessemer.training.state import TrainState
 from bessemer.training.trainer import BaseTrainer, M
 
 PER_TOKEN = ("clip_frac", "kl", "entropy")
-
-
-@dataclass
-class GRPOTrainerConfig(BaseTrainerConfig):
-    """Settings of rollouts; those of the loss and the advantages are the objective's (grpo, dapo, …)."""
-
-    group_size: int = field("grpo/group_size", default=4, minimum=1, help="completions of one prompt")
-    num_iterations: int = field("grpo/num_iterations", default=1, minimum=1, help="passes over one rollout")
-    mini_batches: int = field(
-        "grpo/mini_batches",
-        default=1,
-        minimum=1,
-        help="optimizer steps in one pass, batch_size completions each",
-    )
-    sync_interval: int = field(
-        "grpo/sync_interval",
-        default=200,
-        minimum=0,
-        help="steps after which the reference is taken anew; 0 = never",
-    )
-    max_prompt_length: int | None = field(
-        "grpo/max_prompt_length",
-        default=None,
-        minimum=1,
-        help="longer prompts are left out, counted; none: what the block leaves beside a completion",
-    )
-    top_p: float = field("grpo/top_p", default=1.0, above=0, maximum=1, help="of sampling; 1 = off")
-    top_k: int = field("grpo/top_k", default=0, minimum=0, help="of sampling; 0 = off")
-    old_logprobs: str = field(
-        "grpo/old_logprobs",
-        default="forward",
-        choices=("forward", "sampler"),
-        help="of the policy that sampled: from a training pass over the rollout, or as the sampler gave them",
-    )
-    rewards: list[RewardSpec] | None = field(
-        "grpo/rewards",
-        default=None,
-        help="names or {name, weight, options}, summed by weight; none: exact_match, or with a teacher no reward",
-    )
-    chat: bool = field("grpo/chat", default=True, help="a text prompt is a user's message; false: plain text")
-    slots: int = field("grpo/slots", default=64, minimum=1, help="completions written at the same time")
 
 
 @jobs.register("GRPOTrainer")
@@ -94,9 +52,10 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         if not entry.traits.get("rollouts"):
             family = [one.name for one in objectives if one.traits.get("rollouts")]
             raise InputError(f"GRPOTrainer trains objective={'|'.join(family)}, not {entry.name}.")
-        self.sampler = Sampler(self)
-        if self.offline:
-            data, self.passes = build_stored(self)
+        horizon = functools.partial(plan_horizon, self)
+        if isinstance(self.policy, GrpoSettings) and self.policy.offline != "no":
+            assert self.tokenizer is not None
+            data, self.passes = build_stored(self.settings, self.policy, self.tokenizer, horizon, self.say)
             return data
         if self.reinforces and self.settings.old_logprobs == "sampler" and self.policy.temperature != 1:
             raise InputError(
@@ -105,7 +64,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             )
         self.rollout_seconds = 0.0
         self.rewards = self.choose_rewards()
-        data, self.passes = build_prompts(self)
+        data, self.passes = build_prompts(self.context, self.tokenizer, self.policy, horizon)
         plan = cast(PromptPlan, data.plan)
         agree("the prompts", plan.identity)
         if self.rewards is not None:
@@ -124,9 +83,24 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         """The objective's settings."""
         return cast(SampledSettings, configure(objectives.entry(self.settings.objective).settings[0]))
 
+    @functools.cached_property
+    def sampler(self) -> Sampler:
+        """Created at its first use, since its batches are those of the compiled step."""
+        return Sampler(
+            self.settings,
+            self.policy,
+            self.model_parts,
+            self.topology,
+            self.prompts,
+            self.rewards,
+            self.functions.micro,
+            params=self.full_params,
+            show=lambda text: self.show_progress(text),
+        )
+
     @property
     def reinforces(self) -> bool:
-        """Whether rewards are what is learnt from."""
+        """Whether it learns from rewards."""
         return isinstance(self.policy, GrpoSettings)
 
     @property
@@ -135,10 +109,10 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
 
     @property
     def row_types(self) -> Mapping[str, Any]:
-        return FIELDS if self.reinforces else TOKEN_FIELDS
+        return row_types(self.policy)
 
     def choose_rewards(self) -> Rewards | None:
-        """Those named; without a word exact match, and none where a teacher judges."""
+        """Return the configured rewards; by default exact match, and none with a teacher."""
         if self.reinforces:
             named = self.settings.rewards
             return Rewards([RewardSpec("exact_match")] if named is None else named)
@@ -158,7 +132,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         self.rollout = None
 
     def prefetcher(self, step: int) -> Prefetcher:
-        """Made when asked for: a rollout is sampled from the parameters of that moment."""
+        """Online, batches are not made ahead of use: a rollout is sampled from the live parameters."""
         return (
             super().prefetcher(step)
             if self.offline
@@ -168,19 +142,20 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
     def batch(
         self, slice: str = "train", *, step: int | None = None, rows: slice | None = None
     ) -> Mapping[str, Any]:
-        """As BaseTrainer's. Online, the first batch of a rollout samples it from the parameters of that moment."""
+        """As BaseTrainer's. Online, the first batch of a rollout samples it from the live parameters."""
         if self.offline or slice != "train":
             return super().batch(slice, step=step, rows=rows)
         part = self.part(self.step + self.data_offset if step is None else step)
         return part if rows is None else {name: array[rows] for name, array in part.items()}
 
     def part(self, position: int) -> Mapping[str, Any]:
-        """The rows of one step, from the rollout in use or a new one."""
+        """Return the rows of one step, from the rollout in use or a new one."""
         number, within = self.passes.place(position)
         if self.rollout is None or self.rollout.number != number:
-            self.rollout = None  # let go before the next one is made
+            self.rollout = None  # released before the next one is made
             remedy, begun = "Lower grpo.slots, or grpo.mini_batches in a new run", time.monotonic()
             with doing(self, f"the sampling of rollout {number}", remedy):
+                jax.block_until_ready(self.state.step)  # the last step is not time of this rollout
                 self.rollout = self.sampler.rollout(number)
             self.rollout_seconds = (self.rollout_seconds or 0.0) + time.monotonic() - begun
         return self.passes.take(self.rollout, within)
@@ -205,13 +180,13 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
     def train_step(
         cls, state: TrainState, batch: step.Batch, key: jax.Array, accumulate_steps: int
     ) -> tuple[TrainState, jax.Array, step.Meta]:
-        """As ever; metrics of tokens are means over tokens whatever the loss is divided by."""
+        """As BaseTrainer's; metrics of tokens are means over tokens, whatever the loss is divided by."""
         state, loss, meta = super().train_step(state, batch, key, accumulate_steps)
         share = meta.pop(TOKENS)
         return state, loss, meta | {name: meta[name] / share for name in PER_TOKEN if name in meta}
 
     def on_step_end(self, state: TrainState, metrics: step.Meta, step: int) -> tuple[TrainState, step.Meta]:
-        """What is known of the rollout joins the row; the reference is renewed where that is due."""
+        """Add the rollout's metrics to the row, and renew the reference when it is due."""
         interval = self.settings.sync_interval if self.teacher is None else 0
         if state.reference is not None and interval and step % interval == 0 and step < self.steps:
             self.step, self.state = step, state.replace(reference=None)  # one copy at a time
@@ -230,14 +205,15 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         return not self.offline and bool(self.prompts.held_out)
 
     def validate(self) -> dict[str, Any]:
-        """On held-out prompts: val_reward, the mean reward of greedy completions; with a teacher val_loss, the mean
-        divergence from it where the student itself goes."""
+        """Return val_reward, the mean reward of greedy completions of held-out prompts; with a teacher val_loss, the
+        mean divergence from it on the student's own completions."""
         row: dict[str, Any] = {}
         with self.topology.scope():
             if self.rewards is not None:
-                row |= self.sampler.validate()
+                row |= self.sampler.validate(self.step)
             if not self.reinforces:
-                row |= self.sampler.divergence()
+                val_step = functools.partial(self.functions.val_step, self.state)
+                row |= self.sampler.divergence(self.step, val_step)
         score = row["val_loss"] if "val_loss" in row else -row["val_reward"]
         self.loop_state.take_validation(score, self.step)
         return row
