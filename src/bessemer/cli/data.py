@@ -61,8 +61,8 @@ def prepare(
       bessemer data prepare texts/*.parquet -o data/mine --tokenizer tokenizer --val-fraction 0.01
       bessemer data prepare train.jsonl --val held-out.jsonl -o data/mine --tokenizer tokenizer --on-error skip
     """
-    from bessemer.data.prepare.prepare import prepare as run
     from bessemer.data.progress import show_progress
+    from bessemer.data.stores.prepare import prepare as run
     from bessemer.data.tokenize.tokenizer import Tokenizer
     from bessemer.registry import datasets
 

@@ -7,13 +7,13 @@ from bessemer.data.plan.batches import DataPlan, Validation, key_of, permute
 from bessemer.data.plan.catalog import find_source, open_dataset, open_store, rows_of
 from bessemer.data.plan.mixture import DatasetStyle, Sampling, check_mixture, shares_of
 from bessemer.data.plan.prefetch import Prefetcher
-from bessemer.data.prepare.prepare import StoreInfo, prepare
 from bessemer.data.progress import Progress, show_progress
 from bessemer.data.rows.build import make_rows, store_of
 from bessemer.data.rows.rows import Batch, Rows
 from bessemer.data.rows.store import ArrayStore, Store, TokenStore
 from bessemer.data.settings import DataSettings, data_root
 from bessemer.data.sources.files import Documents, Files, find_files
+from bessemer.data.stores.prepare import StoreInfo, prepare
 from bessemer.data.tokenize.choice import tokenizer_for, tokenizer_on
 from bessemer.data.tokenize.tokenizer import SPECIAL_TOKENS, Tokenizer
 

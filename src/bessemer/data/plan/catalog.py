@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.data.plan.mixture import DatasetStyle, Sampling
-from bessemer.data.prepare.prepare import Options, as_source, content_key, prepare
 from bessemer.data.progress import Callback
 from bessemer.data.rows.build import make_rows
 from bessemer.data.rows.rows import Rows
 from bessemer.data.rows.store import ArrayStore, TokenStore, is_store
 from bessemer.data.settings import DataSettings, data_root
 from bessemer.data.sources.files import Source, Stream, find_files
+from bessemer.data.stores.prepare import Options, as_source, content_key, prepare
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.registry import datasets

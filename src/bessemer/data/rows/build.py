@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from bessemer.data.plan.mixture import DatasetStyle
-from bessemer.data.prepare.shards import kind_of
 from bessemer.data.rows.packing import CroppedRows, PieceRows, Plan, crop, pack
 from bessemer.data.rows.preference import KIND as PAIRS
 from bessemer.data.rows.preference import PairRows
 from bessemer.data.rows.rows import PmdRows, Rows, check_length, supervised
 from bessemer.data.rows.store import ArrayStore, Store, TokenStore
 from bessemer.data.sources.readers import Bad, document_of
+from bessemer.data.stores.shards import kind_of
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 
@@ -88,7 +88,7 @@ def store_of(items: Any, tokenizer: Tokenizer | None, text_key: str | None = Non
     if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
         raise InputError(
             f"a {type(items).__name__} has no length and no [i], so a run on it could not be resumed "
-            f"exactly: write it to a store first with bessemer.data.prepare.prepare(iterable, directory, tokenizer)."
+            f"exactly: write it to a store first with bessemer.data.stores.prepare(iterable, directory, tokenizer)."
         )
     arrays: list[np.ndarray] = []
     masks: list[np.ndarray] = []

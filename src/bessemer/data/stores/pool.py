@@ -15,9 +15,9 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from bessemer.data.prepare.shards import read_counts
 from bessemer.data.progress import Tally
 from bessemer.data.sources.files import Piece
+from bessemer.data.stores.shards import read_counts
 from bessemer.errors import InputError, StorageError, to_install
 from bessemer.job.process import module_command, module_environment
 
@@ -82,7 +82,7 @@ class Pool:
 
     def _start(self) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            module_command("bessemer.data.prepare.worker"),
+            module_command("bessemer.data.stores.worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -182,7 +182,7 @@ def encode_shard(shard: dict[str, Any], settings: dict[str, Any]) -> dict[str, A
     """Runs in a worker of Ray, which imports this module there: bessemer must be installed on every node."""
     import socket
 
-    from bessemer.data.prepare.worker import encode
+    from bessemer.data.stores.worker import encode
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a task
     with contextlib.suppress(OSError):  # sources may be named relative to it

@@ -1,6 +1,6 @@
 """A preparation worker: a process of its own that encodes the shards it is handed, one JSON line each.
 
-Started as `python -m bessemer.data.prepare.worker` and spoken to over its standard input and output. A plain child
+Started as `python -m bessemer.data.stores.worker` and spoken to over its standard input and output. A plain child
 process, rather than `multiprocessing`, never re-imports the user's script (which may train at module level)
 and never inherits JAX's threads; it imports numpy and the tokenizer, nothing of JAX.
 """
@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from bessemer.data.prepare.shards import Report, ShardWriter
 from bessemer.data.sources.files import Piece
 from bessemer.data.sources.readers import read_piece
+from bessemer.data.stores.shards import Report, ShardWriter
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError, StorageError
 
