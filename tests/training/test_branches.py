@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,44 @@ def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def short(tiny: dict[str, object]) -> dict[str, object]:
     return {**tiny, "training.steps": 4, "logging.checkpoint_interval": 2, "logging.validation_interval": 2}
 
 
+Saved = tuple[Path, Path]
+"""A run, and a copy of it as it was."""
+
+
+@pytest.fixture(scope="module")
+def runs(short: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
+    """A finished run of four steps, and one that was stopped after two. They are trained once."""
+    root = tmp_path_factory.mktemp("branches")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BESSEMER_HOME", str(home))
+        patch.setattr(launch, "make_topology", lambda settings: one_device())
+        launch.build_trainer("quickstart", short, name="a", root=root / "done").run()
+        stopped({**short, "optimization.lr_multiplier": 1.0}, root / "halfway", 2)
+    names = ("done", "halfway")
+    return {n: (root / n / "a", shutil.copytree(root / n / "a", root / n / "copy")) for n in names}
+
+
+def as_it_was(saved: Saved) -> Path:
+    run, copy = saved
+    shutil.rmtree(run, ignore_errors=True)
+    return shutil.copytree(copy, run)
+
+
 @pytest.fixture
-def done(short: dict[str, object], tmp_path: Path) -> Path:
+def done(runs: dict[str, Saved]) -> Path:
     """A finished run of four steps."""
-    launch.build_trainer("quickstart", short, name="a", root=tmp_path).run()
-    return tmp_path / "a"
+    return as_it_was(runs["done"])
+
+
+@pytest.fixture
+def halfway(runs: dict[str, Saved]) -> Path:
+    """A run of four steps that was stopped after two."""
+    return as_it_was(runs["halfway"])
 
 
 def stopped(settings: dict[str, object], root: Path, step: int) -> Path:
@@ -63,6 +92,7 @@ def test_a_finished_run_is_extended_only_with_change_and_says_so(done: Path) -> 
     assert launch.is_finished(done) and not launch.changes_finished(done, {}, change=True)
 
 
+@pytest.mark.slow
 def test_a_run_extended_before_its_end_is_the_longer_run_where_rates_agree(
     short: dict[str, object], tmp_path: Path
 ) -> None:
@@ -81,10 +111,10 @@ def test_a_run_extended_before_its_end_is_the_longer_run_where_rates_agree(
 
 
 def test_a_branch_survives_a_kill_before_its_first_checkpoint(
-    short: dict[str, object], corpus: Path, tmp_path: Path
+    halfway: Path, corpus: Path, tmp_path: Path
 ) -> None:
     """config.yaml is then not that of the checkpoint, and branches.json says why."""
-    run = stopped(short, tmp_path, 2)
+    run = halfway
     other = tmp_path / "other.jsonl"
     other.write_text("".join(corpus.read_text().splitlines(keepends=True)[::-1]))
     change = {"training.dataset": str(other), "optimization.lr_multiplier": 0.5}
@@ -112,10 +142,8 @@ class Killed(StopAt):
         raise KeyboardInterrupt
 
 
-def test_other_data_keeps_the_runs_tokenizer_and_forgets_the_best(
-    short: dict[str, object], corpus: Path, tmp_path: Path
-) -> None:
-    run = stopped(short, tmp_path, 2)
+def test_other_data_keeps_the_runs_tokenizer_and_forgets_the_best(halfway: Path, tmp_path: Path) -> None:
+    run = halfway
     other = tmp_path / "other.txt"
     other.write_text("0123456789 9876543210 " * 400)
     before = launch.reopen(run)
@@ -140,6 +168,7 @@ def test_data_that_changed_on_disk_needs_change_and_keeps_the_tokenizer(
     assert branch.data is not None and list(branch.changes) == ["data.tokenizer"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_before_a_branch_point_needs_change_again(done: Path) -> None:
     launch.reopen(done, {"training.steps": 6}, change=True).run()
     with pytest.raises(InputError, match=r"before the branch point at step 4 .*add --change"):
@@ -165,6 +194,7 @@ def test_a_horizon_that_is_over_is_refused(done: Path) -> None:
         launch.reopen(done, {"optimization.lr_multiplier": 0.5}, change=True)
 
 
+@pytest.mark.slow
 def test_one_horizon_replaces_another(short: dict[str, object], tmp_path: Path) -> None:
     settings = {key: value for key, value in short.items() if key != "training.steps"}
     launch.build_trainer(
@@ -184,10 +214,8 @@ EDITS = {
 
 
 @pytest.mark.parametrize("line", EDITS)
-def test_a_config_edited_since_the_checkpoint_is_refused_with_both_values(
-    line: str, short: dict[str, object], tmp_path: Path
-) -> None:
-    run = stopped({**short, "optimization.lr_multiplier": 1.0}, tmp_path, 2)
+def test_a_config_edited_since_the_checkpoint_is_refused_with_both_values(line: str, halfway: Path) -> None:
+    run = halfway
     text, (new, words) = (run / "config.yaml").read_text(), EDITS[line]
     assert text.count(line) == 1
     (run / "config.yaml").write_text(text.replace(line, new))
@@ -204,10 +232,8 @@ def test_a_config_edited_since_the_checkpoint_is_refused_with_both_values(
     assert launch.reopen(run).step == 2
 
 
-def test_an_edit_given_with_change_is_a_branch_point_from_what_was_trained_with(
-    short: dict[str, object], tmp_path: Path
-) -> None:
-    run = stopped(short, tmp_path, 2)
+def test_an_edit_given_with_change_is_a_branch_point_from_what_was_trained_with(halfway: Path) -> None:
+    run = halfway
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("max_grad_norm: 1.0", "max_grad_norm: 0.5"))
     again = launch.reopen(run, {"training.max_grad_norm": 0.5}, change=True)
@@ -215,20 +241,16 @@ def test_an_edit_given_with_change_is_a_branch_point_from_what_was_trained_with(
     assert branch.changes == {"training.max_grad_norm": {"from": 1.0, "to": 0.5}}
 
 
-def test_what_cannot_change_the_run_may_be_edited_in_its_config(
-    short: dict[str, object], tmp_path: Path
-) -> None:
-    run = stopped(short, tmp_path, 2)
+def test_what_cannot_change_the_run_may_be_edited_in_its_config(halfway: Path) -> None:
+    run = halfway
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("keep_last: 20", "keep_last: 5"))
     assert launch.reopen(run).logging.keep_last == 5
 
 
-def test_a_checkpoint_without_a_copy_of_its_config_still_resumes(
-    short: dict[str, object], tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_a_copy_of_its_config_still_resumes(halfway: Path) -> None:
     """As the earliest versions saved them."""
-    run = stopped(short, tmp_path, 2)
+    run = halfway
     step = run / "checkpoints/step_00000002"
     (step / "config.yaml").unlink()
     write_manifest(step, 2, read_manifest(step).tree)

@@ -193,7 +193,7 @@ def whole(guarded: dict[str, object], home: Path, tmp_path_factory: pytest.TempP
         return run({**guarded, "training.poison": {"8": 50.0}}, tmp_path_factory.mktemp("runs"), "whole")
 
 
-@pytest.mark.parametrize("stop", [3, 9, 10])
+@pytest.mark.parametrize("stop", [*(pytest.param(k, marks=pytest.mark.slow) for k in (3, 10)), 9])
 def test_resume_with_the_guard_on_is_the_same_run(
     stop: int, whole: Any, guarded: dict[str, object], tmp_path: Path
 ) -> None:

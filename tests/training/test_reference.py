@@ -26,6 +26,7 @@ def settings(tiny: dict[str, object]) -> dict[str, object]:
     return {**tiny, "objective": "held", "logging.validation_interval": -1}
 
 
+@pytest.mark.slow
 def test_taken_once_and_in_force_after_a_restart(settings: dict[str, object], tmp_path: Path) -> None:
     whole = launch.build_trainer("quickstart", settings, name="whole", root=tmp_path)
     start = jax.tree.map(np.asarray, whole.state.params)

@@ -214,7 +214,7 @@ def test_the_optimizer_begins_anew(whole: tuple[Any, Watch]) -> None:
     assert counts == {STEPS - FIRST}
 
 
-@pytest.mark.parametrize("stop", [3, FIRST, 7])
+@pytest.mark.parametrize("stop", [*(pytest.param(k, marks=pytest.mark.slow) for k in (3, 7)), FIRST])
 def test_stopped_in_any_stage_and_resumed(
     stop: int,
     leashed: dict[str, object],

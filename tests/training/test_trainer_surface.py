@@ -168,6 +168,7 @@ def test_hooks_see_the_current_step_and_one_pass_has_an_end(ran: tuple[Any, Hook
     assert hooks.steps("epoch begin")[0] == 0 and hooks.steps("epoch end")[-1] == 3
 
 
+@pytest.mark.slow
 def test_an_epoch_ends_in_a_run_of_one_epoch(settings: dict[str, object], tmp_path: Path) -> None:
     hooks = Hooks()
     one = {**settings, "training.steps": None, "training.epochs": 1, "training.validation": False}
@@ -293,6 +294,7 @@ def test_a_tokenizer_is_trained_on_the_data_that_was_given(
         make(settings, tmp_path, [{"input_ids": [1, 2, 3]}] * 100)
 
 
+@pytest.mark.slow
 def test_a_finished_run_on_given_data_is_not_judged_on_the_recipes_corpus(
     settings: dict[str, object], tmp_path: Path
 ) -> None:
@@ -496,6 +498,7 @@ def test_a_kl_config_with_one_weight() -> None:
     assert bm.KLConfig(refresh=True).refresh == (True,)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_kl_trainer_starts_with_its_own_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: dict[str, object]
 ) -> None:

@@ -30,6 +30,7 @@ def metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_watchers_weights_profile_ema_and_evaluation(tiny: dict[str, object], tmp_path: Path) -> None:
     settings = {
         **tiny,

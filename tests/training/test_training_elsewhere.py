@@ -62,6 +62,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "mem/"))} for line in lines]
 
 
+@pytest.mark.slow
 def test_resumed_from_another_directory(
     project: Path, elsewhere: Path, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

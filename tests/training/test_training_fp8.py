@@ -79,6 +79,7 @@ def test_state_and_checkpoints_are_float32(finished: Any) -> None:
     assert {str(w.dtype) for w in weights.values()} == {"float32"}
 
 
+@pytest.mark.slow
 def test_resume_is_the_same_run(finished: Any, settings: dict[str, object], tmp_path: Path) -> None:
     class StopAt(Callback):
         def on_batch_end(self, loop: Any) -> None:

@@ -69,6 +69,7 @@ def never(*args: Any) -> Any:
     raise AssertionError("the rows were shared out again")
 
 
+@pytest.mark.slow
 def test_rows_are_shown_and_saved(whole: BaseTrainer) -> None:
     run, allocation = whole.run_directory, whole.model.allocation
     assert allocation.rows == 448 and allocation.longest <= 12 and allocation.k.min() == 1

@@ -64,7 +64,12 @@ def reference(
         return three_steps(build(tiny, tmp_path_factory.mktemp("one"), {"data": 1}, patch))
 
 
-@pytest.mark.parametrize("name", list(MESHES))
+FAST = ("2x2x2", "tensor 2")  # every axis; the others run with the slow tests
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MESHES]
+)
 def test_mesh_equals_one_device(
     name: str,
     tiny: dict[str, object],

@@ -197,7 +197,7 @@ def step_total(trainer: Any, per_device: int) -> int:
     return needed
 
 
-@pytest.mark.parametrize("fits", [1, 2])
+@pytest.mark.parametrize("fits", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_out_of_memory_names_the_largest_micro_batch_that_fits(
     fits: int, tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +333,7 @@ def test_weights_from_another_run_and_the_class_from_a_checkpoint(
     assert isinstance(again, BaseTrainer) and again.step == 3 and again.done
 
 
+@pytest.mark.slow
 def test_resume_from_an_older_checkpoint_is_the_same_run(tiny: dict[str, object], tmp_path: Path) -> None:
     whole = launch.build_trainer("quickstart", tiny, name="a", root=tmp_path)
     whole.run()

@@ -66,7 +66,7 @@ def assert_same(a: BaseTrainer, b: BaseTrainer) -> None:
     assert rows(a.run_directory.path) == rows(b.run_directory.path)
 
 
-@pytest.mark.parametrize("k", [1, slowly(2), slowly(3), slowly(4), 5])
+@pytest.mark.parametrize("k", [slowly(1), slowly(2), slowly(3), slowly(4), 5])
 def test_stopped_after_k_steps_and_resumed(
     k: int, tiny: dict[str, object], undisturbed: BaseTrainer, tmp_path: Path
 ) -> None:
@@ -102,6 +102,7 @@ def test_killed_after_the_final_save(
     assert samples[0].read_text() == samples[1].read_text()
 
 
+@pytest.mark.slow
 def test_saving_by_time_and_a_crash_after_it_change_no_bit(
     tiny: dict[str, object], undisturbed: BaseTrainer, tmp_path: Path
 ) -> None:
