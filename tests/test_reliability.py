@@ -55,6 +55,11 @@ def test_every_test_that_is_named_exists(file: str) -> None:
         assert name.startswith("test_")
 
 
+def test_every_name_of_a_test_is_one_that_is_checked() -> None:
+    """One without its file would be read by people only."""
+    assert PAGE.read_text("utf-8").count("::") == len(named())
+
+
 def test_slow_is_said_of_slow_tests_only() -> None:
     """A test of which some parameters run with the fast ones is not called slow."""
     wrong = [

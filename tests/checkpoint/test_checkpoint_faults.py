@@ -7,12 +7,14 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tests.processes import TIMEOUT
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint import store as store_module
@@ -101,6 +103,32 @@ def test_a_full_disk_is_one_clear_error_and_the_last_checkpoint_stays(
     monkeypatch.undo()
     store.save(3, noise(1, 10), wait=True)  # space again: the same object goes on
     assert store.committed() == [1, 3]
+    store.close()
+
+
+def test_a_save_returns_before_it_is_committed(tmp_path, monkeypatch):
+    """The commit is held until steps were taken after the save: training does not wait for it."""
+    store, held = Checkpoints(tmp_path / "c"), threading.Event()
+    commit = store_module.write_manifest
+
+    def late(*args):
+        assert held.wait(TIMEOUT)
+        return commit(*args)
+
+    monkeypatch.setattr(store_module, "write_manifest", late)
+    step = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = jnp.zeros(3)
+    store.save(1, {"a": x})
+    for _ in range(3):
+        x = step(x)
+    assert x.tolist() == [3, 3, 3] and store.committed() == []
+    held.set()
+    store.wait()
+    assert store.committed() == [1] and store.restore(1, {"a": np.ones(3, np.float32)})["a"].tolist() == [
+        0,
+        0,
+        0,
+    ]
     store.close()
 
 

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from bessemer.cli.config import command as config_command
 from bessemer.cli.config import print_config, show
 from bessemer.cli.options import refuse_flags
 from bessemer.cli.recipes import command as recipes_command
@@ -66,6 +67,13 @@ def test_recipes_are_listed():
     assert result.exit_code == 0, result.output
     for name in recipe_names():
         assert re.search(rf"^{name} ", result.output, re.M)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_shipped_recipe_resolves(name):
+    """Every setting of it exists and takes its value."""
+    result = CliRunner().invoke(config_command, [name], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from bessemer.checkpoint import Checkpoints
+from bessemer.cli import main
 from bessemer.errors import InputError, StorageError, TrainingError
 from bessemer.generate import Engine, Request, SamplingOptions, load_model, sample
 from bessemer.generate.load import build_model
@@ -66,18 +67,42 @@ def test_plain_files_serve_when_there_are_no_checkpoints(tmp_path):
         load_model(run)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_weights_that_are_no_numbers_are_an_error_that_names_them(tmp_path, value):
-    run = make_run(tmp_path, steps=(10,))
+def run_with(folder, value):
+    """A run whose newest checkpoint has one weight of this value."""
+    run = make_run(folder, steps=(10,))
     params = tiny_params(20)
     params["embedding"] = params["embedding"].at[3, 4].set(value)
     files = {"config.yaml": run.config.read_text(), "tokenizer.json": tiny_tokenizer().to_json()}
     checkpoints = Checkpoints(run.checkpoints)
     checkpoints.save(20, {"params": params}, files=files, wait=True)
     checkpoints.close()
+    return run
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_no_numbers_are_an_error_that_names_them(tmp_path, value):
+    run = run_with(tmp_path, value)
     with pytest.raises(TrainingError, match=r"step_00000020 .* embedding\. .*--step: the run holds 10"):
         load_model(run)
     assert load_model(run, 10).step == 10
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("sample", "RUN", "--prompt", "a"),
+        ("chat", "RUN"),
+        ("serve", "RUN", "--port", "0"),
+        ("eval", "RUN", "--tasks", "bpb"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_every_command_that_loads_nan_weights_ends_with_exit_3(words, tmp_path, capsys):
+    run = run_with(tmp_path, np.nan)
+    with pytest.raises(SystemExit) as left:
+        main([str(run.path) if word == "RUN" else word for word in words])
+    assert left.value.code == 3
+    assert "embedding" in (said := capsys.readouterr().err) and "--step: the run holds 10" in said
 
 
 def test_output_that_is_no_number_is_an_error(run):
