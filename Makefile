@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SCALE := .venv-scale
+SERVICES := .venv-services
 LOWEST := .venv-lowest
 WORKERS ?= 2
 N ?= 50
@@ -12,7 +13,7 @@ N ?= 50
 PINNED = $(wildcard constraints/$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt)
 INSTALL = python -m pip install --quiet $(if $(PINNED),--constraint $(PINNED))
 
-.PHONY: train test slow long scale lowest constraints soak prove check docs format clean
+.PHONY: train test slow long scale services lowest constraints soak prove check docs format clean
 
 train: $(VENV)/.base
 	$(BIN)/bessemer train
@@ -36,6 +37,12 @@ long: $(VENV)/.test
 scale: $(SCALE)/.ready
 	$(subst $(BIN),$(SCALE)/bin,$(QUICK)) $(SCALE)/bin/pytest -n $(WORKERS) --dist loadfile --nothing-missing \
 		-m "not long and not gpu" $$($(SCALE)/bin/python -m tests.skips)
+
+# The part of them that CI has room for: a Ray, a server that speaks S3, trackers, Kubernetes' schemas. What is compared
+# with other people's implementations is held by their stored numbers in `make test`.
+services: $(SERVICES)/.ready
+	$(subst $(BIN),$(SERVICES)/bin,$(QUICK)) $(SERVICES)/bin/pytest -n $(WORKERS) --dist loadfile --nothing-missing \
+		-m "not long and not gpu" $$($(SERVICES)/bin/python -m tests.skips --services)
 
 # The lowest versions that pyproject.toml allows: everything is imported, and a tiny model trained, resumed and sampled.
 lowest:
@@ -90,10 +97,17 @@ $(SCALE)/.ready: pyproject.toml $(PINNED)
 	$(SCALE)/bin/$(INSTALL) --editable ".[test,test-scale,test-peers]"
 	touch $@
 
+$(SERVICES)/.ready: pyproject.toml $(PINNED)
+	@echo "installing into $(SERVICES): a minute or two"
+	$(PYTHON) -m venv $(SERVICES)
+	$(SERVICES)/bin/python -m pip install --quiet --upgrade pip
+	$(SERVICES)/bin/$(INSTALL) --editable ".[test,test-scale]"
+	touch $@
+
 # The page's tests drive a real browser. Where Debian's cannot be installed they are skipped, and say so.
 $(VENV)/.chromium: $(VENV)/.test
 	command -v chromium || (apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install --yes --no-install-recommends chromium) \
 		&& touch $@ || echo "no Chromium could be installed: the page's tests in a browser are skipped"
 
 clean:
-	rm -rf $(VENV) $(SCALE) $(LOWEST) site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(SCALE) $(SERVICES) $(LOWEST) site .pytest_cache .mypy_cache .ruff_cache

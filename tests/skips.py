@@ -3,12 +3,14 @@
 `make test` and `make slow` run with the extra `test` alone, so tests that need another package are skipped there, and
 listed. `make scale` installs every package that a test looks for and passes --nothing-missing, which forbids those
 skips: `python -m tests.skips` prints the files it runs, which are those with a test that a package can be missing for.
+With --services it prints those of `make services`, which CI runs: they need the extra `test-scale` alone.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,15 +19,23 @@ import pytest
 
 TESTS = Path(__file__).parent
 
-PACKAGES = {
-    r"could not import '(torch|transformers|peft|trl|lm_eval|wandb|tensorboard[\w.]*)'": "compared with, or written to",
-    r"torch is not installed": "an objective compared with torch",
+SERVICES = {
+    r"could not import '(wandb|tensorboard[\w.]*)'": "trackers that are written to",
     r"needs the extra `ray`": "preparation on a Ray",
     r"needs moto": "a server that speaks S3",
     r"pip install kubernetes-validate": "job files against Kubernetes' schemas",
+}
+"""Reasons of skips for a missing service (extra `test-scale`), and what it is for."""
+
+PEERS = {
+    r"could not import '(torch|transformers|peft|trl|lm_eval)'": "compared with",
+    r"torch is not installed": "an objective compared with torch",
     r"needs libtpu": "plans and kernels compiled for TPUs",
 }
-"""Reasons of skips for a missing package, and what the package is for. Allowed without --nothing-missing."""
+"""Reasons of skips for a missing implementation of other people's (extra `test-peers`)."""
+
+PACKAGES = SERVICES | PEERS
+"""Reasons of skips for a missing package. Allowed without --nothing-missing."""
 
 MACHINE = {
     r"no NVIDIA GPU here": "members of an invariance class that run on a GPU",
@@ -64,16 +74,22 @@ def reasons_in(path: Path) -> list[str]:
     return found
 
 
-def files_for_scale() -> list[str]:
-    """Test files with a test that is skipped where a package is missing."""
+def files_for_scale(services_only: bool = False) -> list[str]:
+    """Test files with a test that is skipped where a package is missing. services_only: where a service is, and nothing
+    of other people's to compare with."""
     candidates = (
         path for path in sorted(TESTS.rglob("test_*.py")) if SKIPPING.search(path.read_text(encoding="utf-8"))
     )
+    wanted, unwanted = (SERVICES, PEERS) if services_only else (PACKAGES, {})
     return [
         str(path.relative_to(TESTS.parent))
         for path in candidates
-        if any(re.search(form, reason) for form in PACKAGES for reason in reasons_in(path))
+        if _named_in(path, wanted) and not _named_in(path, unwanted)
     ]
+
+
+def _named_in(path: Path, reasons: dict[str, str]) -> bool:
+    return any(re.search(form, reason) for form in reasons for reason in reasons_in(path))
 
 
 class SkipLedger:
@@ -127,4 +143,4 @@ class SkipLedger:
 
 
 if __name__ == "__main__":
-    print(" ".join(files_for_scale()))
+    print(" ".join(files_for_scale("--services" in sys.argv)))

@@ -35,7 +35,9 @@ def session(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT)
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["alone", "xdist"])
+@pytest.mark.parametrize(
+    "workers", [(), pytest.param(("-n", "1"), marks=pytest.mark.slow)], ids=["alone", "xdist"]
+)
 def test_an_unexpected_skip_fails_the_session_and_is_named(tmp_path: Path, workers: tuple[str, ...]) -> None:
     (tmp_path / "test_cases.py").write_text(CASES)
     (tmp_path / "test_module.py").write_text(MODULE)
@@ -61,3 +63,6 @@ def test_the_files_of_make_scale_are_found() -> None:
     files = files_for_scale()
     assert {"tests/interop/test_transformers.py", "tests/training/test_mirror.py"} <= set(files)
     assert "tests/test_docs.py" not in files, "mkdocs is in the extra `test`"
+    services = files_for_scale(services_only=True)
+    assert set(services) < set(files) and "tests/training/test_mirror.py" in services
+    assert "tests/interop/test_transformers.py" not in services
