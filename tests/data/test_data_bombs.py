@@ -16,8 +16,9 @@ import pytest
 from tests.processes import TIMEOUT
 from tests.tiny_run import tiny_tokenizer
 
-from bessemer.data import Tokenizer, parquet_rows, tokenizer_for
-from bessemer.data.parquet_rows import Expands, read_batches
+from bessemer.data import Tokenizer, tokenizer_for
+from bessemer.data.sources import parquet_rows
+from bessemer.data.sources.parquet_rows import Expands, read_batches
 from bessemer.errors import InputError
 
 MEMORY = 700 << 10

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, BinaryIO, cast
 
-from bessemer.data.parquet_rows import Expands, read_batches
 from bessemer.data.rows.preference import COLUMNS, Pair, encode_pair, is_pair, pair_bytes, read_pair
 from bessemer.data.sources.files import UNPACKING, File, Files, Piece, open_unpacked, plan_shards
+from bessemer.data.sources.parquet_rows import Expands, read_batches
 from bessemer.data.tokenize import chat
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
