@@ -166,6 +166,7 @@ def test_a_small_held_out_set_is_a_warning(found: dict[str, int], small: bool) -
         assert "standard error of bits per byte: 0.123" in said and "data.val_fraction" in said
 
 
+@pytest.mark.slow
 def test_training_records_error_and_fingerprint(tiny: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
     """The same held-out set for another seed and other weights; another one for another share."""
     short = {**tiny, "training.steps": 1, "optimization.name": "adamw", "training.per_device_batch_size": 1}

@@ -19,6 +19,7 @@ from tests.faults.harness import (
 from tests.faults.soak import soak
 
 
+@pytest.mark.slow
 def test_killed_between_the_data_of_a_checkpoint_and_its_commit(
     settings: dict[str, object], run: Path, home: Path, whole: Path, tmp_path: Path
 ) -> None:

@@ -167,7 +167,8 @@ def test_a_rollout_is_repeatable_and_cut_completions_can_be_masked(
     assert (one.rows["old_logprobs"][real > 0] < 0).all() and (one.rows["old_logprobs"][real == 0] == 0).all()
 
 
-@pytest.mark.parametrize("k", [3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [3, 5])
 def test_stopped_in_the_middle_of_a_rollout_and_resumed(
     k: int, settings: dict[str, Any], whole: Any, tmp_path: Path
 ) -> None:

@@ -197,7 +197,8 @@ def step_total(trainer: Any, per_device: int) -> int:
     return needed
 
 
-@pytest.mark.parametrize("fits", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("fits", [1, 2])
 def test_out_of_memory_names_the_largest_micro_batch_that_fits(
     fits: int, tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

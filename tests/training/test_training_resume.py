@@ -164,7 +164,8 @@ def undisturbed_stages(
     return trainer
 
 
-@pytest.mark.parametrize("k", [5, slowly(6)])
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [5, 6])
 def test_stages_and_dropout_go_on_as_they_would_have(
     k: int, staged: dict[str, object], undisturbed_stages: BaseTrainer, tmp_path: Path
 ) -> None:

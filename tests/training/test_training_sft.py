@@ -118,7 +118,8 @@ def test_what_is_given_wins_over_what_the_objective_asks_for(
 SMOOTH = {"optimization.lr": 0.01, "optimization.eps": 1e-2}  # AdamW with a small eps magnifies rounding
 
 
-@pytest.mark.parametrize("family", ["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_dropout_and_noise_follow_the_row_not_the_micro_batch(
     family: str,
     tiny: dict[str, object],

@@ -58,6 +58,7 @@ def test_a_template_that_exceeds_its_limits_is_refused(own: Worker, source: str)
     assert process_of(own) == before
 
 
+@pytest.mark.slow
 def test_many_who_ask_for_a_hostile_template_wait_for_two_of_them(own: Worker) -> None:
     """Eight requests took eight times the limit once; now all but two are refused when their turn comes."""
     template, problems = ChatTemplate(LOOPS, {}), []
