@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bessemer.config import configuration, configure, current, field, gather, resolve
+from bessemer.config import PYTHON, configuration, configure, current, field, gather, resolve
 from bessemer.errors import InputError
 
 
@@ -30,7 +30,7 @@ class Scale(nn.Module):
 
 
 def config(**values):
-    return resolve(lambda given: gather(Trainer, Scale), None, values, source="python")
+    return resolve(lambda given: gather(Trainer, Scale), None, values, source=PYTHON)
 
 
 def test_without_a_configuration_the_defaults_hold():

@@ -509,7 +509,9 @@ def test_a_kl_trainer_starts_with_its_own_defaults(
         ["python-stdlib"],
         ["python-reference"],
     ]
-    assert made.config.provenance["training/dataset"].startswith("chosen: there is no store 'fineweb' here")
+    assert str(made.config.provenance["training/dataset"]).startswith(
+        "chosen: there is no store 'fineweb' here"
+    )
     assert any("python-stdlib" in note for note in made.config.notes)
     assert [stage.beta for stage in made.stages] == [0.0, 0.1] and made.tokenizer.vocab_size == 8192
     from bessemer.data import Tokenizer, prepare

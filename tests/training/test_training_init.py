@@ -12,6 +12,7 @@ import pytest
 from tests.faults.in_place import one_device
 from tests.tiny_run import make_run, tiny_params
 
+from bessemer.config import Origin, OriginKind
 from bessemer.data import DatasetStyle, Sampling
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory
@@ -155,7 +156,7 @@ def test_a_plan_of_a_chain_trains_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_run_whose_objective_chose_the_style_is_that_of_the_recipe(start: Path) -> None:
     """`recipe:sft` is found again: rows of conversations are packed, which the recipe does not say."""
     trainer = build(start, "sft", init=str(start), architecture__block_size=32, training__dataset="toy-sort")
-    trainer.config.provenance["training/dataset"] = "recipe sft"
+    trainer.config.provenance["training/dataset"] = Origin(OriginKind.RECIPE, "sft")
     trainer.config.values["training/dataset"][0][0] = Sampling("toy-reverse", style=DatasetStyle.PACKED)
     trainer.run_directory.create().config.write_text(trainer.config.to_yaml())
     assert state_of(trainer.run_directory, "sft") == "begun"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import bessemer as bm
-from bessemer.config import resolve
+from bessemer.config import Origin, OriginKind, resolve
 from bessemer.data import Validation, prepare
 from bessemer.errors import InputError, Stopped, TrainingError
 from bessemer.job import RestoreableJob
@@ -25,7 +25,6 @@ from bessemer.training.console.output import write_facts, write_setup
 from bessemer.training.setup import microbatch
 from bessemer.training.setup.data import CollatedRows
 from bessemer.training.setup.horizon import rate_for_weights, repeats
-from bessemer.training.setup.initial_weights import RECIPES_RUN
 from bessemer.training.setup.schema import idle, schema_of
 from bessemer.training.trainer import BaseTrainer
 
@@ -139,7 +138,7 @@ def test_rates_follow_from_the_size_of_the_weights(
 def test_rates_that_were_given_or_fit_stay(recipe: str, words: list[str]) -> None:
     config = resolve(schema_of, recipe, words)
     if words == OWN[1:]:
-        config.set("init", "runs/toy-base", f"{RECIPES_RUN}toy")
+        config.set("init", "runs/toy-base", Origin(OriginKind.BASE_RUN, "toy"))
     assert rate_for_weights(config, 1_000_000_000) is None
 
 

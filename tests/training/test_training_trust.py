@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import bessemer as bm
-from bessemer.config import Config, resolve
+from bessemer.config import PYTHON, Config, resolve
 from bessemer.job.trust import named_code
 from bessemer.training.setup.schema import record_class, trainer_schema
 
@@ -43,7 +43,7 @@ def test_shipped_parts_are_not_code_of_the_users(tmp_path: Path) -> None:
 
 
 def config_of(trainer: type) -> Config:
-    return resolve(lambda values: trainer_schema(trainer, values), source="python")
+    return resolve(lambda values: trainer_schema(trainer, values), source=PYTHON)
 
 
 def test_a_class_used_directly_is_written_down() -> None:

@@ -76,7 +76,7 @@ def section_table(config: Config, section: str, keys: list[str], fold: bool = Tr
     table.add_column("help", overflow="fold")
     for name, key in zip(names, keys, strict=True):
         style = "bold" if config.is_set(key) else "dim"
-        words = (show(config[key]), config.provenance[key])
+        words = (show(config[key]), str(config.provenance[key]))
         table.add_row(name, *(Text(word, style=style) for word in words), Text(config.schema[key].help))
     return table
 

@@ -13,10 +13,11 @@ from typing import Any
 
 from bessemer.config.bounded import check_references, check_yaml, read_text
 from bessemer.config.declare import RESERVED, dotted
+from bessemer.config.origin import DEFAULT, PYTHON, Origin, OriginKind
 from bessemer.config.values import Mismatch, plain
 from bessemer.errors import InputError, nearest
 
-# Layers of given values, before any schema: nested plain dictionaries, each with a word for its origin.
+# Layers of values, before any schema: nested plain dictionaries, each with its origin.
 #
 # OmegaConf reads the YAML, parses the values of the command line, merges the layers and resolves `${...}`.
 
@@ -35,16 +36,16 @@ class Layer:
     `origins`, in a saved configuration, holds the origin of each value; keys it leaves out are defaults.
     """
 
-    origin: str
+    origin: Origin
     tree: dict[str, Any]
     texts: dict[str, str] = attribute(default_factory=dict)
-    origins: dict[str, str] | None = None
+    origins: dict[str, Origin] | None = None
 
-    def origin_of(self, key: str) -> str:
-        return self.origin if self.origins is None else self.origins.get(key, "default")
+    def origin_of(self, key: str) -> Origin:
+        return self.origin if self.origins is None else self.origins.get(key, DEFAULT)
 
 
-def nest(mapping: Mapping[Any, Any], origin: str) -> dict[str, Any]:
+def nest(mapping: Mapping[Any, Any], origin: Origin | str) -> dict[str, Any]:
     """Sections may be nested or written in the key: {"a": {"b": 1}}, {"a.b": 1}, {"a/b": 1} are the same."""
     tree: dict[str, Any] = {}
     for name, value in mapping.items():
@@ -56,7 +57,7 @@ def nest(mapping: Mapping[Any, Any], origin: str) -> dict[str, Any]:
     return tree
 
 
-def _insert(tree: dict[str, Any], keys: Keys, value: Any, origin: str) -> None:
+def _insert(tree: dict[str, Any], keys: Keys, value: Any, origin: Origin | str) -> None:
     for depth, name in enumerate(keys[:-1]):
         tree = tree.setdefault(name, {})
         if not isinstance(tree, dict):
@@ -74,7 +75,7 @@ def _insert(tree: dict[str, Any], keys: Keys, value: Any, origin: str) -> None:
         )
 
 
-def flatten(tree: Mapping[Any, Any], origin: str, above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+def flatten(tree: Mapping[Any, Any], origin: Origin | str, above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
     """Leaves of a nested mapping with their path; an empty mapping is a leaf."""
     for name, value in tree.items():
         if not isinstance(name, str):
@@ -139,7 +140,7 @@ def _overlay(
             tree[name] = value
 
 
-def override_layer(overrides: Sequence[str] | Mapping[str, Any], origin: str) -> Layer:
+def override_layer(overrides: Sequence[str] | Mapping[str, Any], origin: Origin) -> Layer:
     """A layer from `a.b=c` words or from a mapping; a setting given twice with two values is an error.
 
     Values of a mapping mean what they are: in Python, `${...}` is text.
@@ -170,7 +171,7 @@ def override_layer(overrides: Sequence[str] | Mapping[str, Any], origin: str) ->
     return layer
 
 
-def parse_value(text: str, key: str, origin: str) -> Any:
+def parse_value(text: str, key: str, origin: Origin) -> Any:
     """A value from the command line, read as YAML, without YAML's traps for people who type plain words."""
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -239,16 +240,17 @@ def parse_yaml(text: str, what: str, *, saved: bool = False) -> dict[str, Any]:
 
 def saved_tree(path: Path) -> dict[str, Any]:
     """A saved config.yaml as a plain nested tree, with its references resolved; nothing it names is imported."""
-    origin = f"saved configuration {path}"
-    return _resolved(read_yaml(path, "saved configuration", saved=True), origin)
+    return _resolved(read_yaml(path, "saved configuration", saved=True), Origin(OriginKind.SAVED, str(path)))
 
 
 def parse_saved(text: str, where: str) -> dict[str, Any]:
     """The same from the text of a config.yaml; `where` is named in errors."""
-    return _resolved(parse_yaml(text, f"the config.yaml of {where}", saved=True), where)
+    return _resolved(
+        parse_yaml(text, f"the config.yaml of {where}", saved=True), Origin(OriginKind.OTHER, where)
+    )
 
 
-def _resolved(tree: dict[str, Any], origin: str) -> dict[str, Any]:
+def _resolved(tree: dict[str, Any], origin: Origin) -> dict[str, Any]:
     return merge([Layer(origin, nest(tree, origin))], resolve=True, is_section=lambda key: False)
 
 
@@ -312,7 +314,7 @@ def find_recipe(name: str | Path, beside: Path | None = None) -> Path:
 def read_recipe(recipe: str | Path | Mapping[str, Any]) -> Recipe:
     """Read a recipe and its ancestors. A mapping is a recipe written in Python."""
     if isinstance(recipe, Mapping):
-        layer = override_layer(recipe, "python")
+        layer = override_layer(recipe, PYTHON)
         return _assemble("python", layer.tree, layer, beside=None, below=())
     return _read_file(str(recipe), find_recipe(recipe), ())
 
@@ -322,7 +324,7 @@ def _read_file(name: str, path: Path, below: tuple[Path, ...]) -> Recipe:
     if identity in below:
         chain = " extends ".join(place.name for place in (*below[below.index(identity) :], identity))
         raise InputError(f"recipes extend each other in a circle: {chain}. Remove one `extends`.")
-    origin = f"recipe {name}"
+    origin = Origin(OriginKind.RECIPE, name)
     tree = nest(read_yaml(path, "recipe"), origin)
     layer = Layer(origin, tree)
     return _assemble(name, tree, layer, beside=path.parent, below=(*below, identity))
@@ -358,7 +360,7 @@ def _forget_choices(layer: Layer, saved: Any) -> None:
     layer.origins = {}
     for key, origin in saved.items():
         path = str(key).replace(".", "/").split("/")
-        if not str(origin).startswith("chosen"):
+        if not Origin.parse(str(origin)).is_derived:
             layer.origins["/".join(path)] = layer.origin
             continue
         place: Any = layer.tree

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bessemer.config.declare import Schema, Setting, declared, dotted, slashed
+from bessemer.config.origin import COMMAND_LINE, DEFAULT, Origin, OriginKind
 from bessemer.config.recipes import (
     Layer,
     escape,
@@ -38,7 +39,7 @@ class Config:
 
     schema: Schema
     values: dict[str, Any]
-    provenance: dict[str, str]
+    provenance: dict[str, Origin]
     notes: list[str] = dataclasses.field(default_factory=list)
 
     def __getitem__(self, key: str) -> Any:
@@ -50,15 +51,16 @@ class Config:
     def get(self, key: str, default: Any = None) -> Any:
         return self.values.get(slashed(key), default)
 
-    def set(self, key: str, value: Any, why: str) -> None:
+    def set(self, key: str, value: Any, why: str | Origin) -> None:
         """Record what the program chose by itself, with its reason; checked like any other value."""
         setting = self.schema[key]
-        self.values[setting.key] = setting.check(value, f"chosen: {why}")
-        self.provenance[setting.key] = f"chosen: {why}"
+        origin = why if isinstance(why, Origin) else Origin(OriginKind.DERIVED, why)
+        self.values[setting.key] = setting.check(value, str(origin))
+        self.provenance[setting.key] = origin
 
     def is_set(self, key: str) -> bool:
         """True when a recipe, the caller or the program gave the value; False for a default."""
-        return self.provenance[self.schema[key].key] != "default"
+        return not self.provenance[self.schema[key].key].is_default
 
     def given(self) -> dict[str, Any]:
         """The values that are not defaults, by flat key."""
@@ -72,7 +74,7 @@ class Config:
         """Every setting, and under `provenance` the origin of those that are not defaults."""
         from omegaconf import OmegaConf
 
-        given = {dotted(key): origin for key, origin in self.provenance.items() if origin != "default"}
+        given = {dotted(key): str(origin) for key, origin in self.provenance.items() if not origin.is_default}
         return OmegaConf.to_yaml(OmegaConf.create(escape({**self.tree(), "provenance": given})))
 
 
@@ -81,7 +83,7 @@ def resolve(
     recipe: str | Path | Mapping[str, Any] | None = None,
     overrides: Overrides = (),
     *,
-    source: str = "command line",
+    source: Origin = COMMAND_LINE,
     allow_open: bool = False,
     between: Sequence[Layer] = (),
 ) -> Config:
@@ -100,20 +102,22 @@ def select_schema(
     schema_of: SchemaOf, recipe: str | Path | Mapping[str, Any], overrides: Overrides = ()
 ) -> Schema:
     """The schema that a recipe and overrides select; their values are not checked."""
-    return schema_of(raw_values([*read_recipe(recipe).layers, override_layer(overrides, "command line")]))
+    return schema_of(raw_values([*read_recipe(recipe).layers, override_layer(overrides, COMMAND_LINE)]))
 
 
 def load_saved(
-    path: str | Path, schema_of: SchemaOf, overrides: Overrides = (), *, source: str = "command line"
+    path: str | Path, schema_of: SchemaOf, overrides: Overrides = (), *, source: Origin = COMMAND_LINE
 ) -> Config:
     """A run's config.yaml as the same Config, origins included; `overrides` are applied over it."""
-    origin = f"saved configuration {path}"
+    origin = Origin(OriginKind.SAVED, str(path))
     tree = nest(read_yaml(Path(path), "saved configuration", saved=True), origin)
     origins = tree.pop("provenance", {})
     if not isinstance(origins, Mapping):
         raise InputError(f"{origin}: 'provenance' must be a mapping from settings to their origin.")
     origins = merge([Layer(origin, dict(origins))], resolve=True, is_section=lambda key: False)
-    layer = Layer(origin, tree, origins={slashed(key): str(word) for key, word in origins.items()})
+    layer = Layer(
+        origin, tree, origins={slashed(key): Origin.parse(str(word)) for key, word in origins.items()}
+    )
     return _build(schema_of, [layer, override_layer(overrides, source)])
 
 
@@ -127,14 +131,15 @@ def _build(schema_of: SchemaOf, layers: list[Layer], allow_open: bool = False) -
         if key not in givers:
             if setting.required:
                 raise InputError(f"'{dotted(key)}' has no default: give {dotted(key)}=… ({setting.help}).")
-            config.values[key], config.provenance[key] = setting.fresh_default(), "default"
+            config.values[key], config.provenance[key] = setting.fresh_default(), DEFAULT
             continue
         if allow_open and _dig(given, key) == "???":
-            config.values[key], config.provenance[key] = "???", f"left open by {givers[key].origin}"
+            config.values[key] = "???"
+            config.provenance[key] = Origin(OriginKind.OPEN, str(givers[key].origin))
             continue
         value = _checked(setting, _dig(given, key), givers[key])
         origin = givers[key].origin_of(key)
-        changed = origin == "default" and value != setting.default  # saved by a version with another default
+        changed = origin.is_default and value != setting.default  # saved by a version with another default
         config.values[key], config.provenance[key] = value, givers[key].origin if changed else origin
     return config
 
@@ -198,7 +203,7 @@ def _resolve_values(schema: Schema, layers: list[Layer], defaults: Iterable[Sett
         setting = _setting_of(schema, tuple(key.split("/")))
         return setting is None or takes_mapping(schema[setting].type)
 
-    layers = [Layer("default", known), *layers]
+    layers = [Layer(DEFAULT, known), *layers]
     return merge(layers, resolve=True, is_section=schema.is_section, is_mapping=is_mapping)
 
 
@@ -209,12 +214,12 @@ def _checked(setting: Setting, value: Any, layer: Layer) -> Any:
             f"{layer.origin} leaves '{dotted(setting.key)}' open: give {dotted(setting.key)}=… ."
         )
     try:
-        return setting.check(value, layer.origin)
+        return setting.check(value, str(layer.origin))
     except InputError:
         text = layer.texts.get(setting.key, "${").strip()
         if not text.startswith(("[", "{", '"', "'")) and "${" not in text:
             with contextlib.suppress(InputError):
-                return setting.check(text, layer.origin)
+                return setting.check(text, str(layer.origin))
         raise
 
 
@@ -268,5 +273,5 @@ def configure(cls: type[T], **overrides: Any) -> T:
     arguments: dict[str, Any] = {}
     for name, setting in declared(cls).items():
         if name not in overrides and config is not None and setting.key in config:
-            arguments[name] = setting.check(config[setting.key], config.provenance[setting.key])
+            arguments[name] = setting.check(config[setting.key], str(config.provenance[setting.key]))
     return cls(**arguments, **overrides)

@@ -18,7 +18,6 @@ from bessemer.topology import AXES, Topology, TopologySettings, planned_for
 from bessemer.topology.mesh import _fill
 from bessemer.training.setup import microbatch
 from bessemer.training.setup.compiled import Functions, abstract_state, check_sequence, make_optimizer
-from bessemer.training.setup.horizon import ASKED
 
 MICRO = "training/per_device_batch_size"
 
@@ -91,7 +90,7 @@ def fit_micro_batch(trainer: Any) -> int:
     """
     trainer.wished_rows = trainer.config[MICRO]
     asked, batch, parallel = trainer.config[MICRO], trainer.data.batch_size, trainer.topology.data_parallel
-    if asked != -1 and trainer.config.provenance[MICRO] in ASKED:
+    if asked != -1 and trainer.config.provenance[MICRO].is_caller:
         microbatch.accumulation(batch, asked, parallel)
         return int(asked)
     if batch % parallel:

@@ -29,7 +29,6 @@ from bessemer.plan.target import Target, parse_target
 from bessemer.plan.trainer import planned_trainer
 from bessemer.topology import AXES, placement
 from bessemer.training.launch import Overrides
-from bessemer.training.setup.horizon import ASKED
 from bessemer.training.setup.microbatch import SPARE, candidates
 
 # Which setting to change: other meshes, micro-batches and remat for the same model on the same chips.
@@ -177,7 +176,7 @@ def estimated(recipe: Any, overrides: Overrides, target: Target, prices: Path | 
     rows = int(trainer.config[MICRO])
     first = estimate(facts, Choice(axes, rows, facts.remat), terms)
     planned = Planned(facts, first, terms)
-    if not first.fits(planned.limit) and trainer.config.provenance[MICRO] not in ASKED:
+    if not first.fits(planned.limit) and not trainer.config.provenance[MICRO].is_caller:
         _lower(planned, rows)
     return planned
 

@@ -75,7 +75,7 @@ def close(config: Config) -> None:
     """A recipe may leave its dataset open; anything else that is open is refused as `train` would."""
     for key, value in config.values.items():
         if isinstance(value, str) and value == OPEN and key != "training/dataset":
-            origin = config.provenance[key].removeprefix("left open by ")
+            origin = config.provenance[key].detail
             raise InputError(f"{origin} leaves '{dotted(key)}' open: give {dotted(key)}=… .")
     if config["training/dataset"] == OPEN:
         config.set("training/dataset", [], "left open by the recipe")

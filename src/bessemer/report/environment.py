@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bessemer.config import Origin, OriginKind
 from bessemer.config.bounded import read_json
 from bessemer.console import counted, markdown_table
 from bessemer.job.directory import RunDirectory, step_name, step_of_name
@@ -111,7 +112,7 @@ def command_of(summary: Summary) -> str:
     given = [
         f"{key}={show(summary.config.get(key))}"
         for key, origin in summary.provenance.items()
-        if str(origin).startswith("command line")
+        if Origin.parse(str(origin)).kind is OriginKind.COMMAND_LINE
     ]
     return shlex.join(["bessemer", "train", *([] if recipe is None else [recipe]), *given])
 

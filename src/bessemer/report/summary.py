@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
-from bessemer.config import read_recipe, recipe_names
+from bessemer.config import Origin, read_recipe, recipe_names
 from bessemer.config.bounded import read_json
 from bessemer.config.recipes import saved_tree
 from bessemer.console import compact, counted, duration, size
@@ -166,8 +166,8 @@ def summarise(run: RunDirectory) -> Summary:
 
 def recipe_of(provenance: Mapping[str, Any]) -> str | None:
     """Return the recipe that settings with these origins came from. One that extends others leaves their names too."""
-    origins = (str(origin) for origin in provenance.values())
-    named = list(dict.fromkeys(one.removeprefix("recipe ") for one in origins if one.startswith("recipe ")))
+    origins = (Origin.parse(str(origin)) for origin in provenance.values())
+    named = list(dict.fromkeys(origin.detail for origin in origins if origin.is_recipe))
     own = [name for name in named if name not in _shipped()]  # a shipped one extends shipped ones only
     inherited = {parent for name in named for parent in _parents(name)}
     return next((name for name in reversed(own or named) if name not in inherited), None)
@@ -182,7 +182,7 @@ def _shipped() -> frozenset[str]:
 def _parents(name: str) -> frozenset[str]:
     """The recipes that a shipped one extends."""
     layers = read_recipe(name).layers[:-1] if name in _shipped() else []
-    return frozenset(layer.origin.removeprefix("recipe ") for layer in layers)
+    return frozenset(layer.origin.detail for layer in layers)
 
 
 def training_seconds(rows: Sequence[Row]) -> float | None:

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.config import Config, configuration, configure, dotted, load_saved, resolve, slashed
+from bessemer.config import (
+    COMMAND_LINE,
+    Config,
+    configuration,
+    configure,
+    dotted,
+    load_saved,
+    resolve,
+    slashed,
+)
 from bessemer.config.recipes import Layer, override_layer, raw_values
 from bessemer.config.values import plain
 from bessemer.data import DataSettings, Tokenizer
@@ -240,7 +249,7 @@ def overridden(path: Path, overrides: Overrides = (), *, change: bool = False) -
     """The saved configuration with the overrides a resume may make, and those of them that make it another run from
     there on, which need `change`."""
     saved = pinned(load_saved(path, schema_of))
-    given = raw_values([override_layer(overrides, "command line")])
+    given = raw_values([override_layer(overrides, COMMAND_LINE)])
     check_changeable(key for key in SELECTORS if key in given and given[key] != saved.get(key))
     config = pinned(load_saved(path, schema_of, overrides))
     if (
@@ -265,9 +274,9 @@ def overridden(path: Path, overrides: Overrides = (), *, change: bool = False) -
         if slashed(name) in other or not slashed(name).startswith(RESUMABLE)
     }
     # What the program chose for one mesh it chooses again for another; what was given now stays.
-    chosen = config.provenance.get("training/per_device_batch_size", "").startswith("chosen")
+    batch = config.provenance.get("training/per_device_batch_size")
     meshes = [f"topology/{axis}" for axis in ("platform", *AXES)]
-    if chosen and any(key in meshes for key in changed):
+    if batch is not None and batch.is_derived and any(key in meshes for key in changed):
         config.set("training/per_device_batch_size", -1, "the mesh changed")
     return refound(config, changed), changes
 

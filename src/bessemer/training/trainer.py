@@ -312,9 +312,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     @property
     def has_recipe_data(self) -> bool:
         """Whether it trains on data that a recipe names, as opposed to the caller's."""
-        return self.given.dataset_train is None and self.config.provenance["training/dataset"].startswith(
-            "recipe"
-        )
+        return self.given.dataset_train is None and self.config.provenance["training/dataset"].is_recipe
 
     # --- sizes ------------------------------------------------------------------------------------------
     @property

@@ -82,7 +82,7 @@ class Evaluation(Callback):
         """The tasks, but for a recipe's evaluation of its own dataset, which means nothing to a run whose data the
         caller named."""
         evaluations = trainer.config.provenance["eval/evaluations"]
-        if not evaluations.startswith("recipe") or trainer.has_recipe_data:
+        if not evaluations.is_recipe or trainer.has_recipe_data:
             return self.tasks
         return [task for task in self.tasks if task.partition(":")[2] not in datasets]
 

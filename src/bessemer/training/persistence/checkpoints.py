@@ -147,7 +147,7 @@ def replace_horizon(config: Config, changed: Sequence[str]) -> None:
     for key in HORIZONS:
         if key not in given and config[key] is not None:
             config.set(key, None, f"replaced by {dotted(given[0])} (--change)")
-    if config.provenance.get(REPORTS, "").startswith("chosen"):
+    if REPORTS in config and config.provenance[REPORTS].is_derived:
         config.set(REPORTS, None, "the horizon changed")  # derived again
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from bessemer.config import Config, dotted
+from bessemer.config import Config, Origin, OriginKind, dotted
 from bessemer.config.recipes import recipe_names
 from bessemer.console import counted
 from bessemer.errors import InputError
@@ -42,18 +42,17 @@ HORIZONS = {
 MANY = (
     8  # epochs of one text; up to about four, repeating it is nearly as good as new text (arXiv:2305.16264)
 )
-ASKED = ("command line", "python")
 REPORTS = "logging/report_interval"
 FEWEST_ROWS = 50
 MOST_APART = 32  # steps between two reports of a long run: a loss is never far away
-SHIPPED = {f"recipe {name}" for name in recipe_names()}
-DIALED = "chosen: the depth dial"  # the provenance that `config.set(…, "the depth dial")` leaves
+SHIPPED = frozenset(recipe_names())
+DIALED = Origin(OriginKind.DEPTH_DIAL)
 MULTIPLIER, DECAY, RATE = "optimization/lr_multiplier", "optimization/weight_decay", "optimization/lr"
 
 
 def asked(config: Config, keys: Any) -> list[str]:
     """Those of `keys` that the caller set, as opposed to a recipe or a default."""
-    return [key for key in keys if config.provenance[key] in ASKED and config[key] is not None]
+    return [key for key in keys if config.provenance[key].is_caller and config[key] is not None]
 
 
 def target_of(config: Config) -> Target:
@@ -180,8 +179,8 @@ def turn_dial(trainer: BaseTrainer, target: Target, sizes: Sizes, batch_tokens: 
     )
     derived = replace(derived, rows=settle_rates(config, derived))
     if batch_tokens == -1:
-        config.set("training/batch_tokens", derived.batch_tokens, "the depth dial")
-        config.set("training/steps", derived.steps, "the depth dial")
+        config.set("training/batch_tokens", derived.batch_tokens, DIALED)
+        config.set("training/steps", derived.steps, DIALED)
     return derived
 
 
@@ -206,7 +205,7 @@ def settle_rates(config: Config, derived: Dial) -> list[Derived]:
     if DECAY in config:
         scaled.append(decay)
     for row in scaled:
-        config.set(row.name, row.value, "the depth dial")
+        config.set(row.name, row.value, DIALED)
     return [*rows, *scaled]
 
 
@@ -234,7 +233,8 @@ def settle_reports(trainer: BaseTrainer) -> LoggingSettings:
 
 def is_shipped(config: Config, key: str) -> bool:
     """True when a shipped recipe or a default set `key`, not the caller, a recipe of the caller's or the program."""
-    return config.provenance[key] == "default" or config.provenance[key] in SHIPPED
+    origin = config.provenance[key]
+    return origin.is_default or (origin.is_recipe and origin.detail in SHIPPED)
 
 
 def starts_from_real_weights(config: Config, own_rows: bool = False) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from bessemer.config import Config, dotted, resolve
+from bessemer.config import Config, Origin, OriginKind, dotted, resolve
 from bessemer.config.recipes import Layer, override_layer, saved_tree
 from bessemer.config.values import plain
 from bessemer.errors import InputError, Stopped
@@ -18,9 +18,6 @@ from bessemer.job import RunDirectory
 from bessemer.topology import process_index, share
 from bessemer.training.setup.initial_weights import (
     INIT,
-    ORIGIN,
-    PLANNED,
-    RECIPES_RUN,
     TEACHER,
     Resolve,
     inherited,
@@ -60,7 +57,7 @@ def _train_first(config: Config, key: str, root: str | Path) -> None:
                 f"{error} Or run the same command again: it goes on there, then with its own run."
             ) from None
         say(f"{what:<10} {init} is done; now the run itself")
-    config.set(key, str(directory.path), f"{RECIPES_RUN}{recipe}")
+    config.set(key, str(directory.path), Origin(OriginKind.BASE_RUN, recipe))
 
 
 def check_circle(recipe: str, seen: tuple[str, ...] = ()) -> None:
@@ -82,12 +79,13 @@ def planned_from(resolved: Resolve, config: Config) -> Config:
     for key, word in planned.items():
         base = planned_recipe(word.removeprefix(PREFIX))
         values = inherited(base.tree(), config) if key == INIT else {}
-        layers.append(override_layer({**values, "data/tokenizer": base["data/tokenizer"]}, f"{ORIGIN}{word}"))
+        values = {**values, "data/tokenizer": base["data/tokenizer"]}
+        layers.append(override_layer(values, Origin(OriginKind.INHERITED, word)))
     if not planned:
         return config
     found = resolved(tuple(layers))
     if TEACHER in planned:
-        found.set(TEACHER, planned[TEACHER], PLANNED.removeprefix("chosen: "))
+        found.set(TEACHER, planned[TEACHER], Origin(OriginKind.UNTRAINED))
     if INIT in planned:
         found.set(INIT, None, f"{planned[INIT]} is not trained for a plan")
     return found
@@ -112,7 +110,7 @@ def state_of(directory: RunDirectory, recipe: str) -> str:
     compared = [
         key
         for key, origin in wanted.provenance.items()
-        if origin.startswith("recipe") and str(origins.get(dotted(key))).startswith("recipe")
+        if origin.is_recipe and Origin.parse(str(origins.get(dotted(key)))).is_recipe
     ]
     changed = [
         f"{dotted(key)} {saved.get(key)} there, {plain(wanted[key])} in the recipe"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint.manifest import COMMIT
-from bessemer.config import Config, dotted
+from bessemer.config import Config, Origin, OriginKind, dotted
 from bessemer.config.recipes import Layer, override_layer, saved_tree
 from bessemer.config.values import plain
 from bessemer.data import data_root
@@ -158,10 +158,7 @@ def _names(manager: Checkpoints, step: int) -> Iterable[str]:
 # inherited twice.
 
 
-ORIGIN = "inherited from "
 TEACHER = "distill/teacher"  # beside `init`, the setting that names another run
-PLANNED = "chosen: not trained for a plan"
-RECIPES_RUN = "the run of recipe:"  # why `init` or a teacher names a run that was trained first
 OWN = (
     "architecture/precision",
     "architecture/fp8/",
@@ -193,10 +190,10 @@ def begun_from(resolve: Resolve, config: Config, root: str | Path) -> Config:
         return config
     named = [(key, str(config[key])) for key in (TEACHER, INIT) if config.get(key) is not None]
     layers: list[Layer] = []
-    pinned: list[tuple[str, str, str]] = []
+    pinned: list[tuple[str, str, str | Origin]] = []
     notes: list[str] = []
     for key, given in named:
-        if given.startswith("recipe:") and config.provenance[key] == PLANNED:
+        if given.startswith("recipe:") and config.provenance[key].kind is OriginKind.UNTRAINED:
             continue
         if given.startswith("recipe:"):
             raise InputError(
@@ -208,10 +205,10 @@ def begun_from(resolve: Resolve, config: Config, root: str | Path) -> Config:
         tokenizer = keep_tokenizer(start, config["data/root"])
         if tokenizer is not None:
             values["data/tokenizer"] = tokenizer
-        layers.append(override_layer(values, f"{ORIGIN}{start}"))
-        why = "as given" if Path(given) == start else f"the newest weights of {given}"
+        layers.append(override_layer(values, Origin(OriginKind.INHERITED, str(start))))
+        why: str | Origin = "as given" if Path(given) == start else f"the newest weights of {given}"
         if is_recipes_run(config, key):
-            why = config.provenance[key].removeprefix("chosen: ")
+            why = config.provenance[key]
         pinned.append((key, str(start), why))
         notes += said
     if not pinned:
@@ -225,13 +222,13 @@ def begun_from(resolve: Resolve, config: Config, root: str | Path) -> Config:
 
 def is_recipes_run(config: Config, key: str) -> bool:
     """True when `key` (init or a teacher) names the run of a recipe that was trained first."""
-    return config.provenance[key].startswith(f"chosen: {RECIPES_RUN}")
+    return config.provenance[key].kind is OriginKind.BASE_RUN
 
 
 def is_begun(config: Config) -> bool:
     """Whether what there is to inherit has been."""
     named = [key for key in (INIT, TEACHER) if config.get(key) is not None]
-    return all(config.provenance[key].startswith("chosen") for key in named)
+    return all(config.provenance[key].is_derived for key in named)
 
 
 def inherited(tree: Mapping[str, Any], config: Config) -> dict[str, Any]:
@@ -289,7 +286,7 @@ def keep_tokenizer(start: Path, root: str | None) -> str | None:
 
 def describe(config: Config) -> str | None:
     """What was inherited, in one line; None for a run that starts afresh."""
-    keys = [key for key, origin in config.provenance.items() if origin.startswith(ORIGIN)]
+    keys = [key for key, origin in config.provenance.items() if origin.kind is OriginKind.INHERITED]
     if not keys:
         return None
     shown = [

@@ -298,7 +298,8 @@ def note(trainer: BaseTrainer, allocation: Allocation, origin: str) -> None:
     model: Any = trainer.model
     layers, plain = list(model.lookup_after_layers), allocation.rows / allocation.vocab_size
     trainer.note_derived("lookup layers", layers, f"after these blocks, of 0 to {model.depth - 1}")
-    rule = trainer.config.provenance.get(f"{SECTION}/rows", "").removeprefix("chosen: ") or "of the model"
+    chosen = trainer.config.provenance.get(f"{SECTION}/rows")
+    rule = "of the model" if chosen is None else chosen.reason
     trainer.note_derived("lookup rows", allocation.rows, f"{rule}; shared out by {origin}")
     trainer.note_derived("lookup k_max", model.lookup_k_max, f"the largest k is {allocation.longest}")
     trainer.note_derived("lookup mean k", round(plain, 3), "rows / vocabulary")

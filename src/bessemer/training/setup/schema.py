@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bessemer import config as config_room
-from bessemer.config import Config, Schema, dotted, gather, slashed
+from bessemer.config import PYTHON, Config, Schema, dotted, gather, slashed
 from bessemer.config.recipes import Layer
 from bessemer.config.values import plain
 from bessemer.data import DatasetStyle, DataSettings, Sampling, check_mixture, shares_of
@@ -95,12 +95,12 @@ def config_for(
         return ambient
     origins = {} if ambient is None else ambient.provenance
     given = {} if ambient is None else ambient.given()
-    recipe = {key: given.pop(key) for key in list(given) if origins[key].startswith("recipe")}
+    recipe = {key: given.pop(key) for key in list(given) if origins[key].is_recipe}
     given |= {slashed(key): value for key, value in (arguments or {}).items()}
 
     def resolved(between: tuple[Layer, ...] = ()) -> Config:
         schema = functools.partial(trainer_schema, trainer)
-        return config_room.resolve(schema, recipe, given, source="python", between=between)
+        return config_room.resolve(schema, recipe, given, source=PYTHON, between=between)
 
     config = pinned(begun_from(resolved, resolved(), root))
     record_class(config, trainer)
