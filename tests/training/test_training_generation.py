@@ -66,7 +66,7 @@ def test_generate_equals_the_decoder_and_its_arrays_are_padded_as_promised(train
 
 
 def test_ids_and_the_compiled_function_give_the_same_and_compile_once(trainer, greedy):
-    before = trainer.generate_program.compilations
+    before = trainer.generator.program.compilations
     again = trainer.generate(greedy.prompt_ids, greedy.prompt_mask, max_tokens=8)
     assert isinstance(again.sequences, jax.Array) and again.metadata is None
     np.testing.assert_array_equal(again.sequences, greedy.sequences)
@@ -74,15 +74,15 @@ def test_ids_and_the_compiled_function_give_the_same_and_compile_once(trainer, g
         greedy.prompt_ids, generation_config={"max_tokens": 8}, config_overrides={"top_k": 3}
     )
     np.testing.assert_array_equal(bare.completion_ids, greedy.completion_ids)
-    assert trainer.generate_program.compilations == before
+    assert trainer.generator.program.compilations == before
     call = trainer.create_generate_function(max_tokens=8)
     sequences, ids, mask = call(trainer.state, greedy.prompt_ids, greedy.prompt_mask)
     np.testing.assert_array_equal(sequences, greedy.sequences)
     np.testing.assert_array_equal(ids, greedy.prompt_ids)
     np.testing.assert_array_equal(mask, greedy.prompt_mask)
-    compiled = trainer.generate_program.compilations
+    compiled = trainer.generator.program.compilations
     call(trainer.state, greedy.prompt_ids, greedy.prompt_mask)
-    assert trainer.generate_program.compilations == compiled
+    assert trainer.generator.program.compilations == compiled
 
 
 def test_samples_of_a_prompt_differ_and_another_step_draws_otherwise(trainer):
@@ -139,6 +139,6 @@ def test_maybe_generate_previews_when_due(trainer):
     assert not metrics and not trainer.run_directory.samples.exists()
     trainer.maybe_generate(trainer.state, 5, metrics)
     rows = [json.loads(line) for line in trainer.run_directory.samples.read_text().splitlines()]
-    prompts = held_out_prompts(trainer)
+    prompts = held_out_prompts(trainer.data.validation, trainer.tokenizer)
     assert prompts and [row["prompt"] for row in rows] == prompts and len(metrics["samples"]) == len(prompts)
     assert {row["step"] for row in rows} == {5}

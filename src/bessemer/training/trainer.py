@@ -121,8 +121,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         named += ["callbacks"] if self.given_callbacks else []
         if named:
             self.note_derived(GIVEN, named, "brought by the caller, not by the configuration")
-        self.generate_program: Any = None  # made at first use, as is the preview
-        self.preview: Any = None
+        self.preview: Any = None  # made at first use
         self.continues = False
         self.data_change = ""
         self.change: Changes | None = None  # what `resume --change` asks for
@@ -571,17 +570,18 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         lengths and why each row ended. all_gather: prompts and sequences as NumPy arrays on every process; otherwise
         they stay on the devices. Neither prompts nor ids: ValueError.
         """
-        return generation.generate(
-            self,
-            input_ids,
-            attention_mask,
-            prompts,
-            generation.settings_of(generation_config, config_overrides, sampling),
+        config = generation.settings_of(generation_config, config_overrides, sampling)
+        given, rows = self.generator.encode(input_ids, attention_mask, prompts, apply_chat_template)
+        return self.generator.generate(
+            given,
+            rows,
+            config,
+            self.create_generate_function(config),
             state=self.state if state is None else state,
-            apply_chat_template=apply_chat_template,
-            shard_inputs=shard_inputs,
+            sharded=shard_inputs is not False,
             return_metadata=return_metadata,
             all_gather=all_gather,
+            say=self.say,
         )
 
     def create_generate_function(
@@ -589,7 +589,11 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     ) -> generation.GenerateFunction:
         """The function (state, ids, mask) → (sequences, ids, mask) of left-padded (B, T) that `generate` calls;
         compiled once per shape."""
-        return generation.generate_function(self, generation.settings_of(generation_config, sampling))
+        return self.generator.function(generation.settings_of(generation_config, sampling))
+
+    @functools.cached_property
+    def generator(self) -> generation.Generator:
+        return generation.Generator(self.model, self.tokenizer, self.topology)
 
     def generate_unified(self, *args: Any, **options: Any) -> GenerationResults:
         """`generate`, under the name it has elsewhere; so is `generate_aio`."""
@@ -603,7 +607,13 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         """Preview `state` with `generate` if a preview is due at `step` (logging.preview_interval, and the run's end):
         in samples.jsonl and on the screen. Returns the samples, and adds them to `metrics`. The run's previews are made
         here."""
-        return generation.maybe_preview(self, state, step, metrics)
+        from bessemer.training.callbacks.preview import Preview
+
+        if self.preview is None:
+            with self.configured():
+                self.preview = configure(Preview)
+            self.preview.prepare(self)
+        return self.preview.show_if_due(self, state, step, metrics)
 
     def create_collect_function(
         self, max_sequence_length: int, truncation_mode: str = "keep_end"

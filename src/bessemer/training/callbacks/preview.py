@@ -1,10 +1,10 @@
-"""What the model writes as it learns: prompts continued greedily, in RUN/samples.jsonl and on the screen."""
+"""Previews: greedy continuations of prompts during training, in RUN/samples.jsonl and on the screen."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,14 +22,16 @@ from bessemer.training.outcome import doing
 from bessemer.training.setup.horizon import asked as asked_for
 
 if TYPE_CHECKING:
+    from bessemer.training.setup.data import DataParts
     from bessemer.training.state import TrainState
     from bessemer.training.trainer import BaseTrainer
+    from bessemer.training.validation import ValidationSet
 
 TOKENS = 16
 ARROW = " ▸"
 MARGIN = 14  # columns of a line that a preview does not have: the step, and one to spare
 SHOWN = 2
-"""Continuations that are also said; all of them are in the file."""
+"""Continuations that are also printed; all of them are in the file."""
 
 PROMPTS = (
     "Water freezes at a temperature of",
@@ -47,10 +49,11 @@ PROMPTS_KEY = "logging/preview_prompts"
 PROMPT_TOKENS = 12
 
 
-def held_out_prompts(trainer: BaseTrainer, count: int = len(PROMPTS)) -> list[str]:
-    """The first words of lines of held-out text, so that a prompt is of the kind the model reads."""
-    held_out, tokenizer = trainer.data.validation, trainer.tokenizer
-    if held_out is None or tokenizer is None:
+def held_out_prompts(
+    held_out: ValidationSet | None, tokenizer: Tokenizer, count: int = len(PROMPTS)
+) -> list[str]:
+    """Return the first words of lines of held-out text, so that prompts resemble the training data."""
+    if held_out is None:
         return []
     prompts = []
     for row in range(min(4 * count, held_out.count)):
@@ -71,20 +74,16 @@ def beginning(text: str, special: re.Pattern[str]) -> str:
     return next(filter(str.strip, special.split(rest)), "").strip("\n")
 
 
-def held_out_questions(trainer: BaseTrainer, count: int = len(PROMPTS)) -> dict[str, list[int]]:
-    """Held-out conversations up to the first answer: how they look, and their tokens."""
-    held_out, tokenizer = trainer.data.validation, trainer.tokenizer
-    if tokenizer is None:
-        return {}
-    asked: list[list[int]] = []
+def held_out_questions(data: DataParts, count: int = len(PROMPTS)) -> list[list[int]]:
+    """Return the tokens of held-out conversations up to the first answer."""
+    held_out, asked = data.validation, []
     rows = [] if held_out is None else [held_out.read(row, 1) for row in range(min(count, held_out.count))]
     for batch in rows:
         answers = np.flatnonzero(batch["target_ids"][0] >= 0)
         if len(answers):
             asked.append(batch["input_ids"][0][: answers[0] + 1].tolist())
-    prompts = getattr(trainer.data.plan, "held_out", [])[:count]  # reinforcement: prompts are all there is
-    asked += [source.ids[place] for source, place in prompts]
-    return {tokenizer.special_names.sub("", tokenizer.decode(ids)): ids for ids in asked}
+    prompts = getattr(data.plan, "held_out", [])[:count]  # of RL, which holds out prompts only
+    return asked + [source.ids[place] for source, place in prompts]
 
 
 @callbacks.register("preview")
@@ -149,7 +148,7 @@ class Preview(Callback):
             self.preview(loop)
 
     def preview(self, loop: Loop) -> None:
-        """Have the trainer sample, and tell the other callbacks."""
+        """Have the trainer sample, and pass the samples to the other callbacks."""
         trainer = loop.trainer
         if self.file is None:
             return
@@ -160,8 +159,19 @@ class Preview(Callback):
             found = trainer.maybe_generate(trainer.state, loop.step)
             loop.callbacks.fire("on_samples", loop, found or [])
 
+    def show_if_due(
+        self, trainer: BaseTrainer, state: TrainState, step: int, metrics: Any
+    ) -> list[Completion]:
+        """See BaseTrainer.maybe_generate."""
+        if not self.due(trainer, step):
+            return []
+        found = self.show(trainer, state, step)
+        if metrics is not None:
+            metrics["samples"] = [f"{sample.prompt} ▸ {sample.text}" for sample in found]
+        return found
+
     def show(self, trainer: BaseTrainer, state: TrainState, step: int) -> list[Completion]:
-        """Continue the prompts with the parameters of `state`; into the file, and the first few on the screen."""
+        """Continue the prompts with the parameters of `state`; write them to the file, print the first few."""
         if self.file is None or trainer.tokenizer is None:
             return []
         asked, stops = self.starts(trainer, trainer.tokenizer)
@@ -174,8 +184,8 @@ class Preview(Callback):
         return found
 
     def chosen(self, trainer: BaseTrainer) -> list[str]:
-        """The prompts that the caller gave. A recipe's own, and the shipped ones, mean something with the recipe's data
-        alone: other data is previewed with its own held-out text."""
+        """Return the caller's prompts. A recipe's own and the shipped ones only suit the recipe's data: other data is
+        previewed with its own held-out text."""
         config = trainer.config
         given = self.prompts != config[PROMPTS_KEY] or bool(asked_for(config, [PROMPTS_KEY]))
         return self.prompts if given or trainer.has_recipe_data else [HELD_OUT]
@@ -183,15 +193,18 @@ class Preview(Callback):
     def starts(
         self, trainer: BaseTrainer, tokenizer: Tokenizer
     ) -> tuple[dict[str, list[int]], tuple[int, ...]]:
-        """(prompts with their tokens, what ends an answer). An objective of the trait `chat` is asked questions."""
+        """Return prompts with their tokens, and what ends an answer. Objectives of the trait `chat` get questions."""
         prompts = self.chosen(trainer)
         held_out = prompts == [HELD_OUT]
         if objectives.entry(trainer.settings.objective).traits.get("chat") and can_chat(tokenizer):
-            asked = held_out_questions(trainer) if held_out else {}
+            questions = held_out_questions(trainer.data) if held_out else []
+            asked = {tokenizer.special_names.sub("", tokenizer.decode(ids)): ids for ids in questions}
             texts = [] if asked else list(PROMPTS) if held_out or not prompts else prompts
             asked |= {text: render([{"role": "user", "content": text}], tokenizer) for text in texts}
             return asked, stop_ids(tokenizer)
-        texts = (held_out_prompts(trainer) if held_out else prompts) or list(PROMPTS)
+        texts = (held_out_prompts(trainer.data.validation, tokenizer) if held_out else prompts) or list(
+            PROMPTS
+        )
         return {text: tokenizer.prompt(text) for text in texts}, ()
 
     def continued(
