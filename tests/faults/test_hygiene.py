@@ -102,12 +102,12 @@ def test_retention_is_exact_after_every_save(
 ) -> None:
     """Validation says that 2, then 7 is the best: 2 stays until 7 is saved, and 7 to the end."""
     losses = {2: 3.0, 7: 2.0}
-    monkeypatch.setattr(
-        validation, "validation_sums", lambda trainer: {"loss": losses.get(trainer.step, 4.0), "weight": 1.0}
-    )
     every = {"logging_checkpoint_interval": 1, "logging_validation_interval": 1}
     oracle = Oracle()
     trainer = build(settings, run, oracle, **every, logging_keep_last=2, logging_keep_every=4)
+    monkeypatch.setattr(
+        validation, "added", lambda parts: {"loss": losses.get(trainer.step, 4.0), "weight": 1.0}
+    )
     assert ends(trainer) == (0, "")
     assert oracle.kept[6] == {2, 4, 5, 6} and oracle.kept[12] == {4, 7, 8, 11, 12}
 

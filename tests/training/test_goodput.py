@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from bessemer.job import RunDirectory, directory
 from bessemer.training import outcome
-from bessemer.training.console import progress as startup_module
-from bessemer.training.console.progress import StartUp
 from bessemer.training.metrics import StepClock, Waits
 from bessemer.training.state import LoopState
 
@@ -23,30 +20,21 @@ NOW = 1e6
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time passes but what a test says."""
     clock = SimpleNamespace(time=lambda: NOW, monotonic=lambda: NOW)
-    for module in (outcome, startup_module, directory):
+    for module in (outcome, directory):
         monkeypatch.setattr(module, "time", clock)
-
-
-def a_start(run: RunDirectory, began: float, continues: bool) -> Any:
-    """What a trainer is to goodput, begun `began` seconds ago."""
-    startup = StartUp()
-    startup.began(NOW - began)
-    return SimpleNamespace(run_directory=run, continues=continues, startup=startup, wall_before=0.0)
 
 
 def test_time_adds_up_over_starts_and_queues_do_not_count(tmp_path: Path, stopped_clock: None) -> None:
     run = RunDirectory(tmp_path / "x").create()
-    run.write_status(state="running", **outcome.begin(a_start(run, 100.0, False)))
+    run.write_status(state="running", **outcome.goodput_fields(run, False, 100.0))
     status = run.read_status()
     status["heartbeat"] += 50.0  # it lived for 150 s, was killed, and waited in a queue ever since
     status["began"] -= 1000.0
     status["heartbeat"] -= 1000.0
     run.status.write_text(json.dumps(status))
-    again = a_start(run, 20.0, True)
-    fields = outcome.begin(again)
-    assert fields["starts"] == 2 and fields["wall_before"] == 150.0
-    assert outcome.wall_seconds(again) == 170.0
-    assert outcome.begin(a_start(run, 1.0, False)) | {"began": 0} == {
+    fields = outcome.goodput_fields(run, True, 20.0)
+    assert fields["starts"] == 2 and fields["wall_before"] == 150.0 and fields["began"] == NOW - 20.0
+    assert outcome.goodput_fields(run, False, 1.0) | {"began": 0} == {
         "starts": 1,
         "began": 0,
         "wall_before": 0.0,

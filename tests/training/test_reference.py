@@ -13,7 +13,7 @@ from tests.training.test_training_resume import StopAt, assert_same, one_device,
 
 from bessemer.errors import Stopped, StorageError
 from bessemer.training import launch
-from bessemer.training.persistence import frozen
+from bessemer.training.persistence import reference
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def test_taken_once_and_in_force_after_a_restart(settings: dict[str, object], tm
     apart = [row["apart"] for row in rows(whole.run_directory.path) if "apart" in row]
     assert apart[0] == 0 and apart[-1] > 0
     jax.tree.map(np.testing.assert_array_equal, start, jax.tree.map(np.asarray, whole.state.reference))
-    assert frozen.store_reference(whole).committed() == [0]
+    assert reference.open_references(whole.context).committed() == [0]
 
     first = launch.build_trainer("quickstart", settings, name="part", root=tmp_path, callbacks=[StopAt(4)])
     with pytest.raises(Stopped):
@@ -59,11 +59,11 @@ def test_a_later_reference_replaces_it_in_the_state_and_stands_beside_it_on_the_
 ) -> None:
     trainer = launch.build_trainer("quickstart", settings, name="synced", root=tmp_path)
     trainer.run()
-    frozen.take(trainer)
-    assert frozen.store_reference(trainer).committed() == [0, 10]
+    trainer.take_reference()
+    assert reference.open_references(trainer.context).committed() == [0, 10]
     jax.tree.map(
         np.testing.assert_array_equal,
         *(jax.tree.map(np.asarray, tree) for tree in (trainer.state.params, trainer.state.reference)),
     )
-    frozen.drop_after(trainer, 9)
-    assert frozen.store_reference(trainer).committed() == [0]
+    reference.drop_after(trainer.context, 9)
+    assert reference.open_references(trainer.context).committed() == [0]

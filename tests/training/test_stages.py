@@ -32,7 +32,7 @@ from bessemer.models.gpt import GPT
 from bessemer.registry import jobs
 from bessemer.training import launch
 from bessemer.training.kl_trainer import KLDivergenceTrainer, KLDivergenceTrainerConfig
-from bessemer.training.persistence import frozen
+from bessemer.training.persistence import reference
 from bessemer.training.stages import Stage, one_each, plan
 
 FIRST, STEPS = 5, 9
@@ -226,7 +226,7 @@ def test_stopped_in_any_stage_and_resumed(
         run(leashed, tmp_path, "part", Watch(stop_at=stop))
     before = stored(launch.reopen(tmp_path / "part"))
     if stop > FIRST:
-        monkeypatch.setattr(frozen, "take", lambda trainer: pytest.fail("the reference is never taken again"))
+        monkeypatch.setattr(reference, "take", lambda *_: pytest.fail("the reference is never taken again"))
     again = launch.reopen(tmp_path / "part")
     assert again.step == stop and list(before) == ([FIRST] if stop > FIRST else [])
     again.run()

@@ -14,7 +14,7 @@ from tests.training.test_training_resume import StopAt, assert_same, one_device,
 
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.training import launch
-from bessemer.training.persistence.reference_logps import ReferencedRows, facts_of
+from bessemer.training.persistence.reference import ReferencedRows, facts_of
 
 pytestmark = pytest.mark.slow
 FILE = "reference/logps-*.safetensors"

@@ -24,7 +24,7 @@ from bessemer.generate.load import load_model
 from bessemer.job import RunDirectory
 from bessemer.topology import make_topology
 from bessemer.training import launch
-from bessemer.training.persistence import checkpoints, frozen
+from bessemer.training.persistence import checkpoints
 
 Build = Callable[..., Any]
 
@@ -177,7 +177,7 @@ def test_the_reference_of_adapters_is_the_base_without_a_copy_of_it(
     settings = lora | {"objective": "held"}  # an objective that compares with a reference
     trainer = launch.build_trainer("quickstart", settings, name="held", root=tmp_path)
     trainer.run_directory.create()
-    frozen.take(trainer)
+    trainer.take_reference()
     state = trainer.state
     assert jax.tree.structure(state.reference) == jax.tree.structure(state.params)  # adapters alone
     state = state.replace(params=jax.tree.map(lambda leaf: leaf + 1, state.params))

@@ -51,7 +51,7 @@ def test_the_dial_sets_up_depth_12(tiny: dict[str, object], tmp_path: Path) -> N
     assert trainer.config["optimization/lr_multiplier"] == 1.0
     assert trainer.config["optimization/weight_decay"] == pytest.approx(0.2, rel=1e-3)
     assert all(entry["reason"] for entry in trainer.derived.values())
-    assert trainer._state is None
+    assert not trainer.run_state.is_created
 
 
 def test_settings_that_do_nothing_as_the_others_are_get_a_line(

@@ -29,8 +29,8 @@ from bessemer.plan.target import Target
 from bessemer.registry import jobs
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training.launch import Overrides
-from bessemer.training.persistence import reference_logps
-from bessemer.training.persistence.teacher import stored_tokens, taught_fields
+from bessemer.training.persistence.reference import logps_fields, wants_logps
+from bessemer.training.persistence.teacher import target_fields
 from bessemer.training.setup import microbatch
 from bessemer.training.setup.compiled import Functions, build_functions
 from bessemer.training.setup.data import DataParts, stage_boundaries, stage_count
@@ -156,10 +156,10 @@ def planned_fields(trainer: BaseTrainer) -> Fields:
     fields: Fields = {name: ((block,), np.dtype(kind)) for name, kind in kinds.items()}
     if usual_style(trainer.settings.objective) is DatasetStyle.CONTRASTIVE:
         fields |= pair_fields(block)
-    if reference_logps.wanted(trainer):
-        fields |= reference_logps.logps_fields(block)
-    if (stored := stored_tokens(trainer)) is not None:
-        fields |= taught_fields(block, stored)
+    if wants_logps(trainer.settings.objective):
+        fields |= logps_fields(block)
+    if trainer.teacher is not None and not trainer.teacher.live:
+        fields |= target_fields(block, trainer.teacher.top_k)
     return fields
 
 

@@ -30,7 +30,6 @@ from bessemer.topology import agree
 from bessemer.training import step
 from bessemer.training.feed import device_batch
 from bessemer.training.outcome import doing
-from bessemer.training.persistence import frozen
 from bessemer.training.setup.data import DataParts
 from bessemer.training.setup.horizon import plan_horizon
 from bessemer.training.state import TrainState
@@ -154,7 +153,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         if self.rollout is None or self.rollout.number != number:
             self.rollout = None  # released before the next one is made
             remedy, begun = "Lower grpo.slots, or grpo.mini_batches in a new run", time.monotonic()
-            with doing(self, f"the sampling of rollout {number}", remedy):
+            with doing(self.run_state, f"the sampling of rollout {number}", remedy):
                 jax.block_until_ready(self.state.step)  # the last step is not time of this rollout
                 self.rollout = self.sampler.rollout(number)
             self.rollout_seconds = (self.rollout_seconds or 0.0) + time.monotonic() - begun
@@ -190,7 +189,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         interval = self.settings.sync_interval if self.teacher is None else 0
         if state.reference is not None and interval and step % interval == 0 and step < self.steps:
             self.step, self.state = step, state.replace(reference=None)  # one copy at a time
-            frozen.take(self)
+            self.take_reference()
             state = self.state
         known: dict[str, Any] = {}
         if isinstance(self.data.plan, StoredPlan):

@@ -122,5 +122,5 @@ class KLDivergenceTrainer(BaseTrainer[C, M], Generic[C, M]):
         return configure(entry.settings[0])
 
     def describe_step(self, step: int) -> dict[str, Any]:
-        stage = stages.current(self, step)
+        stage = stages.current(self.stages, step)
         return {**super().describe_step(step), "stage": stage.number, "beta": stage.beta}

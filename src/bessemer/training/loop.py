@@ -18,9 +18,10 @@ from bessemer.errors import BessemerError, Stopped, StorageError
 from bessemer.topology import StepAgreement
 from bessemer.training import stages
 from bessemer.training.callbacks.base import Callbacks
+from bessemer.training.console.output import compile_shown
 from bessemer.training.metrics import StepClock, StepLog, Waits
 from bessemer.training.outcome import doing, together
-from bessemer.training.persistence import frozen
+from bessemer.training.persistence import frozen, reference, teacher
 from bessemer.training.persistence.checkpoints import roll_back
 from bessemer.training.signals import stop_signals
 from bessemer.training.state import Unstable, final_problem
@@ -102,8 +103,7 @@ class Loop:
     def _train(self) -> bool:
         """From where the trainer stands to the end; False when it was rolled back on the way."""
         try:
-            frozen.ensure_frozen(self.trainer)
-            stages.ready(self.trainer)
+            self._complete_state()
             if self.step == 0:
                 self.validate()
             with contextlib.closing(self.trainer.prefetcher(self.step)) as batches:
@@ -115,6 +115,18 @@ class Loop:
             self._roll_back(cause)
             return False
         return True
+
+    def _complete_state(self) -> None:
+        """Add what neither a fresh state nor a checkpoint holds, and write it before the first step uses it."""
+        trainer, run = self.trainer, self.trainer.run_state
+        context, functions, topology = trainer.context, trainer.functions, trainer.topology
+        frozen.save_frozen(context, run.state.frozen)
+        if run.step == 0:
+            run.state = stages.weighted(run.state, trainer.stages[0], topology.replicated)
+        if functions.abstract_state.reference is not None and run.state.reference is None:
+            trainer.take_reference()
+        reference.ensure_logps(context, run, trainer.data.plan, trainer.model_parts.apply, functions.micro)
+        teacher.record(trainer.teacher, context.directory, topology.is_process_zero)
 
     def _roll_back(self, cause: Unstable) -> None:
         """Whatever was in flight is dropped; a stop that was asked for is agreed on anew."""
@@ -146,8 +158,9 @@ class Loop:
 
     def _one_step(self) -> None:
         trainer = self.trainer
-        if stages.begins(trainer, self.step):
-            self._begin_stage()
+        if stages.begins(trainer.stages, self.step):
+            with self.paused():
+                self._begin_stage()
         new_epoch = trainer.starts_epoch(self.step)
         if new_epoch:
             self.callbacks.fire("on_epoch_begin", self)
@@ -177,9 +190,28 @@ class Loop:
         return Waits.so_far(self._batches.waited, self.trainer.rollout_seconds)
 
     def _begin_stage(self) -> None:
-        """Another program, reference or optimizer state may follow; none of it counts as time of a step."""
-        with self.paused():
-            stages.begin(self.trainer)
+        """Begin the stage whose first update comes next. Every process calls it, at the same step."""
+        trainer, run = self.trainer, self.trainer.run_state
+        stage = next(stage for stage in trainer.stages if stage.start == run.step)
+        words = [f"stage      {stage.number} of {len(trainer.stages)} begins after step {run.step:,}"]
+        trainer.use_stage(stage)
+        functions = trainer.functions
+        run.state = stages.weighted(run.state, stage, trainer.topology.replicated)
+        if trainer.settings.stage_reset:
+            words.append("the optimizer's moments are reset")
+            run.state = stages.with_fresh_moments(run.state, functions.state_shardings.opt_state)
+        if stage.reference is None:
+            run.state = run.state.replace(reference=None)
+        elif stage.reference == run.step:
+            trainer.take_reference()
+        elif run.state.reference is None:
+            abstract = functions.abstract_state.reference
+            held = reference.restore(trainer.context, abstract, trainer.stages, run.step)
+            run.state = run.state.replace(reference=held)
+        if stage.beta > 0:
+            words.append(f"β {stage.beta:g} to the parameters of step {stage.reference:,}")
+        trainer.say("; ".join(words))
+        compile_shown(trainer)
 
     def due(self, interval: int | None) -> bool:
         return self.step == self.steps or (
@@ -189,7 +221,7 @@ class Loop:
     def _after_step(self) -> None:
         """metrics → validation → evaluation, previews (callbacks) → checkpoint."""
         trainer, last = self.trainer, self.step == self.steps
-        boundary = stages.begins(trainer, self.step)
+        boundary = stages.begins(trainer.stages, self.step)
         validate = (
             trainer.validates and (boundary or self.due(trainer.logging.validation_interval)) and not last
         )
@@ -242,7 +274,7 @@ class Loop:
         if not self.trainer.validates:
             return None
         where = f"the validation at step {self.step}"
-        with self.paused(), doing(self.trainer, where):
+        with self.paused(), doing(self.trainer.run_state, where):
             self.callbacks.fire("on_validation_begin", self)
             row = {"step": self.step, **self.trainer.validate()}
             self._validated = {self.step: row.get("val_loss", row.get("val_reward"))}

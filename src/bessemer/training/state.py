@@ -1,6 +1,6 @@
-"""What a run carries from step to step: the state tree on the devices and the loop state on the host.
+"""What a run carries from step to step: `TrainState` on the devices, `LoopState` on the host, `RunState` over both.
 
-Everything else (stage, tokens seen, position of the schedule, random keys) is derived from `step`.
+Everything else (stage, tokens seen, learning rate, random keys) follows from `step`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,24 +21,22 @@ from bessemer.errors import TrainingError
 from bessemer.models.lora import Split
 from bessemer.training.settings import GuardSettings
 
-# Which steps are bad, decided inside the compiled step, and what is said about them.
-#
-# A step is bad when its loss or gradient is not finite, or, with guard.spike_sigma > 0, when its loss spikes:
+# --- bad steps, decided inside the compiled step -----------------------------------------------------------
+# A step is bad if its loss or gradient is not finite, or, with guard.spike_sigma > 0, if its loss spikes:
 #
 #     loss > m + sigma · sqrt(v)
 #
-# m and v are running mean and variance of the accepted losses: over the first `window` of them exactly, then
-# with weight 1/window for the newest. Nothing is a spike before `window` losses were accepted, nor until then
-# again after a stage of other data began. The statistics are part of the state, so a resumed run judges as
-# the undisturbed one.
-
+# m and v are the running mean and variance of the accepted losses: exact over the first `window` of them, then
+# with weight 1/window for the newest. Nothing is a spike until `window` losses were accepted, counted again
+# from the start of a stage with other data. The statistics are part of the state, so a resumed run decides as
+# the uninterrupted one.
 
 Statistics = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class SpikeRule:
-    """What the compiled step must know. `stages`: data steps at which other data begins."""
+    """The rule as the compiled step applies it. `stages`: data steps at which other data begins."""
 
     sigma: float
     window: int
@@ -49,7 +47,7 @@ class SpikeRule:
 def spike_rule(settings: GuardSettings, stages: Sequence[int] = ()) -> SpikeRule | None:
     """None with guard.spike_sigma=0: nothing is added to the step or to the state.
 
-    `rollback` leaves the update out too: what is saved or shown before the spike is read is never poisoned.
+    `rollback` skips the update too, so that nothing saved or shown before the spike is read is poisoned.
     """
     if settings.spike_sigma == 0:
         return None
@@ -69,9 +67,9 @@ def fresh_statistics() -> Statistics:
 def judge(
     rule: SpikeRule | None, statistics: Statistics | None, loss: jax.Array, finite: jax.Array, data_step: Any
 ) -> tuple[jax.Array, Statistics | None, dict[str, jax.Array]]:
-    """(is the update applied, the statistics after this step, what the log will want to read).
+    """Return (whether the update is applied, the statistics after this step, values for the log).
 
-    All of it is a pure function of replicated scalars: every process decides the same at the same step.
+    A pure function of replicated scalars: every process decides the same at the same step.
     """
     if rule is None or statistics is None:
         return finite, None, {}
@@ -94,18 +92,18 @@ def judge(
 
 
 WEIGHTS_FINITE = "weights_finite"
-"""In a step's meta: whether the weights after the step are finite. A finite loss and gradient do not promise it (an
-update can overflow), and the damage need not show in the next loss: a token's embedding matters when it occurs."""
+"""In a step's meta: whether the weights after the step are finite. A finite loss and gradient do not guarantee it (an
+update can overflow), and the next loss may not show the damage: a token's embedding matters when it occurs."""
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Return whether no floating-point leaf holds NaN or infinity, as one replicated scalar."""
+    """Return one replicated scalar: whether no floating-point leaf holds NaN or infinity."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     return jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all() if leaves else jnp.ones((), bool)
 
 
 class Unstable(TrainingError):
-    """The run must not go on from `step` as it is. `rows` are the reports of the steps before it."""
+    """The run cannot continue from `step`. `rows` are the reports of the steps before it."""
 
     def __init__(self, step: int, what: str, rows: Sequence[dict[str, Any]] = ()):
         self.step = step
@@ -114,10 +112,10 @@ class Unstable(TrainingError):
 
 
 def final_problem(non_finite_steps: int, validation: float | None) -> str | None:
-    """Return why a final model with finite weights must not be called done, or None.
+    """Return why a final model with finite weights cannot be accepted, or None.
 
-    Weights can be finite and so large that computing with them overflows. The final validation (its loss or reward;
-    None: there was none) decides; without one, so does the last step.
+    Finite weights can be so large that computing with them overflows. The final validation (its loss or reward; None:
+    there was none) decides; without one, the last step does.
     """
     if validation is not None:
         return None if math.isfinite(validation) else f"the final validation gave {validation}"
@@ -128,7 +126,7 @@ def final_problem(non_finite_steps: int, validation: float | None) -> str | None
 
 
 def described(loss: float, finite: bool, limit: float | None) -> str:
-    """What is wrong with a bad step's loss, to go after "the loss is"."""
+    """Return what is wrong with a bad step's loss, to follow "the loss is"."""
     if math.isnan(loss):
         return "not a number"
     if math.isinf(loss):
@@ -138,16 +136,17 @@ def described(loss: float, finite: bool, limit: float | None) -> str:
     return f"{loss:.5g}, a spike above {limit:.5g} (guard.spike_sigma)"
 
 
+# --- the state on the devices ------------------------------------------------------------------------------
 class TrainState(train_state.TrainState):
     """flax's TrainState, extended.
 
     step:      optimizer steps taken; drives schedules and random keys (int32 from the start, or jit compiles twice)
     data_step: argument of `batch`; equal to step until a rollback moves it past poisoned data
     ema:       optional running average of the parameters
-    guard:     running mean and variance of the loss, where spikes are looked for
-    frozen:    the part of the parameters that is not trained; `rules.complete` puts both together
-    reference: `params` as they once were, which the objective compares with (persistence/frozen.py), or the parameters
-               of a teacher; neither is saved here: they are written once
+    guard:     running mean and variance of the loss, with spike detection
+    frozen:    the parameters that are not trained; `rules.complete` merges both
+    reference: earlier `params` that the objective compares with, or a teacher's parameters. Like `frozen` they are
+               written once (persistence/), not in each checkpoint
     """
 
     data_step: jax.Array = struct.field(default=None)
@@ -159,15 +158,15 @@ class TrainState(train_state.TrainState):
     rules: StepRules = struct.field(pytree_node=False, default=None)
 
     def whole(self, params: Any = None) -> Any:
-        """The model's parameters, complete: the trained ones (or `params` in their place) and the frozen ones."""
+        """Return all parameters of the model: the trained ones (or `params` in their place) and the frozen ones."""
         return self.rules.complete(self.params if params is None else params, self.frozen)
 
     def objective(self, params: Any, rows: Any, key: jax.Array | None) -> tuple[jax.Array, jax.Array, Any]:
-        """(Σ loss, Σ weight, sums) of the run's objective for `params` in place of the trained ones."""
+        """Return (Σ loss, Σ weight, sums) of the objective for `params` in place of the trained ones."""
         return self.loss_fn(self.apply_fn, self.whole(params), rows, key, **self.against())
 
     def against(self) -> dict[str, Any]:
-        """What the objective compares with, if anything."""
+        """Return the keywords that give the objective its reference, if there is one."""
         if self.reference is None:
             return {}
         return {"reference": self.reference if self.rules.teacher else self.whole(self.reference)}
@@ -175,7 +174,7 @@ class TrainState(train_state.TrainState):
 
 @dataclasses.dataclass(frozen=True)
 class StepRules:
-    """What the compiled step must know and never changes during a run."""
+    """What the compiled step depends on and never changes during a run."""
 
     max_grad_norm: float = 1.0
     ema_decay: float = 0.0
@@ -187,12 +186,12 @@ class StepRules:
     own_validation: bool = False  # held-out rows are judged by the objective, not by plain likelihood
 
     def complete(self, params: Any, frozen: Any) -> Any:
-        """The model's parameters, of trained and frozen ones."""
+        """Return all parameters of the model, from the trained and the frozen ones."""
         return params if self.split is None else self.split.complete(params, frozen)
 
 
 def added_fields(kind: type[TrainState]) -> tuple[str, ...]:
-    """What a subclass of TrainState carries besides: saved in checkpoints, whole on every device."""
+    """Return the fields that a subclass of TrainState adds: saved in checkpoints, replicated on every device."""
     known = {entry.name for entry in dataclasses.fields(TrainState)}
     return tuple(entry.name for entry in dataclasses.fields(kind) if entry.name not in known)
 
@@ -206,7 +205,7 @@ def create_state(
     kind: type[TrainState] = TrainState,
     frozen: Any = None,
 ) -> TrainState:
-    """The state of step 0. Call it under jit with out_shardings: arrays are then born on their devices."""
+    """Return the state of step 0. Call it under jit with out_shardings, so that arrays are created on their devices."""
     return kind(
         step=jnp.zeros((), jnp.int32),
         data_step=jnp.zeros((), jnp.int32),
@@ -222,13 +221,14 @@ def create_state(
     )
 
 
+# --- the state on the host ---------------------------------------------------------------------------------
 SMOOTHING = 0.9
-"""Decay of the debiased running loss that is shown as loss_smooth."""
+"""Decay of the debiased running loss, loss_smooth."""
 
 
 @dataclasses.dataclass
 class LoopState:
-    """The host's part of a run: small numbers that must survive a restart exactly (loop.json)."""
+    """The host's part of a run: small numbers that survive a restart exactly (loop.json)."""
 
     steps_counted: int = 0
     loss_average: float = 0.0
@@ -253,7 +253,7 @@ class LoopState:
     def count(
         self, loss: float, target_tokens: float, updated: bool, clipped: bool, spike: bool = False
     ) -> None:
-        """Take one step's results in. A skipped step changes the counters, not the averages."""
+        """Add one step's results. A skipped step changes the counters, not the averages."""
         self.spikes += int(spike)
         self.non_finite_in_row = 0 if updated or spike else self.non_finite_in_row + 1
         if not updated:
@@ -267,7 +267,7 @@ class LoopState:
         self.loss_average = SMOOTHING * self.loss_average + (1 - SMOOTHING) * loss
 
     def take_validation(self, score: float, step: int) -> None:
-        """Note a validation: the lowest score is the best, and NaN never is."""
+        """Record a validation: the lowest score is the best, and NaN never is."""
         best = self.best_val_loss
         if not math.isnan(score) and (best is None or math.isnan(best) or score < best):
             self.best_val_loss, self.best_step, self.stale_validations = score, step, 0
@@ -276,15 +276,20 @@ class LoopState:
         self.last_validation = step
 
     def take_bits(self, bits: float) -> None:
-        """Note bits per byte; NaN is never the lowest."""
+        """Record bits per byte; NaN is never the lowest."""
         known = [value for value in (bits, self.min_val_bpb) if value is not None and not math.isnan(value)]
         self.min_val_bpb = min(known, default=None)
 
     def branch_off(self, other_data: bool) -> None:
-        """Go on after a branch point: an early end is undone; results on other held-out data do not compare."""
+        """Continue after a branch point: undo an early end, and forget results on other held-out data."""
         self.finished, self.stale_validations = None, 0
         if other_data:
             self.best_val_loss = self.best_step = self.min_val_bpb = self.last_validation = None
+
+    def carry_over(self, before: LoopState) -> None:
+        """After a rollback: keep what counts the whole run, from the loop state `before` it."""
+        self.spikes, self.rollbacks = before.spikes, before.rollbacks + 1
+        self.tracker_id, self.training_seconds = before.tracker_id, before.training_seconds
 
     @property
     def loss_smooth(self) -> float | None:
@@ -299,3 +304,47 @@ class LoopState:
     @classmethod
     def from_json(cls, text: str) -> LoopState:
         return cls(**parse_json(text))
+
+
+class Activity(NamedTuple):
+    """What runs besides the steps, and what to change if it runs out of memory; None: the micro-batch."""
+
+    what: str
+    change: str | None = None
+
+
+@dataclasses.dataclass
+class RunState:
+    """The mutable side of a run: what its loop advances, a checkpoint restores and a rollback resets."""
+
+    create: Callable[[], TrainState]  # makes the state of step 0
+    loop_state: LoopState = dataclasses.field(default_factory=LoopState)
+    step: int = 0  # optimizer steps dispatched
+    data_offset: int = 0  # number of the next batch − step; rollbacks move it past poisoned batches
+    activity: Activity | None = None
+    _state: TrainState | None = None
+
+    @property
+    def state(self) -> TrainState:
+        """The train state; created at first use, so that a restore never allocates it twice."""
+        if self._state is None:
+            self._state = self.create()
+        return self._state
+
+    @state.setter
+    def state(self, state: TrainState) -> None:
+        self._state = state
+
+    @property
+    def is_created(self) -> bool:
+        return self._state is not None
+
+    @property
+    def position(self) -> int:
+        """The number of the next batch."""
+        return self.step + self.data_offset
+
+    def start_over(self) -> None:
+        """Return to step 0; the old state is released, and created again at its next use."""
+        self._state, self.loop_state = None, LoopState()
+        self.step = self.data_offset = 0

@@ -38,7 +38,7 @@ from bessemer.training.console.output import Output
 from bessemer.training.console.progress import NoBar, ProgressBar, StartUp, make_progress
 from bessemer.training.context import GivenParts, Notes, RunContext
 from bessemer.training.loop import Loop
-from bessemer.training.persistence import checkpoints, frozen, teacher
+from bessemer.training.persistence import checkpoints, reference, teacher
 from bessemer.training.persistence.checkpoints import Branch, Changes
 from bessemer.training.persistence.mirror import make_mirror
 from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings, seconds_of
@@ -46,7 +46,7 @@ from bessemer.training.setup import compiled, data, horizon, initial_weights, mi
 from bessemer.training.setup.compiled import Functions, keep_compiled_programs
 from bessemer.training.setup.data import CollectFunction, DataParts
 from bessemer.training.setup.model import ModelParts, build_model, flops_share, peak_memory
-from bessemer.training.state import LoopState, TrainState
+from bessemer.training.state import LoopState, RunState, TrainState
 from bessemer.training.step import Batch, Meta
 
 C = TypeVar("C", bound=BaseTrainerConfig)
@@ -81,11 +81,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     model_parts: ModelParts
     data: DataParts
     functions: Functions
-    step: int
-    data_offset: int
-    loop_state: LoopState
     continues: bool
-    _state: TrainState | None
     _checkpoints: Checkpoints | None
 
     state_class: ClassVar[type[TrainState]] = TrainState
@@ -126,7 +122,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         self.data_change = ""
         self.change: Changes | None = None  # what `resume --change` asks for
         self.branches: list[Branch] = []
-        self._state = None
+        self.run_state = RunState(functools.partial(compiled.initial_state, self))
         self._checkpoints = None
         self.stages: tuple[stages.Stage, ...] = ()
         self.other_functions: Functions | None = None  # of the stages of the other kind
@@ -147,7 +143,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
                 self.given,
                 self.notes,
             )
-            self.mirror = make_mirror(self)
+            self.mirror = make_mirror(self.context)
             self.time_limit = seconds_of(self.settings.time_limit)
             self.model_parts = self.configure_model()
             if (
@@ -155,7 +151,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
                 and (taken := initial_weights.describe(self.config)) is not None
             ):
                 self.note_derived("init", self.settings.init, taken)
-            self.teacher = teacher.find_teacher(self)
+            self.teacher = teacher.find_teacher(self.context, self.model_parts)
             self.data = data.with_fields(self, self.configure_dataloaders())
             self.logging = horizon.settle_reports(self)
             self.context = dataclasses.replace(self.context, logging=self.logging)
@@ -166,10 +162,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             keep_compiled_programs(self.config["data/root"])
             self.functions = self.configure_functions()
             initial_weights.check_start(self)
-        self.activity: outcome.Activity | None = None  # besides the steps
-        self.show_progress: Callable[[str], None] = lambda text: (
-            None
-        )  # of that activity; the loop's, while it runs
+        self.show_progress: Callable[[str], None] = lambda text: None  # the loop's, while it runs
         self.stop_agreement = StepAgreement()
         self.lock: RunLock | None = None  # of the run directory, while it runs; process 0 holds it
         self.start_over()
@@ -241,7 +234,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     def wants_reference(self) -> bool:
         """Whether the step compares with frozen reference weights (`state.reference`)."""
-        return frozen.wanted(self)
+        return reference.wants_weights(self.settings.objective)
 
     @staticmethod
     def sharded_init(
@@ -259,14 +252,30 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     # --- state ------------------------------------------------------------------------------------------
     @property
     def state(self) -> TrainState:
-        """The state tree; made at first use, so that a restore never allocates it twice."""
-        if self._state is None:
-            self._state = compiled.initial_state(self)
-        return self._state
+        """The train state; created at first use. This and the next three are those of `run_state`."""
+        return self.run_state.state
 
     @state.setter
     def state(self, state: TrainState) -> None:
-        self._state = state
+        self.run_state.state = state
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps dispatched."""
+        return self.run_state.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.run_state.step = step
+
+    @property
+    def loop_state(self) -> LoopState:
+        return self.run_state.loop_state
+
+    @property
+    def data_offset(self) -> int:
+        """Number of the next batch, less `step`."""
+        return self.run_state.data_offset
 
     @property
     def arguments(self) -> Config:
@@ -364,7 +373,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     def wall_seconds(self) -> float:
         """Of all starts of the run so far, for time/goodput."""
-        return outcome.wall_seconds(self)
+        return self.wall_before + self.startup.age
 
     def describe_step(self, step: int) -> dict[str, Any]:
         """What a row says about its step without reading the device: tokens, epoch, rates, FLOPs so far."""
@@ -452,8 +461,13 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         return False
 
     def validate(self) -> dict[str, Any]:
-        """Loss and bits per byte on the fixed held-out sequences; keeps the best in the loop state."""
-        return validation.validate(self)
+        """Return loss and bits per byte on the fixed held-out rows, and record the best in the loop state."""
+        assert self.data.validation is not None
+        micro, count = self.functions.micro, self.functions.validation_batches
+        sharding = self.topology.batch_sharding(1)
+        batches = validation.validation_batches(self.batch, self.data.validation, micro, count, sharding)
+        sums = validation.added([self.functions.val_step(self.state, batch) for batch in batches])
+        return validation.validation_row(sums, self.loop_state, self.step)
 
     def compile_aot(self) -> bool:
         """Compile both steps before the loop; True if anything was compiled. The loop uses these executables."""
@@ -465,22 +479,27 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     # --- where it starts --------------------------------------------------------------------------------
     def start_over(self) -> None:
-        """Back to step 0, as the run began; the state is made again at its first use."""
-        self._state = None
-        self.loop_state = LoopState()
-        self.step = self.data_offset = 0
-        stages.select(self, 0)
+        """Return to step 0; the state is created again at its next use."""
+        self.run_state.start_over()
+        self.use_stage(stages.current(self.stages, 0))
+
+    def use_stage(self, stage: stages.Stage) -> None:
+        """Use the functions of `stage`: with a reference or without. What is compiled stays compiled."""
+        now = self.functions
+        if (now.abstract_state.reference is None) != (stage.reference is None):
+            self.functions = self.other_functions or compiled.without_reference(self, now)
+            self.other_functions = now
 
     def move_data(self, position: int) -> None:
         """The next step takes batch `position`."""
-        self.data_offset = position - self.step
+        self.run_state.data_offset = position - self.step
         data_step = jax.device_put(np.int32(position), self.topology.replicated)
         self.state = self.state.replace(data_step=data_step)
 
     @property
     def draws_state(self) -> bool:
         """Whether a state is still to be made, all of it from the seed."""
-        return self._state is None and self.given.model_state is None and self.settings.init is None
+        return not self.run_state.is_created and self.given.model_state is None and self.settings.init is None
 
     def given_params(self) -> Any:
         """The starting weights: those given, or those of `init`; what is not among them is drawn from the seed."""
@@ -489,6 +508,11 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             # a copy: the step donates its state, and these are the caller's, and needed again to start over
             return jax.device_put(self.given.model_state, placed, may_alias=False)
         return {} if self.settings.init is None else checkpoints.initial_params(self)
+
+    def take_reference(self) -> None:
+        """Make the trained parameters as they are (or the teacher's) the reference, in the state and on disk."""
+        abstract = self.functions.abstract_state.reference
+        reference.take(self.context, self.run_state, abstract, self.teacher, self.checkpoint_manager)
 
     def gather(self, params: Any) -> Any:
         """Parameters whole on every device, for writing them out."""
@@ -637,8 +661,14 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         """Train to the end (every process calls it). Continues from what `load` restored."""
         Callbacks(self.make_callbacks()).fire("on_check", self)
         microbatch.check_machine(self)
-        validation.check_targets(self)
-        with outcome.opened(self):
+        if self.data.validation is not None:
+            validation.check_held_out(self.batch, self.data.validation, self.functions.validation_rows)
+        if not self.rolls_out:
+            validation.check_first_batch(self.batch("train", step=0))
+        remedy = functools.partial(microbatch.remedy, self)
+        owner = outcome.Owner(self.context, self.run_state, self.output, self.functions.micro, remedy)
+        with owner.opened(self.mirror, self.continues, self._write_first_files) as self.lock:
+            outcome.take_over(self.context, self.run_state, self.checkpoint_manager, self.continues)
             header(self)
             output.compile_shown(self)
             outcome.together("compiled")
@@ -649,6 +679,13 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
                 output.conclude(self)
             finally:
                 self.finish()
+
+    def _write_first_files(self) -> None:
+        output.write_setup(self)
+        fields = outcome.goodput_fields(self.run_directory, self.continues, self.startup.age)
+        self.wall_before = fields["wall_before"]
+        fields |= {"data_change": self.data_change} if self.data_change else {}
+        self.run_directory.write_status(state="running", step=self.step, exit_code=None, message="", **fields)
 
     def make_callbacks(self) -> list[Callback]:
         return schema.make_callbacks(self)

@@ -138,7 +138,7 @@ class Evaluation(Callback):
             return {}
         remedy = f"Lower eval.limit={self.limit}, or leave it out of {setting}"
         named = ", ".join(tasks) or kind.__name__
-        with doing(loop.trainer, f"the evaluation '{named}' at step {loop.step}", remedy):
+        with doing(loop.trainer.run_state, f"the evaluation '{named}' at step {loop.step}", remedy):
             evaluator = kind.from_trainer(
                 loop.trainer, tasks=tasks, limit=self.limit, fetch=fetch, programs=self.programs
             )

@@ -155,7 +155,7 @@ class Preview(Callback):
         loop.flush()
         self.previewed = loop.step
         remedy = "Give fewer or shorter logging.preview_prompts"
-        with loop.paused(), doing(trainer, f"the preview at step {loop.step}", remedy):
+        with loop.paused(), doing(trainer.run_state, f"the preview at step {loop.step}", remedy):
             found = trainer.maybe_generate(trainer.state, loop.step)
             loop.callbacks.fire("on_samples", loop, found or [])
 

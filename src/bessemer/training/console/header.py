@@ -26,7 +26,7 @@ def header(trainer: BaseTrainer) -> None:
     trainer.say(
         f"model      {trainer.settings.family}, {counts['total']:,} parameters ({counts['scaling']:,} scaling)"
     )
-    if (trained := frozen.describe(trainer)) is not None:
+    if (trained := frozen.describe(trainer.model_parts)) is not None:
         trainer.say(f"trains     {trained}")
     for name, stats in data.plan.stats.items():
         known = [f"{stats[key]:,} {key}" for key in ("documents", "prompts", "tokens") if key in stats]

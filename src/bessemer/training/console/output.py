@@ -356,7 +356,10 @@ def write_setup(trainer: BaseTrainer) -> None:
     atomic_write(trainer.run_directory.config, trainer.config.to_yaml(), sync=True)
     atomic_write(trainer.run_directory.derived, json.dumps(derivation(trainer), indent=1))
     if len(trainer.stages) > 1:
-        atomic_write(trainer.run_directory.stages, json.dumps(stages.described(trainer), indent=1))
+        atomic_write(
+            trainer.run_directory.stages,
+            json.dumps(stages.described(trainer.stages, trainer.tokens_per_step), indent=1),
+        )
     if problem := mark_origin(trainer.run_directory, trainer.config.tree()):
         trainer.say(
             f"note: this run cannot be marked as started here, so resume may ask for --trust: {problem}"

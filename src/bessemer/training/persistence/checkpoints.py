@@ -32,13 +32,14 @@ from bessemer.job import CheckpointManager, RunDirectory, Snapshot, atomic_write
 from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.topology import share
 from bessemer.training import stages
+from bessemer.training.context import RunContext
 from bessemer.training.feed import fetch
-from bessemer.training.persistence import frozen
-from bessemer.training.persistence import frozen as reference
+from bessemer.training.persistence import frozen, reference
 from bessemer.training.setup.horizon import HORIZONS, REPORTS
 from bessemer.training.setup.initial_weights import read_weights
 from bessemer.training.setup.schema import PATHS
-from bessemer.training.state import LoopState, added_fields
+from bessemer.training.stages import Stage
+from bessemer.training.state import LoopState, TrainState, added_fields
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -219,13 +220,11 @@ def roll_back(trainer: BaseTrainer, poisoned: int) -> None:
     manager.wait()  # the save of the last regular checkpoint may still be in progress
     step = int(share("rollback", lambda: str(find_target(trainer, poisoned))))
     manager.set_aside_after(step)
-    frozen.drop_after(trainer, step)
+    reference.drop_after(trainer.context, step)
     trainer.start_over()  # let go of the poisoned state first: there may be no memory for two
     if step > 0:
         trainer.accept(manager.restore(step, trainer.abstract_state()), step, manager)
-    loop = trainer.loop_state
-    loop.spikes, loop.rollbacks = before.spikes, before.rollbacks + 1
-    loop.tracker_id, loop.training_seconds = before.tracker_id, before.training_seconds
+    trainer.loop_state.carry_over(before)
     trainer.move_data(position)
 
 
@@ -277,7 +276,7 @@ def open_checkpoints(trainer: BaseTrainer) -> Checkpoints:
 
 def protect_stages(trainer: BaseTrainer, manager: Checkpoints) -> None:
     """Keep the checkpoint at the end of every stage from retention."""
-    for stage in stages.followed(trainer):
+    for stage in trainer.stages[:-1]:
         manager.protect(stage.end, stage.name)
 
 
@@ -304,10 +303,22 @@ def meta(trainer: BaseTrainer, step: int) -> dict[str, Any]:
         "tokenizer_hash": trainer.tokenizer.hash if trainer.tokenizer else None,
         "data_fingerprint": trainer.data.plan.fingerprint,
         "topology": trainer.topology.describe(),
-        "reference": reference.reference_identity(trainer, step),
-        "frozen": frozen.frozen_identity(trainer),
+        **untrained_identity(trainer.context, trainer.functions.abstract_state, trainer.stages, step),
         "branches": [branch.as_json() for branch in trainer.branches],
         "val_loss": trainer.loop_state.best_val_loss if trainer.loop_state.best_step == step else None,
+    }
+
+
+def untrained_identity(
+    context: RunContext, abstract: TrainState, planned: Sequence[Stage], step: int
+) -> dict[str, Any]:
+    """Return which reference and frozen weights a state of `step` belongs with."""
+    with_weights = abstract.reference is not None
+    return {
+        "reference": reference.weights_identity(context, planned, step)
+        if with_weights
+        else reference.logps_identity(context.directory),
+        "frozen": None if abstract.frozen is None else frozen.frozen_identity(context),
     }
 
 
@@ -332,11 +343,13 @@ def protect_best(trainer: BaseTrainer) -> None:
 
 def accept(trainer: BaseTrainer, tree: Any, step: int, files: CheckpointManager) -> None:
     """Go on from a restored tree; `files` holds what was saved beside it."""
-    stages.select(trainer, step)
-    against = reference.restore_reference(trainer, step)
-    kept = frozen.restore_frozen(trainer)
-    trainer.state = trainer.functions.abstract_state.replace(**tree, reference=against, frozen=kept)
-    trainer.loop_state = LoopState.from_json(files.read(step, "loop.json"))
+    trainer.use_stage(stages.current(trainer.stages, step))
+    abstract = trainer.functions.abstract_state
+    against = reference.restore(trainer.context, abstract.reference, trainer.stages, step)
+    trainer.state = abstract.replace(
+        **tree, reference=against, frozen=frozen.restore_frozen(trainer.context, abstract.frozen)
+    )
+    trainer.run_state.loop_state = LoopState.from_json(files.read(step, "loop.json"))
     manager = trainer.checkpoint_manager
     manager.protect(trainer.loop_state.best_checkpoint)
     for branch in trainer.branches:
@@ -345,13 +358,13 @@ def accept(trainer: BaseTrainer, tree: Any, step: int, files: CheckpointManager)
             trainer.loop_state.branch_off(other_data=branch.data is not None)
     trainer.step = step
     protect_target(trainer)
-    trainer.data_offset = int(fetch(trainer.state.data_step)) - step
+    trainer.run_state.data_offset = int(fetch(trainer.state.data_step)) - step
 
 
 def check_same_run(trainer: BaseTrainer, step: int, files: CheckpointManager) -> None:
     """Other data or another tokenizer is an error; another machine is one line, as only rounding changes."""
     saved = parse_json(files.read(step, "meta.json"))
-    stages.select(trainer, step)
+    trainer.use_stage(stages.current(trainer.stages, step))
     current = meta(trainer, step)
     changes = [
         f"{what} ({_short(saved[name])} then, {_short(current[name])} now)"

@@ -1,10 +1,10 @@
-"""logging.mirror=s3://bucket/runs: every committed checkpoint, and the run's files, are copied to an object store.
+"""Copy every committed checkpoint and the run's files to an object store (logging.mirror=s3://bucket/runs).
 
-    URL/NAME/config.yaml, metrics.jsonl, …              the run's files, before the checkpoint that goes with them
-    URL/NAME/checkpoints/step_N/…, COMMIT last          whole or not there, as on a disk
+    URL/NAME/config.yaml, metrics.jsonl, …              the run's files, before the checkpoint they belong to
+    URL/NAME/checkpoints/step_N/…, COMMIT last          complete or absent, as on a disk
 
-The run itself stays on a local disk, where it can be locked, renamed and appended to. On a machine that never saw it,
-`bessemer resume URL/NAME` brings the newest sound checkpoint and goes on, bit for bit.
+The run itself stays on a local disk, where it can be locked, renamed and appended to. On another machine,
+`bessemer resume URL/NAME` downloads the newest valid checkpoint and continues bit for bit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint.manifest import COMMIT, content_problems
@@ -24,18 +23,15 @@ from bessemer.job import RunDirectory, check_run_name, sync_directory
 from bessemer.job.directory import step_name, step_of_name
 from bessemer.storage.files import storage
 from bessemer.storage.remote import check_writable, download, find, is_remote, read_bytes, remove, upload
-
-if TYPE_CHECKING:
-    from bessemer.training.trainer import BaseTrainer
-
+from bessemer.training.context import RunContext
 
 FOLDER = "checkpoints"
 LEFT = ("lock",)
-"""Of one machine: who writes."""
+"""Files that say who writes on one machine; they are not copied."""
 
 
 class Mirror:
-    """The copy of one run; used by process 0 alone, in the thread that commits checkpoints."""
+    """The copy of one run. Only process 0 uses it, in the thread that commits checkpoints."""
 
     def __init__(self, directory: RunDirectory, url: str, say: Callable[[str], None]):
         if not is_remote(url):
@@ -45,10 +41,10 @@ class Mirror:
         self.behind = ""  # why the copy is not complete
         self._sent: dict[str, tuple[int, int]] = {}  # files of the run: size and time
         self._commits: dict[str, bytes] = {}  # checkpoints: what their COMMIT held
-        self._links: set[str] = set()  # those that were warned about
+        self._links: set[str] = set()  # that the user was warned about
 
     def check(self, continues: bool) -> None:
-        """Before anything is computed: the store answers, and no other run has this name there."""
+        """Raise an error, before anything is computed, if the store does not answer or the name is taken there."""
         if mirrored_steps(self.name) and not continues:
             raise InputError(
                 f"a run is already mirrored at {self.name}. Continue it with `bessemer resume {self.name}`, or choose "
@@ -57,13 +53,13 @@ class Mirror:
         check_writable(self.name)
 
     def push(self, manager: Checkpoints, step: int) -> None:
-        """Copy what is not there yet. A store that fails is said, and tried again with the next checkpoint."""
+        """Copy what is not there yet. If the store fails, warn and try again with the next checkpoint."""
         try:
             self._push(manager, step)
             self.behind = ""
         except BessemerError as error:
             self.behind = str(error)
-            self.say(f"warning: checkpoint {step} is not mirrored yet, the run goes on: {error}")
+            self.say(f"warning: checkpoint {step} is not mirrored yet, the run continues: {error}")
 
     def _push(self, manager: Checkpoints, newest: int) -> None:
         self.send_files()
@@ -73,13 +69,13 @@ class Mirror:
                 manager.path(step), f"{self.name}/{FOLDER}/{step_name(step)}", there=step in there
             )
         known = sorted({*there, newest})
-        later = {step for step in known if step > newest}  # of another future of the run
+        later = {step for step in known if step > newest}  # of an abandoned branch of the run
         doomed = manager.superfluous([step for step in known if step <= newest], newest)
         for step in sorted(later.union(doomed)):
             remove_checkpoint(f"{self.name}/{FOLDER}/{step_name(step)}")
 
     def send_files(self) -> None:
-        """The run's files that have changed since they were last sent by this process."""
+        """Copy the run's files that changed since this process last sent them."""
         root = self.directory.path
         for path in self._own_files(root):
             name = path.relative_to(root).as_posix()
@@ -91,7 +87,7 @@ class Mirror:
                 self._sent[name] = (about.st_size, about.st_mtime_ns)
 
     def _own_files(self, root: Path) -> list[Path]:
-        """Regular files below `root`. What a link leads to outside of it is not part of the run, and is not sent."""
+        """Return the regular files below `root`, without links that lead out of it."""
         real, found = root.resolve(), []
         for path in sorted(root.rglob("*")):
             if path.is_symlink() and not path.resolve().is_relative_to(real):
@@ -103,8 +99,8 @@ class Mirror:
         return found
 
     def _send_checkpoint(self, local: Path, name: str, there: bool) -> None:
-        """COMMIT holds a checksum of every file: where it is the same, so is the rest. After a rollback another
-        checkpoint has the name of one that was sent."""
+        """Copy one checkpoint. COMMIT holds a checksum of every file, so an equal COMMIT means equal files; after a
+        rollback another checkpoint may have the name of one already sent."""
         commit = (local / COMMIT).read_bytes()
         if there and self._commits.get(name) == commit:
             return
@@ -118,56 +114,55 @@ class Mirror:
         self._commits[name] = commit
 
 
-def make_mirror(trainer: BaseTrainer) -> Mirror | None:
-    """Where the run is copied to; process 0 copies."""
-    url = trainer.logging.mirror
-    if url is None or not trainer.is_process_zero:
+def make_mirror(context: RunContext) -> Mirror | None:
+    """Return the mirror that logging.mirror names; None without one, and on processes other than 0."""
+    url = context.logging.mirror
+    if url is None or not context.topology.is_process_zero:
         return None
-    return Mirror(trainer.run_directory, url, trainer.say)
+    return Mirror(context.directory, url, context.notes.say)
 
 
 @contextlib.contextmanager
-def mirrored(trainer: BaseTrainer) -> Iterator[None]:
-    """Around the time in which the run is owned: afterwards, however it ended, its last files are sent too."""
-    mirror = trainer.mirror
+def mirrored(mirror: Mirror | None, continues: bool) -> Iterator[None]:
+    """Around the time in which the run is owned: send its last files afterwards, however it ended."""
     if mirror is None:
         yield
         return
-    mirror.check(trainer.continues)
+    mirror.check(continues)
     try:
         yield
     except BaseException:
         try:
             mirror.send_files()
         except (BessemerError, OSError) as error:  # the first error is the one to raise
-            trainer.note(f"the run's last files were not copied to {trainer.logging.mirror}: {error}")
+            mirror.say(f"warning: the run's last files were not copied to {mirror.name}: {error}")
         raise
     mirror.send_files()
     if mirror.behind:
         raise StorageError(
             f"the run is done, but its copy at {mirror.name} is not complete: {mirror.behind} The run here is whole: "
-            f"{trainer.run_directory.path}"
+            f"{mirror.directory.path}"
         )
 
 
 def mirrored_steps(name: str) -> list[int]:
-    """Steps of the complete checkpoints at URL/NAME, ascending."""
+    """Return the steps of the complete checkpoints at URL/NAME, ascending."""
     commits = [entry.name for entry in find(f"{name}/{FOLDER}") if entry.name.endswith(f"/{COMMIT}")]
     steps = (step_of_name(commit.split("/")[-2]) for commit in commits)
     return sorted(step for step in steps if step is not None)
 
 
 def remove_checkpoint(name: str) -> None:
-    """COMMIT first: what is left is no checkpoint, whenever this is cut off."""
+    """Remove COMMIT first: whatever remains after an interruption is then not taken for a checkpoint."""
     remove(f"{name}/{COMMIT}")
     for entry in find(name):
         remove(entry.name)
 
 
 def fetched(run: str | Path, root: str | Path) -> str | Path:
-    """`run`, or where it is here when it is a URL: brought from its mirror if that is further than what is here.
+    """Return `run`, or its local path if it is a URL: downloaded first if the mirror is ahead of the local copy.
 
-    Every process of a run may call it; one of them brings it, the others wait.
+    Every process of a run may call it; one downloads, the others wait.
     """
     if not is_remote(run):
         return run
@@ -197,7 +192,7 @@ def _fetch(url: str, steps: list[int], directory: RunDirectory) -> None:
         print(f"warning: {url}: checkpoint {step} is damaged and not used: {'; '.join(problems[:3])}")
     else:
         raise StorageError(f"no checkpoint at {url} can be used: all are damaged. Restore them from a copy.")
-    print(f"brought    checkpoint {step} and the run's files from {url}")
+    print(f"downloaded checkpoint {step} and the run's files from {url}")
     for entry in find(url):
         name = inner_name(entry.name, url)
         if not name.startswith(f"{FOLDER}/") and name not in LEFT:
@@ -205,10 +200,10 @@ def _fetch(url: str, steps: list[int], directory: RunDirectory) -> None:
 
 
 def inner_name(key: str, url: str) -> str:
-    """Return the relative path that an object below `url` has here.
+    """Return the local relative path of an object below `url`.
 
-    Anybody who may write to a bucket chooses the keys in it. One that would lead out of the target (`../`), or that no
-    mirror of ours has, is an InputError.
+    Anyone who can write to a bucket chooses its keys. Raise InputError for one that leads out of the target (`../`), or
+    that no mirror writes.
     """
     name = key.removeprefix(f"{url}/")
     parts = name.split("/")
@@ -223,7 +218,7 @@ def inner_name(key: str, url: str) -> str:
 
 
 def _fetch_checkpoint(name: str, path: Path) -> list[str]:
-    """Bring one checkpoint; its problems, or none and it is in place."""
+    """Download one checkpoint; return its problems, or none if it is in place."""
     temporary = path.with_name(f"{path.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     with storage("cannot write a checkpoint"):
@@ -233,7 +228,7 @@ def _fetch_checkpoint(name: str, path: Path) -> list[str]:
         if problems:
             shutil.rmtree(temporary, ignore_errors=True)
             return problems
-        shutil.rmtree(path, ignore_errors=True)  # damaged, or it would be further than the mirror
+        shutil.rmtree(path, ignore_errors=True)  # damaged, or it would be ahead of the mirror
         os.rename(temporary, path)
         sync_directory(path.parent)
     return []

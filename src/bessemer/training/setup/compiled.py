@@ -56,6 +56,11 @@ class Functions(NamedTuple):
     compiled: bool = False
     init: Any = None  # the executable of a state that is drawn from the seed alone
 
+    @property
+    def validation_rows(self) -> int:
+        """Rows in one call of `val_step`."""
+        return self.micro * self.validation_batches
+
 
 def micro_batch(trainer: BaseTrainer, abstract: Any, placed: Any) -> int:
     """Sequences of a pass on one device: as the caller says; as a recipe says, or fewer where that does not divide the
@@ -126,6 +131,18 @@ def jit_train_step(trainer: BaseTrainer, placed: TrainState, accumulate: int) ->
 
 def jit_val_step(trainer: BaseTrainer) -> Any:
     return jax.jit(trainer.val_step, compiler_options=trainer.topology.compiler_options)
+
+
+def without_reference(trainer: BaseTrainer, functions: Functions) -> Functions:
+    """Return the same steps over a state without a reference."""
+    placed = functions.state_shardings.replace(reference=None)
+    return functions._replace(
+        abstract_state=functions.abstract_state.replace(reference=None),
+        state_shardings=placed,
+        train_step=jit_train_step(trainer, placed, functions.accumulate_steps),
+        val_step=jit_val_step(trainer),
+        compiled=False,
+    )
 
 
 def check_sequence(block_size: int, context: int) -> None:
@@ -276,7 +293,7 @@ def compile_steps(trainer: BaseTrainer) -> tuple[Functions, bool]:
     batch = abstract_batch(data.fields, functions.micro, functions.accumulate_steps, sharding)
     lowered = {"train_step": functions.train_step.lower(functions.abstract_state, batch, functions.key)}
     if data.validation is not None:
-        fields = validation_fields(trainer)
+        fields = validation_fields(trainer.batch)
         batch = abstract_batch(fields, functions.micro, functions.validation_batches, sharding)
         lowered["val_step"] = functions.val_step.lower(functions.abstract_state, batch)
     if trainer.draws_state:

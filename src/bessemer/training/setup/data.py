@@ -31,12 +31,12 @@ from bessemer.data.rows.rows import Fields, fields_of
 from bessemer.errors import InputError
 from bessemer.scaling import stage_starts
 from bessemer.training.feed import device_batch
-from bessemer.training.persistence import reference_logps
-from bessemer.training.persistence.teacher import taught
+from bessemer.training.persistence.reference import attach_logps
+from bessemer.training.persistence.teacher import with_targets
 from bessemer.training.setup.horizon import asked, check_sizes, plan_horizon
 from bessemer.training.setup.model import allocate
 from bessemer.training.setup.schema import usual_style
-from bessemer.training.validation import ValidationSet, validation_size
+from bessemer.training.validation import ValidationSet
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -138,7 +138,7 @@ def host_batch(trainer: BaseTrainer, part: str, step: int | None, rows: slice | 
             "this run has no validation rows: give it held-out data (data.val_fraction, dataset_eval=…), and "
             "leave training.validation=true."
         )
-    return trainer.data.validation.read(step or 0, validation_size(trainer), rows)
+    return trainer.data.validation.read(step or 0, trainer.functions.validation_rows, rows)
 
 
 def check_batch_method(method: Callable[..., Any]) -> None:
@@ -156,12 +156,16 @@ def train_rows(trainer: BaseTrainer, settings: DataSettings) -> list[list[tuple[
     """Rows of every source of every stage; a source used twice is opened once. A single mixture is that of all."""
     count = stage_count(trainer)
     if trainer.given.dataset_train is not None:
-        rows = taught(trainer, given_rows(trainer, trainer.given.dataset_train))
+        rows = with_targets(
+            trainer.context, trainer.teacher, given_rows(trainer, trainer.given.dataset_train)
+        )
         return [[(Sampling("given"), rows)]] * count
     opened: dict[Any, Any] = {}
     for sampling in (sampling for mixture in trainer.settings.datasets for sampling in mixture):
         if sampling.identity not in opened:
-            opened[sampling.identity] = taught(trainer, open_rows(trainer, settings, sampling, "train"))
+            opened[sampling.identity] = with_targets(
+                trainer.context, trainer.teacher, open_rows(trainer, settings, sampling, "train")
+            )
     say_unused(trainer)
     stages = [
         [(sampling, opened[sampling.identity]) for sampling in mixture]
@@ -190,7 +194,7 @@ def open_rows(trainer: BaseTrainer, settings: DataSettings, sampling: Sampling, 
             settings=settings,
             progress=progress,
         )
-    return reference_logps.attach(trainer, rows)
+    return attach_logps(trainer.settings.objective, rows)
 
 
 def given_rows(trainer: BaseTrainer, source: Any) -> Any:
@@ -203,7 +207,7 @@ def given_rows(trainer: BaseTrainer, source: Any) -> Any:
         if trainer.settings.datasets
         else usual_style(trainer.settings.objective)
     )
-    return reference_logps.attach(trainer, collect.rows(source, style, configure(DataSettings)))
+    return attach_logps(trainer.settings.objective, collect.rows(source, style, configure(DataSettings)))
 
 
 def stage_count(trainer: BaseTrainer) -> int:

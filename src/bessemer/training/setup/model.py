@@ -42,6 +42,25 @@ class ModelParts(NamedTuple):
     idle: int  # parameters in matrix products that get no gradient
 
 
+class Teacher(NamedTuple):
+    """`apply(params, batch, method="projection")`; `place` is the directory the parameters are read from. The model is
+    None if that is gone and the run trains on what was stored of it.
+
+    top_k: tokens stored per position; 0: none, the teacher is in memory during training.
+    """
+
+    model: Any
+    apply: Callable[..., Any]
+    boxed: Any
+    config: dict[str, Any]
+    place: Path
+    top_k: int
+
+    @property
+    def live(self) -> bool:
+        return self.top_k == 0
+
+
 def build_model(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> ModelParts:
     grant_wishes(trainer)
     check_tokenizer(trainer.settings.init, tokenizer)
