@@ -15,14 +15,14 @@ import jax
 
 from bessemer.data import Prefetcher
 from bessemer.errors import BessemerError, Stopped, StorageError
-from bessemer.topology import StepAgreement
+from bessemer.topology import StepAgreement, share
 from bessemer.training import stages
 from bessemer.training.callbacks.base import Callbacks
 from bessemer.training.console.output import compile_shown
 from bessemer.training.metrics import StepClock, StepLog, Waits
 from bessemer.training.outcome import doing, together
 from bessemer.training.persistence import frozen, reference, teacher
-from bessemer.training.persistence.checkpoints import roll_back
+from bessemer.training.persistence.checkpoints import rollback_target
 from bessemer.training.signals import stop_signals
 from bessemer.training.state import Unstable, final_problem
 
@@ -129,12 +129,26 @@ class Loop:
         teacher.record(trainer.teacher, context.directory, topology.is_process_zero)
 
     def _roll_back(self, cause: Unstable) -> None:
-        """Whatever was in flight is dropped; a stop that was asked for is agreed on anew."""
-        trainer, limit = self.trainer, self.trainer.guard.max_rollbacks
+        """Drop the steps in flight, restore the target and skip the batches up to the poisoned one; processes
+        renegotiate a requested stop. Every process calls it at the same step: all it depends on is replicated."""
+        trainer, run, limit = self.trainer, self.trainer.run_state, self.trainer.guard.max_rollbacks
         if self.loop_state.rollbacks >= limit:
             raise Unstable(cause.step, f"{cause} {limit} rollbacks (guard.max_rollbacks) have not helped.")
-        first = self.trainer.data_offset
-        roll_back(trainer, cause.step)
+        manager, interval = trainer.checkpoint_manager, trainer.logging.checkpoint_interval
+        first, before = run.data_offset, run.loop_state
+        manager.wait()  # the save of the last regular checkpoint may still be in progress
+
+        def find_target() -> str:
+            return str(rollback_target(manager, trainer.branches, interval, cause.step, trainer.say))
+
+        step = int(share("rollback", find_target))
+        manager.set_aside_after(step)
+        reference.drop_after(trainer.context, step)
+        trainer.start_over()  # release the poisoned state first: there may be no memory for two
+        if step > 0:
+            trainer.accept(manager.restore(step, trainer.abstract_state()), step, manager)
+        run.loop_state.carry_over(before)
+        trainer.move_data(cause.step + first)
         self._begin()
         trainer.stop_agreement = StepAgreement()
         position = self.step + trainer.data_offset

@@ -157,7 +157,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.context = dataclasses.replace(self.context, logging=self.logging)
             self.stages = self.plan_stages()
             if self._checkpoints is not None:  # opened by the data already
-                checkpoints.protect_stages(self, self._checkpoints)
+                checkpoints.protect_stages(self._checkpoints, self.stages)
             self.startup.lap("data")
             keep_compiled_programs(self.config["data/root"])
             self.functions = self.configure_functions()
@@ -522,14 +522,14 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     @property
     def checkpoint_manager(self) -> Checkpoints:
         if self._checkpoints is None:
-            self._checkpoints = checkpoints.open_checkpoints(self)
+            self._checkpoints = checkpoints.open_checkpoints(self.context, self.mirror, self.stages)
         return self._checkpoints
 
     def save(self, suffix: str | int | Path | None = None) -> None:
         """Begin to save the current step in the run's checkpoints, as the loop does; the best validated one is exempt
         from retention. Given a path, save a copy of the checkpoint there instead (see RestoreableJob.save)."""
         if not is_path(suffix):
-            checkpoints.protect_best(self)
+            checkpoints.protect_best(self.context, self.run_state, self.checkpoint_manager)
         super().save(suffix)
 
     def snapshot(self) -> Snapshot:

@@ -16,7 +16,7 @@ import hashlib
 import importlib.metadata
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,16 +30,16 @@ from bessemer.config.values import plain
 from bessemer.errors import InputError, StorageError
 from bessemer.job import CheckpointManager, RunDirectory, Snapshot, atomic_write
 from bessemer.models.allocation import FILE as ALLOCATION
-from bessemer.topology import share
 from bessemer.training import stages
 from bessemer.training.context import RunContext
 from bessemer.training.feed import fetch
 from bessemer.training.persistence import frozen, reference
+from bessemer.training.persistence.mirror import Mirror
 from bessemer.training.setup.horizon import HORIZONS, REPORTS
 from bessemer.training.setup.initial_weights import read_weights
 from bessemer.training.setup.schema import PATHS
 from bessemer.training.stages import Stage
-from bessemer.training.state import LoopState, TrainState, added_fields
+from bessemer.training.state import LoopState, RunState, TrainState, added_fields
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -202,55 +202,40 @@ def branches_at(
     return pending, {name: values for name, values in undone.items() if values["from"] != values["to"]}
 
 
-# Back to the last regular checkpoint before a poisoned step, and on with the batch after the poisoned one.
+# --- rollback ----------------------------------------------------------------------------------------------
+# Return to the last regular checkpoint before a poisoned step, and continue with the batch after the poisoned one:
 #
 #     restored step r, poisoned step s, offset o = data_step − step:    data position r + o  →  s + o
 #
-# The batches between are not met again, whoever of them was the cause. Where to go back to must not depend on
-# chance, or a run that was stopped on its way would become another one: only checkpoints at multiples of
-# logging.checkpoint_interval count, and branch points, not those a stop or a callback asked for; without one
-# it is step 0. Nothing has to be written down: a run killed before its next checkpoint meets the same spike
-# again and decides the same.
+# The target must not depend on chance, or a run that was stopped on its way would become another one: only
+# checkpoints at multiples of logging.checkpoint_interval and at branch points count, not those that a stop or a
+# callback asked for; without one it is step 0. Nothing is recorded: a run killed before its next checkpoint meets
+# the same spike again and decides the same.
 
 
-def roll_back(trainer: BaseTrainer, poisoned: int) -> None:
-    """Every process calls it at the same step: what it depends on is replicated or shared."""
-    manager, before = trainer.checkpoint_manager, trainer.loop_state
-    position = poisoned + trainer.data_offset
-    manager.wait()  # the save of the last regular checkpoint may still be in progress
-    step = int(share("rollback", lambda: str(find_target(trainer, poisoned))))
-    manager.set_aside_after(step)
-    reference.drop_after(trainer.context, step)
-    trainer.start_over()  # let go of the poisoned state first: there may be no memory for two
-    if step > 0:
-        trainer.accept(manager.restore(step, trainer.abstract_state()), step, manager)
-    trainer.loop_state.carry_over(before)
-    trainer.move_data(position)
-
-
-def find_target(trainer: BaseTrainer, poisoned: int) -> int:
-    """The newest regular checkpoint before the step whose every byte verifies; 0: the initial state."""
-    manager = trainer.checkpoint_manager
+def rollback_target(
+    manager: Checkpoints, branches: Sequence[Branch], interval: int, poisoned: int, say: Callable[[str], None]
+) -> int:
+    """Return the newest regular checkpoint before step `poisoned` whose every byte verifies; 0: the initial state."""
     for step in reversed(manager.committed()):
-        branched = any(branch.step == step for branch in trainer.branches)
-        if step >= poisoned or (step != anchor(trainer, step) and not branched):
+        branched = any(branch.step == step for branch in branches)
+        if step >= poisoned or (step != regular_step(interval, step) and not branched):
             continue
         if not (problems := manager.verify(step)):
             return step
-        trainer.say(f"warning: checkpoint {step} is damaged and not used: {'; '.join(problems[:3])}")
+        say(f"warning: checkpoint {step} is damaged and not used: {'; '.join(problems[:3])}")
     return 0
 
 
-def anchor(trainer: BaseTrainer, step: int) -> int | None:
-    """The newest step up to `step` at which a regular checkpoint is taken; None: there is none."""
-    interval = trainer.logging.checkpoint_interval
+def regular_step(interval: int, step: int) -> int | None:
+    """Return the newest step up to `step` at which a regular checkpoint is taken, or None."""
     return step - step % interval or None if interval > 0 else None
 
 
-def protect_target(trainer: BaseTrainer) -> None:
-    """Keep the checkpoint a rollback would go back to: stops on the way must not push it out."""
-    if trainer.guard.rolls_back:
-        trainer.checkpoint_manager.protect(anchor(trainer, trainer.step), "rollback")
+def protect_target(context: RunContext, manager: Checkpoints, step: int) -> None:
+    """Exempt the checkpoint that a rollback would return to from retention."""
+    if context.guard.rolls_back:
+        manager.protect(regular_step(context.logging.checkpoint_interval, step), "rollback")
 
 
 # Saving and restoring a run: state tree, loop state, configuration, tokenizer, the fingerprint of the data.
@@ -262,21 +247,21 @@ META_KEYS = ("tokenizer_hash", "data_fingerprint", "versions", "topology")
 """What `check_same_run` asks of meta.json."""
 
 
-def open_checkpoints(trainer: BaseTrainer) -> Checkpoints:
+def open_checkpoints(context: RunContext, mirror: Mirror | None, planned: Sequence[Stage]) -> Checkpoints:
     manager = Checkpoints(
-        trainer.run_directory.checkpoints,
-        keep_last=trainer.logging.keep_last,
-        keep_every=trainer.logging.keep_every,
-        process_zero=trainer.is_process_zero,
-        on_commit=None if trainer.mirror is None else trainer.mirror.push,
+        context.directory.checkpoints,
+        keep_last=context.logging.keep_last,
+        keep_every=context.logging.keep_every,
+        process_zero=context.topology.is_process_zero,
+        on_commit=None if mirror is None else mirror.push,
     )
-    protect_stages(trainer, manager)
+    protect_stages(manager, planned)
     return manager
 
 
-def protect_stages(trainer: BaseTrainer, manager: Checkpoints) -> None:
-    """Keep the checkpoint at the end of every stage from retention."""
-    for stage in trainer.stages[:-1]:
+def protect_stages(manager: Checkpoints, planned: Sequence[Stage]) -> None:
+    """Exempt the checkpoint at the end of every stage from retention."""
+    for stage in planned[:-1]:
         manager.protect(stage.end, stage.name)
 
 
@@ -332,13 +317,12 @@ def snapshot(trainer: BaseTrainer) -> Snapshot:
     return Snapshot(trainer.step, saved_tree(trainer.state), files, meta(trainer, trainer.step))
 
 
-def protect_best(trainer: BaseTrainer) -> None:
-    """Before a save: exempt the best validated checkpoint, and the one a rollback would go back to, from retention."""
-    loop = trainer.loop_state
-    if loop.best_step == trainer.step:
-        loop.best_checkpoint = trainer.step
-    trainer.checkpoint_manager.protect(loop.best_checkpoint)
-    protect_target(trainer)
+def protect_best(context: RunContext, run: RunState, manager: Checkpoints) -> None:
+    """Before a save: exempt the best validated checkpoint, and the target of a rollback, from retention."""
+    if run.loop_state.best_step == run.step:
+        run.loop_state.best_checkpoint = run.step
+    manager.protect(run.loop_state.best_checkpoint)
+    protect_target(context, manager, run.step)
 
 
 def accept(trainer: BaseTrainer, tree: Any, step: int, files: CheckpointManager) -> None:
@@ -357,7 +341,7 @@ def accept(trainer: BaseTrainer, tree: Any, step: int, files: CheckpointManager)
         if branch.step == step:
             trainer.loop_state.branch_off(other_data=branch.data is not None)
     trainer.step = step
-    protect_target(trainer)
+    protect_target(trainer.context, manager, step)
     trainer.run_state.data_offset = int(fetch(trainer.state.data_step)) - step
 
 
