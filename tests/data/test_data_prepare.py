@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from bessemer.data import Documents, Tokenizer, TokenStore, find_files, prepare
+from bessemer.data.sources.held_out import hashed_below, own_held_out
 from bessemer.errors import InputError, StorageError
 from bessemer.storage import lock
 from bessemer.storage.lock import exclusive
@@ -275,3 +276,16 @@ def test_waiting_for_another_preparation(tmp_path, monkeypatch):
     info = prepare(path, tmp_path / "s", TOKENIZER, val_fraction=0.1, shard_bytes=4096, wait=True)
     assert info.reused and go.exists()
     assert child.wait() == 0
+
+
+def test_prompts_and_documents_are_held_out_by_one_rule() -> None:
+    hashes = np.array([0, 2**62 - 1, 2**62, 2**64 - 1], np.uint64)
+    assert hashed_below(hashes, 0.25).tolist() == [True, True, False, False]
+    assert not hashed_below(hashes, 0.0).any()
+    assert hashed_below(hashes.astype(">u8"), 0.25).tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]  # either byte order
+    assert own_held_out("python-reference") is None and own_held_out("toy-sort")[0]["answer"]

@@ -151,6 +151,8 @@ def test_prompts_are_a_function_of_the_rollout_and_the_seed():
     assert drawn == [[place for _, place in same.prompts(number)] for number in range(5)]
     assert drawn != [[place for _, place in other.prompts(number)] for number in range(5)]
     assert sorted(place for number in drawn for place in number) == sorted([*range(10)] * 2)  # two epochs
+    assert one.batch(4)["prompt"].tolist() == drawn[1]  # four steps per rollout
+    assert one.batch(7, slice(1, 3))["prompt"].tolist() == drawn[1][1:3]
     assert one.epoch(4) == 0.4 and len(one.held_out) == 4
     assert one.columns == ["answer", "prompt"]  # not one that a single row has
     assert one.partial_columns == {"rare": "9 of 10 rows lack it, first cats row 1"}

@@ -3,7 +3,7 @@
 Nothing here imports JAX: preparation workers stay small, and batches are plain host arrays.
 """
 
-from bessemer.data.plan.batches import DataPlan, Validation, key_of, permute
+from bessemer.data.plan.batches import BatchPlan, DataPlan, Validation, key_of, permute
 from bessemer.data.plan.catalog import find_source, open_dataset, open_store, rows_of
 from bessemer.data.plan.mixture import DatasetStyle, Sampling, check_mixture, shares_of
 from bessemer.data.plan.prefetch import Prefetcher
@@ -21,6 +21,7 @@ __all__ = [
     "SPECIAL_TOKENS",
     "ArrayStore",
     "Batch",
+    "BatchPlan",
     "DataPlan",
     "DataSettings",
     "DatasetStyle",

@@ -13,7 +13,15 @@ import numpy as np
 
 from bessemer.config import Config, configuration, configure, dotted, resolve
 from bessemer.config.recipes import Layer
-from bessemer.data import DataPlan, DatasetStyle, DataSettings, Sampling, Tokenizer, find_source, open_dataset
+from bessemer.data import (
+    BatchPlan,
+    DatasetStyle,
+    DataSettings,
+    Sampling,
+    Tokenizer,
+    find_source,
+    open_dataset,
+)
 from bessemer.data.plan.catalog import store_directory, store_place
 from bessemer.data.rows.preference import pair_fields
 from bessemer.data.rows.rows import TEXT_TYPES, Fields
@@ -146,7 +154,7 @@ def planned_data(trainer: WithoutData) -> DataParts:
     if rows is not None and stages == 1:
         trainer.epochs = steps * batch_size / rows
     fields = planned_fields(trainer)
-    return DataParts(cast(DataPlan, None), None, batch_size, steps, starts, settings.prefetch, fields)
+    return DataParts(cast(BatchPlan, None), None, batch_size, steps, starts, settings.prefetch, fields)
 
 
 def planned_fields(trainer: BaseTrainer) -> Fields:

@@ -12,21 +12,22 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 import numpy as np
 
-from bessemer.data import DataPlan, Validation
+from bessemer.data import BatchPlan, DataPlan, Validation
 from bessemer.data.plan.catalog import find_source
 from bessemer.data.plan.mixture import Sampling
 from bessemer.data.rows.rows import Batch, Fields
 from bessemer.data.sources.files import Files
+from bessemer.data.sources.held_out import hashed_below, own_held_out
 from bessemer.data.sources.readers import Raw, read_file_rows
 from bessemer.data.tokenize.chat import can_chat, is_messages, render, stop_ids
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings
-from bessemer.registry import datasets
 from bessemer.rl.rollout import GRPOTrainerConfig, Passes, row_types
 from bessemer.training.context import RunContext
 from bessemer.training.setup.data import DataParts
@@ -42,20 +43,13 @@ def read_split(sampling: Sampling, val_fraction: float) -> tuple[list[Row], list
     """(training rows, held-out rows). A registered dataset may have a held-out part of its own; otherwise rows whose
     content hash falls below `val_fraction` are held out, whatever their order."""
     rows = list(read_rows(sampling.name))
-    registered = sampling.name in datasets
-    held_out = datasets.entry(sampling.name).traits.get("held_out") if registered else None
+    held_out = own_held_out(sampling.name)
     if held_out is not None:
-        return rows, [checked_row(row, f"{sampling.name} (held out)") for row in held_out()]
-    train: list[Row] = []
-    held: list[Row] = []
-    for row in rows:
-        (held if _draw(row) < val_fraction else train).append(row)
-    return train, held
-
-
-def _draw(row: Row) -> float:
-    text = json.dumps(row, sort_keys=True, default=str)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+        return rows, [checked_row(row, f"{sampling.name} (held out)") for row in held_out]
+    texts = (json.dumps(row, sort_keys=True, default=str).encode() for row in rows)
+    hashes = np.frombuffer(b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts), ">u8")
+    held = hashed_below(hashes, val_fraction)
+    return list(compress(rows, ~held)), list(compress(rows, held))
 
 
 def read_rows(name: str) -> Iterator[Row]:
@@ -188,8 +182,8 @@ Chosen = list[tuple[PromptRows, int]]
 """Prompts, each as its source and its number there."""
 
 
-class PromptPlan:
-    """Prompts of every rollout, and the held-out ones. Where others count batches, this counts steps of rollouts."""
+class PromptPlan(BatchPlan):
+    """The prompts of every rollout, and the held-out ones: a plan whose entries are prompts, not rows of tokens."""
 
     validation = None  # rows of tokens are not what is held out here
 
@@ -208,6 +202,10 @@ class PromptPlan:
         if chosen is not None:
             pairs = zip(chosen.source.tolist(), chosen.index.tolist(), strict=True)
             self.held_out = [(kept[source][1], index) for source, index in pairs]
+
+    def batch(self, step: int, rows: slice | None = None) -> Batch:
+        """Return the source and the number of each prompt of the rollout that a step trains on, (prompts,) each."""
+        return self.inner.batch(self.passes.place(step)[0], rows)
 
     def prompts(self, number: int) -> Chosen:
         batch = self.inner.batch(number)
@@ -287,7 +285,7 @@ def build_prompts(
     )
     plan = PromptPlan(mixture, held_out, passes, settings.validation_steps)
     fields = {name: ((settings.block_size,), dtype) for name, dtype in row_types(policy).items()}
-    return DataParts(plan, None, batch_size, steps, [0], 0, fields, len(plan.held_out)), passes  # type: ignore[arg-type]
+    return DataParts(plan, None, batch_size, steps, [0], 0, fields, len(plan.held_out)), passes
 
 
 def read_prompts(

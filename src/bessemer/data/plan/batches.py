@@ -1,9 +1,14 @@
-"""A keyed bijection on [0, n) that is computed, not stored: how epochs are shuffled without any state.
+"""`batch(step)`: which rows a step trains on, as a pure function of the data, the seed and the step.
 
-Indices are written as (left, right) on a grid of a × b >= n cells, a = ceil(sqrt(n)). Each round adds a hash
-of one coordinate to the other, modulo its size; every round can be undone, so the whole is a permutation of
-the grid. An image that falls on the few cells beyond n is sent through again (cycle walking), which keeps it
-a bijection on [0, n).
+There is no iterator and nothing to save. At step t, source s fills C_s(t+1) − C_s(t) slots (`Shares` in mixture.py).
+Its rows are numbers C_s(t), C_s(t)+1, … of an endless sequence in which epoch e is the permutation keyed by
+(seed, source, e). The order of the slots in the batch is another permutation, keyed by the step. Any
+process computes any rows of any batch, in any order, and gets the same ones.
+
+A permutation is a keyed bijection on [0, n) that is computed, not stored. Indices are written as (left, right) on a
+grid of a × b >= n cells, a = ceil(sqrt(n)). Each round adds a hash of one coordinate to the other, modulo its size;
+every round can be undone, so the whole is a permutation of the grid. An image beyond n is permuted again (cycle
+walking), which keeps it a bijection on [0, n).
 """
 
 from __future__ import annotations
@@ -12,12 +17,12 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from bessemer.data.plan.mixture import Sampling, Shares, check_mixture, shares_of
-from bessemer.data.rows.rows import Batch, Fields, Rows
+from bessemer.data.rows.rows import Batch, Fields, Rows, fields_of
 from bessemer.errors import InputError
 
 ROUNDS = 6
@@ -26,13 +31,13 @@ _S30, _S27, _S31 = np.uint64(30), np.uint64(27), np.uint64(31)
 
 
 def key_of(*parts: object) -> int:
-    """A 64-bit key of its parts, the same on every machine and in every process (unlike `hash`)."""
+    """Return a 64-bit key of the parts, the same on every machine and in every process (unlike `hash`)."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def permute(index: np.ndarray | range | int, n: int, key: int) -> np.ndarray:
-    """Image of each index in [0, n) under the permutation chosen by `key`; int64, same shape."""
+    """Return the image of each index in [0, n) under the permutation that `key` selects; int64, same shape."""
     values: np.ndarray = np.asarray(index, np.uint64)
     if n <= 1:
         return np.zeros(values.shape, np.int64)
@@ -59,14 +64,11 @@ def _grid(values: np.ndarray, rows: np.uint64, columns: np.uint64, keys: np.ndar
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64: every output bit depends on every input bit."""
+    """The finalizer of splitmix64: every output bit depends on every input bit."""
     with np.errstate(over="ignore"):
         x = (x ^ (x >> _S30)) * _M1
         x = (x ^ (x >> _S27)) * _M2
         return x ^ (x >> _S31)
-
-
-# The validation set: the same sequences at every pass, in every run and for any number of processes.
 
 
 BLANK = {"target_ids": -1, "segment_ids": 0, "loss_mask": 0, "pair_ids": -1}
@@ -74,9 +76,9 @@ BLANK = {"target_ids": -1, "segment_ids": 0, "loss_mask": 0, "pair_ids": -1}
 
 
 class Validation:
-    """`count` rows, shared out by the rates of the mixture; a source with fewer rows gives all it has.
+    """A fixed set of `count` rows, divided by the rates of the mixture; a source with fewer rows provides all it has.
 
-    Which rows does not depend on the seed, so that runs with different seeds are judged on the same text.
+    The rows do not depend on the seed or the number of processes, so all runs are evaluated on the same text.
     """
 
     def __init__(self, sources: Sequence[tuple[Sampling, Rows]], count: int) -> None:
@@ -100,8 +102,7 @@ class Validation:
         return -(-len(self) // batch_size)
 
     def batch(self, number: int, batch_size: int, rows: slice | None = None) -> Batch:
-        """Batch `number` of a pass, or the given rows of it; the last one is filled with rows without
-        targets."""
+        """Return batch `number` of a pass, or only `rows` of it; the last is filled up with rows without targets."""
         chosen = np.arange(number * batch_size, (number + 1) * batch_size)[rows or slice(None)]
         real = chosen < len(self)
         chosen = np.where(real, chosen, 0)
@@ -155,6 +156,9 @@ def gather(sources: Sequence[Rows], fields: Fields, source: np.ndarray, index: n
         places = np.flatnonzero(source == number)
         if len(places):
             found = rows.get(index[places])
+            assert fields_of(found) == fields, (
+                f"{type(rows).__name__} declares {fields}, returns {fields_of(found)}"
+            )
             for (
                 name,
                 values,
@@ -164,7 +168,7 @@ def gather(sources: Sequence[Rows], fields: Fields, source: np.ndarray, index: n
 
 
 def _apportion(rates: Sequence[float], count: int) -> list[int]:
-    """Largest remainder."""
+    """Return integer quotas that sum to `count`, by largest remainder."""
     ideal = np.array(rates) * count
     quota = np.floor(ideal + 1e-9).astype(int)
     for place in np.argsort(-(ideal - quota), kind="stable")[: count - int(quota.sum())]:
@@ -172,25 +176,43 @@ def _apportion(rates: Sequence[float], count: int) -> list[int]:
     return quota.tolist()
 
 
-# `batch(step)`: which rows a step trains on, as a pure function of the data, the seed and the step.
-#
-# There is no iterator and nothing to save. Of step t, source s owns C_s(t+1) − C_s(t) slots (shares.py); its
-# rows are numbers C_s(t), C_s(t)+1, … of an endless sequence in which epoch e is the permutation keyed by
-# (seed, source, e). The order of the slots in the batch is another permutation, keyed by the step. Any
-# process computes any rows of any batch, in any order, and they are the same.
-
-
 Mixture = Sequence[tuple[Sampling, Rows]]
 FADES = ("none", "linear", "cosine", "sigmoid")
+
+
+class BatchPlan(Protocol):
+    """What training needs of its data: token plans (DataPlan), prompts (rl/prompts.py) and stored completions
+    (rl/offline.py) provide it."""
+
+    @property
+    def sources(self) -> Sequence[Rows]:
+        """The rows of every source."""
+
+    @property
+    def validation(self) -> Validation | None:
+        """The held-out rows; None if there are none, or if they are not evaluated as rows."""
+
+    def batch(self, step: int, rows: slice | None = None) -> Batch:
+        """Return what a step is made from, one entry per row, or only `rows` of it; the same for the same step."""
+
+    def epoch(self, step: int) -> float:
+        """Return how many times the data has been seen before the step."""
+
+    @property
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Counts of each source, by its name."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for two plans whose batches are equal."""
 
 
 class DataPlan:
     """Stages of mixtures, and the batch of every step.
 
-    stages: the mixture of each stage; boundaries: the step at which each next stage begins (one fewer than
-    stages); crossfade: shape of the change between neighbours, over `crossfade_share` of the shorter one;
-    steps: the horizon, which bounds the last stage's fade; validation: mixture of the fixed set of
-    `validation_count` sequences.
+    stages: the mixture of each stage; boundaries: the first step of each stage but the first; crossfade: shape of the
+    change between neighbors, over `crossfade_share` of the shorter one; steps: the horizon, which bounds the last
+    stage's fade; validation: mixture of the fixed set of `validation_count` sequences.
     """
 
     def __init__(
@@ -229,8 +251,7 @@ class DataPlan:
         self.description = self._describe(rates, crossfade, share, steps if share else None)
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
-        """The batch of one step, (batch_size, T) host arrays; or only `rows` of it, which is all that is
-        read."""
+        """Return the batch of one step, (batch_size, T) host arrays, or only `rows` of it; no other row is read."""
         source, number = self._slots(step)
         chosen = slice(None) if rows is None else rows
         source, number = source[chosen], number[chosen]
@@ -241,7 +262,7 @@ class DataPlan:
         return gather(self.sources, self.fields, source, index)
 
     def _slots(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """(B,) source of each slot, (B,) which draw of that source it is."""
+        """Return (B,) the source of each slot and (B,) which draw of that source it is."""
         begun = self.shares.before(step)
         counts = self.shares.before(step + 1) - begun
         source = np.repeat(np.arange(len(counts)), counts)
@@ -260,39 +281,33 @@ class DataPlan:
         return out
 
     def rates(self, step: int) -> dict[str, float]:
-        """The mixture at one step, by source name."""
+        """Return the mixture at one step, by source name."""
         out: dict[str, float] = {}
         for sampling, rate in zip(self.samplings, self.shares.rates(step), strict=True):
             out[sampling.name] = out.get(sampling.name, 0.0) + float(rate)
         return out
 
     def epochs(self, step: int) -> dict[str, float]:
-        """How often each source has been seen before the step."""
+        """Return how many times each source has been seen before the step."""
         drawn = self.shares.before(step)
         pairs = zip(self.samplings, self.sources, drawn, strict=True)
         return {"/".join(filter(None, s.identity)): int(n) / len(rows) for s, rows, n in pairs}
 
     def epoch(self, step: int) -> float:
-        """Rows drawn before the step over all rows there are."""
+        """Return the rows drawn before the step over all rows there are."""
         return step * self.batch_size / self.rows
 
     @property
     def rows(self) -> int:
         return sum(len(rows) for rows in self.sources)
 
-    def steps_per_epoch(self) -> float:
-        return self.rows / self.batch_size
-
     @property
     def stats(self) -> dict[str, dict[str, Any]]:
         pairs = zip(self.samplings, self.sources, strict=True)
         return {"/".join(filter(None, s.identity)): rows.stats for s, rows in pairs}
 
-    def validation_batches(self, batch_size: int) -> int:
-        return 0 if self.validation is None else self.validation.batches(batch_size)
-
     def validation_batch(self, number: int, batch_size: int, rows: slice | None = None) -> Batch:
-        """Batch `number` of the fixed validation set (the last is filled up with rows without targets)."""
+        """Return batch `number` of the validation set; the last one is filled up with rows without targets."""
         if self.validation is None:
             raise InputError(
                 "there is no validation data: prepare a validation split, or set training.validation=false."
@@ -301,7 +316,7 @@ class DataPlan:
 
     @property
     def fingerprint(self) -> str:
-        """Two plans with the same fingerprint give the same batches."""
+        """Equal for two plans whose batches are equal."""
         facts = {key: value for key, value in self.description.items() if key != "names"}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -345,17 +360,14 @@ def _check(
         raise InputError(f"data.crossfade_share is {share}; it must be between 0 and 1.")
 
 
-# A fixed sample of the training tokens: the same for every number of processes, devices and steps.
-
-
 ROWS_AT_ONCE = 256
 
 
 def sample_tokens(mixture: Mixture, tokens: int, seed: int) -> list[np.ndarray]:
-    """About `tokens` tokens as one sequence a row, from each source by its rate; all of a source that has fewer.
+    """Return about `tokens` training tokens, one sequence per row, from each source by its rate; all of a source that
+    has fewer. Padding is left out.
 
-    Rows come in an order keyed by the seed and the source, never by a step, so it is a pure function of data and
-    seed. Padding is left out.
+    Rows come in an order keyed by the seed and the source, never by a step or the number of processes.
     """
     return [
         sequence
@@ -380,7 +392,7 @@ def _of_source(rows: Rows, tokens: int, key: int) -> list[np.ndarray]:
 
 
 def _real(batch: Batch) -> list[np.ndarray]:
-    """The input tokens of each row without padding."""
+    """Return the input tokens of each row without padding."""
     ids = batch["input_ids"]
     kept = batch["segment_ids"] > 0 if "segment_ids" in batch else np.ones(ids.shape, bool)
     return [row[keep] for row, keep in zip(ids, kept, strict=True)]

@@ -19,6 +19,7 @@ from bessemer.data.rows.rows import Rows
 from bessemer.data.rows.store import ArrayStore, TokenStore, is_store
 from bessemer.data.settings import DataSettings, data_root
 from bessemer.data.sources.files import Source, Stream, find_files
+from bessemer.data.sources.held_out import own_held_out
 from bessemer.data.stores.prepare import Options, as_source, content_key, prepare
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
@@ -179,8 +180,6 @@ def is_code(name: str) -> bool:
 
 
 def held_out_source(name: str) -> Source | None:
-    """The held-out part of a registered dataset that has one of its own (the trait `held_out`)."""
-    if name not in datasets:
-        return None
-    held_out = datasets.entry(name).traits.get("held_out")
-    return None if held_out is None else as_source(held_out())
+    """Return the held-out part that a registered dataset brings as a source; None if it has none."""
+    held_out = own_held_out(name)
+    return None if held_out is None else as_source(held_out)

@@ -19,6 +19,7 @@ import numpy as np
 
 from bessemer.data.rows.preference import KIND as PAIRS
 from bessemer.data.rows.store import FORMAT, offsets_of, token_dtype, write_facts, write_json
+from bessemer.data.sources.held_out import hashed_below
 from bessemer.data.sources.readers import Bad, Document
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
@@ -194,7 +195,7 @@ def choose_validation(hashes: np.ndarray, fraction: float) -> np.ndarray:
             "(a .jsonl with one text a line); or train without, by data.val_fraction=0 training.validation=false; or "
             "name the held-out texts by `bessemer data prepare … --val FILE`."
         )
-    chosen = hashes[:, 0] < np.uint64(min(int(fraction * 2**64), 2**64 - 1))
+    chosen = hashed_below(hashes[:, 0], fraction)
     if not chosen.any():
         chosen = hashes[:, 0] == hashes[:, 0].min()
     if chosen.all():

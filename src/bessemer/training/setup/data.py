@@ -13,6 +13,7 @@ import numpy as np
 from bessemer.config import configure, dotted
 from bessemer.data import (
     Batch,
+    BatchPlan,
     DataPlan,
     DatasetStyle,
     DataSettings,
@@ -52,7 +53,7 @@ VALIDATION = ("validation", "val", "eval")
 
 @dataclass(frozen=True)
 class DataParts:
-    plan: DataPlan
+    plan: BatchPlan
     validation: ValidationSet | None
     batch_size: int
     steps: int
