@@ -12,7 +12,7 @@ import pytest
 
 from bessemer import registry, user_code
 from bessemer.config import resolve
-from bessemer.data.plan.catalog import find_source
+from bessemer.data.stores.catalog import find_source
 from bessemer.errors import InputError
 from bessemer.evaluate.evaluator import check_tasks, choose
 from bessemer.job import RunDirectory

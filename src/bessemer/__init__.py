@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what editors and type checkers see; at run time `_HOME` says where each name lives
     from bessemer.config import configuration, configure, field
-    from bessemer.data.plan.mixture import DatasetStyle, Sampling
+    from bessemer.data.plan.mixture import Sampling
+    from bessemer.data.rows.rows import DatasetStyle
     from bessemer.data.tokenize.tokenizer import Tokenizer
     from bessemer.evaluate import Evaluator
     from bessemer.job import BasicJob, CheckpointedJob, ExecutionSpec, RestoreableJob
@@ -53,7 +54,7 @@ _HOME = {
     "CheckpointedJob": "bessemer.job",
     "RestoreableJob": "bessemer.job",
     "Sampling": "bessemer.data.plan.mixture",
-    "DatasetStyle": "bessemer.data.plan.mixture",
+    "DatasetStyle": "bessemer.data.rows.rows",
     "Tokenizer": "bessemer.data.tokenize.tokenizer",
     "Evaluator": "bessemer.evaluate",
     "field": "bessemer.config",

@@ -27,8 +27,8 @@ from bessemer.cli import main
 from bessemer.config import Schema, Setting
 from bessemer.config.resolve import select_schema
 from bessemer.data import prepare, tokenizer_for
-from bessemer.data.plan.catalog import open_dataset
 from bessemer.data.plan.mixture import Sampling
+from bessemer.data.stores.catalog import open_dataset
 from bessemer.errors import BessemerError, Stopped, StorageError
 from bessemer.generate import load_model
 from bessemer.interop.import_hf import import_folder

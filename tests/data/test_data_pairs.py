@@ -21,9 +21,9 @@ from bessemer.data import (
     prepare,
 )
 from bessemer.data.inspect import describe_store
-from bessemer.data.rows.preference import Pair, encode_pair, read_pair
 from bessemer.data.rows.rows import fields_of
 from bessemer.data.settings import DataSettings
+from bessemer.data.tokenize.documents import Pair, encode_pair, read_pair
 from bessemer.errors import InputError
 
 BLOCK = 96

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from bessemer.data.rows.preference import ANSWER, BEGINS
-from bessemer.data.rows.preference import KIND as PAIRS
 from bessemer.data.rows.store import TokenStore
+from bessemer.data.tokenize.documents import ANSWER, BEGINS, PAIRS
 from bessemer.data.tokenize.tokenizer import FILE, Tokenizer
 from bessemer.errors import StorageError
 

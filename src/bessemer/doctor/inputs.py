@@ -11,9 +11,9 @@ from bessemer.checkpoint import Checkpoints
 from bessemer.config import Config, configuration, configure
 from bessemer.config.recipes import flat_values, saved_tree
 from bessemer.data import DataSettings, Sampling, Tokenizer, find_source
-from bessemer.data.plan.catalog import store_directory, store_place
 from bessemer.data.rows.store import TokenStore, is_store
-from bessemer.data.tokenize.choice import tokenizer_place
+from bessemer.data.stores.catalog import store_directory, store_place
+from bessemer.data.stores.tokenizers import tokenizer_place
 from bessemer.data.tokenize.tokenizer import FILE
 from bessemer.doctor.files import saved_meta
 from bessemer.doctor.findings import Diagnosis

@@ -11,8 +11,8 @@ from typing import Any
 from bessemer.config import declared
 from bessemer.config.values import Mismatch, convert
 from bessemer.data import DataSettings, Sampling, Tokenizer, Validation, open_dataset
-from bessemer.data.plan.catalog import is_code
 from bessemer.data.settings import found_again, relocated, relocated_root
+from bessemer.data.stores.catalog import is_code
 from bessemer.errors import InputError
 from bessemer.generate import LoadedModel
 

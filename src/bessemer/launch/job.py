@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bessemer.config import Config, configuration, configure, parse_duration, resolve
 from bessemer.data import Sampling, find_source
-from bessemer.data.plan.catalog import store_directory
+from bessemer.data.stores.catalog import store_directory
 from bessemer.errors import InputError, Stopped
 from bessemer.job import check_run_name
 from bessemer.storage.remote import is_remote

@@ -19,7 +19,7 @@ from jax import Array
 from jax.nn import log_sigmoid, relu, sigmoid
 
 from bessemer.config import field
-from bessemer.data.plan.mixture import DatasetStyle
+from bessemer.data.rows.rows import DatasetStyle
 from bessemer.errors import InputError
 from bessemer.objectives.pairs import answer_logps, answer_tokens, real_pairs
 from bessemer.registry import objectives

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from bessemer.config import field
-from bessemer.data.plan.mixture import DatasetStyle
+from bessemer.data.rows.rows import DatasetStyle
 from bessemer.objectives.pairs import by_response, real_pairs
 from bessemer.registry import objectives
 

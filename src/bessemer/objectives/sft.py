@@ -10,7 +10,7 @@ import jax
 from jax import Array
 
 from bessemer.config import field
-from bessemer.data.plan.mixture import DatasetStyle
+from bessemer.data.rows.rows import DatasetStyle
 from bessemer.registry import objectives
 
 NOISE = 1  # purpose folded into the step's key; dropout takes the key itself

@@ -22,11 +22,11 @@ from bessemer.data import (
     find_source,
     open_dataset,
 )
-from bessemer.data.plan.catalog import store_directory, store_place
 from bessemer.data.rows.preference import pair_fields
 from bessemer.data.rows.rows import TEXT_TYPES, Fields
 from bessemer.data.rows.store import is_store
-from bessemer.data.tokenize.choice import tokenizer_place, vocabulary_of
+from bessemer.data.stores.catalog import store_directory, store_place
+from bessemer.data.stores.tokenizers import tokenizer_place, vocabulary_of
 from bessemer.data.tokenize.tokenizer import FILE
 from bessemer.errors import InputError
 from bessemer.generate.load import FAMILY

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from bessemer.data import BatchPlan, DataPlan, Validation
-from bessemer.data.plan.catalog import find_source
 from bessemer.data.plan.mixture import Sampling
 from bessemer.data.rows.rows import Batch, Fields
 from bessemer.data.sources.files import Files
 from bessemer.data.sources.held_out import hashed_below, own_held_out
 from bessemer.data.sources.readers import Raw, read_file_rows
+from bessemer.data.stores.catalog import find_source
 from bessemer.data.tokenize.chat import can_chat, is_messages, render, stop_ids
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError

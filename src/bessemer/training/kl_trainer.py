@@ -17,8 +17,9 @@ from flax import linen as nn
 from flax import struct
 
 from bessemer.config import Config, configure, field
-from bessemer.data.plan.catalog import store_directory
-from bessemer.data.plan.mixture import DatasetStyle, Sampling
+from bessemer.data.plan.mixture import Sampling
+from bessemer.data.rows.rows import DatasetStyle
+from bessemer.data.stores.catalog import store_directory
 from bessemer.errors import InputError
 from bessemer.objectives.kl import KLConfig
 from bessemer.registry import jobs, objectives

@@ -24,7 +24,7 @@ from bessemer.config import (
 from bessemer.config.recipes import Layer, override_layer, raw_values
 from bessemer.config.values import plain
 from bessemer.data import DataSettings, Tokenizer
-from bessemer.data.tokenize.choice import tokenizer_place
+from bessemer.data.stores.tokenizers import tokenizer_place
 from bessemer.data.tokenize.tokenizer import FILE as TOKENIZER
 from bessemer.errors import InputError, to_install
 from bessemer.job import (

@@ -8,22 +8,12 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from fractions import Fraction
 
 import numpy as np
 
+from bessemer.data.rows.rows import DatasetStyle
 from bessemer.errors import InputError, nearest
-
-
-class DatasetStyle(Enum):
-    """How documents become rows; docs/data.md compares them."""
-
-    PMD = "pmd"  # contiguous windows of the whole stream
-    PACKED = "packed"  # whole documents by best fit, nothing dropped
-    CROPPED = "cropped"  # best fit, rows always full, the overhang cropped and counted
-    PADDED = "padded"  # one example a row
-    CONTRASTIVE = "contrastive"  # whole pairs, chosen and rejected side by side
 
 
 @dataclass(frozen=True)

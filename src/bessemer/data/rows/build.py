@@ -15,14 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from bessemer.data.plan.mixture import DatasetStyle
 from bessemer.data.rows.packing import CroppedRows, PieceRows, Plan, crop, pack
-from bessemer.data.rows.preference import KIND as PAIRS
 from bessemer.data.rows.preference import PairRows
-from bessemer.data.rows.rows import PmdRows, Rows, check_length, supervised
-from bessemer.data.rows.store import ArrayStore, Store, TokenStore
-from bessemer.data.sources.readers import Bad, document_of
-from bessemer.data.stores.shards import kind_of
+from bessemer.data.rows.rows import DatasetStyle, PmdRows, Rows, check_length, supervised
+from bessemer.data.rows.store import ArrayStore, Store, TokenStore, kind_of
+from bessemer.data.tokenize.documents import PAIRS, Bad, document_of
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 

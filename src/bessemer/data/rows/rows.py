@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +39,16 @@ TEXT_TYPES = {
     "segment_ids": np.int32,
     "loss_mask": np.float32,
 }
+
+
+class DatasetStyle(Enum):
+    """How documents become rows; docs/data.md compares them."""
+
+    PMD = "pmd"  # contiguous windows of the whole stream
+    PACKED = "packed"  # whole documents by best fit, nothing dropped
+    CROPPED = "cropped"  # best fit, rows always full, the overhang cropped and counted
+    PADDED = "padded"  # one example a row
+    CONTRASTIVE = "contrastive"  # whole pairs, chosen and rejected side by side
 
 
 class Rows(Protocol):

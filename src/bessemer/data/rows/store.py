@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bessemer.config.bounded import read_json
+from bessemer.data.tokenize.documents import PAIRS
 from bessemer.errors import InputError, StorageError
 from bessemer.storage.checksums import VerifiedFile, load_sums
 
@@ -155,6 +156,15 @@ class TokenStore:
 
 def is_store(path: str | Path) -> bool:
     return (Path(path) / "store.json").is_file()
+
+
+def kind_of(pairs: int, documents: int) -> str:
+    """What a store holds: preference pairs, or documents to learn as they are. Never both, as rows differ."""
+    if 0 < pairs < documents:
+        raise InputError(
+            f"{pairs} of {documents} documents are preference pairs and the others are not: prepare them as two stores."
+        )
+    return PAIRS if pairs else "tokens"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -1,20 +1,17 @@
-"""Reading one piece of a source as documents, with the file, line and reason of everything that is wrong."""
+"""Reading pieces of files as rows or blocks of text, with the file, the line and the reason of everything invalid."""
 
 from __future__ import annotations
 
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
-from bessemer.data.rows.preference import COLUMNS, Pair, encode_pair, is_pair, pair_bytes, read_pair
 from bessemer.data.sources.files import UNPACKING, File, Files, Piece, open_unpacked, plan_shards
 from bessemer.data.sources.parquet_rows import Expands, read_batches
-from bessemer.data.tokenize import chat
-from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.storage.remote import arrow_source, open_read
 
@@ -25,23 +22,6 @@ TOO_LONG = f"longer than {LONGEST >> 20} MiB, the most one document may have: cu
 TOO_DEEP = f"nested deeper than {DEEPEST} levels"
 COUNTED = 4 << 30  # bytes of a file whose lines are counted to number one in a message
 CUT_SHORT = "the compressed stream is damaged or cut short"
-CONVERSATIONS = (("messages",), ("prompt", "completion"), ("instruction", "output"))  # columns that make one
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One document: text, or ids that are already tokens (with an optional loss mask of the same length).
-
-    A conversation that no tokenizer has written yet is its `messages`; `bytes` is how much text the ids of one hold.
-    The document of a preference pair has it in `pair`, and ids once a tokenizer has written it.
-    """
-
-    text: str | None = None
-    ids: list[int] | None = None
-    mask: list[int] | None = None
-    messages: list[chat.Message] | None = None
-    bytes: int = 0
-    pair: Pair | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,27 +42,6 @@ class Bad:
         return f"{self.where}: {self.reason}"
 
 
-def read_piece(
-    piece: Piece,
-    text_key: str | None = None,
-    tokenizer: Tokenizer | None = None,
-    most_unpacked: float = math.inf,
-) -> Iterator[Document | Bad]:
-    """Yield every document of the piece, in order. most_unpacked: bytes after which a compressed file is left."""
-    if piece.kind.startswith("txt"):
-        yield from _text(piece) if piece.kind == "txt" else _unpacked_text(piece, most_unpacked)
-        return
-    for row in read_rows(piece, lambda names: _columns(names, text_key, piece.path), most_unpacked):
-        read = row if isinstance(row, Bad) else document_of(row.value, "", text_key, tokenizer)
-        if (
-            isinstance(read, Document) and len(read.text or "") > LONGEST
-        ):  # in parquet, where no line is too long
-            read = Bad("", TOO_LONG)
-        if isinstance(read, Bad) and not read.place:
-            read = Bad(cast(Raw, row).where, read.reason)
-        yield read
-
-
 @dataclass(frozen=True, slots=True)
 class Raw:
     """A row as it stands in its file; `where` says file and line."""
@@ -98,11 +57,17 @@ def read_rows(
 ) -> Iterator[Raw | Bad]:
     """Yield every row of a piece of JSON lines or parquet, here or in an object store.
 
-    columns: of the names of a parquet file's columns those that are wanted, None for all.
+    columns: of the names of a parquet file's columns those that are wanted, None for all; most_unpacked: bytes after
+    which a compressed file is left.
     """
     if piece.kind == "parquet":
         return _parquet(piece, columns)
     return _lines(piece) if piece.kind == "jsonl" else _unpacked_lines(piece, most_unpacked)
+
+
+def read_texts(piece: Piece, most_unpacked: float = math.inf) -> Iterator[str | Bad]:
+    """Yield the documents of a piece of plain text. most_unpacked: see read_rows."""
+    return _text(piece) if piece.kind == "txt" else _unpacked_text(piece, most_unpacked)
 
 
 def read_file_rows(file: File) -> Iterator[Raw | Bad]:
@@ -112,96 +77,6 @@ def read_file_rows(file: File) -> Iterator[Raw | Bad]:
     for pieces in plan_shards(Files((file,))):
         for piece in pieces:
             yield from read_rows(piece)
-
-
-def document_of(
-    value: Any, where: str, text_key: str | None = None, tokenizer: Tokenizer | None = None
-) -> Document | Bad:
-    """A document from a text or a mapping; the column is `text_key`, else `input_ids`, else `chosen` and `rejected`,
-    else `text`, else those of a conversation."""
-    if isinstance(value, str):
-        return _checked(value, where)
-    if not isinstance(value, Mapping):
-        return Bad(where, f"expected a text or a mapping, not {type(value).__name__}")
-    if text_key is None and "input_ids" in value:
-        return _tokens(value, where)
-    if text_key is None and is_pair(value):
-        return _pair(value, where, tokenizer)
-    key = text_key or "text"
-    chosen = {"messages": value[key]} if text_key and chat.is_messages(value.get(key)) else None
-    if chosen or (key not in value and text_key is None):
-        return _conversation(chosen or value, where, tokenizer) or Bad(where, _missing(text_key, list(value)))
-    if key not in value:
-        return Bad(where, _missing(text_key, list(value)))
-    if not isinstance(value[key], str):
-        return Bad(where, f"'{key}' is {type(value[key]).__name__}, not text")
-    return _checked(value[key], where)
-
-
-def _conversation(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Document | Bad | None:
-    """Ids and mask of a chat row, or its messages while there is no tokenizer; None: it is no chat row."""
-    try:
-        messages = chat.conversation_of(row)
-        if messages is None:
-            return None
-        if tokenizer is None:
-            return Document(messages=messages)
-        ids, mask = chat.supervised(messages, tokenizer)
-    except InputError as error:
-        return Bad(where, str(error).removesuffix("."))
-    return Document(ids=ids, mask=mask, bytes=len(chat.spoken(messages).encode()))
-
-
-def _pair(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Document | Bad:
-    """Ids and mask of a preference row, or the pair alone while there is no tokenizer."""
-    pair = read_pair(row)
-    if isinstance(pair, str):
-        return Bad(where, pair)
-    if tokenizer is None:
-        return Document(pair=pair)
-    try:
-        ids, mask = encode_pair(pair, tokenizer)
-    except InputError as error:
-        return Bad(where, str(error).removesuffix("."))
-    return Document(ids=ids, mask=mask, bytes=pair_bytes(pair), pair=pair)
-
-
-def _missing(text_key: str | None, columns: list[str]) -> str:
-    """Which columns a row has, and which would make it a document, a conversation or a pair."""
-    there = ", ".join(map(str, columns)) or "nothing"
-    name = "name the column with data.text_key (--text-key when preparing)"
-    if text_key is not None:
-        return f"no '{text_key}' (it has {there}); {name}"
-    known = [("chosen", "rejected"), *CONVERSATIONS]
-    others = "; ".join(" and ".join(f"'{column}'" for column in group) for group in known)
-    if "conversations" in columns:  # as ShareGPT's files have it
-        name = "write it as 'messages', each {'role': 'user' or 'assistant', 'content': text}"
-    return f"no 'text' (it has {there}), nor {others}; {name}"
-
-
-def _checked(text: str, where: str) -> Document | Bad:
-    if not text.isascii():
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            return Bad(where, "the text holds half of a surrogate pair, which is no valid Unicode")
-    return Document(text)
-
-
-def _tokens(value: Mapping[str, Any], where: str) -> Document | Bad:
-    try:
-        ids = [int(i) for i in value["input_ids"]]
-        mask = value.get("loss_mask")
-        mask = None if mask is None else [int(bool(m)) for m in mask]
-    except (TypeError, ValueError):
-        return Bad(where, "'input_ids' and 'loss_mask' are lists of integers")
-    if ids and not -(2**31) <= min(ids) <= max(ids) < 2**31:
-        return Bad(where, f"'input_ids' hold {max(ids, key=abs)}, which is no token")
-    if mask is None:
-        return Document(ids=ids)
-    if len(mask) != len(ids):
-        return Bad(where, f"{len(ids)} input_ids but {len(mask)} loss_mask values")
-    return Document(ids=ids, mask=mask)
 
 
 def parse_line(line: bytes) -> Any | Bad:
@@ -319,8 +194,8 @@ def _unpacked_lines(piece: Piece, most: float) -> Iterator[Raw | Bad]:
         yield Bad(f"{piece.path} after line {number}", f"{CUT_SHORT} ({error})")
 
 
-def _unpacked_text(piece: Piece, most: float) -> Iterator[Document | Bad]:
-    """Yield documents of about `text_bytes`, each up to a line end."""
+def _unpacked_text(piece: Piece, most: float) -> Iterator[str | Bad]:
+    """Yield texts of about `text_bytes`, each up to a line end."""
     begin, rest = 0, b""
     try:
         with open_unpacked(piece.path, piece.kind.partition("+")[2]) as stream:
@@ -346,7 +221,7 @@ def _unfinished(block: bytes) -> bytes:
     return b""
 
 
-def _text(piece: Piece) -> Iterator[Document | Bad]:
+def _text(piece: Piece) -> Iterator[str | Bad]:
     with open_read(piece.path) as file:
         size = file.seek(0, io.SEEK_END)
         begin = _boundary(file, piece.start, piece.text_bytes, size)
@@ -359,9 +234,9 @@ def _text(piece: Piece) -> Iterator[Document | Bad]:
             begin = end
 
 
-def _decoded(block: bytes, path: str, begin: int) -> Document | Bad:
+def _decoded(block: bytes, path: str, begin: int) -> str | Bad:
     try:
-        return Document(block.decode("utf-8-sig" if begin == 0 else "utf-8"))
+        return block.decode("utf-8-sig" if begin == 0 else "utf-8")
     except UnicodeDecodeError as error:
         return Bad(
             f"{path} byte {begin + error.start}", f"not UTF-8 ({error.reason}); convert the file to UTF-8"
@@ -410,24 +285,3 @@ def _parquet(
         yield Bad(f"{piece.path} row group {piece.start}", str(error))
     except (pa.ArrowException, OSError) as error:
         yield Bad(f"{piece.path} row group {piece.start}", f"damaged parquet ({error}); copy the file again")
-
-
-def _columns(names: list[str], text_key: str | None, path: str) -> list[str]:
-    """Return the columns that make a document. Raise InputError if there are none."""
-    found = _document_columns(names, text_key)
-    if not found:
-        raise InputError(f"{path}: {_missing(text_key or 'text', names)}.")
-    return found
-
-
-def _document_columns(names: list[str], text_key: str | None) -> list[str]:
-    if text_key is not None:
-        return [text_key] if text_key in names else []
-    if "input_ids" in names:
-        return [n for n in ("input_ids", "loss_mask") if n in names]
-    if "chosen" in names and "rejected" in names:
-        return [n for n in COLUMNS if n in names]
-    if "text" in names:
-        return ["text"]
-    chats = next((columns for columns in CONVERSATIONS if set(columns) <= set(names)), ())
-    return [*chats, *(["input"] if "instruction" in chats and "input" in names else [])]

@@ -22,10 +22,10 @@ import numpy as np
 from bessemer.data.progress import Callback, Tally
 from bessemer.data.rows.store import FORMAT, is_store, read_facts, write_facts
 from bessemer.data.sources.files import SHARD_BYTES, Documents, Files, Source, Stream, find_files, plan_shards
-from bessemer.data.sources.readers import Bad, Document, document_of, read_piece
 from bessemer.data.stores import shards as merge
 from bessemer.data.stores.pool import Pool, RayPool, Task
 from bessemer.data.stores.shards import SHOWN, ShardWriter
+from bessemer.data.tokenize.documents import Bad, Document, document_of, read_piece
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError, StorageError
 from bessemer.storage.lock import exclusive

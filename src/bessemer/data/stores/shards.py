@@ -17,10 +17,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from bessemer.data.rows.preference import KIND as PAIRS
-from bessemer.data.rows.store import FORMAT, offsets_of, token_dtype, write_facts, write_json
+from bessemer.data.rows.store import FORMAT, kind_of, offsets_of, token_dtype, write_facts, write_json
 from bessemer.data.sources.held_out import hashed_below
-from bessemer.data.sources.readers import Bad, Document
+from bessemer.data.tokenize.documents import Bad, Document
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.storage.checksums import ChunkSums, save_sums
@@ -250,15 +249,6 @@ def write_split(shards: Shards, keep: np.ndarray, out: Path, tokenizer: Tokenize
         info["supervised"] = trained
     write_facts(out / "store.json", info)
     return info
-
-
-def kind_of(pairs: int, documents: int) -> str:
-    """What a store holds: preference pairs, or documents to learn as they are. Never both, as rows differ."""
-    if 0 < pairs < documents:
-        raise InputError(
-            f"{pairs} of {documents} documents are preference pairs and the others are not: prepare them as two stores."
-        )
-    return PAIRS if pairs else "tokens"
 
 
 def _per_shard(shards: Shards, keep: np.ndarray) -> list[np.ndarray]:

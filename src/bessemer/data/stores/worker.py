@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from bessemer.data.sources.files import Piece
-from bessemer.data.sources.readers import read_piece
 from bessemer.data.stores.shards import Report, ShardWriter
+from bessemer.data.tokenize.documents import read_piece
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError, StorageError
 

@@ -26,9 +26,9 @@ from bessemer.data import (
     tokenizer_for,
     tokenizer_on,
 )
-from bessemer.data.plan.catalog import store_directory
 from bessemer.data.plan.mixture import check_mixture
 from bessemer.data.rows.rows import Fields, fields_of
+from bessemer.data.stores.catalog import store_directory
 from bessemer.errors import InputError
 from bessemer.scaling import stage_starts
 from bessemer.training.feed import device_batch

@@ -16,8 +16,8 @@ from bessemer.config import PYTHON, Config, Schema, dotted, gather, slashed
 from bessemer.config.recipes import Layer
 from bessemer.config.values import plain
 from bessemer.data import DatasetStyle, DataSettings, Sampling, check_mixture, shares_of
-from bessemer.data.plan.catalog import is_code
 from bessemer.data.settings import Find, found_again, full_path, relocated, relocated_root
+from bessemer.data.stores.catalog import is_code
 from bessemer.errors import InputError
 from bessemer.evaluate.evaluator import names_code
 from bessemer.models.lora import LoraSettings

@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.data.plan.batches import permute
-from bessemer.data.plan.catalog import find_source, store_directory
 from bessemer.data.plan.mixture import Sampling
 from bessemer.data.progress import Callback
-from bessemer.data.rows.preference import texts_of
 from bessemer.data.rows.store import ArrayStore, TokenStore
 from bessemer.data.settings import DataSettings, data_root
 from bessemer.data.sources.files import Documents, Files, Piece, Source, plan_shards
-from bessemer.data.sources.readers import Bad, Document, read_piece
+from bessemer.data.stores.catalog import find_source, store_directory
 from bessemer.data.stores.prepare import documents_of, source_key
 from bessemer.data.tokenize.chat import spoken
+from bessemer.data.tokenize.documents import Bad, Document, read_piece, texts_of
 from bessemer.data.tokenize.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError
 from bessemer.storage.lock import exclusive

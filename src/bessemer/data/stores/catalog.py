@@ -12,10 +12,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from bessemer.data.plan.mixture import DatasetStyle, Sampling
+from bessemer.data.plan.mixture import Sampling
 from bessemer.data.progress import Callback
 from bessemer.data.rows.build import make_rows
-from bessemer.data.rows.rows import Rows
+from bessemer.data.rows.rows import DatasetStyle, Rows
 from bessemer.data.rows.store import ArrayStore, TokenStore, is_store
 from bessemer.data.settings import DataSettings, data_root
 from bessemer.data.sources.files import Source, Stream, find_files

@@ -1,0 +1,281 @@
+"""Documents of a source: texts, token ids, conversations and preference pairs, from any of the forms of a row.
+
+| preference row | answers |
+|---|---|
+| {"prompt": text or messages, "chosen", "rejected": text or messages} | what follows the prompt |
+| {"chosen", "rejected": messages} | whole conversations; the prompt is their common beginning |
+| {"chosen", "rejected": ids, "chosen_mask", "rejected_mask"} | tokens; the mask is 1 on the answer |
+
+A text prompt is a user's message, a text answer the assistant's. The document of a pair is chosen + rejected, each
+whole with its prompt; in its mask bit 0 marks the tokens of the answer and bit 1 the token that the rejected sequence
+begins with. A pair is one document, so it is held out, or dropped as a duplicate, as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from bessemer.data.sources.files import Piece
+from bessemer.data.sources.readers import LONGEST, TOO_LONG, Bad, Raw, read_rows, read_texts
+from bessemer.data.tokenize import chat
+from bessemer.data.tokenize.tokenizer import Tokenizer
+from bessemer.errors import InputError
+
+CONVERSATIONS = (("messages",), ("prompt", "completion"), ("instruction", "output"))  # columns that make one
+ANSWER, BEGINS = 1, 2  # bits of the mask
+PAIRS = "pairs"  # the kind of a store of such documents
+PAIR_COLUMNS = ("prompt", "chosen", "rejected", "chosen_mask", "rejected_mask")
+
+Messages = list[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two conversations that share their first `prompt` messages; or, with `masks`, two lists of ids."""
+
+    chosen: list[Any]
+    rejected: list[Any]
+    prompt: int = 0
+    masks: tuple[list[int], list[int]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document: text, or ids that are already tokens (with an optional loss mask of the same length).
+
+    A conversation that no tokenizer has written yet is its `messages`; `bytes` is how much text the ids of one hold.
+    The document of a preference pair has it in `pair`, and ids once a tokenizer has written it.
+    """
+
+    text: str | None = None
+    ids: list[int] | None = None
+    mask: list[int] | None = None
+    messages: list[chat.Message] | None = None
+    bytes: int = 0
+    pair: Pair | None = None
+
+
+def read_piece(
+    piece: Piece,
+    text_key: str | None = None,
+    tokenizer: Tokenizer | None = None,
+    most_unpacked: float = math.inf,
+) -> Iterator[Document | Bad]:
+    """Yield every document of the piece, in order. most_unpacked: bytes after which a compressed file is left."""
+    if piece.kind.startswith("txt"):
+        texts = read_texts(piece, most_unpacked)
+        yield from (read if isinstance(read, Bad) else Document(read) for read in texts)
+        return
+    for row in read_rows(piece, lambda names: _columns(names, text_key, piece.path), most_unpacked):
+        read = row if isinstance(row, Bad) else document_of(row.value, "", text_key, tokenizer)
+        if isinstance(read, Document) and len(read.text or "") > LONGEST:
+            read = Bad("", TOO_LONG)  # in parquet: a longer line of JSON is invalid already
+        if isinstance(read, Bad) and not read.place:
+            read = Bad(cast(Raw, row).where, read.reason)
+        yield read
+
+
+def document_of(
+    value: Any, where: str, text_key: str | None = None, tokenizer: Tokenizer | None = None
+) -> Document | Bad:
+    """A document from a text or a mapping; the column is `text_key`, else `input_ids`, else `chosen` and `rejected`,
+    else `text`, else those of a conversation."""
+    if isinstance(value, str):
+        return _checked(value, where)
+    if not isinstance(value, Mapping):
+        return Bad(where, f"expected a text or a mapping, not {type(value).__name__}")
+    if text_key is None and "input_ids" in value:
+        return _tokens(value, where)
+    if text_key is None and is_pair(value):
+        return _pair(value, where, tokenizer)
+    key = text_key or "text"
+    chosen = {"messages": value[key]} if text_key and chat.is_messages(value.get(key)) else None
+    if chosen or (key not in value and text_key is None):
+        return _conversation(chosen or value, where, tokenizer) or Bad(where, _missing(text_key, list(value)))
+    if key not in value:
+        return Bad(where, _missing(text_key, list(value)))
+    if not isinstance(value[key], str):
+        return Bad(where, f"'{key}' is {type(value[key]).__name__}, not text")
+    return _checked(value[key], where)
+
+
+def _conversation(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Document | Bad | None:
+    """Ids and mask of a chat row, or its messages while there is no tokenizer; None: it is no chat row."""
+    try:
+        messages = chat.conversation_of(row)
+        if messages is None:
+            return None
+        if tokenizer is None:
+            return Document(messages=messages)
+        ids, mask = chat.supervised(messages, tokenizer)
+    except InputError as error:
+        return Bad(where, str(error).removesuffix("."))
+    return Document(ids=ids, mask=mask, bytes=len(chat.spoken(messages).encode()))
+
+
+def _pair(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Document | Bad:
+    """Ids and mask of a preference row, or the pair alone while there is no tokenizer."""
+    pair = read_pair(row)
+    if isinstance(pair, str):
+        return Bad(where, pair)
+    if tokenizer is None:
+        return Document(pair=pair)
+    try:
+        ids, mask = encode_pair(pair, tokenizer)
+    except InputError as error:
+        return Bad(where, str(error).removesuffix("."))
+    return Document(ids=ids, mask=mask, bytes=pair_bytes(pair), pair=pair)
+
+
+def _missing(text_key: str | None, columns: list[str]) -> str:
+    """Which columns a row has, and which would make it a document, a conversation or a pair."""
+    there = ", ".join(map(str, columns)) or "nothing"
+    name = "name the column with data.text_key (--text-key when preparing)"
+    if text_key is not None:
+        return f"no '{text_key}' (it has {there}); {name}"
+    known = [("chosen", "rejected"), *CONVERSATIONS]
+    others = "; ".join(" and ".join(f"'{column}'" for column in group) for group in known)
+    if "conversations" in columns:  # as ShareGPT's files have it
+        name = "write it as 'messages', each {'role': 'user' or 'assistant', 'content': text}"
+    return f"no 'text' (it has {there}), nor {others}; {name}"
+
+
+def _checked(text: str, where: str) -> Document | Bad:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return Bad(where, "the text holds half of a surrogate pair, which is no valid Unicode")
+    return Document(text)
+
+
+def _tokens(value: Mapping[str, Any], where: str) -> Document | Bad:
+    try:
+        ids = [int(i) for i in value["input_ids"]]
+        mask = value.get("loss_mask")
+        mask = None if mask is None else [int(bool(m)) for m in mask]
+    except (TypeError, ValueError):
+        return Bad(where, "'input_ids' and 'loss_mask' are lists of integers")
+    if ids and not -(2**31) <= min(ids) <= max(ids) < 2**31:
+        return Bad(where, f"'input_ids' hold {max(ids, key=abs)}, which is no token")
+    if mask is None:
+        return Document(ids=ids)
+    if len(mask) != len(ids):
+        return Bad(where, f"{len(ids)} input_ids but {len(mask)} loss_mask values")
+    return Document(ids=ids, mask=mask)
+
+
+def _columns(names: list[str], text_key: str | None, path: str) -> list[str]:
+    """Return the columns that make a document. Raise InputError if there are none."""
+    found = _document_columns(names, text_key)
+    if not found:
+        raise InputError(f"{path}: {_missing(text_key or 'text', names)}.")
+    return found
+
+
+def _document_columns(names: list[str], text_key: str | None) -> list[str]:
+    if text_key is not None:
+        return [text_key] if text_key in names else []
+    if "input_ids" in names:
+        return [n for n in ("input_ids", "loss_mask") if n in names]
+    if "chosen" in names and "rejected" in names:
+        return [n for n in PAIR_COLUMNS if n in names]
+    if "text" in names:
+        return ["text"]
+    chats = next((columns for columns in CONVERSATIONS if set(columns) <= set(names)), ())
+    return [*chats, *(["input"] if "instruction" in chats and "input" in names else [])]
+
+
+def is_pair(row: Mapping[str, Any]) -> bool:
+    return row.get("chosen") is not None and row.get("rejected") is not None
+
+
+def read_pair(row: Mapping[str, Any]) -> Pair | str:
+    """The pair of a row, or what is wrong with it."""
+    if is_ids(row["chosen"]) and is_ids(row["rejected"]):
+        return _pair_of_ids(row)
+    prompt = row.get("prompt")
+    if prompt is None:
+        return _conversations(row["chosen"], row["rejected"])
+    asked = _messages(prompt, "user")
+    answers = [_messages(row[side], "assistant") for side in ("chosen", "rejected")]
+    for name, value in zip(("prompt", "chosen", "rejected"), (asked, *answers), strict=True):
+        if not value:
+            return f"'{name}' is neither a text nor a list of messages"
+    if answers[0] == answers[1]:
+        return "'chosen' and 'rejected' are the same"
+    return Pair(asked + answers[0], asked + answers[1], len(asked))
+
+
+def is_ids(value: Any) -> bool:
+    return (
+        isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(i, int) for i in value)
+    )
+
+
+def _messages(value: Any, role: str) -> Messages:
+    if isinstance(value, str):
+        return [{"role": role, "content": value}] if value else []
+    return list(value) if chat.is_messages(value) else []
+
+
+def _conversations(chosen: Any, rejected: Any) -> Pair | str:
+    """Whole conversations: the prompt is their common beginning."""
+    if not (chat.is_messages(chosen) and chat.is_messages(rejected)):
+        return "without 'prompt', 'chosen' and 'rejected' must be conversations (lists of messages)"
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+        shared += 1
+    if shared == min(len(chosen), len(rejected)):
+        return "one of 'chosen' and 'rejected' is the beginning of the other, so there is nothing to compare"
+    if shared == 0:
+        return "'chosen' and 'rejected' do not begin with a common message, so they answer different prompts"
+    return Pair(list(chosen), list(rejected), shared)
+
+
+def _pair_of_ids(row: Mapping[str, Any]) -> Pair | str:
+    sides, masks = [], []
+    for name in ("chosen", "rejected"):
+        mask = row.get(f"{name}_mask")
+        if mask is None:
+            return f"'{name}' holds token ids, so '{name}_mask' must say which of them are the answer (1) or prompt (0)"
+        if len(mask) != len(row[name]):
+            return f"{len(row[name])} ids in '{name}' but {len(mask)} values in '{name}_mask'"
+        sides.append(list(row[name]))
+        masks.append([int(bool(value)) for value in mask])
+    return Pair(sides[0], sides[1], masks=(masks[0], masks[1]))
+
+
+def encode_pair(pair: Pair, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """(ids, mask) of the document of a pair. Of the prompt's own assistant turns nothing is an answer."""
+    if pair.masks is not None:
+        sides = [(pair.chosen, pair.masks[0]), (pair.rejected, pair.masks[1])]
+    else:
+        sides = [_answer(messages, pair.prompt, tokenizer) for messages in (pair.chosen, pair.rejected)]
+    (chosen, chosen_mask), (rejected, rejected_mask) = sides
+    if not (chosen and rejected):
+        raise InputError("'chosen' or 'rejected' is empty.")
+    return [*chosen, *rejected], [*chosen_mask, rejected_mask[0] | BEGINS, *rejected_mask[1:]]
+
+
+def _answer(messages: Messages, prompt: int, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    ids, mask = chat.supervised(messages, tokenizer)
+    if any(message.get("role") == "assistant" for message in messages[:prompt]):
+        before = len(chat.supervised(messages[:prompt], tokenizer)[0])
+        mask = [0] * before + list(mask[before:])
+    return list(ids), list(mask)
+
+
+def pair_bytes(pair: Pair) -> int:
+    """Bytes of its text, the prompt once; 0 for ids."""
+    return sum(len(text.encode()) for text in texts_of(pair))
+
+
+def texts_of(pair: Pair) -> Iterator[str]:
+    """Its texts, prompt once; for training a tokenizer."""
+    if pair.masks is None:
+        yield chat.spoken(pair.chosen)
+        yield chat.spoken(pair.rejected[pair.prompt :])
