@@ -232,7 +232,7 @@ def test_plans_are_kept_beside_the_store_and_read_only_stores_work(tmp_path, mon
             patch.setattr(f"bessemer.data.rows.build.{function}", None)
             again = all_rows(make_rows(store, style, 32))
             patch.undo()
-            patch.setattr("bessemer.data.rows.build.os.rename", _refuse)
+            patch.setattr("bessemer.storage.files.os.rename", _refuse)
             unkept = all_rows(make_rows(store, style, 24))
         assert all((first[name] == again[name]).all() for name in first)
         kept = all_rows(make_rows(store, style, 24))

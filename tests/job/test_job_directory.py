@@ -133,7 +133,7 @@ def test_another_host_is_believed_while_its_heartbeat_is_fresh(tmp_path, age, he
 
 @pytest.mark.parametrize("alive", [True, False])
 def test_without_kernel_locks_pid_and_start_time_decide(tmp_path, monkeypatch, alive):
-    monkeypatch.setattr(lock_module, "_flock", lambda *args, **kw: None)
+    monkeypatch.setattr(lock_module, "try_lock", lambda *args, **kw: None)
     run = RunDirectory(tmp_path / "r").create()
     first = RunLock(run).acquire()
     try:

@@ -1,14 +1,11 @@
-"""One writer a run directory.
+"""One writer per run directory.
 
-On one host the kernel's lock on the file is the truth: it goes with the process, even with kill -9. Between
-hosts a file system may not carry locks, so the file also holds the owner and a heartbeat, which a rival on
-another host believes.
+On one host the kernel's lock on the file decides: it ends with the process, even after kill -9. Between hosts a file
+system may not share locks, so the file also holds the owner and a heartbeat, which other hosts check.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import socket
@@ -22,10 +19,10 @@ from bessemer.config.bounded import parse_json
 from bessemer.errors import InputError, StorageError
 from bessemer.job.directory import RunDirectory
 from bessemer.storage.files import storage
+from bessemer.storage.lock import try_lock
 
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
 
 
 class RunLock:
@@ -55,7 +52,7 @@ class RunLock:
         with storage("cannot lock the run directory"):
             handle = os.open(self.run.lock, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            locked = _flock(handle)
+            locked = try_lock(handle)
             owner = _read(handle)
             if locked is False or _alive_elsewhere(owner) or (locked is None and _alive_here(owner)):
                 raise InputError(_held(self.run, owner))
@@ -117,7 +114,7 @@ class RunLock:
         except OSError:
             return None
         try:
-            free = _flock(handle, shared=True)
+            free = try_lock(handle, shared=True)
             owner = _read(handle)
         finally:
             os.close(handle)
@@ -172,23 +169,6 @@ def _held(run: RunDirectory, owner: dict[str, Any]) -> str:
         f"sign of life {_ago(owner)}; {run.lock}). Two processes cannot write one run: wait for it or stop it, "
         f"or start another run with --name.{clocks}"
     )
-
-
-def _flock(handle: int, shared: bool = False) -> bool | None:
-    """True: ours. False: someone holds it. None: this file system has no locks. Waits out a passing look."""
-    for attempt in range(3):
-        try:
-            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-            return True
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return None
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise
-            if shared:
-                return False
-            time.sleep(0.1 * (attempt + 1))
-    return False
 
 
 def _read(handle: int) -> dict[str, Any]:

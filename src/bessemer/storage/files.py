@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and storage errors that say what to do."""
+"""Atomic files and directories, and storage errors with a remedy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 from bessemer.errors import StorageError
 
 TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")
-"""The neighbour that `atomic_write` renames."""
+"""The neighbor that `atomic_write` renames."""
 
 _REMEDIES = {
     errno.ENOSPC: "The disk is full: free space (or delete old runs) and continue with `bessemer resume`.",
@@ -28,7 +29,7 @@ _REMEDIES = {
 
 
 def storage_error(what: str, error: OSError) -> StorageError:
-    """One paragraph: what failed, where, why, and the remedy for the usual causes."""
+    """Return the StorageError that states what failed, where and why, with the remedy for the usual causes."""
     where = f" ({error.filename})" if error.filename else ""
     reason = error.strerror or str(error)
     remedy = _REMEDIES.get(error.errno or 0, "Check the disk, then continue with `bessemer resume`.")
@@ -45,7 +46,7 @@ def storage(what: str) -> Iterator[None]:
 
 
 def atomic_write(path: str | Path, data: str | bytes, *, sync: bool = False) -> None:
-    """Write a neighbour and rename it over `path`: readers see the old file or the new one, never a part.
+    """Write a neighbor and rename it over `path`: readers see the old file or the new one, never a part.
 
     `sync=True` also survives a power cut; without it only a killed process.
     """
@@ -66,8 +67,27 @@ def atomic_write(path: str | Path, data: str | bytes, *, sync: bool = False) -> 
         sync_directory(path.parent)
 
 
+@contextmanager
+def atomic_directory(path: Path) -> Iterator[Path]:
+    """Yield a new neighbor of `path` and rename it when the block ends: `path` is whole or absent.
+
+    If another process has committed the same directory in the meantime, that one is kept and ours is deleted.
+    """
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # process ids repeat on shared disks
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        try:
+            os.rename(temporary, path)
+        except OSError:
+            if not path.is_dir():
+                raise
+    finally:
+        discard(temporary)
+
+
 def remove_leftovers(directory: str | Path) -> None:
-    """Delete what processes killed inside `atomic_write` left. For the holder of the directory's lock alone."""
+    """Delete what processes killed inside `atomic_write` left. Only the holder of the directory's lock may call it."""
     for path in Path(directory).glob(".*.tmp"):
         owner = TEMPORARY.fullmatch(path.name)
         if owner and int(owner.group(1)) != os.getpid():  # our own may be the heartbeat's, at this moment
@@ -94,11 +114,9 @@ def sync_directory(path: str | Path) -> None:
         os.close(handle)
 
 
-# The user's own directory: prepared data, compiled programs, the secret that marks runs as started here.
-
-
 def home() -> Path:
-    """BESSEMER_HOME, or the user's cache directory; the environment is read now, not at import."""
+    """Return the user's directory for prepared data, compiled programs and the secret that marks runs as started here:
+    BESSEMER_HOME, or the user's cache directory. The environment is read on every call."""
     given = os.environ.get("BESSEMER_HOME")
     if given:
         return Path(given).expanduser()

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from bessemer.data.rows.store import ArrayStore, Store, TokenStore, kind_of
 from bessemer.data.tokenize.documents import PAIRS, Bad, document_of
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
+from bessemer.storage.files import atomic_directory
 
 VERSION = 3  # of the plans; raised when packing changes, or what is kept of them
 DIGESTS = "sha256.json"
@@ -181,19 +180,13 @@ def _digest(path: Path) -> str:
 
 
 def _keep(folder: Path, arrays: dict[str, np.ndarray]) -> bool:
-    temporary = folder.with_name(
-        f"{folder.name}.{uuid.uuid4().hex}.tmp"
-    )  # a process id is not unique on shared disks
+    """Write a plan; return whether it is there. On a disk that cannot be written it stays in memory."""
     try:
-        temporary.mkdir(parents=True)
-        for name, values in arrays.items():
-            np.save(temporary / f"{name}.npy", values)
-        digests = {name: _digest(temporary / f"{name}.npy") for name in arrays}
-        (temporary / DIGESTS).write_text(json.dumps(digests), encoding="utf-8")
-        os.rename(temporary, folder)
+        with atomic_directory(folder) as temporary:
+            for name, values in arrays.items():
+                np.save(temporary / f"{name}.npy", values)
+            digests = {name: _digest(temporary / f"{name}.npy") for name in arrays}
+            (temporary / DIGESTS).write_text(json.dumps(digests), encoding="utf-8")
     except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        return (
-            folder.is_dir()
-        )  # another process was first; else the disk cannot be written and the plan stays in memory
+        return folder.is_dir()
     return True

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from bessemer.data.tokenize.documents import Bad, Document
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.storage.checksums import ChunkSums, save_sums
+from bessemer.storage.files import atomic_directory
 
 BATCH_BYTES = 1 << 20  # text encoded at a time
 SHOWN = 5  # skipped lines quoted in the report
@@ -54,25 +54,15 @@ class ShardWriter:
 
     def write(self, documents: Iterable[Document | Bad]) -> Counts:
         """Encode everything and commit; a crash at any moment leaves either the whole shard or none of it."""
-        temporary = self.directory.with_name(f"{self.directory.name}.{os.getpid()}.tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        with open(temporary / "tokens.bin", "wb") as tokens, open(temporary / "mask.bin", "wb") as mask:
-            self._stream(documents, tokens, mask)
-            for file in (tokens, mask):
-                file.flush()
-                os.fsync(file.fileno())
-        np.save(temporary / "sizes.npy", np.concatenate([np.empty((0, 2), np.int64), *self.sizes]))
-        np.save(temporary / "hashes.npy", np.frombuffer(b"".join(self.hashes), np.uint64).reshape(-1, 2))
-        write_json(temporary / "counts.json", vars(self.counts))
-        try:
-            os.rename(temporary, self.directory)
-        except OSError:
-            if (
-                not self.directory.is_dir()
-            ):  # else a worker that outlived its parent has just committed the same shard
-                raise
-            shutil.rmtree(temporary, ignore_errors=True)
+        with atomic_directory(self.directory) as temporary:
+            with open(temporary / "tokens.bin", "wb") as tokens, open(temporary / "mask.bin", "wb") as mask:
+                self._stream(documents, tokens, mask)
+                for file in (tokens, mask):
+                    file.flush()
+                    os.fsync(file.fileno())
+            np.save(temporary / "sizes.npy", np.concatenate([np.empty((0, 2), np.int64), *self.sizes]))
+            np.save(temporary / "hashes.npy", np.frombuffer(b"".join(self.hashes), np.uint64).reshape(-1, 2))
+            write_json(temporary / "counts.json", vars(self.counts))
         return self.counts
 
     def _stream(self, documents: Iterable[Document | Bad], tokens: BinaryIO, mask: BinaryIO) -> None:
