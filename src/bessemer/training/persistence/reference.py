@@ -35,7 +35,7 @@ from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint import store as retention
 from bessemer.checkpoint.manifest import COMMIT
 from bessemer.config import configure
-from bessemer.data import Batch, DataPlan, Rows
+from bessemer.data import Batch, BatchPlan, Rows
 from bessemer.data.rows.preference import most_pairs
 from bessemer.data.rows.rows import Fields
 from bessemer.errors import InputError, StorageError
@@ -186,7 +186,7 @@ def attach_logps(objective: str, rows: Any) -> Any:
     return ReferencedRows(rows) if wants_logps(objective) else rows
 
 
-def ensure_logps(context: RunContext, run: RunState, plan: DataPlan, apply: Any, micro: int) -> None:
+def ensure_logps(context: RunContext, run: RunState, plan: BatchPlan, apply: Any, micro: int) -> None:
     """Before the first step: fill in the rows of `plan`, from the disk or by a pass over the data with `apply`."""
     held_out = [] if plan.validation is None else plan.validation.rows
     logps = functools.partial(_logps, apply)
