@@ -202,7 +202,7 @@ def test_unknown_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 2 and "Did you mean 'quickstart'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["my.txt", "said.jsonl", "texts"])
+@pytest.mark.parametrize("name", ["my.txt", "chats.jsonl", "texts"])
 def test_data_in_place_of_a_recipe(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither read as YAML nor printed."""
     path = tmp_path / name

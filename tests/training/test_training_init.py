@@ -120,7 +120,7 @@ def test_data_of_ones_own_is_not_judged_by_the_demonstration(
 ) -> None:
     """`bessemer train sft init=RUN training.dataset=FILE`: nothing about reversing strings is measured."""
     rows = [{"prompt": f"Say {n}.", "completion": f"It is {n}."} for n in range(60)]
-    file = start.parent / "said.jsonl"
+    file = start.parent / "chats.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     trainer = build(start, "sft", init=str(start), architecture__block_size=32, training__dataset=str(file))
     (callback,) = [one for one in trainer.make_callbacks() if isinstance(one, Evaluation)]

@@ -35,11 +35,11 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]
     rows = [
         {"instruction": f"Say {word}.", "output": f"The {word}."} for word in ("cats", "dogs", "rain") * 12
     ]
-    (folder / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     forms()[1].tokenizer.save(folder / "tokenizer")
     return {
         "objective": "sft",
-        "training.dataset": str(folder / "said.jsonl"),
+        "training.dataset": str(folder / "chats.jsonl"),
         "data.tokenizer": str(folder / "tokenizer"),
         "architecture.block_size": 48,
         "model.depth": 1,

@@ -27,7 +27,7 @@ def command(words: tuple[str, ...], name: str | None, root: str) -> None:
       bessemer train
       bessemer train quickstart training.steps=100 --name short
       bessemer train training.dataset=my.txt --name mine
-      bessemer train sft init=runs/mine training.dataset=said.jsonl
+      bessemer train sft init=runs/mine training.dataset=chats.jsonl
       bessemer train pretrain training.dataset=data/web model.depth=12      (a GPU; `bessemer plan` first)
     """
     from bessemer.training.signals import before_a_run, watched
