@@ -68,7 +68,7 @@ WORDS = [
 NOT_RUN = {
     r"bessemer eval .* harness:.*": "needs the extra `eval`: tests/evaluate/test_evaluate_harness.py",
     r"bessemer train .* init=hf:.*": "needs the network: tests/interop/test_interop_hub_adapters.py",
-    r"bessemer (chat|export) runs/smol.*": "needs the model of the line before it: tests/interop/test_interop_hub_adapters.py",
+    r"bessemer (chat|export) runs/smol.*": "needs the line before it: tests/interop/test_interop_hub_adapters.py",
     r"bessemer train … topology\.coordinator=.*": "two processes at once: tests/training/test_training_processes.py",
     r"bessemer (train|resume) (speedrun|runs/road).*": "minutes, and killed: tests/training/test_training_phases.py",
     r"bessemer train (sft|dpo|reward|grpo) --name \w+": "its whole demonstration, with the model before it: make prove",
