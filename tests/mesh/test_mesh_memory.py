@@ -51,7 +51,7 @@ def test_the_state_is_born_in_pieces(
     trainer = launch.build_trainer("quickstart", {**tiny, **wide}, name="born", root=tmp_path)
     abstract, places = trainer.functions.abstract_state, trainer.functions.state_shardings
     with topology.scope():
-        init = jit_init(trainer).lower(jax.random.key(0), {}).compile()
+        init = jit_init(trainer.plan, trainer.hooks, trainer.functions).lower(jax.random.key(0), {}).compile()
     memory, rows = init.memory_analysis(), placement(abstract, places)
     total = bytes_of(rows)[1]
     assert memory.output_size_in_bytes <= ALL * total

@@ -95,14 +95,14 @@ def test_resume_is_the_same_run(finished: Any, settings: dict[str, object], tmp_
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
-def test_mfu_is_of_the_float8_peak_and_says_so(finished: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_is_of_the_float8_peak_and_says_so(finished: Any) -> None:
     """FLOPs are the model's, as in bf16; the denominator is the published dense float8 peak, not the bf16 one."""
-    assert mfu_peak(finished, finished.model) is None and flops_share(finished, False) is None
-    on_h200 = Topology(finished.mesh, CHIPS["H200"], finished.topology.settings)
-    monkeypatch.setattr(finished, "topology", on_h200)
-    assert flops_share(finished, False) == finished.model.flops_per_token() / 1978.9e12
-    assert mfu_peak(finished, finished.model) == "the fp8 peak of the H200, 1,979 TFLOP/s"
-    assert compiler_options(finished) is None  # this mesh is a CPU's
+    topology, parts, model = finished.topology, finished.model_parts, finished.model
+    assert mfu_peak(topology, model) is None and flops_share(topology, parts, False) is None
+    on_h200 = Topology(finished.mesh, CHIPS["H200"], topology.settings)
+    assert flops_share(on_h200, parts, False) == model.flops_per_token() / 1978.9e12
+    assert mfu_peak(on_h200, model) == "the fp8 peak of the H200, 1,979 TFLOP/s"
+    assert compiler_options(on_h200, model) is None  # this mesh is a CPU's
 
 
 def test_a_gpu_is_told_to_leave_float8_products_to_cublas(
@@ -110,7 +110,7 @@ def test_a_gpu_is_told_to_leave_float8_products_to_cublas(
 ) -> None:
     """The topology's options and the precision's together: either alone lets bf16 copies be multiplied."""
     monkeypatch.setattr(Topology, "platform", "gpu")
-    assert compiler_options(finished) == {
+    assert compiler_options(finished.topology, finished.model) == {
         "xla_gpu_enable_triton_gemm": False,
         "xla_gpu_dot_merger_threshold_mb": 0,
     }

@@ -23,9 +23,10 @@ from bessemer.training import launch
 from bessemer.training.console.header import shipped_rates
 from bessemer.training.console.output import write_facts, write_setup
 from bessemer.training.setup import microbatch
+from bessemer.training.setup.compiled import check_step, planned_memory
 from bessemer.training.setup.data import CollatedRows
 from bessemer.training.setup.horizon import rate_for_weights, repeats
-from bessemer.training.setup.schema import idle, schema_of
+from bessemer.training.setup.schema import schema_of, without_effect
 from bessemer.training.trainer import BaseTrainer
 
 
@@ -64,13 +65,14 @@ def test_settings_that_do_nothing_as_the_others_are_get_a_line(
         "lora.init": "kaiming",
     }
     trainer = launch.build_trainer("quickstart", {**tiny, **given}, name="a", root=tmp_path)
-    assert sorted(idle(trainer)) == [
+    assert sorted(without_effect(trainer.config, len(trainer.stages))) == [
         "data.crossfade has no effect, as the run has one stage",
         "guard.spike_action has no effect, as guard.spike_sigma is 0.0",
         "lora.alpha has no effect, as lora.rank is 0",
     ]
     working = {"guard.spike_sigma": 6, "guard.spike_action": "rollback", "lora.rank": 2, "lora.alpha": 32}
-    assert not [*idle(launch.build_trainer("quickstart", {**tiny, **working}, name="b", root=tmp_path))]
+    other = launch.build_trainer("quickstart", {**tiny, **working}, name="b", root=tmp_path)
+    assert not [*without_effect(other.config, len(other.stages))]
 
 
 @pytest.mark.parametrize(
@@ -189,9 +191,8 @@ def test_a_state_larger_than_the_machine_is_refused_before_it_is_made(
 def step_total(trainer: Any, per_device: int) -> int:
     functions = trainer.functions
     with trainer.topology.scope():
-        needed = microbatch.planned_memory(
-            trainer, functions.abstract_state, functions.state_shardings, per_device
-        )
+        abstract, placed = functions.abstract_state, functions.state_shardings
+        needed = planned_memory(trainer.plan, trainer.hooks, abstract, placed, per_device)
     assert needed is not None
     return needed
 
@@ -219,7 +220,7 @@ def test_out_of_memory_names_the_largest_micro_batch_that_fits(
     assert trainer.run_directory.read_status()["exit_code"] == 3
     resumed = launch.reopen(tmp_path / "large", [f"training.per_device_batch_size={fits}"])
     resumed.compile_aot()
-    microbatch.check_step(resumed)
+    check_step(resumed.plan, resumed.hooks, resumed.functions)
 
 
 def test_out_of_memory_says_when_no_micro_batch_fits(

@@ -28,6 +28,7 @@ from bessemer.errors import InputError
 
 SchemaOf = Callable[[Mapping[str, Any]], Schema]
 Overrides = Sequence[str] | Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -61,6 +62,21 @@ class Config:
     def is_set(self, key: str) -> bool:
         """True when a recipe, the caller or the program gave the value; False for a default."""
         return not self.provenance[self.schema[key].key].is_default
+
+    def asked(self, *keys: str) -> list[str]:
+        """Return those of `keys` that the caller set, as opposed to a recipe or a default."""
+        return [key for key in keys if self.provenance[key].is_caller and self.values[key] is not None]
+
+    def make(self, cls: type[T], **overrides: Any) -> T:
+        """Return an instance of `cls` with each declared field taken from here; `overrides` win.
+
+        For keys that are not settings of this configuration the class's own defaults hold.
+        """
+        arguments: dict[str, Any] = {}
+        for name, setting in declared(cls).items():
+            if name not in overrides and setting.key in self:
+                arguments[name] = setting.check(self[setting.key], str(self.provenance[setting.key]))
+        return cls(**arguments, **overrides)
 
     def given(self) -> dict[str, Any]:
         """The values that are not defaults, by flat key."""
@@ -244,8 +260,6 @@ def _dig(tree: Mapping[str, Any], key: str) -> Any:
 # The configuration in force: a context variable, so that threads and tasks never see each other's.
 
 
-T = TypeVar("T")
-
 _current: ContextVar[Config | None] = ContextVar("bessemer_configuration", default=None)
 
 
@@ -265,13 +279,6 @@ def current() -> Config | None:
 
 
 def configure(cls: type[T], **overrides: Any) -> T:
-    """An instance of `cls` with each declared field taken from the current configuration; `overrides` win.
-
-    Without a configuration, and for keys it does not know, the class's own defaults hold.
-    """
+    """Return `Config.make` of the configuration in force; the class's own defaults where there is none."""
     config = _current.get()
-    arguments: dict[str, Any] = {}
-    for name, setting in declared(cls).items():
-        if name not in overrides and config is not None and setting.key in config:
-            arguments[name] = setting.check(config[setting.key], str(config.provenance[setting.key]))
-    return cls(**arguments, **overrides)
+    return cls(**overrides) if config is None else config.make(cls, **overrides)

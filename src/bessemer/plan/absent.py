@@ -16,10 +16,17 @@ from bessemer.errors import InputError
 from bessemer.plan.target import Target
 from bessemer.topology import AXES, Topology, TopologySettings, planned_for
 from bessemer.topology.mesh import _fill
+from bessemer.training.context import RunContext
 from bessemer.training.setup import microbatch
-from bessemer.training.setup.compiled import Functions, abstract_state, check_sequence, make_optimizer
-
-MICRO = "training/per_device_batch_size"
+from bessemer.training.setup.compiled import (
+    Functions,
+    abstract_state,
+    check_sequence,
+    make_optimizer,
+    record_micro_batch,
+)
+from bessemer.training.setup.microbatch import KEY as MICRO
+from bessemer.training.setup.plan import RunPlan, StepHooks
 
 
 @dataclass(frozen=True)
@@ -70,29 +77,29 @@ def absent_topology(settings: TopologySettings, target: Target) -> AbsentTopolog
     return AbsentTopology(mesh, target.chip, settings, target=target)
 
 
-def absent_functions(trainer: Any) -> Functions:
-    """`build_functions` without a device: the micro-batch is the given one, or the largest that divides the batch."""
-    topology = trainer.topology
-    check_sequence(trainer.settings.block_size, topology.mesh.shape["context"])
-    optimizer = make_optimizer(trainer)
-    abstract, placed = abstract_state(trainer, optimizer)
-    per_device = fit_micro_batch(trainer)
+def absent_functions(plan: RunPlan, hooks: StepHooks) -> Functions:
+    """`build_functions` without a device: the micro-batch is the caller's, or the largest that divides the batch."""
+    topology, batch_size = plan.context.topology, plan.data.batch_size
+    check_sequence(plan.context.settings.block_size, topology.mesh.shape["context"])
+    optimizer = make_optimizer(plan, hooks)
+    abstract, placed = abstract_state(plan, hooks, optimizer)
+    per_device = fit_micro_batch(plan.context, batch_size)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    accumulate = microbatch.accumulation(trainer.data.batch_size, per_device, topology.data_parallel)
+    accumulate = microbatch.accumulation(batch_size, per_device, topology.data_parallel)
     micro = per_device * topology.data_parallel
-    return Functions(optimizer, abstract, placed, key, None, None, accumulate, micro, 1)
+    return Functions(optimizer, abstract, placed, key, None, None, accumulate, per_device, micro, 1)
 
 
-def fit_micro_batch(trainer: Any) -> int:
-    """A recipe's micro-batch that does not divide this mesh's share is lowered and noted; one that was asked for stays.
+def fit_micro_batch(context: RunContext[Any], batch: int) -> int:
+    """Return the caller's micro-batch, or a recipe's lowered until it divides this mesh's share of the batch.
 
     An open one (-1) begins as the whole share; the plan then lowers it until it fits.
     """
-    trainer.wished_rows = trainer.config[MICRO]
-    asked, batch, parallel = trainer.config[MICRO], trainer.data.batch_size, trainer.topology.data_parallel
-    if asked != -1 and trainer.config.provenance[MICRO].is_caller:
+    config, parallel = context.config, context.topology.data_parallel
+    asked = int(config[MICRO])
+    if asked != -1 and config.asked(MICRO):
         microbatch.accumulation(batch, asked, parallel)
-        return int(asked)
+        return asked
     if batch % parallel:
         raise InputError(
             f"a step of {batch:,} sequences cannot be shared by {parallel:,} data-parallel devices "
@@ -103,6 +110,5 @@ def fit_micro_batch(trainer: Any) -> int:
     if asked != -1:
         size, why = microbatch.lowered(asked, batch, parallel)
     if size != asked:
-        trainer.config.set(MICRO, size, why)
-        trainer.note_derived("training.per_device_batch_size", size, why)
+        record_micro_batch(context, size, why)
     return size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,12 @@ from bessemer.plan.estimate import (
     step_time,
     terms_of,
 )
-from bessemer.plan.facts import Facts
+from bessemer.plan.facts import Facts, PlannedStep
 from bessemer.plan.target import Target, parse_target
 from bessemer.plan.trainer import planned_trainer
 from bessemer.topology import AXES, placement
 from bessemer.training.launch import Overrides
+from bessemer.training.setup.compiled import record_micro_batch
 from bessemer.training.setup.microbatch import SPARE, candidates
 
 # Which setting to change: other meshes, micro-batches and remat for the same model on the same chips.
@@ -110,11 +111,14 @@ def choices(facts: Facts, remat: tuple[str, ...]) -> Iterator[Choice]:
 
 @dataclass
 class Planned:
-    """A planned trainer with its estimate, before anything is compiled."""
+    """A planned run with its estimate, before anything is compiled."""
 
     facts: Facts
     estimate: Estimate
     terms: Terms
+    epochs: float | None
+    wished_rows: int  # the micro-batch of the recipe, -1 for an open one
+    said: list[str]  # notes of setup
 
     @property
     def target(self) -> Target:
@@ -127,11 +131,10 @@ class Planned:
 
     def time(self, found: tuple[Collective, ...] | None = None) -> dict[str, Any]:
         """The run's time, with the estimate's collectives or those that a compiler planned."""
-        trainer, made = self.facts.trainer, self.estimate
+        plan, made = self.facts.step.plan, self.estimate
         step = step_time(self.target, self.terms, made, made.collectives if found is None else found)
-        tokens = trainer.steps * trainer.tokens_per_step
-        per_token = trainer.model_parts.flops_per_token_causal
-        return run_time(step, trainer.steps, tokens, per_token, self.target, self.facts.precision)
+        per_token = plan.model.flops_per_token_causal
+        return run_time(step, plan.data.steps, plan.tokens, per_token, self.target, self.facts.precision)
 
 
 def asked_of(topology: str, compiles: bool) -> tuple[Target, bool]:
@@ -162,7 +165,7 @@ def make_absent_plan(
         say(
             f"compiling the step for {target.name}, mesh {mesh_words(choice)}, {choice.rows} sequence(s) a device"
         )
-        program = compile_step(planned.facts.trainer, node_of(target, planned.terms), say, quick)
+        program = compile_step(planned.facts.step, node_of(target, planned.terms), say, quick)
         say(f"compiled in {program.seconds:.0f} s")
     return document(recipe, planned, program)
 
@@ -170,46 +173,48 @@ def make_absent_plan(
 def estimated(recipe: Any, overrides: Overrides, target: Target, prices: Path | None = None) -> Planned:
     """Build the trainer for the target; an open micro-batch becomes the largest that fits by the estimate."""
     terms = terms_of(target.chip.name, prices)
-    trainer: Any = planned_trainer(recipe, overrides, compiles=False, target=target)
-    facts = Facts(trainer)
+    trainer = planned_trainer(recipe, overrides, compiles=False, target=target)
+    facts = Facts(PlannedStep(trainer.plan, trainer.hooks, trainer.functions), target)
     axes = {axis: int(trainer.topology.mesh.shape[axis]) for axis in AXES}
-    rows = int(trainer.config[MICRO])
+    rows = trainer.functions.per_device
     first = estimate(facts, Choice(axes, rows, facts.remat), terms)
-    planned = Planned(facts, first, terms)
-    if not first.fits(planned.limit) and not trainer.config.provenance[MICRO].is_caller:
+    planned = Planned(facts, first, terms, trainer.epochs, trainer.wished_rows, trainer.said)
+    if not first.fits(planned.limit) and not trainer.config.asked(MICRO):
         _lower(planned, rows)
     return planned
 
 
 def _lower(planned: Planned, rows: int) -> None:
-    """Nobody asked for this micro-batch: take the largest that fits, if one does."""
-    facts, choice, trainer = planned.facts, planned.estimate.choice, planned.facts.trainer
+    """The caller did not set this micro-batch: take the largest that fits, if one does."""
+    facts, choice = planned.facts, planned.estimate.choice
     for size in (n for n in candidates(facts.batch, choice.parallel) if n < rows):
         made = tried(facts, Choice(choice.axes, size, choice.remat), planned.terms)
         if made is not None and made.fits(planned.limit):
             room = f"{SPARE:.0%} of a {planned.target.chip.name}"
-            wished = "" if trainer.wished_rows == -1 else f", in place of {trainer.wished_rows}"
+            wished = "" if planned.wished_rows == -1 else f", in place of {planned.wished_rows}"
             why = f"the largest that fits into {room} by the estimate{wished}"
-            trainer.config.set(MICRO, size, why)
-            trainer.note_derived("training.per_device_batch_size", size, why)
-            micro = size * choice.parallel
-            trainer.functions = trainer.functions._replace(accumulate_steps=made.accumulate, micro=micro)
+            record_micro_batch(facts.step.plan.context, size, why)
+            functions = facts.step.functions._replace(
+                accumulate_steps=made.accumulate, per_device=size, micro=size * choice.parallel
+            )
+            facts.step = replace(facts.step, functions=functions)
             planned.estimate = made
             return
 
 
 def document(recipe: Any, planned: Planned, program: Compiled | None) -> dict[str, Any]:
-    trainer = planned.facts.trainer
+    plan, functions = planned.facts.step.plan, planned.facts.step.functions
+    context = plan.context
     found = planned.estimate.collectives if program is None or program.memory is None else program.collectives
     spent = planned.time(found)
-    state, placed = trainer.functions.abstract_state, trainer.functions.state_shardings
+    state, placed = functions.abstract_state, functions.state_shardings
     return {
         "recipe": str(recipe) if isinstance(recipe, str | Path) else "given",
-        "model": plan_model(trainer),
-        "derived": trainer.derived,
-        "horizon": plan_horizon(trainer),
-        "flops": {**plan_flops(trainer), "per_device_step": planned.estimate.flops},
-        "devices": trainer.topology.describe(),
+        "model": plan_model(plan),
+        "derived": context.notes.derived,
+        "horizon": plan_horizon(plan, functions, planned.epochs),
+        "flops": {**plan_flops(plan), "per_device_step": planned.estimate.flops},
+        "devices": context.topology.describe(),
         "method": "analytic" if program is None else "compiled",
         "compile_seconds": None if program is None else round(program.seconds, 1),
         "memory": memory_of(planned, program),
@@ -219,7 +224,7 @@ def document(recipe: Any, planned: Planned, program: Compiled | None) -> dict[st
         "time": spent,
         "cost": run_cost(spent["seconds"], planned.target, planned.terms),
         "placement": placement(state.params, placed.params),
-        "notes": [*(program.notes if program else ()), *trainer.config.notes, *trainer.said],
+        "notes": [*(program.notes if program else ()), *context.config.notes, *planned.said],
     }
 
 

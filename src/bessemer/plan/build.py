@@ -16,8 +16,9 @@ from bessemer.plan.trainer import planned_trainer
 from bessemer.training.console.output import optimizer_groups
 from bessemer.training.launch import Overrides
 from bessemer.training.setup import microbatch
+from bessemer.training.setup.compiled import Functions, step_memory
 from bessemer.training.setup.model import flops_formula
-from bessemer.training.trainer import BaseTrainer
+from bessemer.training.setup.plan import RunPlan, StepHooks
 
 Say = Callable[[str], None]
 
@@ -30,80 +31,82 @@ def make_plan(
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
     """Everything known before the first step, as plain values. Without `compiles` memory and share are None."""
-    trainer: Any = planned_trainer(recipe, overrides, compiles=compiles)
-    with trainer.topology.scope():
-        memory = plan_memory(trainer, say) if compiles else None
+    trainer = planned_trainer(recipe, overrides, compiles=compiles)
+    plan, functions, context = trainer.plan, trainer.functions, trainer.context
+    with context.topology.scope():
+        memory = plan_memory(plan, trainer.hooks, functions, say) if compiles else None
     if compiles:
         say("timing a pass of the model beside a matrix product")
-    rate = measure_rate(trainer, with_pass=compiles)
+    rate = measure_rate(plan, functions, with_pass=compiles)
     return {
         "recipe": str(recipe) if isinstance(recipe, str | Path) else "given",
-        "model": plan_model(trainer),
-        "derived": trainer.derived,
-        "horizon": plan_horizon(trainer),
-        "flops": plan_flops(trainer),
-        "optimizer": plan_optimizer(trainer),
-        "devices": trainer.topology.describe(),
+        "model": plan_model(plan),
+        "derived": context.notes.derived,
+        "horizon": plan_horizon(plan, functions, trainer.epochs),
+        "flops": plan_flops(plan),
+        "optimizer": plan_optimizer(plan, trainer.hooks, functions),
+        "devices": context.topology.describe(),
         "memory": memory,
-        "time": predict(trainer, rate),
-        "schedules": sample_curves(trainer.functions.optimizer, trainer.steps),
-        "notes": [*trainer.topology.notes, *trainer.config.notes, *trainer.said],
+        "time": predict(plan, functions, rate),
+        "schedules": sample_curves(functions.optimizer, plan.data.steps),
+        "notes": [*context.topology.notes, *context.config.notes, *trainer.said],
     }
 
 
-def plan_model(trainer: BaseTrainer) -> dict[str, Any]:
+def plan_model(plan: RunPlan) -> dict[str, Any]:
     """Family, sizes, and parameters by group; "total" is all of them, "scaling" N."""
-    shape = getattr(trainer.model, "shape", None)
+    model, settings = plan.model.model, plan.context.settings
+    shape = getattr(model, "shape", None)
     sizes: dict[str, Any] = {}
     if isinstance(shape, Shape):
         sizes = {name: getattr(shape, name) for name in ("depth", "width", "heads", "kv_heads", "head_dim")}
     return {
-        "family": trainer.settings.family,
+        "family": settings.family,
         **sizes,
-        "vocab_size": getattr(trainer.model, "vocab_size", None),
-        "block_size": trainer.settings.block_size,
-        "parameters": trainer.model_parts.counts,
+        "vocab_size": getattr(model, "vocab_size", None),
+        "block_size": settings.block_size,
+        "parameters": plan.model.counts,
     }
 
 
-def plan_horizon(trainer: BaseTrainer) -> dict[str, Any]:
-    tokens, scaling = trainer.steps * trainer.tokens_per_step, trainer.model_parts.counts.get("scaling")
+def plan_horizon(plan: RunPlan, functions: Functions, epochs: float | None) -> dict[str, Any]:
+    scaling = plan.model.counts.get("scaling")
     return {
-        "steps": trainer.steps,
-        "tokens": tokens,
-        "epochs": getattr(trainer, "epochs", None),
-        "tokens_per_scaling_parameter": tokens / scaling if scaling else None,
-        "batch_size": trainer.data.batch_size,
-        "batch_tokens": trainer.tokens_per_step,
-        "per_device_batch_size": trainer.config["training/per_device_batch_size"],
-        "accumulate_steps": trainer.functions.accumulate_steps,
+        "steps": plan.data.steps,
+        "tokens": plan.tokens,
+        "epochs": epochs,
+        "tokens_per_scaling_parameter": plan.tokens / scaling if scaling else None,
+        "batch_size": plan.data.batch_size,
+        "batch_tokens": plan.tokens_per_step,
+        "per_device_batch_size": functions.per_device,
+        "accumulate_steps": functions.accumulate_steps,
     }
 
 
-def plan_flops(trainer: BaseTrainer) -> dict[str, Any]:
+def plan_flops(plan: RunPlan) -> dict[str, Any]:
     return {
-        "per_token": trainer.model_parts.flops_per_token,
-        "per_token_causal": trainer.model_parts.flops_per_token_causal,
-        "total": trainer.calculate_number_total_flops(),
-        "formula": flops_formula(trainer),
+        "per_token": plan.model.flops_per_token,
+        "per_token_causal": plan.model.flops_per_token_causal,
+        "total": plan.flops,
+        "formula": flops_formula(plan.model, plan.context.settings.block_size),
     }
 
 
-def plan_optimizer(trainer: BaseTrainer) -> dict[str, Any]:
-    """Peak rates and decay by group. Decay is that of step 0; the curves say how it goes on."""
-    name = trainer.settings.optimizer or trainer.optimizer()
+def plan_optimizer(plan: RunPlan, hooks: StepHooks, functions: Functions) -> dict[str, Any]:
+    """Peak rates and decay by group. Decay is that of step 0; the curves show how it changes."""
+    name = plan.context.settings.optimizer or hooks.optimizer()
     return {
         "name": name if isinstance(name, str) else type(name).__name__,
-        "groups": optimizer_groups(trainer),
+        "groups": optimizer_groups(functions),
     }
 
 
-def plan_memory(trainer: BaseTrainer, say: Say) -> dict[str, Any]:
-    """Bytes of one device for the compiled step; `fits` is None where nobody tells how much there is."""
+def plan_memory(plan: RunPlan, hooks: StepHooks, functions: Functions, say: Say) -> dict[str, Any]:
+    """Bytes of one device for the compiled step; `fits` is None where the backend does not report its memory."""
     say("compiling the step, which is what memory is read from (--no-compile skips it)")
-    functions, begun = trainer.functions, time.monotonic()
-    per_device = trainer.config["training/per_device_batch_size"]
-    memory = microbatch.step_memory(trainer, functions.abstract_state, functions.state_shardings, per_device)
+    begun = time.monotonic()
+    abstract, placed = functions.abstract_state, functions.state_shardings
+    memory = step_memory(plan, hooks, abstract, placed, functions.per_device)
     limit = microbatch.memory_limit(jax.local_devices()[0]) or microbatch.machine_memory()
     seconds = time.monotonic() - begun
     say(f"compiled in {seconds:.1f} s")

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from bessemer.config import configuration
 from bessemer.errors import InputError, to_install
 from bessemer.plan.absent import AbsentTopology
 from bessemer.plan.collectives import Collective, Layout, collectives_of
+from bessemer.plan.facts import PlannedStep
 from bessemer.topology import AXES, Topology, arrange, planned_for
 from bessemer.training.feed import abstract_batch
 from bessemer.training.setup.compiled import abstract_state, jit_train_step, make_optimizer
@@ -75,33 +76,33 @@ def require_compiler(name: str) -> None:
         )
 
 
-def compile_step(trainer: Any, node: int | None, say: Say, quick: bool = False) -> Compiled:
-    """Compile `trainer`'s step for its absent TPUs. Out of memory is an answer; anything else is raised.
+def compile_step(step: PlannedStep, node: int | None, say: Say, quick: bool = False) -> Compiled:
+    """Compile the step for its absent TPUs. Out of memory is a result; any other error is raised.
 
     `quick`: at the compiler's least effort, in a fifth of the time; it then needs and sends more than the real program.
     """
-    own: AbsentTopology = trainer.topology
+    plan, hooks, functions = step.plan, step.hooks, step.functions
+    own = plan.context.topology
+    assert isinstance(own, AbsentTopology)
     key = jax.eval_shape(lambda: jax.random.key(0))
     mesh, notes = compile_mesh(own)
-    functions = trainer.functions
-    trainer.topology = Topology(mesh, own.chip, own.settings, own.rest_rules, own.compute_rules)
+    topology = Topology(mesh, own.chip, own.settings, own.rest_rules, own.compute_rules)
+    plan = replace(plan, context=replace(plan.context, topology=topology))
     begun = time.monotonic()
     try:
-        with configuration(trainer.config), planned_for("tpu"), _effort(quick), _signs_of_life(say):
-            abstract, placed = abstract_state(trainer, make_optimizer(trainer))
-            fields, sharding = trainer.data.fields, trainer.topology.batch_sharding(1)
+        with configuration(plan.context.config), planned_for("tpu"), _effort(quick), _signs_of_life(say):
+            abstract, placed = abstract_state(plan, hooks, make_optimizer(plan, hooks))
+            fields, sharding = plan.data.fields, topology.batch_sharding(1)
             batch = abstract_batch(fields, functions.micro, functions.accumulate_steps, sharding)
-            step = jit_train_step(trainer, placed, functions.accumulate_steps)
-            with trainer.topology.scope():
-                program = step.lower(abstract, batch, key).compile()
+            step_program = jit_train_step(plan, hooks, placed, functions.accumulate_steps)
+            with topology.scope():
+                program = step_program.lower(abstract, batch, key).compile()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return Compiled(
             None, (), time.monotonic() - begun, *_words_of(str(error)), _sentence(str(error)), notes
         )
-    finally:
-        trainer.topology = own
     layout = Layout({axis: int(mesh.shape[axis]) for axis in AXES}, node)
     found = collectives_of(program.as_text(), layout)
     return Compiled(step_bytes(program), tuple(found), time.monotonic() - begun, notes=notes)

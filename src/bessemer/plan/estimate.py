@@ -169,7 +169,7 @@ def step_flops(facts: Facts, choice: Choice) -> tuple[float, float]:
 
     (all of one device, those of them in float8).
     """
-    parts, axes = facts.trainer.model_parts, choice.axes
+    parts, axes = facts.step.plan.model, choice.axes
     devices = choice.parallel * axes["tensor"] * axes["context"]
     again = 4 / 3 if remat_names(choice.remat) == () else 1.0
     passes = facts.batch * facts.block * again / devices

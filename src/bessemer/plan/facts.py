@@ -1,4 +1,4 @@
-"""What a model and its step need, whatever the mesh: what estimates are made of, taken from a planned trainer."""
+"""What a model and its step need, whatever the mesh: what estimates are made of, taken from a planned run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from bessemer.config import configuration
 from bessemer.errors import InputError
 from bessemer.models.layers import remat_names
 from bessemer.plan.kept import Kept, kept_tensors
+from bessemer.plan.target import Target
 from bessemer.topology import AXES, placement, shardings, unbox
+from bessemer.training.setup.compiled import Functions
 from bessemer.training.setup.model import precision_of
-from bessemer.training.trainer import BaseTrainer
+from bessemer.training.setup.plan import RunPlan, StepHooks
 
 
 @dataclass(frozen=True)
@@ -31,75 +33,88 @@ class StateBytes:
     largest: int  # bytes of the largest gathered parameter, float32, over fsdp but not over tensor
 
 
+@dataclass(frozen=True)
+class PlannedStep:
+    """A planned run with the functions of its step, which hold shapes alone where the hardware is absent."""
+
+    plan: RunPlan
+    hooks: StepHooks
+    functions: Functions
+
+    @property
+    def model(self) -> Any:
+        return self.plan.model.model
+
+
 @dataclass
 class Facts:
-    """A planned trainer, asked about meshes other than its own. `axes` is in the order of AXES."""
+    """A planned step, asked about meshes other than its own. `axes` is in the order of AXES."""
 
-    trainer: Any
-    target: Any = None  # None: the trainer's own
+    step: PlannedStep
+    target: Target
     _state: dict[tuple[int, ...], StateBytes] = field(default_factory=dict)
     _kept: dict[tuple[str, ...], Kept] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.target = self.target or self.trainer.topology.target
-
     @cached_property
     def shape(self) -> Any:
-        return getattr(self.trainer.model, "shape", None)
+        return getattr(self.step.model, "shape", None)
 
     @property
     def block(self) -> int:
-        return int(self.trainer.settings.block_size)
+        return int(self.step.plan.context.settings.block_size)
 
     @property
     def batch(self) -> int:
         """Sequences of one step."""
-        return int(self.trainer.data.batch_size)
+        return int(self.step.plan.data.batch_size)
 
     @property
     def precision(self) -> str:
-        return precision_of(self.trainer.model)
+        return precision_of(self.step.model)
 
     @property
     def compute_bytes(self) -> int:
         """Of one number of the weights in use."""
-        return int(jax.numpy.dtype(getattr(self.trainer.model, "compute_dtype", "float32")).itemsize)
+        return int(jax.numpy.dtype(getattr(self.step.model, "compute_dtype", "float32")).itemsize)
 
     @property
     def remat(self) -> tuple[str, ...]:
-        return tuple(getattr(self.trainer.model, "remat", ("none",)))
+        return tuple(getattr(self.step.model, "remat", ("none",)))
 
     @cached_property
     def float8_flops(self) -> float:
         """Of a token's training FLOPs those that run in float8: 6 × the matrices of blocks, and the head's if asked."""
-        model, counts = self.trainer.model, self.trainer.model_parts.counts
+        model, counts = self.step.model, self.step.plan.model.counts
         if self.precision != "fp8":
             return 0.0
         return 6.0 * (counts["matrix"] + counts["head"] * getattr(model, "fp8_head", False))
 
     @cached_property
     def update_flops(self) -> float:
-        functions = self.trainer.functions
+        functions = self.step.functions
         return float(functions.optimizer.update_flops(functions.abstract_state.params))
 
     @cached_property
     def muon_parameters(self) -> int:
         """Parameters whose update is a product of matrices, spread over the mesh."""
-        functions = self.trainer.functions
+        functions = self.step.functions
         rows = functions.optimizer.describe(functions.abstract_state.params)
-        name = self.trainer.settings.optimizer or self.trainer.optimizer()
+        name = self.step.plan.context.settings.optimizer or self.step.hooks.optimizer()
         return sum(row.parameters for row in rows if row.group == "matrix") if name == "muon" else 0
 
     @cached_property
     def parameters(self) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(self.trainer.functions.abstract_state.params))
+        return sum(leaf.size for leaf in jax.tree.leaves(self.step.functions.abstract_state.params))
 
     def kept(self, remat: tuple[str, ...] | None = None) -> Kept:
         """What a micro-batch keeps; sizes are scaled from the traced one."""
         wanted = self.remat if remat is None else remat
         if wanted not in self._kept:
-            with configuration(self.trainer.config), self.trainer.topology.scope():
-                self._kept[wanted] = kept_tensors(self.trainer, wanted)
+            context, state = self.step.plan.context, self.step.functions.abstract_state
+            with configuration(context.config), context.topology.scope():
+                self._kept[wanted] = kept_tensors(
+                    state, self.step.model, self.step.plan.data.fields, self.block, wanted
+                )
         return self._kept[wanted]
 
     def one_layer(self, remat: tuple[str, ...]) -> float:
@@ -112,7 +127,7 @@ class Facts:
     @cached_property
     def leaves(self) -> Counter[Leaf]:
         """Alike arrays of all layers counted together."""
-        return Counter(state_leaves(self.trainer))
+        return Counter(state_leaves(self.step))
 
     def state(self, axes: Mapping[str, int]) -> StateBytes:
         """Bytes at rest on a mesh of these sizes; an InputError where it does not divide the model."""
@@ -166,12 +181,12 @@ def _axes(spec: list[Any]) -> tuple[tuple[str, ...], ...]:
     )
 
 
-def state_leaves(trainer: BaseTrainer) -> list[Leaf]:
-    state, placed = trainer.functions.abstract_state, trainer.functions.state_shardings
+def state_leaves(step: PlannedStep) -> list[Leaf]:
+    state, placed = step.functions.abstract_state, step.functions.state_shardings
     found = leaves_of("parameters", state.params, placed.params)
     found += leaves_of("optimizer", state.opt_state, placed.opt_state)
     rest = (state.replace(params=None, opt_state=None), placed.replace(params=None, opt_state=None))
     found += leaves_of("other", *rest)
-    boxed = trainer.model_parts.boxed
-    in_use = shardings(boxed, trainer.topology.mesh, trainer.topology.compute_rules)
+    boxed, topology = step.plan.model.boxed, step.plan.context.topology
+    in_use = shardings(boxed, topology.mesh, topology.compute_rules)
     return found + leaves_of("in use", unbox(boxed), in_use)

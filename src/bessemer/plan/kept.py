@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bessemer.data.rows.rows import Fields
 from bessemer.training.setup.model import make_apply
-from bessemer.training.trainer import BaseTrainer
+from bessemer.training.state import TrainState
 
 # Walking a traced program.
 
@@ -153,15 +154,13 @@ class Kept:
         return 2.0 * max(self.tile, self.largest * rows / self.rows / context) / tensor
 
 
-def kept_tensors(trainer: BaseTrainer, remat: tuple[str, ...] | None = None) -> Kept:
-    """Trace one micro-batch on one device; `remat` replaces the model's own setting."""
-    state, model = trainer.functions.abstract_state, trainer.model
-    rows = _telling_rows(state.params, getattr(model, "shape", None), trainer.settings.block_size)
-    if remat is not None and hasattr(model, "remat"):
+def kept_tensors(state: TrainState, model: Any, fields: Fields, block: int, remat: tuple[str, ...]) -> Kept:
+    """Trace one micro-batch of rows with `fields` on one device; `remat` replaces the model's own setting."""
+    rows = _telling_rows(state.params, getattr(model, "shape", None), block)
+    if hasattr(model, "remat"):
         state = state.replace(apply_fn=make_apply(model.clone(remat=list(remat))))
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-    fields = trainer.data.fields.items()
-    batch = {name: jax.ShapeDtypeStruct((rows, *shape), dtype) for name, (shape, dtype) in fields}
+    batch = {name: jax.ShapeDtypeStruct((rows, *shape), dtype) for name, (shape, dtype) in fields.items()}
     key = jax.eval_shape(lambda: jax.random.key(0))
 
     def residuals(params: Any, state: Any, batch: Any, key: Any) -> Any:
@@ -174,7 +173,7 @@ def kept_tensors(trainer: BaseTrainer, remat: tuple[str, ...] | None = None) -> 
     largest = {True: 0, False: 0}
     for shape, size, looped in _results(kept):
         # a loop over pieces of the loss takes more of them, not larger ones; one over layers has the rows in front
-        in_front = rows in shape[:2] or rows * trainer.settings.block_size in shape
+        in_front = rows in shape[:2] or rows * block in shape
         grows = in_front if looped else math.prod(shape) % rows == 0
         largest[grows] = max(largest[grows], size)
     return Kept(rows, found, largest[True], largest[False], width)

@@ -20,8 +20,9 @@ import numpy as np
 
 from bessemer.console import counted
 from bessemer.topology import unbox
-from bessemer.training.setup.model import compiler_options, make_apply
-from bessemer.training.trainer import BaseTrainer
+from bessemer.training.setup.compiled import Functions
+from bessemer.training.setup.model import compiler_options, flops_share, make_apply
+from bessemer.training.setup.plan import RunPlan
 
 LAYERS = 2
 """Layers of the pass that is timed; the rest of a deep model is more of the same."""
@@ -60,16 +61,16 @@ def matrix_product(dtype: Any, platform: str) -> tuple[Callable[[], float], int]
     return once, side
 
 
-def measure_rate(trainer: BaseTrainer, with_pass: bool = True) -> Rate:
+def measure_rate(plan: RunPlan, functions: Functions, with_pass: bool = True) -> Rate:
     """The matrix rate of the first device and, unless told otherwise, the share that the model's pass reaches."""
-    dtype = getattr(trainer.model, "compute_dtype", jnp.float32)
-    product, side = matrix_product(dtype, trainer.topology.platform)
+    dtype = getattr(plan.model.model, "compute_dtype", jnp.float32)
+    product, side = matrix_product(dtype, plan.context.topology.platform)
     seconds = [product() for _ in range(REPEATS)]
     how = f"a {side}³ product in {jnp.dtype(dtype).name}, median of {REPEATS}"
     matrix = 2 * side**3 / statistics.median(seconds)
     if not with_pass:
         return Rate(matrix, None, how)
-    made = model_pass(trainer, matrix)
+    made = model_pass(plan, functions, matrix)
     if made is None:
         return Rate(matrix, None, f"{how}; one row of this model would take too long to time")
     run, flops, words = made
@@ -84,29 +85,29 @@ def measure_rate(trainer: BaseTrainer, with_pass: bool = True) -> Rate:
     return Rate(matrix, share, f"{how}, in turn with {words}, timed {counted(len(passes), 'time')}")
 
 
-def model_pass(trainer: BaseTrainer, matrix: float) -> tuple[Callable[[], float], float, str] | None:
+def model_pass(
+    plan: RunPlan, functions: Functions, matrix: float
+) -> tuple[Callable[[], float], float, str] | None:
     """(a callable that returns the seconds of one pass, its FLOPs, what it is); None when it would take too long."""
-    model: Any = trainer.model
+    model: Any = plan.model.model
     depth = getattr(model, "depth", None)
     plain = {"lookup_after_layers": ()} if hasattr(model, "lookup_after_layers") else {}
     cut = model.clone(depth=LAYERS, **plain) if isinstance(depth, int) and depth > LAYERS else model
-    block = trainer.settings.block_size
+    block = plan.context.settings.block_size
     row_flops = cut.flops_per_token(block) * block
     if row_flops / matrix > LONGEST:
         return None
-    rows = int(
-        min(trainer.config["training/per_device_batch_size"], max(1, PASS_SECONDS * matrix // row_flops))
-    )
-    batch = some_rows(trainer, rows)
-    apply, loss_fn = make_apply(cut), trainer.functions.abstract_state.loss_fn
+    rows = int(min(functions.per_device, max(1, PASS_SECONDS * matrix // row_flops)))
+    batch = some_rows(plan, rows)
+    apply, state = make_apply(cut), functions.abstract_state
 
     def loss(params: Any, batch: Any, key: jax.Array) -> Any:
-        against = {} if trainer.functions.abstract_state.reference is None else {"reference": params}
-        return loss_fn(apply, params, batch, key, **against)[0]
+        against = {} if state.reference is None else {"reference": params}
+        return state.loss_fn(apply, params, batch, key, **against)[0]
 
     key = jax.random.key(0)
     params = jax.jit(lambda k: unbox(cut.init(k, batch["input_ids"][:1]))["params"])(key)
-    gradient = jax.jit(jax.grad(loss), compiler_options=compiler_options(trainer))
+    gradient = jax.jit(jax.grad(loss), compiler_options=compiler_options(plan.context.topology, model))
 
     def once() -> float:
         start = time.perf_counter()
@@ -117,28 +118,26 @@ def model_pass(trainer: BaseTrainer, matrix: float) -> tuple[Callable[[], float]
     return once, row_flops * rows, f"a forward and backward pass of {layers} over {rows} × {block} tokens"
 
 
-def some_rows(trainer: BaseTrainer, rows: int) -> dict[str, jax.Array]:
+def some_rows(plan: RunPlan, rows: int) -> dict[str, jax.Array]:
     """Random tokens in the form of a training batch, (rows, T)."""
-    block, size = trainer.settings.block_size, getattr(trainer.model, "vocab_size", 256)
+    block, size = plan.context.settings.block_size, getattr(plan.model.model, "vocab_size", 256)
     ids = np.random.default_rng(0).integers(0, size, (rows, block + 1), dtype=np.int32)
     fields: dict[str, np.ndarray] = {"input_ids": ids[:, :-1], "target_ids": ids[:, 1:]}
     fields["positions"] = np.broadcast_to(np.arange(block, dtype=np.int32), (rows, block))
-    for name, (shape, dtype) in trainer.data.fields.items():
+    for name, (shape, dtype) in plan.data.fields.items():
         fields.setdefault(name, np.ones((rows, *shape), dtype))
     return {name: jnp.asarray(array) for name, array in fields.items()}
 
 
-def predict(trainer: BaseTrainer, rate: Rate) -> dict[str, Any]:
+def predict(plan: RunPlan, functions: Functions, rate: Rate) -> dict[str, Any]:
     """Seconds of the whole run, and what they rest on. Virtual devices of one CPU share its cores and count once."""
-    topology = trainer.topology
+    topology = plan.context.topology
     devices = jax.process_count() if topology.platform == "cpu" else topology.device_count
-    params = trainer.functions.abstract_state.params
-    update = trainer.functions.optimizer.update_flops(params) * trainer.steps
-    flops = trainer.calculate_number_total_flops() + update
+    update = functions.optimizer.update_flops(functions.abstract_state.params) * plan.data.steps
     share = 1.0 if rate.share is None else rate.share
-    seconds = flops / (rate.matrix * share * devices)
-    speed = trainer.steps * trainer.tokens_per_step / seconds
-    per_token = trainer.flops_share(causal=False)
+    seconds = (plan.flops + update) / (rate.matrix * share * devices)
+    speed = plan.tokens / seconds
+    per_token = flops_share(topology, plan.model, causal=False)
     return {
         "seconds": seconds,
         "tokens_per_s": speed,

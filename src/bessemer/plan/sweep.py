@@ -64,11 +64,11 @@ def make_sweep(
 
 
 def _base(recipe: Any, fixed: list[str], target: Target, prices: Path | None) -> Planned:
-    """A trainer on one chip of that kind, which serves to ask about all of them."""
+    """Plan for one chip of that kind; its facts answer for all of them."""
     one = replace(target, slices=1, grid=(1,) * len(target.grid))
     alone = [f"topology.{axis}={-1 if axis == 'data' else 1}" for axis in AXES]
     planned = estimated(recipe, [*fixed, *alone], one, prices)
-    return replace(planned, facts=Facts(planned.facts.trainer, target))
+    return replace(planned, facts=Facts(planned.facts.step, target))
 
 
 def ranked(base: Planned) -> tuple[list[Row], int]:
@@ -81,7 +81,7 @@ def ranked(base: Planned) -> tuple[list[Row], int]:
             count += 1
             if made is None or not made.fits(base.limit):
                 continue
-            spent = Planned(base.facts, made, base.terms).time()
+            spent = replace(base, estimate=made).time()
             rows.append(Row(choice, made.memory.peak, spent["step_seconds"], spent["bound_by"]))
         if rows:
             return sorted(rows, key=_order), count
@@ -113,7 +113,7 @@ def _settle(
         program = None
         if compiles:
             say(f"compiling {' '.join(changes(start, row.choice))}")
-            program = compile_step(planned.facts.trainer, node_of(target, planned.terms), say, quick)
+            program = compile_step(planned.facts.step, node_of(target, planned.terms), say, quick)
             say(f"compiled in {program.seconds:.0f} s" + ("" if program.memory else ": does not fit"))
         documents.append(document(recipe, planned, program) | {"settings": changes(start, row.choice)})
     fitting = [one for one in documents if one["memory"]["fits"]] or documents

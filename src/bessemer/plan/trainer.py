@@ -6,6 +6,7 @@ read when the data is there already, and assumed, with a line that says so, when
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,16 +37,18 @@ from bessemer.plan.absent import AbsentTopology, absent_functions, absent_topolo
 from bessemer.plan.target import Target
 from bessemer.registry import jobs
 from bessemer.topology import TopologySettings, make_topology
+from bessemer.training.context import RunContext
 from bessemer.training.launch import Overrides
 from bessemer.training.persistence.reference import logps_fields, wants_logps
 from bessemer.training.persistence.teacher import target_fields
+from bessemer.training.settings import BaseTrainerConfig
 from bessemer.training.setup import microbatch
-from bessemer.training.setup.compiled import Functions, build_functions
+from bessemer.training.setup.compiled import Functions, build_functions, record_micro_batch
 from bessemer.training.setup.data import DataParts, stage_boundaries, stage_count
 from bessemer.training.setup.horizon import plan_horizon, target_of
 from bessemer.training.setup.init_recipe import planned_from
 from bessemer.training.setup.initial_weights import begun_from
-from bessemer.training.setup.model import ModelParts, build_model, fix_settings, note, with_model
+from bessemer.training.setup.model import ModelParts, build_model, with_allocation
 from bessemer.training.setup.schema import schema_of, usual_style
 from bessemer.training.trainer import BaseTrainer
 
@@ -57,7 +60,7 @@ OPEN = "???"
 
 def planned_trainer(
     recipe: Any, overrides: Overrides = (), *, compiles: bool = True, target: Target | None = None
-) -> BaseTrainer:
+) -> WithoutData:
     """Resolve and build as `bessemer train` does, with assumptions in place of data. Nothing is written.
 
     `target`: for that hardware in place of the devices here; its functions then hold shapes, and no jitted step.
@@ -76,7 +79,7 @@ def planned_trainer(
         topology = make_topology(settings) if target is None else absent_topology(settings, target)
         base: type[BaseTrainer] = jobs.get(config["job"])
         planned = type("Planned", (WithoutData, base), {"compiles": compiles})
-        return cast(BaseTrainer, planned(ExecutionSpec("plan", root=Path("runs"), topology=topology)))
+        return cast(WithoutData, planned(ExecutionSpec("plan", root=Path("runs"), topology=topology)))
 
 
 def close(config: Config) -> None:
@@ -94,6 +97,7 @@ class WithoutData(BaseTrainer):
 
     compiles = True
     epochs: float | None = None
+    wished_rows: int  # the micro-batch before it is derived; -1: open
 
     def __init__(self, spec: ExecutionSpec):
         self.said: list[str] = []
@@ -106,81 +110,86 @@ class WithoutData(BaseTrainer):
         own = super().configure_model
         if own.__func__ is not BaseTrainer.configure_model:  # type: ignore[attr-defined]
             return own()  # a trainer that makes its own model knows best
-        return build_model(self, planned_tokenizer(self))
+        return build_model(self.context, self.model_class(), planned_tokenizer(self.context))
 
     def configure_dataloaders(self) -> DataParts:
-        return planned_data(self)
+        self.model_parts = assume_allocation(self.context, self.model_parts)
+        kinds = getattr(
+            self, "row_types", TEXT_TYPES
+        )  # a trainer that makes its own rows knows what they hold
+        fields = planned_fields(self.settings, kinds)
+        if wants_logps(self.settings.objective):
+            fields |= logps_fields(self.settings.block_size)
+        if self.teacher is not None and not self.teacher.live:
+            fields |= target_fields(self.settings.block_size, self.teacher.top_k)
+        data, self.epochs = planned_data(self.context, self.model_parts, fields)
+        return data
 
     def configure_functions(self) -> Functions:
+        self.wished_rows = self.config[microbatch.KEY]
         if isinstance(self.topology, AbsentTopology):
-            return absent_functions(self)
+            return absent_functions(self.plan, self.hooks)
         if not self.compiles:
-            assume_micro_batch(self)
-        return build_functions(self)
+            assume_micro_batch(self.context, self.data.batch_size)
+        return build_functions(self.plan, self.hooks)
 
 
-def planned_tokenizer(trainer: BaseTrainer) -> Tokenizer | None:
-    """The tokenizer, where it exists; else the vocabulary's size is assumed and noted."""
-    settings = configure(DataSettings)
-    samplings = [sampling for mixture in trainer.settings.datasets for sampling in mixture]
+def planned_tokenizer(context: RunContext[Any]) -> Tokenizer | None:
+    """Return the tokenizer, where it exists; else assume the vocabulary's size and record that."""
+    config, settings = context.config, context.config.make(DataSettings)
+    samplings = [sampling for mixture in context.settings.datasets for sampling in mixture]
     trains, named = settings.tokenizer.startswith("train:"), settings.tokenizer != "auto"
     if samplings or (named and not trains):
         place = tokenizer_place(settings, samplings)
         if not trains or (place / FILE).is_file():
             return Tokenizer.load(place)
-    if "model/vocab_size" in trainer.config and trainer.config["model/vocab_size"] < 1:
+    if "model/vocab_size" in config and config["model/vocab_size"] < 1:
         size, why = VOCABULARY, "assumed: neither model.vocab_size nor a tokenizer is given"
         if trains:
             size = vocabulary_of(settings.tokenizer)
             why = f"assumed: data.tokenizer={settings.tokenizer}, not trained yet"
-        trainer.config.set("model/vocab_size", size, why)
-        trainer.note_derived("model.vocab_size", size, why)
+        config.set("model/vocab_size", size, why)
+        context.notes.derive("model.vocab_size", size, why)
     return None
 
 
-def planned_data(trainer: WithoutData) -> DataParts:
-    """Batch and horizon; `plan` is empty, as no batch will be asked for."""
-    settings, block = configure(DataSettings), trainer.settings.block_size
-    rows = epoch_rows(trainer, settings)
-    if rows is None and target_of(trainer.config).given == "epochs":
+def planned_data(
+    context: RunContext[Any], parts: ModelParts, fields: Fields
+) -> tuple[DataParts, float | None]:
+    """Return batch and horizon, with an empty `plan`, as no batch will be read; and the epochs, where known."""
+    settings = context.config.make(DataSettings)
+    rows = epoch_rows(context.settings, parts.tokenizer, settings)
+    if rows is None and target_of(context.config).given == "epochs":
         raise InputError(
             "training.epochs needs the length of the data, which is not prepared yet: prepare it with `bessemer data "
             "prepare`, or plan with training.tokens=N or training.steps=N."
         )
-    assume_allocation(trainer)
-    batch_size, steps = plan_horizon(trainer, rows or 0)
-    stages = stage_count(trainer)
-    starts = stage_boundaries(trainer, stages, batch_size * block, steps)
-    if rows is not None and stages == 1:
-        trainer.epochs = steps * batch_size / rows
-    fields = planned_fields(trainer)
-    return DataParts(cast(BatchPlan, None), None, batch_size, steps, starts, settings.prefetch, fields)
+    batch_size, steps = plan_horizon(context, parts, rows or 0)
+    stages = stage_count(context.settings)
+    starts = stage_boundaries(context, stages, batch_size * context.settings.block_size, steps)
+    epochs = steps * batch_size / rows if rows is not None and stages == 1 else None
+    empty = cast(BatchPlan, None)
+    return DataParts(empty, None, batch_size, steps, starts, settings.prefetch, fields), epochs
 
 
-def planned_fields(trainer: BaseTrainer) -> Fields:
+def planned_fields(settings: BaseTrainerConfig, kinds: Mapping[str, Any]) -> Fields:
     """Return the fields that the rows of the objective will have."""
-    block = trainer.settings.block_size
-    kinds = getattr(trainer, "row_types", TEXT_TYPES)  # a trainer that makes its own rows says what they hold
+    block = settings.block_size
     fields: Fields = {name: ((block,), np.dtype(kind)) for name, kind in kinds.items()}
-    if usual_style(trainer.settings.objective) is DatasetStyle.CONTRASTIVE:
+    if usual_style(settings.objective) is DatasetStyle.CONTRASTIVE:
         fields |= pair_fields(block)
-    if wants_logps(trainer.settings.objective):
-        fields |= logps_fields(block)
-    if trainer.teacher is not None and not trainer.teacher.live:
-        fields |= target_fields(block, trainer.teacher.top_k)
     return fields
 
 
-def epoch_rows(trainer: BaseTrainer, settings: DataSettings) -> int | None:
-    """Rows of the first stage, if all of its sources are prepared."""
-    if not trainer.settings.datasets or trainer.tokenizer is None:
+def epoch_rows(settings: BaseTrainerConfig, tokenizer: Tokenizer | None, data: DataSettings) -> int | None:
+    """Return the rows of the first stage, if all of its sources are prepared."""
+    if not settings.datasets or tokenizer is None:
         return None
     total = 0
-    for sampling in trainer.settings.datasets[0]:
-        if not is_prepared(sampling, trainer.tokenizer, settings):
+    for sampling in settings.datasets[0]:
+        if not is_prepared(sampling, tokenizer, data):
             return None
-        block = trainer.settings.block_size
-        total += len(open_dataset(sampling, trainer.tokenizer, block_size=block, settings=settings))
+        total += len(open_dataset(sampling, tokenizer, block_size=settings.block_size, settings=data))
     return total
 
 
@@ -190,32 +199,24 @@ def is_prepared(sampling: Sampling, tokenizer: Tokenizer, settings: DataSettings
     return is_store(store_place(sampling, find_source(sampling.name), tokenizer, settings=settings))
 
 
-def assume_micro_batch(trainer: BaseTrainer) -> None:
+def assume_micro_batch(context: RunContext[Any], batch_size: int) -> None:
     """Where finding the largest micro-batch would need the compiler, take what a CPU would take."""
-    if trainer.config["training/per_device_batch_size"] != -1:
+    if context.config[microbatch.KEY] != -1:
         return
-    sizes = microbatch.candidates(trainer.data.batch_size, trainer.topology.data_parallel)
-    block = trainer.settings.block_size
-    size = next((n for n in sizes if n * block <= microbatch.CPU_TOKENS), sizes[-1])
+    sizes = microbatch.candidates(batch_size, context.topology.data_parallel)
+    size = microbatch.within_tokens(sizes, context.settings.block_size)
     why = f"assumed: at most {microbatch.CPU_TOKENS} tokens a pass, as nothing was compiled"
-    trainer.config.set("training/per_device_batch_size", size, why)
-    trainer.note_derived("training.per_device_batch_size", size, why)
+    record_micro_batch(context, size, why)
 
 
-# Lookup rows before there is data: an even share for every token, noted as assumed.
-
-
-def assume_allocation(trainer: BaseTrainer) -> None:
-    """A training run shares rows out by its data; sizes and counts do not depend on how, only on how many."""
-    model: Any = trainer.model
+def assume_allocation(context: RunContext[Any], parts: ModelParts) -> ModelParts:
+    """Give a model with lookup layers an even share of rows for every token. Training allocates them by its data; sizes
+    and counts depend only on their number."""
+    model: Any = parts.model
     if not getattr(model, "lookup_after_layers", ()) or model.allocation is not None:
-        return
-    shape = model.shape.lookup
-    k = compute_lzw_allocation([], model.vocab_size, shape.rows, model.lookup_k_max)
-    tokenizer = trainer.tokenizer.hash if trainer.tokenizer else None
+        return parts
+    k = compute_lzw_allocation([], model.vocab_size, model.shape.lookup.rows, model.lookup_k_max)
+    tokenizer = parts.tokenizer.hash if parts.tokenizer else None
     allocation = Allocation.of(k, np.ones(model.vocab_size, np.int64), tokenizer)
-    fix_settings(trainer, model)
-    trainer.model_parts = with_model(
-        trainer, model.clone(allocation=allocation, lookup_rows=allocation.rows, lookup_d_up=shape.d_up)
-    )
-    note(trainer, allocation, "an even share, assumed: training uses LZW over its tokens")
+    origin = "an even share, assumed: training uses LZW over its tokens"
+    return with_allocation(context, parts, allocation, origin)

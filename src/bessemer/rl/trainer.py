@@ -51,7 +51,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         if not entry.traits.get("rollouts"):
             family = [one.name for one in objectives if one.traits.get("rollouts")]
             raise InputError(f"GRPOTrainer trains objective={'|'.join(family)}, not {entry.name}.")
-        horizon = functools.partial(plan_horizon, self)
+        horizon = functools.partial(plan_horizon, self.context, self.model_parts)
         if isinstance(self.policy, GrpoSettings) and self.policy.offline != "no":
             assert self.tokenizer is not None
             data, self.passes = build_stored(self.settings, self.policy, self.tokenizer, horizon, self.say)

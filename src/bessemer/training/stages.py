@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -22,25 +21,10 @@ import numpy as np
 
 from bessemer.errors import InputError
 from bessemer.job.directory import step_name
+from bessemer.training.setup.plan import Stage
 from bessemer.training.state import TrainState, added_fields
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Stage:
-    """reference: the step whose parameters the stage is compared with; None: none."""
-
-    number: int
-    start: int
-    end: int
-    beta: float = 0.0
-    reference: int | None = None
-
-    @property
-    def name(self) -> str:
-        """The label of the checkpoint at its end."""
-        return f"stage-{self.number}"
 
 
 def plan(

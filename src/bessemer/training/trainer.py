@@ -45,7 +45,8 @@ from bessemer.training.settings import BaseTrainerConfig, GuardSettings, Logging
 from bessemer.training.setup import compiled, data, horizon, initial_weights, microbatch, schema
 from bessemer.training.setup.compiled import Functions, keep_compiled_programs
 from bessemer.training.setup.data import CollectFunction, DataParts
-from bessemer.training.setup.model import ModelParts, build_model, flops_share, peak_memory
+from bessemer.training.setup.model import ModelParts, allocate, build_model, flops_share, peak_memory
+from bessemer.training.setup.plan import RunPlan, StepHooks
 from bessemer.training.state import LoopState, RunState, TrainState
 from bessemer.training.step import Batch, Meta
 
@@ -122,7 +123,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         self.data_change = ""
         self.change: Changes | None = None  # what `resume --change` asks for
         self.branches: list[Branch] = []
-        self.run_state = RunState(functools.partial(compiled.initial_state, self))
+        self.run_state = RunState(self._initial_state)
         self._checkpoints = None
         self.stages: tuple[stages.Stage, ...] = ()
         self.other_functions: Functions | None = None  # of the stages of the other kind
@@ -151,17 +152,22 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
                 and (taken := initial_weights.describe(self.config)) is not None
             ):
                 self.note_derived("init", self.settings.init, taken)
+            self.lora = self.model_parts.split.lora
             self.teacher = teacher.find_teacher(self.context, self.model_parts)
-            self.data = data.with_fields(self, self.configure_dataloaders())
-            self.logging = horizon.settle_reports(self)
+            self.data = self.configure_dataloaders()
+            if not self.rolls_out and self.data.plan is not None:  # else there is no row to look at
+                self.data = dataclasses.replace(self.data, fields=data.batch_fields(self.batch))
+            self.logging = horizon.settle_reports(self.context, self.steps)
             self.context = dataclasses.replace(self.context, logging=self.logging)
             self.stages = self.plan_stages()
             if self._checkpoints is not None:  # opened by the data already
                 checkpoints.protect_stages(self._checkpoints, self.stages)
             self.startup.lap("data")
             keep_compiled_programs(self.config["data/root"])
+            self.plan = RunPlan(self.context, self.model_parts, self.data, self.teacher, self.stages)
             self.functions = self.configure_functions()
-            initial_weights.check_start(self)
+            boxed = self.model_parts.boxed
+            initial_weights.check_start(self.config, lambda: self.checkpoint_manager, self.model, boxed)
         self.show_progress: Callable[[str], None] = lambda text: None  # the loop's, while it runs
         self.stop_agreement = StepAgreement()
         self.lock: RunLock | None = None  # of the run directory, while it runs; process 0 holds it
@@ -209,17 +215,45 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def configure_model(self) -> ModelParts:
         """Tokenizer, module and its counts. No arrays yet."""
         with self.configured():
-            return build_model(self, data.choose_tokenizer(self))
+            return build_model(self.context, self.model_class(), data.choose_tokenizer(self.context))
 
     def configure_dataloaders(self) -> DataParts:
         """The pure `batch(step)`, the validation rows, and the horizon."""
         with self.configured():
-            return data.build_data(self)
+            source = data.RowSource(
+                self.context,
+                self.tokenizer,
+                self.data_collator,
+                self.output.preparing,
+                attach=functools.partial(reference.attach_logps, self.settings.objective),
+                distill=functools.partial(teacher.with_targets, self.context, self.teacher),
+            )
+            mixtures = source.train()
+            self.model_parts = allocate(
+                self.context, self.model_parts, mixtures[0], lambda: self.checkpoint_manager
+            )
+            return data.build_data(self.context, self.model_parts, source, mixtures)
 
     def configure_functions(self) -> Functions:
         """Optimizer, state shardings and the jitted steps."""
         with self.configured():
-            return compiled.build_functions(self)
+            return compiled.build_functions(self.plan, self.hooks)
+
+    @property
+    def hooks(self) -> StepHooks:
+        """The members of this class that the compiled side calls."""
+        return StepHooks(
+            batch=self.batch,
+            train_step=self.train_step,
+            val_step=self.val_step,
+            sharded_init=self.sharded_init,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            wants_reference=self.wants_reference,
+            state_class=self.state_class,
+            rolls_out=self.rolls_out,
+            owner=type(self).__name__,
+        )
 
     @contextlib.contextmanager
     def configured(self) -> Iterator[None]:
@@ -258,6 +292,9 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     @state.setter
     def state(self, state: TrainState) -> None:
         self.run_state.state = state
+
+    def _initial_state(self) -> TrainState:
+        return compiled.initial_state(self.plan, self.hooks, self.functions, self.given_params())
 
     @property
     def step(self) -> int:
@@ -369,7 +406,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     def flops_share(self, causal: bool) -> float | None:
         """Share of the devices' peak that one token per second uses; None on a chip without a known peak."""
-        return flops_share(self, causal)
+        return flops_share(self.topology, self.model_parts, causal)
 
     def wall_seconds(self) -> float:
         """Of all starts of the run so far, for time/goodput."""
@@ -430,7 +467,9 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         nothing advances. rows: only these rows, since a process reads just those of its own devices.
         The run takes every batch from here, ahead of use and in another thread.
         """
-        return data.host_batch(self, slice, step, rows)
+        if slice == "train":
+            return self.data.plan.batch(self.step + self.data_offset if step is None else step, rows)
+        return data.validation_batch(self.data, slice, step or 0, self.functions.validation_rows, rows)
 
     @classmethod
     def train_step(
@@ -453,7 +492,10 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     def prefetcher(self, step: int) -> Prefetcher:
         """Device batches from `step` on, made ahead of use by a background thread."""
-        make = functools.partial(data.make_device_batch, self)
+
+        def make(position: int) -> dict[str, Any]:
+            return compiled.step_batch(self.plan, self.batch, self.functions, position)
+
         return Prefetcher(make, step + self.data_offset, self.data.prefetch)
 
     def needs_rollout(self, step: int) -> bool:
@@ -472,8 +514,12 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def compile_aot(self) -> bool:
         """Compile both steps before the loop; True if anything was compiled. The loop uses these executables."""
         self.startup.lap("setup")
-        with self.topology.scope():
-            self.functions, new = compiled.compile_steps(self)
+        new = not self.functions.compiled
+        if new:
+            with self.topology.scope():
+                self.functions = compiled.compile_steps(
+                    self.plan, self.hooks, self.functions, self.draws_state
+                )
         self.startup.lap("compile")
         return new
 
@@ -487,7 +533,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         """Use the functions of `stage`: with a reference or without. What is compiled stays compiled."""
         now = self.functions
         if (now.abstract_state.reference is None) != (stage.reference is None):
-            self.functions = self.other_functions or compiled.without_reference(self, now)
+            self.functions = self.other_functions or compiled.without_reference(self.plan, self.hooks, now)
             self.other_functions = now
 
     def move_data(self, position: int) -> None:
@@ -660,13 +706,14 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def run(self) -> None:
         """Train to the end (every process calls it). Continues from what `load` restored."""
         Callbacks(self.make_callbacks()).fire("on_check", self)
-        microbatch.check_machine(self)
+        functions = self.functions
+        microbatch.check_machine(microbatch.state_bytes(functions.abstract_state, functions.state_shardings))
         if self.data.validation is not None:
-            validation.check_held_out(self.batch, self.data.validation, self.functions.validation_rows)
+            validation.check_held_out(self.batch, self.data.validation, functions.validation_rows)
         if not self.rolls_out:
             validation.check_first_batch(self.batch("train", step=0))
-        remedy = functools.partial(microbatch.remedy, self)
-        owner = outcome.Owner(self.context, self.run_state, self.output, self.functions.micro, remedy)
+        remedy = functools.partial(compiled.memory_remedy, self.plan, self.hooks, functions)
+        owner = outcome.Owner(self.context, self.run_state, self.output, functions.micro, remedy)
         with owner.opened(self.mirror, self.continues, self._write_first_files) as self.lock:
             outcome.take_over(self.context, self.run_state, self.checkpoint_manager, self.continues)
             header(self)
@@ -688,4 +735,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         self.run_directory.write_status(state="running", step=self.step, exit_code=None, message="", **fields)
 
     def make_callbacks(self) -> list[Callback]:
-        return schema.make_callbacks(self)
+        """Those given in code, those of the setting, then the default ones: what the first add to a row is logged."""
+        with configuration(self.config):
+            names = [*self.settings.callbacks, *self.default_callbacks]
+            return [*self.given_callbacks, *schema.make_callbacks(self.config, names)]

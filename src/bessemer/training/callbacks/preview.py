@@ -19,7 +19,6 @@ from bessemer.training.callbacks.base import Callback
 from bessemer.training.generation import left_padded
 from bessemer.training.loop import Loop
 from bessemer.training.outcome import doing
-from bessemer.training.setup.horizon import asked as asked_for
 
 if TYPE_CHECKING:
     from bessemer.training.setup.data import DataParts
@@ -187,7 +186,7 @@ class Preview(Callback):
         """Return the caller's prompts. A recipe's own and the shipped ones only suit the recipe's data: other data is
         previewed with its own held-out text."""
         config = trainer.config
-        given = self.prompts != config[PROMPTS_KEY] or bool(asked_for(config, [PROMPTS_KEY]))
+        given = self.prompts != config[PROMPTS_KEY] or bool(config.asked(PROMPTS_KEY))
         return self.prompts if given or trainer.has_recipe_data else [HELD_OUT]
 
     def starts(

@@ -13,7 +13,7 @@ from bessemer.training.console.progress import compact
 from bessemer.training.persistence import frozen
 from bessemer.training.setup.horizon import MULTIPLIER, is_shipped, repeats, starts_from_real_weights
 from bessemer.training.setup.model import flops_formula
-from bessemer.training.setup.schema import idle
+from bessemer.training.setup.schema import without_effect
 
 if TYPE_CHECKING:
     from bessemer.training.trainer import BaseTrainer
@@ -53,8 +53,9 @@ def header(trainer: BaseTrainer) -> None:
         f"{compact(data.steps * trainer.tokens_per_step)} tokens, {epochs:.2f} epochs"
     )
     trainer.say(f"rates      {'; '.join(rate_lines(trainer))}")
+    formula = flops_formula(trainer.model_parts, trainer.settings.block_size)
     trainer.say(
-        f"FLOPs      {compact(trainer.model_parts.flops_per_token)} a token = {flops_formula(trainer)}; "
+        f"FLOPs      {compact(trainer.model_parts.flops_per_token)} a token = {formula}; "
         f"{compact(trainer.model_parts.flops_per_token_causal)} with causal attention counted once"
     )
     axes = " × ".join(f"{axis} {size}" for axis, size in topology.mesh.shape.items() if size > 1)
@@ -65,7 +66,7 @@ def header(trainer: BaseTrainer) -> None:
     notes = (
         *topology.notes,
         *config.notes,
-        *idle(trainer),
+        *without_effect(trainer.config, len(trainer.stages)),
         *repeats(config, epochs),
         *shipped_rates(config, counts["total"]),
     )
@@ -89,7 +90,7 @@ def kernels(trainer: BaseTrainer) -> str:
 def rate_lines(trainer: BaseTrainer) -> list[str]:
     """Peak rate and decay of each group: which parameters decay is decided by rule, so it is said."""
     words = []
-    for row in optimizer_groups(trainer):
+    for row in optimizer_groups(trainer.functions):
         rate = "rate of its own" if row["lr"] is None else f"{row['lr']:.4g}"
         decay = f", decay {row['weight_decay']:.4g}" if row["weight_decay"] else ""
         many = f"{row['tensors']} tensor{'s' if row['tensors'] > 1 else ''}"

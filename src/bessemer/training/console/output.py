@@ -38,8 +38,7 @@ from bessemer.training import stages
 from bessemer.training.console.progress import compact
 from bessemer.training.feed import fetch
 from bessemer.training.persistence.checkpoints import versions, write_branches
-from bessemer.training.setup import microbatch
-from bessemer.training.setup.compiled import programs_so_far
+from bessemer.training.setup.compiled import Functions, check_step, programs_so_far
 from bessemer.training.setup.model import flops_formula, mfu_peak
 
 if TYPE_CHECKING:
@@ -210,10 +209,10 @@ def run_facts(trainer: BaseTrainer) -> dict[str, Any]:
         "trained_parameters": trainer.count_model_parameters(trainer.functions.abstract_state.params),
         "flops_per_token": parts.flops_per_token,
         "flops_per_token_causal": parts.flops_per_token_causal,
-        "flops_formula": flops_formula(trainer),
-        "mfu_peak": mfu_peak(trainer, parts.model),
+        "flops_formula": flops_formula(parts, trainer.settings.block_size),
+        "mfu_peak": mfu_peak(trainer.topology, parts.model),
         "total_flops": trainer.calculate_number_total_flops(),
-        "optimizer": optimizer_groups(trainer),
+        "optimizer": optimizer_groups(trainer.functions),
         "steps": trainer.steps,
         "tokens": trainer.steps * trainer.tokens_per_step,
         "accumulate_steps": trainer.functions.accumulate_steps,
@@ -224,9 +223,9 @@ def run_facts(trainer: BaseTrainer) -> dict[str, Any]:
     }
 
 
-def optimizer_groups(trainer: BaseTrainer) -> list[dict[str, Any]]:
+def optimizer_groups(functions: Functions) -> list[dict[str, Any]]:
     """Peak rate, decay at step 0 and betas of each group of parameters, as it is trained."""
-    rows = trainer.functions.optimizer.describe(trainer.functions.abstract_state.params)
+    rows = functions.optimizer.describe(functions.abstract_state.params)
     return [
         {
             "group": row.group,
@@ -392,7 +391,7 @@ def compile_shown(trainer: BaseTrainer) -> None:
             trainer.say(f"loaded     from the cache in {seconds:.1f} s")
         else:
             trainer.say(f"compiled   in {seconds:.1f} s ({made.words}); the next start is quick")
-    microbatch.check_step(trainer)
+    check_step(trainer.plan, trainer.hooks, trainer.functions)
 
 
 def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: bool) -> Path:
@@ -475,7 +474,7 @@ def save_information(trainer: BaseTrainer, path: Any) -> None:
     lines += ["", "| derived | value | why |", "|---|---|---|"]
     lines += [f"| {name} | {entry['value']} | {entry['reason']} |" for name, entry in trainer.derived.items()]
     lines += ["", "| group | tensors | parameters | rate | decay |", "|---|---|---|---|---|"]
-    for row in optimizer_groups(trainer):
+    for row in optimizer_groups(trainer.functions):
         rate = "-" if row["lr"] is None else f"{row['lr']:g}"
         lines.append(
             f"| {row['group']} | {row['tensors']} | {row['parameters']:,} | {rate} | {row['weight_decay']:g} |"

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from bessemer.config import configure, dotted
+from bessemer.config import dotted
 from bessemer.data import data_root
-from bessemer.errors import InputError
+from bessemer.errors import InputError, TrainingError
 from bessemer.models.lora import group_of_adapted
 from bessemer.optim import Optimizer, build_optimizer, mesh_spread, state_shardings
 from bessemer.registry import objectives
 from bessemer.topology import shardings, share, unbox, validate_divisible
 from bessemer.topology.mesh import quick_draws
-from bessemer.training.feed import abstract_batch
+from bessemer.training.context import RunContext
+from bessemer.training.feed import abstract_batch, device_batch
 from bessemer.training.setup import microbatch
-from bessemer.training.setup.horizon import asked
+from bessemer.training.setup.data import batch_fields
+from bessemer.training.setup.microbatch import StepMemory
 from bessemer.training.setup.model import compiler_options, note_path, short_row
+from bessemer.training.setup.plan import RunPlan, StepHooks
 from bessemer.training.state import (
     WEIGHTS_FINITE,
     StepRules,
@@ -31,18 +34,14 @@ from bessemer.training.state import (
     create_state,
     spike_rule,
 )
-from bessemer.training.validation import validation_fields
-
-if TYPE_CHECKING:
-    from bessemer.training.trainer import BaseTrainer
-
 
 MAX_VALIDATION_BATCHES = 8
 """Micro-batches in one call of val_step: bounds what is on the device at once."""
 
 
 class Functions(NamedTuple):
-    """What the loop calls. `micro` is the global micro-batch; batch_size = accumulate_steps · micro."""
+    """What the loop calls. A batch is accumulate_steps · micro sequences; micro is per_device on every data-parallel
+    device."""
 
     optimizer: Optimizer
     abstract_state: TrainState
@@ -51,6 +50,7 @@ class Functions(NamedTuple):
     train_step: Any  # jitted, or the executable once compiled
     val_step: Any
     accumulate_steps: int
+    per_device: int
     micro: int
     validation_batches: int
     compiled: bool = False
@@ -58,65 +58,154 @@ class Functions(NamedTuple):
 
     @property
     def validation_rows(self) -> int:
-        """Rows in one call of `val_step`."""
+        """Rows in one call of val_step."""
         return self.micro * self.validation_batches
 
 
-def micro_batch(trainer: BaseTrainer, abstract: Any, placed: Any) -> int:
-    """Sequences of a pass on one device: as the caller says; as a recipe says, or fewer where that does not divide the
-    batch over this mesh; or the most that fit."""
-    key = "training/per_device_batch_size"
-    per_device, batch, parallel = trainer.config[key], trainer.data.batch_size, trainer.topology.data_parallel
-    if per_device == -1:
-        per_device, why = microbatch.choose(trainer, abstract, placed)
-        per_device = int(share("per-device batch size", lambda: str(per_device)))  # process 0 decides
-    elif per_device > 0 and batch % (per_device * parallel) and not asked(trainer.config, [key]):
-        per_device, why = microbatch.lowered(per_device, batch, parallel)
-    else:
-        return int(per_device)
-    trainer.config.set(key, per_device, why)
-    trainer.note_derived(dotted(key), per_device, why)
-    return per_device
-
-
-def build_functions(trainer: BaseTrainer) -> Functions:
-    check_sequence(trainer.settings.block_size, trainer.topology.mesh.shape["context"])
-    optimizer = make_optimizer(trainer)
-    abstract, placed = abstract_state(trainer, optimizer)
-    per_device = micro_batch(trainer, abstract, placed)
-    note_path(trainer, per_device)
-    micro = per_device * trainer.topology.data_parallel
-    accumulate = microbatch.accumulation(trainer.data.batch_size, per_device, trainer.topology.data_parallel)
-    validation_batches = min(MAX_VALIDATION_BATCHES, -(-trainer.data.validation_count // micro))
-    key = jax.device_put(
-        jax.random.fold_in(jax.random.key(trainer.settings.seed), DROPOUT), trainer.topology.replicated
-    )
+def build_functions(plan: RunPlan, hooks: StepHooks) -> Functions:
+    """Make the optimizer, the state's shapes and shardings, and the jitted steps."""
+    settings, topology, batch_size = plan.context.settings, plan.context.topology, plan.data.batch_size
+    check_sequence(settings.block_size, topology.mesh.shape["context"])
+    optimizer = make_optimizer(plan, hooks)
+    abstract, placed = abstract_state(plan, hooks, optimizer)
+    per_device = derive_micro_batch(plan, hooks, abstract, placed)
+    note_path(plan.context, plan.model.model, per_device)
+    micro = per_device * topology.data_parallel
+    accumulate = microbatch.accumulation(batch_size, per_device, topology.data_parallel)
+    validation_batches = min(MAX_VALIDATION_BATCHES, -(-plan.data.validation_count // micro))
+    key = jax.random.fold_in(jax.random.key(settings.seed), DROPOUT)
     return Functions(
         optimizer,
         abstract,
         placed,
-        key,
-        jit_train_step(trainer, placed, accumulate),
-        jit_val_step(trainer),
+        jax.device_put(key, topology.replicated),
+        jit_train_step(plan, hooks, placed, accumulate),
+        jit_val_step(plan, hooks),
         accumulate,
+        per_device,
         micro,
         max(1, validation_batches),
     )
 
 
+# --- the micro-batch: its size is in Functions.per_device from here on ---
+def derive_micro_batch(plan: RunPlan, hooks: StepHooks, abstract: Any, placed: Any) -> int:
+    """Return the sequences of a pass on one device: as the caller set; as a recipe set, or fewer where that does not
+    divide the batch over this mesh; or the most that fit."""
+    config, batch, parallel = plan.context.config, plan.data.batch_size, plan.context.topology.data_parallel
+    per_device = int(config[microbatch.KEY])
+    if per_device == -1:
+        per_device, why = largest_that_fits(plan, hooks, abstract, placed)
+        per_device = int(share("per-device batch size", lambda: str(per_device)))  # process 0 decides
+    elif per_device > 0 and batch % (per_device * parallel) and not config.asked(microbatch.KEY):
+        per_device, why = microbatch.lowered(per_device, batch, parallel)
+    else:
+        return per_device
+    record_micro_batch(plan.context, per_device, why)
+    return per_device
+
+
+def record_micro_batch(context: RunContext[Any], per_device: int, why: str) -> None:
+    """Write a derived micro-batch to the configuration and the settings."""
+    context.config.set(microbatch.KEY, per_device, why)
+    context.settings.per_device_batch_size = per_device
+    context.notes.derive(dotted(microbatch.KEY), per_device, why)
+
+
+def largest_that_fits(plan: RunPlan, hooks: StepHooks, abstract: Any, placed: Any) -> tuple[int, str]:
+    """Return (sequences per device, why)."""
+    context = plan.context
+    sizes = microbatch.candidates(plan.data.batch_size, context.topology.data_parallel)
+    device = context.topology.mesh.local_devices[0]
+    limit = microbatch.memory_limit(device)
+    if limit is None:
+        size = microbatch.within_tokens(sizes, context.settings.block_size)
+        return size, f"at most {microbatch.CPU_TOKENS} tokens a pass on a {device.platform}"
+    for size in sizes:
+        needed = planned_memory(plan, hooks, abstract, placed, size)
+        if needed is not None and needed <= microbatch.SPARE * limit:
+            return size, f"largest that fits: {needed / 2**30:.1f} of {limit / 2**30:.1f} GiB planned"
+    state = microbatch.state_bytes(abstract, placed)
+    raise InputError(microbatch.without_a_fit(context.config, state, needed, limit))
+
+
+def planned_memory(
+    plan: RunPlan, hooks: StepHooks, abstract: Any, placed: Any, per_device: int
+) -> int | None:
+    """Bytes of the compiled step: arguments + outputs - aliased + temporaries. None: it did not even compile."""
+    memory = step_memory(plan, hooks, abstract, placed, per_device)
+    return None if memory is None else memory.total
+
+
+def step_memory(
+    plan: RunPlan, hooks: StepHooks, abstract: Any, placed: Any, per_device: int
+) -> StepMemory | None:
+    """Compile the step with that micro-batch, from shapes alone."""
+    topology = plan.context.topology
+    steps = microbatch.accumulation(plan.data.batch_size, per_device, topology.data_parallel)
+    micro = per_device * topology.data_parallel
+    batch = abstract_batch(plan.data.fields, micro, steps, topology.batch_sharding(1))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    try:
+        step = jit_train_step(plan, hooks, placed, steps).lower(abstract, batch, key).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return None
+        raise
+    return microbatch.step_bytes(step)
+
+
+def check_step(plan: RunPlan, hooks: StepHooks, functions: Functions) -> None:
+    """Raise TrainingError if the compiled step plans for more memory than the device has."""
+    limit = microbatch.device_limit(plan.context.topology)
+    needed = None if limit is None else microbatch.step_total(functions.train_step)
+    if limit is not None and needed is not None and needed > limit:
+        raise TrainingError(
+            f"out of memory before the first step: it takes {microbatch.gib(needed)}, and a device has "
+            f"{microbatch.gib(limit)}. {memory_remedy(plan, hooks, functions)}"
+        )
+
+
+def memory_remedy(plan: RunPlan, hooks: StepHooks, functions: Functions) -> str:
+    """Name the micro-batch that fits, found by compiling smaller ones; if none does, what else to change."""
+    context, topology = plan.context, plan.context.topology
+    limit = microbatch.device_limit(topology)
+    abstract, placed = functions.abstract_state, functions.state_shardings
+    sizes = microbatch.candidates(plan.data.batch_size, topology.data_parallel)
+    sizes = [size for size in sizes if size < functions.per_device]
+    planned: dict[int, int | None] = {}
+
+    def fits(size: int) -> bool:
+        with topology.scope():
+            planned[size] = planned_memory(plan, hooks, abstract, placed, size)
+        return limit is None or (planned[size] or limit + 1) <= limit
+
+    best = microbatch.largest_fitting(sizes, fits)
+    if best is not None:
+        needed = f", which takes {microbatch.gib(planned[best] or 0)}" if limit is not None else ""
+        return (
+            f"Continue with: bessemer resume {context.directory.word} training.per_device_batch_size={best} "
+            f"(the update stays the same{needed})."
+        )
+    smallest = planned[sizes[-1]] if sizes else microbatch.step_total(functions.train_step)
+    state = microbatch.state_bytes(abstract, placed)
+    return microbatch.without_a_fit(context.config, state, smallest, limit)
+
+
+# --- the jitted steps ---
 INIT, DROPOUT, ADAPTERS = 0, 1, 2
 """Purposes folded into the seed: every random key is (seed, purpose, step, …) and nothing is carried."""
 
 
-def jit_train_step(trainer: BaseTrainer, placed: TrainState, accumulate: int) -> Any:
+def jit_train_step(plan: RunPlan, hooks: StepHooks, placed: TrainState, accumulate: int) -> Any:
     """State donated, results where they were: the step never moves what it does not have to.
 
-    Whatever class wrote the step, its meta says whether the weights it left are finite (`weights_finite`).
+    Whichever class wrote the step, its meta reports whether the weights it left are finite (`weights_finite`).
     """
-    replicated = trainer.topology.replicated
-    step = functools.partial(trainer.train_step, accumulate_steps=accumulate)
+    topology = plan.context.topology
+    step = functools.partial(hooks.train_step, accumulate_steps=accumulate)
 
-    @functools.wraps(trainer.train_step)  # programs are named after it
+    @functools.wraps(hooks.train_step)  # programs are named after it
     def train_step(state: TrainState, batch: Any, key: jax.Array) -> tuple[TrainState, jax.Array, Any]:
         state, loss, meta = step(state, batch, key)
         return state, loss, {**meta, WEIGHTS_FINITE: all_finite((state.params, state.ema))}
@@ -124,29 +213,29 @@ def jit_train_step(trainer: BaseTrainer, placed: TrainState, accumulate: int) ->
     return jax.jit(
         train_step,
         donate_argnums=0,
-        out_shardings=(placed, replicated, replicated),
-        compiler_options=compiler_options(trainer),
+        out_shardings=(placed, topology.replicated, topology.replicated),
+        compiler_options=compiler_options(topology, plan.model.model),
     )
 
 
-def jit_val_step(trainer: BaseTrainer) -> Any:
-    return jax.jit(trainer.val_step, compiler_options=trainer.topology.compiler_options)
+def jit_val_step(plan: RunPlan, hooks: StepHooks) -> Any:
+    return jax.jit(hooks.val_step, compiler_options=plan.context.topology.compiler_options)
 
 
-def without_reference(trainer: BaseTrainer, functions: Functions) -> Functions:
-    """Return the same steps over a state without a reference."""
+def without_reference(plan: RunPlan, hooks: StepHooks, functions: Functions) -> Functions:
+    """Return the same steps over a state without reference weights, not compiled yet."""
     placed = functions.state_shardings.replace(reference=None)
     return functions._replace(
         abstract_state=functions.abstract_state.replace(reference=None),
         state_shardings=placed,
-        train_step=jit_train_step(trainer, placed, functions.accumulate_steps),
-        val_step=jit_val_step(trainer),
+        train_step=jit_train_step(plan, hooks, placed, functions.accumulate_steps),
+        val_step=jit_val_step(plan, hooks),
         compiled=False,
     )
 
 
 def check_sequence(block_size: int, context: int) -> None:
-    """Every device of the context axis holds an equal piece of each sequence."""
+    """Raise InputError unless every device of the context axis holds an equal piece of each sequence."""
     if block_size % context:
         raise InputError(
             f"topology.context={context} does not divide architecture.block_size={block_size}: every device holds an "
@@ -154,44 +243,47 @@ def check_sequence(block_size: int, context: int) -> None:
         )
 
 
-def make_optimizer(trainer: BaseTrainer) -> Optimizer:
-    """By setting, else by the class; Muon's polar steps are spread over the mesh."""
-    model = trainer.model
+def make_optimizer(plan: RunPlan, hooks: StepHooks) -> Optimizer:
+    """Build the optimizer of the settings, else of the class; Muon's polar steps are spread over the mesh."""
+    settings, model = plan.context.settings, plan.model.model
     shape = getattr(model, "shape", None)
     group_of = getattr(model, "group_of", None)
     return build_optimizer(
-        trainer.settings.optimizer or trainer.optimizer(),
-        configure,
-        trainer.data.steps,
+        settings.optimizer or hooks.optimizer(),
+        plan.context.config.make,
+        plan.data.steps,
         None if group_of is None else functools.partial(group_of_adapted, group_of),
-        schedule=trainer.settings.schedule or trainer.schedule(),
-        boundaries=trainer.data.stage_starts,
+        schedule=settings.schedule or hooks.schedule(),
+        boundaries=plan.data.stage_starts,
         width=getattr(shape, "width", None),
-        spread=mesh_spread(trainer.topology.mesh),
+        spread=mesh_spread(plan.context.topology.mesh),
     )
 
 
-def abstract_state(trainer: BaseTrainer, optimizer: Optimizer) -> tuple[TrainState, TrainState]:
-    """The state as shapes with shardings, and the shardings alone. No array is made."""
-    topology = trainer.topology
-    split = trainer.model_parts.split
-    validate_divisible(trainer.model_parts.boxed, topology)
-    boxed, kept = split.shapes(trainer.model_parts.boxed)  # trained, frozen
+def abstract_state(plan: RunPlan, hooks: StepHooks, optimizer: Optimizer) -> tuple[TrainState, TrainState]:
+    """Return the state as shapes with shardings, and the shardings alone. No array is made."""
+    topology, settings, teacher, split = (
+        plan.context.topology,
+        plan.context.settings,
+        plan.teacher,
+        plan.model.split,
+    )
+    validate_divisible(plan.model.boxed, topology)
+    boxed, kept = split.shapes(plan.model.boxed)  # trained, frozen
     param_shardings = shardings(boxed, topology.mesh, topology.rest_rules)
     rules = StepRules(
-        max_grad_norm=trainer.settings.max_grad_norm,
-        ema_decay=trainer.settings.ema,
+        max_grad_norm=settings.max_grad_norm,
+        ema_decay=settings.ema,
         place_gradients=functools.partial(jax.lax.with_sharding_constraint, shardings=param_shardings),
         rates=optimizer.rates,
-        spikes=spike_rule(trainer.guard, trainer.data.stage_starts[1:]),
+        spikes=spike_rule(plan.context.guard, plan.data.stage_starts[1:]),
         split=None if split.everything else split,
-        teacher=trainer.teacher is not None,
-        own_validation=bool(objectives.entry(trainer.settings.objective).traits.get("own_validation")),
+        teacher=teacher is not None,
+        own_validation=bool(objectives.entry(settings.objective).traits.get("own_validation")),
     )
-    loss_fn = objective_function(trainer)
-    kind = trainer.state_class
+    loss_fn, kind = objective_function(plan, hooks.rolls_out), hooks.state_class
     create = functools.partial(
-        create_state, trainer.model_parts.apply, loss_fn, tx=optimizer.tx, rules=rules, kind=kind
+        create_state, plan.model.apply, loss_fn, tx=optimizer.tx, rules=rules, kind=kind
     )
     state = jax.eval_shape(create, unbox(boxed))
     placed = state.replace(
@@ -206,61 +298,57 @@ def abstract_state(trainer: BaseTrainer, optimizer: Optimizer) -> tuple[TrainSta
     if kept is not None:
         placed = placed.replace(frozen=shardings(kept, topology.mesh, topology.rest_rules))
         state = state.replace(frozen=unbox(kept))
-    if trainer.wants_reference():
+    if hooks.wants_reference():
         state, placed = state.replace(reference=unbox(boxed)), placed.replace(reference=param_shardings)
-    if trainer.teacher is not None and trainer.teacher.live:
-        there = shardings(trainer.teacher.boxed, topology.mesh, topology.rest_rules)
-        state, placed = state.replace(reference=unbox(trainer.teacher.boxed)), placed.replace(reference=there)
+    if teacher is not None and teacher.live:
+        there = shardings(teacher.boxed, topology.mesh, topology.rest_rules)
+        state, placed = state.replace(reference=unbox(teacher.boxed)), placed.replace(reference=there)
     located = jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), state, placed
     )
     return located, placed
 
 
-def objective_function(trainer: BaseTrainer) -> Callable[..., Any]:
-    """(apply, params, batch, key) -> (loss sum, weight, metric sums), its settings bound."""
-    entry = objectives.entry(trainer.settings.objective)
+def objective_function(plan: RunPlan, rolls_out: bool) -> Callable[..., Any]:
+    """Return (apply, params, batch, key) -> (loss sum, weight, metric sums), its settings bound."""
+    entry = objectives.entry(plan.context.settings.objective)
     if len(entry.settings) > 1:
         raise InputError(f"objective '{entry.name}' registers several settings classes; join them into one.")
-    if entry.traits.get("rollouts") and not trainer.rolls_out:
+    if entry.traits.get("rollouts") and not rolls_out:
         raise InputError(
             f"objective={entry.name} trains on completions that the model writes on the way: add job=GRPOTrainer."
         )
-    settings = configure(entry.settings[0]) if entry.settings else None
-    taught = (
-        {"teacher": trainer.teacher.apply} if trainer.teacher is not None and trainer.teacher.live else {}
-    )
-    return functools.partial(entry.value, settings=settings, **taught)
+    settings = plan.context.config.make(entry.settings[0]) if entry.settings else None
+    live = {"teacher": plan.teacher.apply} if plan.teacher is not None and plan.teacher.live else {}
+    return functools.partial(entry.value, settings=settings, **live)
 
 
-def jit_init(trainer: BaseTrainer) -> Any:
-    """(seed key, parameters that are given) -> the state of step 0, every array made in the pieces its devices hold.
-
-    What is given is never drawn: beside it there is no second model in memory.
-    """
-    functions = trainer.functions
-    abstract, split = functions.abstract_state, trainer.model_parts.split
+# --- the state of step 0 ---
+def jit_init(plan: RunPlan, hooks: StepHooks, functions: Functions) -> Any:
+    """Return (seed key, parameters that are given) -> the state of step 0, every array made in the pieces its devices
+    hold. What is given is never drawn: beside it there is no second model in memory."""
+    abstract, split = functions.abstract_state, plan.model.split
 
     def create(key: jax.Array, given: Any) -> TrainState:
-        whole = {**drawn_params(trainer, jax.random.fold_in(key, INIT)), **given}
+        whole = {**drawn_params(plan, hooks, jax.random.fold_in(key, INIT)), **given}
         params, frozen = split.divide(whole, jax.random.fold_in(key, ADAPTERS))
-        fixed = (abstract.tx, abstract.rules, trainer.state_class, frozen)
+        fixed = (abstract.tx, abstract.rules, hooks.state_class, frozen)
         return create_state(abstract.apply_fn, abstract.loss_fn, params, *fixed)
 
     born = functions.state_shardings.replace(reference=None)  # taken when the run begins
     return jax.jit(create, out_shardings=born, donate_argnums=1)
 
 
-def drawn_params(trainer: BaseTrainer, key: jax.Array) -> Any:
-    """Parameters from the trainer's `sharded_init`, checked against the shapes that the steps are compiled for."""
-    tokens = short_row(trainer.settings.block_size)
-    variables, _ = trainer.sharded_init(trainer.model, key, tokens, mesh=trainer.topology.mesh)
+def drawn_params(plan: RunPlan, hooks: StepHooks, key: jax.Array) -> Any:
+    """Return the parameters of `sharded_init`, checked against the shapes that the steps are compiled for."""
+    tokens, mesh = short_row(plan.context.settings.block_size), plan.context.topology.mesh
+    variables, _ = hooks.sharded_init(plan.model.model, key, tokens, mesh=mesh)
     params = unbox(variables)["params"]
-    found, expected = shapes_by_path(params), shapes_by_path(unbox(trainer.model_parts.boxed))
+    found, expected = shapes_by_path(params), shapes_by_path(unbox(plan.model.boxed))
     if found != expected:
         path = min(path for path in found.keys() | expected.keys() if found.get(path) != expected.get(path))
         raise InputError(
-            f"{type(trainer).__name__}.sharded_init: parameter {path} must be {expected.get(path, 'left out')} and is "
+            f"{hooks.owner}.sharded_init: parameter {path} must be {expected.get(path, 'left out')} and is "
             f"{found.get(path, 'missing')}. Return the parameters of the model, or override configure_model."
         )
     return params
@@ -273,40 +361,50 @@ def shapes_by_path(params: Any) -> dict[str, str]:
     return {path: f"{jax.numpy.result_type(leaf)}{list(leaf.shape)}" for path, leaf in named.items()}
 
 
-def initial_state(trainer: BaseTrainer) -> TrainState:
-    """Step 0: parameters from the seed (or `init`, or given), born on their devices."""
-    given = trainer.given_params()
-    init = trainer.functions.init or jit_init(trainer)
-    with trainer.topology.scope(), quick_draws(trainer.topology.mesh):
-        return init(jax.random.key(trainer.settings.seed), given)
+def initial_state(plan: RunPlan, hooks: StepHooks, functions: Functions, given: Any) -> TrainState:
+    """Return the state of step 0, made on its devices: the parameters `given`, the others from the seed."""
+    topology, init = plan.context.topology, functions.init or jit_init(plan, hooks, functions)
+    with topology.scope(), quick_draws(topology.mesh):
+        return init(jax.random.key(plan.context.settings.seed), given)
 
 
-def compile_steps(trainer: BaseTrainer) -> tuple[Functions, bool]:
-    """Both steps as executables, from shapes alone, and the first state's program; already compiled ones stay.
+# --- batches and ahead-of-time compilation ---
+def step_batch(
+    plan: RunPlan, batch: Callable[..., Mapping[str, Any]], functions: Functions, position: int
+) -> dict[str, Any]:
+    """Return batch `position` on the devices, (S, B, T); this process reads only its own rows."""
+    return device_batch(
+        lambda first, end: batch("train", step=position, rows=slice(first, end)),
+        plan.data.fields,
+        functions.micro,
+        functions.accumulate_steps,
+        plan.context.topology.batch_sharding(1),
+    )
+
+
+def compile_steps(plan: RunPlan, hooks: StepHooks, functions: Functions, draws: bool) -> Functions:
+    """Return `functions` with both steps as executables, from shapes alone, and if `draws` the first state's program.
 
     Traced one after the other, compiled side by side: the compiler needs no Python.
     """
-    functions = trainer.functions
-    if functions.compiled:
-        return functions, False
-    data, sharding = trainer.data, trainer.topology.batch_sharding(1)
+    topology, data = plan.context.topology, plan.data
+    sharding = topology.batch_sharding(1)
     batch = abstract_batch(data.fields, functions.micro, functions.accumulate_steps, sharding)
     lowered = {"train_step": functions.train_step.lower(functions.abstract_state, batch, functions.key)}
     if data.validation is not None:
-        fields = validation_fields(trainer.batch)
+        fields = batch_fields(hooks.batch, "validation")
         batch = abstract_batch(fields, functions.micro, functions.validation_batches, sharding)
         lowered["val_step"] = functions.val_step.lower(functions.abstract_state, batch)
-    if trainer.draws_state:
-        with quick_draws(trainer.topology.mesh):
-            lowered["init"] = jit_init(trainer).lower(jax.random.key(trainer.settings.seed), {})
+    if draws:
+        init, seed = jit_init(plan, hooks, functions), plan.context.settings.seed
+        with quick_draws(topology.mesh):
+            lowered["init"] = init.lower(jax.random.key(seed), {})
     with ThreadPoolExecutor(len(lowered)) as pool:
         done = list(pool.map(lambda program: program.compile(), lowered.values()))
-    return functions._replace(**dict(zip(lowered, done, strict=True)), compiled=True), True
+    return functions._replace(**dict(zip(lowered, done, strict=True)), compiled=True)
 
 
-# Compiled programs are kept on disk, so that the second start of a run skips the compiler.
-
-
+# --- compiled programs are cached on disk, so that the second start of a run skips the compiler ---
 REQUESTED, FOUND = (
     "/jax/compilation_cache/compile_requests_use_cache",
     "/jax/compilation_cache/cache_hits",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from bessemer.config import configure, dotted
+from bessemer.config import dotted
 from bessemer.data import (
     Batch,
     BatchPlan,
@@ -31,21 +32,19 @@ from bessemer.data.rows.rows import Fields, fields_of
 from bessemer.data.stores.catalog import store_directory
 from bessemer.errors import InputError
 from bessemer.scaling import stage_starts
-from bessemer.training.feed import device_batch
-from bessemer.training.persistence.reference import attach_logps
-from bessemer.training.persistence.teacher import with_targets
-from bessemer.training.setup.horizon import asked, check_sizes, plan_horizon
-from bessemer.training.setup.model import allocate
+from bessemer.training.context import RunContext
+from bessemer.training.settings import BaseTrainerConfig
+from bessemer.training.setup.horizon import check_sizes, plan_horizon
+from bessemer.training.setup.model import ModelParts
 from bessemer.training.setup.schema import usual_style
 from bessemer.training.validation import ValidationSet
 
-if TYPE_CHECKING:
-    from bessemer.training.trainer import BaseTrainer
-
+Collator = Callable[[list[Any]], Mapping[str, Any]]
+Stages = list[list[tuple[Sampling, Any]]]
+"""Each stage's sources with their rows."""
 
 PREPARING = ("data/val_fraction", "data/text_key", "data/on_error", "data/dedup", "data/workers")
-"""Settings that are used while a store is made, and by nobody once it is there."""
-
+"""Settings that only the preparation of a store reads."""
 
 VALIDATION = ("validation", "val", "eval")
 """Names of the held-out slice in `BaseTrainer.batch`."""
@@ -70,76 +69,143 @@ class DataParts:
         return step == 0 or int(self.plan.epoch(step)) != int(self.plan.epoch(step - 1))
 
 
-def choose_tokenizer(trainer: BaseTrainer) -> Tokenizer | None:
-    """Given, or named by data/tokenizer: a directory, a file, or `train:VOCAB` on the training sources."""
-    for mixture in trainer.settings.datasets:
+@dataclass(frozen=True)
+class RowSource:
+    """How a run opens rows: its settings, and what it does to them.
+
+    attach: adds the fields that the objective reads, to training and held-out rows; distill: adds a stored teacher's
+    columns to training rows; preparing: shows progress while a store is written.
+    """
+
+    context: RunContext[Any]
+    tokenizer: Tokenizer | None
+    collator: Collator
+    preparing: Callable[[str], AbstractContextManager[Any]]
+    attach: Callable[[Any], Any]
+    distill: Callable[[Any], Any]
+
+    @property
+    def settings(self) -> DataSettings:
+        return self.context.config.make(DataSettings)
+
+    def train(self) -> Stages:
+        """Open every source of every stage, each once. A single mixture is that of all stages."""
+        given, datasets = self.context.given, self.context.settings.datasets
+        count = stage_count(self.context.settings)
+        if given.dataset_train is not None:
+            return [[(Sampling("given"), self.distill(self.from_caller(given.dataset_train)))]] * count
+        opened: dict[Any, Any] = {}
+        for sampling in (sampling for mixture in datasets for sampling in mixture):
+            if sampling.identity not in opened:
+                opened[sampling.identity] = self.distill(self.from_dataset(sampling, "train"))
+        self.say_unused()
+        stages = [[(sampling, opened[sampling.identity]) for sampling in mixture] for mixture in datasets]
+        return stages * count if len(stages) == 1 else stages
+
+    def held_out(self) -> list[tuple[Sampling, Any]]:
+        """Open the held-out rows of the last stage's sources, or the caller's; empty when nothing is held out."""
+        given, settings = self.context.given, self.context.settings
+        if not settings.validate:
+            return []
+        if given.dataset_train is not None:
+            rows = given.dataset_eval
+            return [] if rows is None else [(Sampling("given"), self.from_caller(rows))]
+        return [(sampling, self.from_dataset(sampling, "val")) for sampling in settings.datasets[-1]]
+
+    def from_dataset(self, sampling: Sampling, split: str) -> Any:
+        """Open a named dataset; prepare it first, with progress, if it is not a store yet."""
+        assert self.tokenizer is not None
+        with self.preparing(sampling.name) as progress:
+            rows = open_dataset(
+                sampling,
+                self.tokenizer,
+                split=split,
+                block_size=self.context.settings.block_size,
+                settings=self.settings,
+                progress=progress,
+            )
+        return self.attach(rows)
+
+    def from_caller(self, source: Any) -> Any:
+        """Make rows of the caller's examples: with the caller's collator, or encoded as one stream."""
+        settings = self.context.settings
+        if not isinstance(self.collator, CollectFunction):
+            return CollatedRows(source, self.collator, settings.block_size)
+        datasets = settings.datasets
+        style = datasets[0][0].row_style if datasets else usual_style(settings.objective)
+        return self.attach(self.collator.rows(source, style, self.settings))
+
+    def say_unused(self) -> None:
+        """Name the settings that the caller set for data that was already prepared."""
+        config, datasets = self.context.config, self.context.settings.datasets
+        names = [dotted(key) for key in config.asked(*PREPARING)]
+        samplings = [sampling for mixture in datasets for sampling in mixture]
+        if names and all(store_directory(sampling) is not None for sampling in samplings):
+            self.context.notes.say(f"note: {', '.join(names)} has no effect: the data is prepared already")
+
+
+def choose_tokenizer(context: RunContext[Any]) -> Tokenizer | None:
+    """Return the caller's, or the one that data.tokenizer names: a directory, a file, or `train:VOCAB` on the training
+    sources."""
+    given, datasets = context.given, context.settings.datasets
+    for mixture in datasets:
         check_mixture(mixture)  # before minutes of preparation, not after
-    check_sizes(trainer)
-    if trainer.given.tokenizer is not None:
-        return trainer.given.tokenizer
-    settings = configure(DataSettings)
-    if not trainer.settings.datasets and trainer.given.dataset_train is None:
+    check_sizes(context)
+    if given.tokenizer is not None:
+        return given.tokenizer
+    settings = context.config.make(DataSettings)
+    if not datasets and given.dataset_train is None:
         raise InputError(
             "there is nothing to train on: set training.dataset to a text file, a glob, a prepared directory or a "
             "registered name such as python-stdlib."
         )
-    if trainer.given.dataset_train is not None and settings.tokenizer == "auto":
+    if given.dataset_train is not None and settings.tokenizer == "auto":
         return None
     if settings.tokenizer.startswith("train:"):
-        trainer.say(f"tokenizer  {settings.tokenizer} (trained once on the data, then kept)")
-    if trainer.given.dataset_train is not None:
-        return tokenizer_on(trainer.given.dataset_train, settings)
-    return tokenizer_for(
-        settings, [sampling for mixture in trainer.settings.datasets for sampling in mixture]
-    )
+        context.notes.say(f"tokenizer  {settings.tokenizer} (trained once on the data, then kept)")
+    if given.dataset_train is not None:
+        return tokenizer_on(given.dataset_train, settings)
+    return tokenizer_for(settings, [sampling for mixture in datasets for sampling in mixture])
 
 
-def build_data(trainer: BaseTrainer) -> DataParts:
-    settings = configure(DataSettings)
-    stages = train_rows(trainer, settings)
-    allocate(trainer, stages[0])
+def build_data(context: RunContext[Any], parts: ModelParts, source: RowSource, stages: Stages) -> DataParts:
+    """Plan the batches of the opened `stages`, the held-out rows and the horizon."""
+    run, settings = context.settings, source.settings
     epoch_rows = sum(len(rows) for _, rows in stages[0])
-    batch_size, steps = plan_horizon(trainer, epoch_rows)
-    starts = stage_boundaries(trainer, len(stages), batch_size * trainer.settings.block_size, steps)
-    held_out = validation_mixture(trainer, settings) if trainer.settings.validate else ()
+    batch_size, steps = plan_horizon(context, parts, epoch_rows)
+    starts = stage_boundaries(context, len(stages), batch_size * run.block_size, steps)
     plan = DataPlan(
         stages,
         batch_size,
-        trainer.settings.seed,
+        run.seed,
         boundaries=starts[1:],
         steps=steps,
         crossfade=settings.crossfade,
         crossfade_share=settings.crossfade_share,
-        validation=held_out,
-        validation_count=trainer.settings.validation_steps,
+        validation=source.held_out(),
+        validation_count=run.validation_steps,
     )
-    validation = None if plan.validation is None else ValidationSet(plan.validation, trainer.tokenizer)
+    validation = None if plan.validation is None else ValidationSet(plan.validation, parts.tokenizer)
     return DataParts(plan, validation, batch_size, steps, starts, settings.prefetch, plan.fields)
 
 
-def with_fields(trainer: BaseTrainer, data: DataParts) -> DataParts:
-    """`data` with the fields of a row as `trainer.batch` returns them.
-
-    A trainer that samples what it trains on, or plans without data, has no row to look at and knows its fields.
-    """
-    if trainer.rolls_out or data.plan is None:
-        return data
-    trainer.data = data
-    return replace(data, fields=fields_of(trainer.batch("train", step=0, rows=slice(0, 1))))
+def batch_fields(batch: Callable[..., Mapping[str, Any]], part: str = "train") -> Fields:
+    """Return the fields of a row as `BaseTrainer.batch` returns them."""
+    return fields_of(batch(part, step=0, rows=slice(0, 1)))
 
 
-def host_batch(trainer: BaseTrainer, part: str, step: int | None, rows: slice | None) -> Mapping[str, Any]:
-    """See BaseTrainer.batch."""
-    if part == "train":
-        return trainer.data.plan.batch(trainer.step + trainer.data_offset if step is None else step, rows)
+def validation_batch(
+    data: DataParts, part: str, number: int, size: int, rows: slice | None
+) -> Mapping[str, Any]:
+    """Return batch `number` of the held-out rows; `part` must name them. size: rows in one batch."""
     if part not in VALIDATION:
         raise InputError(f"batch('{part}'): there is no such slice; write 'train' or 'validation'.")
-    if trainer.data.validation is None:
+    if data.validation is None:
         raise InputError(
             "this run has no validation rows: give it held-out data (data.val_fraction, dataset_eval=…), and "
             "leave training.validation=true."
         )
-    return trainer.data.validation.read(step or 0, trainer.functions.validation_rows, rows)
+    return data.validation.read(number, size, rows)
 
 
 def check_batch_method(method: Callable[..., Any]) -> None:
@@ -153,74 +219,16 @@ def check_batch_method(method: Callable[..., Any]) -> None:
         ) from None
 
 
-def train_rows(trainer: BaseTrainer, settings: DataSettings) -> list[list[tuple[Sampling, Any]]]:
-    """Rows of every source of every stage; a source used twice is opened once. A single mixture is that of all."""
-    count = stage_count(trainer)
-    if trainer.given.dataset_train is not None:
-        rows = with_targets(
-            trainer.context, trainer.teacher, given_rows(trainer, trainer.given.dataset_train)
-        )
-        return [[(Sampling("given"), rows)]] * count
-    opened: dict[Any, Any] = {}
-    for sampling in (sampling for mixture in trainer.settings.datasets for sampling in mixture):
-        if sampling.identity not in opened:
-            opened[sampling.identity] = with_targets(
-                trainer.context, trainer.teacher, open_rows(trainer, settings, sampling, "train")
-            )
-    say_unused(trainer)
-    stages = [
-        [(sampling, opened[sampling.identity]) for sampling in mixture]
-        for mixture in trainer.settings.datasets
-    ]
-    return stages * count if len(stages) == 1 else stages
-
-
-def say_unused(trainer: BaseTrainer) -> None:
-    """Name what the caller asked of data that was prepared before; then it was decided."""
-    samplings = [sampling for mixture in trainer.settings.datasets for sampling in mixture]
-    names = [dotted(key) for key in asked(trainer.config, PREPARING)]
-    if names and all(store_directory(sampling) is not None for sampling in samplings):
-        trainer.say(f"note: {', '.join(names)} has no effect: the data is prepared already")
-
-
-def open_rows(trainer: BaseTrainer, settings: DataSettings, sampling: Sampling, split: str) -> Any:
-    """Rows of a named dataset; prepared first, with progress, when it is not a store yet."""
-    assert trainer.tokenizer is not None
-    with trainer.output.preparing(sampling.name) as progress:
-        rows = open_dataset(
-            sampling,
-            trainer.tokenizer,
-            split=split,
-            block_size=trainer.settings.block_size,
-            settings=settings,
-            progress=progress,
-        )
-    return attach_logps(trainer.settings.objective, rows)
-
-
-def given_rows(trainer: BaseTrainer, source: Any) -> Any:
-    """Rows of what the caller brings: through his collator, or encoded as one stream."""
-    collect = trainer.data_collator
-    if not isinstance(collect, CollectFunction):
-        return CollatedRows(source, collect, trainer.settings.block_size)
-    style = (
-        trainer.settings.datasets[0][0].row_style
-        if trainer.settings.datasets
-        else usual_style(trainer.settings.objective)
-    )
-    return attach_logps(trainer.settings.objective, collect.rows(source, style, configure(DataSettings)))
-
-
-def stage_count(trainer: BaseTrainer) -> int:
+def stage_count(settings: BaseTrainerConfig) -> int:
     """As many as there are mixtures, or numbers of tokens for a single mixture."""
-    mixtures, tokens = trainer.settings.datasets, trainer.settings.total_tokens or []
+    mixtures, tokens = settings.datasets, settings.total_tokens or []
     return len(mixtures) if len(mixtures) > 1 else max(1, len(tokens))
 
 
-def stage_boundaries(trainer: BaseTrainer, stages: int, batch_tokens: int, steps: int) -> list[int]:
-    """First step of each stage. Several stages need one horizon each; a horizon of another kind (training.steps=…) is
-    divided as training.tokens are."""
-    tokens = trainer.settings.total_tokens or []
+def stage_boundaries(context: RunContext[Any], stages: int, batch_tokens: int, steps: int) -> list[int]:
+    """Return the first step of each stage. Several stages need one horizon each; a horizon of another kind
+    (training.steps=…) is divided in the proportions of training.tokens."""
+    tokens = context.settings.total_tokens or []
     if stages == 1:
         return [0]
     if len(tokens) != stages:
@@ -236,38 +244,12 @@ def stage_boundaries(trainer: BaseTrainer, stages: int, batch_tokens: int, steps
             f"{steps} steps are too few for {stages} stages in the proportions of training.tokens={tokens}: every "
             "stage needs at least one."
         )
-    trainer.note_derived(
-        "stages", starts, f"{steps} steps in the proportions of training.tokens; first steps"
-    )
+    why = f"{steps} steps in the proportions of training.tokens; first steps"
+    context.notes.derive("stages", starts, why)
     return starts
 
 
-def validation_mixture(trainer: BaseTrainer, settings: DataSettings) -> list[tuple[Sampling, Any]]:
-    """Held-out rows of the last stage's sources, or what was given; empty when nothing is held out."""
-    if trainer.given.dataset_train is not None:
-        held_out = trainer.given.dataset_eval
-        return [] if held_out is None else [(Sampling("given"), given_rows(trainer, held_out))]
-    return [
-        (sampling, open_rows(trainer, settings, sampling, "val"))
-        for sampling in trainer.settings.datasets[-1]
-    ]
-
-
-def make_device_batch(trainer: BaseTrainer, data_step: int) -> dict[str, Any]:
-    """Batch `data_step` on the devices, (S, B, T); this process reads only its own rows."""
-    data, functions = trainer.data, trainer.functions
-    return device_batch(
-        lambda first, end: trainer.batch("train", step=data_step, rows=slice(first, end)),
-        data.fields,
-        functions.micro,
-        functions.accumulate_steps,
-        trainer.topology.batch_sharding(1),
-    )
-
-
-# Examples that the caller brings: into rows by our own collate, or by a function of the caller's.
-
-
+# --- examples that the caller passes from Python: into rows by our own collator, or by the caller's ---
 FINGERPRINTED = 10_000
 """Examples that name a data set whose content only the caller's collator understands."""
 

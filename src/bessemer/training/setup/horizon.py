@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bessemer.config import Config, Origin, OriginKind, dotted
 from bessemer.config.recipes import recipe_names
@@ -24,13 +24,11 @@ from bessemer.scaling import (
     fine_tuning_rate,
     horizon,
 )
+from bessemer.training.context import Notes, RunContext
 from bessemer.training.settings import LoggingSettings
 from bessemer.training.setup.initial_weights import is_recipes_run
 from bessemer.training.setup.microbatch import accumulation
-
-if TYPE_CHECKING:
-    from bessemer.training.trainer import BaseTrainer
-
+from bessemer.training.setup.model import ModelParts
 
 HORIZONS = {
     "training/steps": "steps",
@@ -50,14 +48,9 @@ DIALED = Origin(OriginKind.DEPTH_DIAL)
 MULTIPLIER, DECAY, RATE = "optimization/lr_multiplier", "optimization/weight_decay", "optimization/lr"
 
 
-def asked(config: Config, keys: Any) -> list[str]:
-    """Those of `keys` that the caller set, as opposed to a recipe or a default."""
-    return [key for key in keys if config.provenance[key].is_caller and config[key] is not None]
-
-
 def target_of(config: Config) -> Target:
     """The horizon in force. One on the command line wins over any of the recipe's; two there contradict."""
-    given = asked(config, HORIZONS)
+    given = config.asked(*HORIZONS)
     if len(given) > 1:
         names = " and ".join(dotted(key) for key in given)
         raise InputError(f"{names} are both given, but a run has one horizon; leave out all but one.")
@@ -82,7 +75,7 @@ def decay_of(config: Config) -> float:
 
 def repeats(config: Config, epochs: float) -> list[str]:
     """A word about data that a recipe's horizon repeats many times; who chose the horizon knows."""
-    if epochs < MANY or config["objective"] not in ("pretrain", "sft") or asked(config, HORIZONS):
+    if epochs < MANY or config["objective"] not in ("pretrain", "sft") or config.asked(*HORIZONS):
         return []
     return [
         f"the same data {epochs:.0f} times: when validation gets worse, it is being learnt by heart. "
@@ -93,7 +86,7 @@ def repeats(config: Config, epochs: float) -> list[str]:
 def check_batch_settings(config: Config) -> bool:
     """True when the batch is given in tokens. Both forms from the same hand contradict."""
     keys = ("training/batch_size", "training/batch_tokens")
-    given = asked(config, keys) or [key for key in keys if config.is_set(key) and config[key] is not None]
+    given = config.asked(*keys) or [key for key in keys if config.is_set(key) and config[key] is not None]
     if len(given) > 1:
         raise InputError(
             "training.batch_size and training.batch_tokens are both given; they are the same thing in sequences and "
@@ -102,32 +95,32 @@ def check_batch_settings(config: Config) -> bool:
     return given == ["training/batch_tokens"]
 
 
-def check_sizes(trainer: BaseTrainer) -> None:
-    """What is wrong with horizon and batch whatever the data is: said before minutes of preparation, not after."""
-    config, target = trainer.config, target_of(trainer.config)
+def check_sizes(context: RunContext[Any]) -> None:
+    """Raise InputError for a horizon or batch that no data could make valid, before minutes of preparation."""
+    config, target = context.config, target_of(context.config)
     in_tokens = check_batch_settings(config)
     if in_tokens and config["training/batch_tokens"] == -1:
         return  # the dial derives both
     if target.given in (None, "steps"):
         horizon(target, 1)
-    per_device = trainer.settings.per_device_batch_size
+    per_device = context.settings.per_device_batch_size
     if not in_tokens and per_device != -1:
-        wished = per_device if asked(config, ["training/per_device_batch_size"]) else min(1, per_device)
-        accumulation(config["training/batch_size"], wished, trainer.topology.data_parallel)
+        wished = per_device if config.asked("training/per_device_batch_size") else min(1, per_device)
+        accumulation(config["training/batch_size"], wished, context.topology.data_parallel)
 
 
-def plan_horizon(trainer: BaseTrainer, epoch_rows: int) -> tuple[int, int]:
-    """(batch size in sequences, steps), each noted with its reason."""
-    config, block = trainer.config, trainer.settings.block_size
+def plan_horizon(context: RunContext[Any], parts: ModelParts, epoch_rows: int) -> tuple[int, int]:
+    """Return (batch size in sequences, steps); record each with its reason."""
+    config, notes, block = context.config, context.notes, context.settings.block_size
     target = target_of(config)
     dialled = config["training/ratio"] == -1 or target.given == "ratio"
     if config["training/ratio"] == -1:
         config.set("training/ratio", ratio_of(config), "the optimizer preset's")
-    counts = trainer.model_parts.counts
-    if (rate := rate_for_weights(config, counts["total"], trainer.dataset_train is not None)) is not None:
+    counts, own_rows = parts.counts, context.given.dataset_train is not None
+    if (rate := rate_for_weights(config, counts["total"], own_rows)) is not None:
         config.set(rate.name, rate.value, rate.reason)
-        note(trainer, rate)
-    sizes = Sizes(counts.get("scaling"), trainer.model_parts.flops_per_token, epoch_rows * block)
+        note(notes, rate)
+    sizes = Sizes(counts.get("scaling"), parts.flops_per_token, epoch_rows * block)
     in_tokens = check_batch_settings(config)
     tokens = config["training/batch_tokens"] if in_tokens else config["training/batch_size"] * block
     if tokens != -1 and (tokens < block or tokens % block):
@@ -137,25 +130,24 @@ def plan_horizon(trainer: BaseTrainer, epoch_rows: int) -> tuple[int, int]:
         )
     # On resume these hold what the dial chose at the start, so nothing is scaled twice.
     given_rates = [key for key in (MULTIPLIER, RATE) if key in config and config.is_set(key)]
-    if tokens == -1 or (dialled and hasattr(trainer.model, "depth") and not given_rates):
-        derived = turn_dial(trainer, target, sizes, tokens)
+    if tokens == -1 or (dialled and hasattr(parts.model, "depth") and not given_rates):
+        derived = turn_dial(config, parts.model, target, sizes, tokens)
         for row in derived.rows:
-            note(trainer, row)
+            note(notes, row)
         return derived.batch_tokens // block, derived.steps
     steps = horizon(target, tokens, sizes)
-    note(trainer, steps)
+    note(notes, steps)
     if dialled and given_rates and config.provenance[given_rates[0]] != DIALED:
         why = (
             f"given: rates and weight decay do not follow the batch (√(B/B_ref) is "
             f"{math.sqrt(tokens / REFERENCE_BATCH):.3g})"
         )
-        note(trainer, Derived(given_rates[0], config[given_rates[0]], why))
+        note(notes, Derived(given_rates[0], config[given_rates[0]], why))
     return tokens // block, steps.value
 
 
-def turn_dial(trainer: BaseTrainer, target: Target, sizes: Sizes, batch_tokens: int) -> Dial:
+def turn_dial(config: Config, model: Any, target: Target, sizes: Sizes, batch_tokens: int) -> Dial:
     """Turn the depth dial for the given batch (-1: derive it too); what it derives goes into the configuration."""
-    model: Any = trainer.model
     if not hasattr(model, "depth"):
         raise InputError(
             "training.batch_tokens=-1 derives the batch from model.depth, which this model has not."
@@ -167,13 +159,12 @@ def turn_dial(trainer: BaseTrainer, target: Target, sizes: Sizes, batch_tokens: 
         member = model.clone(depth=depth, width=-1, heads=-1, kv_heads=-1, **plain)
         return member.count_parameters()["scaling"]
 
-    config = trainer.config
     derived = dial(
         target,
         depth=model.depth,
         sizes=sizes,
         reference=Reference(count(12), count(8), ratio_of(config)),
-        block_size=trainer.settings.block_size,
+        block_size=config["architecture/block_size"],
         batch_tokens=batch_tokens,
         weight_decay=decay_of(config),
     )
@@ -192,12 +183,12 @@ def settle_rates(config: Config, derived: Dial) -> list[Derived]:
     """
     *rows, multiplier, decay = derived.rows
     scaled = []
-    if MULTIPLIER in config and asked(config, [MULTIPLIER]):
+    if MULTIPLIER in config and config.asked(MULTIPLIER):
         why = f"given, in place of {multiplier.value:.4g} = {multiplier.reason}"
         rows.append(Derived(MULTIPLIER, config[MULTIPLIER], why))
     elif MULTIPLIER in config:
         scaled.append(multiplier)
-    elif RATE in config and asked(config, [RATE]):
+    elif RATE in config and config.asked(RATE):
         rows.append(Derived(RATE, config[RATE], f"given: not scaled by {multiplier.reason}"))
     elif config.get(RATE) is not None:
         rate = config[RATE]
@@ -220,15 +211,14 @@ def report_interval(steps: int) -> Derived:
     return Derived(REPORTS, interval, f"{steps:,} steps: {counted(steps // interval, 'row')}")
 
 
-def settle_reports(trainer: BaseTrainer) -> LoggingSettings:
-    """The logging settings with the interval of reports, derived from the horizon unless it is given."""
-    given = trainer.logging
-    if given.report_interval is not None:
-        return given
-    derived = report_interval(trainer.data.steps)
-    trainer.config.set(REPORTS, derived.value, derived.reason)
-    note(trainer, derived)
-    return replace(given, report_interval=derived.value)
+def settle_reports(context: RunContext[Any], steps: int) -> LoggingSettings:
+    """Return the logging settings with the report interval, derived from the horizon unless it is set."""
+    if context.logging.report_interval is not None:
+        return context.logging
+    derived = report_interval(steps)
+    context.config.set(REPORTS, derived.value, derived.reason)
+    note(context.notes, derived)
+    return replace(context.logging, report_interval=derived.value)
 
 
 def is_shipped(config: Config, key: str) -> bool:
@@ -241,7 +231,7 @@ def starts_from_real_weights(config: Config, own_rows: bool = False) -> bool:
     """True when the run starts from weights and trains on data of the caller's: it is no recipe's demonstration."""
     if config["init"] is None or is_recipes_run(config, "init"):
         return False
-    return own_rows or bool(asked(config, ["training/dataset"]))
+    return own_rows or bool(config.asked("training/dataset"))
 
 
 def rate_for_weights(config: Config, parameters: int, own_rows: bool = False) -> Derived | None:
@@ -258,5 +248,5 @@ def rate_for_weights(config: Config, parameters: int, own_rows: bool = False) ->
     return fine_tuning_rate(parameters, share, adapters=config["lora/rank"] > 0)
 
 
-def note(trainer: BaseTrainer, row: Derived) -> None:
-    trainer.note_derived(dotted(row.name), row.value, row.reason)
+def note(notes: Notes, row: Derived) -> None:
+    notes.derive(dotted(row.name), row.value, row.reason)

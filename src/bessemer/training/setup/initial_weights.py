@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint.manifest import COMMIT
@@ -31,10 +31,6 @@ from bessemer.report.phases import FOLDER, has_phases, phases_of
 from bessemer.storage.files import storage
 from bessemer.storage.weights import Arrays, DamagedFile, WeightFile, check_fits, place, select
 from bessemer.topology import Topology, unbox
-
-if TYPE_CHECKING:
-    from bessemer.training.trainer import BaseTrainer
-
 
 INIT = "init"
 
@@ -148,16 +144,12 @@ def _names(manager: Checkpoints, step: int) -> Iterable[str]:
     return select(manager.leaves(step), "params")
 
 
-# What a run takes from the one it starts from (`init`): the tokenizer, and what decides the shapes of its
-# weights.
+# --- what a run takes from the one it starts from (`init`): the tokenizer, and what decides the shapes of its weights
 #
 #     defaults < recipe < inherited < command line
 #
-# So `init=RUN` alone is enough, with any recipe. What the command line says against the weights is refused
-# when the model is built (`check_start`). The result is written to config.yaml in full, so nothing is
-# inherited twice.
-
-
+# So `init=RUN` alone is enough, with any recipe. Settings on the command line that contradict the weights are refused
+# when the model is built (`check_start`). The result is written to config.yaml in full, so nothing is inherited twice.
 TEACHER = "distill/teacher"  # beside `init`, the setting that names another run
 OWN = (
     "architecture/precision",
@@ -310,21 +302,21 @@ def check_tokenizer(init: str | None, tokenizer: Tokenizer | None) -> None:
         )
 
 
-def check_start(trainer: BaseTrainer) -> None:
-    """Refuse weights of `init` that mean something else here, before anything is written.
+def check_start(config: Config, checkpoints: Callable[[], Checkpoints], model: Any, boxed: Any) -> None:
+    """Raise InputError if the weights of `init` do not fit the model, before anything is written.
 
     A continued run holds its own weights: the checkpoint it once started from may be gone.
     """
-    if trainer.settings.init is None or not Path(trainer.settings.init).is_dir():
+    if config[INIT] is None or not Path(config[INIT]).is_dir():
         return
-    path = Path(trainer.settings.init)
+    path = Path(config[INIT])
     try:
-        check_weights(path, trainer.checkpoint_manager, trainer.model, trainer.model_parts.boxed)
+        check_weights(path, checkpoints(), model, boxed)
     except DamagedFile:
         raise
     except StorageError as error:
         problem = str(error).partition(": ")[2].partition(". Use the configuration")[0]
-        given = differences(path, trainer.config)
+        given = differences(path, config)
         remedy = f"Leave out {', '.join(given)}" if given else "Use the model they were trained with"
         raise InputError(f"init={path}: the weights do not fit this model: {problem}. {remedy}.") from error
 

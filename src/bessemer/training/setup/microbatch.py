@@ -1,18 +1,18 @@
-"""How many sequences go through the model at once: the largest that fits, found by compiling, never by crashing."""
+"""The micro-batch: the largest number of sequences that fits in one pass, found by compiling, never by crashing."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import jax
 
 from bessemer.config import Config
-from bessemer.errors import InputError, TrainingError
-from bessemer.topology import placement
+from bessemer.errors import InputError
+from bessemer.topology import Topology, placement
 
-if TYPE_CHECKING:
-    from bessemer.training.trainer import BaseTrainer
-
+KEY = "training/per_device_batch_size"
 
 CPU_TOKENS = 4096
 """On a CPU a pass of a few thousand tokens keeps the cores busy; more only takes memory and cache."""
@@ -57,20 +57,9 @@ def lowered(wished: int, batch_size: int, data_parallel: int) -> tuple[int, str]
     return size, f"{why}, in place of {wished}"
 
 
-def choose(trainer: BaseTrainer, abstract: Any, placed: Any) -> tuple[int, str]:
-    """(sequences per device, why)."""
-    sizes = candidates(trainer.data.batch_size, trainer.topology.data_parallel)
-    block = trainer.settings.block_size
-    device = trainer.topology.mesh.local_devices[0]
-    limit = memory_limit(device)
-    if limit is None:
-        size = next((n for n in sizes if n * block <= CPU_TOKENS), sizes[-1])
-        return size, f"at most {CPU_TOKENS} tokens a pass on a {device.platform}"
-    for size in sizes:
-        needed = planned_memory(trainer, abstract, placed, size)
-        if needed is not None and needed <= SPARE * limit:
-            return size, f"largest that fits: {needed / 2**30:.1f} of {limit / 2**30:.1f} GiB planned"
-    raise InputError(without_a_fit(trainer.config, state_bytes(abstract, placed), needed, limit))
+def within_tokens(sizes: list[int], block_size: int) -> int:
+    """Return the first of `sizes` (largest first) whose pass is no longer than a CPU needs."""
+    return next((n for n in sizes if n * block_size <= CPU_TOKENS), sizes[-1])
 
 
 def memory_limit(device: Any) -> int | None:
@@ -81,18 +70,15 @@ def memory_limit(device: Any) -> int | None:
 
 def machine_memory() -> int | None:
     """Bytes that a device has of the machine's own memory, which is all a CPU has."""
-    import jax
-
     if jax.default_backend() != "cpu" or "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
 
 
-def check_machine(trainer: BaseTrainer) -> None:
-    """Refuse a model whose state alone is more than a CPU's machine has: allocating it would end not in an error but
-    with the system's killer of processes, after minutes in which nothing else on it answers."""
+def check_machine(state: int) -> None:
+    """Raise InputError if the state alone is larger than the memory of a CPU's machine. Allocating it would end with
+    the kernel's OOM killer, after minutes in which nothing else on the machine answers."""
     limit = machine_memory()
-    state = state_bytes(trainer.functions.abstract_state, trainer.functions.state_shardings)
     if limit is not None and state > limit:
         raise InputError(
             f"the parameters and the optimizer's state take {state / 2**30:.1f} GiB, and this machine has "
@@ -106,45 +92,9 @@ def state_bytes(abstract: Any, placed: Any) -> int:
     return sum(row["bytes_per_device"] for row in placement(abstract, placed))
 
 
-def check_step(trainer: BaseTrainer) -> None:
-    """Raise TrainingError if the compiled step plans for more memory than the device has."""
-    limit, step = device_limit(trainer), trainer.functions.train_step
-    if limit is None or not hasattr(step, "memory_analysis"):
-        return
-    if (needed := step_bytes(step).total) > limit:
-        raise TrainingError(
-            f"out of memory before the first step: it takes {gib(needed)}, and a device has {gib(limit)}. "
-            f"{remedy(trainer)}"
-        )
-
-
-def device_limit(trainer: BaseTrainer) -> int | None:
-    """Bytes a device may use; None where nobody tells."""
-    return memory_limit(trainer.topology.mesh.local_devices[0]) or machine_memory()
-
-
-def remedy(trainer: BaseTrainer) -> str:
-    """Say which micro-batch fits, found by compiling smaller ones, or that none does and what else to change."""
-    limit = device_limit(trainer)
-    abstract, placed = trainer.functions.abstract_state, trainer.functions.state_shardings
-    size = trainer.config["training/per_device_batch_size"]
-    sizes = [n for n in candidates(trainer.data.batch_size, trainer.topology.data_parallel) if n < size]
-    planned: dict[int, int | None] = {}
-
-    def fits(size: int) -> bool:
-        with trainer.topology.scope():
-            planned[size] = planned_memory(trainer, abstract, placed, size)
-        return limit is None or (planned[size] or limit + 1) <= limit
-
-    best = largest_fitting(sizes, fits)
-    if best is not None:
-        needed = f", which takes {gib(planned[best] or 0)}" if limit is not None else ""
-        return (
-            f"Continue with: bessemer resume {trainer.run_directory.word} training.per_device_batch_size={best} "
-            f"(the update stays the same{needed})."
-        )
-    smallest = planned[sizes[-1]] if sizes else step_total(trainer.functions.train_step)
-    return without_a_fit(trainer.config, state_bytes(abstract, placed), smallest, limit)
+def device_limit(topology: Topology) -> int | None:
+    """Bytes a device may use; None where the backend does not report it."""
+    return memory_limit(topology.mesh.local_devices[0]) or machine_memory()
 
 
 def largest_fitting(sizes: list[int], fits: Callable[[int], bool]) -> int | None:
@@ -196,32 +146,6 @@ class StepMemory(NamedTuple):
     @property
     def total(self) -> int:
         return self.arguments + self.outputs - self.aliased + self.temporaries
-
-
-def planned_memory(trainer: BaseTrainer, abstract: Any, placed: Any, per_device: int) -> int | None:
-    """Bytes of the compiled step: arguments + outputs - aliased + temporaries. None: it did not even compile."""
-    memory = step_memory(trainer, abstract, placed, per_device)
-    return None if memory is None else memory.total
-
-
-def step_memory(trainer: BaseTrainer, abstract: Any, placed: Any, per_device: int) -> StepMemory | None:
-    """Compile the step with that micro-batch, from shapes alone."""
-    import jax
-
-    from bessemer.training.feed import abstract_batch
-    from bessemer.training.setup.compiled import jit_train_step
-
-    dp = trainer.topology.data_parallel
-    steps = accumulation(trainer.data.batch_size, per_device, dp)
-    batch = abstract_batch(trainer.data.fields, per_device * dp, steps, trainer.topology.batch_sharding(1))
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    try:
-        compiled = jit_train_step(trainer, placed, steps).lower(abstract, batch, key).compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
-            return None
-        raise
-    return step_bytes(compiled)
 
 
 def step_bytes(compiled: Any) -> StepMemory:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import linen as nn
 
-from bessemer.config import configure
+from bessemer.checkpoint import Checkpoints
+from bessemer.config import Config
 from bessemer.data import Tokenizer
 from bessemer.data.plan.batches import Mixture, sample_tokens
 from bessemer.errors import InputError, StorageError
@@ -21,11 +22,10 @@ from bessemer.models.lookup import choose_path
 from bessemer.models.lora import LoraSettings, Split, make_split
 from bessemer.models.shape import Shape, explain_flops
 from bessemer.registry import models
+from bessemer.topology import Topology
+from bessemer.training.context import RunContext
 from bessemer.training.setup.initial_weights import check_tokenizer
-from bessemer.training.setup.schema import grant_wishes
-
-if TYPE_CHECKING:
-    from bessemer.training.trainer import BaseTrainer
+from bessemer.training.setup.schema import apply_objective_defaults
 
 
 class ModelParts(NamedTuple):
@@ -44,7 +44,7 @@ class ModelParts(NamedTuple):
 
 class Teacher(NamedTuple):
     """`apply(params, batch, method="projection")`; `place` is the directory the parameters are read from. The model is
-    None if that is gone and the run trains on what was stored of it.
+    None if that directory is gone and the run trains on the tokens stored from it.
 
     top_k: tokens stored per position; 0: none, the teacher is in memory during training.
     """
@@ -61,37 +61,37 @@ class Teacher(NamedTuple):
         return self.top_k == 0
 
 
-def build_model(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> ModelParts:
-    grant_wishes(trainer)
-    check_tokenizer(trainer.settings.init, tokenizer)
-    model = trainer.given.model
+def build_model(context: RunContext[Any], kind: type[Any] | None, tokenizer: Tokenizer | None) -> ModelParts:
+    """Make the module and count its parameters. kind: its class; None: the family that model.family names."""
+    apply_objective_defaults(context)
+    check_tokenizer(context.settings.init, tokenizer)
+    config, topology, model = context.config, context.topology, context.given.model
     if model is None:
-        fit_vocabulary(trainer, tokenizer)
-        fit_attention(trainer)
-        model = configure(trainer.model_class() or models.get(trainer.settings.family))
+        fit_vocabulary(config, tokenizer)
+        fit_attention(config, topology)
+        model = config.make(kind or models.get(context.settings.family))
     if hasattr(model, "check"):
         model.check()
-    note_shape(trainer, model)
-    train_new_parameters(trainer, model)
+    note_shape(context, model)
+    lora = train_new_parameters(context, model)
     if precision_of(model) == "fp8":
-        check_float8(trainer, model)
-    chosen = trainer.topology.platform != "cpu" or trainer.topology.mesh.shape["context"] > 1
-    if chosen and hasattr(model, "chosen_kernels"):
+        check_float8(context, model)
+    if hasattr(model, "chosen_kernels") and (
+        topology.platform != "cpu" or topology.mesh.shape["context"] > 1
+    ):
         for name, (kernel, why) in model.chosen_kernels().items():
-            trainer.note_derived(f"architecture.{name}", kernel, why)
-    return describe_model(trainer, model, tokenizer)
+            context.notes.derive(f"architecture.{name}", kernel, why)
+    return describe_model(context, model, tokenizer, lora)
 
 
-def with_model(trainer: BaseTrainer, model: nn.Module) -> ModelParts:
-    """The trainer's parts with another module in place of its own, such as one that has learnt of the data."""
-    return describe_model(trainer, model, trainer.tokenizer)
-
-
-def describe_model(trainer: BaseTrainer, model: Any, tokenizer: Tokenizer | None) -> ModelParts:
-    block = trainer.settings.block_size
+def describe_model(
+    context: RunContext[Any], model: Any, tokenizer: Tokenizer | None, lora: LoraSettings
+) -> ModelParts:
+    """Return the parts of `model`: its shapes, which of them are trained, and its FLOPs."""
+    block = context.settings.block_size
     boxed = jax.eval_shape(lambda key: init_variables(model, block, key), jax.random.key(0))["params"]
     group_of = getattr(model, "group_of", None)
-    split = make_split(boxed, trainer.settings.freeze, trainer.lora, group_of)
+    split = make_split(boxed, context.settings.freeze, lora, group_of)
     idle = split.idle(boxed, group_of)
     return ModelParts(
         model,
@@ -106,25 +106,27 @@ def describe_model(trainer: BaseTrainer, model: Any, tokenizer: Tokenizer | None
     )
 
 
-def note_shape(trainer: BaseTrainer, model: Any) -> None:
-    """Width and heads that follow from the depth, with their reasons."""
-    config, shape = trainer.config, getattr(model, "shape", None)
+def note_shape(context: RunContext[Any], model: Any) -> None:
+    """Record width and heads that follow from the depth, with their reasons."""
+    config, notes, shape = context.config, context.notes, getattr(model, "shape", None)
     if shape is None or "model/aspect" not in config or config["model/width"] != -1:
         return
     why = f"depth {model.depth} · aspect {model.aspect}, up to a multiple of head_dim {model.head_dim}"
-    trainer.note_derived("model.width", shape.width, why)
+    notes.derive("model.width", shape.width, why)
     if config["model/heads"] == -1:
-        trainer.note_derived("model.heads", shape.heads, f"width {shape.width:,} / head_dim {model.head_dim}")
+        notes.derive("model.heads", shape.heads, f"width {shape.width:,} / head_dim {model.head_dim}")
 
 
-def train_new_parameters(trainer: BaseTrainer, model: Any) -> None:
-    """lora/whole: beside adapters, a head that begins at random (`new_parameters`) is trained, or it stays random."""
-    new = [name for name in getattr(model, "new_parameters", ()) if name not in trainer.lora.whole]
-    if not trainer.lora.rank or not new or trainer.config.is_set("lora/whole"):
-        return
-    trainer.config.set("lora/whole", new, f"{trainer.settings.family}: new parameters")
-    trainer.lora = configure(LoraSettings)
-    trainer.note_derived("lora.whole", new, "begins at random, so it is trained beside the adapters")
+def train_new_parameters(context: RunContext[Any], model: Any) -> LoraSettings:
+    """Return the adapter settings; lora.whole names the model's `new_parameters` unless it is set, since a head that
+    begins at random would otherwise stay random."""
+    config, lora = context.config, context.lora
+    new = [name for name in getattr(model, "new_parameters", ()) if name not in lora.whole]
+    if not lora.rank or not new or config.is_set("lora/whole"):
+        return lora
+    config.set("lora/whole", new, f"{context.settings.family}: new parameters")
+    context.notes.derive("lora.whole", new, "begins at random, so it is trained beside the adapters")
+    return config.make(LoraSettings)
 
 
 def init_variables(model: nn.Module, block_size: int, key: jax.Array) -> Any:
@@ -137,11 +139,11 @@ def short_row(block_size: int) -> jax.Array:
     return jax.numpy.zeros((1, min(8, block_size)), jax.numpy.int32)
 
 
-def fit_vocabulary(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> None:
-    """model/vocab_size: -1 takes the tokenizer's; a smaller one would index out of the table."""
-    if "model/vocab_size" not in trainer.config:
+def fit_vocabulary(config: Config, tokenizer: Tokenizer | None) -> None:
+    """Set model.vocab_size=-1 to the tokenizer's size; raise InputError if it is smaller than that."""
+    if "model/vocab_size" not in config:
         return
-    size = trainer.config["model/vocab_size"]
+    size = config["model/vocab_size"]
     if tokenizer is None:
         if size < 1:
             raise InputError(
@@ -149,7 +151,7 @@ def fit_vocabulary(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> None:
             )
         return
     if size == -1:
-        trainer.config.set("model/vocab_size", tokenizer.vocab_size, "the tokenizer's")
+        config.set("model/vocab_size", tokenizer.vocab_size, "the tokenizer's")
     elif size < tokenizer.vocab_size:
         raise InputError(
             f"the tokenizer has {tokenizer.vocab_size} tokens but model.vocab_size={size}: ids would fall outside the "
@@ -157,17 +159,17 @@ def fit_vocabulary(trainer: BaseTrainer, tokenizer: Tokenizer | None) -> None:
         )
 
 
-def fit_attention(trainer: BaseTrainer) -> None:
-    """`topology.deterministic` on a GPU: not cuDNN's attention, whose gradient is summed in no fixed order."""
-    exact = trainer.topology.settings.deterministic and trainer.topology.platform == "gpu"
-    if not exact or "architecture/attention" not in trainer.config:
+def fit_attention(config: Config, topology: Topology) -> None:
+    """With topology.deterministic on a GPU, avoid cuDNN attention: its gradient is summed in no fixed order."""
+    exact = topology.settings.deterministic and topology.platform == "gpu"
+    if not exact or "architecture/attention" not in config:
         return
-    if trainer.config["architecture/attention"] == "cudnn":
+    if config["architecture/attention"] == "cudnn":
         raise InputError(
             "architecture.attention=cudnn is not repeatable, and topology.deterministic=true asks for a repeatable "
             "run. Set architecture.attention=auto, or topology.deterministic=false."
         )
-    trainer.config.set("architecture/attention", "xla", "topology.deterministic")
+    config.set("architecture/attention", "xla", "topology.deterministic")
 
 
 def make_apply(model: nn.Module) -> Callable[..., Any]:
@@ -182,9 +184,9 @@ def precision_of(model: nn.Module) -> str:
     return getattr(model, "precision", "bf16")
 
 
-def check_float8(trainer: BaseTrainer, model: Any) -> None:
-    """An fp8 run needs units for it, or leave to emulate them; what is converted is printed with the reasons."""
-    topology = trainer.topology
+def check_float8(context: RunContext[Any], model: Any) -> None:
+    """Raise InputError if fp8 is neither supported by the device nor emulated; record what is converted."""
+    topology = context.topology
     if not model.fp8_emulate and not topology.float8:
         raise InputError(
             f"architecture.precision=fp8 needs float8 units (NVIDIA Ada, Hopper or newer), and this is a "
@@ -192,16 +194,15 @@ def check_float8(trainer: BaseTrainer, model: Any) -> None:
             "same numbers here, slowly, for tests."
         )
     units = "emulated" if model.fp8_emulate and not topology.float8 else "in float8 units"
-    peak = mfu_peak(trainer, model)
+    peak = mfu_peak(topology, model)
     basis = f"; MFU is of {peak}" if peak else ""
-    trainer.note_derived(
-        "architecture.precision", "fp8", f"{model.fp8_conversion()}; {model.fp8_scaling}, {units}{basis}"
-    )
+    why = f"{model.fp8_conversion()}; {model.fp8_scaling}, {units}{basis}"
+    context.notes.derive("architecture.precision", "fp8", why)
 
 
-def mfu_peak(trainer: BaseTrainer, model: nn.Module) -> str | None:
-    """What MFU is a share of, in words; None on an unknown chip."""
-    chip, precision = trainer.topology.chip, precision_of(model)
+def mfu_peak(topology: Topology, model: nn.Module) -> str | None:
+    """Describe the peak that MFU is a share of; None on an unknown chip."""
+    chip, precision = topology.chip, precision_of(model)
     if chip is None:
         return None
     peak = chip.peak_flops(precision)
@@ -209,29 +210,28 @@ def mfu_peak(trainer: BaseTrainer, model: nn.Module) -> str | None:
     return f"the {kind} peak of the {chip.name}, {peak / 1e12:,.0f} TFLOP/s"
 
 
-def compiler_options(trainer: BaseTrainer) -> dict[str, Any] | None:
-    """What XLA is told for the training step: the topology's wishes and the precision's."""
-    options = trainer.topology.compiler_options or {}
-    if trainer.topology.platform == "gpu" and precision_of(trainer.model) == "fp8":
+def compiler_options(topology: Topology, model: nn.Module) -> dict[str, Any] | None:
+    """XLA options of the training step: the topology's and the precision's."""
+    options = topology.compiler_options or {}
+    if topology.platform == "gpu" and precision_of(model) == "fp8":
         options = {**options, **FLOAT8_OPTIONS}
     return options or None
 
 
-def flops_share(trainer: BaseTrainer, causal: bool) -> float | None:
+def flops_share(topology: Topology, parts: ModelParts, causal: bool) -> float | None:
     """FLOPs of one token over the peak of all devices; None on a chip without a known peak."""
-    chip = trainer.topology.chip
-    if chip is None:
+    if topology.chip is None:
         return None
-    parts = trainer.model_parts
     flops = parts.flops_per_token_causal if causal else parts.flops_per_token
-    return flops / (chip.peak_flops(precision_of(parts.model)) * trainer.topology.device_count)
+    return flops / (topology.chip.peak_flops(precision_of(parts.model)) * topology.device_count)
 
 
-def flops_formula(trainer: BaseTrainer) -> str:
-    """What FLOPs per token, and with them MFU, are made of: the formula with its numbers."""
-    parts, block = trainer.model_parts, trainer.settings.block_size
+def flops_formula(parts: ModelParts, block_size: int) -> str:
+    """The formula of FLOPs per token, which MFU is computed from, with its numbers."""
     shape = getattr(parts.model, "shape", None)
-    words = explain_flops(shape, block) if isinstance(shape, Shape) else "the model's own flops_per_token"
+    words = (
+        explain_flops(shape, block_size) if isinstance(shape, Shape) else "the model's own flops_per_token"
+    )
     return words + (f", less 2 · {parts.idle:,} frozen parameters without a gradient" if parts.idle else "")
 
 
@@ -241,38 +241,52 @@ def peak_memory() -> dict[str, float]:
     return {"mem/peak_gib": max(peaks) / 2**30} if peaks else {}
 
 
-# The lookup rows of a run: shared out once, at its first start, then carried by its checkpoints.
-
-
+# --- lookup layers: rows are allocated once, at the first start of a run, then stored in its checkpoints ---
 SECTION = "architecture/lookup"
 
 
-def allocate(trainer: BaseTrainer, mixture: Mixture) -> None:
-    """Give a model with lookup layers its allocation: of the run's own checkpoints, of `init`, or a new one."""
-    model: Any = trainer.model
+def allocate(
+    context: RunContext[Any], parts: ModelParts, mixture: Mixture, checkpoints: Callable[[], Checkpoints]
+) -> ModelParts:
+    """Give a model with lookup layers its allocation: from the run's own checkpoints, from `init`, or a new one."""
+    model: Any = parts.model
     if not getattr(model, "lookup_after_layers", ()):
-        return
+        return parts
     allocation, origin = model.allocation, "the model's own allocation"
     if allocation is None:
-        allocation, origin = saved_allocation(trainer) or (None, "")
+        allocation, origin = saved_allocation(context.settings.init, checkpoints()) or (None, "")
     if allocation is None:
-        allocation, origin = new_allocation(trainer, mixture)
-    allocation.check(model, trainer.tokenizer.hash if trainer.tokenizer else None, origin)
-    fix_settings(trainer, model)
-    shape = model.shape.lookup
-    trainer.model_parts = with_model(
-        trainer, model.clone(allocation=allocation, lookup_rows=allocation.rows, lookup_d_up=shape.d_up)
-    )
-    note(trainer, allocation, origin)
+        allocation, origin = new_allocation(parts, mixture, context.settings.seed)
+    allocation.check(model, parts.tokenizer.hash if parts.tokenizer else None, origin)
+    return with_allocation(context, parts, allocation, origin)
 
 
-def saved_allocation(trainer: BaseTrainer) -> tuple[Allocation, str] | None:
-    """What this run, or the one it starts from, has saved; a resumed run never shares out anew."""
-    manager = trainer.checkpoint_manager
+def with_allocation(
+    context: RunContext[Any], parts: ModelParts, allocation: Allocation, origin: str
+) -> ModelParts:
+    """Return the parts of the model with `allocation`; record its sizes, and write derived ones to the configuration,
+    so that a saved run does not depend on the rule."""
+    model: Any = parts.model
+    config, shape = context.config, model.shape.lookup
+    chosen = {
+        "rows": (shape.rows, "max(vocabulary, parameters // 1000), up to 64s"),
+        "d_up": (shape.d_up, "4 × width"),
+        "sample_tokens": (model.lookup_sample, "5 × (rows − vocabulary)"),
+    }
+    for name, (value, why) in chosen.items():
+        key = f"{SECTION}/{name}"
+        if key in config and config[key] == 0:
+            config.set(key, value, why)
+    model = model.clone(allocation=allocation, lookup_rows=allocation.rows, lookup_d_up=shape.d_up)
+    note_allocation(context, model, origin)
+    return describe_model(context, model, parts.tokenizer, parts.split.lora)
+
+
+def saved_allocation(init: str | None, manager: Checkpoints) -> tuple[Allocation, str] | None:
+    """Return what this run, or the one it starts from, has saved; a resumed run never allocates again."""
     places = [manager.path(step) for step in reversed(manager.committed())]
-    if not places and trainer.settings.init is not None:
-        start = Path(trainer.settings.init)
-        places = [start] if (start / FILE).is_file() else []
+    if not places and init is not None:
+        places = [Path(init)] if (Path(init) / FILE).is_file() else []
     problem: StorageError | None = None
     for place in places:
         try:
@@ -284,58 +298,40 @@ def saved_allocation(trainer: BaseTrainer) -> tuple[Allocation, str] | None:
     return None
 
 
-def new_allocation(trainer: BaseTrainer, mixture: Mixture) -> tuple[Allocation, str]:
+def new_allocation(parts: ModelParts, mixture: Mixture, seed: int) -> tuple[Allocation, str]:
     """LZW over a sample of the first stage's rows; a pure function of data and seed."""
-    model: Any = trainer.model
+    model: Any = parts.model
     rows, size = model.shape.lookup.rows, model.vocab_size
-    sample = sample_tokens(mixture, model.lookup_sample, trainer.settings.seed)
+    sample = sample_tokens(mixture, model.lookup_sample, seed)
     largest = max((int(sequence.max()) for sequence in sample if len(sequence)), default=0)
     if largest >= size:
         raise InputError(f"the data holds token {largest}, outside the model's vocabulary of {size}.")
     k = compute_lzw_allocation(sample, size, rows, model.lookup_k_max)
     frequency = np.bincount(np.concatenate([np.empty(0, np.int64), *sample]), minlength=size)
-    tokenizer = trainer.tokenizer.hash if trainer.tokenizer else None
+    tokenizer = parts.tokenizer.hash if parts.tokenizer else None
     return Allocation.of(k, frequency, tokenizer), f"LZW over {int(frequency.sum()):,} training tokens"
 
 
-def fix_settings(trainer: BaseTrainer, model: Any) -> None:
-    """Numbers that were left to be derived are written to config.yaml: what is saved does not depend on a rule."""
-    shape = model.shape.lookup
-    chosen = {
-        "rows": (shape.rows, "max(vocabulary, parameters // 1000), up to 64s"),
-        "d_up": (shape.d_up, "4 × width"),
-        "sample_tokens": (model.lookup_sample, "5 × (rows − vocabulary)"),
-    }
-    for name, (value, why) in chosen.items():
-        key = f"{SECTION}/{name}"
-        if key in trainer.config and trainer.config[key] == 0:
-            trainer.config.set(key, value, why)
-
-
-def note(trainer: BaseTrainer, allocation: Allocation, origin: str) -> None:
-    """Shown at the start and kept in derived.json."""
-    model: Any = trainer.model
+def note_allocation(context: RunContext[Any], model: Any, origin: str) -> None:
+    """Record the allocation's sizes."""
+    derive, allocation = context.notes.derive, model.allocation
     layers, plain = list(model.lookup_after_layers), allocation.rows / allocation.vocab_size
-    trainer.note_derived("lookup layers", layers, f"after these blocks, of 0 to {model.depth - 1}")
-    chosen = trainer.config.provenance.get(f"{SECTION}/rows")
+    derive("lookup layers", layers, f"after these blocks, of 0 to {model.depth - 1}")
+    chosen = context.config.provenance.get(f"{SECTION}/rows")
     rule = "of the model" if chosen is None else chosen.reason
-    trainer.note_derived("lookup rows", allocation.rows, f"{rule}; shared out by {origin}")
-    trainer.note_derived("lookup k_max", model.lookup_k_max, f"the largest k is {allocation.longest}")
-    trainer.note_derived("lookup mean k", round(plain, 3), "rows / vocabulary")
-    trainer.note_derived(
-        "lookup mean k, weighted", round(allocation.mean_k, 3), "by token frequency: what a token costs"
-    )
+    derive("lookup rows", allocation.rows, f"{rule}; shared out by {origin}")
+    derive("lookup k_max", model.lookup_k_max, f"the largest k is {allocation.longest}")
+    derive("lookup mean k", round(plain, 3), "rows / vocabulary")
+    derive("lookup mean k, weighted", round(allocation.mean_k, 3), "by token frequency: what a token costs")
 
 
-def note_path(trainer: BaseTrainer, per_device: int) -> None:
-    """Which way the lookup attention is computed in training."""
-    model: Any = trainer.model
+def note_path(context: RunContext[Any], model: Any, per_device: int) -> None:
+    """Record which way the lookup attention is computed in training."""
     allocation = getattr(model, "allocation", None)
     if allocation is None:
         return
-    tokens = per_device * trainer.settings.block_size // trainer.topology.mesh.shape.get("context", 1)
+    tokens = per_device * context.settings.block_size // context.topology.mesh.shape.get("context", 1)
     path = choose_path(model.lookup_path, tokens, allocation.longest)
     size = f"{tokens:,} tokens a device × up to {allocation.longest} rows"
-    trainer.note_derived(
-        "lookup path", path, size if model.lookup_path == "auto" else "architecture.lookup.path"
-    )
+    why = size if model.lookup_path == "auto" else "architecture.lookup.path"
+    context.notes.derive("lookup path", path, why)

@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import sys
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from bessemer import config as config_room
 from bessemer.config import PYTHON, Config, Schema, dotted, gather, slashed
@@ -33,16 +33,23 @@ from bessemer.registry import (
 )
 from bessemer.topology import TopologySettings
 from bessemer.training.callbacks.base import Callback
+from bessemer.training.context import Notes, RunContext
 from bessemer.training.settings import GuardSettings, LoggingSettings
-from bessemer.training.setup.horizon import asked
 from bessemer.training.setup.initial_weights import begun_from, is_begun
 from bessemer.user_code import located
 
-if TYPE_CHECKING:
-    from bessemer.training.trainer import BaseTrainer
-
-
 DEFAULT_JOB = "BaseTrainer"
+
+
+class TrainerClass(Protocol):
+    """What the settings of a run depend on in its trainer's class."""
+
+    @property
+    def default_callbacks(self) -> tuple[str, ...]: ...
+    def config_class(self) -> type[Any]: ...
+    def model_class(self) -> type[Any] | None: ...
+    def optimizer(self) -> Any: ...
+    def schedule(self) -> Any: ...
 
 
 def schema_of(values: Mapping[str, Any]) -> Schema:
@@ -54,7 +61,7 @@ def schema_of(values: Mapping[str, Any]) -> Schema:
     return trainer_schema(job, values) if own is None else own(values)
 
 
-def trainer_schema(trainer: type[BaseTrainer], values: Mapping[str, Any]) -> Schema:
+def trainer_schema(trainer: TrainerClass, values: Mapping[str, Any]) -> Schema:
     """Unite the settings of the trainer class with those of the parts that `values` select."""
     defaults = gather(trainer.config_class())
     chosen = {key: setting.default for key, setting in defaults.settings.items()} | dict(values)
@@ -76,7 +83,7 @@ def trainer_schema(trainer: type[BaseTrainer], values: Mapping[str, Any]) -> Sch
     return gather(*dict.fromkeys(classes), explain=explain_unselected)
 
 
-def optimizer_names(trainer: type[BaseTrainer], values: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def optimizer_names(trainer: TrainerClass, values: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """(optimizer, schedule) as registry names for their settings; None where the class gives an optax object."""
     optimizer = values.get("optimization/name") or trainer.optimizer()
     schedule = values.get("optimization/schedule") or trainer.schedule() or "constant"
@@ -86,7 +93,7 @@ def optimizer_names(trainer: type[BaseTrainer], values: Mapping[str, Any]) -> tu
 
 
 def config_for(
-    trainer: type[BaseTrainer], arguments: Mapping[str, Any] | None, root: str | Path = "runs"
+    trainer: TrainerClass, arguments: Mapping[str, Any] | None, root: str | Path = "runs"
 ) -> Config:
     """The configuration in force, or the class's defaults; `arguments` override either. `root`: where `init` is."""
     ambient = config_room.current()
@@ -107,7 +114,7 @@ def config_for(
     return config
 
 
-def record_class(config: Config, trainer: type[BaseTrainer]) -> None:
+def record_class(config: Config, trainer: TrainerClass) -> None:
     """Write `job`, `plugins` and `model.family` as they are when the caller used a class directly.
 
     So `resume` finds the trainer again, from its file, and nothing takes the model for one of another family.
@@ -120,13 +127,14 @@ def record_class(config: Config, trainer: type[BaseTrainer]) -> None:
         config.set("model/family", name, "the trainer's model class")
     if (":" in job or job in jobs) and jobs.get(job) is trainer:
         return
-    module = sys.modules[trainer.__module__]
+    cls = typing.cast(type[Any], trainer)
+    module = sys.modules[cls.__module__]
     file, name = getattr(module, "__file__", None), module.__name__
-    if file is not None and not trainer.__module__.startswith("bessemer."):
+    if file is not None and not cls.__module__.startswith("bessemer."):
         why = "the file of the trainer's class"
         config.set("plugins", [*config["plugins"], str(Path(file).resolve())], why)
         name = Path(file).stem
-    config.set("job", f"{name}:{trainer.__qualname__}", "the trainer's class")
+    config.set("job", f"{name}:{cls.__qualname__}", "the trainer's class")
 
 
 def saved_config(path: Path) -> Config:
@@ -134,15 +142,11 @@ def saved_config(path: Path) -> Config:
     return refound(config_room.load_saved(path, schema_of))
 
 
-def make_callbacks(trainer: BaseTrainer) -> list[Callback]:
-    """Those given in code, those of the setting, then the default ones: what the first add to a row is logged."""
-    names = [*trainer.settings.callbacks, *trainer.default_callbacks]
-    with config_room.configuration(trainer.config):
-        made = [
-            config_room.configure(callbacks.get(name)) if _has_settings(name) else callbacks.get(name)()
-            for name in names
-        ]
-    return [*trainer.given_callbacks, *made]
+def make_callbacks(config: Config, names: Iterable[str]) -> list[Callback]:
+    """Make the named callbacks, with their settings where they declare some."""
+    return [
+        config.make(callbacks.get(name)) if _has_settings(name) else callbacks.get(name)() for name in names
+    ]
 
 
 def _has_settings(name: str) -> bool:
@@ -173,12 +177,7 @@ def _words(value: Any) -> list[str]:
     raise InputError(f"expected a name or a list of names, got {value!r}.")
 
 
-# What an objective asks of the rest of a run: rows of a style, documents that do not see each other.
-#
-# They are traits of its registration (`style`, `document_mask`). A style given for a dataset and a value
-# given for the setting win; what is filled in here is said with its reason.
-
-
+# --- what an objective's registration asks of the rest of a run (traits `style` and `document_mask`) ---
 MASK = "architecture/document_mask"
 DATASET = "training/dataset"
 
@@ -196,24 +195,24 @@ def styled(datasets: list[list[Sampling]], style: DatasetStyle) -> list[list[Sam
     ]
 
 
-def grant_wishes(trainer: BaseTrainer) -> None:
-    """Before the model is made."""
-    entry, config = objectives.entry(trainer.settings.objective), trainer.config
-    style = usual_style(trainer.settings.objective)
-    for mixture in trainer.settings.datasets:
+def apply_objective_defaults(context: RunContext[Any]) -> None:
+    """Apply the objective's row style and document mask where the user set neither, and record them."""
+    config, settings, notes = context.config, context.settings, context.notes
+    entry, style = objectives.entry(settings.objective), usual_style(settings.objective)
+    for mixture in settings.datasets:
         check_mixture(mixture)
-        note_shares(trainer, mixture)
-    if any(sampling.style is None for mixture in trainer.settings.datasets for sampling in mixture):
-        trainer.settings.datasets = styled(trainer.settings.datasets, style)
+        note_shares(notes, mixture)
+    if any(sampling.style is None for mixture in settings.datasets for sampling in mixture):
+        settings.datasets = styled(settings.datasets, style)
         # The origin stays the user's: who reads the configuration again must find the data as it was trained on.
-        config.values[DATASET] = trainer.settings.datasets
+        config.values[DATASET] = settings.datasets
         if style is not DatasetStyle.PMD:
             why = f"objective {entry.name}: windows of PMD would cut examples apart"
-            trainer.note_derived("training.dataset style", style.name, why)
+            notes.derive("training.dataset style", style.name, why)
     if entry.traits.get("document_mask") and MASK in config and not config.is_set(MASK):
         config.set(MASK, True, f"objective {entry.name}")
         why = f"objective {entry.name}: examples of one row do not see each other"
-        trainer.note_derived("architecture.document_mask", True, why)
+        notes.derive("architecture.document_mask", True, why)
     if style is DatasetStyle.CONTRASTIVE and MASK in config and not config[MASK]:
         raise InputError(
             "architecture.document_mask=false would let the answers of a row see each other, and objective "
@@ -221,21 +220,18 @@ def grant_wishes(trainer: BaseTrainer) -> None:
         )
 
 
-def note_shares(trainer: BaseTrainer, mixture: Sequence[Sampling]) -> None:
-    """Print what rates that do not sum to 1 come to."""
+def note_shares(notes: Notes, mixture: Sequence[Sampling]) -> None:
+    """Record the shares of rates that do not sum to 1."""
     shares = shares_of(mixture)
     if shares == [sampling.rate for sampling in mixture] or len(mixture) == 1:
         return
     named = zip(mixture, shares, strict=True)
     value = ", ".join(f"{share:.1%} {sampling.name}" for sampling, share in named)
     rates = " : ".join(f"{sampling.rate:g}" for sampling in mixture)
-    trainer.note_derived("training.dataset shares", value, f"rates {rates}")
+    notes.derive("training.dataset shares", value, f"rates {rates}")
 
 
-# Settings that the caller gave and that do nothing as the others are: said at the start, since nothing is
-# ignored.
-
-
+# --- settings that the caller set and that have no effect in this configuration ---
 NEEDS = {
     "lora/": "lora/rank",
     "architecture/lookup/": "architecture/lookup/after_layers",
@@ -243,29 +239,26 @@ NEEDS = {
     "guard/max_rollbacks": "guard/spike_sigma",
     "eval/core_bundle": "eval/core_interval",
 }
-"""What settings that begin so rest on: another one that is not 0 or empty."""
+"""Prefix of settings -> the setting that must not be 0 or empty for them to have an effect."""
 
 OF_STAGES = ("data/crossfade", "optimization/stage_reset")
 
 
-def idle(trainer: BaseTrainer) -> Iterator[str]:
-    config = trainer.config
+def without_effect(config: Config, stages: int) -> Iterator[str]:
+    """Yield a line for each setting that the caller set and that has no effect."""
     given = [
-        key for key in asked(config, config.values) if plain(config[key]) != plain(config.schema[key].default)
+        key for key in config.asked(*config.values) if plain(config[key]) != plain(config.schema[key].default)
     ]
     for key in given:
         for beginning, needed in NEEDS.items():
             if key.startswith(beginning) and not config[needed]:
                 yield f"{dotted(key)} has no effect, as {dotted(needed)} is {config[needed]}"
-        if key.startswith(OF_STAGES) and len(trainer.stages) < 2:
+        if key.startswith(OF_STAGES) and stages < 2:
             yield f"{dotted(key)} has no effect, as the run has one stage"
 
 
-# Which settings of a run name local files or code, and what becomes of them: see data/settings.py and
-# user_code.py.
-#
-# Data in `eval.evaluations` (core:DIR) stays as written, since its words name results; a resume may give it
-# anew.
+# --- settings that name local files or code (see data/settings.py and user_code.py) ---
+# Data in `eval.evaluations` (core:DIR) stays as written, since its words name results; a resume may set it again.
 
 
 def _dataset(value: list[list[Sampling]], find: Find) -> list[list[Sampling]]:
