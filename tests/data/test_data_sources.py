@@ -187,8 +187,8 @@ def test_a_compressed_text_is_cut_without_loss(tmp_path_factory, packing, text, 
         ("a.csv", b"a,b\n1,2\n", "is a table"),
         ("a.parquet", b"no parquet", "is not a parquet file"),
         ("a.json", b'{\n "text": 1}', "is JSON over several lines"),
-        ("a.md.gz", gzip.compress(b"\x89PNG"), "is a PNG image compressed with gzip"),
-        ("a.md.gz", gzip.compress(b"x" * 9999)[:30], "is a gzip file that cannot be unpacked"),
+        ("a.md.gz", gzip.compress(b"\x89PNG", mtime=0), "is a PNG image compressed with gzip"),
+        ("a.md.gz", gzip.compress(b"x" * 9999, mtime=0)[:30], "is a gzip file that cannot be unpacked"),
     ],
 )
 def test_what_is_no_text_is_named(tmp_path, name, content, found):
