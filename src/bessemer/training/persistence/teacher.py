@@ -34,6 +34,7 @@ from bessemer.job import RunDirectory, atomic_write
 from bessemer.losses.distillation import top_tokens
 from bessemer.models.allocation import FILE as ALLOCATION
 from bessemer.objectives.distill import TOP_IDS, TOP_LOGPROBS, DistillSettings
+from bessemer.objectives.on_policy import OnPolicySettings
 from bessemer.registry import objectives
 from bessemer.storage.checksums import ChunkSums, VerifiedFile, load_sums, save_sums
 from bessemer.storage.files import storage
@@ -53,7 +54,7 @@ def find_teacher(context: RunContext, student: ModelParts) -> Teacher | None:
     entry = objectives.entry(context.settings.objective)
     if not entry.traits.get("teacher"):
         return None
-    settings: Any = configure(entry.settings[0])
+    settings: DistillSettings | OnPolicySettings = configure(entry.settings[0])
     if settings.teacher is None:
         raise InputError(f"objective={entry.name} learns from another run: give distill.teacher=RUN.")
     vocabulary: int = student.model.vocab_size
