@@ -80,14 +80,16 @@ PACKED: Settings = {
 BF16: Settings = {"architecture.precision": "bf16"}
 
 SGD: Settings = {"optimization.name": "sgd", "optimization.lr": 0.1, "training.max_grad_norm": 0}
-# with a large epsilon AdamW is smooth where gradients are almost zero, so that rounding stays rounding
-ADAMW: Settings = {"optimization.name": "adamw", "optimization.lr": 1e-3, "optimization.eps": 1e-3}
+ADAMW: Settings = {"optimization.name": "adamw", "optimization.lr": 1e-3}
 MUON: Settings = {"optimization.name": "muon"}
 ALONE: Settings = {**SGD, "training.batch_size": 12, "training.per_device_batch_size": 12}
 
 EXACT = Bound(0, 0, 0, 0, 0, "the same program on the same numbers")
 # Measured over all members: most 1.2e-5, largest 1.2e-5, mean 2e-8, length 2e-7, losses 2.4e-7.
 ROUNDING = Bound(1e-4, 1e-4, 1e-6, 1e-5, 3e-6, "float32 sums in another order, six smooth updates")
+# Measured: most 8.2e-6, largest 2.9e-4, mean 2.1e-8, length 1.1e-7, losses 9.5e-8. The largest are elements of rare
+# tokens whose first gradients are near epsilon (√nu 8e-8): there g / (|g| + ε) makes rounding a share of a step.
+NORMALIZED = Bound(1e-4, 3e-3, 1e-6, 1e-5, 3e-6, "AdamW's own epsilon, where a gradient is as small as it")
 # Measured: most 1.3e-3, largest 4.7e-2, mean 7e-6, length 1e-4, losses 8.9e-5. The polar factor lifts small singular
 # values to one, and with them the rounding in their directions. Cautious decay asks for the sign of an update: where
 # that is about zero (at most 6 of 16,384 elements here), rounding decides whether lr·wd·p is taken off.
@@ -99,7 +101,7 @@ CLASSES: dict[str, Class] = {
     "accumulation": Class(
         {"S=2": accumulate(4), "S=4": accumulate(2, quick=True), "S=8": accumulate(1)}, ROUNDING, shared=SGD
     ),
-    "accumulation, adamw": Class({"S=4": accumulate(2)}, ROUNDING, shared=ADAMW),
+    "accumulation, adamw": Class({"S=4": accumulate(2)}, NORMALIZED, shared=ADAMW),
     "accumulation, muon": Class({"S=2": accumulate(4), "S=8": accumulate(1)}, POLAR, shared=MUON),
     "scan": Class({"scanned": Member(SCANNED)}, ROUNDING, shared={**SGD, "model.depth": 4}),
     # under a scan, where it is real: in unrolled layers on a CPU the compiler joins what is computed twice

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from bessemer.models.gpt import GPT
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import launch
 
@@ -112,8 +113,11 @@ def test_bf16_learns_as_float32_does_from_the_first_step(recipe: str, train: Tra
     assert found["losses"] < 1e-2 and found["scalars"] < 3e-2, found  # measured: 2.8e-3 and 6.1e-3
 
 
-def test_without_the_warmup_of_the_scalars_rounding_decides(train: Train) -> None:
-    """The control: what the warmup prevents is large, and the comparison above sees it."""
+def test_with_neither_warmup_nor_muted_gradients_rounding_decides(
+    train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: what the warmup of the scalars prevents is large, and the comparison above sees it."""
+    monkeypatch.setattr(GPT, "silent_at_start", ())
     without = {"optimization.scalar_warmup": 0}
     mesh, _ = WAYS["fsdp 2 x tensor 2"]
     found = difference(train("quickstart", mesh, without), train("quickstart", ONE, without))

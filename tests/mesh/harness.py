@@ -47,7 +47,7 @@ def batch_of() -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True)
 class Tiny:
-    """A model with random weights, whose gradients are zero nowhere, and its step."""
+    """A model and its step. Random weights, whose gradients are zero nowhere, or the model's own fresh ones."""
 
     model: Any
     boxed: Any
@@ -55,7 +55,7 @@ class Tiny:
     tx: optax.GradientTransformationExtraArgs
     places: Any = None  # shardings of the parameters on a mesh
 
-    def step(self, params: Any, state: Any, batch: Any) -> dict[str, Any]:
+    def step(self, params: Any, state: Any, batch: Any, number: Any) -> dict[str, Any]:
         def loss_of(params: Any) -> tuple[jax.Array, jax.Array]:
             total, weight, metrics = self.model.apply({"params": params}, batch, method="loss")
             return total / weight, metrics["nll"]
@@ -63,7 +63,7 @@ class Tiny:
         (loss, nll), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
         if self.places is not None:  # as the trainer's step does
             gradients = jax.lax.with_sharding_constraint(gradients, self.places)
-        updates, state = self.tx.update(gradients, state, params, step=jnp.int32(0))
+        updates, state = self.tx.update(gradients, state, params, step=number)
         return {
             "loss": (loss, nll),
             "gradients": gradients,
@@ -73,14 +73,27 @@ class Tiny:
         }
 
 
-def build(family: str, optimizer: str = "adamw", topology: Topology | None = None, **more: Any) -> Tiny:
+def build(
+    family: str,
+    optimizer: str = "adamw",
+    topology: Topology | None = None,
+    *,
+    fresh: bool = False,
+    **more: Any,
+) -> Tiny:
     name, settings = FAMILIES[family]
     model = models.get(name)(**{**SHARED, **settings, **more})
     boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
     rng = np.random.default_rng(1)
-    params = jax.tree.map(lambda x: 0.2 * rng.standard_normal(x.shape).astype(np.float32), unbox(boxed))
+    if fresh:
+        made = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
+        params = jax.device_get(unbox(made)["params"])
+    else:
+        params = jax.tree.map(lambda x: 0.2 * rng.standard_normal(x.shape).astype(np.float32), unbox(boxed))
     spread = None if topology is None else mesh_spread(topology.mesh)
-    tx = build_optimizer(optimizer, lambda cls: cls(), 10, model.group_of, width=64, spread=spread).tx
+    silent = getattr(model, "silent_at_start", ()) if fresh else ()
+    options: dict[str, Any] = {"width": 64, "spread": spread, "silent": silent}
+    tx = build_optimizer(optimizer, lambda cls: cls(), 10, model.group_of, **options).tx
     places = None if topology is None else shardings(boxed, topology.mesh, topology.rest_rules)
     return Tiny(model, boxed, params, tx, places)
 
@@ -88,8 +101,19 @@ def build(family: str, optimizer: str = "adamw", topology: Topology | None = Non
 @functools.cache
 def one_device(family: str, optimizer: str = "adamw") -> dict[str, Any]:
     tiny = build(family, optimizer)
-    arguments = (tiny.params, tiny.tx.init(tiny.params), batch_of())
+    arguments = (tiny.params, tiny.tx.init(tiny.params), batch_of(), np.int32(0))
     return jax.device_get(jax.jit(tiny.step, compiler_options=QUICKLY)(*arguments))
+
+
+def take_steps(step: Any, arguments: tuple[Any, ...], count: int) -> list[dict[str, Any]]:
+    """What each of the first steps returns, on the host."""
+    params, state, batch, _ = arguments
+    made = []
+    for number in range(count):
+        found = step(params, state, batch, np.int32(number))
+        params, state = found["params"], found["state"]
+        made.append(jax.device_get(found))
+    return made
 
 
 def mesh_of(sizes: dict[str, int]) -> Topology:
@@ -104,7 +128,7 @@ def compile_step(tiny: Tiny, topology: Topology) -> tuple[Any, tuple[Any, ...]]:
     params = jax.device_put(tiny.params, places)
     with topology.scope():
         state = jax.jit(tiny.tx.init, out_shardings=state_places)(params)
-        arguments = (params, state, jax.device_put(batch_of(), topology.batch_sharding()))
+        arguments = (params, state, jax.device_put(batch_of(), topology.batch_sharding()), np.int32(0))
         out = dict.fromkeys(("gradients", "updates", "params"), places)
         out |= {"loss": topology.replicated, "state": state_places}
         step = jax.jit(tiny.step, out_shardings=out, compiler_options=QUICKLY)

@@ -10,6 +10,7 @@ import pytest
 from tests.mesh.harness import (
     FAMILIES,
     LAST_RESORT,
+    QUICKLY,
     VOCAB,
     K,
     batch_of,
@@ -19,6 +20,7 @@ from tests.mesh.harness import (
     difference,
     mesh_of,
     one_device,
+    take_steps,
 )
 
 from bessemer.models.value import ValueHead
@@ -105,6 +107,62 @@ def test_a_mesh_is_one_device(family: str, mesh: str, capfd: pytest.CaptureFixtu
         absent = np.repeat(~np.isin(np.arange(VOCAB), batch_of()["input_ids"]), K)
         for name in ("lookup_keys", "lookup_values"):
             assert not np.any(gradients["lookups_0"][name][absent])
+
+
+FRESH = {"depth": 3, "backout": True}
+"""As shipped, at the first depth where backout is more than a factor before a norm."""
+
+FIRST_STEPS = {  # largest and mean difference of the way that parameters went; measured on the first mesh:
+    "adamw": (1e-3, 1e-6),  # 6.4e-5, 8.7e-8
+    "adafactor": (2e-3, 2e-6),  # 1.8e-4, 1.5e-7
+    "muon": (4e-3, 4e-6),  # 4.1e-4, 3.7e-7
+    "lion": (
+        1.0,
+        1e-3,
+    ),  # 0, 0; but it takes signs, and an element whose momentum is rounding may go either way
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "mesh"),
+    [
+        *((optimizer, "data 2 x fsdp 2 x tensor 2") for optimizer in FIRST_STEPS),
+        ("adamw", "fsdp 2 x tensor 2 x context 2"),
+    ],
+)
+def test_the_first_steps_of_a_fresh_model_are_those_of_one_device(optimizer: str, mesh: str) -> None:
+    """Four steps from the model's own initialization, with the optimizer's own epsilon."""
+    alone = build("gpt", optimizer, fresh=True, **FRESH)
+    start = (alone.params, alone.tx.init(alone.params), batch_of(), np.int32(0))
+    wanted = take_steps(jax.jit(alone.step, compiler_options=QUICKLY), start, 4)
+    topology = mesh_of(MESHES[mesh])
+    with topology.scope():
+        tiny = build("gpt", optimizer, topology, fresh=True, **FRESH)
+    got = take_steps(*compile_step(tiny, topology), 4)
+
+    silent = tiny.model.silent_at_start
+    loudest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(wanted[0]["gradients"]))
+    for name in silent:
+        for first in (got[0], wanted[0]):  # a gradient of rounding noise, and no step that follows it
+            assert np.abs(first["gradients"][name]).max() < 1e-6 * loudest
+            assert not np.any(first["updates"][name])
+        assert np.all(wanted[1]["updates"][name] != 0)
+    for number, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        loss = difference(a["loss"], b["loss"])
+        gradients = difference(
+            *({k: v for k, v in x["gradients"].items() if number > 0 or k not in silent} for x in (a, b))
+        )
+        print(number, "loss", loss, "gradients", gradients)  # measured: 2.1e-7, 4.8e-5, 2.9e-7
+        assert loss.largest < 2e-6 and gradients.largest < 3e-4 and gradients.mean < 3e-6, gradients
+    moved = [
+        jax.tree.map(lambda x, y: x.astype(np.float64) - y, run[-1]["params"], alone.params)
+        for run in (got, wanted)
+    ]
+    off = difference(*moved)
+    print(off)
+    largest, mean = FIRST_STEPS[optimizer]
+    assert off.largest < largest and off.mean < mean, off
 
 
 @pytest.mark.slow

@@ -118,6 +118,28 @@ def test_a_schedule_of_optax_is_the_rate_itself() -> None:
     assert build_optimizer("adamw", defaults, STEPS, schedule=None).rates(0)["lr"] == pytest.approx(3e-4)
 
 
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "sgd", optax.adam(1e-3)], ids=str)
+def test_silent_parameters_do_not_follow_rounding_noise_at_step_0(name: Any) -> None:
+    """Neither the first update nor any later one depends on it; all other parameters are as they would be."""
+    params: dict[str, Any] = {"rho": jnp.ones(3), "block_0": {"query": small_params()["block_0"]["query"]}}
+    real = jax.tree.map(lambda p: jnp.full(p.shape, 1e-3), params)
+
+    def train(noise: float, silent: tuple[str, ...]) -> list[Any]:
+        tx = build_optimizer(name, defaults, STEPS, silent=silent).tx
+        made, state = [], tx.init(params)
+        for step in range(3):
+            given = {**real, "rho": jnp.full(3, noise)} if step == 0 else real
+            updates, state = tx.update(given, state, params, step=jnp.int32(step))
+            made.append(updates)
+        return made
+
+    one, other, plain = train(1e-8, ("rho",)), train(-2e-8, ("rho",)), train(1e-8, ())
+    assert not np.any(one[0]["rho"]) and np.all(one[1]["rho"] != 0)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+    jax.tree.map(np.testing.assert_array_equal, [u["block_0"] for u in one], [u["block_0"] for u in plain])
+    assert np.all(plain[0]["rho"] != 0)
+
+
 def test_frozen_parameters_do_not_move_and_have_no_state() -> None:
     params = small_params()
     tx = freeze(build_optimizer("adamw", defaults, STEPS).tx, lambda path: path[0] == "block_0")

@@ -87,6 +87,19 @@ def test_an_older_checkpoint_and_the_callers_own_words(start: Path) -> None:
     assert same_weights(trainer, 10)
 
 
+@pytest.mark.parametrize("fresh", [True, False])
+def test_only_a_fresh_model_mutes_gradients_that_are_rounding_noise(start: Path, fresh: bool) -> None:
+    """From trained weights ρ, ξ and backout have real gradients, and the first step follows them."""
+    small = {"model__depth": 2, "model__width": 32, "model__head_dim": 16, "data__tokenizer": "train:300"}
+    trainer = build(start, **small) if fresh else build(start, init=str(start))
+    params = trainer.state.params
+    gradients = jax.tree.map(lambda p: jax.numpy.full(p.shape, 1e-8), params)
+    tx, state = trainer.functions.optimizer.tx, trainer.state.opt_state
+    updates, _ = tx.update(gradients, state, params, step=jax.numpy.int32(0))
+    silent = {name for name in params if not any(leaf.any() for leaf in jax.tree.leaves(updates[name]))}
+    assert silent == ({"rho", "xi", "backout_scale"} if fresh else set())
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -160,6 +160,10 @@ class GPT(GPTSettings, HeadedModel):
     """The model of spec `model.depth=N`. Methods: logits (call), hidden, loss, token_logprobs, decode."""
 
     # -- facts ---------------------------------------------------------------------------------------------------
+
+    silent_at_start: ClassVar[tuple[str, ...]] = ("rho", "xi", "backout_scale")
+    """Parameters without a gradient in a fresh model. All output projections are 0, so the residual stream is a
+    multiple of x0, and the final norm removes any factor; what is computed is rounding noise (1e-11 to 1e-8)."""
 
     def check(self) -> None:
         """Raise InputError when the settings contradict each other; before anything is compiled."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -15,7 +15,15 @@ import optax
 from bessemer.errors import InputError
 from bessemer.optim.schedules import Schedule, StepFunction, check_steps
 from bessemer.optim.sharding import Spread
-from bessemer.optim.transform import Group, GroupOf, GroupRow, describe_groups, path_names, wrap_optax
+from bessemer.optim.transform import (
+    Group,
+    GroupOf,
+    GroupRow,
+    describe_groups,
+    mute_first_gradient,
+    path_names,
+    wrap_optax,
+)
 from bessemer.registry import optimizers, schedules
 
 Configure = Callable[[type], Any]
@@ -154,15 +162,19 @@ def build_optimizer(
     width: int | None = None,
     spread: Spread | None = None,
     compute_dtype: jnp.dtype | None = None,
+    silent: Sequence[str] = (),
 ) -> Optimizer:
     """The optimizer of that registry name, or a wrapped optax transformation.
 
     steps: the horizon, for the schedules. group_of: the model's word for a parameter's path. schedule: a
     name, "auto" (the optimizer's own), None (constant), a Schedule, or an optax schedule (rate by step).
     width, spread, compute_dtype: see `muon`; an optimizer that does not name them is not given them.
+    silent: names of parameters whose gradient is only rounding noise at step 0 (`mute_first_gradient`). Muon's own
+    warmup of these groups takes care of them with a first rate of 0.
     """
     if not isinstance(name, str):
-        return _from_optax(name, None if schedule == AUTO else schedule, steps)
+        given = _from_optax(name, None if schedule == AUTO else schedule, steps)
+        return replace(given, tx=mute_first_gradient(given.tx, silent)) if silent else given
     entry = optimizers.entry(name)
     settings = _settings(entry, configure)
     groups = (
@@ -187,6 +199,9 @@ def build_optimizer(
         spread=spread,
         compute_dtype=compute_dtype,
     )
+
+    if silent and not any(group.warmup for group in groups):
+        tx = mute_first_gradient(wrap_optax(tx), silent)
 
     def label(path: tuple[str, ...], leaf: Any) -> str:
         return settings.label(path, leaf, group_of) if hasattr(settings, "label") else groups[0].name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -165,6 +165,29 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
         return inner.update(up(updates), state, None if params is None else up(params), **extra)
 
     return optax.GradientTransformationExtraArgs(lambda params: inner.init(up(params)), update)
+
+
+def mute_first_gradient(
+    inner: optax.GradientTransformation, names: Sequence[str]
+) -> optax.GradientTransformationExtraArgs:
+    """The same transformation, given a gradient of exactly 0 at step 0 for the parameters of these names.
+
+    For parameters whose true gradient is 0 in a fresh model: what is computed there is rounding noise, different on
+    every mesh, and an optimizer that normalizes gradients makes a full step of it.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, step: jax.typing.ArrayLike, **extra: Any
+    ) -> tuple[Any, Any]:
+        def one(path: Any, g: jax.Array) -> jax.Array:
+            muted = path_names(path)[-1] in names
+            return jnp.where(jnp.asarray(step) == 0, jnp.zeros_like(g), g) if muted else g
+
+        heard = jax.tree_util.tree_map_with_path(one, updates)
+        return inner.update(heard, state, params, step=step, **extra)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def wrap_optax(tx: Any) -> optax.GradientTransformationExtraArgs:

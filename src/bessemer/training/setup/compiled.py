@@ -248,6 +248,7 @@ def make_optimizer(plan: RunPlan, hooks: StepHooks) -> Optimizer:
     settings, model = plan.context.settings, plan.model.model
     shape = getattr(model, "shape", None)
     group_of = getattr(model, "group_of", None)
+    fresh = settings.init is None and plan.context.given.model_state is None
     return build_optimizer(
         settings.optimizer or hooks.optimizer(),
         plan.context.config.make,
@@ -257,6 +258,7 @@ def make_optimizer(plan: RunPlan, hooks: StepHooks) -> Optimizer:
         boundaries=plan.data.stage_starts,
         width=getattr(shape, "width", None),
         spread=mesh_spread(plan.context.topology.mesh),
+        silent=getattr(model, "silent_at_start", ()) if fresh else (),
     )
 
 
