@@ -22,9 +22,9 @@ from bessemer.training.callbacks.base import Callback
 Settings = dict[str, object]
 STEPS = 2000
 COLLECT = """
-from bessemer.training.callbacks import garbage_collector
+from bessemer.training.callbacks import defaults
 
-garbage_collector.INTERVAL = 250
+defaults.INTERVAL = 250
 """
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tests.invariance.classes import ADAMW, MUON, ROUNDING, Member, Settings, accumulate, member, mesh
+from tests.invariance.classes import ADAMW, MUON, NORMALIZED, Member, Settings, accumulate, member, mesh
 from tests.invariance.compare import difference, digests, meta, saved_arrays
 from tests.invariance.conftest import STEPS, Runs
 
@@ -61,7 +61,7 @@ def test_a_run_goes_on_elsewhere(name: str, runs: Runs) -> None:
     assert digests(run) == digests(undisturbed) and len(digests(run)) == STEPS
     found = difference(run, undisturbed, runs.start_arrays(WHOLE))
     print(f"{name}: {found}")
-    assert found.within(ROUNDING), f"{found}; allowed: {ROUNDING}"
+    assert found.within(NORMALIZED), f"{found}; allowed: {NORMALIZED}"
 
 
 RESTORED: dict[str, tuple[Settings, Member]] = {

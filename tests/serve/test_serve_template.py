@@ -80,7 +80,7 @@ def test_completions_are_answered_while_a_template_loops(hostile: Live) -> None:
 
 
 PATIENT = """
-from bessemer.data import templates
+from bessemer.data.tokenize import templates
 templates.WALL_SECONDS = 7200  # a server that waited for the template would wait past the end of this test
 from bessemer.cli import main
 main()
