@@ -73,7 +73,8 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
     If another process has committed the same directory in the meantime, that one is kept and ours is deleted.
     """
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # process ids repeat on shared disks
+    unique = uuid.uuid4().hex[:12]  # process ids repeat on shared disks
+    temporary = path.with_name(f"{path.name}.{unique}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
         yield temporary
