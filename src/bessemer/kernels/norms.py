@@ -350,7 +350,7 @@ rotate_norm.defvjp(_rotate_norm_forward, _rotate_norm_backward)
 # Norms joined with what comes before them, in plain JAX or by the one-pass kernels; the same numbers either
 # way.
 #
-# A decode step has one token a row: it is over before a kernel's programs are spread, and XLA joins more of
+# A decode step has one token per row: it is over before a kernel's programs are spread, and XLA joins more of
 # its neighbours. The kernels are for many.
 #
 # The kernels see rows of one device: on a mesh they run under `shard_map`, each device on its own rows.

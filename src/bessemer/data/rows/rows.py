@@ -47,7 +47,7 @@ class DatasetStyle(Enum):
     PMD = "pmd"  # contiguous windows of the whole stream
     PACKED = "packed"  # whole documents by best fit, nothing dropped
     CROPPED = "cropped"  # best fit, rows always full, the overhang cropped and counted
-    PADDED = "padded"  # one example a row
+    PADDED = "padded"  # one example per row
     CONTRASTIVE = "contrastive"  # whole pairs, chosen and rejected side by side
 
 

@@ -153,7 +153,7 @@ def sample_texts(
 ) -> Iterator[str]:
     """Texts of the sources, about `limit` bytes in all; of larger ones a sample of pieces spread over them.
 
-    What cannot be read is left out here, since preparing the data judges it; but if nothing is left, that is said.
+    Files that cannot be read are skipped here, since preparing the data reports them; if none is left, it is an error.
     """
     share = limit // max(1, len(sources))
     wrong: Bad | None = None
