@@ -25,9 +25,7 @@ CASES = ("cold", "no cache", "warm")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--words", nargs="+", default=WORDS, help="recipe and settings of `bessemer train`")
     parser.add_argument("--repeats", type=int, default=1, help="of each case but the first")
     options = parser.parse_args()
@@ -47,19 +45,14 @@ def measure(case: str, words: list[str], folder: Path) -> dict[str, Any]:
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)
     seconds = None
     with subprocess.Popen(
-        [*command, "--name", name, "--runs", str(folder / "runs")],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
+        [*command, "--name", name, "--runs", str(folder / "runs")], env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if seconds is None and line.startswith("first step after"):
                 seconds = time.perf_counter() - begun
     if process.returncode or seconds is None:
-        raise SystemExit(
-            f"`{' '.join(command)}` ended with {process.returncode} before or after its first step"
-        )
+        raise SystemExit(f"`{' '.join(command)}` ended with {process.returncode} before or after its first step")
     facts = json.loads((folder / "runs" / name / "facts.json").read_text(encoding="utf-8"))
     start = facts["start_up"]
     return {

@@ -150,11 +150,7 @@ def opening(root: Path, home: Path, names: list[str]) -> None:
             count = len(page.get("/api/runs")["runs"])
             say(f"list, {label}", seconds=time.monotonic() - begun, process_start=started, runs=count)
             say(f"one run, {label}", seconds=page.open_runs(names[-1:]))
-            say(
-                f"overlay of {len(names[:10])}, {label}",
-                seconds=page.open_runs(names[:10]),
-                mib=resident(pid),
-            )
+            say(f"overlay of {len(names[:10])}, {label}", seconds=page.open_runs(names[:10]), mib=resident(pid))
 
 
 def ahead(root: Path, home: Path, names: list[str]) -> None:

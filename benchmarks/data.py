@@ -24,14 +24,10 @@ from bessemer.data.stores.tokenizers import sample_texts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", default="python-stdlib", help="files, a directory or a dataset name")
     parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument(
-        "--workers", type=int, nargs="+", default=[1], help="numbers of processes to prepare with"
-    )
+    parser.add_argument("--workers", type=int, nargs="+", default=[1], help="numbers of processes to prepare with")
     parser.add_argument("--block-size", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--batches", type=int, default=200, help="batches served a style")

@@ -38,9 +38,7 @@ BF16 = jnp.bfloat16
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", default="768,1280", help="widths of the model")
     parser.add_argument("--tokens", type=int, default=65536, help="tokens in a micro-batch")
     parser.add_argument("--sequence", type=int, default=2048)
@@ -64,15 +62,13 @@ def compiler_options(form: str) -> dict[str, Any] | None:
 @contextlib.contextmanager
 def scales_of(form: str) -> Iterator[None]:
     """While a form is traced: `KNOWN` measures no tensor."""
-    quantise = fp8.quantise
+    quantize = fp8.quantize
     if form == KNOWN:
-        fp8.quantise = lambda x, kind, axis=None, bound=None: quantise(
-            x, kind, axis, 1.0 if bound is None else bound
-        )
+        fp8.quantize = lambda x, kind, axis=None, bound=None: quantize(x, kind, axis, 1.0 if bound is None else bound)
     try:
         yield
     finally:
-        fp8.quantise = quantise
+        fp8.quantize = quantize
 
 
 def linear_of(scaling: str | None, bound: float | None = None) -> Callable[..., jax.Array]:
@@ -190,10 +186,7 @@ def main() -> None:
         try:
             print(json.dumps(measure(case, args)), flush=True)
         except jax.errors.JaxRuntimeError as error:
-            print(
-                json.dumps({"case": case[0], "form": case[1], "error": str(error).splitlines()[0][:200]}),
-                flush=True,
-            )
+            print(json.dumps({"case": case[0], "form": case[1], "error": str(error).splitlines()[0][:200]}), flush=True)
 
 
 if __name__ == "__main__":

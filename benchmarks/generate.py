@@ -33,13 +33,7 @@ from beside import PEER, add_shape, facts_of, fill_width, in_process, in_product
 
 OURS = "ours"
 SHAPE = ("depth", "width", "head_dim", "vocab", "batch", "prompt", "new")
-RATIOS = (
-    "prefill_tokens_per_s",
-    "decode_tokens_per_s",
-    "first_token_ms",
-    "prefill_processor_ms",
-    "processor_ms",
-)
+RATIOS = ("prefill_tokens_per_s", "decode_tokens_per_s", "first_token_ms", "prefill_processor_ms", "processor_ms")
 
 
 class Pass(NamedTuple):
@@ -54,31 +48,22 @@ class Pass(NamedTuple):
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_shape(parser)
     parser.add_argument("--batch", default="1,8", help="rows, comma-separated: a case each")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=64, help="tokens made after it")
     parser.add_argument(
-        "--steps",
-        type=int,
-        default=0,
-        help="ours: decode steps a round, of which --new is a multiple; 0: its own",
+        "--steps", type=int, default=0, help="ours: decode steps a round, of which --new is a multiple; 0: its own"
     )
-    parser.add_argument(
-        "--window", default="L", help="ours: attention pattern; the peer's layers see everything"
-    )
+    parser.add_argument("--window", default="L", help="ours: attention pattern; the peer's layers see everything")
     parser.add_argument("--window_short", type=float, default=0.5, help="ours: S as a share of the block")
     parser.add_argument("--block", type=int, default=0, help="ours: context of the model; 0: prompt + new")
     parser.add_argument("--repeats", type=int, default=3, help="timed passes, after one that compiles")
     parser.add_argument("--bandwidth", type=float, default=0.0, help="TB/s of the memory; 0: measured")
     parser.add_argument("--peer", default=PEER, choices=(PEER, "none"), help="what stands beside ours")
     parser.add_argument("--eager", action="store_true", help="transformers: no torch.compile")
-    parser.add_argument(
-        "--alone", choices=(OURS, PEER), help=argparse.SUPPRESS
-    )  # this process is that system
+    parser.add_argument("--alone", choices=(OURS, PEER), help=argparse.SUPPRESS)  # this process is that system
     args = parser.parse_args(given)
     fill_width(args)
     return args
@@ -112,9 +97,7 @@ def line(args: argparse.Namespace, passes: Sequence[Pass], facts: dict[str, Any]
         **{name: getattr(args, name) for name in SHAPE},
         "batch": batch,
         "decode_tokens_per_s": round(batch / seconds, 1),
-        "prefill_tokens_per_s": round(batch * args.prompt / prefill, 1)
-        if prefill > 0
-        else None,  # lost in noise
+        "prefill_tokens_per_s": round(batch * args.prompt / prefill, 1) if prefill > 0 else None,  # lost in noise
         "first_token_ms": round(first * 1e3, 2),
         "step_ms": round(seconds * 1e3, 3),
         "prefill_processor_ms": round(prefill_processor * 1e3, 3),
@@ -146,9 +129,7 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     windows = {"window": args.window, "window_short": args.window_short}
     model = GPT(**shape, **windows, block_size=args.block or capacity)
     model.check()
-    params = jax.jit(lambda key: unbox(model.init(key, jnp.zeros((1, 8), jnp.int32)))["params"])(
-        jax.random.key(0)
-    )
+    params = jax.jit(lambda key: unbox(model.init(key, jnp.zeros((1, 8), jnp.int32)))["params"])(jax.random.key(0))
     engine = Engine(model, params, slots=batch, capacity=capacity, steps=args.steps)
     prompts = np.random.default_rng(0).integers(0, args.vocab, (batch, args.prompt)).tolist()
     requests = [Request(prompt, args.new) for prompt in prompts]
@@ -237,9 +218,7 @@ def transformers_llama(args: argparse.Namespace) -> dict[str, Any]:
         marks.clear()
         mark()
         with torch.inference_mode():
-            made = model.generate(
-                ids, attention_mask=torch.ones_like(ids), stopping_criteria=criteria, **options
-            )
+            made = model.generate(ids, attention_mask=torch.ones_like(ids), stopping_criteria=criteria, **options)
         mark()
         assert made.shape == (batch, args.prompt + args.new), "it stopped early"
         first, before = (marks[1][i] - marks[0][i] for i in (0, 1))

@@ -116,10 +116,7 @@ def main(root: Path, train: bool) -> dict[str, Any]:
     bessemer = (sys.executable, "-m", "bessemer")
     found: dict[str, Any] = {"weights_bytes": size}
     commands: dict[str, tuple[str, ...]] = {
-        "nothing": (
-            "-c",
-            "import bessemer.interop.import_hf, bessemer.interop.export_hf, bessemer.generate.export",
-        ),
+        "nothing": ("-c", "import bessemer.interop.folder, bessemer.interop.export_hf, bessemer.generate.export"),
         "import": ("import", str(root / "hf"), str(root / "run")),
         "export": ("export", str(root / "run"), str(root / "out")),
     }
@@ -128,18 +125,12 @@ def main(root: Path, train: bool) -> dict[str, Any]:
     for name, command in commands.items():
         program = (sys.executable,) if name == "nothing" else bessemer
         seconds, peak = measured(*program, *command)
-        found[name] = {
-            "seconds": round(seconds, 1),
-            "peak_gib": round(peak / 2**30, 2),
-            "of_weights": peak / size,
-        }
+        found[name] = {"seconds": round(seconds, 1), "peak_gib": round(peak / 2**30, 2), "of_weights": peak / size}
     return found
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, help="an empty directory")
     parser.add_argument("--train", action="store_true", help="one step of training, too")
     args = parser.parse_args()

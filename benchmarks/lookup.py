@@ -43,9 +43,7 @@ VALIDATION_ROWS = 64
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", default="python-stdlib", help="a file, a glob or a dataset's name")
-    parser.add_argument(
-        "--after", default="none,1", help="cases: none, or blocks joined by +, such as none,1,1+2"
-    )
+    parser.add_argument("--after", default="none,1", help="cases: none, or blocks joined by +, such as none,1,1+2")
     parser.add_argument("--path", default="auto", help="cases: auto, gather, sorted")
     parser.add_argument("--rows", type=int, default=0)
     parser.add_argument("--k_max", type=int, default=512)
@@ -58,13 +56,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--optimizer", default="muon")
-    parser.add_argument(
-        "--schedule_steps", type=int, default=100_000, help="horizon the schedule believes in"
-    )
+    parser.add_argument("--schedule_steps", type=int, default=100_000, help="horizon the schedule believes in")
     parser.add_argument("--seconds", type=float, default=60, help="training time of each case")
-    parser.add_argument(
-        "--tiles", default="", help="time the attention alone: gather, or tokens x rows x blocks"
-    )
+    parser.add_argument("--tiles", default="", help="time the attention alone: gather, or tokens x rows x blocks")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of --tiles")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -72,14 +66,10 @@ def arguments() -> argparse.Namespace:
 
 def make_data(args: argparse.Namespace) -> tuple[Any, Any, DataPlan]:
     """(tokenizer, training mixture, plan) of the text."""
-    settings = DataSettings(
-        tokenizer=f"train:{args.vocab}", root=str(Path(tempfile.gettempdir()) / "bessemer-bench")
-    )
+    settings = DataSettings(tokenizer=f"train:{args.vocab}", root=str(Path(tempfile.gettempdir()) / "bessemer-bench"))
     sampling = Sampling(args.text)
     tokenizer = tokenizer_for(settings, [sampling])
-    open_split = functools.partial(
-        open_dataset, sampling, tokenizer, block_size=args.sequence, settings=settings
-    )
+    open_split = functools.partial(open_dataset, sampling, tokenizer, block_size=args.sequence, settings=settings)
     mixture = [(sampling, open_split(split="train"))]
     held_out = [(sampling, open_split(split="val"))]
     plan = DataPlan([mixture], args.batch, args.seed, validation=held_out, validation_count=VALIDATION_ROWS)

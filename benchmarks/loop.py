@@ -33,9 +33,7 @@ REPORT = 10  # steps between rows; the first two rows are left out
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depth", type=int, default=4, help="layers")
     parser.add_argument("--batch", type=int, default=16, help="sequences in one micro-batch")
     parser.add_argument("--sequence", type=int, default=256, help="tokens in a sequence")
@@ -44,9 +42,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--window_short", type=float, default=0.5, help="S as a share of the sequence")
     parser.add_argument("--vocab", type=int, default=4096, help="size of the tokenizer that is trained first")
     parser.add_argument("--steps", type=int, default=160, help="optimizer steps of the run")
-    parser.add_argument(
-        "--interval", type=int, default=80, help="steps between checkpoints, previews, validations"
-    )
+    parser.add_argument("--interval", type=int, default=80, help="steps between checkpoints, previews, validations")
     parser.add_argument("--repeats", type=int, default=20, help="timed bare steps")
     parser.add_argument("--runs", type=Path, help="directory of the run; default: a temporary one")
     return parser.parse_args(given)
@@ -81,18 +77,7 @@ def train(args: argparse.Namespace, runs: Path) -> list[dict[str, Any]]:
         "logging.validation_interval": args.interval,
     }
     words = [f"{key}={value}" for key, value in settings.items()]
-    command = [
-        sys.executable,
-        "-m",
-        "bessemer",
-        "train",
-        "pretrain",
-        *words,
-        "--name",
-        "loop",
-        "--runs",
-        str(runs),
-    ]
+    command = [sys.executable, "-m", "bessemer", "train", "pretrain", *words, "--name", "loop", "--runs", str(runs)]
     with subprocess.Popen(command, stdout=sys.stderr) as process:
         seen = watch(process, runs / "loop" / "metrics.jsonl")
     if process.returncode:
@@ -155,9 +140,7 @@ def main() -> None:
         for kind in ("loop", "wall", "steady")
         if found[f"{kind}_tokens_per_s"]
     }
-    print(
-        json.dumps({"depth": args.depth, "window": args.window, "bare": [before, after], **found, **shares})
-    )
+    print(json.dumps({"depth": args.depth, "window": args.window, "bare": [before, after], **found, **shares}))
 
 
 if __name__ == "__main__":

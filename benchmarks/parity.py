@@ -200,10 +200,7 @@ def curve(result: Mapping[str, Any], kind: str) -> dict[int, float]:
 
 def table(results: Sequence[Mapping[str, Any]], references: Sequence[Mapping[str, Any]]) -> str:
     """Mean over our seeds beside the mean of the stored curves, at every point either has."""
-    lines = [
-        "| step | ours, val | nanochat, val | difference | ours, train | nanochat, train |",
-        "|---" * 6 + "|",
-    ]
+    lines = ["| step | ours, val | nanochat, val | difference | ours, train | nanochat, train |", "|---" * 6 + "|"]
     means = {
         (who, kind): _mean_curve(group, kind)
         for who, group in (("ours", results), ("theirs", references))
@@ -250,9 +247,7 @@ def summary(
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path, help="directory of train-*.parquet and val-*.parquet")
     parser.add_argument("reference", type=Path, help="directory of tokenizer.json and nanochat_*.json")
     parser.add_argument("--depth", type=int, default=8, choices=tuple(BARS), help="which reference")
@@ -267,8 +262,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> None:
     args = arguments(given)
     references = [
-        json.loads(file.read_text())
-        for file in sorted(args.reference.glob(f"nanochat_d{args.depth}_s*.json"))
+        json.loads(file.read_text()) for file in sorted(args.reference.glob(f"nanochat_d{args.depth}_s*.json"))
     ]
     if not references:
         raise InputError(f"no nanochat_d{args.depth}_s*.json in '{args.reference}'.")

@@ -30,21 +30,11 @@ from beside import PEER, add_shape, facts_of, fill_width, in_process, in_product
 
 SYSTEMS = (PEER, "ours-adamw", "ours-muon")
 WARMUP = 3
-MEASURES = (
-    "tokens_per_s",
-    "tflops",
-    "step_ms_best",
-    "processor_ms",
-    "parameters",
-    "flops_per_token",
-    "peak_gib",
-)
+MEASURES = ("tokens_per_s", "tflops", "step_ms_best", "processor_ms", "parameters", "flops_per_token", "peak_gib")
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_shape(parser)
     parser.add_argument("--batch", type=int, default=16, help="sequences in one micro-batch")
     parser.add_argument("--sequence", type=int, default=256, help="tokens in a sequence")
@@ -194,9 +184,7 @@ def ratios(lines: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     if peer is None or not found:
         return None
     return {
-        f"{name} / {PEER}": {
-            measure: round(row[measure] / peer[measure], 3) for measure in MEASURES if peer[measure]
-        }
+        f"{name} / {PEER}": {measure: round(row[measure] / peer[measure], 3) for measure in MEASURES if peer[measure]}
         for name, row in found.items()
     }
 

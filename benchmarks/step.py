@@ -37,9 +37,7 @@ SWEPT = ("depth", "batch", "sequence", "accumulation", "window", "window_short",
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depth", default="4", help="layers")
     parser.add_argument("--batch", default="16", help="sequences in one micro-batch")
     parser.add_argument("--sequence", default="256", help="tokens in a sequence")
@@ -100,9 +98,7 @@ def build(case: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any, Any
     )
     model.check()
     apply = make_apply(model)
-    optimizer = build_optimizer(
-        case["optimizer"], lambda cls: cls(), 1000, model.group_of, width=model.shape.width
-    )
+    optimizer = build_optimizer(case["optimizer"], lambda cls: cls(), 1000, model.group_of, width=model.shape.width)
     loss_fn = functools.partial(pretrain, settings=PretrainSettings())
     rules = StepRules(rates=optimizer.rates)
 
@@ -123,9 +119,7 @@ def build(case: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any, Any
     topology = make_topology(TopologySettings(deterministic=args.deterministic))
     options = {**(topology.compiler_options or {}), **float8_options(case["precision"])}
     step = jax.jit(
-        functools.partial(train_step, accumulate_steps=shape[0]),
-        donate_argnums=0,
-        compiler_options=options or None,
+        functools.partial(train_step, accumulate_steps=shape[0]), donate_argnums=0, compiler_options=options or None
     )
     return step, state, jax.device_put(batch), model
 

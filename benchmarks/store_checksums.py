@@ -32,8 +32,7 @@ def main() -> None:
         opened = [timed(lambda: TokenStore(store)) for _ in range(5)]
         epoch, sparse = seconds_per_token(store, options.block)
     shares = {
-        f"{speed:g}": {"epoch": epoch * speed, "sparse": sparse * speed}
-        for speed in options.train_tokens_per_second
+        f"{speed:g}": {"epoch": epoch * speed, "sparse": sparse * speed} for speed in options.train_tokens_per_second
     }
     print(
         json.dumps(

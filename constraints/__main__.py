@@ -29,10 +29,7 @@ def resolved() -> dict[str, str]:
 def main() -> None:
     version = ".".join(map(str, sys.version_info[:2]))
     pins = sorted((name, pin) for name, pin in resolved().items() if name != "bessemer")
-    lines = [
-        f"# Python {version}, Linux; written by `make constraints`.",
-        *(f"{n}=={pin}" for n, pin in pins),
-    ]
+    lines = [f"# Python {version}, Linux; written by `make constraints`.", *(f"{n}=={pin}" for n, pin in pins)]
     (FOLDER / f"{version}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"constraints/{version}.txt: {len(pins)} packages")
 

@@ -37,9 +37,7 @@ LONGEST |= {"test_training_processes", "test_training_init", "test_training_phas
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--nothing-missing", action="store_true", help="a test skipped for a missing package fails"
-    )
+    parser.addoption("--nothing-missing", action="store_true", help="a test skipped for a missing package fails")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -138,12 +136,7 @@ def cli(home: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """The real command line in a fresh process."""
 
     def call(*arguments: str, devices: int = 1, env: dict[str, str] | None = None, **options: object):
-        variables = {
-            **os.environ,
-            "BESSEMER_HOME": str(home),
-            "JAX_NUM_CPU_DEVICES": str(devices),
-            **(env or {}),
-        }
+        variables = {**os.environ, "BESSEMER_HOME": str(home), "JAX_NUM_CPU_DEVICES": str(devices), **(env or {})}
         command = [sys.executable, "-m", "bessemer", *arguments]
         return subprocess.run(
             command,

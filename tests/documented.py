@@ -68,6 +68,8 @@ WORDS = [
 NOT_RUN = {
     r"bessemer eval .* harness:.*": "needs the extra `eval`: tests/evaluate/test_evaluate_harness.py",
     r"bessemer train .* init=hf:.*": "needs the network: tests/interop/test_interop_hub_adapters.py",
+    r"bessemer train .* training\.dataset=fineweb-edu.*": "needs the network: tests/data/test_data_hub.py",
+    r"bessemer (resume|sample) adapted --base .*": "needs a base that moved: tests/training/test_frozen_base.py",
     r"bessemer (chat|export) runs/smol.*": "needs the line before it: tests/interop/test_interop_hub_adapters.py",
     r"bessemer train … topology\.coordinator=.*": "two processes at once: tests/training/test_training_processes.py",
     r"bessemer (train|resume) (speedrun|runs/road).*": "minutes, and killed: tests/training/test_training_phases.py",
@@ -136,10 +138,7 @@ def shorten(command: str) -> str:
         quick.pop("data.tokenizer", None)
     kept = [word for word in words if word.partition("=")[0] not in (*sizes, *HORIZONS)]
     # One size of vocabulary on all pages: what one command has compiled the next one finds.
-    kept = [
-        re.sub(r"^data\.tokenizer=train:\d+$", f"data.tokenizer={QUICK['data.tokenizer']}", word)
-        for word in kept
-    ]
+    kept = [re.sub(r"^data\.tokenizer=train:\d+$", f"data.tokenizer={QUICK['data.tokenizer']}", word) for word in kept]
     added = sizes | quick
     return " ".join([*kept, *(f"{key}={shlex.quote(value)}" for key, value in added.items())])
 
@@ -166,12 +165,9 @@ def make_files(folder: Path) -> None:
 def make_prompts(folder: Path) -> None:
     """prompts.jsonl, gsm8k_train.jsonl, and completions.jsonl with groups of four."""
     sums = [(a, b) for a in range(1, 9) for b in range(1, 9)]
-    write_lines(
-        folder / "prompts.jsonl", [{"prompt": f"Add {a} and {b}", "answer": str(a + b)} for a, b in sums]
-    )
+    write_lines(folder / "prompts.jsonl", [{"prompt": f"Add {a} and {b}", "answer": str(a + b)} for a, b in sums])
     asked = [
-        {"question": f"{a} + {b}?", "answer": f"{a}+{b}=<<{a}+{b}={a + b}>>{a + b}\n#### {a + b}"}
-        for a, b in sums
+        {"question": f"{a} + {b}?", "answer": f"{a}+{b}=<<{a}+{b}={a + b}>>{a + b}\n#### {a + b}"} for a, b in sums
     ]
     write_lines(folder / "gsm8k_train.jsonl", asked)
     said = [{"prompt": f"Add {a} and {b}", "completions": [str(a + b), "1", "2", "30"]} for a, b in sums]
@@ -244,9 +240,7 @@ def without_name(command: str) -> tuple[str, str | None]:
 
 def of_the_folder_as_made(command: str) -> bool:
     """Whether a training rests on nothing that commands before it have made."""
-    made = (
-        r"bessemer train (?=.*\btraining\.dataset=my\.txt\b)(?!.*(\binit=|\bdistill\.teacher=|\btime_limit=))"
-    )
+    made = r"bessemer train (?=.*\btraining\.dataset=my\.txt\b)(?!.*(\binit=|\bdistill\.teacher=|\btime_limit=))"
     return re.match(made, command) is not None
 
 

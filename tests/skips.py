@@ -22,6 +22,7 @@ TESTS = Path(__file__).parent
 SERVICES = {
     r"could not import '(wandb|tensorboard[\w.]*)'": "trackers that are written to",
     r"needs the extra `ray`": "preparation on a Ray",
+    r"needs the extra `hf`": "datasets of the hub, with its own client",
     r"needs moto": "a server that speaks S3",
     r"pip install kubernetes-validate": "job files against Kubernetes' schemas",
 }
@@ -61,11 +62,7 @@ def why_allowed(reason: str, nothing_missing: bool) -> str | None:
 def reasons_in(path: Path) -> list[str]:
     """The texts that name a missing package in a test file, as the reports of its skips would have them."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    found = [
-        node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str)
-    ]
+    found = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.importorskip":
             found.append(f"could not import {ast.unparse(call.args[0])}")
@@ -135,9 +132,7 @@ class SkipLedger:
             for reason, count in allowed.items():
                 terminalreporter.write_line(f"{count:>4}  {reason}")
         if unexpected := self.unexpected():
-            terminalreporter.section(
-                "unexpected skips: add the reason to tests/skips.py, or what is missing here"
-            )
+            terminalreporter.section("unexpected skips: add the reason to tests/skips.py, or what is missing here")
             for test, reason in unexpected:
                 terminalreporter.write_line(f"{test}: {reason}", red=True)
 

@@ -38,15 +38,7 @@ from bessemer.training.settings import BaseTrainerConfig, GuardSettings, Logging
 
 PYTHON = ["README.md"] + [
     f"docs/{name}.md"
-    for name in (
-        "checkpoints",
-        "configuration",
-        "data",
-        "generation",
-        "getting-started",
-        "models",
-        "topology",
-    )
+    for name in ("checkpoints", "configuration", "data", "generation", "getting-started", "models", "topology")
 ]
 SMALLER = {
     r'bm\.train\("quickstart".*\)': 'bm.Run("mine")',
@@ -130,14 +122,7 @@ def test_what_is_not_run_is_still_shown_and_its_reason_holds() -> None:
 
 def every_setting() -> set[str]:
     """All keys of all parts, whatever is selected."""
-    classes = [
-        BaseTrainerConfig,
-        LoggingSettings,
-        GuardSettings,
-        DataSettings,
-        TopologySettings,
-        LoraSettings,
-    ]
+    classes = [BaseTrainerConfig, LoggingSettings, GuardSettings, DataSettings, TopologySettings, LoraSettings]
     for table in SELECTORS.values():
         classes += [cls for entry in table for cls in settings_classes(entry)]
     return {dotted(setting.key) for cls in classes for setting in declared(cls).values()}
@@ -148,14 +133,11 @@ def named_settings(text: str, sections: set[str]) -> set[str]:
     words = {word for code in re.findall(CODE, text) for word in re.split(r"[\s,;|]+", code)}
     names = {word.partition("=")[0] for word in words if "(" not in word.partition("=")[0]}
     names |= {name for word in words for name in re.findall(r"\$\{([a-z_.]+)\}", word)}
-    dotted_names = {
-        name for name in names if re.fullmatch(r"[a-z_]+(\.[a-z0-9_]+)+(\.\*)?|[a-z_]+\.\*", name)
-    }
+    dotted_names = {name for name in names if re.fullmatch(r"[a-z_]+(\.[a-z0-9_]+)+(\.\*)?|[a-z_]+\.\*", name)}
     return {
         name
         for name in dotted_names
-        if name.split(".")[0] in sections
-        and not re.search(r"\.(py|md|json|jsonl|yaml|txt|bin|png|safetensors)$", name)
+        if name.split(".")[0] in sections and not re.search(r"\.(py|md|json|jsonl|yaml|txt|bin|png|safetensors)$", name)
     }
 
 
@@ -167,28 +149,20 @@ def test_every_setting_that_is_named_exists(page: Path) -> None:
     wrong = [
         name
         for name in named
-        if name not in known
-        and not any(key.startswith(name.removesuffix("*")) for key in known if "*" in name)
+        if name not in known and not any(key.startswith(name.removesuffix("*")) for key in known if "*" in name)
     ]
     assert not wrong, f"{page.name} names settings that no part declares: {sorted(wrong)}"
 
 
 def test_settings_are_found_in_text() -> None:
     """The search itself: it would be easy for it to find nothing."""
-    text = (
-        "`training.steps=4`, `logging.*` and `a.b`, `data.md`, `topology.shardings(tree)`, `x='${data.root}'`"
-    )
+    text = "`training.steps=4`, `logging.*` and `a.b`, `data.md`, `topology.shardings(tree)`, `x='${data.root}'`"
     assert named_settings(text, {"training", "logging", "data", "topology"}) == {
         "training.steps",
         "logging.*",
         "data.root",
     }
-    assert {
-        "training.steps",
-        "optimization.matrix_lr",
-        "optimization.min_rate",
-        "model.depth",
-    } <= every_setting()
+    assert {"training.steps", "optimization.matrix_lr", "optimization.min_rate", "model.depth"} <= every_setting()
 
 
 @pytest.mark.slow
@@ -211,12 +185,7 @@ def test_editors_see_the_names_that_the_package_gives() -> None:
     """The imports for type checkers, the table that is used at run time, and `__all__` are the same names."""
     tree = ast.parse((ROOT / "src" / "bessemer" / "__init__.py").read_text(encoding="utf-8"))
     [block] = [node for node in tree.body if isinstance(node, ast.If)]
-    seen = {
-        (name.name, node.module)
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for name in node.names
-    }
+    seen = {(name.name, node.module) for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names}
     assert seen == set(bessemer._HOME.items()) and {*bessemer._HOME, "__version__"} == set(bessemer.__all__)
 
 
@@ -277,7 +246,5 @@ def test_flags_that_are_explained_on_coming_from_are_those_the_command_line_know
 def test_names_of_levanter_maxtext_and_torchtitan_on_coming_from_are_answered() -> None:
     page = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
     table = page.partition("## Levanter")[2].partition("\n## ")[0]
-    names = [
-        name for row in re.findall(r"^\| (.*?) \|", table, re.M) for name in re.findall(r"`([^`]+)`", row)
-    ]
+    names = [name for row in re.findall(r"^\| (.*?) \|", table, re.M) for name in re.findall(r"`([^`]+)`", row)]
     assert len(names) > 30 and [name for name in names if name != "steps" and answer(name) is None] == []

@@ -44,12 +44,7 @@ def test_after_make_train_alone_the_virtual_environment_is_named(
 class Installed:
     """A distribution as pip leaves it."""
 
-    requires = (
-        "jax>=0.10",
-        'wandb>=0.17; extra == "track"',
-        'tensorboard; extra == "track"',
-        'ray; extra == "ray"',
-    )
+    requires = ("jax>=0.10", 'wandb>=0.17; extra == "track"', 'tensorboard; extra == "track"', 'ray; extra == "ray"')
 
     def __init__(self, direct_url: dict[str, Any] | None) -> None:
         self.direct_url = direct_url
@@ -68,9 +63,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict
     )
 
 
-def test_an_extra_is_installed_for_the_python_that_runs_this(
-    installed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_extra_is_installed_for_the_python_that_runs_this(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(None)
     assert to_install("dash") == "python -m pip install 'bessemer[dash]'"
     monkeypatch.setenv("PATH", os.defpath)
@@ -97,9 +90,7 @@ def test_an_extra_is_installed_from_where_bessemer_came(
     assert to_install("track") == "python -m pip install 'wandb>=0.17' tensorboard"
 
 
-def test_an_extra_of_sources_that_were_never_installed(
-    installed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_extra_of_sources_that_were_never_installed(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise importlib.metadata.PackageNotFoundError(name)
 

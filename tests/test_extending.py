@@ -72,9 +72,7 @@ def test_a_run_from_elsewhere_asks_for_trust(folder: Path, home: Path) -> None:
         json.dumps({"run": "0" * 32, "mac": "0" * 64})  # as good as anybody else can make one
     )
     result = run("bessemer resume runs/my-optimizer --step 2", folder, home)
-    assert result.returncode == 2 and "--trust" in result.stderr and "my_parts.py" in result.stderr, said(
-        result
-    )
+    assert result.returncode == 2 and "--trust" in result.stderr and "my_parts.py" in result.stderr, said(result)
     assert not (folder / "imported").exists()
     result = run("bessemer resume runs/my-optimizer --step 2 --trust", folder, home)
     assert result.returncode == 0, said(result)
@@ -86,9 +84,7 @@ def test_a_model_without_axis_names_on_a_mesh(folder: Path, home: Path) -> None:
     command = f"bessemer train quickstart plugins=[my_parts.py] model.family=gru {mesh} --name mesh"
     result = run(f"JAX_NUM_CPU_DEVICES=2 {shorten(command)}", folder, home)
     assert result.returncode == 0, said(result)
-    assert rows(folder, "mesh")[-1]["val_loss"] == pytest.approx(
-        rows(folder, "my-model")[-1]["val_loss"], rel=1e-3
-    )
+    assert rows(folder, "mesh")[-1]["val_loss"] == pytest.approx(rows(folder, "my-model")[-1]["val_loss"], rel=1e-3)
 
 
 def test_a_plugin_that_cannot_be_imported_is_not_called_our_bug(folder: Path, home: Path) -> None:

@@ -24,7 +24,6 @@ CORE = {
     "optax",
     "orbax-checkpoint",
     "tokenizers",
-    "safetensors",
     "numpy",
     "pyarrow",
     "omegaconf",
@@ -72,11 +71,7 @@ except SystemExit as end:
 
 @pytest.mark.parametrize(
     "statements",
-    [
-        "import bessemer\ndir(bessemer)",
-        COMMAND.replace("WORD", "--help"),
-        COMMAND.replace("WORD", "recipes"),
-    ],
+    ["import bessemer\ndir(bessemer)", COMMAND.replace("WORD", "--help"), COMMAND.replace("WORD", "recipes")],
     ids=["import", "help", "recipes"],
 )
 def test_it_starts_cheaply_and_quietly(statements: str) -> None:
@@ -140,9 +135,7 @@ def test_no_pickle_and_no_evaluated_text(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         where = f"{path.name}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Import):
-            assert not {alias.name.split(".")[0] for alias in node.names} & {"pickle", "dill", "marshal"}, (
-                where
-            )
+            assert not {alias.name.split(".")[0] for alias in node.names} & {"pickle", "dill", "marshal"}, where
         elif isinstance(node, ast.ImportFrom):
             assert (node.module or "").split(".")[0] not in {"pickle", "dill", "marshal"}, where
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):

@@ -217,13 +217,7 @@ def test_callbacks_are_made_by_their_names(name: str) -> None:
 
 def test_rewards_score_completions() -> None:
     found = {
-        "exact_match": registry.rewards.get("exact_match")(
-            ["1+1"],
-            [
-                "2",
-            ],
-            answer=["2"],
-        ),
+        "exact_match": registry.rewards.get("exact_match")(["1+1"], ["2"], answer=["2"]),
         "gsm8k": registry.rewards.get("gsm8k")(["1+1"], ["so #### 2"], answer=["#### 2"]),
         "regex": registry.rewards.get("regex")(["1+1"], ["2"], pattern=r"\d"),
     }

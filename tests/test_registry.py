@@ -27,9 +27,7 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Registry:
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text("")
     (tmp_path / package / "a.py").write_text(SLOW.format(package=package))
-    (tmp_path / package / "b.py").write_text(
-        f"import {package} as home\nhome.table.register('second')(repr)\n"
-    )
+    (tmp_path / package / "b.py").write_text(f"import {package} as home\nhome.table.register('second')(repr)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     made = Registry("thing", package)
     __import__(package)
@@ -50,7 +48,5 @@ def test_a_lookup_waits_for_the_folder_another_thread_is_reading(table: Registry
 
 
 def test_an_unknown_name_says_what_there_is(table: Registry) -> None:
-    with pytest.raises(
-        InputError, match=r"unknown thing 'secnd'. Did you mean 'second'\? Known: first, second"
-    ):
+    with pytest.raises(InputError, match=r"unknown thing 'secnd'. Did you mean 'second'\? Known: first, second"):
         table.get("secnd")

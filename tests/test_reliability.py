@@ -16,13 +16,7 @@ TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "reliability.md"
 NAMED = r"`([\w/]+\.py)::(\w+)`(?: \((slow)\))?"
 ON_A_GPU = ("training/test_training_gpu.py",)
-PITFALLS = {
-    "Resume and checkpoints": 20,
-    "Loss and gradients": 15,
-    "Data": 12,
-    "Settings and errors": 14,
-    "Speed": 7,
-}
+PITFALLS = {"Resume and checkpoints": 20, "Loss and gradients": 15, "Data": 12, "Settings and errors": 14, "Speed": 7}
 """Sections, and how many rows each has at least."""
 
 
@@ -62,11 +56,7 @@ def test_every_name_of_a_test_is_one_that_is_checked() -> None:
 
 def test_slow_is_said_of_slow_tests_only() -> None:
     """A test of which some parameters run with the fast ones is not called slow."""
-    wrong = [
-        (file, name)
-        for file, name, slow in named()
-        if slow is not ("pytest.mark.slow" in functions(file)[name])
-    ]
+    wrong = [(file, name) for file, name, slow in named() if slow is not ("pytest.mark.slow" in functions(file)[name])]
     assert wrong == [], f"slow, and not said so, or the other way round: {sorted(set(wrong))}"
 
 

@@ -22,9 +22,7 @@ REFERENCE = Reference(scaling_parameters(12), scaling_parameters(8))
 
 def turn(depth: int, target: Target | None = None, **keywords: object):
     sizes = Sizes(scaling_parameters(depth), flops_per_token=1e9, epoch_tokens=10**9)
-    return dial(
-        target or Target(), depth=depth, sizes=sizes, reference=REFERENCE, block_size=2048, **keywords
-    )  # type: ignore[arg-type]
+    return dial(target or Target(), depth=depth, sizes=sizes, reference=REFERENCE, block_size=2048, **keywords)  # type: ignore[arg-type]
 
 
 def test_check_values() -> None:
@@ -80,9 +78,7 @@ def test_below_depth_8_the_share_is_floored() -> None:
 def test_above_depth_8_nothing_is_floored() -> None:
     """A short run of a deep model keeps its own share; the floor is for shallow models only."""
     nine = turn(9, Target(tokens=REFERENCE.tokens // 100))
-    assert nine.weight_decay == pytest.approx(
-        0.2 * nine.lr_multiplier / (nine.tokens / REFERENCE.tokens), rel=1e-12
-    )
+    assert nine.weight_decay == pytest.approx(0.2 * nine.lr_multiplier / (nine.tokens / REFERENCE.tokens), rel=1e-12)
     seven = turn(7, Target(tokens=REFERENCE.tokens // 100))
     assert seven.weight_decay == pytest.approx(
         0.2 * seven.lr_multiplier * scaling_parameters(12) / scaling_parameters(8)

@@ -35,9 +35,7 @@ def session(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT)
 
 
-@pytest.mark.parametrize(
-    "workers", [(), pytest.param(("-n", "1"), marks=pytest.mark.slow)], ids=["alone", "xdist"]
-)
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "1"), marks=pytest.mark.slow)], ids=["alone", "xdist"])
 def test_an_unexpected_skip_fails_the_session_and_is_named(tmp_path: Path, workers: tuple[str, ...]) -> None:
     (tmp_path / "test_cases.py").write_text(CASES)
     (tmp_path / "test_module.py").write_text(MODULE)
@@ -47,10 +45,7 @@ def test_an_unexpected_skip_fails_the_session_and_is_named(tmp_path: Path, worke
     assert strict.returncode == 1 and "test_cases.py::test_package: could not import 'torch'" in strict.stdout
     other = session(tmp_path, *workers)
     assert other.returncode == 1
-    assert (
-        "test_cases.py::test_other: not today" in other.stdout
-        and "test_module.py: a whole module" in other.stdout
-    )
+    assert "test_cases.py::test_other: not today" in other.stdout and "test_module.py: a whole module" in other.stdout
 
 
 def test_packages_are_allowed_to_be_missing_until_nothing_may_be() -> None:

@@ -58,9 +58,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("word", ["own_parts", "own_parts.py", "./own_parts.py", "{here}/own_parts.py"])
 @pytest.mark.parametrize("kind", ["rewards", "callbacks", "evaluations", "datasets", "jobs", "plugins"])
-def test_a_file_in_the_working_directory_is_found_wherever_code_is_named(
-    here: Path, word: str, kind: str
-) -> None:
+def test_a_file_in_the_working_directory_is_found_wherever_code_is_named(here: Path, word: str, kind: str) -> None:
     word = word.format(here=here)
     before = list(sys.path)
     if kind == "rewards":
@@ -101,10 +99,7 @@ def test_other_files_of_the_directory_are_not_picked_up(here: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        (
-            "nowhere:fn",
-            r"reward 'nowhere:fn': there is no installed module 'nowhere' and no file 'nowhere.py' in ",
-        ),
+        ("nowhere:fn", r"reward 'nowhere:fn': there is no installed module 'nowhere' and no file 'nowhere.py' in "),
         ("nowhere.py:fn", r"reward 'nowhere.py:fn': there is no file '.*/nowhere.py'"),
         ("own_parts:nothing", "reward 'own_parts:nothing': 'own_parts' has no 'nothing'"),
         ("json:nothing", "'json' has no 'nothing'"),
@@ -119,10 +114,7 @@ def test_a_run_remembers_the_file(here: Path) -> None:
     """With its full path, so that it is resumed from any directory, and the mark holds for that file alone."""
     given = {"job": "GRPOTrainer", "objective": "grpo", "callbacks": ["own_parts:Told", "early_stopping"]}
     given |= {"grpo.rewards": ["own_parts.py:longer", "exact_match"], "plugins": ["own_parts"]}  # type: ignore[dict-item]
-    given |= {
-        "eval.evaluations": ["own_parts:score", "core:bundle", "bpb"],
-        "training.dataset": "own_parts:texts",
-    }  # type: ignore[dict-item]
+    given |= {"eval.evaluations": ["own_parts:score", "core:bundle", "bpb"], "training.dataset": "own_parts:texts"}  # type: ignore[dict-item]
     config = pinned(resolve(schema_of, {}, given))
     file = str(here.resolve() / "own_parts.py")
     assert config["callbacks"] == [f"{file}:Told", "early_stopping"]
@@ -147,9 +139,7 @@ def test_a_run_remembers_the_file(here: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("decoy", [False, True])
-def test_a_run_from_elsewhere_names_no_code_without_trust(
-    here: Path, key: str, word: str, decoy: bool
-) -> None:
+def test_a_run_from_elsewhere_names_no_code_without_trust(here: Path, key: str, word: str, decoy: bool) -> None:
     """Nor with a file beside it that is called like the word, unless that file is what is read."""
     run = RunDirectory(here / "foreign").create()
     run.config.write_text(key.replace("WORD", word) + "\n")
@@ -171,17 +161,8 @@ def test_callbacks_named_by_file_take_part_in_a_run(here: Path) -> None:
     )
     settings = "training.dataset=corpus.txt data.tokenizer=train:300 training.steps=2 training.batch_size=2"
     settings += " model.depth=1 model.width=16 model.head_dim=16 architecture.block_size=16 logging.preview_interval=0"
-    settings += (
-        " training.validation=false logging.plots=false logging.report_interval=1 callbacks=[own_parts:Loud]"
-    )
-    command = [
-        sys.executable,
-        "-c",
-        "from bessemer.cli import main; main()",
-        "train",
-        "quickstart",
-        *settings.split(),
-    ]
+    settings += " training.validation=false logging.plots=false logging.report_interval=1 callbacks=[own_parts:Loud]"
+    command = [sys.executable, "-c", "from bessemer.cli import main; main()", "train", "quickstart", *settings.split()]
     env = {**os.environ, "PYTHONSAFEPATH": "1"}  # as the installed command: the directory is not on the path
     result = subprocess.run([*command, "--name", "a"], env=env, capture_output=True, text=True, cwd=here)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -23,11 +23,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time `_HOME` say
     from bessemer.rl.trainer import GRPOTrainer, GRPOTrainerConfig
     from bessemer.training.api import Run, resume, train
     from bessemer.training.callbacks.base import Callback
-    from bessemer.training.kl_trainer import (
-        KLDivergenceTrainer,
-        KLDivergenceTrainerConfig,
-        KLDivergenceTrainState,
-    )
+    from bessemer.training.kl_trainer import KLDivergenceTrainer, KLDivergenceTrainerConfig, KLDivergenceTrainState
     from bessemer.training.settings import BaseTrainerConfig
     from bessemer.training.state import TrainState
     from bessemer.training.trainer import BaseTrainer

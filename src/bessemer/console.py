@@ -1,10 +1,18 @@
-"""Plain text for terminals, files and pipes: numbers short enough to compare, and tables that fit."""
+"""Text for terminals, files and pipes: short numbers, tables that fit, and progress."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import re
+import sys
 import textwrap
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from bessemer.errors import printable
@@ -28,6 +36,13 @@ def figure(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+
+
+def show(value: Any) -> str:
+    """Return a value as it can be typed on the command line: none, true and false, lists in brackets."""
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
 
 
 def counted(count: int, word: str) -> str:
@@ -83,9 +98,7 @@ def wrapped(line: str, width: int) -> list[str]:
     )
 
 
-_LABEL = re.compile(
-    r"\s*\S+ {2,}|\s*"
-)  # "note       " of a line with a label in front, or what it is indented by
+_LABEL = re.compile(r"\s*\S+ {2,}|\s*")  # "note       " of a line with a label in front, or what it is indented by
 
 
 def size(count: Any) -> str:
@@ -120,6 +133,24 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], width: int | None 
     return "\n".join(lines)
 
 
+def folded_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], widths: Sequence[int], bold: Sequence[bool] = ()
+) -> str:
+    """Return a table whose cells wrap at `widths`, one per column; `bold` says which rows are."""
+    lines: list[tuple[str, ...]] = []
+    strong = [False]  # the head
+    for number, row in enumerate(rows):
+        cells = [
+            [piece for line in cell.splitlines() for piece in textwrap.wrap(line, width, break_on_hyphens=False)]
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        folded = list(itertools.zip_longest(*cells, fillvalue=""))
+        lines += folded
+        strong += [bool(bold) and bold[number]] * len(folded)
+    text = table(head, lines).splitlines()
+    return "\n".join(f"\x1b[1m{line}\x1b[0m" if mark else line for line, mark in zip(text, strong, strict=True))
+
+
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     """Lines of a table in markdown."""
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
@@ -144,3 +175,114 @@ def _numeric(words: Sequence[str]) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# Progress: a bar on a terminal, elsewhere a plain line at most every PLAIN_SECONDS.
+
+PLAIN_SECONDS = 10.0
+
+
+class Display:
+    """Shows how far something is. `update` may be called from any thread."""
+
+    def __init__(self, unit: str, target: Any, bars: Any = None) -> None:
+        self.unit, self.target, self.bars = unit, target, bars
+        self._task = None if bars is None else bars.add_task("loading", total=None)
+        self._label, self._done = "", 0
+        self._printed = time.monotonic()
+        self._lock = threading.Lock()
+
+    def update(self, label: str, done: int, total: int = 0, text: str = "") -> None:
+        """`done` of `total` (0: unknown) units of `label` are finished; `text` replaces the label in what is shown."""
+        with self._lock:
+            if self.bars is not None:
+                if label != self._label:
+                    self.bars.reset(self._task, total=total or None)
+                self.bars.update(self._task, description=text or label, completed=done, total=total or None)
+            elif time.monotonic() - self._printed >= PLAIN_SECONDS:
+                self._printed = time.monotonic()
+                print(text or f"{label}: {self._amount(done, total)}", file=self.target, flush=True)
+            self._label = label
+
+    def advance(self, label: str, size: int, total: int = 0) -> None:
+        """`size` more units of `label` are finished."""
+        with self._lock:
+            self._done += size
+        self.update(label, self._done, total)
+
+    def _amount(self, done: int, total: int) -> str:
+        if self.unit != "bytes":
+            return f"{done} of {total}"
+        whole = f" of {total / 2**30:.2f}" if total else ""
+        return f"{done / 2**30:.2f}{whole} GiB"
+
+
+@contextmanager
+def show_progress(unit: str = "", stream: Any = None) -> Iterator[Display]:
+    """Yield a display on stderr that is cleared at the end. unit: "bytes", "items", or none to show the label alone."""
+    target = stream or sys.stderr
+    if not target.isatty():
+        yield Display(unit, target)
+        return
+    from rich import progress
+    from rich.console import Console
+
+    amounts: dict[str, tuple[Any, ...]] = {
+        "bytes": (progress.DownloadColumn(), progress.TransferSpeedColumn()),
+        "items": (progress.MofNCompleteColumn(), progress.TimeRemainingColumn()),
+        "": (progress.TimeRemainingColumn(),),
+    }
+    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), *amounts[unit])
+    with progress.Progress(*columns, console=Console(file=target), transient=True) as bars:
+        yield Display(unit, target, bars)
+
+
+Advance = Callable[[int], None]  # takes the bytes that were just read or written
+ShowBytes = Callable[[str, int], contextlib.AbstractContextManager[Advance]]  # label, bytes in all
+
+
+@contextmanager
+def byte_progress(label: str, total: int = 0, stream: Any = None) -> Iterator[Advance]:
+    """Yield a function that adds bytes to a display of them."""
+    with show_progress("bytes", stream) as display:
+        yield lambda size: display.advance(label, size, total)
+
+
+def no_progress(label: str, total: int) -> contextlib.AbstractContextManager[Advance]:
+    """Show nothing."""
+    return contextlib.nullcontext(lambda size: None)
+
+
+# Evaluations do not pass a display down to their loops: `tick` finds the one that `showing_ticks` opened.
+
+_display: ContextVar[Display | None] = ContextVar("display", default=None)
+_task_name: ContextVar[str] = ContextVar("task name", default="")
+
+
+def tick(done: int, total: int) -> None:
+    """Show that `done` of `total` examples of the current task are finished."""
+    display = _display.get()
+    if display is not None:
+        display.update(_task_name.get(), done, total)
+
+
+@contextmanager
+def task_name(name: str) -> Iterator[None]:
+    """Name what the ticks inside are about; the part of a task is shown after its name."""
+    outer = _task_name.get()
+    token = _task_name.set(outer if outer == name else f"{outer} {name}".strip())
+    try:
+        yield
+    finally:
+        _task_name.reset(token)
+
+
+@contextmanager
+def showing_ticks(stream: Any = None) -> Iterator[None]:
+    """Show the ticks inside on stderr."""
+    with show_progress("items", stream) as display:
+        token = _display.set(display)
+        try:
+            yield
+        finally:
+            _display.reset(token)

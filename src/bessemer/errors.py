@@ -1,6 +1,6 @@
-"""Every error a user can cause or meet, each with the exit code of the command line.
+"""Every expected error, each with the exit code of the command line. Any other exception is a bug (exit 1).
 
-One paragraph each: what happened, where, and what to do. Anything else that escapes is a bug (exit 1).
+A message is one paragraph: what happened, where, and what to do.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
 
 
 def printable(text: str) -> str:
-    """Return the text with `?` for characters that command a terminal: what a run holds may have been chosen to."""
+    """Return the text with `?` for characters that control a terminal: a foreign run may contain any."""
     return _CONTROL.sub("?", text)
 
 
 def nearest(word: str, known: list[str] | tuple[str, ...], cutoff: float = 0.6) -> str | None:
-    """The known word a misspelt one most likely meant, or None."""
+    """Return the known word that a misspelled one most likely meant, or None."""
     import difflib
 
     matches = difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
@@ -61,9 +61,9 @@ def nearest(word: str, known: list[str] | tuple[str, ...], cutoff: float = 0.6) 
 
 
 def to_install(extra: str) -> str:
-    """The command that installs an extra for the Python that runs this, from where Bessemer itself was installed.
+    """Return the command that installs an extra for this Python, from where Bessemer itself was installed.
 
-    From a clone or a folder it names that folder: on an index `bessemer` may be somebody else's package.
+    If that is a folder it names the folder: on an index `bessemer` may be somebody else's package.
     """
     import importlib.util
 
@@ -74,7 +74,7 @@ def to_install(extra: str) -> str:
 
 
 def _requirement(extra: str) -> str:
-    """What pip is given, by how Bessemer was installed (direct_url.json of PEP 610)."""
+    """Return pip's argument, by how Bessemer was installed (direct_url.json of PEP 610)."""
     import importlib.metadata
     import json
     from urllib.parse import unquote, urlparse
@@ -97,7 +97,7 @@ def _requirement(extra: str) -> str:
         at = f"{vcs['vcs']}+{url}@{vcs.get('commit_id', 'HEAD')}" if "vcs" in vcs else url
         return shlex.quote(f"bessemer[{extra}] @ {at}")
     folder = Path(unquote(urlparse(url).path))
-    if not folder.exists():  # a deleted clone or a wheel of a temporary directory: what the extra consists of
+    if not folder.exists():  # a deleted clone or temporary wheel: install the extra's requirements
         return " ".join(shlex.quote(name) for name in _parts(distribution, extra)) or f"'bessemer[{extra}]'"
     editable = "-e " if distribution is None or origin.get("dir_info", {}).get("editable") else ""
     place = "." if folder.resolve() == Path.cwd() else _unquoted(folder)
@@ -105,26 +105,22 @@ def _requirement(extra: str) -> str:
 
 
 def _parts(distribution: Any, extra: str) -> list[str]:
-    """Requirements of an extra, as the installed metadata lists them."""
+    """Return the requirements of an extra from the installed metadata."""
     wanted = re.compile(rf"extra == ['\"]{re.escape(extra)}['\"]")
     lines = (distribution.requires or []) if distribution is not None else []
     return [line.partition(";")[0].strip() for line in lines if wanted.search(line)]
 
 
-_COMMAND = re.compile(
-    r"(^ +|: |`)bessemer(?= [a-z])", re.MULTILINE
-)  # on a line of its own, after a colon, in backticks
+# a command on its own line, after a colon, or in backticks
+_COMMAND = re.compile(r"(^ +|: |`)bessemer(?= [a-z])", re.MULTILINE)
 
 
 def runnable(text: str) -> str:
-    """A text in which our commands are written as this shell finds them: after `make train` alone, `bessemer` is not on
-    its path, and `bessemer resume RUN` is `.venv/bin/bessemer resume RUN`."""
+    """Return the text with our commands as this shell finds them, such as `.venv/bin/bessemer resume RUN`."""
     if shutil.which("bessemer"):
         return text
     program = Path(sys.argv[0])
-    known = (
-        _short(program) if program.name == "bessemer" and program.is_file() else f"{_python()} -m bessemer"
-    )
+    known = _short(program) if program.name == "bessemer" and program.is_file() else f"{_python()} -m bessemer"
     return _COMMAND.sub(lambda found: found[1] + known, text)
 
 
@@ -135,12 +131,12 @@ def _python() -> str:
 
 
 def _short(program: Path) -> str:
-    """Relative where it lies below the current directory, and as a shell reads it."""
+    """Return a path relative to the current directory if it is below, quoted for a shell."""
     return shlex.quote(_unquoted(program))
 
 
 def _unquoted(path: Path) -> str:
     try:
         return str(path.absolute().relative_to(Path.cwd()))
-    except (ValueError, OSError):  # elsewhere, or the current directory is gone
+    except (ValueError, OSError):  # elsewhere, or the current directory was deleted
         return str(path)

@@ -1,8 +1,8 @@
-"""Names to things: models, objectives, optimizers, schedules, datasets, evaluations, rewards, callbacks, jobs.
+"""Registries: names → models, objectives, optimizers, schedules, datasets, evaluations, rewards, callbacks, jobs.
 
-A registry discovers its folder: the first lookup imports every module of its packages, and each module registers
-what it defines. So adding one is one new file and no edit elsewhere. Code outside the package registers with the
-same decorator (`plugins=[my_file.py]` imports it), or is named directly: `module:attribute`, `file.py:attribute`.
+The first lookup imports every module of a registry's packages, and each module registers what it defines, so adding one
+is one new file. User code registers with the same decorator (`plugins=[my_file.py]` imports it), or is named directly:
+`module:attribute`, `file.py:attribute`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Entry:
-    """One registered thing. `settings` are the dataclasses whose fields become settings when it is selected; `traits`
-    say what it asks of whoever uses it."""
+    """One registered thing. `settings`: dataclasses whose fields become settings when it is selected; `traits`: what it
+    requires of its users."""
 
     name: str
     value: Any
@@ -33,7 +33,7 @@ class Entry:
 
 
 class Registry:
-    """A named table that fills itself from its packages on first use."""
+    """A table of names that fills itself from its packages on first use."""
 
     def __init__(self, kind: str, *packages: str):
         self.kind = kind
@@ -41,13 +41,13 @@ class Registry:
         self._entries: dict[str, Entry] = {}
         self._aliases: dict[str, str] = {}
         self._discovered = not packages
-        self._busy = False  # the modules of the folder may ask while they are being imported
-        self._discovering = threading.RLock()  # a lookup in another thread waits for the whole folder
+        self._busy = False  # modules may look names up while they are imported
+        self._discovering = threading.RLock()  # a lookup in another thread waits for all modules
 
     def register(
         self, name: str, *, aliases: tuple[str, ...] = (), settings: tuple[type, ...] = (), **traits: Any
     ) -> Callable[[T], T]:
-        """Decorator. A second, different thing under a taken name is an error."""
+        """Return a decorator that registers its argument. Raise InputError if the name is taken by something else."""
 
         def add(value: T) -> T:
             for word in (name, *aliases):
@@ -64,8 +64,7 @@ class Registry:
         return add
 
     def entry(self, name: str) -> Entry:
-        """Look a name up; `module:attribute` and `file.py:attribute` name code directly. An unknown name is an error
-        that lists those that exist."""
+        """Return the entry of a name, or of code named directly as `module:attribute` or `file.py:attribute`."""
         if ":" in name:
             return Entry(name, load_attribute(name, self.kind))
         self._discover()
@@ -128,12 +127,6 @@ rewards = Registry("reward", "bessemer.rl")
 callbacks = Registry("callback", "bessemer.training.callbacks")
 
 
-# Settings that select a registered part, and with it the settings which that part brings.
-#
-# `optimization.name=muon` puts Muon's settings into the schema. A setting of a part that was not selected is
-# unknown to the run, and `explain_unselected` says which selection would make it known.
-
-
 SELECTORS: dict[str, Registry] = {
     "job": jobs,
     "objective": objectives,
@@ -142,10 +135,11 @@ SELECTORS: dict[str, Registry] = {
     "optimization/schedule": schedules,
     "callbacks": callbacks,
 }
+"""Settings that select a part and with it the part's own settings: `optimization.name=muon` adds Muon's."""
 
 
 def settings_classes(entry: Entry) -> tuple[type, ...]:
-    """Classes whose fields are settings when `entry` is selected; a model's are on the module itself."""
+    """Return the classes whose fields are settings when `entry` is selected; a model names its own."""
     if hasattr(entry.value, "config_class"):
         return (entry.value.config_class(), *entry.settings)
     if isinstance(entry.value, type) and is_dataclass(entry.value):
@@ -154,7 +148,7 @@ def settings_classes(entry: Entry) -> tuple[type, ...]:
 
 
 def explain_unselected(key: str, selectors: Mapping[str, Registry] = SELECTORS) -> str | None:
-    """`is a setting of optimizer 'muon'; add optimization.name=muon`, or None for a key nobody declares."""
+    """Return "is a setting of optimizer 'muon'; add optimization.name=muon"; None if no part has the key."""
     for selector, table in selectors.items():
         owners = [entry.name for entry in table if key in _keys(entry)]
         if owners:

@@ -1,15 +1,14 @@
-"""The depth dial: from a model's size to batch, horizon, learning rates and weight decay, each with its
-reason.
+"""The depth dial: from a model's size to batch, horizon, learning rates and weight decay, each with its reason.
 
-Pure arithmetic on counts that the model supplies; nothing here builds or knows a model. The reference is a
-model of depth 12 trained with 2^19 tokens a step. Counts of tokens are exact integers throughout.
+Pure arithmetic on counts that the model supplies. The reference is a model of depth 12 trained with 2^19 tokens per
+step. Counts of tokens are exact integers throughout.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
 
@@ -19,16 +18,13 @@ REFERENCE_DEPTH = 12
 REFERENCE_BATCH = 2**19
 FLOOR_DEPTH = 8
 BATCH_EXPONENT = 0.383
-MOST_STEPS = 2**31 - 1
-"""The step is counted on the device in 32 bits."""
-
-RATIO = 10.5
-"""Tokens per scaling parameter when no horizon is given."""
+MOST_STEPS = 2**31 - 1  # the device counts steps in 32 bits
+RATIO = 10.5  # tokens per scaling parameter when no horizon is set
 
 
 @dataclass(frozen=True)
-class Derived:
-    """One derived number: the setting or quantity it is, its value, and why it is that."""
+class Derivation:
+    """One derived number: the setting or quantity, its value and the reason."""
 
     name: str
     value: Any
@@ -37,7 +33,7 @@ class Derived:
 
 @dataclass(frozen=True)
 class Target:
-    """How long to train: the first given wins, in this order. tokens may be one number or one a stage."""
+    """How long to train: the first that is set wins, in this order. tokens: one number, or one per stage."""
 
     steps: int | None = None
     flops: float | None = None
@@ -54,8 +50,7 @@ class Target:
     @property
     def given(self) -> str | None:
         """The name of the one that wins."""
-        names = ("steps", "flops", "tokens", "epochs", "ratio")
-        return next((name for name in names if getattr(self, name) is not None), None)
+        return next((f.name for f in fields(self) if getattr(self, f.name) is not None), None)
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ class Sizes:
 
 
 def _exact(number: float) -> Fraction:
-    """A number as people wrote it: 0.1 is one tenth, 1e18 an integer."""
+    """The number as written: 0.1 is one tenth, 1e18 an integer."""
     return Fraction(str(number))
 
 
@@ -102,30 +97,29 @@ def _needed(value: Any, what: str, setting: str) -> Any:
     return value
 
 
-def horizon(target: Target, batch_tokens: int, sizes: Sizes | None = None) -> Derived:
-    """Optimizer steps of the run: the first given of steps, flops, tokens, epochs, ratio.
+def horizon(target: Target, batch_tokens: int, sizes: Sizes | None = None) -> Derivation:
+    """Return the optimizer steps of the run.
 
-    flops: round(target / (FLOPs per token · batch tokens)). tokens, epochs·tokens and ratio·N are divided
-    by the batch tokens and rounded down, so no run is longer than asked. At least one step, or an error.
+    flops: round(target / (FLOPs per token · batch tokens)). tokens, epochs·tokens and ratio·N are divided by the batch
+    tokens and rounded down, so no run is longer than asked. Less than one step is an InputError.
     """
     if batch_tokens < 1:
         raise InputError(f"a step of {batch_tokens} tokens trains nothing; raise training.batch_size.")
     steps, reason = _steps(target, batch_tokens, sizes or Sizes())
     if steps < 1:
         raise InputError(
-            f"the run would have {steps} steps ({reason}); raise training.{target.given}, or lower "
-            "training.batch_size."
+            f"the run would have {steps} steps ({reason}); raise training.{target.given}, or lower training.batch_size."
         )
     if steps > MOST_STEPS:
         raise InputError(
             f"the run would have {steps:,} steps ({reason}), more than can be counted ({MOST_STEPS:,}); lower "
             f"training.{target.given}, or raise training.batch_size."
         )
-    return Derived("training/steps", steps, reason)
+    return Derivation("training/steps", steps, reason)
 
 
 def stage_starts(tokens: Sequence[int], batch_tokens: int) -> list[int]:
-    """First step of each stage, from 0. Ends are cumulative tokens // batch: the sum stays exact."""
+    """Return the first step of each stage, from 0. Ends are cumulative tokens // batch, so the sum is exact."""
     ends = [sum(tokens[: k + 1]) // batch_tokens for k in range(len(tokens))]
     starts = [0, *ends[:-1]]
     for number, (start, end) in enumerate(zip(starts, ends, strict=True), 1):
@@ -139,7 +133,7 @@ def stage_starts(tokens: Sequence[int], batch_tokens: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Reference:
-    """The model's family at depth 12 and at depth 8: scaling parameters, counted without lookup layers."""
+    """Scaling parameters of the model's family at depth 12 and depth 8, counted without lookup layers."""
 
     parameters: int  # N(12)
     floor_parameters: int  # N(8)
@@ -151,7 +145,7 @@ class Reference:
         return int(_exact(self.ratio) * self.parameters)
 
     def share(self, tokens: int, depth: int) -> tuple[float, str]:
-        """D/D_ref, floored at its depth-8 value below depth 8 (decay would grow without bound), and why."""
+        """(D/D_ref, floored at its depth-8 value below depth 8, since decay would grow without bound; why)."""
         share, floor = tokens / self.tokens, self.floor_parameters / self.parameters
         if depth < FLOOR_DEPTH and share < floor:
             return floor, f"D/D_ref {share:.3g}, floored at depth {FLOOR_DEPTH}'s {floor:.3g}"
@@ -159,13 +153,13 @@ class Reference:
 
 
 def derive_batch(share: float, block_size: int) -> int:
-    """B = B_ref·(D/D_ref)^.383 to the nearest power of two, then in whole sequences, at least one. Tokens."""
+    """Return B = B_ref·(D/D_ref)^.383 in tokens, to the nearest power of two and in whole sequences."""
     power = 2 ** round(math.log2(REFERENCE_BATCH * share**BATCH_EXPONENT))
     return max(1, round(power / block_size)) * block_size
 
 
 def _planned_tokens(target: Target, ratio: float, sizes: Sizes) -> int:
-    """D before the batch is known: the tokens that were given, else ratio·N."""
+    """Return D before the batch is known: the tokens that are set, else ratio·N."""
     if target.given == "tokens":
         return target.total_tokens or 0
     if target.epochs is not None and target.given == "epochs" and sizes.epoch_tokens is not None:
@@ -175,33 +169,33 @@ def _planned_tokens(target: Target, ratio: float, sizes: Sizes) -> int:
 
 def _batch(
     target: Target, depth: int, sizes: Sizes, reference: Reference, block_size: int, batch_tokens: int
-) -> Derived:
-    """The batch that was given, checked, or the derived one."""
+) -> Derivation:
+    """Return the batch that is set, checked, or the derived one."""
     if batch_tokens == -1:
         planned = _planned_tokens(target, reference.ratio, sizes)
         if planned < 1:
             raise InputError("training.tokens is 0: there is nothing to train on; raise it.")
         share, words = reference.share(planned, depth)
         reason = f"2^19 · (D/D_ref)^{BATCH_EXPONENT} to a power of two; {words}"
-        return Derived("training/batch_tokens", derive_batch(share, block_size), reason)
+        return Derivation("training/batch_tokens", derive_batch(share, block_size), reason)
     if batch_tokens < 1 or batch_tokens % block_size:
         raise InputError(
             f"training.batch_tokens={batch_tokens} is not a whole number of sequences of {block_size}; "
             "make it a multiple of architecture.block_size, or -1."
         )
-    return Derived("training/batch_tokens", batch_tokens, "given")
+    return Derivation("training/batch_tokens", batch_tokens, "given")
 
 
 @dataclass(frozen=True)
 class Dial:
-    """What the dial derives. `rows` holds the same numbers with their reasons, in the order of derivation."""
+    """What the dial derives; `rows` are the same numbers with their reasons, in the order of derivation."""
 
     batch_tokens: int
     steps: int
     tokens: int
     lr_multiplier: float
     weight_decay: float
-    rows: list[Derived]
+    rows: list[Derivation]
 
 
 def dial(
@@ -214,9 +208,9 @@ def dial(
     batch_tokens: int = -1,
     weight_decay: float = 0.2,
 ) -> Dial:
-    """Batch, horizon, learning-rate multiplier and weight decay of a model, with the reasons.
+    """Return batch, horizon, learning-rate multiplier and weight decay of a model.
 
-    batch_tokens -1: derived. No target at all: the reference's ratio. Rates × √(B/B_ref); decay =
+    batch_tokens: -1 derives it. Without a target the reference's ratio holds. Rates are scaled by √(B/B_ref); decay is
     wd·√(B/B_ref)·(D_ref/D) with D the actual horizon, steps·B.
     """
     if target.given is None:
@@ -229,29 +223,27 @@ def dial(
     share, words = reference.share(tokens, depth)
     decay = weight_decay * multiplier / share
     rows = [
-        Derived("scaling parameters", count, "matrices in blocks + head"),
-        Derived(
-            "reference tokens", reference.tokens, f"{reference.ratio:g} · {reference.parameters:,} (depth 12)"
-        ),
+        Derivation("scaling parameters", count, "matrices in blocks + head"),
+        Derivation("reference tokens", reference.tokens, f"{reference.ratio:g} · {reference.parameters:,} (depth 12)"),
         batch,
         steps,
-        Derived("training tokens", tokens, f"{steps.value:,} steps · {batch.value:,} tokens"),
-        Derived("tokens : scaling parameters", tokens / count, "training tokens / scaling parameters"),
-        Derived("optimization/lr_multiplier", multiplier, f"√(B/B_ref) = √({batch.value:,} / 2^19)"),
-        Derived("optimization/weight_decay", decay, f"{weight_decay:g} · √(B/B_ref) · D_ref/D; {words}"),
+        Derivation("training tokens", tokens, f"{steps.value:,} steps · {batch.value:,} tokens"),
+        Derivation("tokens : scaling parameters", tokens / count, "training tokens / scaling parameters"),
+        Derivation("optimization/lr_multiplier", multiplier, f"√(B/B_ref) = √({batch.value:,} / 2^19)"),
+        Derivation("optimization/weight_decay", decay, f"{weight_decay:g} · √(B/B_ref) · D_ref/D; {words}"),
     ]
     return Dial(batch.value, steps.value, tokens, multiplier, decay, rows)
 
 
-def fine_tuning_rate(parameters: int, share: float = 1.0, adapters: bool = False) -> Derived:
-    """AdamW's peak rate for training on from weights of `parameters` parameters, with its reason.
+def fine_tuning_rate(parameters: int, share: float = 1.0, adapters: bool = False) -> Derivation:
+    """Return AdamW's peak rate for fine-tuning a model of `parameters` parameters.
 
     All parameters: 2e-5·√(1e9/N), at most 1e-3. Adapters: 2e-4·(1e9/N)^¼, at most 1e-3; QLoRA used 2e-4 for 7B to 13B
-    and 1e-4 for 33B to 65B (arXiv:2305.14314). share: what the objective takes of that (`rate_share`).
+    and 1e-4 for 33B to 65B (arXiv:2305.14314). share: the objective's factor (`rate_share`).
     """
     peak, exponent, formula = (2e-4, 0.25, "2e-4·(1e9/N)^¼") if adapters else (2e-5, 0.5, "2e-5·√(1e9/N)")
     rate = share * min(1e-3, peak * (1e9 / parameters) ** exponent)
     part = "" if share == 1.0 else f" · {share:.3g} for the objective"
     trained = "adapters of " if adapters else ""
     reason = f"{formula}, at most 1e-3{part}; {trained}N = {parameters:,} parameters"
-    return Derived("optimization/lr", float(f"{rate:.2g}"), reason)
+    return Derivation("optimization/lr", float(f"{rate:.2g}"), reason)

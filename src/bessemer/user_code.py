@@ -1,8 +1,7 @@
-"""Code that users name: `module:attribute` and `file.py:attribute`, resolved the same way wherever a name is looked up.
+"""Code that users name as `module:attribute` or `file.py:attribute`.
 
-An installed module wins. Otherwise a file of that name in the working directory is loaded by its path; the directory
-itself is never put on sys.path, so nothing else in it is imported by accident or hides an installed module.
-Whether code that a run's configuration names may be loaded at all is decided before (job/trust.py).
+An installed module wins. Otherwise a file of that name in the working directory is loaded by its path; the directory is
+never put on sys.path, so nothing in it can hide an installed module. job/trust.py decides what may be loaded at all.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from bessemer.errors import BessemerError, InputError
 
 SCRIPT = ".py"
 _by_path: dict[str, ModuleType] = {}
-"""Modules that were loaded by the path of their file."""
+"""Modules loaded from a file, by its path."""
 
 
 def load_attribute(word: str, what: str) -> Any:
@@ -35,7 +34,7 @@ def load_attribute(word: str, what: str) -> Any:
 
 
 def import_code(name: str, what: str) -> ModuleType:
-    """Import a module by its name, or a .py file by its path. `what` begins the message of the InputError."""
+    """Import a module by name, or a .py file by path. `what` begins the message of an InputError."""
     file = code_file(name)
     if file is not None:
         return _import_file(file, what)
@@ -46,9 +45,7 @@ def import_code(name: str, what: str) -> ModuleType:
     except Exception as error:  # any code of the user's
         missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
         if not missing:
-            raise InputError(
-                f"{what}: module '{name}' cannot be imported: {type(error).__name__}: {error}."
-            ) from error
+            raise InputError(f"{what}: module '{name}' cannot be imported: {type(error).__name__}: {error}.") from error
         raise InputError(
             f"{what}: there is no installed module '{name}' and no file '{_as_file(name)}' in {Path.cwd()}. Write the "
             f"path of the file, such as path/to/{_as_file(name).name}, or install the module."
@@ -72,9 +69,9 @@ def is_known(name: str) -> bool:
 
 
 def located(word: str) -> str:
-    """Return a module or file name, alone or with `:attribute`, with the full path of a file in place of its name.
+    """Return a module or file name, with or without `:attribute`, with a file's full path in place of its name.
 
-    The word then means the same code from whatever directory it is read again.
+    The result means the same code from any directory.
     """
     name, colon, attribute = word.rpartition(":")
     if not colon or word.endswith(SCRIPT):
@@ -94,7 +91,7 @@ def _as_file(name: str) -> Path:
 
 
 def _hidden_by_installed(name: str, file: Path) -> bool:
-    """Whether an import of the module would find something else than `file`. Nothing is imported to know it."""
+    """Return whether importing the module would find something other than `file`. Nothing is imported."""
     top = name.partition(".")[0]
     spec = _spec(top)
     found = None if spec is None else spec.origin
@@ -131,9 +128,7 @@ def _import_file(path: Path, what: str) -> ModuleType:
             raise
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = f" line {frames[-1].lineno}" if frames else ""
-        raise InputError(
-            f"{what}: '{path}'{line} cannot be imported: {type(error).__name__}: {error}."
-        ) from error
+        raise InputError(f"{what}: '{path}'{line} cannot be imported: {type(error).__name__}: {error}.") from error
     _by_path[str(path)] = module
     return module
 

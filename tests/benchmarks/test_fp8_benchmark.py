@@ -9,9 +9,7 @@ import fp8 as benchmark
 import pytest
 
 
-def test_each_case_and_form_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_case_and_form_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--width", "128", "--tokens", "32", "--sequence", "16", "--repeats", "1", "--cases", "mlp,qkv"]
     forms = ("bf16", "tensorwise/known", "tensorwise/triton")
     monkeypatch.setattr(sys, "argv", ["fp8.py", *words, "--forms", ",".join(forms)])

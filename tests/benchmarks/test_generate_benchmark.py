@@ -42,11 +42,7 @@ def test_a_case_runs_and_the_peer_runs_or_says_why_not() -> None:
     source = Path(generate.__file__).parents[1] / "src"
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])}
     result = subprocess.run(
-        [sys.executable, generate.__file__, *WORDS],
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
+        [sys.executable, generate.__file__, *WORDS], env=variables, capture_output=True, text=True, timeout=TIMEOUT
     )
     assert result.returncode == 0, result.stdout + result.stderr
     mine, peer, *rest = [json.loads(row) for row in result.stdout.splitlines()]

@@ -22,15 +22,7 @@ from bessemer.errors import InputError
 from bessemer.optim import build_schedule
 from bessemer.optim.muon import MuonSettings, decay_schedule, momentum_schedule
 
-HEADER = {
-    "depth": 8,
-    "width": 512,
-    "block_size": 1024,
-    "batch": 64,
-    "steps": 600,
-    "vocab": 8192,
-    "window": "L",
-}
+HEADER = {"depth": 8, "width": 512, "block_size": 1024, "batch": 64, "steps": 600, "vocab": 8192, "window": "L"}
 TINY = ["model.depth=2", "model.width=32", "model.head_dim=16", "architecture.block_size=16"]
 TINY += ["training.batch_size=4", "training.steps=3"]
 
@@ -39,11 +31,7 @@ TINY += ["training.batch_size=4", "training.steps=3"]
 def texts() -> dict[str, list[str]]:
     rng = random.Random(0)
     made = [" ".join(rng.choices(WORDS, k=rng.randint(10, 30))) + " ünï <|bos|>." for _ in range(24)]
-    return {
-        "train-00000-of-00002": made[:10],
-        "train-00001-of-00002": made[10:20],
-        "val-00000-of-00001": made[20:],
-    }
+    return {"train-00000-of-00002": made[:10], "train-00001-of-00002": made[10:20], "val-00000-of-00001": made[20:]}
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +39,7 @@ def reference(texts: dict[str, list[str]], tmp_path_factory: pytest.TempPathFact
     """One directory that is both: the parquet files, the tokenizer and a stored curve of depth 8."""
     directory = tmp_path_factory.mktemp("reference")
     for name, rows in texts.items():
-        pq.write_table(
-            pa.table({"text": rows, "source": ["test"] * len(rows)}), directory / f"{name}.parquet"
-        )
+        pq.write_table(pa.table({"text": rows, "source": ["test"] * len(rows)}), directory / f"{name}.parquet")
     size = Tokenizer.train([text for rows in texts.values() for text in rows], 300)
     size.save(directory)
     rows = [{"step": 0, "val_loss": 5.7}, {"step": 0, "train_loss": 5.7}, {"step": 3, "val_loss": 5.0}]
@@ -104,19 +90,12 @@ def test_the_reference_settings_are_expressed() -> None:
     scale, narrow = (64 * 1024 / 2**19) ** 0.5, (512 / 768) ** -0.5
     rates = {group.name: group.lr for group in settings.groups(512)}
     expected = {"matrix": 0.04 * scale, "head": 0.008 * scale * narrow, "embedding": 0.3 * scale * narrow}
-    expected |= {
-        "value_embedding": 0.15 * scale * narrow,
-        "xi": 0.5 * scale,
-        "rho": 0.005 * scale,
-        "scalar": 0.2,
-    }
+    expected |= {"value_embedding": 0.15 * scale * narrow, "xi": 0.5 * scale, "rho": 0.005 * scale, "scalar": 0.2}
     assert rates == pytest.approx(expected)
     np.testing.assert_allclose(schedule(jnp.array([0, 39, 210, 600])), [1 / 40, 1, 1, 0.05], rtol=1e-6)
     momentum = momentum_schedule(settings, schedule, 600)(jnp.array([0, 200, 400, 600]))
     np.testing.assert_allclose(momentum, [0.85, 0.91, 0.97, 0.97], rtol=1e-6)
-    np.testing.assert_allclose(
-        decay_schedule(settings, 600)(jnp.array([0, 300, 600])), [0.1, 0.05, 0], atol=1e-7
-    )
+    np.testing.assert_allclose(decay_schedule(settings, 600)(jnp.array([0, 300, 600])), [0.1, 0.05, 0], atol=1e-7)
     assert config["training/max_grad_norm"] == 0 and config["model/window_short"] == 0.25
     other = parity.settings_of(HEADER, ["optimization.name=adamw", "optimization.lr=0.001"])
     assert other["optimization/lr"] == 0.001

@@ -43,11 +43,7 @@ def test_each_system_runs_or_says_why_not() -> None:
     source = Path(peers.__file__).parents[1] / "src"
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source), os.environ.get("PYTHONPATH", "")])}
     result = subprocess.run(
-        [sys.executable, peers.__file__, *words],
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
+        [sys.executable, peers.__file__, *words], env=variables, capture_output=True, text=True, timeout=TIMEOUT
     )
     assert result.returncode == 0, result.stdout + result.stderr
     peer, mine, *rest = [json.loads(row) for row in result.stdout.splitlines()]

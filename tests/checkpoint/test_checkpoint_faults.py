@@ -66,11 +66,7 @@ def tiny_disk(tmp_path):
     mount = tmp_path / "tiny"
     mount.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(mount)]
-    if (
-        os.geteuid() != 0
-        or shutil.which("mount") is None
-        or subprocess.run(command, capture_output=True).returncode
-    ):
+    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("needs the right to mount a small file system")
     yield mount
     subprocess.run(["umount", "-l", str(mount)], check=True)
@@ -81,9 +77,7 @@ def noise(seed, size):
 
 
 @pytest.mark.parametrize("foreseen", [True, False])
-def test_a_full_disk_is_one_clear_error_and_the_last_checkpoint_stays(
-    tiny_disk, monkeypatch, capfd, foreseen
-):
+def test_a_full_disk_is_one_clear_error_and_the_last_checkpoint_stays(tiny_disk, monkeypatch, capfd, foreseen):
     store = Checkpoints(tiny_disk / "checkpoints")
     first = noise(0, 10)
     store.save(1, first, wait=True)
@@ -124,11 +118,7 @@ def test_a_save_returns_before_it_is_committed(tmp_path, monkeypatch):
     assert x.tolist() == [3, 3, 3] and store.committed() == []
     held.set()
     store.wait()
-    assert store.committed() == [1] and store.restore(1, {"a": np.ones(3, np.float32)})["a"].tolist() == [
-        0,
-        0,
-        0,
-    ]
+    assert store.committed() == [1] and store.restore(1, {"a": np.ones(3, np.float32)})["a"].tolist() == [0, 0, 0]
     store.close()
 
 

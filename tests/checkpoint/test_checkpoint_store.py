@@ -28,9 +28,7 @@ def small(value=1.0):
 
 
 def abstract(tree, sharding=None):
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), tree
-    )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), tree)
 
 
 def assert_same_bits(left, right):
@@ -77,9 +75,7 @@ def test_round_trip_is_bit_exact_and_lands_on_another_mesh(store):
     part = store.restore(7, abstract(state["params"], single), only="params")
     assert_same_bits(part, state["params"])
     host = jax.tree.map(np.asarray, state["params"])
-    assert all(
-        isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(store.restore(7, host, only="params"))
-    )
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(store.restore(7, host, only="params")))
 
 
 @pytest.mark.parametrize(

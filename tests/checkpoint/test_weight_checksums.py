@@ -12,12 +12,11 @@ from tests.interop.tiny_hf import SFT, chatty_folder, load_folder, make_talks
 from tests.tiny_run import make_run
 
 from bessemer.cli import main
+from bessemer.console import no_progress
 from bessemer.errors import BessemerError, StorageError
 from bessemer.generate import load_model
 from bessemer.generate.export import export_run
-from bessemer.interop.folder import SINGLE
-from bessemer.interop.import_hf import import_folder
-from bessemer.interop.progress import nothing
+from bessemer.interop.folder import SINGLE, import_folder
 from bessemer.job import RunDirectory
 from bessemer.storage.weights import CHECKSUMS, WeightFile, write_file
 from bessemer.training.launch import build_trainer
@@ -129,9 +128,7 @@ def test_every_command_that_opens_damaged_weights_ends_with_exit_4(
     assert str(damaged.model / SINGLE) in said and "is damaged" in said and "Put the file back" in said
 
 
-def test_init_from_damaged_weights_is_an_error_that_names_the_file(
-    damaged: RunDirectory, tmp_path: Path
-) -> None:
+def test_init_from_damaged_weights_is_an_error_that_names_the_file(damaged: RunDirectory, tmp_path: Path) -> None:
     talks = make_talks(tmp_path)
     settings = {**SFT, "training.dataset": str(talks), "init": str(damaged.path)}
     trainer = build_trainer("sft", settings, name="from", root=tmp_path)
@@ -140,10 +137,8 @@ def test_init_from_damaged_weights_is_an_error_that_names_the_file(
     assert str(damaged.model / SINGLE) in str(caught.value) and caught.value.exit_code == 4
 
 
-def test_an_export_for_transformers_is_verified_when_it_is_read_again(
-    imported: RunDirectory, tmp_path: Path
-) -> None:
-    export_run(imported, tmp_path / "out", "hf", nothing)
+def test_an_export_for_transformers_is_verified_when_it_is_read_again(imported: RunDirectory, tmp_path: Path) -> None:
+    export_run(imported, tmp_path / "out", "hf", no_progress)
     load_folder(tmp_path / "out")
     flip(tmp_path / "out" / SINGLE, (tmp_path / "out" / SINGLE).stat().st_size - 4096)
     with pytest.raises(StorageError, match="is damaged"):
@@ -160,6 +155,6 @@ def test_weights_of_an_older_version_are_opened_with_a_note(imported: RunDirecto
 
 def test_our_own_format_carries_checksums_of_its_texts(tmp_path: Path) -> None:
     run = make_run(tmp_path, steps=(10,))
-    export_run(run, tmp_path / "out", "hf", nothing)
+    export_run(run, tmp_path / "out", "hf", no_progress)
     checksums = WeightFile(tmp_path / "out" / SINGLE).checksums
     assert checksums is not None and set(checksums.files) == {"config.json", "tokenizer.json"}

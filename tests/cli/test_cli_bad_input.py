@@ -19,9 +19,7 @@ Case = tuple[dict[str, object], tuple[str, ...]]
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        launch, "make_topology", lambda settings: make_topology(settings, devices=jax.devices()[:1])
-    )
+    monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(settings, devices=jax.devices()[:1]))
 
 
 @pytest.fixture
@@ -37,16 +35,7 @@ def refuse(tiny: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixtur
         settings = {**tiny, **{key.replace("__", "."): value for key, value in changes.items()}}
         with pytest.raises(SystemExit) as caught:
             main(
-                [
-                    "train",
-                    "quickstart",
-                    *words(settings),
-                    "--runs",
-                    str(tmp_path / "runs"),
-                    "--name",
-                    "bad",
-                    *arguments,
-                ]
+                ["train", "quickstart", *words(settings), "--runs", str(tmp_path / "runs"), "--name", "bad", *arguments]
             )
         captured = capsys.readouterr()
         assert caught.value.code == 2, captured.err
@@ -101,9 +90,7 @@ def test_a_dataset_without_a_name(refuse: Callable[..., str]) -> None:
     assert "training.dataset names nothing" in refuse(training__dataset="")
 
 
-def test_one_document_says_how_to_train_without_validation(
-    refuse: Callable[..., str], tmp_path: Path
-) -> None:
+def test_one_document_says_how_to_train_without_validation(refuse: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "same.jsonl").write_text((json.dumps({"text": "the same again " * 9}) + "\n") * 3)
     text = refuse(training__dataset=tmp_path / "same.jsonl")
     assert "3 copies" in text and "data.val_fraction=0 training.validation=false" in text

@@ -22,9 +22,7 @@ def finished(tiny: dict[str, object], home: Path, tmp_path_factory: pytest.TempP
     root = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BESSEMER_HOME", str(home))
-        patch.setattr(
-            launch, "make_topology", lambda settings: make_topology(settings, devices=jax.devices()[:1])
-        )
+        patch.setattr(launch, "make_topology", lambda settings: make_topology(settings, devices=jax.devices()[:1]))
         launch.build_trainer("quickstart", {**tiny, "training.steps": 3}, name="mine", root=root).run()
     return root / "mine"
 
@@ -33,9 +31,7 @@ def finished(tiny: dict[str, object], home: Path, tmp_path_factory: pytest.TempP
 def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     from bessemer.topology import make_topology
 
-    monkeypatch.setattr(
-        launch, "make_topology", lambda settings: make_topology(settings, devices=jax.devices()[:1])
-    )
+    monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(settings, devices=jax.devices()[:1]))
 
     def call(*arguments: str) -> str:
         with pytest.raises(SystemExit) as caught:
@@ -48,14 +44,10 @@ def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
 
 
 def before_and_after(path: Path) -> dict[str, bytes]:
-    return {
-        str(p): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name not in ("lock",)
-    }
+    return {str(p): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name not in ("lock",)}
 
 
-def test_train_onto_an_existing_run(
-    finished: Path, tiny: dict[str, object], refused: Callable[..., str]
-) -> None:
+def test_train_onto_an_existing_run(finished: Path, tiny: dict[str, object], refused: Callable[..., str]) -> None:
     kept = before_and_after(finished)
     text = refused("train", "quickstart", *words(tiny), "--runs", str(finished.parent), "--name", "mine")
     assert "bessemer resume" in text
@@ -68,9 +60,7 @@ def test_resume_of_a_finished_run_says_so(finished: Path, capsys: pytest.Capture
     assert caught.value.code == 0 and "finished" in capsys.readouterr().out
 
 
-def test_settings_for_a_finished_run_are_judged_all_the_same(
-    finished: Path, refused: Callable[..., str]
-) -> None:
+def test_settings_for_a_finished_run_are_judged_all_the_same(finished: Path, refused: Callable[..., str]) -> None:
     assert "did you mean 'training.steps'" in refused("resume", str(finished), "trainin.steps=20")
     assert "init=RUN" in refused("resume", str(finished), "training.steps=20")
 
@@ -109,12 +99,7 @@ def test_changed_data_is_refused_on_resume(
     from bessemer.data import Tokenizer
 
     Tokenizer.train([text] * 3, 300).save(tokenizer)
-    settings = {
-        **tiny,
-        "training.dataset": str(source),
-        "data.tokenizer": str(tokenizer),
-        "training.steps": 4,
-    }
+    settings = {**tiny, "training.dataset": str(source), "data.tokenizer": str(tokenizer), "training.steps": 4}
     trainer = launch.build_trainer("quickstart", settings, name="own", root=tmp_path / "runs")
     trainer.run()
     source.write_text(text + json.dumps({"text": "one more document " * 20}) + "\n")

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from bessemer.cli.rm import command
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory, RunLock
-from bessemer.job.removal import strangers, written_by_runs
+from bessemer.job.runs import strangers, written_by_runs
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_own_files_and_dependent_runs_are_named(run: Path) -> None:
     make_directory(run.with_name("adapters"), init=str(run / "checkpoints" / "step_00000003"))
     make_directory(run.with_name("unrelated"), init=str(run) + "-2")
     result = rm("mine", answer="n\n")
-    assert "no run wrote: notes.md" in result.stderr and "start or teacher: adapters\n" in result.stderr
+    assert "no run wrote: notes.md" in result.stderr and "initialized or distilled from it: adapters\n" in result.stderr
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may delete anything")

@@ -22,7 +22,7 @@ def test_a_pipe_without_a_reader_leads_nowhere_and_says_so_once(monkeypatch: pyt
         for _ in range(3):
             print("nobody reads this", file=lasting, flush=True)  # type: ignore[call-overload]
         assert os.fstat(pipe.fileno()).st_rdev == os.stat(os.devnull).st_rdev
-    assert said.getvalue().count("nobody reads the output any more") == 1
+    assert said.getvalue().count("the output was closed") == 1
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

@@ -57,9 +57,7 @@ def resolved(recipe: str, words: tuple[str, ...]) -> None:
     resolve(schema_of, recipe, [word.replace("=DIR", "=/tmp") for word in words], allow_open=True)
 
 
-DISTINCT = {
-    id(alias): name for name, alias in ALIASES.items()
-}.values()  # names that share an answer are tested once
+DISTINCT = {id(alias): name for name, alias in ALIASES.items()}.values()  # names that share an answer are tested once
 
 
 @pytest.mark.parametrize("name", DISTINCT)
@@ -111,12 +109,7 @@ MEANINGS = [
     ("sft", "num_train_epochs", "3", "training.epochs=3"),
     ("sft", "max_steps", "20", "training.steps=20"),
     ("sft", "warmup_ratio", "0.03", "training.warmup_pct=0.03"),
-    (
-        "sft",
-        "lr_scheduler_type",
-        "linear",
-        "optimization.schedule=wsd training.warmup_pct=0 training.decay_pct=1",
-    ),
+    ("sft", "lr_scheduler_type", "linear", "optimization.schedule=wsd training.warmup_pct=0 training.decay_pct=1"),
     ("sft", "lr_scheduler_type", "cosine_with_restarts", "optimization.schedule=sgdr"),
     ("sft", "optim", "adamw_torch_fused", "optimization.name=adamw"),
     ("sft", "optimizer", "adam", "optimization.name=adamw optimization.weight_decay=0"),
@@ -127,7 +120,8 @@ MEANINGS = [
     ("sft", "save_total_limit", None, "logging.keep_last=1000000"),
     ("sft", "lora.r", "8", "lora.rank=8"),
     ("sft", "lora_alpha", "32", "lora.alpha=32"),
-    ("sft", "target_modules", "all-linear", "lora.targets=[]"),
+    ("sft", "target_modules", "all-linear", "lora.targets=all-linear"),
+    ("sft", "lora_dropout", "0.1", "lora.dropout=0.1"),
     ("sft", "neftune_noise_alpha", "5", "sft.neftune_alpha=5"),
     ("dpo", "beta", "0.2", "dpo.beta=0.2"),
     ("grpo", "beta", "0.04", "grpo.kl_coef=0.04"),
@@ -150,9 +144,7 @@ MEANINGS = [
 
 
 @pytest.mark.parametrize(("recipe", "name", "value", "words"), MEANINGS)
-def test_values_mean_what_they_mean_in_the_source_system(
-    recipe: str, name: str, value: Any, words: str
-) -> None:
+def test_values_mean_what_they_mean_in_the_source_system(recipe: str, name: str, value: Any, words: str) -> None:
     found = answer(name, value, schema(recipe).__contains__)
     assert found is not None and found.words == tuple(words.split())
     resolve(schema_of, recipe, list(found.words))
@@ -167,17 +159,7 @@ def test_answers_can_be_planned(words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "validation.steps",
-        "data.name",
-        "run.name",
-        "lora.bits",
-        "lora.dropout",
-        "lora.bias",
-        "guard.alpha",
-        "zzz",
-    ],
+    "name", ["validation.steps", "data.name", "run.name", "lora.bits", "lora.bias", "guard.alpha", "zzz"]
 )
 def test_no_suggestion_is_better_than_a_wrong_one(name: str) -> None:
     message = schema("quickstart").unknown(name.replace(".", "/"), 3)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 
+import bessemer
 from bessemer.config import PYTHON, configuration, configure, current, field, gather, resolve
 from bessemer.errors import InputError
 
@@ -40,9 +43,7 @@ def test_without_a_configuration_the_defaults_hold():
 
 
 def test_fields_come_from_the_configuration_and_overrides_win():
-    with configuration(
-        config(**{"training.batch_size": 4, "training.words": "a", "model.depth": 5})
-    ) as given:
+    with configuration(config(**{"training.batch_size": 4, "training.words": "a", "model.depth": 5})) as given:
         assert current() is given
         assert configure(Trainer, run="a") == Trainer("a", 4, ["a"])
         assert configure(Trainer, run="a", batch=7).batch == 7
@@ -105,3 +106,17 @@ def test_threads_never_see_each_others_configuration():
         assert configure(Scale).depth == 99
     assert seen == {depth: [depth] * 20 for depth in range(1, 5)}
     assert strangers == [None] * 4
+
+
+def test_only_the_constructors_of_jobs_read_the_configuration_in_force():
+    """Everything else is passed a Config, so what it does can be read from its arguments."""
+    root = Path(bessemer.__file__).parent
+    readers = set()
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root).as_posix()
+        if name.startswith("config/") or name == "__init__.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module in ("bessemer.config", "bessemer.config.resolve"):
+                readers |= {name for alias in node.names if alias.name in ("configure", "current")}
+    assert readers == {"training/phases.py", "training/setup/schema.py"}

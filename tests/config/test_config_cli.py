@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import re
 from dataclasses import dataclass
 
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
 from bessemer.cli.config import command as config_command
-from bessemer.cli.config import print_config, show
+from bessemer.cli.config import config_text
 from bessemer.cli.options import refuse_flags
 from bessemer.cli.recipes import command as recipes_command
 from bessemer.config import field, gather, recipe_names, resolve
 from bessemer.config.aliases import answer
+from bessemer.console import show
 from bessemer.errors import InputError
 
 LONG = "/a/very/long/path/" + "x" * 120
@@ -29,15 +28,12 @@ class Settings:
     limit: float | None = field("training/limit", default=None)
 
 
-def render(width: int | None, terminal: bool) -> str:
-    config = resolve(lambda values: gather(Settings), None, ["seed=5"])
-    stream = io.StringIO()
-    print_config(config, Console(file=stream, width=width, force_terminal=terminal, legacy_windows=False))
-    return stream.getvalue()
+def render(width: int | None) -> str:
+    return config_text(resolve(lambda values: gather(Settings), None, ["seed=5"]), width)
 
 
 def test_in_a_file_each_setting_is_one_whole_line_without_colour():
-    text = render(None, terminal=False)
+    text = render(None)
     assert "\x1b" not in text and "…" not in text
     assert re.search(rf"^data\.root +{LONG} +default +where stores live", text, re.M)
     assert re.search(r"^seed +5 +command line +the only source", text, re.M)
@@ -47,7 +43,7 @@ def test_in_a_file_each_setting_is_one_whole_line_without_colour():
 
 
 def test_on_a_terminal_of_80_columns_nothing_is_cut():
-    text = re.sub(r"\x1b\[[0-9;]*m", "", render(80, terminal=True))
+    text = re.sub(r"\x1b\[[0-9;]*m", "", render(80))
     assert max(len(line) for line in text.splitlines()) <= 80
     assert "…" not in text
     assert text.count("x") >= 120
@@ -55,8 +51,7 @@ def test_on_a_terminal_of_80_columns_nothing_is_cut():
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "none"), (True, "true"), (1e-5, "1e-05"), ("a", "a"), ("", '""'), ([1, "é"], '[1, "é"]')],
+    ("value", "text"), [(None, "none"), (True, "true"), (1e-5, "1e-05"), ("a", "a"), ("", '""'), ([1, "é"], '[1, "é"]')]
 )
 def test_values_are_shown_as_they_can_be_typed(value, text):
     assert show(value) == text

@@ -37,9 +37,7 @@ class Model(nn.Module):
 
 
 def other(annotation, default, **facts):
-    return dataclasses.make_dataclass(
-        "Other", [("lr", annotation, field("optimization/lr", default=default, **facts))]
-    )
+    return dataclasses.make_dataclass("Other", [("lr", annotation, field("optimization/lr", default=default, **facts))])
 
 
 def test_dataclasses_and_modules_alike():

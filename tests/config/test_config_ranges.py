@@ -42,9 +42,7 @@ def test_every_numeric_setting_says_which_numbers_it_takes() -> None:
     }
     assert len(numeric) > 100  # the walk itself works
     floorless = {
-        key
-        for (key, _), setting in numeric.items()
-        if setting.range.minimum is None and setting.range.above is None
+        key for (key, _), setting in numeric.items() if setting.range.minimum is None and setting.range.above is None
     }
     assert floorless == set(ELSEWHERE)
 
@@ -80,12 +78,7 @@ def test_a_number_that_means_nothing_is_refused(setting: str, wanted: str) -> No
 
 
 def test_numbers_that_stand_for_a_word_are_taken_beside_the_range() -> None:
-    for setting in (
-        "model.heads=-1",
-        "training.ratio=-1",
-        "logging.checkpoint_interval=-1",
-        "topology.data=-1",
-    ):
+    for setting in ("model.heads=-1", "training.ratio=-1", "logging.checkpoint_interval=-1", "topology.data=-1"):
         resolve(schema_of, {}, [setting])
 
 

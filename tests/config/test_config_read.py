@@ -43,9 +43,7 @@ def fields() -> list[tuple[str, Setting]]:
     return [pair for cls in classes for pair in declared(cls).items()]
 
 
-Scope = (
-    str  # the module of a variable; "" for attributes, methods and functions, which are reached from anywhere
-)
+Scope = str  # the module of a variable; "" for attributes, methods and functions, which are reached from anywhere
 
 
 class Receivers(ast.NodeVisitor):
@@ -55,9 +53,7 @@ class Receivers(ast.NodeVisitor):
 
     def __init__(self) -> None:
         self.held: dict[tuple[Scope, str], set[str]] = {}  # a name -> the classes it may hold
-        self.assigned: list[
-            tuple[tuple[Scope, str], tuple[Scope, str]]
-        ] = []  # a name -> a name it is set from
+        self.assigned: list[tuple[tuple[Scope, str], tuple[Scope, str]]] = []  # a name -> a name it is set from
         self.reads: dict[str, set[tuple[Scope, str]]] = {}  # attribute -> what it was read from
         self.keys: set[str] = set()  # looked up: config["a/b"], config.get("a/b"), tables of keys
         self._module = ""
@@ -96,9 +92,7 @@ class Receivers(ast.NodeVisitor):
             self.held.setdefault(place, set()).update(names)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        for (
-            base
-        ) in node.bases:  # class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M]): its `settings` are such
+        for base in node.bases:  # class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M]): its `settings` are such
             if isinstance(base, ast.Subscript):
                 self._hold(("", "settings"), base.slice)
         self._classes.append(node.name)
@@ -140,9 +134,7 @@ class Receivers(ast.NodeVisitor):
     def _sources(self, value: ast.expr) -> list[ast.expr]:
         if isinstance(value, ast.IfExp):
             return [*self._sources(value.body), *self._sources(value.orelse)]
-        return (
-            [s for v in value.values for s in self._sources(v)] if isinstance(value, ast.BoolOp) else [value]
-        )
+        return [s for v in value.values for s in self._sources(v)] if isinstance(value, ast.BoolOp) else [value]
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if isinstance(node.ctx, ast.Load) and (place := self._place(node.value)) is not None:
@@ -207,9 +199,7 @@ def test_every_setting_is_read_somewhere() -> None:
 
 def test_a_read_of_another_object_is_no_read_of_a_setting(tmp_path: Path) -> None:
     """The search itself: the same attribute of something else does not count, that of a settings object does."""
-    (tmp_path / "other.py").write_text(
-        "def f(path: Path):\n    return path.dedup, self.dedup, load().dedup\n"
-    )
+    (tmp_path / "other.py").write_text("def f(path: Path):\n    return path.dedup, self.dedup, load().dedup\n")
     setting = declared(DataSettings)["dedup"]
     assert not receivers(tmp_path).is_read("dedup", setting, {"DataSettings"})
     for text in (

@@ -58,10 +58,7 @@ def test_extends_inherits_and_keeps_each_origin(write, shipped):
     assert str(config.provenance["training/steps"]) == "recipe quickstart"
     assert str(config.provenance["seed"]) == "recipe deep/base.yaml"
     assert str(config.provenance["architecture/block_size"]) == "recipe mine.yaml"
-    assert load_recipe("mine.yaml") == (
-        "Base",
-        {"training/steps": 5, "seed": 3, "architecture/block_size": 64},
-    )
+    assert load_recipe("mine.yaml") == ("Base", {"training/steps": 5, "seed": 3, "architecture/block_size": 64})
 
 
 def test_a_mapping_may_extend(shipped):
@@ -123,10 +120,7 @@ def test_an_unknown_name_gets_the_nearest(shipped):
 
 
 def test_interpolation_sees_overrides_and_defaults(write):
-    write(
-        "i.yaml",
-        "training: {rows: '${architecture.block_size}', steps: '${seed}'}\nrun: {name: 'r-${seed}'}\n",
-    )
+    write("i.yaml", "training: {rows: '${architecture.block_size}', steps: '${seed}'}\nrun: {name: 'r-${seed}'}\n")
     config = resolve(schema_of, "i.yaml", ["architecture.block_size=64"])
     assert (config["training/rows"], config["training/steps"], config["run/name"]) == (64, 1337, "r-1337")
 

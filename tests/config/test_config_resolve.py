@@ -30,9 +30,7 @@ class Mix:
 class Settings:
     seed: int = field("seed", default=1337, minimum=0)
     init: str | None = field("init", default=None)
-    batch_size: int = field(
-        "training/batch_size", default=512, minimum=1, help="sequences per optimizer step"
-    )
+    batch_size: int = field("training/batch_size", default=512, minimum=1, help="sequences per optimizer step")
     tokens: list[int] | None = field("training/tokens", default=None, minimum=1)
     dataset: list[list[Mix]] = field("training/dataset", default_factory=list)
     validate: bool = field("training/validation", default=True)
@@ -58,9 +56,7 @@ def error(*overrides, recipe=None):
 
 
 def test_defaults_recipe_command_line_in_this_order():
-    config = run(
-        "training.batch_size=8", recipe={"training": {"batch_size": 4, "validation": False}, "seed": 1}
-    )
+    config = run("training.batch_size=8", recipe={"training": {"batch_size": 4, "validation": False}, "seed": 1})
     assert config["training/batch_size"] == config["training.batch_size"] == 8
     assert config["training/validation"] is False
     assert str(config.provenance["training/batch_size"]) == "command line"
@@ -128,10 +124,7 @@ def test_a_section_is_not_a_setting():
 @pytest.mark.parametrize(
     ("word", "parts"),
     [
-        (
-            "training.batch_size=many",
-            ["'training.batch_size' (command line)", "an integer", "'many'", "sequences per"],
-        ),
+        ("training.batch_size=many", ["'training.batch_size' (command line)", "an integer", "'many'", "sequences per"]),
         ("training.batch_size=1.5", ["an integer", "1.5"]),
         ("training.batch_size=010", ["an integer", "'010'"]),
         ("training.batch_size=0", ["at least 1", "got 0"]),
@@ -181,10 +174,7 @@ def test_what_is_no_mapping_is_replaced_as_a_whole():
 
 def test_overrides_as_a_mapping_take_python_values():
     config = resolve(
-        schema_of,
-        None,
-        {"training.dataset": [Mix("a")], "training/tokens": 5, "init": "${x}"},
-        source=PYTHON,
+        schema_of, None, {"training.dataset": [Mix("a")], "training/tokens": 5, "init": "${x}"}, source=PYTHON
     )
     assert config["training/dataset"] == [[Mix("a")]]
     assert config["training/tokens"] == [5]
@@ -204,6 +194,29 @@ def test_set_is_checked_and_remembers_why():
         config.set("training/batch_size", 0, "why not")
     with pytest.raises(InputError, match=r"did you mean 'training\.batch_size'"):
         config["training/batchsize"]
+
+
+def test_a_frozen_configuration_refuses_changes_and_replace_returns_a_changed_copy():
+    config = run("training.batch_size=8").freeze()
+    with pytest.raises(TypeError, match=r"training\.batch_size cannot be set: the configuration is frozen"):
+        config.set("training/batch_size", 4, "why not")
+    with pytest.raises(TypeError):
+        config.values["training/batch_size"] = 4
+    with pytest.raises(TypeError):
+        config.provenance["training/batch_size"] = PYTHON
+    config.set("training/batch_size", 8, "the same")
+    assert config["training/batch_size"] == 8 and not config.provenance["training/batch_size"].is_derived
+    other = config.replace({"training.batch_size": 4}, "it fits")
+    assert (config["training/batch_size"], other["training/batch_size"]) == (8, 4)
+    assert str(other.provenance["training/batch_size"]) == "chosen: it fits"
+    assert config.replace({"training/batch_size": 2}).provenance == config.provenance
+    with pytest.raises(TypeError):
+        other.set("training/batch_size", 3, "a copy of a frozen one is frozen")
+    with pytest.raises(InputError, match="at least 1"):
+        config.replace({"training/batch_size": 0})
+    loose = config.copy()
+    loose.set("training/batch_size", 3, "a copy")
+    assert config["training/batch_size"] == 8
 
 
 def test_two_configurations_share_no_default():
@@ -236,7 +249,5 @@ def test_selectors_decide_the_schema():
 
     assert resolve(select, {"seed": 7}, ["optimization.matrix_lr=1"])["optimization/matrix_lr"] == 1.0
     assert seen[0] == {"seed": 7, "optimization/matrix_lr": 1}
-    with pytest.raises(
-        InputError, match=r"'optimization.matrix_lr': it is a setting of optimizer 'muon'; add seed=7"
-    ):
+    with pytest.raises(InputError, match=r"'optimization.matrix_lr': it is a setting of optimizer 'muon'; add seed=7"):
         resolve(select, None, ["optimization.matrix_lr=1"])

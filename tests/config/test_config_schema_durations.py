@@ -104,8 +104,5 @@ def test_a_setting_of_an_unselected_part_is_explained():
     tables = {"optimization/name": optimizers, "model/family": models}
     explained = explain_unselected("optimization/matrix_lr", tables)
     assert explained == "is a setting of optimizer 'muon'; add optimization.name=muon"
-    assert (
-        explain_unselected("model/theta", tables)
-        == "is a setting of model family 'llama'; add model.family=llama"
-    )
+    assert explain_unselected("model/theta", tables) == "is a setting of model family 'llama'; add model.family=llama"
     assert explain_unselected("model/no", tables) is None

@@ -54,9 +54,7 @@ class Watched:
         self.page = self.context.new_page()
         self.page.set_default_timeout(180_000)
         self.page.on("pageerror", lambda error: self.wrong.append(f"error: {error}"))
-        self.page.on(
-            "dialog", lambda dialog: (self.wrong.append(f"dialog: {dialog.message}"), dialog.dismiss())
-        )
+        self.page.on("dialog", lambda dialog: (self.wrong.append(f"dialog: {dialog.message}"), dialog.dismiss()))
         self.page.on("console", self._console)
 
     def _console(self, message: Any) -> None:

@@ -38,9 +38,7 @@ class Live:
         self.port: int = self.socket.getsockname()[1]
         self.address = f"http://127.0.0.1:{self.port}"
         self.server = server_of(make_app(self.dash), 1)
-        self._thread = threading.Thread(
-            target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True
-        )
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
 
     def call(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
@@ -115,9 +113,7 @@ def histogram(step: int, name: str = "embedding") -> dict[str, Any]:
     return {"step": step, "name": name, **spread, "counts": counts}
 
 
-def make_run(
-    root: Path, name: str = "mine", rows: int = 50, rate: float = 0.02, state: str = "done"
-) -> RunDirectory:
+def make_run(root: Path, name: str = "mine", rows: int = 50, rate: float = 0.02, state: str = "done") -> RunDirectory:
     """A run directory with everything the page shows, written by hand."""
     run = RunDirectory(root / name).create()
     run.config.write_text(
@@ -131,9 +127,7 @@ def make_run(
     for number in range(1, rows + 1):
         lines.append(row(number * 10, rate))
         if number % 5 == 0:
-            lines.append(
-                {"step": number * 10, "val_loss": 2.5, "val_bpb": 1.2 + 1 / number, "val_bpb_se": 0.01}
-            )
+            lines.append({"step": number * 10, "val_loss": 2.5, "val_bpb": 1.2 + 1 / number, "val_bpb_se": 0.01})
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     samples = [
         {"step": step, "prompt": "def add(a, b):", "completion": f" return a + b  # {step}"}
@@ -147,8 +141,6 @@ def make_run(
     (folder / "state.bin").write_bytes(b"x" * 5000)
     (folder / "COMMIT").write_text("{}")
     run.log.write_text("a line of the log\n")
-    run.report.write_text(
-        "# mine\n\n**1.2345 bits per byte**\n\n| a | b |\n|---|---|\n| 1 \\| 2 | <b>3</b> |\n"
-    )
+    run.report.write_text("# mine\n\n**1.2345 bits per byte**\n\n| a | b |\n|---|---|\n| 1 \\| 2 | <b>3</b> |\n")
     run.write_status(state=state, step=rows * 10, message="")
     return run

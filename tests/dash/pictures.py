@@ -13,12 +13,7 @@ from tests.dash.conftest import IMAGES, opened_browser
 from tests.dash.live import TOKEN, serving
 
 LARGE = {"viewport": {"width": 1280, "height": 800}, "device_scale_factor": 1.5}
-PHONE = {
-    "viewport": {"width": 390, "height": 780},
-    "device_scale_factor": 2,
-    "is_mobile": True,
-    "has_touch": True,
-}
+PHONE = {"viewport": {"width": 390, "height": 780}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True}
 
 
 def take(browser: Any, address: str, runs: list[str], folder: Path) -> list[Path]:

@@ -15,9 +15,7 @@ from bessemer.dash.files import Folder
 from bessemer.dash.metrics import cache_file, kept_bytes
 
 
-def test_long_runs_are_read_ahead_once_and_the_list_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_runs_are_read_ahead_once_and_the_list_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, cache = tmp_path / "runs", tmp_path / "cache"
     long = [make_run(root, name, rows=3000).metrics.resolve() for name in ("older", "newer")]
     make_run(root, "short")
@@ -30,12 +28,8 @@ def test_long_runs_are_read_ahead_once_and_the_list_says_so(
         state = live.get("/api/runs")["indexing"]
         assert state is None or (state["of"] == 2 and state["done"] < 2)
         until(lambda: dash.ahead.state is None)
-        assert [kept_bytes(cache_file(cache, path), path) for path in long] == [
-            path.stat().st_size for path in long
-        ]
-        assert len(list(cache.iterdir())) == 2, (
-            "a short run is read faster than found, and nothing is left over"
-        )
+        assert [kept_bytes(cache_file(cache, path), path) for path in long] == [path.stat().st_size for path in long]
+        assert len(list(cache.iterdir())) == 2, "a short run is read faster than found, and nothing is left over"
         monkeypatch.setattr(metrics_module, "blocks", lambda data: pytest.fail("it is read from the cache"))
         assert live.get("/api/run?run=older")["rows"] == 3600
     again = Ahead(Folder(root), cache)

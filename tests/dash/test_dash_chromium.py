@@ -77,25 +77,13 @@ def test_a_run_is_watched_stopped_resumed_and_talked_to(
     root = tmp_path / "runs"
     root.mkdir()
     variables = {**os.environ, "BESSEMER_HOME": str(home), "JAX_NUM_CPU_DEVICES": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "bessemer",
-        "train",
-        *words(settings),
-        "--name",
-        "watched",
-        "--runs",
-        str(root),
-    ]
+    command = [sys.executable, "-m", "bessemer", "train", *words(settings), "--name", "watched", "--runs", str(root)]
     page = watched().page
     with serving(root) as live:
         page.goto(f"{live.address}/#token={TOKEN}")
         page.get_by_text("No runs here yet").wait_for()
         assert "token" not in page.url, "the token leaves the address bar"
-        process = subprocess.Popen(
-            command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        process = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             page.locator("tr[data-run=watched] .pill.running").wait_for(timeout=300_000)
             page.get_by_role("link", name="watched").click()
@@ -132,9 +120,7 @@ def test_a_run_is_watched_stopped_resumed_and_talked_to(
         page.press("#message", "Enter")
         page.locator(".talk .assistant .words[data-done]").wait_for(timeout=300_000)
         answer = page.text_content(".talk .assistant .words")
-        assert answer and "failed" not in (page.get_attribute(".talk .assistant .words", "class") or ""), (
-            answer
-        )
+        assert answer and "failed" not in (page.get_attribute(".talk .assistant .words", "class") or ""), answer
         [model] = live.dash.models.states()
         assert model["run"] == "watched" and model["ready"]
         chat = next(iter(live.dash.models._known.values()))
@@ -210,8 +196,7 @@ def test_the_list_sorts_by_every_column_and_names_recipe_objective_and_result(
         run.config.write_text(f"objective: {objective}\nprovenance: {{objective: recipe {objective}}}\n")
         run.metrics.write_text(
             "".join(
-                json.dumps({key: value for key, value in json.loads(line).items() if "val_" not in key})
-                + "\n"
+                json.dumps({key: value for key, value in json.loads(line).items() if "val_" not in key}) + "\n"
                 for line in run.metrics.read_text().splitlines()
             )
             + json.dumps({"step": rows * 10, **metric})
@@ -273,9 +258,7 @@ def test_hover_reads_the_step_under_the_cursor(watched: Callable[..., Any], tmp_
         until(lambda: (chart.locator("[aria-live]").text_content() or "").startswith("step 490: loss "))
 
 
-def test_of_many_charts_only_those_near_the_screen_are_painted(
-    watched: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_of_many_charts_only_those_near_the_screen_are_painted(watched: Callable[..., Any], tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs", "one")
     rows = [{"step": step, **{f"m{n:02}": step + n for n in range(60)}} for step in (1, 2, 3)]
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in rows))
@@ -291,15 +274,11 @@ def test_of_many_charts_only_those_near_the_screen_are_painted(
         last.locator("canvas").wait_for()
 
 
-def test_groups_of_the_learning_rate_are_one_panel_in_an_overlay(
-    watched: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_groups_of_the_learning_rate_are_one_panel_in_an_overlay(watched: Callable[..., Any], tmp_path: Path) -> None:
     root = tmp_path / "runs"
     for name, scale in (("one", 1.0), ("two", 2.0)):
         run = make_run(root, name)
-        rates = {
-            f"lr/{group}": scale * place for place, group in enumerate(("matrix", "head", "embedding"), 1)
-        }
+        rates = {f"lr/{group}": scale * place for place, group in enumerate(("matrix", "head", "embedding"), 1)}
         with open(run.metrics, "a") as file:
             file.write(json.dumps({**row(600), **rates}) + "\n")
     with serving(root) as live:
@@ -340,9 +319,7 @@ def test_hostile_runs_stay_text_and_a_phone_fits(watched: Callable[..., Any], tm
     root = tmp_path / "runs"
     run = make_run(root, "evil")
     run.config.write_text(f"training:\n  steps: 10\n  note: {json.dumps(EVIL)}\n? {json.dumps(EVIL)}\n: 1\n")
-    run.status.write_text(
-        json.dumps({"state": "failed", "step": 5, "message": EVIL, "host": EVIL, "heartbeat": 1})
-    )
+    run.status.write_text(json.dumps({"state": "failed", "step": 5, "message": EVIL, "host": EVIL, "heartbeat": 1}))
     run.derived.write_text(json.dumps({EVIL: {"value": EVIL, "reason": EVIL}}))
     run.samples.write_text(json.dumps({"step": 1, "prompt": EVIL, "completion": EVIL}) + "\n")
     table = f"| {EVIL} | b |\n|---|---|\n| {EVIL} | [x](javascript:alert(1)) |"
@@ -365,17 +342,7 @@ def test_hostile_runs_stay_text_and_a_phone_fits(watched: Callable[..., Any], tm
         page = watched(**device).page
         page.goto(f"{live.address}/#token={TOKEN}")
         page.get_by_role("link", name="evil").wait_for()
-        for tab in (
-            "curves",
-            "samples",
-            "evaluations",
-            "weights",
-            "settings",
-            "report",
-            "log",
-            "checkpoints",
-            "chat",
-        ):
+        for tab in ("curves", "samples", "evaluations", "weights", "settings", "report", "log", "checkpoints", "chat"):
             page.goto(f"{live.address}/#/run/evil/{tab}")
             page.locator(f"#tab-{tab}[aria-selected=true]").wait_for()
             page.locator(".note").first.wait_for()

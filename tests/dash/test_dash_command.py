@@ -119,6 +119,4 @@ def test_every_process_of_the_package_is_started_in_one_place() -> None:
         for path in package.rglob("*.py")
         if re.search(r"\[\s*sys\.executable", path.read_text(encoding="utf-8"))
     ]
-    assert sorted(starting) == ["cli/options.py", "job/process.py"], (
-        "allocator: this process again, as it was started"
-    )
+    assert sorted(starting) == ["cli/options.py", "job/process.py"], "allocator: this process again, as it was started"

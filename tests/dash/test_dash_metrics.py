@@ -128,9 +128,7 @@ def test_the_cache_remembers_that_names_were_dropped(tmp_path: Path) -> None:
     assert reader(tmp_path, cache).refresh().notes == notes
 
 
-def test_a_small_file_that_describes_a_huge_table_is_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_file_that_describes_a_huge_table_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(columns_module, "MOST_CELLS", 1_000_000)
     wide = {f"m{n}": 1.0 for n in range(500)}
     (tmp_path / "metrics.jsonl").write_text(lines({"step": 0, **wide}) + '{"a":1}\n' * 200_000)
@@ -144,8 +142,7 @@ def test_a_small_file_that_describes_a_huge_table_is_cut(
 @settings(max_examples=25)
 @given(
     st.lists(
-        st.dictionaries(st.sampled_from(["step", "loss", "x/y"]), st.floats(width=32) | st.integers(-9, 9)),
-        min_size=1,
+        st.dictionaries(st.sampled_from(["step", "loss", "x/y"]), st.floats(width=32) | st.integers(-9, 9)), min_size=1
     )
 )
 def test_the_fast_parser_reads_what_the_plain_one_reads(rows: list[dict[str, float]]) -> None:
@@ -214,11 +211,7 @@ def test_smoothing_is_the_formula(share: float, count: int) -> None:
 
 
 def test_validation_rows_take_the_place_of_the_report_before_them(tmp_path: Path) -> None:
-    rows = [
-        {"step": 10, "tokens": 100, "loss": 1.0},
-        {"step": 10, "val_bpb": 2.0},
-        {"step": 20, "tokens": 200},
-    ]
+    rows = [{"step": 10, "tokens": 100, "loss": 1.0}, {"step": 10, "val_bpb": 2.0}, {"step": 20, "tokens": 200}]
     (tmp_path / "metrics.jsonl").write_text(lines({"step": 0, "val_bpb": 3.0}, *rows))
     columns = reader(tmp_path).refresh()
     assert curve(columns, "val_bpb", View(axis="tokens")) == {"x": [100.0], "y": [2.0]}
@@ -249,7 +242,4 @@ def test_charts_come_from_the_names_that_are_there() -> None:
         "Learning rate": ["lr", "lr/matrix"],
         "my_own": ["my_own"],
     }
-    assert (
-        charts_of(names)[0]["unit"] == "of the objective"
-        and charts_of(["loss"])[0]["unit"] == "nats per token"
-    )
+    assert charts_of(names)[0]["unit"] == "of the objective" and charts_of(["loss"])[0]["unit"] == "nats per token"

@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 from tests.dash.live import TOKEN, Live, histogram, make_run, row, serving, until
 
-from bessemer.dash import actions as actions_module
 from bessemer.dash import metrics as growing
-from bessemer.dash.actions import Actions
-from bessemer.dash.chat import Models
+from bessemer.dash import processes as actions_module
+from bessemer.dash.app import DashOptions, open_folder
 from bessemer.dash.files import Folder
-from bessemer.dash.server import DashOptions, open_folder
+from bessemer.dash.processes import Actions, Models
 from bessemer.dash.weights import MOST_BINS, MOST_PARAMETERS, MOST_STEPS, RunWeights
 from bessemer.errors import InputError
 
@@ -43,11 +42,7 @@ def test_the_list_and_a_run_say_what_their_files_say(live: Live) -> None:
     assert {run["id"] for run in listed["runs"]} == {"mine", "other"} and listed["outside"] == 0
     assert (mine["state"], mine["step"], mine["steps"], mine["mfu"]) == ("done", 500, 1000, 0.412)
     assert mine["tok_per_s"] == row(500)["time/tok_per_s"]
-    assert (mine["result"]["metric"], mine["result"]["value"], mine["result"]["unit"]) == (
-        "val_bpb",
-        1.22,
-        "bpb",
-    )
+    assert (mine["result"]["metric"], mine["result"]["value"], mine["result"]["unit"]) == ("val_bpb", 1.22, "bpb")
     assert mine["result"]["error"] == 0.01
     assert (mine["recipe"], mine["objective"], mine["parameters"]) == ("quickstart", None, 12_345_678)
     run = live.get("/api/run?run=mine")
@@ -55,13 +50,7 @@ def test_the_list_and_a_run_say_what_their_files_say(live: Live) -> None:
     assert run["derived"] == [{"name": "training.batch_size", "value": "8", "reason": "fits in memory"}]
     assert run["checkpoints"][0]["step"] == 500 and run["checkpoints"][0]["bytes"] == 5002
     assert run["evaluations"][0]["value"] == 1.2345 and run["problems"] == []
-    assert [sample["step"] for sample in live.get("/api/samples?run=mine")["samples"]] == [
-        100,
-        200,
-        300,
-        400,
-        500,
-    ]
+    assert [sample["step"] for sample in live.get("/api/samples?run=mine")["samples"]] == [100, 200, 300, 400, 500]
     assert live.get("/api/report?run=mine")["text"].startswith("# mine")
     assert live.get("/api/log?run=mine")["text"] == "a line of the log\n"
 
@@ -93,18 +82,12 @@ def test_curves_of_several_runs_and_what_has_not_changed_is_not_sent_again(live:
 
 def test_settings_that_differ(live: Live) -> None:
     found = live.get("/api/diff?run=mine&run=other")
-    assert (
-        found["rows"] == [{"key": "optimization.lr", "values": ["0.02", "0.01"]}] and found["partial"] == []
-    )
-    assert found["same"] == [
-        {"key": "training.batch_size", "value": "8"},
-        {"key": "training.steps", "value": "1000"},
-    ]
+    assert found["rows"] == [{"key": "optimization.lr", "values": ["0.02", "0.01"]}] and found["partial"] == []
+    assert found["same"] == [{"key": "training.batch_size", "value": "8"}, {"key": "training.steps", "value": "1000"}]
 
 
 @pytest.mark.parametrize(
-    "query",
-    ["x=nothing", "points=many", "from=nan", "smooth=inf", "run=" + "&run=".join(map(str, range(30)))],
+    "query", ["x=nothing", "points=many", "from=nan", "smooth=inf", "run=" + "&run=".join(map(str, range(30)))]
 )
 def test_a_wrong_question_is_an_error_with_its_name(live: Live, query: str) -> None:
     status, found, _ = live.call("GET", f"/api/curves?run=mine&name=loss&{query}")
@@ -140,22 +123,13 @@ def test_another_sites_page_cannot_read_either(live: Live) -> None:
 
 def test_with_a_closed_door_nothing_is_said_without_the_token(live: Live) -> None:
     with serving(live.dash.folder.root, closed=True) as shut:
-        paths = (
-            "runs",
-            "run?run=mine",
-            "curves?run=mine&name=loss",
-            "report?run=mine",
-            "models",
-            "diff?run=mine",
-        )
+        paths = ("runs", "run?run=mine", "curves?run=mine&name=loss", "report?run=mine", "models", "diff?run=mine")
         for path in paths:
             assert shut.call("GET", f"/api/{path}")[0] == 401
         assert shut.get("/api/session") == {"version": "0.1.0", "may_read": False, "may_act": False}
         assert len(shut.get("/api/runs", token=TOKEN)["runs"]) == 2
         assert "Bessemer" in shut.get("/"), "the page itself holds nothing: it asks for the token"
-    assert (
-        DashOptions(host="0.0.0.0").closed and DashOptions(private=True).closed and not DashOptions().closed
-    )
+    assert DashOptions(host="0.0.0.0").closed and DashOptions(private=True).closed and not DashOptions().closed
 
 
 @pytest.mark.parametrize(
@@ -197,14 +171,10 @@ def test_no_path_leads_out_of_the_directory(tmp_path: Path) -> None:
         listed = live.get("/api/runs")
         assert [one["id"] for one in listed["runs"]] == ["real"] and listed["outside"] == 1
         found = live.get("/api/run?run=real")
-        assert (
-            found["rows"] == 0 and found["loss"] is None and found["facts"] == {} and found["derived"] == []
-        )
+        assert found["rows"] == 0 and found["loss"] is None and found["facts"] == {} and found["derived"] == []
         assert [entry["step"] for entry in found["checkpoints"]] == [500]
         assert len(found["evaluations"]) == 1
-        assert (
-            live.get("/api/log?run=real")["text"] is None and live.get("/api/report?run=real")["text"] is None
-        )
+        assert live.get("/api/log?run=real")["text"] is None and live.get("/api/report?run=real")["text"] is None
         assert live.get("/api/samples?run=real")["samples"] == []
         for name in (
             "linked",
@@ -235,13 +205,9 @@ def test_hostile_contents_are_answered_with_gaps_never_with_a_crash(tmp_path: Pa
     )
     run.facts.write_text('{"steps": ' + "9" * 3000 + ', "parameters": NaN, "versions": [1]}')
     run.derived.write_text(nested)
-    (run.eval / "x.json").write_text(
-        json.dumps([{"task": HOSTILE, "value": "x", "tasks": {"a": {"accuracy": []}}}, 3])
-    )
+    (run.eval / "x.json").write_text(json.dumps([{"task": HOSTILE, "value": "x", "tasks": {"a": {"accuracy": []}}}, 3]))
     (run.eval / "y.json").write_text("nonsense")
-    run.samples.write_text(
-        json.dumps({"step": 1, "prompt": HOSTILE, "completion": "z" * (1 << 20)}) + "\n[]\nx\n"
-    )
+    run.samples.write_text(json.dumps({"step": 1, "prompt": HOSTILE, "completion": "z" * (1 << 20)}) + "\n[]\nx\n")
     run.log.write_bytes(b"\xff\xfe" * 100_000)
     for config in (bomb, nested, "a: " * 5000, "!!python/object/apply:os.system ['x']", "\x00", HOSTILE):
         run.config.write_text(config)
@@ -255,9 +221,7 @@ def test_hostile_contents_are_answered_with_gaps_never_with_a_crash(tmp_path: Pa
             live.get("/api/log?run=evil"), live.get("/api/diff?run=evil")
             assert live.call("GET", "/api/run?run=evil")[2].get_content_type() == "application/json"
     run.status.write_text('{"state": "running"}')
-    run.lock.write_text(
-        json.dumps({"pid": 1, "host": socket.gethostname(), "heartbeat": "x", "process_start": 1})
-    )
+    run.lock.write_text(json.dumps({"pid": 1, "host": socket.gethostname(), "heartbeat": "x", "process_start": 1}))
     with serving(root) as live:
         assert live.get("/api/runs")["runs"][0]["state"] == "crashed"
         assert live.post("/api/stop", {"run": "evil"})[0] == 409, "a lock that claims pid 1 stops nobody"
@@ -285,14 +249,7 @@ def test_distributions_of_weights_and_watched_parameters(tmp_path: Path) -> None
         gap = {**histogram(3001), "mean": None, "min": math.nan, "max": 1e300}
         wide = {**histogram(1, "wide"), "counts": [1] * (MOST_BINS + 1)}
         below = {**histogram(3002), "counts": [1, -1, None, "x", [], 10**400]}
-        no_rows = [
-            wide,
-            {"step": "x", "name": "x", "counts": [1]},
-            {**histogram(1), "name": ["x"]},
-            [],
-            3,
-            None,
-        ]
+        no_rows = [wide, {"step": "x", "name": "x", "counts": [1]}, {**histogram(1), "name": ["x"]}, [], 3, None]
         lines = [json.dumps(line) for line in [gap, below, *no_rows]]
         lines += ["[" * 100_000, '{"step": 1e999, "name": "x", "counts": [1]}', "z" * (1 << 18), "\x00"]
         lines += [json.dumps(histogram(0, f"{HOSTILE}{number}")) for number in range(MOST_PARAMETERS)]
@@ -317,9 +274,7 @@ def test_distributions_of_weights_and_watched_parameters(tmp_path: Path) -> None
         assert (curve["x"], curve["y"]) == ([510], [0.25])
 
 
-def test_a_long_file_of_weights_is_read_in_several_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_file_of_weights_is_read_in_several_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growing, "CHUNK", 1 << 12)
     monkeypatch.setattr(RunWeights, "most", 1 << 13)
     run = make_run(tmp_path / "runs", "mine")
@@ -376,9 +331,7 @@ def test_resume_is_a_process_of_its_own_and_its_words_are_kept(live: Live) -> No
         return found if found["exit_code"] is not None else None
 
     found = until(ended)
-    assert found["exit_code"] != 0 and "error" in found["said"], (
-        "a run written by hand has nothing to go on from"
-    )
+    assert found["exit_code"] != 0 and "error" in found["said"], "a run written by hand has nothing to go on from"
 
 
 def test_runs_of_equal_names_in_two_directories_have_logs_of_their_own(
@@ -402,9 +355,7 @@ def test_runs_of_equal_names_in_two_directories_have_logs_of_their_own(
     assert len(list(logs.iterdir())) == 2
 
 
-def test_a_model_that_cannot_be_loaded_is_an_event_with_the_reason_and_room_is_bounded(
-    tmp_path: Path,
-) -> None:
+def test_a_model_that_cannot_be_loaded_is_an_event_with_the_reason_and_room_is_bounded(tmp_path: Path) -> None:
     make_run(tmp_path / "runs", "a")
     models = Models(Folder(tmp_path / "runs"), most=1)
     try:
@@ -425,7 +376,7 @@ def test_a_model_ends_with_its_parent_however_that_ends() -> None:
         [
             sys.executable,
             "-c",
-            "import bessemer.dash.child as c, signal; c.end_with_parent(); print(1, flush=True); signal.pause()",
+            "import bessemer.dash.processes as c, signal; c.end_with_parent(); print(1, flush=True); signal.pause()",
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -463,6 +414,4 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
         text = path.read_text()
         if path.parent.name != "vendor":
             assert "http://" not in text and "https://" not in text, path.name
-            assert "innerHTML" not in text and "insertAdjacentHTML" not in text and "eval(" not in text, (
-                path.name
-            )
+            assert "innerHTML" not in text and "insertAdjacentHTML" not in text and "eval(" not in text, path.name

@@ -80,11 +80,7 @@ def forms() -> tuple[Form, ...]:
     mistral = with_specials("<s>", "</s>", "[INST]", "[/INST]")
     return (
         Form("ours", _bytes(), "<|assistant_end|>"),
-        Form(
-            "chatml",
-            Tokenizer(chatml, "chatml", ChatTemplate(CHATML, {"eos_token": "<|im_end|>"})),
-            "<|im_end|>",
-        ),
+        Form("chatml", Tokenizer(chatml, "chatml", ChatTemplate(CHATML, {"eos_token": "<|im_end|>"})), "<|im_end|>"),
         Form(
             "llama-3",
             Tokenizer(

@@ -50,9 +50,7 @@ def bessemer(*words: str) -> Ended:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "status"
         command = [sys.executable, "-c", MEASURED, str(report), *words]
-        done = subprocess.run(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT
-        )
+        done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT)
         facts = report.read_text()
         peak, read = (int(facts.split(name)[1].split()[0]) for name in ("VmHWM:", "rchar:"))
         return Ended(done.returncode, done.stderr, peak, read)
@@ -78,9 +76,7 @@ def test_a_line_of_300_mb_is_bad_input_in_bounded_memory(name: str, tokenizer: s
     assert f"{name} line 1: longer than 16 MiB" in errors and "Traceback" not in errors
 
 
-def test_a_compressed_text_of_one_letter_is_prepared_in_bounded_memory(
-    tokenizer: str, tmp_path: Path
-) -> None:
+def test_a_compressed_text_of_one_letter_is_prepared_in_bounded_memory(tokenizer: str, tmp_path: Path) -> None:
     path = tmp_path / "bomb.txt.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
         for _ in range(12):
@@ -150,9 +146,7 @@ def test_a_parquet_file_that_repeats_one_text_is_refused_in_bounded_memory(
     """160 GB of text in 600 bytes."""
     path = repeated(tmp_path / "bomb.parquet", "a" * (8 << 20), 20_000)
     assert path.stat().st_size < 1000
-    rest = (
-        ("--tokenizer", tokenizer, "--workers", "1") if command == "data prepare" else ("--vocab-size", "300")
-    )
+    rest = ("--tokenizer", tokenizer, "--workers", "1") if command == "data prepare" else ("--vocab-size", "300")
     ended = bessemer(*command.split(), str(path), "-o", str(tmp_path / "out"), *rest)
     assert ended.code == 2 and ended.memory < MEMORY and "Traceback" not in ended.errors, ended
     assert "row group 0: 8,3" in ended.errors and "over 1,000 times as many" in ended.errors
@@ -167,9 +161,7 @@ def test_a_parquet_page_that_expands_is_refused_before_it_is_unpacked(tokenizer:
     assert ended.code == 2 and ended.memory < MEMORY and "more than 200-fold" in ended.errors, ended
 
 
-def test_a_parquet_row_that_is_too_large_is_left_and_the_others_are_read(
-    tokenizer: str, tmp_path: Path
-) -> None:
+def test_a_parquet_row_that_is_too_large_is_left_and_the_others_are_read(tokenizer: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"text": ["first", "a" * (70 << 20), "third"]}), path)
     words = ("data", "prepare", str(path), "-o", str(tmp_path / "store"), "--tokenizer", tokenizer)
@@ -189,9 +181,7 @@ def test_a_parquet_list_without_end_is_refused(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("most", [1, 300, 64 << 20])
-def test_parquet_rows_are_what_the_library_reads(
-    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parquet_rows_are_what_the_library_reads(most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nested, empty and missing values; slices of a row, of some rows, and of all."""
     monkeypatch.setattr(parquet_rows, "ROWS_AT_ONCE", 7)
     monkeypatch.setattr(parquet_rows, "SLICE_BYTES", most)
@@ -206,9 +196,7 @@ def test_parquet_rows_are_what_the_library_reads(
         }
         for n in range(40)
     ]
-    schema = pa.table(
-        {name: [row[name] for row in rows] for name in ("text", "messages", "ids", "rate")}
-    ).schema
+    schema = pa.table({name: [row[name] for row in rows] for name in ("text", "messages", "ids", "rate")}).schema
     table = pa.Table.from_pylist(rows, schema.append(pa.field("pairs", pa.map_(pa.string(), pa.string()))))
     for dictionary in (True, False):
         pq.write_table(table, tmp_path / "rows.parquet", row_group_size=17, use_dictionary=dictionary)
@@ -231,8 +219,7 @@ def test_a_device_is_no_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "message"),
-    [("99999999999", "too large"), ("inf", "expected train:N"), ("1e400", "expected train:N")],
+    ("size", "message"), [("99999999999", "too large"), ("inf", "expected train:N"), ("1e400", "expected train:N")]
 )
 def test_a_vocabulary_of_billions_is_refused(size: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some words\n" * 100)

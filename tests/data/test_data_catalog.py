@@ -79,10 +79,7 @@ def test_registered_datasets(tmp_path, monkeypatch):
 
     rows = open_dataset(Sampling("test-numbers"), TOKENIZER, tmp_path, "train", 16)
     assert rows.stats["documents"] > 450
-    assert (
-        open_dataset(Sampling("test-numbers"), TOKENIZER, tmp_path, "train", 16).fingerprint
-        == rows.fingerprint
-    )
+    assert open_dataset(Sampling("test-numbers"), TOKENIZER, tmp_path, "train", 16).fingerprint == rows.fingerprint
     assert tokenizer_for("train:300", ["test-numbers"], tmp_path).vocab_size <= 300
     assert "python-stdlib" in datasets.names()
 
@@ -145,22 +142,9 @@ def test_command_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text_file(tmp_path)
     run = CliRunner().invoke
-    done = run(
-        tokenizer_command, ["train", "my.txt", "-o", "tok", "--vocab-size", "300"], catch_exceptions=False
-    )
+    done = run(tokenizer_command, ["train", "my.txt", "-o", "tok", "--vocab-size", "300"], catch_exceptions=False)
     assert done.exit_code == 0 and "tok/tokenizer.json" in done.output
-    arguments = [
-        "prepare",
-        "my.txt",
-        "-o",
-        "store",
-        "--tokenizer",
-        "tok",
-        "--val-fraction",
-        "0.1",
-        "--workers",
-        "1",
-    ]
+    arguments = ["prepare", "my.txt", "-o", "store", "--tokenizer", "tok", "--val-fraction", "0.1", "--workers", "1"]
     done = run(data_command, arguments, catch_exceptions=False)
     assert done.exit_code == 0 and "train:" in done.output and "0 skipped" in done.output
     assert "already prepared" in run(data_command, arguments, catch_exceptions=False).output

@@ -23,8 +23,7 @@ from bessemer.errors import InputError
 
 NAMES = sorted({name for form in forms() for name in form.tokenizer.specials})
 texts = st.lists(
-    st.one_of(st.text(st.characters(exclude_categories=("Cs",)), max_size=8), st.sampled_from(NAMES)),
-    max_size=4,
+    st.one_of(st.text(st.characters(exclude_categories=("Cs",)), max_size=8), st.sampled_from(NAMES)), max_size=4
 ).map("".join)
 exchanges = st.lists(st.tuples(texts, texts), min_size=1, max_size=3)
 each_form = pytest.mark.parametrize("form", forms(), ids=lambda form: form.name)
@@ -147,6 +146,8 @@ def test_rows_of_every_kind_are_conversations() -> None:
         {"instruction": "Say hi.", "input": "To me.", "output": "Hi."},
         {"instruction": "Say hi.\n\nTo me.", "input": "", "output": "Hi.", "source": "x"},
         {"instruction": "Say hi.\n\nTo me.", "input": None, "output": "Hi."},
+        {"question": "Say hi.\n\nTo me.", "answer": "Hi."},
+        {"conversations": [{"from": "human", "value": "Say hi.\n\nTo me."}, {"from": "gpt", "value": "Hi."}]},
     ]
     assert want.mask and all(document_of(row, "here", None, tokenizer) == want for row in rows)
     named = {"text": "other", "turns": messages_of([("Say hi.\n\nTo me.", "Hi.")])}
@@ -208,9 +209,7 @@ def test_templates_may_mark_what_is_generated_and_tokens_may_swallow_spaces() ->
     tokenizer = Tokenizer(form.tokenizer.to_json(), "marked", ChatTemplate(marked, tokens))
     assert chat.supervised(messages, tokenizer) == chat.supervised(messages, form.tokenizer)
     described = json.loads(form.tokenizer.to_json())
-    next(t for t in described["added_tokens"] if t["content"] == "<|im_end|>").update(
-        lstrip=True, rstrip=True
-    )
+    next(t for t in described["added_tokens"] if t["content"] == "<|im_end|>").update(lstrip=True, rstrip=True)
     greedy = Tokenizer(json.dumps(described), "greedy", ChatTemplate(CHATML, tokens))
     ids, mask = chat.supervised(messages, greedy)
     assert greedy.decode(ids) == "<|im_start|>user\na<|im_end|><|im_start|>assistant\n b<|im_end|>"
@@ -267,9 +266,7 @@ def test_a_bad_conversation_says_file_line_and_reason(tmp_path) -> None:
     odd = {"messages": [{"role": "assistant", "content": "first"}, *good["messages"]]}
     file = write_jsonl(tmp_path / "a.jsonl", [good, good, {"messages": good["messages"][:1]}, odd, good])
     mistral = forms()[3].tokenizer
-    with pytest.raises(
-        InputError, match=r"a\.jsonl line 3: the conversation has no message of the assistant"
-    ):
+    with pytest.raises(InputError, match=r"a\.jsonl line 3: the conversation has no message of the assistant"):
         prepare(file, tmp_path / "store", mistral)
     info = prepare(file, tmp_path / "store", mistral, on_error="skip")
     assert info.about["skipped"] == 2 and info.splits["train"]["documents"] == 3

@@ -30,10 +30,7 @@ def names(batch, base=0):
 
 def mixed(seed=0, batch_size=8, **options) -> DataPlan:
     a, b = rows_with(30), rows_with(11, 10_000)
-    stages = [
-        [(Sampling("a", 0.7), a), (Sampling("b", 0.3), b)],
-        [(Sampling("b", 1.0), b)],
-    ]
+    stages = [[(Sampling("a", 0.7), a), (Sampling("b", 0.3), b)], [(Sampling("b", 1.0), b)]]
     return DataPlan(stages, batch_size, seed, boundaries=[12], steps=20, **options)
 
 
@@ -70,9 +67,7 @@ def test_an_epoch_may_end_inside_a_batch(batch_size):
     assert plan.epoch(35) == batch_size and plan.rows == 35
 
 
-@given(
-    st.sampled_from([1, 2, 4, 8]), st.integers(0, 19), st.integers(0, 5), st.sampled_from(["none", "cosine"])
-)
+@given(st.sampled_from([1, 2, 4, 8]), st.integers(0, 19), st.integers(0, 5), st.sampled_from(["none", "cosine"]))
 @settings(max_examples=40)
 def test_the_same_batch_for_any_number_of_processes(processes, step, seed, fade):
     whole = mixed(seed, crossfade=fade, crossfade_share=0.8).batch(step)

@@ -64,13 +64,7 @@ STAGES = st.integers(2, 4).flatmap(
 )
 
 
-@given(
-    STAGES,
-    st.integers(1, 12),
-    st.sampled_from(["none", "linear", "cosine", "sigmoid"]),
-    st.floats(0, 1),
-    st.data(),
-)
+@given(STAGES, st.integers(1, 12), st.sampled_from(["none", "linear", "cosine", "sigmoid"]), st.floats(0, 1), st.data())
 @settings(max_examples=100)
 def test_stages_and_fades_hold_at_every_step(stages, batch, fade, share, data):
     gaps = data.draw(st.lists(st.integers(1, 25), min_size=len(stages), max_size=len(stages)))

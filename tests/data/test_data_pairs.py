@@ -10,18 +10,9 @@ import numpy as np
 import pytest
 from tests.tiny_run import tiny_tokenizer
 
-from bessemer.data import (
-    DataPlan,
-    DatasetStyle,
-    Sampling,
-    Tokenizer,
-    TokenStore,
-    make_rows,
-    open_dataset,
-    prepare,
-)
-from bessemer.data.inspect import describe_store
+from bessemer.data import DataPlan, DatasetStyle, Sampling, Tokenizer, TokenStore, make_rows, open_dataset, prepare
 from bessemer.data.rows.rows import fields_of
+from bessemer.data.rows.store import describe_store
 from bessemer.data.settings import DataSettings
 from bessemer.data.tokenize.documents import Pair, encode_pair, read_pair
 from bessemer.errors import InputError
@@ -57,9 +48,7 @@ def answers(tokenizer: Tokenizer, batch: dict[str, np.ndarray]) -> dict[int, tup
     return found
 
 
-def test_every_pair_is_in_one_row_whole_and_only_its_answers_are_targets(
-    packed: Any, tokenizer: Tokenizer
-) -> None:
+def test_every_pair_is_in_one_row_whole_and_only_its_answers_are_targets(packed: Any, tokenizer: Tokenizer) -> None:
     batch = packed.get(np.arange(len(packed)))
     found = answers(tokenizer, batch)
     end = "<|assistant_end|>"
@@ -69,16 +58,12 @@ def test_every_pair_is_in_one_row_whole_and_only_its_answers_are_targets(
 
 def test_sequences_are_segments_that_begin_at_position_0(packed: Any, tokenizer: Tokenizer) -> None:
     batch = packed.get(np.arange(len(packed)))
-    for ids, segments, positions in zip(
-        batch["input_ids"], batch["segment_ids"], batch["positions"], strict=True
-    ):
+    for ids, segments, positions in zip(batch["input_ids"], batch["segment_ids"], batch["positions"], strict=True):
         for number in range(1, int(segments.max()) + 1):
             mine = segments == number
             assert positions[mine].tolist() == list(range(mine.sum()))
             assert ids[mine][0] == tokenizer.bos_id
-            assert (
-                ids[mine][-1] == tokenizer.specials["<|assistant_end|>"]
-            )  # also an input: a reward reads it
+            assert ids[mine][-1] == tokenizer.specials["<|assistant_end|>"]  # also an input: a reward reads it
         assert (ids[segments == 0] == tokenizer.pad_id).all()
 
 
@@ -114,11 +99,7 @@ def test_forms_of_a_row_are_the_same_pair(tokenizer: Tokenizer) -> None:
 
 
 def test_earlier_turns_of_the_assistant_are_no_answer(tokenizer: Tokenizer) -> None:
-    talk = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-    ]
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     pair = read_pair({"prompt": talk, "chosen": "good", "rejected": "bad"})
     assert isinstance(pair, Pair)
     ids, mask = encode_pair(pair, tokenizer)
@@ -133,10 +114,7 @@ def test_earlier_turns_of_the_assistant_are_no_answer(tokenizer: Tokenizer) -> N
         ({"prompt": "x", "chosen": "a", "rejected": "a"}, "the same"),
         ({"prompt": "x", "chosen": "", "rejected": "a"}, "'chosen' is neither"),
         ({"chosen": "a", "rejected": "b"}, "without 'prompt'"),
-        (
-            {"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "user", "content": "b"}]},
-            "different",
-        ),
+        ({"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "user", "content": "b"}]}, "different"),
         ({"chosen": [1, 2], "rejected": [3]}, "chosen_mask"),
         ({"chosen": [1, 2], "rejected": [3], "chosen_mask": [1], "rejected_mask": [1]}, "2 ids"),
     ],
@@ -151,9 +129,7 @@ def test_a_long_pair_loses_the_beginning_of_its_prompt_and_is_counted(tokenizer:
     rows = make_rows(data, DatasetStyle.CONTRASTIVE, 64, tokenizer=tokenizer)
     whole = make_rows(data, DatasetStyle.CONTRASTIVE, 256, tokenizer=tokenizer)
     assert rows.stats["truncated"] == 1 and rows.stats["truncated_tokens"] > 0
-    assert answers(tokenizer, rows.get(np.arange(len(rows)))) == answers(
-        tokenizer, whole.get(np.arange(len(whole)))
-    )
+    assert answers(tokenizer, rows.get(np.arange(len(rows)))) == answers(tokenizer, whole.get(np.arange(len(whole))))
     batch = rows.get(np.arange(len(rows)))
     row, place = np.argwhere(batch["pair_ids"] == 0)[0]
     ids, segments = batch["input_ids"][row], batch["segment_ids"][row]
@@ -185,17 +161,13 @@ def test_a_store_of_pairs_holds_pairs_out_whole(tokenizer: Tokenizer, tmp_path: 
     source = tmp_path / "pairs.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in [*rows_of(), rows_of(1)[0]]))
     made = [
-        prepare(
-            source, tmp_path / name, tokenizer, val_fraction=0.2, dedup=True, workers=workers, shard_bytes=500
-        )
+        prepare(source, tmp_path / name, tokenizer, val_fraction=0.2, dedup=True, workers=workers, shard_bytes=500)
         for name, workers in (("one", 1), ("two", 2))
     ]
     assert made[0].splits == made[1].splits and made[0].about["duplicates"] == 1
     both: dict[str, Any] = {}
     for split in ("train", "val"):
-        rows = make_rows(
-            TokenStore(tmp_path / "one", split), DatasetStyle.CONTRASTIVE, BLOCK, allow_short=True
-        )
+        rows = make_rows(TokenStore(tmp_path / "one", split), DatasetStyle.CONTRASTIVE, BLOCK, allow_short=True)
         both[split] = set(answers(tokenizer, rows.get(np.arange(len(rows)))).values())
         assert rows.stats["pairs"] == made[0].splits[split]["documents"]
     assert len(both["val"]) > 0

@@ -31,9 +31,7 @@ def test_what_is_here_gets_its_full_path(here: Path, monkeypatch: pytest.MonkeyP
     assert found == [str(here / "texts" / name) for name in ("one.txt", "two.txt")]
 
 
-@pytest.mark.parametrize(
-    "word", ["", " ", "/gone/x.txt", "s3://bucket/x.jsonl", "~/x", "nothing", "none*.txt"]
-)
+@pytest.mark.parametrize("word", ["", " ", "/gone/x.txt", "s3://bucket/x.jsonl", "~/x", "nothing", "none*.txt"])
 def test_other_words_stay(here: Path, word: str) -> None:
     assert full_path(word) == word == found_again(word)
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from bessemer.data import Documents, Tokenizer, TokenStore, find_files, prepare
-from bessemer.data.sources.held_out import hashed_below, own_held_out
+from bessemer.data.sources.datasets import hashed_below, own_held_out
 from bessemer.errors import InputError, StorageError
-from bessemer.storage import lock
-from bessemer.storage.lock import exclusive
+from bessemer.storage import files
+from bessemer.storage.files import exclusive
 
 TOKENIZER = Tokenizer.train(["some words to learn from, and numbers 0123456789\n" * 50], 300)
 
@@ -25,8 +25,7 @@ TOKENIZER = Tokenizer.train(["some words to learn from, and numbers 0123456789\n
 def corpus(folder: Path, documents: int = 400, name: str = "a.jsonl") -> Path:
     rng = np.random.default_rng(documents)
     lines = [
-        json.dumps({"text": " ".join(map(str, rng.integers(0, 999, rng.integers(1, 30))))})
-        for _ in range(documents)
+        json.dumps({"text": " ".join(map(str, rng.integers(0, 999, rng.integers(1, 30))))}) for _ in range(documents)
     ]
     path = folder / name
     path.write_text("\n".join(lines) + "\n")
@@ -35,9 +34,7 @@ def corpus(folder: Path, documents: int = 400, name: str = "a.jsonl") -> Path:
 
 def content(store: Path) -> dict[str, str]:
     # a worker that outlives its killed parent may leave its unfinished shard in .work-*
-    files = [
-        p for p in sorted(store.rglob("*")) if p.is_file() and p.name != ".lock" and ".work-" not in str(p)
-    ]
+    files = [p for p in sorted(store.rglob("*")) if p.is_file() and p.name != ".lock" and ".work-" not in str(p)]
     return {str(p.relative_to(store)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
 
 
@@ -110,9 +107,7 @@ def test_killed_and_continued_is_the_same_store(tmp_path, workers, calls):
     with pytest.raises(InputError, match="not a finished store"):
         TokenStore(out)
     states = []
-    prepare(
-        path, out, TOKENIZER, workers=3 - workers, val_fraction=0.1, shard_bytes=4096, progress=states.append
-    )
+    prepare(path, out, TOKENIZER, workers=3 - workers, val_fraction=0.1, shard_bytes=4096, progress=states.append)
     assert content(out) == content(tmp_path / "whole")
     if calls > 5:
         assert states[0].done > 0  # finished shards were found, not made again
@@ -155,9 +150,7 @@ def test_a_bad_line_fails_or_is_counted(tmp_path, workers):
 
 
 def test_workers_do_not_import_jax(tmp_path):
-    code = (
-        "import sys, bessemer.data.stores.worker, bessemer.data.stores.pool; sys.exit('jax' in sys.modules)"
-    )
+    code = "import sys, bessemer.data.stores.worker, bessemer.data.stores.pool; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -272,7 +265,7 @@ def test_waiting_for_another_preparation(tmp_path, monkeypatch):
         go.touch()
         time.sleep(0.01)
 
-    monkeypatch.setattr(lock, "time", SimpleNamespace(sleep=found))
+    monkeypatch.setattr(files, "time", SimpleNamespace(sleep=found))
     info = prepare(path, tmp_path / "s", TOKENIZER, val_fraction=0.1, shard_bytes=4096, wait=True)
     assert info.reused and go.exists()
     assert child.wait() == 0
@@ -282,10 +275,5 @@ def test_prompts_and_documents_are_held_out_by_one_rule() -> None:
     hashes = np.array([0, 2**62 - 1, 2**62, 2**64 - 1], np.uint64)
     assert hashed_below(hashes, 0.25).tolist() == [True, True, False, False]
     assert not hashed_below(hashes, 0.0).any()
-    assert hashed_below(hashes.astype(">u8"), 0.25).tolist() == [
-        True,
-        True,
-        False,
-        False,
-    ]  # either byte order
+    assert hashed_below(hashes.astype(">u8"), 0.25).tolist() == [True, True, False, False]  # either byte order
     assert own_held_out("python-reference") is None and own_held_out("toy-sort")[0]["answer"]

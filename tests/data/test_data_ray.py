@@ -75,17 +75,12 @@ def test_what_is_wrong_is_said_as_by_a_local_worker(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"a\.jsonl line 401: not valid JSON.*--on-error skip"):
         prepare(path, tmp_path / "s", TOKENIZER, engine="ray", **OPTIONS)
     assert not (tmp_path / "s" / "store.json").exists()
-    assert (
-        prepare(path, tmp_path / "s", TOKENIZER, engine="ray", on_error="skip", **OPTIONS).about["skipped"]
-        == 1
-    )
+    assert prepare(path, tmp_path / "s", TOKENIZER, engine="ray", on_error="skip", **OPTIONS).about["skipped"] == 1
     with pytest.raises(InputError, match="comes from Python"):
         prepare(Documents(["a", "b"]), tmp_path / "t", TOKENIZER, engine="ray")
 
 
 def test_a_file_system_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        Path, "is_dir", lambda path: not path.name.startswith("train-") and os.path.isdir(path)
-    )
+    monkeypatch.setattr(Path, "is_dir", lambda path: not path.name.startswith("train-") and os.path.isdir(path))
     with pytest.raises(StorageError, match="all nodes of the Ray cluster share"):
         prepare(corpus(tmp_path, 20), tmp_path / "s", TOKENIZER, engine="ray")

@@ -27,9 +27,7 @@ def texts(folder: Path) -> list[Path]:
     packed = folder / "b.jsonl.gz"
     packed.write_bytes(gzip.compress(corpus(folder, 50, "small.jsonl").read_bytes()))
     (folder / "c.txt").write_text("".join(f"line {i} of some words\n" for i in range(4000)))
-    pq.write_table(
-        pa.table({"text": [f"row {i}" for i in range(50)]}), folder / "d.parquet", row_group_size=20
-    )
+    pq.write_table(pa.table({"text": [f"row {i}" for i in range(50)]}), folder / "d.parquet", row_group_size=20)
     return [lines, packed, folder / "c.txt", folder / "d.parquet"]
 
 
@@ -42,10 +40,7 @@ def test_a_store_of_remote_texts_is_that_of_local_ones(tmp_path: Path, s3: str) 
     prepare(files, tmp_path / "here", TOKENIZER, val_fraction=0.1, shard_bytes=8192)
     prepare(names, tmp_path / "there", TOKENIZER, val_fraction=0.1, shard_bytes=8192, workers=2)
     for split in ("train", "val"):
-        assert (
-            TokenStore(tmp_path / "here", split).fingerprint
-            == TokenStore(tmp_path / "there", split).fingerprint
-        )
+        assert TokenStore(tmp_path / "here", split).fingerprint == TokenStore(tmp_path / "there", split).fingerprint
     assert [file.path for file in find_files(f"{s3}/texts").files] == names, "a directory, in order"
     assert [file.path for file in find_files(f"{s3}/texts/*/[!cd]*").files] == names[:2]
     assert [file.path for file in find_files(f"{s3}/**/*.jsonl*").files] == names[:2]
@@ -75,9 +70,7 @@ def test_remote_prompts_are_those_of_local_files(tmp_path: Path, s3: str) -> Non
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "c.parquet", row_group_size=25)
     for name in ("a.jsonl", "b.jsonl.gz", "c.parquet"):
         upload(tmp_path / name, f"{s3}/prompts/{name}")
-        here, there = (
-            read_split(Sampling(str(place)), 0.2) for place in (tmp_path / name, f"{s3}/prompts/{name}")
-        )
+        here, there = (read_split(Sampling(str(place)), 0.2) for place in (tmp_path / name, f"{s3}/prompts/{name}"))
         assert here == there and len(here[0]) + len(here[1]) == 60 and here[1]
     assert len(read_split(Sampling(f"{s3}/prompts"), 0.0)[0]) == 180
 

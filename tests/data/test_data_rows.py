@@ -187,9 +187,7 @@ def test_padded_is_one_example_a_row(truncation, kept):
         assert batch["target_ids"][row].tolist() == tokens[1:].tolist() + [-1] * (9 - len(tokens))
 
 
-@pytest.mark.parametrize(
-    "style", [DatasetStyle.PMD, DatasetStyle.PACKED, DatasetStyle.CROPPED, DatasetStyle.PADDED]
-)
+@pytest.mark.parametrize("style", [DatasetStyle.PMD, DatasetStyle.PACKED, DatasetStyle.CROPPED, DatasetStyle.PADDED])
 def test_the_mask_takes_targets_away(style):
     rng = np.random.default_rng(0)
     lengths = rng.integers(2, 30, 40)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bessemer.data.sources import readers
-from bessemer.data.sources.embedded import python_stdlib
+from bessemer.data.sources.datasets import python_stdlib
 from bessemer.data.sources.files import Piece, find_files, plan_shards
 from bessemer.data.tokenize import documents
 from bessemer.data.tokenize.documents import Bad, Document, read_piece
@@ -82,7 +82,7 @@ def test_a_small_text_alone_becomes_several_documents_and_many_texts_do_not(tmp_
         (b'{"text": "cut off', "not valid JSON"),
         (b'{"title": "x"}', "no 'text' (it has title), nor 'chosen' and 'rejected'; 'messages'"),
         (b'{"text": "x', "(Invalid control character at column 12)"),
-        (b'{"conversations": [{"from": "human"}]}', "write it as 'messages'"),
+        (b'{"conversations": [{"from": "human"}]}', "a turn without 'from' and 'value'"),
         (b'{"text": 5}', "'text' is int"),
         (b'{"text": "\\ud800"}', "surrogate"),
         (b'{"text": "\xff"}', "not UTF-8"),
@@ -178,11 +178,7 @@ def test_a_compressed_text_is_cut_without_loss(tmp_path_factory, packing, text, 
         ("a.md", b"PK\x03\x04....", "is a ZIP archive"),
         ("picture", b"\x89PNG\r\n", "is a PNG image"),
         ("a.py", b"print\0", r"not text in UTF-8 \(a zero byte at 5\)"),
-        (
-            "a.rst",
-            "é".encode("latin-1") + b" x",
-            r"not text in UTF-8 \(invalid continuation byte at byte 0\)",
-        ),
+        ("a.rst", "é".encode("latin-1") + b" x", r"not text in UTF-8 \(invalid continuation byte at byte 0\)"),
         ("a.c", "é".encode("utf-16"), "is text in UTF-16.*Convert it to UTF-8"),
         ("a.csv", b"a,b\n1,2\n", "is a table"),
         ("a.parquet", b"no parquet", "is not a parquet file"),

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from bessemer.cli.data import command
 from bessemer.data import Sampling, TokenStore, open_store
-from bessemer.data.sources.tasks import TASKS, part_of, question_of, task_rows
+from bessemer.data.sources.datasets import TASKS, part_of, question_of, task_rows
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.registry import datasets
@@ -23,9 +23,7 @@ def test_parts_share_no_question_whatever_the_seed(name: str) -> None:
     train = {question_of(row) for seed in (1, 2) for row in task_rows(name, "train", 300, seed)}
     held_out = {question_of(row) for seed in (1, 3) for row in task_rows(name, "val", 60, seed)}
     assert len(train) >= 300 and len(held_out) >= 60 and not train & held_out
-    assert (
-        task_rows(name, "train", 20, 5) == task_rows(name, "train", 20, 5) != task_rows(name, "train", 20, 6)
-    )
+    assert task_rows(name, "train", 20, 5) == task_rows(name, "train", 20, 5) != task_rows(name, "train", 20, 6)
 
 
 def test_answers_are_right() -> None:
@@ -79,9 +77,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     listed = run(command, ["tasks"])
     assert listed.exit_code == 0 and all(name in listed.output for name in TASKS)
     file = tmp_path / "sort.jsonl"
-    made = run(
-        command, ["tasks", "toy-sort", "-o", str(file), "--count", "7", "--split", "val", "--seed", "4"]
-    )
+    made = run(command, ["tasks", "toy-sort", "-o", str(file), "--count", "7", "--split", "val", "--seed", "4"])
     assert made.exit_code == 0, made.output
     assert [json.loads(line) for line in file.read_text().splitlines()] == task_rows("toy-sort", "val", 7, 4)
 

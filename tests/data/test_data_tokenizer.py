@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from bessemer.data import SPECIAL_TOKENS, Tokenizer
 from bessemer.errors import InputError, StorageError
 
-TEXT = (
-    "def main(arguments):\n    return len(arguments) + 12345\n\nthe quick brown fox — naïve café 世界\n" * 20
-)
+TEXT = "def main(arguments):\n    return len(arguments) + 12345\n\nthe quick brown fox — naïve café 世界\n" * 20
 
 
 @pytest.fixture(scope="module")

@@ -108,9 +108,7 @@ def test_weights_of_a_finished_run_are_verified(run: RunDirectory) -> None:
     run.model.mkdir()
     path = run.model / "model.safetensors"
     write_file(path, {"a": ("float32", (4,))}, lambda name: np.ones(4, np.float32), {"format": "bessemer"})
-    assert lines(diagnose(run), "weights", "ok") == [
-        "model/model.safetensors: every byte is as it was saved."
-    ]
+    assert lines(diagnose(run), "weights", "ok") == ["model/model.safetensors: every byte is as it was saved."]
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     assert "'a' does not match the checksum" in lines(diagnose(run), "weights", "warning")[0]
 
@@ -119,17 +117,13 @@ def test_a_crashed_run(run: RunDirectory) -> None:
     edit(run.status, state="running", step=9)
     found = diagnose(run)
     assert found.state == "crashed" and "no process holds its lock" in lines(found, "status")[0]
-    assert "4 steps after it will be taken again" in found.verdict
+    assert "4 steps after it will be repeated" in found.verdict
 
 
 def test_a_run_at_work(run: RunDirectory) -> None:
     with RunLock(run):
         found = diagnose(run)
-        assert (
-            "at work" in found.verdict
-            and found.exit_code == 0
-            and "in use by pid" in lines(found, "status")[0]
-        )
+        assert "in progress" in found.verdict and found.exit_code == 0 and "in use by pid" in lines(found, "status")[0]
         edit(run.status, heartbeat=time.time() - 300, state="running")
         assert "5m00s old" in lines(diagnose(run), "status", "warning")[0]
         with pytest.raises(InputError, match="in use"):
@@ -171,10 +165,7 @@ def test_a_damaged_newest_is_passed_over(run: RunDirectory, name: str) -> None:
     damage, words = DAMAGES[name]
     damage(run.checkpoints / NEWEST)
     found = diagnose(run)
-    assert (
-        words in lines(found, "checkpoints", "warning")[0]
-        and NEWEST in lines(found, "checkpoints", "warning")[0]
-    )
+    assert words in lines(found, "checkpoints", "warning")[0] and NEWEST in lines(found, "checkpoints", "warning")[0]
     assert found.verdict.startswith(f"resume will continue at step 3 from checkpoint {OLDER}. 2 steps")
     assert [entry["sound"] for entry in found.checkpoints] == [False, True]
 
@@ -211,7 +202,7 @@ def test_files_that_were_not_saved_are_named_and_harmless(run: RunDirectory) -> 
     ("file", "text", "words"),
     [
         ("loop.json", '{"of_another_version": 1}', "loop.json is not usable"),
-        ("meta.json", '{"step": 5}', "does not say tokenizer_hash, data_fingerprint"),
+        ("meta.json", '{"step": 5}', "does not have tokenizer_hash, data_fingerprint"),
         ("tokenizer.json", "{}", "not the one that meta.json names"),
     ],
 )
@@ -261,9 +252,7 @@ def test_a_damaged_status(run: RunDirectory) -> None:
         ("training: {steps: many}\n", "training.steps"),
     ],
 )
-def test_a_bad_config_names_the_copy_in_the_checkpoint(
-    run: RunDirectory, text: str | None, words: str
-) -> None:
+def test_a_bad_config_names_the_copy_in_the_checkpoint(run: RunDirectory, text: str | None, words: str) -> None:
     if text is None:
         run.config.unlink()
     else:
@@ -284,9 +273,7 @@ def test_a_config_edited_by_hand(run: RunDirectory) -> None:
         launch.reopen(run.path)
 
 
-def test_named_code_is_not_imported(
-    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_code_is_not_imported(run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "named_parts.py").write_text("raise RuntimeError('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)
     for path in (run.config, run.checkpoints / NEWEST / "config.yaml"):
@@ -311,14 +298,14 @@ def step_is(line: str, step: int) -> bool:
 def test_metrics_rows(run: RunDirectory) -> None:
     original = run.metrics.read_text()
     found = change_rows(run, lambda rows: [row for row in rows if not step_is(row, 2)])
-    assert lines(found, "metrics", "warning") == ["rows are missing between the steps 1 and 3."]
+    assert lines(found, "metrics", "warning") == ["rows are missing between steps 1 and 3."]
     run.metrics.write_text(original)
     found = change_rows(run, lambda rows: [row for row in rows if json.loads(row)["step"] < 3])
-    assert lines(found, "metrics", "warning") == ["rows are missing between the steps 2 and 5."]
+    assert lines(found, "metrics", "warning") == ["rows are missing between steps 2 and 5."]
     run.metrics.write_text(original)
     found = change_rows(run, lambda rows: [*rows, *(row for row in rows if step_is(row, 4))])
     assert lines(found, "metrics", "warning") == [
-        "metrics.jsonl has rows twice, of step 4.",
+        "metrics.jsonl has duplicate rows for step 4.",
         "the steps in metrics.jsonl do not ascend.",
     ]
     run.metrics.write_text(original + '{"step": 6, "loss": 1.0}\n{"step": 7, "lo')
@@ -335,9 +322,7 @@ def test_metrics_rows(run: RunDirectory) -> None:
 
 # --- what lies outside ------------------------------------------------------------------------------------
 @pytest.fixture
-def elsewhere(
-    run: RunDirectory, home: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Path:
+def elsewhere(run: RunDirectory, home: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of prepared data and tokenizer that a test may damage."""
     shutil.copytree(home, tmp_path / "home", symlinks=True)
     monkeypatch.setenv("BESSEMER_HOME", str(tmp_path / "home"))
@@ -361,12 +346,8 @@ def test_damaged_prepared_data(run: RunDirectory, elsewhere: Path, monkeypatch: 
         content[::CHUNK] = bytes(byte ^ 1 for byte in content[::CHUNK])  # in every chunk
         tokens.write_bytes(bytes(content))
     found = diagnose(run)
-    assert not found.resumable and any(
-        "tokens.bin' is damaged" in line for line in lines(found, "data", "error")
-    )
-    monkeypatch.setattr(
-        VerifiedFile, "sample", lambda self: None
-    )  # as if the store were too large for it to be seen
+    assert not found.resumable and any("tokens.bin' is damaged" in line for line in lines(found, "data", "error"))
+    monkeypatch.setattr(VerifiedFile, "sample", lambda self: None)  # as if the store were too large for it to be seen
     with pytest.raises(StorageError, match=r"tokens\.bin' is damaged") as caught:
         launch.reopen(run.path).run()
     assert caught.value.exit_code == 4 and sorted(run.checkpoints.iterdir())[-1].name == NEWEST
@@ -425,11 +406,7 @@ def test_another_machine_is_a_note(run: RunDirectory, capsys: pytest.CaptureFixt
     recommit(run, NEWEST)
     found = diagnose(run)
     notes = lines(found, "machine", "note")
-    assert (
-        len(notes) == 2
-        and notes[0].startswith("jax 0.9.0 then")
-        and notes[1].startswith("cpu_threads 64 then")
-    )
+    assert len(notes) == 2 and notes[0].startswith("jax 0.9.0 then") and notes[1].startswith("cpu_threads 64 then")
     assert "to rounding" in notes[0] and found.resumable
     assert launch.reopen(run.path).step == 5
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: bits can differ")]

@@ -20,11 +20,7 @@ def choices_task(count: int = 12, choices: int = 3, seed: int = 0) -> list[dict[
         return " ".join(rng.choice(WORDS) for _ in range(length))
 
     return [
-        {
-            "query": text(2),
-            "choices": [text(rng.randint(1, 3)) for _ in range(choices)],
-            "gold": rng.randrange(choices),
-        }
+        {"query": text(2), "choices": [text(rng.randint(1, 3)) for _ in range(choices)], "gold": rng.randrange(choices)}
         for _ in range(count)
     ]
 

@@ -18,7 +18,7 @@ from bessemer.cli.compare import command
 from bessemer.data import Tokenizer
 from bessemer.errors import InputError
 from bessemer.evaluate.bpb import bpb, standard_error
-from bessemer.evaluate.common import Measured, held_out_documents, measure_on
+from bessemer.evaluate.held_out import Measured, held_out_documents, measure_on
 from bessemer.generate import LoadedModel, load_model
 from bessemer.job import RunDirectory
 from bessemer.report.summary import too_small
@@ -97,16 +97,12 @@ def with_tokenizer(run: RunDirectory, tokenizer: Tokenizer) -> None:
     """The last checkpoint again, with other weights and another tokenizer."""
     files = {"config.yaml": run.config.read_text(), "tokenizer.json": tokenizer.to_json()}
     checkpoints = Checkpoints(run.checkpoints)
-    checkpoints.save(
-        30, {"step": np.int32(30), "params": tiny_params(7), "opt_state": {}}, files=files, wait=True
-    )
+    checkpoints.save(30, {"step": np.int32(30), "params": tiny_params(7), "opt_state": {}}, files=files, wait=True)
     checkpoints.close()
 
 
 def facts(run: RunDirectory, fingerprint: str | None) -> None:
-    run.metrics.write_text(
-        json.dumps({"step": 20, "val_bpb": 2.5, "val_bpb_se": 0.25, "val_loss": 3.0}) + "\n"
-    )
+    run.metrics.write_text(json.dumps({"step": 20, "val_bpb": 2.5, "val_bpb_se": 0.25, "val_loss": 3.0}) + "\n")
     if fingerprint:
         found = {"fingerprint": fingerprint, "sequences": 8, "bytes": 2048, "documents": 4}
         run.facts.write_text(json.dumps({"validation": found}))
@@ -130,7 +126,7 @@ def test_compare_says_when_held_out_sets_differ(tmp_path: Path, monkeypatch: pyt
     said = compare(*paths)
     assert "held-out sets differ" in said and "8 sequences, 2.0K" in said and "--common" in said
     runs[1].facts.unlink()
-    assert "do not say on what they were judged" in compare(*paths)
+    assert "did not record their held-out set" in compare(*paths)
 
 
 def test_common_judges_runs_with_different_tokenizers_on_the_same_bytes(
@@ -145,7 +141,7 @@ def test_common_judges_runs_with_different_tokenizers_on_the_same_bytes(
     texts = held_out_documents(models[0], 1000)
     for model in models:
         assert f"{measure_on(model, texts).bpb:.4f} ±" in said
-    with pytest.raises(InputError, match="--limit belongs to --common"):
+    with pytest.raises(InputError, match="--limit needs --common"):
         compare(one.path, two.path, "--limit", 3)
 
 

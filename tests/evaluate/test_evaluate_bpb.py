@@ -32,9 +32,7 @@ def by_hand(loaded):
     """nats and bytes, one target at a time, from the logits of the full forward."""
     rows = held_out(loaded)
     batch = rows.batch(0, len(rows))
-    logits = loaded.model.apply(
-        {"params": loaded.params}, batch["input_ids"], batch["positions"], batch["segment_ids"]
-    )
+    logits = loaded.model.apply({"params": loaded.params}, batch["input_ids"], batch["positions"], batch["segment_ids"])
     logprobs = np.asarray(jax.nn.log_softmax(logits), np.float64)
     nats = count = 0.0
     for row, position in np.argwhere(batch["target_ids"] >= 0):
@@ -89,9 +87,7 @@ def test_the_eval_command(run):
     from bessemer.cli.eval import command
 
     result = CliRunner().invoke(
-        command,
-        [str(run.path), "--tasks", "bpb", "--step", "10", "--limit", "4", "--json"],
-        catch_exceptions=False,
+        command, [str(run.path), "--tasks", "bpb", "--step", "10", "--limit", "4", "--json"], catch_exceptions=False
     )
     document = json.loads(result.stdout)
     assert document["step"] == 10 and document["results"]["bpb"]["metric"] == "bits per byte"

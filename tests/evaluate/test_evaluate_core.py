@@ -19,7 +19,7 @@ from bessemer.topology import make_topology
 from bessemer.training import launch
 from bessemer.training.callbacks import evaluation
 from bessemer.training.callbacks.base import Callback, Callbacks
-from bessemer.training.callbacks.optional import GradientClipping
+from bessemer.training.callbacks.builtin import GradientClipping
 from tiny_run import make_run
 
 
@@ -70,11 +70,7 @@ def test_a_model_that_guesses_scores_about_0(loaded, tmp_path):
     listed = []
     for name, options in (("two", 2), ("four", 4)):
         rows = [
-            {
-                "query": rng.choice(words),
-                "choices": rng.sample(words, options),
-                "gold": rng.randrange(options),
-            }
+            {"query": rng.choice(words), "choices": rng.sample(words, options), "gold": rng.randrange(options)}
             for _ in range(400)
         ]
         write_rows(tmp_path / f"{name}.jsonl", rows)

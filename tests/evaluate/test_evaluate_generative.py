@@ -59,13 +59,11 @@ CALL = ["<|python_start|>", "16-3-4", "<|python_end|>"]
 
 
 def test_the_calculator_is_asked_and_the_model_writes_on():
-    loaded = scripted(
-        ["It is ", *CALL, "<|output_start|>", "9", "<|output_end|>", "\n#### 9", "<|assistant_end|>"]
-    )
+    loaded = scripted(["It is ", *CALL, "<|output_start|>", "9", "<|output_end|>", "\n#### 9", "<|assistant_end|>"])
     (text,) = write(loaded, [question_ids(loaded.tokenizer, QUESTION)], 64)
-    assert text == (
-        "It is <|python_start|>16-3-4<|python_end|><|output_start|>9<|output_end|>\n#### 9"
-    ) and is_right(text, "16 - 3 - 4 = <<16-3-4=9>>9\n#### 9")
+    assert text == ("It is <|python_start|>16-3-4<|python_end|><|output_start|>9<|output_end|>\n#### 9") and is_right(
+        text, "16 - 3 - 4 = <<16-3-4=9>>9\n#### 9"
+    )
 
 
 def test_what_is_no_arithmetic_gets_no_output():
@@ -87,10 +85,7 @@ def test_endless_calls_come_to_an_end():
 
 def test_gsm8k_is_scored_from_its_file(tmp_path):
     loaded = scripted([*CALL, "<|output_start|>", "9", "<|output_end|>", " #### 9", "<|assistant_end|>"])
-    rows = [
-        {"question": QUESTION, "answer": "<<16-3-4=9>>\n#### 9"},
-        {"question": QUESTION, "answer": "#### 8"},
-    ]
+    rows = [{"question": QUESTION, "answer": "<<16-3-4=9>>\n#### 9"}, {"question": QUESTION, "answer": "#### 8"}]
     write_rows(tmp_path / "test.jsonl.gz", rows)
     found = gsm8k(loaded, source=str(tmp_path / "test.jsonl.gz"), batch_size=1)
     assert found["accuracy"] == 0.5 and found["examples"] == 2
@@ -139,9 +134,7 @@ def test_arithmetic_problems_are_right_and_always_the_same(tmp_path):
     assert made == problems() and len(made) == 300
     for problem in made:
         a, sign, b = problem["question"].removeprefix("What is ").rstrip("?").split()
-        assert int(problem["answer"]) == {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[sign](
-            int(a), int(b)
-        )
+        assert int(problem["answer"]) == {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[sign](int(a), int(b))
 
 
 @pytest.mark.slow

@@ -96,9 +96,7 @@ def test_a_local_task_has_the_accuracy_of_our_likelihoods(run, tmp_path):
     file = tmp_path / "pets.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "pets.yaml").write_text(TASK.format(file=file))
-    found = Evaluator.from_run(run, tasks=[f"harness:{tmp_path / 'pets.yaml'}"], batch_size=4).run()[
-        "harness"
-    ]
+    found = Evaluator.from_run(run, tasks=[f"harness:{tmp_path / 'pets.yaml'}"], batch_size=4).run()["harness"]
     loaded = load_model(run)
     right = 0
     for row in rows:

@@ -34,8 +34,7 @@ def rows(loaded):
     rng = np.random.default_rng(0)
     lengths = [2, 3, 9, 17, 18, 25, 33, 34, 45]
     return [
-        Row(rng.integers(12, 300, n).tolist(), 1 + int(rng.integers(0, n - 1)) if n < 30 else n - 5)
-        for n in lengths
+        Row(rng.integers(12, 300, n).tolist(), 1 + int(rng.integers(0, n - 1)) if n < 30 else n - 5) for n in lengths
     ]
 
 
@@ -178,9 +177,7 @@ def test_few_shot_texts_come_before_the_question(loaded):
     task = Task("t", "multiple_choice", examples, fewshot=2, delimiter="\nAnswer: ")
     ((row, *_),) = rows_of(task, examples, [0], loaded.tokenizer)
     text = loaded.tokenizer.decode(row.ids)
-    solved = [
-        f"{shot['query']}\nAnswer: {shot['choices'][shot['gold']]}" for shot in shots_of(examples, 0, 2)
-    ]
+    solved = [f"{shot['query']}\nAnswer: {shot['choices'][shot['gold']]}" for shot in shots_of(examples, 0, 2)]
     first = examples[0]
     asked = f"{first['query']}\nAnswer: {first['choices'][0]}"
     assert text == "<|bos|>" + "\n\n".join([*solved, asked])
@@ -228,7 +225,7 @@ def test_a_file_with_a_header_is_a_task(run, tmp_path):
     with pytest.raises(InputError, match="header"):
         Evaluator.from_run(run, tasks=[str(tmp_path / "bare.jsonl")]).run()
     write_rows(tmp_path / "odd.jsonl", [{**header, "shots": 1}])
-    with pytest.raises(InputError, match="unknown word 'shots'"):
+    with pytest.raises(InputError, match="unknown name 'shots'"):
         Evaluator.from_run(run, tasks=[str(tmp_path / "odd.jsonl")]).run()
     with pytest.raises(InputError, match="no task file"):
         check_tasks([str(tmp_path / "none.jsonl")])
@@ -260,17 +257,17 @@ def test_programs_are_handed_on(loaded, rows):
 def test_progress_names_what_is_under_way(loaded, rows):
     import io
 
-    from bessemer.evaluate import progress
+    from bessemer import console
 
     class Terminal(io.StringIO):
         def isatty(self):
             return True
 
     screen = Terminal()
-    with progress.shown(screen), progress.label("core"), progress.label("copa"):
+    with console.showing_ticks(screen), console.task_name("core"), console.task_name("copa"):
         score(loaded, rows, 16)
     assert "core copa" in screen.getvalue() and f"{len(rows)}/{len(rows)}" in screen.getvalue()
-    progress.tick(1, 2)  # nothing is shown unless asked for
+    console.tick(1, 2)  # nothing is shown unless asked for
 
 
 def test_many_examples_are_taken_in_portions(loaded, monkeypatch):

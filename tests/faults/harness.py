@@ -108,10 +108,7 @@ def train(settings: Mapping[str, object], run: Path) -> list[str]:
 
 
 def until(
-    process: subprocess.Popen[str],
-    condition: Callable[[], bool],
-    poll: float = 0.0003,
-    limit: float = TIMEOUT,
+    process: subprocess.Popen[str], condition: Callable[[], bool], poll: float = 0.0003, limit: float = TIMEOUT
 ) -> bool:
     """Wait until the condition holds; False when the process ended first."""
     deadline = time.monotonic() + limit
@@ -160,9 +157,7 @@ def steps_saved(run: Path) -> int:
         names = os.listdir(run / "checkpoints")
     except OSError:
         return 0
-    return max(
-        (int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdigit()), default=0
-    )
+    return max((int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdigit()), default=0)
 
 
 # --- the two questions ---

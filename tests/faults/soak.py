@@ -174,11 +174,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bessemer-soak-") as name:
         found = soak(
-            Path(name),
-            Path(name) / "home",
-            options.kills,
-            options.seed,
-            say=lambda text: print(text, flush=True),
+            Path(name), Path(name) / "home", options.kills, options.seed, say=lambda text: print(text, flush=True)
         )
     for key, value in asdict(found).items():
         print(f"  {key.replace('_', ' '):<26}{value:>8}")

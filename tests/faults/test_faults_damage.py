@@ -124,21 +124,13 @@ def test_what_kills_left_behind_is_never_taken_for_a_checkpoint_and_goes(
     assert not [path.name for path in run.iterdir() if path.name.endswith(".tmp")]
 
 
-def test_stray_files_named_like_checkpoints_do_not_stop_resume(
-    in_place: None, whole_in_place: Path, run: Path
-) -> None:
+def test_stray_files_named_like_checkpoints_do_not_stop_resume(in_place: None, whole_in_place: Path, run: Path) -> None:
     """Files where a save, its temporary directory or a deletion would go."""
     copy_unfinished(whole_in_place, run)
     saves = run / "checkpoints"
     for step in (9, 12):
         shutil.rmtree(saves / f"step_{step:08d}")
-    for name in (
-        "step_00000009",
-        "step_00000012.tmp",
-        "step_00000009.deleted",
-        "step_00000012.aside",
-        "step_99999999",
-    ):
+    for name in ("step_00000009", "step_00000012.tmp", "step_00000009.deleted", "step_00000012.aside", "step_99999999"):
         (saves / name).write_text("not a checkpoint")
     trainer = launch.reopen(run)
     assert trainer.step == 6 and ends(trainer) == (0, "")

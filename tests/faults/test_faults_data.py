@@ -15,9 +15,7 @@ from bessemer.data.sources.files import SHARD_BYTES
 
 def children(pid: int) -> list[int]:
     try:
-        found = [
-            Path(f"/proc/{pid}/task/{task}/children").read_text() for task in os.listdir(f"/proc/{pid}/task")
-        ]
+        found = [Path(f"/proc/{pid}/task/{task}/children").read_text() for task in os.listdir(f"/proc/{pid}/task")]
     except OSError:
         return []
     return [int(child) for text in found for child in text.split()]
@@ -31,9 +29,7 @@ def content(store: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_a_killed_worker_fails_the_preparation(tmp_path: Path, home: Path) -> None:
     small, corpus = write_corpus(tmp_path / "small.jsonl"), tmp_path / "corpus.jsonl"
-    lines = (
-        json.dumps({"text": f"{n} " + "the red fox runs over the hill " * 30}) + "\n" for n in range(12_000)
-    )
+    lines = (json.dumps({"text": f"{n} " + "the red fox runs over the hill " * 30}) + "\n" for n in range(12_000))
     corpus.write_text("".join(lines))
     assert corpus.stat().st_size > SHARD_BYTES, "two shards, so that there are workers"
     words = ["tokenizer", "train", str(small), "-o", str(tmp_path / "t"), "--vocab-size", "300"]

@@ -87,9 +87,7 @@ def assert_one_paragraph(output: str, *parts: str) -> None:
         assert part in last, (part, last)
 
 
-def test_a_disk_that_fills_up(
-    in_place: None, settings: Settings, small_disk: Path, whole_in_place: Path
-) -> None:
+def test_a_disk_that_fills_up(in_place: None, settings: Settings, small_disk: Path, whole_in_place: Path) -> None:
     run = small_disk / "part"
     code, message = ends(build(settings, run, At(8, lambda: fill(small_disk))))
     assert code == 4 and "bessemer resume" in message
@@ -158,9 +156,7 @@ def test_a_run_directory_that_becomes_read_only(
     assert_resumes(run, whole, home)
 
 
-def test_a_directory_for_runs_that_is_read_only(
-    in_place: None, settings: Settings, run: Path, home: Path
-) -> None:
+def test_a_directory_for_runs_that_is_read_only(in_place: None, settings: Settings, run: Path, home: Path) -> None:
     run.parent.mkdir()
     with read_only(run.parent):
         code, message = ends(build(settings, run))

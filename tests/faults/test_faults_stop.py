@@ -82,9 +82,7 @@ def test_a_second_interrupt_leaves_at_once(
 
 
 @pytest.mark.slow
-def test_the_time_limit_stops_with_a_checkpoint(
-    settings: Settings, run: Path, home: Path, whole: Path
-) -> None:
+def test_the_time_limit_stops_with_a_checkpoint(settings: Settings, run: Path, home: Path, whole: Path) -> None:
     """A limit shorter than the start still takes one step a process, so that a chain of short jobs gets somewhere."""
     code, output = call(home, *train({**settings, "training.time_limit": "0.1s"}, run))
     assert code == 75 and "training.time_limit=0.1s reached" in output and "bessemer resume" in output

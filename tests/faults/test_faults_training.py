@@ -44,12 +44,7 @@ def test_non_finite_batches_in_a_row_end_the_run(settings: Settings, run: Path, 
     poison(trainer, {7, 8, 9, 10, 11})
     code, message = ends(trainer)
     assert code == 3
-    for part in (
-        "3 steps in a row gave no update",
-        "step 10",
-        "not a number",
-        "weights are still those of",
-    ):
+    for part in ("3 steps in a row gave no update", "step 10", "not a number", "weights are still those of"):
         assert part in message
     assert "last good checkpoint is step 9" in message and "optimization.lr" in message
     status = json.loads((run / "status.json").read_text())
@@ -62,9 +57,7 @@ def test_non_finite_batches_in_a_row_end_the_run(settings: Settings, run: Path, 
     assert_same_run(run, whole_in_place)
 
 
-def test_a_run_that_never_made_an_update_is_not_told_of_its_learning_rate(
-    settings: Settings, run: Path
-) -> None:
+def test_a_run_that_never_made_an_update_is_not_told_of_its_learning_rate(settings: Settings, run: Path) -> None:
     trainer = build(settings, run)
     poison(trainer, {0, 1, 2})
     code, message = ends(trainer)
@@ -131,9 +124,7 @@ def scale_weights(trainer: Any, factor: float, at: int) -> None:
 
 
 @pytest.mark.parametrize("at", [6, 7, 12])
-def test_an_update_that_makes_weights_non_finite_ends_the_run_unsaved(
-    at: int, settings: Settings, run: Path
-) -> None:
+def test_an_update_that_makes_weights_non_finite_ends_the_run_unsaved(at: int, settings: Settings, run: Path) -> None:
     """At a checkpoint, between two, and at the last step: the loss of the step itself is still finite."""
     trainer = build(settings, run, guard_max_bad_steps=100)
     scale_weights(trainer, float("inf"), at)
@@ -147,9 +138,7 @@ def test_an_update_that_makes_weights_non_finite_ends_the_run_unsaved(
 
 
 @pytest.mark.parametrize("validates", [True, False])
-def test_a_final_model_that_overflows_is_not_called_done(
-    validates: bool, settings: Settings, run: Path
-) -> None:
+def test_a_final_model_that_overflows_is_not_called_done(validates: bool, settings: Settings, run: Path) -> None:
     """Finite weights of 1e30: the last step's loss is not finite, and too few such steps follow to stop the run."""
     trainer = build(settings, run, training_validation=validates)
     scale_weights(trainer, 1e30, 11)
@@ -167,9 +156,7 @@ def test_one_bad_batch_at_the_end_leaves_a_good_model_done(settings: Settings, r
     assert ends(trainer) == (0, "")
 
 
-def test_a_learning_rate_beyond_all_bounds_is_exit_3_within_three_steps(
-    settings: Settings, run: Path
-) -> None:
+def test_a_learning_rate_beyond_all_bounds_is_exit_3_within_three_steps(settings: Settings, run: Path) -> None:
     trainer = build(settings, run, optimization_lr=1e300, training_steps=3)
     code, message = ends(trainer)
     assert code == 3 and "NaN or infinite values" in message and "There is no checkpoint yet." in message

@@ -107,9 +107,7 @@ time.time = backwards
 
 
 @pytest.mark.slow
-def test_a_clock_that_runs_backwards(
-    settings: Settings, run: Path, home: Path, whole: Path, tmp_path: Path
-) -> None:
+def test_a_clock_that_runs_backwards(settings: Settings, run: Path, home: Path, whole: Path, tmp_path: Path) -> None:
     """time.time of the whole process falls by 1000 s a second, from the year 2001; killed and resumed under it, the
     newest checkpoint is the one of the highest step, and the run is the same."""
     (tmp_path / "clock").mkdir()
@@ -120,9 +118,7 @@ def test_a_clock_that_runs_backwards(
     process.kill()
     finish(process)
     steps = assert_sound(run)
-    stamps = [
-        json.loads((run / f"checkpoints/step_{s:08d}/meta.json").read_text())["timestamp"] for s in steps
-    ]
+    stamps = [json.loads((run / f"checkpoints/step_{s:08d}/meta.json").read_text())["timestamp"] for s in steps]
     assert stamps == sorted(stamps, reverse=True) and len(stamps) > 1, "the clock did go backwards"
     code, output = call(home, "resume", str(run), PYTHONPATH=path)
     assert code == 0, output

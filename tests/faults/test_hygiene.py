@@ -22,9 +22,9 @@ from bessemer.training.callbacks.base import Callback
 Settings = dict[str, object]
 STEPS = 2000
 COLLECT = """
-from bessemer.training.callbacks import defaults
+from bessemer.training.callbacks import builtin
 
-defaults.INTERVAL = 250
+builtin.INTERVAL = 250
 """
 
 
@@ -72,9 +72,7 @@ def test_memory_files_and_threads_are_flat(settings: Settings, run: Path, home: 
     last = [s for s in seen if STEPS * 3 / 4 <= s[0] < STEPS]
     assert len(second) >= 5 and len(last) >= 5, "too few looks at a run this fast"
     # What stays between saves: how much of a save's own a look meets is luck, and what leaked is there at every look.
-    memory, files, threads = (
-        [min(s[field] for s in quarter) for quarter in (second, last)] for field in (1, 2, 3)
-    )
+    memory, files, threads = ([min(s[field] for s in quarter) for quarter in (second, last)] for field in (1, 2, 3))
     print(f"memory {memory} MiB, open files {files}, threads {threads}, {len(seen)} samples")
     assert memory[1] - memory[0] < 4, memory
     assert files[1] <= files[0] + 2, "open files"
@@ -105,9 +103,7 @@ def test_retention_is_exact_after_every_save(
     every = {"logging_checkpoint_interval": 1, "logging_validation_interval": 1}
     oracle = Oracle()
     trainer = build(settings, run, oracle, **every, logging_keep_last=2, logging_keep_every=4)
-    monkeypatch.setattr(
-        validation, "added", lambda parts: {"loss": losses.get(trainer.step, 4.0), "weight": 1.0}
-    )
+    monkeypatch.setattr(validation, "added", lambda parts: {"loss": losses.get(trainer.step, 4.0), "weight": 1.0})
     assert ends(trainer) == (0, "")
     assert oracle.kept[6] == {2, 4, 5, 6} and oracle.kept[12] == {4, 7, 8, 11, 12}
 
@@ -124,9 +120,7 @@ def test_a_save_never_sees_a_donated_buffer(tmp_path: Path) -> None:
 
     mesh, zeros = jax.make_mesh((8,), ("x",)), np.zeros(shape, np.uint32)
     placed = {"copies": jax.sharding.PartitionSpec(), "pieces": jax.sharding.PartitionSpec("x")}
-    state = {
-        name: jax.device_put(zeros, jax.sharding.NamedSharding(mesh, spec)) for name, spec in placed.items()
-    }
+    state = {name: jax.device_put(zeros, jax.sharding.NamedSharding(mesh, spec)) for name, spec in placed.items()}
     value, expected = 0, {}
     for save in range(1, 21):
         store.save(save, state)

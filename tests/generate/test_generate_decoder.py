@@ -17,9 +17,7 @@ PROMPTS = [[1, 5, 9, 2], [1, 7], [1, 3, 3, 8, 20, 41, 66]]
 
 @pytest.fixture(scope="module")
 def model():
-    return GPT(
-        depth=2, width=32, head_dim=16, vocab_size=97, block_size=BLOCK, window="SL", precision="float32"
-    )
+    return GPT(depth=2, width=32, head_dim=16, vocab_size=97, block_size=BLOCK, window="SL", precision="float32")
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +60,7 @@ def test_drawn_tokens_carry_the_log_probabilities_of_the_full_forward(decoder, p
     for index, prompt in enumerate(PROMPTS):
         row = result.row(index)
         logprobs = forward([*prompt, *row])[len(prompt) - 1 : -1]
-        np.testing.assert_allclose(
-            result.logprobs[index, : len(row)], logprobs[np.arange(len(row)), row], atol=2e-4
-        )
+        np.testing.assert_allclose(result.logprobs[index, : len(row)], logprobs[np.arange(len(row)), row], atol=2e-4)
 
 
 def test_temperature_zero_and_top_k_one_are_greedy_whatever_the_seed(decoder, params):

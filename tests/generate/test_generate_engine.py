@@ -160,9 +160,7 @@ def test_first_tokens_of_many_samples_follow_the_models_distribution(engine, for
 
 
 def test_a_seed_gives_the_same_text_in_any_company(engine):
-    alone = engine.generate(
-        [drawn(PROMPTS[0], 11), drawn(PROMPTS[1], 12), drawn(PROMPTS[2], 13), greedy([4])]
-    )
+    alone = engine.generate([drawn(PROMPTS[0], 11), drawn(PROMPTS[1], 12), drawn(PROMPTS[2], 13), greedy([4])])
     filtered = [
         Request(PROMPTS[4], 7, SamplingOptions(temperature=0.5, top_p=0.5, repetition_penalty=2.0), seed=seed)
         for seed in range(3)
@@ -262,9 +260,7 @@ def test_streamed_pieces_join_to_the_text_and_stop_strings_never_show(engine):
     assert (sample.finish, sample.stop) == ("stop", stop) and events[-1].finish == "stop"
     assert sum((event.ids for event in events), ()) == sample.ids == free.samples[0].ids[: len(sample.ids)]
     assert len(sample.logprobs) == len(sample.ids)
-    assert stop in tiny_tokenizer().decode(sample.ids) and stop not in tiny_tokenizer().decode(
-        sample.ids[:-1]
-    )
+    assert stop in tiny_tokenizer().decode(sample.ids) and stop not in tiny_tokenizer().decode(sample.ids[:-1])
 
 
 def test_cancel_frees_the_slot_at_once_and_keeps_what_was_written(engine):
@@ -292,9 +288,7 @@ def test_a_storm_of_requests_changes_none_of_them(engine):
         )
         prompt = rng.integers(0, 300, rng.integers(1, 16)).tolist()
         stops = [] if seed % 3 else ["e", "th"]
-        return Request(
-            prompt, int(rng.integers(1, 16)), sampling, int(rng.integers(1, 4)), (7, 8), stops, seed
-        )
+        return Request(prompt, int(rng.integers(1, 16)), sampling, int(rng.integers(1, 4)), (7, 8), stops, seed)
 
     requests = [draw(seed) for seed in range(24)]
     alone = [engine.generate([request])[0] for request in requests]

@@ -136,12 +136,8 @@ def test_sampling_text(run):
     found, notices = sample(loaded, ["The cat", "dogs"], max_tokens=8, sampling=options)
     again, _ = sample(loaded, ["The cat", "dogs"], max_tokens=8, sampling=options)
     assert found == again and not notices
-    assert loaded.decoder.end_ids == (loaded.tokenizer.bos_id,), (
-        "a text ends where the next document would begin"
-    )
-    assert found[0].text == loaded.tokenizer.decode(found[0].tokens) and len(found[0].logprobs) == len(
-        found[0].tokens
-    )
+    assert loaded.decoder.end_ids == (loaded.tokenizer.bos_id,), "a text ends where the next document would begin"
+    assert found[0].text == loaded.tokenizer.decode(found[0].tokens) and len(found[0].logprobs) == len(found[0].tokens)
 
 
 def test_the_sample_command(run):

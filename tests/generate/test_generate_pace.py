@@ -104,13 +104,7 @@ def test_a_readers_rounds_grow_and_last_a_moment():
     pace = Pace(16, clocked=True)
     assert [steps for steps, _ in paced(pace, [row])] == [1, 3, 12, 16, 16, 16]
     pace.took(READING, 5)  # a slow model: five steps in the time of a round
-    assert [steps for steps, _ in paced(pace, [row], rounds=5)] == [
-        5,
-        5,
-        5,
-        1,
-        5,
-    ]  # each whole round ends one
+    assert [steps for steps, _ in paced(pace, [row], rounds=5)] == [5, 5, 5, 1, 5]  # each whole round ends one
     pace.took(10 * READING, 1)
     assert [steps for steps, _ in paced(pace, [row], rounds=2)] == [1, 1]
     late = FakeRow(200, stream=True)

@@ -121,15 +121,8 @@ def test_one_line_fits():
 
 @pytest.mark.parametrize("width", [26, 40, 66, 200])
 def test_prompt_and_answer_are_both_shown(width):
-    long = (
-        "What is the name of the city that lies where the two rivers of that country meet? Answer in a word."
-    )
-    for prompt, text in (
-        (long, " Khartoum"),
-        (long, " It is" * 40),
-        ("Say hi.", " hi" * 40),
-        ("Say hi.", " hi"),
-    ):
+    long = "What is the name of the city that lies where the two rivers of that country meet? Answer in a word."
+    for prompt, text in ((long, " Khartoum"), (long, " It is" * 40), ("Say hi.", " hi" * 40), ("Say hi.", " hi")):
         line = one_line(SimpleNamespace(prompt=prompt, text=text), width)
         asked, answer = line.split(" ▸")
         assert len(line) <= width and len(asked) >= min(len(prompt), width // 2 - 2)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from bessemer.generate import Engine, Request
-from bessemer.generate.rows import BETWEEN_LOOKS, forward, in_use, put_rows, stop_table, take_rows
+from bessemer.generate.rows import BETWEEN_LOOKS, _decode, _empty_rows, forward, in_use, put_rows, stop_table, take_rows
 from bessemer.generate.sampling import Way
-from bessemer.generate.slots import _decode, _empty_rows
 from bessemer.models.allocation import Allocation
 from bessemer.models.gpt import GPT
 from tiny_run import random_params, tiny_model, tiny_params
@@ -42,9 +41,7 @@ def test_rows_that_outgrow_a_window_equal_the_full_forward():
     engine = Engine(model, params, slots=4, steps=8)
     assert [engine._slots.reach(length) for length in (1, 128, 129, 256)] == [128, 128, 256, 256]
     rng = np.random.default_rng(0)
-    requests = [
-        Request(rng.integers(0, vocab, length).tolist(), 40, logprobs=True, n=4) for length in (100, 145)
-    ]
+    requests = [Request(rng.integers(0, vocab, length).tolist(), 40, logprobs=True, n=4) for length in (100, 145)]
     results = [engine.generate([request])[0] for request in requests]
     assert engine.compilations == 4  # two lengths of prompts, two of rows
     call = jax.jit(lambda ids: jax.nn.log_softmax(model.apply({"params": params}, ids)))
@@ -82,9 +79,7 @@ def test_a_step_writes_the_cache_in_place_and_asks_nobody():
     mask, bound = jax.ShapeDtypeStruct((4,), bool), jax.ShapeDtypeStruct((), jnp.int32)
     compiled = program.lower(params, rows, mask, None, bound).compile()
     text, (shape,) = compiled.as_text(), {leaf.shape for leaf in rows.cache.keys}
-    assert f'"known_trip_count":{{"n":"{BETWEEN_LOOKS}"}}' in text, (
-        "steps between two looks are not counted out"
-    )
+    assert f'"known_trip_count":{{"n":"{BETWEEN_LOOKS}"}}' in text, "steps between two looks are not counted out"
     assert not re.search(r" (conditional|custom-call|outfeed|send)\(", text)
     assert not re.search(rf"f32\[{','.join(map(str, shape))}\]\S* copy\(", text), "the cache is copied"
     kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(rows.cache))

@@ -73,9 +73,7 @@ def test_draws_of_a_mixed_batch_pass_a_chi_square_test_row_by_row():
     filters = jax.tree.map(lambda value: np.repeat(value, each), filters)
     keys = row_keys(SamplingOptions(seed=2).streams(len(rows)), 0)
     table = jnp.repeat(jnp.asarray(logits, jnp.float32)[None], len(rows), axis=0)
-    drawn = np.asarray(choose(table, keys, filters, jnp.broadcast_to(seen, table.shape))).reshape(
-        len(options), each
-    )
+    drawn = np.asarray(choose(table, keys, filters, jnp.broadcast_to(seen, table.shape))).reshape(len(options), each)
     for sampling, tokens in zip(options[:-1], drawn[:-1], strict=True):
         statistic, freedom = chi_square(tokens, distribution(logits, seen, sampling))
         assert statistic < freedom + 5 * np.sqrt(2 * freedom), sampling  # five standard deviations
@@ -85,9 +83,7 @@ def test_draws_of_a_mixed_batch_pass_a_chi_square_test_row_by_row():
 def distribution(logits, seen, sampling):
     """The filters by their definitions, in float64."""
     scores = np.where(
-        seen,
-        np.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty),
-        logits,
+        seen, np.where(logits > 0, logits / sampling.repetition_penalty, logits * sampling.repetition_penalty), logits
     )
     p = np.exp(scores / sampling.temperature)
     p /= p.sum()
@@ -112,16 +108,12 @@ def test_penalties_are_the_formulas_in_numpy():
         SamplingOptions(frequency_penalty=-0.7),
         SamplingOptions(repetition_penalty=1.4, presence_penalty=-0.3, frequency_penalty=2.0),
     ]
-    found = penalise(
-        jnp.asarray(logits), jnp.asarray(seen), jnp.asarray(made, jnp.int16), Filters.rows(options, 60)
-    )
+    found = penalise(jnp.asarray(logits), jnp.asarray(seen), jnp.asarray(made, jnp.int16), Filters.rows(options, 60))
     for row, sampling in enumerate(options):
         expected = logits[row].astype(np.float64)
         ratio = sampling.repetition_penalty
         expected = np.where(seen[row], np.where(expected > 0, expected / ratio, expected * ratio), expected)
-        expected = (
-            expected - sampling.presence_penalty * (made[row] > 0) - sampling.frequency_penalty * made[row]
-        )
+        expected = expected - sampling.presence_penalty * (made[row] > 0) - sampling.frequency_penalty * made[row]
         np.testing.assert_allclose(found[row], expected, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(found[0], logits[0])  # exactly: a row without penalties has its own logits
 
@@ -155,13 +147,9 @@ def test_a_program_for_one_way_of_choosing_chooses_the_same():
     made = seen.astype(jnp.int16) * 2
     for count, way in ((1, Way.GREEDY), (2, Way.DRAWN), (6, Way.FILTERED)):
         arguments = (logits[:count], keys[:count], Filters.rows(options[:count], 50), seen[:count])
-        assert (
-            choose(*arguments, way, made[:count]).tolist() == choose(*arguments, made=made[:count]).tolist()
-        )
+        assert choose(*arguments, way, made[:count]).tolist() == choose(*arguments, made=made[:count]).tolist()
     plain = choose(logits, keys, Filters.rows([SamplingOptions()] * 6, 50)).tolist()
-    assert all(choose(*arguments, made=made).tolist()[row] != plain[row] for row in (4, 5)), (
-        "they were penalized"
-    )
+    assert all(choose(*arguments, made=made).tolist()[row] != plain[row] for row in (4, 5)), "they were penalized"
 
 
 def test_the_smallest_temperature_is_greedy_not_nan():

@@ -43,9 +43,7 @@ def test_text_is_held_only_while_it_may_become_a_stop_string():
 
 
 @settings(max_examples=150)
-@given(
-    st.text(max_size=20), st.lists(st.integers(0, 299), max_size=12), st.lists(st.integers(1, 5), max_size=60)
-)
+@given(st.text(max_size=20), st.lists(st.integers(0, 299), max_size=12), st.lists(st.integers(1, 5), max_size=60))
 def test_pieces_join_to_the_decoded_text_and_no_character_is_cut(text, noise, sizes):
     """Any text (several tokens a character), and any tokens at all: a model writes what it likes."""
     tokenizer = tiny_tokenizer()

@@ -105,41 +105,25 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m tests.golden", description=__doc__)
     commands = top.add_subparsers(required=True)
     running = argparse.ArgumentParser(add_help=False)
-    running.add_argument(
-        "--cases", type=names, help="names with commas; default: all (needed ones are added)"
-    )
+    running.add_argument("--cases", type=names, help="names with commas; default: all (needed ones are added)")
     running.add_argument("--cache", type=Path, help="folder of compiled programs, reused by the next call")
     comparing = argparse.ArgumentParser(add_help=False)
     comparing.add_argument(
-        "--renamed",
-        type=mapping,
-        help='JSON file {"old.setting": "new.setting"}, applied to the first record',
+        "--renamed", type=mapping, help='JSON file {"old.setting": "new.setting"}, applied to the first record'
     )
-    comparing.add_argument(
-        "--ignore", type=parts, default=[], help=f"parts not compared, of {','.join(PARTS)}"
-    )
+    comparing.add_argument("--ignore", type=parts, default=[], help=f"parts not compared, of {','.join(PARTS)}")
 
-    one = commands.add_parser(
-        "record", parents=[running], help="run the cases and write what came out as JSON"
-    )
+    one = commands.add_parser("record", parents=[running], help="run the cases and write what came out as JSON")
     one.add_argument("out", type=Path)
-    one.add_argument(
-        "--revision", default="WORKTREE", help="code of this git revision; default: the working tree"
-    )
+    one.add_argument("--revision", default="WORKTREE", help="code of this git revision; default: the working tree")
     one.set_defaults(call=record_command)
-    one = commands.add_parser(
-        "store", parents=[running], help="record what the slow test replays on this machine type"
-    )
+    one = commands.add_parser("store", parents=[running], help="record what the slow test replays on this machine type")
     one.set_defaults(call=store_command)
-    one = commands.add_parser(
-        "compare", parents=[running, comparing], help="run two revisions and compare them"
-    )
+    one = commands.add_parser("compare", parents=[running, comparing], help="run two revisions and compare them")
     one.add_argument("a", metavar="REV_A")
     one.add_argument("b", metavar="REV_B", help="a git revision, or WORKTREE")
     one.set_defaults(call=compare_command)
-    one = commands.add_parser(
-        "check", parents=[running, comparing], help="compare the working tree with a record"
-    )
+    one = commands.add_parser("check", parents=[running, comparing], help="compare the working tree with a record")
     one.add_argument("file", type=Path)
     one.set_defaults(call=check_command)
     return top

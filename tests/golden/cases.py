@@ -60,12 +60,7 @@ COMMON: Settings = {
     "logging.preview_interval": 0,
     "eval.evaluations": "[]",
 }
-SHAPE: Settings = {
-    "model.depth": 2,
-    "model.width": 32,
-    "model.head_dim": 16,
-    "architecture.block_size": 32,
-}
+SHAPE: Settings = {"model.depth": 2, "model.width": 32, "model.head_dim": 16, "architecture.block_size": 32}
 GPT: Settings = {
     **SHAPE,
     "model.family": "gpt",
@@ -207,12 +202,7 @@ CASES: dict[str, Case] = {
     ),
     "llama": Case(
         "quickstart",
-        {
-            **LLAMA,
-            "optimization.name": "adafactor",
-            "optimization.lr": 0.01,
-            "optimization.schedule": "constant",
-        },
+        {**LLAMA, "optimization.name": "adafactor", "optimization.lr": 0.01, "optimization.schedule": "constant"},
         replayed=True,
     ),
     "llama-qwen": Case(
@@ -296,20 +286,11 @@ CASES: dict[str, Case] = {
     ),
     # ---- post-training, from the weights of a case above
     "sft": Case(
-        "sft",
-        {**CHAT, "objective": "sft", "init": "runs/gpt", "sft.neftune_alpha": 5},
-        needs=("gpt",),
-        replayed=True,
+        "sft", {**CHAT, "objective": "sft", "init": "runs/gpt", "sft.neftune_alpha": 5}, needs=("gpt",), replayed=True
     ),
     "sft-lora-llama": Case(
         "sft",
-        {
-            **CHAT,
-            "objective": "sft",
-            "init": "runs/llama",
-            "lora.rank": 4,
-            "training.dataset": "chats.jsonl:PADDED",
-        },
+        {**CHAT, "objective": "sft", "init": "runs/llama", "lora.rank": 4, "training.dataset": "chats.jsonl:PADDED"},
         needs=("llama",),
     ),
     "dpo": Case(
@@ -334,18 +315,10 @@ CASES: dict[str, Case] = {
         devices=4,
         needs=("gpt",),
     ),
-    "orpo": Case(
-        "dpo", {**PAIRS, "objective": "dpo", "init": "runs/gpt", "dpo.loss": "orpo"}, needs=("gpt",)
-    ),
+    "orpo": Case("dpo", {**PAIRS, "objective": "dpo", "init": "runs/gpt", "dpo.loss": "orpo"}, needs=("gpt",)),
     "reward": Case(
         "reward",
-        {
-            **PAIRS,
-            "objective": "reward",
-            "init": "runs/gpt",
-            "model.family": "gpt-reward",
-            "reward.center": 0.01,
-        },
+        {**PAIRS, "objective": "reward", "init": "runs/gpt", "model.family": "gpt-reward", "reward.center": 0.01},
         needs=("gpt",),
     ),
     "reward-llama": Case(
@@ -430,19 +403,13 @@ CASES: dict[str, Case] = {
         replayed=True,
     ),
     "dr-grpo-stored": Case(
-        "grpo",
-        {**STORED, "objective": "dr_grpo", "init": "runs/gpt", "grpo.offline": "reference"},
-        needs=("gpt",),
+        "grpo", {**STORED, "objective": "dr_grpo", "init": "runs/gpt", "grpo.offline": "reference"}, needs=("gpt",)
     ),
     "reinforce-stored": Case(
-        "grpo",
-        {**STORED, "objective": "reinforce", "init": "runs/gpt", "grpo.offline": "logprobs"},
-        needs=("gpt",),
+        "grpo", {**STORED, "objective": "reinforce", "init": "runs/gpt", "grpo.offline": "logprobs"}, needs=("gpt",)
     ),
     "rloo-stored": Case(
-        "grpo",
-        {**STORED, "objective": "rloo", "init": "runs/gpt", "grpo.offline": "reference"},
-        needs=("gpt",),
+        "grpo", {**STORED, "objective": "rloo", "init": "runs/gpt", "grpo.offline": "reference"}, needs=("gpt",)
     ),
     # ---- a job of phases
     "phases": Case(
@@ -450,9 +417,7 @@ CASES: dict[str, Case] = {
         {
             "job": "phases",
             **{f"phases.pretrain.{key}": value for key, value in {**COMMON, **SHAPE}.items()},
-            **{
-                f"phases.sft.{key}": value for key, value in {**COMMON, "architecture.block_size": 32}.items()
-            },
+            **{f"phases.sft.{key}": value for key, value in {**COMMON, "architecture.block_size": 32}.items()},
             "phases.grpo": "null",
             "eval.evaluations": "[bpb]",
             "eval.limit": 8,

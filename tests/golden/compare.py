@@ -28,9 +28,7 @@ def compare(
     outcomes = []
     for name in dict.fromkeys([*a["cases"], *b["cases"]]):
         if name not in a["cases"] or name not in b["cases"]:
-            outcomes.append(
-                Outcome(name, f"only in the {'first' if name in a['cases'] else 'second'} record")
-            )
+            outcomes.append(Outcome(name, f"only in the {'first' if name in a['cases'] else 'second'} record"))
             continue
         left, right = (record["cases"][name] for record in (a, b))
         found = differences(with_names(left, renamed or {}), right, ignored)
@@ -73,9 +71,7 @@ def value_differences(where: str, a: Any, b: Any) -> Iterator[str]:
     """Yield the keys whose values differ. Values are compared as JSON text: NaN equals NaN, 1 is not 1.0."""
     if not isinstance(a, dict) or not isinstance(b, dict):
         a, b = {"as a whole": a}, {"as a whole": b}
-    for key in sorted(
-        a.keys() | b.keys(), key=lambda key: (key == "file", key)
-    ):  # a tensor before the whole file
+    for key in sorted(a.keys() | b.keys(), key=lambda key: (key == "file", key)):  # a tensor before the whole file
         left, right = (json.dumps(side[key], sort_keys=True) if key in side else "absent" for side in (a, b))
         if left != right:
             yield f"{where} {key}: {left[:60]} | {right[:60]}"

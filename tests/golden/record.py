@@ -85,10 +85,7 @@ def variables(checkout: Path, folder: Path, cache: Path, devices: int) -> dict[s
 
 
 def record(
-    checkout: Path,
-    names: Iterable[str] | None = None,
-    cache: Path | None = None,
-    quiet: bool = False,
+    checkout: Path, names: Iterable[str] | None = None, cache: Path | None = None, quiet: bool = False
 ) -> Record:
     """Run the cases (default: all) with the code under `checkout`/src and return the record.
 
@@ -138,20 +135,12 @@ def run_case(name: str, checkout: Path, folder: Path, cache: Path) -> None:
 
 
 def command(
-    name: str,
-    words: list[str],
-    environ: dict[str, str],
-    folder: Path,
-    case: Case | None = None,
-    code: int = 0,
+    name: str, words: list[str], environ: dict[str, str], folder: Path, case: Case | None = None, code: int = 0
 ) -> None:
     """Run `bessemer WORDS` in the processes of the case; raise RunFailed unless each exits with `code`."""
     count = case.processes if case else 1
     if count > 1:
-        environ = environ | {
-            "BESSEMER_COORDINATOR": f"127.0.0.1:{free_port()}",
-            "BESSEMER_PROCESSES": str(count),
-        }
+        environ = environ | {"BESSEMER_COORDINATOR": f"127.0.0.1:{free_port()}", "BESSEMER_PROCESSES": str(count)}
     processes = []
     try:
         for number in range(count):
@@ -246,8 +235,7 @@ def hashes(found: Record) -> Record:
             "weights": {file: tensors["file"] for file, tensors in case["weights"].items()},
             "tokenizer": case["tokenizer"],
             "metrics": {
-                file: digest(json.dumps(rows, sort_keys=True).encode())
-                for file, rows in case["metrics"].items()
+                file: digest(json.dumps(rows, sort_keys=True).encode()) for file, rows in case["metrics"].items()
             },
         }
 

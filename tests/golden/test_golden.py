@@ -58,12 +58,7 @@ def test_cases_use_several_meshes_processes_and_interruptions() -> None:
         assert any(int(size) > 1 for size in values(f"topology.{axis}")), axis
     assert some(lambda case: case.processes > 1) and some(lambda case: len(case.resumed) > 0)
     assert {case.interrupted.signal for case in CASES.values() if case.interrupted} == {"SIGKILL", "SIGTERM"}
-    for switch in (
-        "lora.rank",
-        "training.ema",
-        "architecture.fp8.emulate",
-        "architecture.lookup.after_layers",
-    ):
+    for switch in ("lora.rank", "training.ema", "architecture.fp8.emulate", "architecture.lookup.after_layers"):
         assert values(switch), switch
 
 
@@ -91,13 +86,7 @@ def make_run(folder: Path, loss: float = 2.5, tensor: bytes = b"\0\0\x80\x3f") -
         (run / name).mkdir(parents=True)
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     (run / "model/model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + tensor)
-    row = {
-        "step": 1,
-        "loss": loss,
-        "grad_norm": float("nan"),
-        "time/step_ms": id(folder),
-        "mem/peak": id(run),
-    }
+    row = {"step": 1, "loss": loss, "grad_norm": float("nan"), "time/step_ms": id(folder), "mem/peak": id(run)}
     (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     config = f"training: {{dataset: [{{name: {folder}/corpus.jsonl, list: []}}]}}\n"
     (run / "config.yaml").write_text(config + "provenance: {training.dataset: command line}\n")
@@ -130,10 +119,7 @@ def test_a_saved_record_is_equal_to_the_one_it_was_made_of(tmp_path: Path) -> No
 def test_metadata_that_name_a_checkpoint_do_not_count(tmp_path: Path) -> None:
     found = []
     for origin in ("one", "another"):
-        header = {
-            "__metadata__": {"weights": origin},
-            "w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
-        }
+        header = {"__metadata__": {"weights": origin}, "w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
         text = json.dumps(header).encode()
         path = tmp_path / origin / "adapters.safetensors"
         path.parent.mkdir()

@@ -13,6 +13,7 @@ from tests.interop.tiny_hf import CASES, config_of_case, make_folder, raw
 from tests.tiny_run import tiny_tokenizer
 
 from bessemer.cli import cli
+from bessemer.console import no_progress
 from bessemer.data.tokenize import chat
 from bessemer.data.tokenize.templates import OUR_TEMPLATE, ChatTemplate
 from bessemer.data.tokenize.tokenizer import Tokenizer
@@ -20,9 +21,7 @@ from bessemer.errors import BessemerError, InputError, StorageError
 from bessemer.generate.export import export_run
 from bessemer.interop.config import HFConfig, config_of, type_of
 from bessemer.interop.export_hf import token_ids, tokenizer_files
-from bessemer.interop.folder import CONFIG, INDEX, SINGLE, Folder
-from bessemer.interop.import_hf import import_folder
-from bessemer.interop.progress import nothing
+from bessemer.interop.folder import CONFIG, INDEX, SINGLE, Folder, import_folder
 from bessemer.job import RunDirectory
 from bessemer.models.llama import Llama
 from bessemer.storage.weights import WeightFile, write_file
@@ -37,7 +36,7 @@ def test_import_then_export_keeps_every_byte(name: str, tmp_path: Path) -> None:
     run, lines = import_folder(source, tmp_path / "run")
     assert "bfloat16" in lines[0]
     assert not list(tmp_path.glob(".*importing"))
-    export_run(run, tmp_path / "out", "hf", nothing)
+    export_run(run, tmp_path / "out", "hf", no_progress)
     assert raw(tmp_path / "out") == raw(source)
     assert Folder(tmp_path / "out").model == Folder(source).model
 
@@ -57,11 +56,9 @@ def test_tokenizer_and_chat_template_go_both_ways(tmp_path: Path) -> None:
     config = {**config_of_case("qwen2"), "vocab_size": 262, "eos_token_id": [2, 0]}
     source = make_folder(tmp_path / "hf", config, tokenizer=True)
     run, _ = import_folder(source, tmp_path / "run")
-    export_run(run, tmp_path / "out", "hf", nothing)
+    export_run(run, tmp_path / "out", "hf", no_progress)
     assert (tmp_path / "out/tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
-    there, here = (
-        json.loads((path / "tokenizer_config.json").read_text()) for path in (source, tmp_path / "out")
-    )
+    there, here = (json.loads((path / "tokenizer_config.json").read_text()) for path in (source, tmp_path / "out"))
     assert here["chat_template"] == there["chat_template"] and here["eos_token"] == "<|im_end|>"
     assert Tokenizer.load(tmp_path / "out").hash == Tokenizer.load(source).hash
     made = json.loads((tmp_path / "out/generation_config.json").read_text())
@@ -75,10 +72,7 @@ def test_our_turns_as_a_template_are_our_turns() -> None:
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "What is 2 + 2?"},
-        {
-            "role": "assistant",
-            "content": [{"type": "python", "text": "2+2"}, {"type": "text", "text": "Four."}],
-        },
+        {"role": "assistant", "content": [{"type": "python", "text": "2+2"}, {"type": "text", "text": "Four."}]},
         {"role": "user", "content": "And <|bos|>?"},
     ]
     for opened in (False, True):
@@ -134,10 +128,7 @@ def refused(path: Path, kind: type[BessemerError], *words: str) -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        (
-            {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
-            ("'gpt2'", "GPT2LMHeadModel", "qwen3"),
-        ),
+        ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, ("'gpt2'", "GPT2LMHeadModel", "qwen3")),
         ({"rope_parameters": {"rope_type": "longrope"}}, ("rope_parameters", "'longrope'", "yarn")),
         ({"rope_parameters": {"rope_type": "linear"}}, ("rope_parameters", "'factor'")),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, ("'low_freq_factor'",)),
@@ -176,10 +167,7 @@ def refused(path: Path, kind: type[BessemerError], *words: str) -> None:
         ({"model_type": {"a": 1}, "architectures": 5}, ("model_type",)),
         ({"eos_token_id": "</s>"}, ("eos_token_id", "'</s>'")),
         ({"model_type": "mistral", "sliding_window": "wide"}, ("sliding_window", "'wide'")),
-        (
-            {"model_type": "qwen2", "use_sliding_window": "true", "sliding_window": 8},
-            ("use_sliding_window", "'true'"),
-        ),
+        ({"model_type": "qwen2", "use_sliding_window": "true", "sliding_window": 8}, ("use_sliding_window", "'true'")),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "layer_types": 5},
             ("layer_types", "5"),
@@ -242,9 +230,7 @@ def with_header(path: Path, text: str, data: bytes = b"") -> None:
         ),
     ],
 )
-def test_a_malformed_safetensors_header_is_bad_input(
-    folder: Path, header: str, words: tuple[str, ...]
-) -> None:
+def test_a_malformed_safetensors_header_is_bad_input(folder: Path, header: str, words: tuple[str, ...]) -> None:
     with_header(folder / SINGLE, header, b"\0" * 64)
     refused(folder, InputError, str(folder / SINGLE), *words)
 
@@ -301,7 +287,7 @@ def test_an_existing_target_is_never_overwritten(folder: Path, tmp_path: Path) -
     with pytest.raises(InputError, match="already exists"):
         import_folder(folder, tmp_path / "run")
     with pytest.raises(InputError, match="not an empty directory"):
-        export_run(run, folder, "hf", nothing)
+        export_run(run, folder, "hf", no_progress)
 
 
 def test_the_type_of_an_export_says_all_of_the_model() -> None:
@@ -327,7 +313,7 @@ def test_gpt_is_exported_in_our_own_format_and_says_so(tmp_path: Path) -> None:
     from tests.tiny_run import make_run, tiny_params
 
     run = make_run(tmp_path, steps=(10,))
-    lines = export_run(run, tmp_path / "out", "hf", nothing)
+    lines = export_run(run, tmp_path / "out", "hf", no_progress)
     assert any("our own format" in line for line in lines)
     file = WeightFile(tmp_path / "out" / SINGLE)
     assert file.metadata["step"] == "10"

@@ -38,10 +38,12 @@ def test_a_model_is_found_by_its_name_on_the_hub(tmp_path: Path, monkeypatch: py
         fetched("hf:tiny")
 
 
-def adapted(root: Path, **trained: np.ndarray) -> RunDirectory:
+def adapted(root: Path, more: str = "", **trained: np.ndarray) -> RunDirectory:
     """A run whose checkpoint holds adapters, as low-rank training leaves them."""
     run = RunDirectory(root / "adapted").create()
-    config = "model: {family: llama}\nlora: {rank: 2, alpha: 8.0, rank_stabilised: true}\ninit: models/base\n"
+    config = (
+        f"model: {{family: llama}}\nlora: {{rank: 2, alpha: 8.0, rank_stabilised: true{more}}}\ninit: models/base\n"
+    )
     tree: dict[str, dict[str, dict[str, np.ndarray]]] = {}
     for name, array in trained.items():
         block, matrix, part = name.split(".")
@@ -66,6 +68,23 @@ def test_adapters_are_written_as_peft_reads_them(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert config["peft_type"] == "LORA" and config["target_modules"] == ["up_proj"]
     assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (2, 8.0, True)
+
+
+def test_dora_and_ranks_by_pattern_are_written_as_peft_reads_them(tmp_path: Path) -> None:
+    """`lora_magnitude_vector` holds one length per output; matrices of another rank stand in `rank_pattern`."""
+    zeros = {"a": np.zeros((6, 2), "f4"), "b": np.zeros((2, 10), "f4"), "m": np.arange(10, dtype="f4")}
+    small = {"a": np.zeros((6, 1), "f4"), "b": np.zeros((1, 4), "f4"), "m": np.ones(4, "f4")}
+    trained = {f"blocks_0.up.lora_{part}": array for part, array in zeros.items()}
+    trained |= {f"blocks_1.q.lora_{part}": array for part, array in small.items()}
+    run = adapted(tmp_path, ", dora: true, dropout: 0.25, rank_pattern: {blocks_1/q: 1}", **trained)
+    export_run_adapters(run, tmp_path / "out")
+    file = WeightFile(tmp_path / "out/adapter_model.safetensors")
+    lengths = "base_model.model.model.layers.0.mlp.up_proj.lora_magnitude_vector"
+    np.testing.assert_array_equal(file.read(lengths), zeros["m"])
+    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert config["use_dora"] and config["lora_dropout"] == 0.25
+    assert config["rank_pattern"] == {"model.layers.1.self_attn.q_proj": 1}
+    assert config["target_modules"] == ["q_proj", "up_proj"]
 
 
 def test_what_peft_has_no_place_for_is_refused(tmp_path: Path) -> None:

@@ -18,12 +18,11 @@ from tests.interop.tiny_hf import (
     raw,
 )
 
+from bessemer.console import no_progress
 from bessemer.errors import InputError
 from bessemer.generate import load_model, sample
 from bessemer.generate.export import export_run
-from bessemer.interop.folder import Folder
-from bessemer.interop.import_hf import import_folder
-from bessemer.interop.progress import nothing
+from bessemer.interop.folder import Folder, import_folder
 from bessemer.job import RunDirectory, find_run
 from bessemer.serve.conversation import template_of
 from bessemer.storage.weights import flatten
@@ -95,7 +94,7 @@ def test_fine_tuned_from_a_folder_or_its_import_then_exported(
     jax.tree.map(np.testing.assert_array_equal, through.state.params, direct.state.params)
     direct.run()
     trained = load_model(find_run("direct", tmp_path)).params
-    lines = export_run(find_run("direct", tmp_path), tmp_path / "out", "hf", nothing)
+    lines = export_run(find_run("direct", tmp_path), tmp_path / "out", "hf", no_progress)
     assert "bfloat16" in lines[0]
     there, here = raw(folder), raw(tmp_path / "out")
     assert there.keys() == here.keys() and there != here
@@ -108,12 +107,7 @@ def test_fine_tuned_from_a_folder_or_its_import_then_exported(
 
 
 def test_another_shape_on_the_command_line_is_refused(folder: Path, talks: Path, tmp_path: Path) -> None:
-    given = {
-        "training.dataset": str(talks),
-        "init": str(folder),
-        "model.family": "llama",
-        "model.mlp_width": 64,
-    }
+    given = {"training.dataset": str(talks), "init": str(folder), "model.family": "llama", "model.mlp_width": 64}
     with pytest.raises(InputError, match=r"model\.mlp_width=64 \(it was 48\)"):
         build_trainer(None, {**SFT, **given}, root=tmp_path)
 

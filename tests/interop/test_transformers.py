@@ -10,22 +10,14 @@ import jax
 import numpy as np
 import pytest
 from tests.interop.test_llama_reference import assert_close, greedy, logits_and_gradients
-from tests.interop.tiny_hf import (
-    SFT,
-    chatty_folder,
-    config_of_case,
-    load_folder,
-    make_folder,
-    make_talks,
-    raw,
-)
+from tests.interop.tiny_hf import SFT, chatty_folder, config_of_case, load_folder, make_folder, make_talks, raw
 from tests.reference.huggingface import CASES, MORE, PROMPT, build, clear_case, some_ids
 
+from bessemer.console import no_progress
 from bessemer.generate import load_model
 from bessemer.generate.export import export_run, export_run_adapters
 from bessemer.interop.config import Tensor
-from bessemer.interop.import_hf import import_folder
-from bessemer.interop.progress import nothing
+from bessemer.interop.folder import import_folder
 from bessemer.job import RunDirectory
 from bessemer.serve.conversation import Turns
 from bessemer.storage.weights import flatten
@@ -66,7 +58,7 @@ def test_saved_by_transformers_imported_exported_and_loaded_by_it(name: str, tmp
     assert_close(np.asarray(logits), expected)
     compare_gradients_and_text(model, ours, params)
     run, _ = import_folder(tmp_path / "hf", tmp_path / "run")
-    export_run(run, tmp_path / "out", "hf", nothing)
+    export_run(run, tmp_path / "out", "hf", no_progress)
     assert raw(tmp_path / "out") == raw(tmp_path / "hf")
     again = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "out", attn_implementation="eager", dtype=torch.float32
@@ -78,12 +70,10 @@ def test_saved_by_transformers_imported_exported_and_loaded_by_it(name: str, tmp
 def test_an_exported_tokenizer_writes_the_same_conversation(tmp_path: Path) -> None:
     config = {**config_of_case("qwen2"), "vocab_size": 262, "eos_token_id": [2, 0]}
     run, _ = import_folder(make_folder(tmp_path / "hf", config, tokenizer=True), tmp_path / "run")
-    export_run(run, tmp_path / "out", "hf", nothing)
+    export_run(run, tmp_path / "out", "hf", no_progress)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     messages = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}] * 2
-    said = theirs.apply_chat_template(
-        messages[:3], add_generation_prompt=True, tokenize=True, return_dict=False
-    )
+    said = theirs.apply_chat_template(messages[:3], add_generation_prompt=True, tokenize=True, return_dict=False)
     from bessemer.data import Tokenizer
 
     assert said == Turns(Tokenizer.load(tmp_path / "run/model")).prompt(messages[:3])
@@ -95,12 +85,7 @@ def test_an_exported_tokenizer_writes_the_same_conversation(tmp_path: Path) -> N
 def tuned(root: Path, **changes: Any) -> tuple[Path, RunDirectory]:
     """(the folder it began with, the run): conversations learnt in the model's own template, hard enough to show."""
     folder = chatty_folder(root / "hf", dtype="float32")
-    given = {
-        "init": str(folder),
-        "training.dataset": str(make_talks(root)),
-        "optimization.lr": 0.02,
-        **changes,
-    }
+    given = {"init": str(folder), "training.dataset": str(make_talks(root)), "optimization.lr": 0.02, **changes}
     trainer = build_trainer(None, {**SFT, **given}, name="tuned", root=root / "runs")
     trainer.run()
     return folder, trainer.run_directory
@@ -114,7 +99,7 @@ def our_logits(run: RunDirectory, ids: np.ndarray) -> np.ndarray:
 def test_fine_tuned_in_its_template_exported_and_spoken_with_by_transformers(tmp_path: Path) -> None:
     """The same prompt of the same conversation, the same logits, and the same 24 tokens of the answer."""
     _, run = tuned(tmp_path)
-    export_run(run, tmp_path / "out", "hf", nothing, dtype="float32")
+    export_run(run, tmp_path / "out", "hf", no_progress, dtype="float32")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     asked = [{"role": "user", "content": "7?"}]
@@ -128,13 +113,15 @@ def test_fine_tuned_in_its_template_exported_and_spoken_with_by_transformers(tmp
     assert mine.ids[0, : mine.lengths[0]].tolist() == made
 
 
-@pytest.mark.parametrize("stabilised", [False, True])
-def test_adapters_are_loaded_by_peft(stabilised: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stabilised", "more"), [(False, {}), (True, {"lora.rank_pattern": {"*/q": 2}}), (False, {"lora.dora": True})]
+)
+def test_adapters_are_loaded_by_peft(stabilised: bool, more: dict[str, object], tmp_path: Path) -> None:
     """PEFT on the folder that training began with, PEFT's own merge, and our merged export: three times our logits."""
     peft = pytest.importorskip("peft")
-    folder, run = tuned(tmp_path, **{"lora.rank": 4, "lora.alpha": 6.0, "lora.rank_stabilised": stabilised})
+    folder, run = tuned(tmp_path, **{"lora.rank": 4, "lora.alpha": 6.0, "lora.rank_stabilised": stabilised, **more})
     export_run_adapters(run, tmp_path / "adapters")
-    export_run(run, tmp_path / "merged", "hf", nothing, dtype="float32")
+    export_run(run, tmp_path / "merged", "hf", no_progress, dtype="float32")
     ids = some_ids(262, length=40)
     expected = our_logits(run, ids)
 

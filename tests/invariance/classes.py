@@ -106,10 +106,7 @@ CLASSES: dict[str, Class] = {
     "scan": Class({"scanned": Member(SCANNED)}, ROUNDING, shared={**SGD, "model.depth": 4}),
     # under a scan, where it is real: in unrolled layers on a CPU the compiler joins what is computed twice
     "remat": Class(
-        {
-            "block": member(architecture__remat="block"),
-            "named": member(architecture__remat="[attention,mlp_hidden]"),
-        },
+        {"block": member(architecture__remat="block"), "named": member(architecture__remat="[attention,mlp_hidden]")},
         ROUNDING,
         shared={**SGD, **SCANNED, "model.depth": 4},
     ),
@@ -168,9 +165,7 @@ CLASSES: dict[str, Class] = {
         shared=SGD,
         gpu=True,
     ),
-    "accumulation, gpu": Class(
-        {"S=4": accumulate(2), "S=8": accumulate(1)}, HALF, shared={**SGD, **BF16}, gpu=True
-    ),
+    "accumulation, gpu": Class({"S=4": accumulate(2), "S=8": accumulate(1)}, HALF, shared={**SGD, **BF16}, gpu=True),
     "documents, gpu": Class(
         {"packed, mask": Member({**PACKED, **MASKED})},
         HALF,

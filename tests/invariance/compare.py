@@ -56,8 +56,7 @@ def saved_arrays(run: Path, step: int | None = None) -> Arrays:
     step = checkpoints.latest() if step is None else step
     assert step is not None and not checkpoints.verify(step)
     abstract = {
-        name: jax.ShapeDtypeStruct(shape, np.dtype(dtype))
-        for name, (dtype, shape) in checkpoints.leaves(step).items()
+        name: jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for name, (dtype, shape) in checkpoints.leaves(step).items()
     }
     return checkpoints.restore(step, abstract)
 

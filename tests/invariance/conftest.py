@@ -86,13 +86,7 @@ class Runs:
         which no gradient flows."""
         if depth not in self.weights:
             tokenizer = tiny_tokenizer()
-            shape: dict[str, Any] = {
-                "depth": depth,
-                "width": 64,
-                "head_dim": 16,
-                "kv_heads": 4,
-                "window": "L",
-            }
+            shape: dict[str, Any] = {"depth": depth, "width": 64, "head_dim": 16, "kv_heads": 4, "window": "L"}
             model = GPT(**shape, vocab_size=tokenizer.vocab_size, block_size=BLOCK, precision="float32")
             run = RunDirectory(self.root / f"start-{depth}").create()
             config = json.dumps({"job": "BaseTrainer", "model": {"family": "gpt", **shape}})
@@ -140,11 +134,7 @@ class Runs:
             command = [sys.executable, "-m", "bessemer", *arguments]
             processes.append(
                 subprocess.Popen(
-                    command,
-                    env={**shared, **own},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
+                    command, env={**shared, **own}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
                 )
             )
         try:

@@ -72,12 +72,8 @@ RESTORED: dict[str, tuple[Settings, Member]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if "muon" in n else []) for n in RESTORED]
-)
-def test_every_array_comes_back_on_another_mesh(
-    name: str, runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if "muon" in n else []) for n in RESTORED])
+def test_every_array_comes_back_on_another_mesh(name: str, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saved by one kind of mesh, restored onto another: every weight, average and moment has its bits, is spread
     over the devices, and the batches to come are those the first mesh was given."""
     settings, other = RESTORED[name]
@@ -106,10 +102,7 @@ def test_every_array_comes_back_on_another_mesh(
 
 REFUSED: dict[str, tuple[Member, list[str]]] = {
     "more devices than there are": (member(4, topology__data=8), ["4 device(s)", "topology.data=8"]),
-    "a batch the mesh does not divide": (
-        member(3, topology__data=3),
-        ["training.batch_size=8", "multiple of 3"],
-    ),
+    "a batch the mesh does not divide": (member(3, topology__data=3), ["training.batch_size=8", "multiple of 3"]),
     "micro-batches that do not fit": (mesh(per_device=3), ["training.per_device_batch_size", "1, 2, 4, 8"]),
     "more tensor shards than heads": (mesh(tensor=8), ["topology.tensor=8", "4 heads"]),
     "a sequence the context does not divide": (mesh(context=3), ["topology.context=3", "block_size=32"]),

@@ -57,13 +57,9 @@ def train(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
     roots = iter(range(1000))
 
     @cache
-    def run(
-        recipe: str, mesh: tuple[tuple[str, int], ...], settings: tuple[tuple[str, Any], ...]
-    ) -> Trajectory:
+    def run(recipe: str, mesh: tuple[tuple[str, int], ...], settings: tuple[tuple[str, Any], ...]) -> Trajectory:
         sizes = {"data": 1, **dict(mesh)}
-        topology = make_topology(
-            TopologySettings(**sizes), devices=jax.devices()[: int(np.prod(list(sizes.values())))]
-        )
+        topology = make_topology(TopologySettings(**sizes), devices=jax.devices()[: int(np.prod(list(sizes.values())))])
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("BESSEMER_HOME", str(home))
             patch.setattr(launch, "make_topology", lambda settings: topology)
@@ -83,9 +79,7 @@ def train(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Train:
         scalars = {name: np.asarray(params[name]) for name in SCALARS if name in params}
         return Trajectory(np.array(losses), np.array(norms), scalars)
 
-    return lambda recipe, mesh=ONE, settings=None: run(
-        recipe, tuple(mesh.items()), tuple((settings or {}).items())
-    )
+    return lambda recipe, mesh=ONE, settings=None: run(recipe, tuple(mesh.items()), tuple((settings or {}).items()))
 
 
 def difference(a: Trajectory, b: Trajectory) -> dict[str, float]:

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bessemer.errors import InputError, StorageError
-from bessemer.job import ExecutionSpec, RunDirectory, RunLock, atomic_write, check_run_name, find_run
+from bessemer.job import ExecutionSpec, RunDirectory, RunLock, check_run_name, find_run
 from bessemer.job import lock as lock_module
+from bessemer.storage.files import atomic_write
 
 
 @given(st.text(max_size=90))
@@ -58,9 +59,7 @@ def test_a_folder_of_weights_is_no_run_and_says_what_to_do_with_it(tmp_path):
     folder = tmp_path / "llama"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    with pytest.raises(
-        InputError, match=rf"bessemer import {folder} {tmp_path / 'runs' / 'llama'}.*init={folder}"
-    ):
+    with pytest.raises(InputError, match=rf"bessemer import {folder} {tmp_path / 'runs' / 'llama'}.*init={folder}"):
         find_run(str(folder), tmp_path / "runs")
 
 
@@ -69,7 +68,7 @@ def test_status_merges_and_is_always_whole(tmp_path):
     assert run.read_status() == {}
     run.write_status(state="running", step=3)
     before = run.read_status()
-    run.heartbeat()
+    run.write_status()
     status = run.read_status()
     assert (status["state"], status["step"], status["host"]) == ("running", 3, socket.gethostname())
     assert status["heartbeat"] >= before["heartbeat"]

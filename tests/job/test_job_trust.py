@@ -69,9 +69,7 @@ def test_what_does_not_verify_asks_for_trust(tmp_path: Path, own_home: Path, dam
     check_trust(run, trust=True)
 
 
-def test_another_plugin_file_of_the_same_name_is_other_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_plugin_file_of_the_same_name_is_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = run_with(tmp_path / "runs", "plugins: [parts.py]\n")
     check_trust(run)

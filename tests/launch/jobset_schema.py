@@ -26,9 +26,7 @@ def one_of(*words: str) -> dict[str, Any]:
 
 NAME = {"type": "string", "pattern": LABEL}
 WORDS = {"type": "object", "values": TEXT}
-VARIABLE = of(
-    "name", name=TEXT, value=TEXT, valueFrom=of(fieldRef=of("fieldPath", apiVersion=TEXT, fieldPath=TEXT))
-)
+VARIABLE = of("name", name=TEXT, value=TEXT, valueFrom=of(fieldRef=of("fieldPath", apiVersion=TEXT, fieldPath=TEXT)))
 CONTAINER = of(
     "name image",
     name=NAME,
@@ -74,11 +72,7 @@ RULE = of(
     action=one_of("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"),
     onJobFailureReasons=many(
         one_of(
-            "BackoffLimitExceeded",
-            "DeadlineExceeded",
-            "FailedIndexes",
-            "MaxFailedIndexesExceeded",
-            "PodFailurePolicy",
+            "BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes", "MaxFailedIndexesExceeded", "PodFailurePolicy"
         )
     ),
     targetReplicatedJobs=many(TEXT),
@@ -118,6 +112,4 @@ def problems(value: Any, schema: dict[str, Any] = JOBSET, where: str = "") -> li
     found = [f"{where}: no {key}" for key in schema["required"] if key not in value]
     found += [f"{where}: unknown {key}" for key in value if key not in schema["fields"]]
     known = {key: item for key, item in value.items() if key in schema["fields"]}
-    return found + [
-        p for key, item in known.items() for p in problems(item, schema["fields"][key], f"{where}.{key}")
-    ]
+    return found + [p for key, item in known.items() for p in problems(item, schema["fields"][key], f"{where}.{key}")]

@@ -20,8 +20,7 @@ from tests.training.test_training_processes import STOP_AT, metrics
 
 from bessemer.cli.launch import command
 from bessemer.errors import InputError
-from bessemer.launch import Batch, Job, Pods, describe_job, jobset, manifest, script
-from bessemer.launch.k8s import object_name
+from bessemer.launch import Batch, Job, Pods, describe_job, jobset, manifest, object_name, script
 
 DEFAULTS: dict[str, Any] = {
     "name": None,
@@ -57,20 +56,14 @@ def test_the_script_says_what_was_asked_for() -> None:
     ):
         assert f"#SBATCH {line}" in lines
     assert {"module load cuda", "export JAX_COORDINATOR_PORT=4321"} <= set(lines)
-    assert any(
-        "bessemer train pretrain model.depth=20 training.time_limit=85800 --name big" in line
-        for line in lines
-    )
+    assert any("bessemer train pretrain model.depth=20 training.time_limit=85800 --name big" in line for line in lines)
 
 
 @pytest.mark.parametrize(
     ("job", "batch"),
     [
         (LARGE, Batch("gpu", "lab", 16, "64G", ("module load cuda", "export TMPDIR=/scratch"))),
-        (
-            Job("my recipe.yaml", ("logging.preview_prompts=['it is', \"a $b\"]",), "small", runs="my runs"),
-            Batch(),
-        ),
+        (Job("my recipe.yaml", ("logging.preview_prompts=['it is', \"a $b\"]",), "small", runs="my runs"), Batch()),
     ],
     ids=["large", "odd words"],
 )
@@ -89,11 +82,11 @@ def test_shells_accept_the_script(job: Job, batch: Batch, tmp_path: Path) -> Non
 def test_a_recipe_is_checked_before_it_waits_in_a_queue() -> None:
     with pytest.raises(InputError, match=r"model\.dept"):
         described("quickstart", "model.dept=3")
-    with pytest.raises(InputError, match=r"2 node\(s\) with 8 devices are 16.*topology\.tensor=3"):
+    with pytest.raises(InputError, match=r"topology\.tensor=3.*2 node\(s\) with 8 devices each \(16 in all\)"):
         described("quickstart", "topology.tensor=3", nodes=2, gpus=8)
     with pytest.raises(InputError, match="at least 2m"):
         described(time="90s")
-    with pytest.raises(InputError, match="--port is 80"):
+    with pytest.raises(InputError, match=r"--port must be .*; got 80"):
         described(port=80)
     assert described("quickstart", "topology.fsdp=8", nodes=2, gpus=8).name == "quickstart"
     assert "training.time_limit=7h" in described("quickstart", "training.time_limit=7h", time="8h").train()
@@ -110,9 +103,7 @@ def test_the_manifest_is_a_jobset(tmp_path: Path) -> None:
     assert env["BESSEMER_COORDINATOR"] == "big-workers-0-0.big:4321" and env["BESSEMER_PROCESSES"] == "4"
     assert "job-completion-index" in env["BESSEMER_PROCESS_ID"]["fieldRef"]["fieldPath"]
     assert job["parallelism"] == job["completions"] == 4 and job["backoffLimit"] == 0
-    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2, 3], (
-        "75, 4 and 134 start again"
-    )
+    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2, 3], "75, 4 and 134 start again"
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
     subprocess.run(["bash", "-n"], input=container["command"][2], text=True, check=True)
     found["spec"]["replicatedJobs"][0]["template"]["spec"]["backofLimit"] = 0
@@ -157,9 +148,7 @@ def test_data_that_is_not_there_is_a_warning(tmp_path: Path, monkeypatch: pytest
     there = {"python-stdlib", "/bessemer/web", "s3://b/web"}
     for dataset in ("my.txt", "./my.txt", "/data/web", *there):
         done = call(command, ["k8s", "pretrain", f"training.dataset={dataset}", "--image", "i", "-o", "-"])
-        assert done.exit_code == 0 and ("the pods do not have it" in done.stderr) == (dataset not in there), (
-            dataset
-        )
+        assert done.exit_code == 0 and ("the pods do not have it" in done.stderr) == (dataset not in there), dataset
 
 
 STAND_IN = """\
@@ -194,13 +183,7 @@ def test_slurm_counts_failures_and_not_stops(tmp_path: Path) -> None:
         return "requeue" in log.read_text()
 
     assert all(start(number, 75) for number in range(5))
-    assert [start(5, 4), start(6, 75), start(7, 137), start(8, 75), start(9, 4)] == [
-        True,
-        True,
-        True,
-        True,
-        False,
-    ]
+    assert [start(5, 4), start(6, 75), start(7, 137), start(8, 75), start(9, 4)] == [True, True, True, True, False]
     assert start(0, 4, job="8"), "submitted again by hand, it counts anew"
     assert not start(1, 2, job="8") and not start(2, 0, job="8")
 
@@ -255,9 +238,7 @@ def test_the_script_trains_two_processes_and_asks_to_be_started_again(
     (tmp_path / "stop_at.py").write_text(STOP_AT)
     settings = {**tiny, "optimization.name": "adamw", "training.validation": False, "training.steps": 8}
     settings |= {"plugins": f"[{tmp_path / 'stop_at.py'}]", "callbacks": "[stop_at]", "training.stop_at": 2}
-    job = described(
-        "quickstart", *words(settings), name="job", runs=str(tmp_path / "runs"), nodes=2, time="1h"
-    )
+    job = described("quickstart", *words(settings), name="job", runs=str(tmp_path / "runs"), nodes=2, time="1h")
     (tmp_path / "job.sbatch").write_text(script(job, Batch(), "job.sbatch"))
     slurm = {
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",

@@ -74,12 +74,7 @@ class Tiny:
 
 
 def build(
-    family: str,
-    optimizer: str = "adamw",
-    topology: Topology | None = None,
-    *,
-    fresh: bool = False,
-    **more: Any,
+    family: str, optimizer: str = "adamw", topology: Topology | None = None, *, fresh: bool = False, **more: Any
 ) -> Tiny:
     name, settings = FAMILIES[family]
     model = models.get(name)(**{**SHARED, **settings, **more})

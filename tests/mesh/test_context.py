@@ -65,11 +65,7 @@ def test_what_travels(way: str, window: int | None) -> None:
 @pytest.mark.parametrize("kv_heads", [1, 3])
 def test_key_heads_that_the_mesh_cannot_split(kv_heads: int) -> None:
     """Queries split over tensor, keys not: each device takes the key heads of its queries."""
-    q, k, v = (
-        draw(2, LENGTH, 6, 8),
-        draw(2, LENGTH, kv_heads, 8, seed=1),
-        draw(2, LENGTH, kv_heads, 8, seed=2),
-    )
+    q, k, v = (draw(2, LENGTH, 6, 8), draw(2, LENGTH, kv_heads, 8, seed=1), draw(2, LENGTH, kv_heads, 8, seed=2))
     with mesh_of({"tensor": 2, "context": 2}).scope():
         got = jax.jit(attention)(q, k, v)
     np.testing.assert_allclose(got, reference(q, k, v, causal(LENGTH)), atol=2e-6)

@@ -61,7 +61,7 @@ MOVES = {
     # Layer 0, whose window is two pieces: keys and values of two neighbours and their documents, and the gradients
     # back; the last layer: all of them once, and the gradients scattered; the smear: a position, its document, its
     # gradient.
-    ("gpt", "context 4"): {"collective-permute": 9, "all-gather": 2, "reduce-scatter": 1, "all-to-all": 0},
+    ("gpt", "context 4"): {"collective-permute": 9, "all-gather": 2, "reduce-scatter": 1, "all-to-all": 0}
 }
 """Collectives of a whole step beside the sums of gradients: no activation is ever gathered."""
 
@@ -116,10 +116,7 @@ FIRST_STEPS = {  # largest and mean difference of the way that parameters went; 
     "adamw": (1e-3, 1e-6),  # 6.4e-5, 8.7e-8
     "adafactor": (2e-3, 2e-6),  # 1.8e-4, 1.5e-7
     "muon": (4e-3, 4e-6),  # 4.1e-4, 3.7e-7
-    "lion": (
-        1.0,
-        1e-3,
-    ),  # 0, 0; but it takes signs, and an element whose momentum is rounding may go either way
+    "lion": (1.0, 1e-3),  # 0, 0; but it takes signs, and an element whose momentum is rounding may go either way
 }
 
 
@@ -156,8 +153,7 @@ def test_the_first_steps_of_a_fresh_model_are_those_of_one_device(optimizer: str
         print(number, "loss", loss, "gradients", gradients)  # measured: 2.1e-7, 4.8e-5, 2.9e-7
         assert loss.largest < 2e-6 and gradients.largest < 3e-4 and gradients.mean < 3e-6, gradients
     moved = [
-        jax.tree.map(lambda x, y: x.astype(np.float64) - y, run[-1]["params"], alone.params)
-        for run in (got, wanted)
+        jax.tree.map(lambda x, y: x.astype(np.float64) - y, run[-1]["params"], alone.params) for run in (got, wanted)
     ]
     off = difference(*moved)
     print(off)
@@ -174,9 +170,7 @@ def test_muon_on_a_mesh_is_one_device(capfd: pytest.CaptureFixture[str]) -> None
     step, arguments = compile_step(tiny, topology)
     assert LAST_RESORT not in capfd.readouterr().err
     polar = [line for line in step.as_text().splitlines() if 'op_name="jit(step)/dot_general"' in line]
-    assert not [
-        line for line in polar if re.search(r" (all-gather|all-reduce)\(", line)
-    ]  # products are local
+    assert not [line for line in polar if re.search(r" (all-gather|all-reduce)\(", line)]  # products are local
     got, wanted = jax.device_get(step(*arguments)), one_device("gpt", "muon")
     for part in BOUNDS:
         off = difference(got[part], wanted[part])

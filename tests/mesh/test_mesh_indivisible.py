@@ -20,11 +20,7 @@ from bessemer.training.setup.compiled import check_sequence
 from bessemer.training.setup.microbatch import accumulation
 
 REFUSED: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
-    "heads": (
-        {"tensor": 8},
-        {"heads": 4, "kv_heads": 4, "head_dim": 16},
-        "topology.tensor=8.*4 heads.*model.heads",
-    ),
+    "heads": ({"tensor": 8}, {"heads": 4, "kv_heads": 4, "head_dim": 16}, "topology.tensor=8.*4 heads.*model.heads"),
     "vocabulary": (
         {"tensor": 3},
         {"heads": 6, "kv_heads": 6, "width": 48},
@@ -56,9 +52,7 @@ def test_a_batch_and_a_sequence_that_the_mesh_cannot_split_are_refused() -> None
 def test_a_field_of_a_few_numbers_a_row_is_whole_where_context_does_not_divide_it() -> None:
     topology = mesh_of({"data": 2, "context": 4})
     shapes = {"input_ids": (4, 8), "pair_ids": (4, 3), "row": (4,)}
-    rows = {
-        name: np.arange(math.prod(shape), dtype=np.int32).reshape(shape) for name, shape in shapes.items()
-    }
+    rows = {name: np.arange(math.prod(shape), dtype=np.int32).reshape(shape) for name, shape in shapes.items()}
     fields = {name: (array.shape[1:], array.dtype) for name, array in rows.items()}
 
     def read(first: int, end: int) -> dict[str, np.ndarray]:

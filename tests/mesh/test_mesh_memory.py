@@ -32,18 +32,13 @@ def test_a_device_of_eight_holds_an_eighth(name: str) -> None:
     boxed = jax.eval_shape(model.init, jax.random.key(0), jax.numpy.zeros((1, 8), int))["params"]
     params, places = unbox(boxed), shardings(boxed, topology.mesh)
     tx = build_optimizer(name, lambda cls: cls(), 10, model.group_of, width=768).tx
-    state, state_places = (
-        jax.eval_shape(tx.init, params),
-        state_shardings(tx, params, places, topology.replicated),
-    )
+    state, state_places = (jax.eval_shape(tx.init, params), state_shardings(tx, params, places, topology.replicated))
     for tree, where in ((params, places), (state, state_places)):
         held, total = bytes_of(placement(tree, where))
         assert total / 8 <= held <= ALL * total
 
 
-def test_the_state_is_born_in_pieces(
-    tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_state_is_born_in_pieces(tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters and optimizer state: neither results nor temporaries of the compiled init hold an array whole."""
     topology = mesh_of({"fsdp": 8})
     monkeypatch.setattr(launch, "make_topology", lambda settings: topology)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from tests.mesh.harness import LENGTH, QUICKLY, ROWS, batch_of, build, difference, mesh_of
 
-from bessemer.objectives.dpo import DpoSettings, dpo
 from bessemer.objectives.kl import KLConfig, kl
+from bessemer.objectives.preference import DpoSettings, dpo
 from bessemer.topology import shardings
 
 MESH = {"fsdp": 2, "tensor": 2, "context": 2}

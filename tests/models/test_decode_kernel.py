@@ -32,9 +32,7 @@ def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     yield
 
 
-@pytest.mark.parametrize(
-    ("pieces", "heads", "kv_heads"), [(1, 6, 2), (64, 6, 2), (64, 2, 2)], indirect=["pieces"]
-)
+@pytest.mark.parametrize(("pieces", "heads", "kv_heads"), [(1, 6, 2), (64, 6, 2), (64, 2, 2)], indirect=["pieces"])
 def test_it_is_the_plain_attention_at_every_length(pieces: None, heads: int, kv_heads: int) -> None:
     """Also in a full ring, where the new token takes the oldest one's place, and in rows that add nothing."""
     lengths = jnp.array([0, 62, 63, 64, 199, SIZE - 1, SIZE, SIZE + 70, 30, SIZE + 5])
@@ -44,10 +42,7 @@ def test_it_is_the_plain_attention_at_every_length(pieces: None, heads: int, kv_
     stores = [draw(seed, len(lengths), kv_heads, SIZE, 32) for seed in (3, 4)]
     new = [write(store, x[:, None], lengths, added) for store, x in zip(stores, (k, v), strict=True)]
     wanted = cached_attention(
-        q[:, None],
-        *new,
-        q_positions=(lengths + added)[:, None] - 1,
-        k_positions=held_positions(SIZE, lengths + added),
+        q[:, None], *new, q_positions=(lengths + added)[:, None] - 1, k_positions=held_positions(SIZE, lengths + added)
     )[:, 0]
     got, *written = decode_attention(q, k, v, *stores, lengths, added)
     np.testing.assert_allclose(got, wanted, atol=2e-6, rtol=1e-5)
@@ -83,9 +78,7 @@ def test_a_model_decodes_the_same_tokens_with_it_through_a_full_window() -> None
 
     @jax.jit
     def begin(params: Any) -> Any:
-        return model.apply(params, prompts, model.init_cache(2, 256), jnp.array([140, 100]), method="decode")[
-            1
-        ]
+        return model.apply(params, prompts, model.init_cache(2, 256), jnp.array([140, 100]), method="decode")[1]
 
     results = []
     for kernels in ("xla", "pallas"):

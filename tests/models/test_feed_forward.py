@@ -72,12 +72,7 @@ def test_the_joined_feed_forward_and_its_gradients(monkeypatch: pytest.MonkeyPat
     [
         (SMALL, 384, 192, 256),
         (Tiles(m=64, n=256, stages=2, cluster=1), 384, 192, 256),
-        (
-            SMALL,
-            128,
-            64,
-            128,
-        ),  # a multiprocessor has fewer blocks than its ring: it must not wait for the rest
+        (SMALL, 128, 64, 128),  # a multiprocessor has fewer blocks than its ring: it must not wait for the rest
     ],
 )
 def test_a_product_however_it_is_cut(tiles: Tiles, rows: int, width: int, hidden: int) -> None:

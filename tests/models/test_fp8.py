@@ -64,9 +64,7 @@ def with_gradients(function: Any, inputs: tuple[jax.Array, ...], g: jax.Array) -
 def test_product_and_gradients_match_a_float64_reference(scaling: str) -> None:
     """To 1e-5 with operands rounded by numpy; to the few per cent of e4m3 and e5m2 without rounding."""
     x, w, g = draw(0, 2, 24, 128), draw(1, 128, 256, scale=0.1), draw(2, 2, 24, 256, scale=1e-6)
-    y, (dx, dw) = with_gradients(
-        partial(fp8.linear, axes=AXES, dtype=jnp.float32, scaling=scaling), (x, w), g
-    )
+    y, (dx, dw) = with_gradients(partial(fp8.linear, axes=AXES, dtype=jnp.float32, scaling=scaling), (x, w), g)
     by_row = scaling == fp8.ROWWISE
     e4m3, e5m2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
     x8 = rounded(x, e4m3, -1 if by_row else None)
@@ -115,12 +113,12 @@ def test_scales_are_powers_of_two_that_hold_the_bound() -> None:
 
 
 def test_overflow_saturates_and_what_is_not_finite_stays_so() -> None:
-    values, scale = fp8.quantise(jnp.float32([1, -900, 5000]), fp8.FORWARD, bound=448.0)
+    values, scale = fp8.quantize(jnp.float32([1, -900, 5000]), fp8.FORWARD, bound=448.0)
     assert values.astype(jnp.float32).tolist() == [1, -448, 448] and float(scale) == 1
-    huge = fp8.quantise(jnp.float32([3e38, -1]), fp8.GRADIENT)
+    huge = fp8.quantize(jnp.float32([3e38, -1]), fp8.GRADIENT)
     assert np.isfinite(np.asarray(huge.values, np.float32) * np.asarray(huge.scale)).all()
     for bad in (np.nan, np.inf):
-        values, scale = fp8.quantise(jnp.float32([bad, 1]), fp8.FORWARD)
+        values, scale = fp8.quantize(jnp.float32([bad, 1]), fp8.FORWARD)
         assert not np.isfinite(np.asarray(values, np.float32)[0] * float(scale))
 
 
@@ -176,9 +174,7 @@ def test_float8_is_in_training_and_not_in_evaluation(params: Any) -> None:
     assert "f8E4M3FN" in text(True) and "f8E5M2" in text(True)
     assert "f8E" not in text(False)
     for method, argument in (("token_logprobs", batch), ("__call__", batch["input_ids"])):
-        one, other = (
-            jax.jit(partial(m.apply, method=method))({"params": params}, argument) for m in (plain, model)
-        )
+        one, other = (jax.jit(partial(m.apply, method=method))({"params": params}, argument) for m in (plain, model))
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
@@ -208,12 +204,11 @@ def test_a_lookup_layer_matches_a_float64_reference(scaling: str) -> None:
 def test_a_lookup_model_is_converted_in_training_alone() -> None:
     model, batch = fp8_model(**LOOKUP), batch_of()
     params = random_params(model, scale=0.1)
-    exact, quantised = (
-        jax.jit(jax.grad(partial(mean_loss, model, training)))(params, batch)["lookups_0"]
-        for training in (False, True)
+    exact, quantized = (
+        jax.jit(jax.grad(partial(mean_loss, model, training)))(params, batch)["lookups_0"] for training in (False, True)
     )
     for name in ("up", "mix", "lookup_keys", "lookup_values"):
-        assert 0.01 < distance(quantised[name], exact[name]) < 0.25, name  # as in a block
+        assert 0.01 < distance(quantized[name], exact[name]) < 0.25, name  # as in a block
     plain = GPT(**{**TINY, **LOOKUP})
     one, other = (jax.jit(partial(mean_loss, m, False))(params, batch) for m in (plain, model))
     assert float(one) == float(other)
@@ -240,13 +235,13 @@ def test_training_stays_close_to_float32() -> None:
     exact = curve(GPT(**small), weights)
     assert exact[-1] < 0.1 * exact[0]
     for scaling in fp8.SCALINGS:
-        quantised = curve(fp8_model(depth=1, fp8_scaling=scaling, fp8_head=True), weights)
-        assert not np.array_equal(exact, quantised)
-        assert np.max(np.abs(quantised - exact)) < 0.01 * (exact[0] - exact[-1])
+        quantized = curve(fp8_model(depth=1, fp8_scaling=scaling, fp8_head=True), weights)
+        assert not np.array_equal(exact, quantized)
+        assert np.max(np.abs(quantized - exact)) < 0.01 * (exact[0] - exact[-1])
 
 
 @pytest.mark.slow
-def test_scanned_and_rematerialised_layers_give_the_same_gradient(params: Any) -> None:
+def test_scanned_and_rematerialized_layers_give_the_same_gradient(params: Any) -> None:
     gradients = [
         jax.jit(jax.grad(partial(mean_loss, model, True)))(params, batch_of())
         for model in (fp8_model(), fp8_model(window="L", scan_layers=True, remat=["mlp_hidden"]))
@@ -295,9 +290,7 @@ def test_flops_and_parameters_are_those_of_bf16() -> None:
     assert model.count_parameters() == plain.count_parameters()
 
 
-@pytest.mark.parametrize(
-    "settings", [{"fp8_scaling": "rowwise"}, {"fp8_head": True}, {"fp8_emulate": True}], ids=str
-)
+@pytest.mark.parametrize("settings", [{"fp8_scaling": "rowwise"}, {"fp8_head": True}, {"fp8_emulate": True}], ids=str)
 def test_settings_of_fp8_without_it_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"architecture\.fp8 .* architecture\.precision=fp8"):
         GPT(**TINY, **settings).check()
@@ -336,9 +329,7 @@ def test_every_product_of_a_layer_runs_in_float8_units() -> None:
     assert compiled.as_text().count('custom_call_target="__cublas$lt$matmul$f8"') == 15
     with jax.default_device(jax.devices("cpu")[0]):
         emulated = gradient(*(jax.device_put(a, jax.devices("cpu")[0]) for a in (x, up, down, *weights)))
-    for got, wanted in zip(
-        jax.tree.leaves(compiled(x, up, down, *weights)), jax.tree.leaves(emulated), strict=True
-    ):
+    for got, wanted in zip(jax.tree.leaves(compiled(x, up, down, *weights)), jax.tree.leaves(emulated), strict=True):
         # A gradient off by a bit of bf16 (2⁻⁸) crosses a step of e5m2 (2⁻²) once in 64 times: √(1/64) · 2⁻² = .031;
         # the gradient of `up` is rounded so twice, once behind `down`: √2 · .031 = .044, and this is one draw of it.
         assert distance(got, wanted) < 0.06

@@ -45,9 +45,7 @@ def test_a_width_that_is_no_power_of_two_is_held_in_pieces():
 
 def test_mix_norm_and_its_gradients():
     x, x0, g1, g2, g3 = (normal(i, B, T, D) for i in range(5))
-    xla, pallas = both(
-        lambda i, *a: norms.mix_norm(*a, i), (g1, g2, g3), x, x0, jnp.float32(1.1), jnp.float32(0.2)
-    )
+    xla, pallas = both(lambda i, *a: norms.mix_norm(*a, i), (g1, g2, g3), x, x0, jnp.float32(1.1), jnp.float32(0.2))
     assert_same(xla, pallas)
 
 
@@ -88,9 +86,7 @@ def test_softmax_gradient_is_the_gradient_of_the_loss(softcap: float, columns: i
     assert_same((gradient, nll), found, 1e-5)
 
 
-MODEL = GPT(
-    depth=2, width=64, heads=1, head_dim=64, vocab_size=130, block_size=T, window="L", attention="xla"
-)
+MODEL = GPT(depth=2, width=64, heads=1, head_dim=64, vocab_size=130, block_size=T, window="L", attention="xla")
 
 
 def batch_of(rows: int) -> dict[str, jax.Array]:
@@ -121,9 +117,7 @@ def gradient_of_odd_rows(implementation: str) -> jax.Array:
 def test_the_whole_model_gives_the_same_loss_and_gradients():
     batch = batch_of(B)
     params = jax.tree.map(
-        lambda p: (
-            p + 0.02 * jax.random.normal(jax.random.key(p.size), p.shape)
-        ),  # zeros would hide their gradients
+        lambda p: p + 0.02 * jax.random.normal(jax.random.key(p.size), p.shape),  # zeros would hide their gradients
         _unboxed(MODEL.init(jax.random.key(0), batch["input_ids"])["params"]),
     )
     xla = loss_and_gradients(dataclasses.replace(MODEL, kernels="xla"), params, batch)
@@ -144,9 +138,7 @@ def test_on_a_mesh_each_device_takes_its_own_rows(monkeypatch: pytest.MonkeyPatc
     model = dataclasses.replace(MODEL, kernels="pallas")
     batch = batch_of(B)
     variables, _ = init_sharded(lambda key: model.init(key, batch["input_ids"]), jax.random.key(0), topology)
-    alone = loss_and_gradients(
-        dataclasses.replace(MODEL, kernels="xla"), jax.device_get(variables["params"]), batch
-    )
+    alone = loss_and_gradients(dataclasses.replace(MODEL, kernels="xla"), jax.device_get(variables["params"]), batch)
     with topology.scope():
         spread = loss_and_gradients(model, variables["params"], batch)
         uneven = gradient_of_odd_rows("pallas")
@@ -159,13 +151,7 @@ def test_on_a_mesh_each_device_takes_its_own_rows(monkeypatch: pytest.MonkeyPatc
 def test_the_kernels_lower_for_a_gpu(width: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     model = GPT(
-        depth=2,
-        width=width,
-        heads=width // 128,
-        vocab_size=500,
-        block_size=64,
-        attention="xla",
-        precision="bf16",
+        depth=2, width=width, heads=width // 128, vocab_size=500, block_size=64, attention="xla", precision="bf16"
     )
     ids = jax.ShapeDtypeStruct((2, 64), jnp.int32)
     params = _unboxed(jax.eval_shape(model.init, jax.random.key(0), ids)["params"])
@@ -197,9 +183,7 @@ def half_against_whole(width: int, implementation: str) -> float:
     )
     np.testing.assert_allclose(half[0], whole[0], rtol=5e-3)
     pairs = zip(jax.tree.leaves(half[1]), jax.tree.leaves(whole[1]), strict=True)
-    return max(
-        float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs if min(a.shape, default=0) > 32
-    )
+    return max(float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b)) for a, b in pairs if min(a.shape, default=0) > 32)
 
 
 def _unboxed(tree):

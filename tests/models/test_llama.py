@@ -13,14 +13,7 @@ from bessemer.errors import InputError
 from bessemer.models.llama import Llama, Rope
 from bessemer.topology import TopologySettings, make_topology, shardings, unbox
 
-SIZES: dict[str, Any] = {
-    "depth": 2,
-    "width": 32,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 100,
-}
+SIZES: dict[str, Any] = {"depth": 2, "width": 32, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab_size": 100}
 EVERYTHING: dict[str, Any] = {
     **SIZES,
     "block_size": 16,
@@ -62,8 +55,7 @@ def single() -> Any:
     boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
     random = np.random.default_rng(1)
     params = jax.tree.map(
-        lambda leaf: random.standard_normal(leaf.shape).astype(np.float32) * 0.2 + (len(leaf.shape) < 2),
-        unbox(boxed),
+        lambda leaf: random.standard_normal(leaf.shape).astype(np.float32) * 0.2 + (len(leaf.shape) < 2), unbox(boxed)
     )
     return boxed, params, jax.device_get(jax.jit(step, compiler_options=QUICK)(params, batch_of()))
 
@@ -86,8 +78,7 @@ def test_mesh_equals_one_device(single: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"scan_layers": True, "sliding_layers": "S", "remat": ["block"]}, {"remat": ["mlp_hidden", "q"]}],
+    "settings", [{"scan_layers": True, "sliding_layers": "S", "remat": ["block"]}, {"remat": ["mlp_hidden", "q"]}]
 )
 def test_scan_and_remat_change_nothing(settings: dict[str, Any], single: Any) -> None:
     _, params, expected = single
@@ -117,10 +108,7 @@ def test_contradictions_are_named(settings: dict[str, Any], words: str) -> None:
 def test_rotary_scalings_leave_fast_pairs_and_slow_down_the_others() -> None:
     """Within the pretrained context a fast pair turns as before; the slowest by `factor` less."""
     plain = Rope(10_000.0).frequencies(64)
-    for rope in (
-        Rope(10_000.0, "llama3", 8.0, 2048),
-        Rope(10_000.0, "yarn", 8.0, 2048),
-    ):
+    for rope in (Rope(10_000.0, "llama3", 8.0, 2048), Rope(10_000.0, "yarn", 8.0, 2048)):
         scaled = rope.frequencies(64)
         np.testing.assert_allclose(scaled[0], plain[0])
         np.testing.assert_allclose(scaled[-1], plain[-1] / 8)

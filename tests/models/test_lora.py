@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax.traverse_util import flatten_dict
-from tests.tiny_run import tiny_model, tiny_params
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.interpreters import partial_eval as pe
+from tests.tiny_run import random_params, tiny_model, tiny_params
 
 from bessemer.errors import InputError
+from bessemer.kernels.ops import dropout, row_keys
 from bessemer.models.gpt import GPT
-from bessemer.models.lora import A, B, LoraSettings, make_split, merged, split_of
-from bessemer.topology import make_topology, shardings
+from bessemer.models.llama import Llama
+from bessemer.models.lora import A, Adapted, B, LoraSettings, M, make_split, merge_adapters, merged, project, split_of
+from bessemer.topology import make_topology, shardings, unbox
 
 IDS = np.random.default_rng(0).integers(0, 300, (2, 16)).astype(np.int32)
 
@@ -24,7 +29,7 @@ def boxed(model: GPT | None = None):
 
 
 def lora_split(**settings):
-    return make_split(boxed(), lora=LoraSettings(**{"rank": 4, **settings}), group_of=GPT.group_of)
+    return make_split(boxed(), lora=LoraSettings(**{"rank": 4, **settings}), model=tiny_model())
 
 
 def names(tree) -> set[str]:
@@ -35,10 +40,13 @@ def test_at_first_the_model_is_the_base_bit_for_bit() -> None:
     split, params = lora_split(), tiny_params()
     trained, frozen = split.divide(params, jax.random.key(1))
     whole = split.complete(trained, frozen)
-    assert jax.tree.structure(whole) == jax.tree.structure(params)
-    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(params), strict=True):
+    plain = merge_adapters(whole)
+    assert jax.tree.structure(plain) == jax.tree.structure(params)
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(one, other)
     assert all(np.abs(leaf).max() > 0 for path, leaf in flatten_dict(trained).items() if path[-1] == A)
+    apply = jax.jit(lambda p: tiny_model().apply({"params": p}, IDS))
+    np.testing.assert_array_equal(apply(whole), apply(params))
 
 
 def test_the_default_targets_are_the_matrices_of_the_layers() -> None:
@@ -60,28 +68,243 @@ def test_trained_parameters_are_counted() -> None:
     assert lora_split().count(boxed()) == (2 * matrices, model.count_parameters()["total"])
 
 
-def test_gradients_are_those_of_the_formula() -> None:
-    """dA = s·dW'·Bᵀ and dB = s·Aᵀ·dW', by hand from the gradient of a model with the merged matrix."""
-    model, split = tiny_model(), lora_split(alpha=6.0)
-    trained, frozen = split.divide(tiny_params(), jax.random.key(1))
-    trained = jax.tree.map(lambda leaf: leaf + 0.05, trained)  # B away from 0
-    batch = {"input_ids": IDS, "target_ids": np.roll(IDS, -1, 1)}
+LLAMA = Llama(depth=3, width=32, head_dim=16, mlp_width=64, vocab_size=300, block_size=16, attention_bias="qkv")
+FAMILIES = {
+    "gpt": tiny_model(),
+    "gpt-scan-remat": tiny_model().clone(depth=4, scan_layers=True, remat=["block"]),
+    "llama": LLAMA,
+    "llama-tied-scan": LLAMA.clone(tied_head=True, scan_layers=True, remat=["q", "mlp_hidden"]),
+    "gpt-packed": tiny_model().clone(head_dim=32, kernels="pallas", precision="bf16"),
+}
+BATCH = {"input_ids": IDS, "target_ids": np.roll(IDS, -1, 1)}
 
-    def loss(params):
-        return model.apply({"params": params}, batch, method="loss")[0]
+
+def loss_of(model, params):
+    return model.apply({"params": params}, BATCH, method="loss")[0] / IDS.size
+
+
+def adapted_parts(model, **settings):
+    """(split, trained, frozen) with adapters that do something."""
+    split = make_split(boxed(model), lora=LoraSettings(**{"rank": 4, "alpha": 6.0, **settings}), model=model)
+    trained, frozen = split.divide(random_params(model, scale=0.2), jax.random.key(1))
+    return split, jax.tree.map(lambda leaf: leaf + 0.02, trained), frozen
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_beside_their_matrices_equal_the_merged_form(family: str) -> None:
+    """Loss, gradients and decoding, to rounding: float32, or bf16 where the kernels ask for it."""
+    model = FAMILIES[family]
+    split, trained, frozen = adapted_parts(model)
+    exact = model.compute_dtype == jnp.float32
+    rough = {"rtol": 1e-4, "atol": 1e-6} if exact else {"rtol": 0.1, "atol": 2e-3}
+
+    def beside(t):
+        return loss_of(model, split.complete(t, frozen))
+
+    def merged_form(t):
+        return loss_of(model, merge_adapters(split.complete(t, frozen)))
+
+    (got, grads), (want, wanted) = (jax.jit(jax.value_and_grad(f))(trained) for f in (beside, merged_form))
+    np.testing.assert_allclose(got, want, rtol=1e-6 if exact else 2e-3)
+    for path, leaf in flatten_dict(grads).items():
+        other = flatten_dict(wanted)[path]
+        np.testing.assert_allclose(leaf, other, rtol=rough["rtol"], atol=rough["atol"] * max(1, np.abs(other).max()))
+        assert leaf.dtype == jnp.float32 and np.abs(leaf).max() > 0
+    whole = split.complete(trained, frozen)
+    cache = model.init_cache(2, 16)
+    both = [
+        jax.jit(lambda p: model.apply({"params": p}, IDS, cache, method="decode")[0])(p)
+        for p in (whole, merge_adapters(whole))
+    ]
+    np.testing.assert_allclose(*both, rtol=1e-4 if exact else 0.1, atol=1e-5 if exact else 0.15)
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama-tied-scan", "gpt-packed"])
+def test_dora_scales_columns_by_a_trained_length(family: str) -> None:
+    """y = m/‖W + sAB‖ · (xW + s·xAB) equals the merged form, begins at the base, and its norm has no gradient."""
+    model = FAMILIES[family]
+    exact = model.compute_dtype == jnp.float32
+    split, trained, frozen = adapted_parts(model, dora=True)
+    whole = split.complete(trained, frozen)
+    one, other = loss_of(model, whole), loss_of(model, merge_adapters(whole))
+    np.testing.assert_allclose(one, other, rtol=1e-5 if exact else 5e-3)
+    fresh, base = split.divide(random_params(model, scale=0.2), jax.random.key(1))
+    np.testing.assert_allclose(
+        loss_of(model, split.complete(fresh, base)), loss_of(model, base), rtol=1e-6 if exact else 1e-3
+    )
+
+    def by_hand(t):
+        flat, given = flatten_dict(frozen), flatten_dict(t)
+        for path in split.adapted:
+            a, b, m = (given[(*path, name)] for name in (A, B, M))
+            full = flat[path].astype(jnp.float32) + 1.5 * a @ b
+            flat[path] = full * (m / jax.lax.stop_gradient(jnp.linalg.norm(full, axis=0)))
+        return loss_of(model, unflatten_dict(flat))
+
+    if exact:
+        got = flatten_dict(jax.grad(lambda t: loss_of(model, split.complete(t, frozen)))(trained))
+        for path, leaf in flatten_dict(jax.grad(by_hand)(trained)).items():
+            np.testing.assert_allclose(got[path], leaf, rtol=2e-4, atol=1e-5 * np.abs(leaf).max(), err_msg=str(path))
+
+
+def test_dropout_is_of_the_row_and_of_training_alone() -> None:
+    """A row drops the same entries whatever rows stand beside it; evaluation drops none; the base's product none."""
+    model = LLAMA
+    split, trained, frozen = adapted_parts(model, dropout=0.5)
+    whole = split.complete(trained, frozen)
+    keys = row_keys(jax.random.key(3), jnp.arange(2))
 
     @jax.jit
-    def both(trained):
-        inside = jax.grad(lambda t: loss(split.complete(t, frozen)))(trained)
-        return inside, jax.grad(loss)(split.complete(trained, frozen))
+    def hidden(params, ids, keys, deterministic=False):
+        return model.apply({"params": params}, ids, deterministic=deterministic, keys=keys, method="hidden")
 
-    got, full = (flatten_dict(tree) for tree in both(trained))
-    given = flatten_dict(trained)
-    for path in split.adapted:
-        dw = np.asarray(full[path], np.float64)
-        a, b = (np.asarray(given[(*path, name)], np.float64) for name in (A, B))
-        np.testing.assert_allclose(got[(*path, A)], 1.5 * dw @ b.T, rtol=2e-3, atol=1e-5 * np.abs(dw).max())
-        np.testing.assert_allclose(got[(*path, B)], 1.5 * a.T @ dw, rtol=2e-3, atol=1e-5 * np.abs(dw).max())
+    both, second = hidden(whole, IDS, keys), hidden(whole, IDS[1:], keys[1:])
+    np.testing.assert_allclose(both[1:], second, atol=1e-6)
+    assert np.abs(hidden(whole, IDS, row_keys(jax.random.key(4), jnp.arange(2))) - both).max() > 1e-3
+    plain = make_split(boxed(model), lora=LoraSettings(rank=4, alpha=6.0), model=model).complete(trained, frozen)
+    evaluated = model.apply({"params": whole}, IDS, method="hidden")
+    np.testing.assert_array_equal(evaluated, model.apply({"params": plain}, IDS, method="hidden"))
+    silent = jax.tree.map(jnp.zeros_like, trained)
+    unchanged = hidden(split.complete(silent, frozen), IDS, keys)
+    np.testing.assert_allclose(unchanged, model.apply({"params": frozen}, IDS, method="hidden"), atol=1e-6)
+
+
+def test_dropped_entries_are_those_of_the_formula() -> None:
+    """x W + s·(drop(x) A) B with x/(1 − p) or 0 in the place of x."""
+    random = np.random.default_rng(0)
+    x, w, a, b = (jnp.asarray(random.standard_normal(n), jnp.float32) for n in ((2, 5, 8), (8, 6), (8, 2), (2, 6)))
+    keys = row_keys(jax.random.key(0), jnp.arange(2))
+    got = project(x, Adapted(w, a, b, 0.5, keys=keys, dropout=0.25), ("embed", "mlp"), jnp.float32)
+    dropped = dropout(x, 0.25, keys)
+    assert 0 < (np.asarray(dropped) == 0).mean() < 0.5
+    np.testing.assert_allclose(got, x @ w + 0.5 * (dropped @ a) @ b, rtol=1e-5, atol=1e-5)
+
+
+def test_ranks_by_pattern() -> None:
+    split, trained, frozen = adapted_parts(LLAMA, rank_pattern={"blocks_1/q": 1, "*/q": 2, "*down": 8})
+    ranks = {"/".join(path[:-1]): leaf.shape[1] for path, leaf in flatten_dict(trained).items() if path[-1] == A}
+    assert (ranks["blocks_0/q"], ranks["blocks_1/q"], ranks["blocks_2/down"], ranks["blocks_0/v"]) == (2, 1, 8, 4)
+    whole = split.complete(trained, frozen)
+    assert (whole["blocks_0"]["q"].scale, whole["blocks_0"]["down"].scale) == (3.0, 0.75)  # α / its own rank
+    np.testing.assert_allclose(loss_of(LLAMA, whole), loss_of(LLAMA, merge_adapters(whole)), rtol=1e-6)
+    assert split == adapted_parts(LLAMA, rank_pattern={"blocks_1/q": 1, "*/q": 2, "*down": 8})[0] and hash(split)
+    with pytest.raises(InputError, match=r"lora\.rank_pattern: 'blocks_9/q' matches no parameter"):
+        adapted_parts(LLAMA, rank_pattern={"blocks_9/q": 2})
+
+
+def test_all_linear_is_the_default_by_name() -> None:
+    assert lora_split(targets=("all-linear",)).adapted == lora_split().adapted
+
+
+@pytest.mark.parametrize("setting", [{"dora": True}, {"dropout": 0.1}])
+def test_a_table_takes_no_dora_and_no_dropout(setting) -> None:
+    with pytest.raises(
+        InputError, match=f"lora.{next(iter(setting))} is for matrices of plain products, and 'embedding'"
+    ):
+        adapted_parts(LLAMA, targets=("embedding", "*/q"), **setting)
+
+
+def test_the_base_is_multiplied_in_float8_and_the_adapter_beside_it() -> None:
+    """Training passes of an fp8 run: close to the same pass without float8, and not equal to it."""
+    wide = GPT(depth=2, width=128, head_dim=32, vocab_size=300, window="L", block_size=16, fp8_emulate=True)
+    split, trained, frozen = adapted_parts(wide)
+
+    def loss(precision):
+        model = wide.clone(precision=precision)
+        return model.apply({"params": split.complete(trained, frozen)}, BATCH, deterministic=False, method="loss")[0]
+
+    rounded, exact = loss("fp8"), loss("float32")
+    assert rounded != exact
+    np.testing.assert_allclose(rounded, exact, rtol=0.02)
+
+
+def test_only_some_of_the_packed_matrices_adapted() -> None:
+    model = FAMILIES["gpt-packed"]
+    split, trained, frozen = adapted_parts(model, targets=("*/q", "blocks_1/v", "*/up"))
+    whole = split.complete(trained, frozen)
+    one, other = loss_of(model, whole), loss_of(model, merge_adapters(whole))
+    np.testing.assert_allclose(one, other, rtol=2e-3)
+
+
+def test_layers_with_different_adapters_are_scanned_apart() -> None:
+    model = FAMILIES["gpt-scan-remat"]
+    split, trained, frozen = adapted_parts(model, targets=("blocks_1/*q", "blocks_3/up"))
+    whole = split.complete(trained, frozen)
+    np.testing.assert_allclose(loss_of(model, whole), loss_of(model, merge_adapters(whole)), rtol=1e-6)
+
+
+def test_a_table_is_merged_inside_the_step() -> None:
+    """An embedding is looked up and a head is read by the loss: their adapters are merged, and trained."""
+    split, trained, frozen = adapted_parts(LLAMA, targets=("embedding", "head", "*/q"))
+    assert split.tables == {("embedding",), ("head",)} and not {("embedding",), ("head",)} & split.narrow
+    whole = split.complete(trained, frozen)
+    assert isinstance(whole["blocks_0"]["q"], Adapted) and not isinstance(whole["head"], Adapted)
+    grads = jax.grad(lambda t: loss_of(LLAMA, split.complete(t, frozen)))(trained)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(grads))
+
+
+def dots(closed) -> list[tuple[tuple[int, ...], int]]:
+    """(result shape, FLOPs) of every matrix product in a traced function, scans counted as often as they run."""
+    found = []
+
+    def visit(jaxpr, times: int) -> None:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                shape = eqn.outvars[0].aval.shape
+                (summed, _), _ = eqn.params["dimension_numbers"]
+                inner = np.prod([eqn.invars[0].aval.shape[axis] for axis in summed])
+                found.append((shape, int(2 * times * np.prod(shape) * inner)))
+            for value in eqn.params.values():
+                for inner_jaxpr in jax.tree.leaves(value, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
+                    if hasattr(inner_jaxpr, "eqns") or hasattr(inner_jaxpr, "jaxpr"):
+                        visit(getattr(inner_jaxpr, "jaxpr", inner_jaxpr), times * eqn.params.get("length", 1))
+
+    visit(closed.jaxpr, 1)
+    return found
+
+
+def test_no_gradient_of_a_frozen_matrix_is_computed() -> None:
+    """No product has the shape of an adapted matrix or of the head, and one pass takes 4 FLOPs a frozen parameter and
+    6 of an adapter where full training takes 6 of each."""
+    wide = {"depth": 2, "width": 128, "head_dim": 32, "mlp_width": 320, "vocab_size": 512, "block_size": 16}
+    model = Llama(**wide, loss_chunks=1)
+    split, trained, frozen = adapted_parts(model, rank=2)
+    step = jax.make_jaxpr(jax.grad(lambda t, f: loss_of(model, split.complete(t, f))))(trained, frozen)
+    step, _ = pe.dce_jaxpr(step.jaxpr, [True] * len(step.jaxpr.outvars))
+    products = dots(types.SimpleNamespace(jaxpr=step))
+    shapes = {leaf.shape for leaf in jax.tree.leaves(frozen) if leaf.ndim == 2}
+    assert not [shape for shape, _ in products if shape in shapes or shape[::-1] in shapes]
+    matrices = sum(
+        leaf.size for path, leaf in flatten_dict(frozen).items() if path[-1] != "embedding" and leaf.ndim == 2
+    )
+    adapters = sum(leaf.size for leaf in jax.tree.leaves(trained))
+    attention = 2 * 3 * 2 * 2 * IDS.size * 16 * 128  # two products in two layers, thrice
+    first = 3 * (128 * 128 + 128 * 2)  # the frozen embeddings need no gradient from q, k, v and their A in layer 0
+    assert sum(count for _, count in products) == attention + IDS.size * (4 * matrices + 6 * adapters - 2 * first)
+
+
+def test_frozen_matrices_are_stored_in_the_compute_dtype() -> None:
+    """bf16 compute: matrices and tables are bf16 in memory, norms, biases and gates float32, adapters float32. The loss
+    is bit for bit that of a float32 base, which every use would cast."""
+    model = LLAMA.clone(precision="bf16")
+    split, trained, frozen = adapted_parts(model)
+    for path, leaf in flatten_dict(frozen).items():
+        assert leaf.dtype == (jnp.bfloat16 if leaf.ndim == 2 else jnp.float32), path
+    assert {leaf.dtype for leaf in jax.tree.leaves(trained)} == {jnp.dtype("float32")}
+    abstract = flatten_dict(unbox(split.shapes(boxed(model))[1]))
+    assert {path: leaf.dtype for path, leaf in abstract.items()} == {
+        path: leaf.dtype for path, leaf in flatten_dict(frozen).items()
+    }
+    wide, _, whole = adapted_parts(model, base_dtype="float32")
+    assert {leaf.dtype for leaf in jax.tree.leaves(whole)} == {jnp.dtype("float32")}
+    one, other = loss_of(model, split.complete(trained, frozen)), loss_of(model, wide.complete(trained, whole))
+    np.testing.assert_array_equal(one, other)
+    gates = {
+        path[-1]
+        for path, leaf in flatten_dict(adapted_parts(tiny_model().clone(precision="bf16"))[2]).items()
+        if leaf.dtype == jnp.float32 and leaf.ndim == 2
+    }
+    assert gates == {"value_gate", "smear_gate"}
 
 
 def test_merged_is_the_formula_also_for_stacked_layers() -> None:
@@ -139,11 +362,11 @@ def test_frozen_by_pattern() -> None:
 )
 def test_a_wrong_pattern_says_what_is_wrong(freeze, lora, message) -> None:
     with pytest.raises(InputError, match=message.replace("*'", "\\*'") if "\\" not in message else message):
-        make_split(boxed(), freeze, LoraSettings(**lora), GPT.group_of).shapes(boxed())
+        make_split(boxed(), freeze, LoraSettings(**lora), tiny_model()).shapes(boxed())
 
 
 def test_a_saved_configuration_gives_the_same_split() -> None:
     saved = {"lora/rank": 4, "lora/alpha": 8.0, "lora/targets": ["*/q"], "training/freeze": []}
-    split = split_of(saved, boxed(), GPT.group_of)
+    split = split_of(saved, boxed(), tiny_model())
     assert split == lora_split(alpha=8.0, targets=("*/q",)) and split.lora.scale == 2.0
-    assert split_of({}, boxed(), GPT.group_of).everything
+    assert split_of({}, boxed(), tiny_model()).everything

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import bessemer as bm
-from bessemer.losses.cross_entropy import cross_entropy, token_logprobs
+from bessemer.losses.cross_entropy import Projection, cross_entropy, token_logprobs
 
 VOCAB, WIDTH = 13, 6
 
@@ -44,14 +44,9 @@ def test_the_loss_and_its_gradient_are_those_of_the_shared_formula(made):
     def shared(p):
         hidden = p["embed"]["embedding"][batch["input_ids"]] + p["bias"]
         options = {"vocab_size": VOCAB, "label_smoothing": 0.1, "z_loss": 0.01}
-        return cross_entropy(hidden, p["head"]["kernel"], batch["target_ids"], batch["loss_mask"], **options)[
-            0
-        ]
+        return cross_entropy(hidden, p["head"]["kernel"], batch["target_ids"], batch["loss_mask"], **options)[0]
 
-    (value, grads), (expected, expected_grads) = (
-        jax.value_and_grad(own)(params),
-        jax.value_and_grad(shared)(params),
-    )
+    (value, grads), (expected, expected_grads) = (jax.value_and_grad(own)(params), jax.value_and_grad(shared)(params))
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, expected_grads)
 
@@ -65,7 +60,7 @@ def test_the_weight_counts_targets_and_the_log_probabilities_make_the_nll(made):
     np.testing.assert_allclose(metrics["nll"], -(logprobs * weights).sum(), rtol=1e-5)
     hidden = variables["params"]["embed"]["embedding"][batch["input_ids"]] + variables["params"]["bias"]
     head = variables["params"]["head"]["kernel"]
-    expected = token_logprobs(hidden, head, batch["target_ids"], vocab_size=VOCAB)
+    expected = token_logprobs(Projection(hidden, head, VOCAB), batch["target_ids"])
     np.testing.assert_allclose(logprobs, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 
 from bessemer.kernels.loss import LARGEST_SHIFT
-from bessemer.losses.cross_entropy import choose_chunks, cross_entropy, token_logprobs
+from bessemer.losses.cross_entropy import (
+    Projection,
+    choose_chunks,
+    cross_entropy,
+    policy_scores,
+    token_logprobs,
+    token_scores,
+)
 from bessemer.losses.distillation import distillation_loss, top_tokens
-from bessemer.losses.divergence import Projection, leashed_loss
-from bessemer.losses.token_scores import policy_scores, token_scores
+from bessemer.losses.divergence import kl_regularized_loss
 
 B, T, D, V, REAL = 3, 10, 6, 16, 13
 
@@ -64,9 +70,7 @@ def test_gradient_equals_central_differences_in_float64(data, settings, chunks):
     hidden, head, targets, weights = data
 
     def loss(hidden, head):
-        return (
-            3.0 * cross_entropy(hidden, head, targets, weights, vocab_size=REAL, chunks=chunks, **settings)[0]
-        )
+        return 3.0 * cross_entropy(hidden, head, targets, weights, vocab_size=REAL, chunks=chunks, **settings)[0]
 
     dhidden, dhead = jax.grad(loss, argnums=(0, 1))(hidden, head)
     for which, gradient in ((0, dhidden), (1, dhead)):
@@ -89,9 +93,7 @@ def test_padding_of_the_vocabulary_gets_no_gradient(data):
 
 def test_flat_rows_and_batches_agree(data):
     hidden, head, targets, weights = data
-    flat = cross_entropy(
-        hidden.reshape(-1, D), head, targets.ravel(), weights.ravel(), vocab_size=REAL, chunks=3
-    )
+    flat = cross_entropy(hidden.reshape(-1, D), head, targets.ravel(), weights.ravel(), vocab_size=REAL, chunks=3)
     np.testing.assert_allclose(flat, cross_entropy(*data, vocab_size=REAL), rtol=1e-6)
 
 
@@ -110,12 +112,12 @@ def test_chunks_never_hold_the_full_logits():
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_token_logprobs_values_and_per_token_gradients(data, chunks):
     hidden, head, targets, weights = data
-    logprobs = token_logprobs(hidden, head, targets, vocab_size=REAL, softcap=5.0, chunks=chunks)
+    logprobs = token_logprobs(Projection(hidden, head, REAL, 5.0, chunks), targets)
     assert np.all(np.asarray(logprobs)[targets < 0] == 0)
     np.testing.assert_allclose(-(weights * logprobs).sum(), reference(*data, softcap=5.0)[1], rtol=1e-6)
 
     def summed(hidden, head):
-        lp = token_logprobs(hidden, head, targets, vocab_size=REAL, softcap=5.0, chunks=chunks)
+        lp = token_logprobs(Projection(hidden, head, REAL, 5.0, chunks), targets)
         return -jnp.sum(weights * lp)
 
     def direct(hidden, head):
@@ -130,19 +132,16 @@ def _sums_of_every_loss(hidden, head, targets, weights, softcap):
     """Σ w·nll as each loss over the vocabulary reports it; all must be the same number."""
     own = Projection(hidden, head, REAL, softcap)
     scored = {
-        "token_logprobs": token_logprobs(hidden, head, targets, vocab_size=REAL, softcap=softcap),
-        "token_scores": token_scores(hidden, head, targets, vocab_size=REAL, softcap=softcap)[0],
-        "policy_scores": policy_scores(hidden, head, targets, vocab_size=REAL, softcap=softcap)[0],
+        "token_logprobs": token_logprobs(own, targets),
+        "token_scores": token_scores(own, targets)[0],
+        "policy_scores": policy_scores(own, targets)[0],
     }
     against = {"teacher": own, "stored": top_tokens(own, 3, 1.0)}
     settings = {"alpha": 0.5, "temperature": 1.0}
     return {
         "value": cross_entropy(hidden, head, targets, weights, vocab_size=REAL, softcap=softcap)[1],
-        "divergence": leashed_loss(own, own, targets, weights, 0.1).nll,
-        **{
-            name: distillation_loss(own, teacher, targets, weights, **settings)[2]
-            for name, teacher in against.items()
-        },
+        "divergence": kl_regularized_loss(own, own, targets, weights, 0.1).nll,
+        **{name: distillation_loss(own, teacher, targets, weights, **settings)[2] for name, teacher in against.items()},
         **{name: -jnp.sum(jnp.where(targets < 0, 0, weights) * lp) for name, lp in scored.items()},
     }
 

@@ -85,14 +85,7 @@ def test_a_window_keeps_only_its_own_keys_however_it_is_fed():
     cache = model.init_cache(2, 200)
     assert [store.shape[2] for store in cache.keys] == [128, 200] and cache.capacity == 200
     at = np.zeros(2, int)
-    for width, lengths in (
-        (130, [130, 3]),
-        (130, [40, 129]),
-        (130, [0, 60]),
-        (1, [1, 1]),
-        (1, [1, 0]),
-        (1, [1, 1]),
-    ):
+    for width, lengths in ((130, [130, 3]), (130, [40, 129]), (130, [0, 60]), (1, [1, 1]), (1, [1, 0]), (1, [1, 1])):
         piece = np.full((2, width), 39)
         for row, n in enumerate(lengths):
             piece[row, :n] = ids[row, at[row] : at[row] + n]
@@ -137,9 +130,7 @@ def test_last_only_and_a_full_cache():
     ids = tokens(2, LENGTH)
     full = forward(model, params, ids)
     lengths = jnp.array([LENGTH, 5])
-    decode = jax.jit(
-        lambda ids, cache: model.apply({"params": params}, ids, cache, lengths, True, method="decode")
-    )
+    decode = jax.jit(lambda ids, cache: model.apply({"params": params}, ids, cache, lengths, True, method="decode"))
     logits, cache = decode(ids, model.init_cache(2, LENGTH))
     assert logits.shape == (2, 1, 40) and cache.capacity == LENGTH
     np.testing.assert_allclose(logits[:, 0], full[jnp.arange(2), lengths - 1], atol=1e-5)

@@ -61,11 +61,7 @@ def assert_close(a, b, atol=2e-6):
 
 @pytest.mark.parametrize(
     ("depth", "width", "scaling", "total"),
-    [
-        (12, 768, 110_100_480, 286_261_730),
-        (20, 1280, 435_159_040, 896_533_746),
-        (24, 1536, 729_808_896, None),
-    ],
+    [(12, 768, 110_100_480, 286_261_730), (20, 1280, 435_159_040, 896_533_746), (24, 1536, 729_808_896, None)],
 )
 def test_check_values_of_the_dial(depth, width, scaling, total):
     model = GPT(depth=depth, vocab_size=32_768, block_size=2048)
@@ -74,9 +70,7 @@ def test_check_values_of_the_dial(depth, width, scaling, total):
     assert total is None or counts["total"] == total
 
 
-@pytest.mark.parametrize(
-    "off", [(), ("smear", "backout"), ("residual_mix",), ("value_embeddings", "qk_norm")]
-)
+@pytest.mark.parametrize("off", [(), ("smear", "backout"), ("residual_mix",), ("value_embeddings", "qk_norm")])
 def test_counts_equal_the_tree(off):
     model = GPT(**TINY, kv_heads=2, **dict.fromkeys(off, False))
     tree = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))["params"]
@@ -93,9 +87,7 @@ def test_flops():
     matmul = 110_100_480 + 6 * 12 * 6 + 24
     assert model.flops_per_token(2048) == 6 * matmul + 12 * 768 * (9 * 1024 + 3 * 2048)
     short, long = (1024 * 1025 / 2 + 1024 * 1024) / 2048, 2049 / 2
-    assert model.flops_per_token(2048, causal=True) == pytest.approx(
-        6 * matmul + 12 * 768 * (9 * short + 3 * long)
-    )
+    assert model.flops_per_token(2048, causal=True) == pytest.approx(6 * matmul + 12 * 768 * (9 * short + 3 * long))
 
 
 def test_flops_do_not_depend_on_how_layers_are_compiled():
@@ -111,13 +103,7 @@ def test_initial_values():
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))["params"]
     bound = np.sqrt(3 / 128)
     block = params["blocks_3"]
-    for name, limit in (
-        ("q", bound),
-        ("k", bound),
-        ("v", bound),
-        ("up", 0.4 * bound),
-        ("value_table", bound),
-    ):
+    for name, limit in (("q", bound), ("k", bound), ("v", bound), ("up", 0.4 * bound), ("value_table", bound)):
         values = np.asarray(block[name])
         assert values.min() >= -limit and values.max() <= limit
         assert values.std() == pytest.approx(limit / np.sqrt(3), rel=0.02)
@@ -149,9 +135,7 @@ def test_logits_are_capped_and_padding_is_never_predicted():
     assert float(jnp.abs(logits).max()) < 15
     loud = {**params, "head": params["head"].at[:, 50:].set(100.0)}
     np.testing.assert_array_equal(forward(model, loud, batch_of()["input_ids"]), logits)
-    assert_close(
-        loss_and_gradient(model, loud, batch_of())[0], loss_and_gradient(model, params, batch_of())[0]
-    )
+    assert_close(loss_and_gradient(model, loud, batch_of())[0], loss_and_gradient(model, params, batch_of())[0])
 
 
 @pytest.mark.parametrize(
@@ -235,10 +219,7 @@ def test_each_switch_changes_the_function(switch):
     model, params = make()
     off = model.clone(**{switch: values.get(switch, False)})
     known = nn.unbox(jax.eval_shape(off.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))["params"]
-    kept = {
-        k: {n: v for n, v in x.items() if n in known[k]} if isinstance(x, dict) else x
-        for k, x in params.items()
-    }
+    kept = {k: {n: v for n, v in x.items() if n in known[k]} if isinstance(x, dict) else x for k, x in params.items()}
     kept = {k: x for k, x in kept.items() if k in known}
     ids = batch_of()["input_ids"]
     with_device, without = forward(model, params, ids), forward(off, kept, ids)

@@ -15,15 +15,7 @@ import pytest
 from bessemer.errors import InputError, StorageError
 from bessemer.models.gpt import GPT
 from bessemer.models.layers import run_layers
-from bessemer.models.lookup import (
-    Allocation,
-    LookupOptions,
-    Tiles,
-    choose_path,
-    gathered,
-    lookup_layer,
-    tiled,
-)
+from bessemer.models.lookup import Allocation, LookupOptions, Tiles, choose_path, gathered, lookup_layer, tiled
 from bessemer.models.shape import LookupShape, explain_flops
 from bessemer.optim.muon import MuonSettings
 
@@ -121,9 +113,7 @@ def gradients(function, h, keys, values, ids):
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(h, keys, values)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "tiles"), [(1, Tiles()), (37, Tiles(8, 8, 4)), (200, Tiles(16, 5, 2))], ids=str
-)
+@pytest.mark.parametrize(("tokens", "tiles"), [(1, Tiles()), (37, Tiles(8, 8, 4)), (200, Tiles(16, 5, 2))], ids=str)
 def test_both_paths_are_the_formula_and_agree_in_gradients(tokens, tiles):
     shared, *arrays = problem(tokens)
     expected = by_numpy(shared, *arrays)
@@ -159,9 +149,7 @@ def test_memory_of_the_sorted_path_does_not_grow_with_k():
         arrays = (np.zeros((64, WIDTH), np.float32), *np.zeros((2, shared.rows, WIDTH), np.float32))
         ids = np.full(64, 3, np.int32)
         function = path_function("sorted", shared, Tiles())
-        step = jax.jit(
-            jax.value_and_grad(lambda *a, f=function, i=ids: f(*a, jnp.asarray(i)).sum(), argnums=(0, 1, 2))
-        )
+        step = jax.jit(jax.value_and_grad(lambda *a, f=function, i=ids: f(*a, jnp.asarray(i)).sum(), argnums=(0, 1, 2)))
         sizes.append(step.lower(*arrays).compile().memory_analysis().temp_size_in_bytes)
     assert sizes[0] == sizes[1] and shared.rows == 4057
 
@@ -223,9 +211,7 @@ def test_a_model_starts_as_the_same_model_without():
     assert float(losses[0]) == float(losses[1])
 
 
-@pytest.mark.parametrize(
-    "settings", [{"lookup_path": "sorted"}, {"remat": ["q"], "lookup_path": "sorted"}], ids=str
-)
+@pytest.mark.parametrize("settings", [{"lookup_path": "sorted"}, {"remat": ["q"], "lookup_path": "sorted"}], ids=str)
 def test_same_numbers_however_computed(settings):
     model, params = make()
     variant = loss_and_gradient(model.clone(**settings), params, batch_of())
@@ -300,8 +286,7 @@ def test_optimizer_groups():
     model = GPT(**TINY, **LOOKUP)
     tree = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))["params"]
     labels = {
-        name: MuonSettings().label(("lookups_1", name), leaf, GPT.group_of)
-        for name, leaf in tree["lookups_1"].items()
+        name: MuonSettings().label(("lookups_1", name), leaf, GPT.group_of) for name, leaf in tree["lookups_1"].items()
     }
     tables = dict.fromkeys(("lookup_keys", "lookup_values"), "value_embedding")
     assert labels == {**tables, "up": "matrix", "mix": "matrix"}
@@ -317,11 +302,7 @@ def test_flops_use_the_measured_mean():
     assert model.allocation.mean_k == 7.0 and model.shape.lookup.rows == 58
     dense = WIDTH * 4 * WIDTH + 5 * WIDTH * WIDTH
     assert model.flops_per_token() - plain.flops_per_token() == 6 * dense + 12 * WIDTH * 7
-    for one in (
-        model,
-        plain,
-        model.clone(lookup_after_layers=(0, 1)),
-    ):  # the formula that is printed, worked out
+    for one in (model, plain, model.clone(lookup_after_layers=(0, 1))):  # the formula that is printed, worked out
         terms = explain_flops(one.shape, 16).replace(",", "").split(" + ")
         factors = [re.findall(r"(?<!\S)[0-9.]+", term) for term in terms]
         assert sum(math.prod(map(float, numbers)) for numbers in factors) == one.flops_per_token()

@@ -64,9 +64,7 @@ def forward(p, ids, depth, head_dim, windows, vocab):
 
 @pytest.mark.parametrize(("depth", "kv_heads"), [(4, 1), (3, 2)])
 def test_logits_equal_numpy_float64(depth, kv_heads):
-    model = GPT(
-        depth=depth, width=32, head_dim=16, kv_heads=kv_heads, vocab_size=40, block_size=256, window="SL"
-    )
+    model = GPT(depth=depth, width=32, head_dim=16, kv_heads=kv_heads, vocab_size=40, block_size=256, window="SL")
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))["params"]
     rng = np.random.default_rng(1)
     params = jax.tree.map(lambda x: np.asarray(x, np.float64) + 0.1 * rng.standard_normal(x.shape), params)
@@ -127,9 +125,7 @@ def test_loss_and_every_gradient_equal_the_reference(switches):
         return total / weight
 
     got, got_gradients = jax.jit(jax.value_and_grad(fast))(params)
-    want, want_gradients = jax.jit(jax.value_and_grad(lambda p: reference.loss(config, p, rows, 1e-3)))(
-        params
-    )
+    want, want_gradients = jax.jit(jax.value_and_grad(lambda p: reference.loss(config, p, rows, 1e-3)))(params)
     np.testing.assert_allclose(got, want, rtol=1e-6)
     unused = {"backout_scale"} if config.depth < 3 else set()
     for (path, gradient), other in zip(

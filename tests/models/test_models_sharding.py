@@ -24,9 +24,7 @@ def batch_of(rows: int = 8, length: int = 16):
 def build(**settings):
     model = GPT(**{**SETTINGS, "document_mask": True, "loss_chunks": 4, **settings})
     boxed = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))["params"]
-    params = unbox(jax.jit(lambda key: model.init(key, jnp.zeros((1, 4), jnp.int32)))(jax.random.key(0)))[
-        "params"
-    ]
+    params = unbox(jax.jit(lambda key: model.init(key, jnp.zeros((1, 4), jnp.int32)))(jax.random.key(0)))["params"]
     leaves, tree = jax.tree.flatten(params)
     rng = np.random.default_rng(1)
     params = jax.tree.unflatten(

@@ -35,8 +35,7 @@ def test_equals_xla_with_gradients(keys: int, window: int | None) -> None:
         return splash_attention(*args, interpret=True)
 
     got, want = (
-        jax.value_and_grad(value, argnums=(1, 2, 3))(kernel, q, k, v)
-        for kernel in (interpreted, KERNELS["xla"])
+        jax.value_and_grad(value, argnums=(1, 2, 3))(kernel, q, k, v) for kernel in (interpreted, KERNELS["xla"])
     )
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
@@ -56,9 +55,7 @@ def test_it_is_chosen_on_a_tpu_and_only_there() -> None:
         assert choose_attention("auto", jnp.bfloat16, 128, False, 2048, whole) == "cudnn"
         assert choose_attention("auto", jnp.bfloat16, 128, False, 2048, pieces) == "xla"
         assert choose_attention("auto", jnp.bfloat16, 128, True, 2048) == "cudnn"
-        assert (
-            choose_attention("auto", jnp.bfloat16, 128, True, 2047) == "xla"
-        )  # cuDNN's tables are of even length
+        assert choose_attention("auto", jnp.bfloat16, 128, True, 2047) == "xla"  # cuDNN's tables are of even length
 
 
 COMPILE = """
@@ -88,9 +85,7 @@ print("kernels", len(re.findall(r"custom_call_target=\\"tpu_custom_call\\"", tex
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu (extra tpu-plan)")
 def test_a_step_compiles_for_a_tpu_with_it() -> None:
     """Tensor 2 × context 2 of a v5e: forward, and both kernels of the gradient."""
-    flags = os.environ.get("XLA_FLAGS", "").replace(
-        OLDER_LOOPS, ""
-    )  # libtpu aborts for flags that it does not know
+    flags = os.environ.get("XLA_FLAGS", "").replace(OLDER_LOOPS, "")  # libtpu aborts for flags that it does not know
     variables = {**os.environ, **QUIET, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE], env=variables, capture_output=True, text=True, timeout=TIMEOUT

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bessemer.losses.token_scores import token_scores
+from bessemer.losses.cross_entropy import Projection, token_scores
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -17,9 +17,9 @@ def test_tiles_against_whole_logits_in_float64(chunks):
     logits = 15 * np.tanh(hidden.astype(np.float64) @ head[:, :20] / 15)
     targets = logits.argmax(-1)
     targets[0, :4] = [5, 3, -1, 19]
-    logprobs, greedy = jax.jit(
-        lambda h, w, t: token_scores(h, w, t, vocab_size=20, softcap=15.0, chunks=chunks)
-    )(jnp.array(hidden), jnp.array(head), jnp.array(targets))
+    logprobs, greedy = jax.jit(lambda h, w, t: token_scores(Projection(h, w, 20, 15.0, chunks), t))(
+        jnp.array(hidden), jnp.array(head), jnp.array(targets)
+    )
     expected = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     picked = np.take_along_axis(expected, np.maximum(targets, 0)[..., None], -1)[..., 0]
     assert np.allclose(logprobs, np.where(targets < 0, 0, picked), atol=1e-5)

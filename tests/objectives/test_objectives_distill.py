@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.reference import distill_torch
 
+from bessemer.losses.cross_entropy import Projection
 from bessemer.losses.distillation import TopTokens, distillation_loss, top_tokens
-from bessemer.losses.divergence import Projection
 from bessemer.topology import TopologySettings, make_topology
 
 STORED = json.loads(Path(distill_torch.__file__).with_suffix(".json").read_text())
@@ -38,9 +38,7 @@ def test_it_is_torchs_number(case: dict) -> None:
         total, kl, nll = distillation_loss(Projection(z, None, vocab), against, targets, weights, **settings)
         return total, (kl, nll)
 
-    (total, (kl, nll)), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(
-        jnp.asarray(z, jnp.float32)
-    )
+    (total, (kl, nll)), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(jnp.asarray(z, jnp.float32))
     np.testing.assert_allclose((total, kl, nll), (case["loss"], case["kl"], case["nll"]), rtol=1e-6)
     np.testing.assert_allclose(gradient, case["gradient"], atol=2e-6)
 
@@ -98,19 +96,12 @@ def expected(x: dict, z: np.ndarray, k: int, tail: str, alpha: float, t: float) 
 
 
 @pytest.mark.parametrize(("k", "tail"), [(0, "bucket"), (V, "bucket"), (4, "bucket"), (4, "renormalise")])
-def test_live_and_stored_are_their_formulas_and_so_are_the_gradients(
-    example: dict, k: int, tail: str
-) -> None:
-    x = {
-        name: jnp.asarray(value, jnp.float32 if value.dtype == float else None)
-        for name, value in example.items()
-    }
+def test_live_and_stored_are_their_formulas_and_so_are_the_gradients(example: dict, k: int, tail: str) -> None:
+    x = {name: jnp.asarray(value, jnp.float32 if value.dtype == float else None) for name, value in example.items()}
     teacher = Projection(x["teacher_hidden"], x["teacher_head"], V)
 
     @jax.jit
-    def value_and_gradient(
-        hidden: jax.Array, head: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def value_and_gradient(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         against = top_tokens(teacher, k, 2.0, chunks=2) if k else teacher
 
         def loss(hidden: jax.Array, head: jax.Array) -> jax.Array:
@@ -154,9 +145,7 @@ def test_what_is_stored_are_the_likeliest_tokens(example: dict) -> None:
     found = top_tokens(Projection(jnp.asarray(y, jnp.float32), None, V), 4, 3.0, chunks=2)
     order = np.argsort(-y, axis=-1)[..., :4]
     np.testing.assert_array_equal(found.ids, order)
-    np.testing.assert_allclose(
-        found.logprobs, np.log(np.take_along_axis(softmax(y / 3), order, -1)), rtol=1e-5
-    )
+    np.testing.assert_allclose(found.logprobs, np.log(np.take_along_axis(softmax(y / 3), order, -1)), rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -172,9 +161,7 @@ def test_a_mesh_gives_the_same_loss_and_gradient() -> None:
             teacher = Projection(other, table, 60)
             against = top_tokens(teacher, k, 2.0) if k else teacher
             how = {"alpha": 0.5, "temperature": 2.0, "chunks": 2}
-            return distillation_loss(Projection(hidden, head, 60), against, targets, jnp.ones((8, 6)), **how)[
-                0
-            ]
+            return distillation_loss(Projection(hidden, head, 60), against, targets, jnp.ones((8, 6)), **how)[0]
 
         return [jax.value_and_grad(loss, argnums=(0, 1))(hidden, head, k) for k in (0, 5)]
 

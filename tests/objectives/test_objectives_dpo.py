@@ -14,8 +14,7 @@ from tests.tiny_run import random_params, tiny_model, tiny_tokenizer
 
 from bessemer.data import DatasetStyle, make_rows
 from bessemer.errors import InputError
-from bessemer.objectives.dpo import LOSSES, REFERENCE_FREE, SMOOTHED, Answers, DpoSettings, dpo
-from bessemer.objectives.pairs import answer_logps
+from bessemer.objectives.preference import LOSSES, REFERENCE_FREE, SMOOTHED, Answers, DpoSettings, answer_logps, dpo
 from bessemer.registry import objectives
 
 REFERENCE = Path(__file__).parent.parent / "reference" / "preference_trl.json"
@@ -24,10 +23,7 @@ TRL = json.loads(REFERENCE.read_text())
 
 def answers_of(logps: Any, reference: Any, tokens: Any, real: Any = None) -> Answers:
     """From (2, pairs) arrays: one row of pairs."""
-    put = [
-        None if x is None else jnp.asarray(np.asarray(x, np.float32).T[None])
-        for x in (logps, reference, tokens)
-    ]
+    put = [None if x is None else jnp.asarray(np.asarray(x, np.float32).T[None]) for x in (logps, reference, tokens)]
     pairs = put[0].shape[1]
     return Answers(put[0], put[1], put[2], jnp.ones((1, pairs)) if real is None else jnp.asarray(real)[None])
 
@@ -61,9 +57,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-def by_hand(
-    name: str, w: np.ndarray, lose: np.ndarray, nw: np.ndarray, nl: np.ndarray, s: DpoSettings
-) -> np.ndarray:
+def by_hand(name: str, w: np.ndarray, lose: np.ndarray, nw: np.ndarray, nl: np.ndarray, s: DpoSettings) -> np.ndarray:
     """Each formula once more, in float64: w, lose are log-ratios (log π without a reference), nw, nl token counts."""
     b, e = s.beta, s.label_smoothing
     smooth = lambda x: -(1 - e) * np.log(sigmoid(x)) - e * np.log(sigmoid(-x))  # noqa: E731
@@ -104,11 +98,7 @@ def test_equals_numpy(name: str, shift: float) -> None:
 
 
 ROWS = [
-    {
-        "prompt": f"Where is cat {n}?",
-        "chosen": "On the mat." * (1 + n % 3),
-        "rejected": "Under it!" * (1 + n % 2),
-    }
+    {"prompt": f"Where is cat {n}?", "chosen": "On the mat." * (1 + n % 3), "rejected": "Under it!" * (1 + n % 2)}
     for n in range(7)
 ]
 
@@ -123,9 +113,7 @@ def parts() -> Any:
     def logprobs(params: Any, batch: Any) -> jax.Array:
         return model.apply({"params": params}, batch, method="token_logprobs")
 
-    def apply(
-        params: Any, batch: Any, deterministic: bool = True, method: str = "", rngs: Any = None
-    ) -> jax.Array:
+    def apply(params: Any, batch: Any, deterministic: bool = True, method: str = "", rngs: Any = None) -> jax.Array:
         assert method == "token_logprobs"
         return logprobs(params, batch)
 
@@ -139,11 +127,7 @@ def alone(apply: Any, params: Any) -> np.ndarray:
     for side in ("chosen", "rejected"):
         documents = []
         for row in ROWS:
-            prompt = [
-                tokenizer.bos_id,
-                tokenizer.specials["<|user_start|>"],
-                *tokenizer.encode(row["prompt"]),
-            ]
+            prompt = [tokenizer.bos_id, tokenizer.specials["<|user_start|>"], *tokenizer.encode(row["prompt"])]
             prompt += [tokenizer.specials["<|user_end|>"], tokenizer.specials["<|assistant_start|>"]]
             answer = [*tokenizer.encode(row[side]), tokenizer.specials["<|assistant_end|>"]]
             mask = [0] * len(prompt) + [1] * len(answer)
@@ -167,9 +151,7 @@ def test_packed_rows_give_the_loss_of_the_answers_alone(parts: Any, name: str) -
     )
     ratios = policy if name in REFERENCE_FREE else policy - against
     rows = [numbers[numbers >= 0] for numbers in np.asarray(batch["pair_ids"])]
-    pieces = [
-        by_hand(name, *ratios[:, row], *tokens[:, row], settings) for row in rows
-    ]  # KTO's z is a row's own
+    pieces = [by_hand(name, *ratios[:, row], *tokens[:, row], settings) for row in rows]  # KTO's z is a row's own
     want = np.concatenate(pieces).sum() - 0.5 * (policy[0] / tokens[0]).sum()
     assert weight == len(ROWS)
     np.testing.assert_allclose(loss, want, rtol=1e-5)
@@ -202,9 +184,7 @@ def bigrams(parts: Any) -> Any:
     rng = np.random.default_rng(5)
     policy, reference = (jnp.asarray(rng.standard_normal((300, 300)), jnp.float32) for _ in range(2))
 
-    def apply(
-        table: Any, batch: Any, deterministic: bool = True, method: str = "", rngs: Any = None
-    ) -> jax.Array:
+    def apply(table: Any, batch: Any, deterministic: bool = True, method: str = "", rngs: Any = None) -> jax.Array:
         targets = batch["target_ids"]
         logps = jax.nn.log_softmax(table)[batch["input_ids"], jnp.maximum(targets, 0)]
         return jnp.where(targets < 0, 0.0, logps)
@@ -247,11 +227,7 @@ def test_who_needs_a_reference() -> None:
 
 
 def test_settings_that_contradict_are_refused() -> None:
-    for wrong in (
-        {"beta": 0.0},
-        {"loss": "ipo", "label_smoothing": 0.1},
-        {"loss": "robust", "label_smoothing": 0.5},
-    ):
+    for wrong in ({"beta": 0.0}, {"loss": "ipo", "label_smoothing": 0.1}, {"loss": "robust", "label_smoothing": 0.5}):
         with pytest.raises(InputError, match="dpo"):
             DpoSettings(**wrong)
 

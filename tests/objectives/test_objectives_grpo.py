@@ -49,9 +49,7 @@ def run(data: dict[str, np.ndarray], settings: GrpoSettings):
     x = {name: jnp.asarray(value, jnp.float32) for name, value in data.items()}
 
     def mean(logprobs):
-        loss, weight, sums = policy_loss(
-            logprobs, x["old"], x["reference"], x["advantages"], x["mask"], settings
-        )
+        loss, weight, sums = policy_loss(logprobs, x["old"], x["reference"], x["advantages"], x["mask"], settings)
         return loss / weight, sums
 
     (loss, sums), gradient = jax.jit(jax.value_and_grad(mean, has_aux=True))(x["logprobs"])
@@ -168,9 +166,7 @@ def test_advantages():
     )
     np.testing.assert_array_equal(group_advantages(rewards)[1], 0)
     np.testing.assert_allclose(group_advantages(rewards, scale=False)[0], [0, -1, -1, 2])
-    np.testing.assert_allclose(
-        group_advantages(rewards, "leave_one_out", False)[0], [0, -4 / 3, -4 / 3, 8 / 3]
-    )
+    np.testing.assert_allclose(group_advantages(rewards, "leave_one_out", False)[0], [0, -4 / 3, -4 / 3, 8 / 3])
     np.testing.assert_allclose(group_advantages(rewards, "rollout", False), rewards - 1.5)
     np.testing.assert_array_equal(group_advantages(rewards, "none", False), rewards)
     assert np.isfinite(group_advantages(rewards[:, :1])).all()
@@ -193,14 +189,7 @@ def test_variants_are_other_defaults_of_the_same_settings():
 @pytest.fixture(scope="module")
 def parts():
     model = GPT(
-        depth=2,
-        width=32,
-        head_dim=16,
-        vocab_size=30,
-        block_size=12,
-        loss_chunks=3,
-        precision="float32",
-        dropout=0.3,
+        depth=2, width=32, head_dim=16, vocab_size=30, block_size=12, loss_chunks=3, precision="float32", dropout=0.3
     )
     params = nn.unbox(jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))["params"]
     rng = np.random.default_rng(0)

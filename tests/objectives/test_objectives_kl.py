@@ -47,9 +47,7 @@ def make(model: Any) -> tuple[Any, Any, Any]:
 @pytest.fixture(scope="module")
 def gpt() -> tuple[Any, Any, Any]:
     """The vocabulary is padded, the sequence cut into pieces that do not divide it."""
-    return make(
-        GPT(depth=1, width=32, head_dim=16, vocab_size=VOCABULARY, block_size=12, dropout=0.2, loss_chunks=5)
-    )
+    return make(GPT(depth=1, width=32, head_dim=16, vocab_size=VOCABULARY, block_size=12, dropout=0.2, loss_chunks=5))
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +134,7 @@ def test_equals_numpy(kind: str, estimator: str, batch: Any, request: pytest.Fix
 def test_nll_moves_as_more_cross_entropy_and_nothing_else(gpt: Any, batch: Any) -> None:
     """∇[loss + β·(loss − sg(loss of the reference))] = (1 + β)·∇loss, whatever the reference is."""
     apply, policy, reference = gpt
-    plain = jax.jit(jax.grad(lambda p: pretrain(apply, p, batch, None, PretrainSettings(**SMOOTH))[0]))(
-        policy
-    )
+    plain = jax.jit(jax.grad(lambda p: pretrain(apply, p, batch, None, PretrainSettings(**SMOOTH))[0]))(policy)
     for against in (reference, policy):
         _, (gradient, _) = compiled(apply, "nll")(policy, against, batch, 0.4)
         for got, want in zip(jax.tree.leaves(gradient), jax.tree.leaves(plain), strict=True):

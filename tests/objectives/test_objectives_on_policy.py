@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tests.objectives.test_objectives_distill import B, T, V, example, softmax, student_of, teacher_of
 
-from bessemer.losses.divergence import Projection
+from bessemer.losses.cross_entropy import Projection
+from bessemer.objectives.distill import OnPolicySettings, on_policy_distill
 from bessemer.objectives.grpo import TOKENS
-from bessemer.objectives.on_policy import OnPolicySettings, on_policy_distill
 
 __all__ = ["example"]  # a fixture: two models of other widths, padded heads, a softcap in the student
 CAP, TAU = 4.0, 1.5
@@ -36,9 +36,7 @@ def expected(x: dict[str, np.ndarray], direction: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
-def test_it_is_its_formula_and_only_the_student_has_a_gradient(
-    example: dict[str, np.ndarray], direction: str
-) -> None:
+def test_it_is_its_formula_and_only_the_student_has_a_gradient(example: dict[str, np.ndarray], direction: str) -> None:
     settings = OnPolicySettings(direction=direction, soften=TAU)
     batch = {name: jnp.asarray(array) for name, array in batch_of(example).items()}
 

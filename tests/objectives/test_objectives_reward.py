@@ -14,12 +14,10 @@ from tests.tiny_run import random_params, tiny_tokenizer
 
 from bessemer.data import DatasetStyle, make_rows
 from bessemer.models.value import RewardGPT
-from bessemer.objectives.reward import RewardSettings, reward
+from bessemer.objectives.preference import RewardSettings, reward
 
 TRL = json.loads((Path(__file__).parent.parent / "reference" / "preference_trl.json").read_text())
-ROWS = [
-    {"prompt": f"Cat {n}?", "chosen": "Yes!" * (1 + n % 2), "rejected": "No." * (1 + n % 3)} for n in range(5)
-]
+ROWS = [{"prompt": f"Cat {n}?", "chosen": "Yes!" * (1 + n % 2), "rejected": "No." * (1 + n % 3)} for n in range(5)]
 END = "<|assistant_end|>"
 
 
@@ -27,10 +25,7 @@ def test_equals_trl() -> None:
     """Each answer is one token, and its value is given: what remains is the loss."""
     want, rewards = TRL["reward"], np.sum(TRL["policy"], -1).T.ravel()  # chosen, rejected, chosen, …
     pairs = len(rewards) // 2
-    batch = {
-        "segment_ids": jnp.arange(1, 2 * pairs + 1)[None],
-        "pair_ids": jnp.arange(pairs)[None],
-    }
+    batch = {"segment_ids": jnp.arange(1, 2 * pairs + 1)[None], "pair_ids": jnp.arange(pairs)[None]}
     settings = RewardSettings(want["margin"], want["center"])
 
     def loss(values: jax.Array) -> jax.Array:
@@ -76,12 +71,7 @@ def test_reward_is_read_at_the_last_token_of_the_answer_alone(parts: Any) -> Non
     hidden = jax.jit(lambda ids: model.apply({"params": params}, ids, method="hidden"))
     for row in ROWS:
         for side in ("chosen", "rejected"):
-            ids = [
-                tokenizer.bos_id,
-                mark["<|user_start|>"],
-                *tokenizer.encode(row["prompt"]),
-                mark["<|user_end|>"],
-            ]
+            ids = [tokenizer.bos_id, mark["<|user_start|>"], *tokenizer.encode(row["prompt"]), mark["<|user_end|>"]]
             ids += [mark["<|assistant_start|>"], *tokenizer.encode(row[side]), mark[END]]
             padded = np.array([ids + [0] * (96 - len(ids))], np.int32)  # what comes later is not seen
             last = np.asarray(hidden(padded)[0, len(ids) - 1], np.float64)

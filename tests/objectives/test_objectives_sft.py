@@ -59,10 +59,7 @@ def test_equals_numpy_in_float64(ignored: int, masked: bool) -> None:
     one_hot = np.eye(11)[np.maximum(targets, 0)]
     want = -(weights * np.log((p * one_hot).sum(-1))).sum() / weights.sum()
     want_gradient = weights[..., None] * (p - one_hot) / weights.sum()
-    batch = {
-        "input_ids": np.zeros(targets.shape, np.int32),
-        "target_ids": np.where(targets < 0, ignored, targets),
-    }
+    batch = {"input_ids": np.zeros(targets.shape, np.int32), "target_ids": np.where(targets < 0, ignored, targets)}
     if masked:
         batch["loss_mask"] = weights.astype(np.float32)
     loss, gradient = of_logits(logits, batch)
@@ -155,8 +152,7 @@ def test_pieces_with_uneven_masks_are_the_big_batch(parts) -> None:
     run = jax.jit(jax.value_and_grad(sums, has_aux=True))
     (loss, weight), gradient = run(params, batch)
     pieces = [
-        run(params, {name: array[i : i + 1] for name, array in batch.items()})
-        for i in range(len(batch["target_ids"]))
+        run(params, {name: array[i : i + 1] for name, array in batch.items()}) for i in range(len(batch["target_ids"]))
     ]
     weights = [float(piece[0][1]) for piece in pieces]
     assert sum(weights) == float(weight) == (batch["target_ids"] >= 0).sum() and len(set(weights)) > 1

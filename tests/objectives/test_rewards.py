@@ -82,7 +82,7 @@ def plain(prompts, completions):
         ("fails", "KeyError: 'colour'"),
         ("short", "shape"),
         ("infinite", "nan"),
-        ("words", "no list of numbers"),
+        ("words", "not return a list of numbers"),
     ],
 )
 def test_a_bad_reward_ends_the_run_with_its_name(name, says):

@@ -12,9 +12,9 @@ import pytest
 
 from bessemer.config import gather
 from bessemer.errors import InputError
-from bessemer.optim import build_optimizer, default_schedule, freeze, settings_classes, wrap_optax
-from bessemer.optim.adamw import AdamWSettings, adamw
+from bessemer.optim import build_optimizer, default_schedule, settings_classes, wrap_optax
 from bessemer.optim.schedules import ConstantSettings, constant
+from bessemer.optim.standard import AdamWSettings, adamw
 from bessemer.registry import optimizers
 
 STEPS = 40
@@ -39,10 +39,7 @@ def test_every_optimizer_lowers_a_loss_and_compiles_once() -> None:
     target = jax.tree.map(lambda p: p + jnp.where(jnp.sin(9 * p) > 0, 1.0, -1.0), start)
 
     def loss(params: Any) -> jax.Array:
-        return sum(
-            jnp.sum((a - b) ** 2)
-            for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(target), strict=True)
-        )
+        return sum(jnp.sum((a - b) ** 2) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(target), strict=True))
 
     for name in optimizers.names():
         optimizer = build_optimizer(name, defaults, STEPS)
@@ -118,10 +115,7 @@ def test_a_schedule_of_optax_is_the_rate_itself() -> None:
     assert build_optimizer("adamw", defaults, STEPS, schedule=None).rates(0)["lr"] == pytest.approx(3e-4)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["adamw", "lion", "adafactor", "sgd", pytest.param(optax.adam(1e-3), id="optax")],
-)
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "sgd", pytest.param(optax.adam(1e-3), id="optax")])
 def test_silent_parameters_do_not_follow_rounding_noise_at_step_0(name: Any) -> None:
     """Neither the first update nor any later one depends on it; all other parameters are as they would be."""
     params: dict[str, Any] = {"rho": jnp.ones(3), "block_0": {"query": small_params()["block_0"]["query"]}}
@@ -143,16 +137,6 @@ def test_silent_parameters_do_not_follow_rounding_noise_at_step_0(name: Any) -> 
     assert np.all(plain[0]["rho"] != 0)
 
 
-def test_frozen_parameters_do_not_move_and_have_no_state() -> None:
-    params = small_params()
-    tx = freeze(build_optimizer("adamw", defaults, STEPS).tx, lambda path: path[0] == "block_0")
-    state = tx.init(params)
-    assert sum(leaf.size for leaf in jax.tree.leaves(state)) == 2 * 20 + 1
-    updates, _ = tx.update(params, state, params, step=jnp.int32(STEPS // 2))
-    assert not updates["lm_head"].any() and not updates["embedding"].any()
-    assert bool(jnp.all(updates["block_0"]["query"] != 0))
-
-
 def test_unknown_names_and_groups() -> None:
     with pytest.raises(InputError, match="Did you mean 'muon'"):
         build_optimizer("muonn", defaults, STEPS)
@@ -167,14 +151,6 @@ def test_settings_gather_for_every_pair() -> None:
             assert "optimization/weight_decay" in schema.settings
     assert settings_classes(None, None) == ()
     keys = gather(*settings_classes("muon")).settings
-    for word in (
-        "matrix_lr",
-        "embedding_lr",
-        "unembedding_lr",
-        "scalar_lr",
-        "weight_decay",
-        "adam_beta1",
-        "preset",
-    ):
+    for word in ("matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr", "weight_decay", "adam_beta1", "preset"):
         assert f"optimization/{word}" in keys
     assert {"training/warmup_pct", "training/decay_pct", "optimization/warmdown_ratio"} <= set(keys)

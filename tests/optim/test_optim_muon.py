@@ -15,16 +15,17 @@ from bessemer.optim.muon import (
     COEFFICIENTS,
     PRESETS,
     MuonSettings,
+    TrapezoidSettings,
     decay_schedule,
     momentum_schedule,
     muon,
-    orthogonalise,
-    orthogonalise_stacked,
+    orthogonalize,
+    orthogonalize_stacked,
     polar_express,
     scale_by_muon,
+    trapezoid,
 )
 from bessemer.optim.sharding import Spread
-from bessemer.optim.trapezoid import TrapezoidSettings, trapezoid
 from bessemer.topology import TopologySettings, make_topology
 
 
@@ -32,7 +33,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-def reference_orthogonalise(g: np.ndarray) -> np.ndarray:
+def reference_orthogonalize(g: np.ndarray) -> np.ndarray:
     """float64; g: (fan_in, fan_out), a row being the weights into one output."""
     w = g.T.copy()  # (fan_out, fan_in): the orientation of the papers
     norms = np.maximum(np.linalg.norm(w, axis=1, keepdims=True), 1e-6)
@@ -47,7 +48,7 @@ def reference_orthogonalise(g: np.ndarray) -> np.ndarray:
 def reference_step(p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, c: dict[str, float]) -> tuple:
     """One update of one matrix, written out. v has one value per index of the longer axis."""
     m = c["mu"] * m + (1 - c["mu"]) * g
-    u = reference_orthogonalise((1 - c["mu"]) * g + c["mu"] * m)
+    u = reference_orthogonalize((1 - c["mu"]) * g + c["mu"] * m)
     axis = 0 if p.shape[1] >= p.shape[0] else 1
     square = (u**2).mean(axis)
     v = 0.9 * v + 0.1 * square
@@ -59,7 +60,7 @@ def reference_step(p: np.ndarray, g: np.ndarray, m: np.ndarray, v: np.ndarray, c
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 48), (48, 16)])
-def test_polar_express_orthogonalises(shape: tuple[int, int]) -> None:
+def test_polar_express_orthogonalizes(shape: tuple[int, int]) -> None:
     """The composed polynomial maps [1e-3, 1/1.01] into 1 ± .1412: that band is the method's own accuracy."""
     x = normal(0, 3, *shape)
     u, before, vt = np.linalg.svd(x, full_matrices=False)
@@ -69,34 +70,32 @@ def test_polar_express_orthogonalises(shape: tuple[int, int]) -> None:
     assert regular.mean() > 0.95
     assert np.abs(after[regular] - 1).max() < 0.142 and after.max() < 1.142
     np.testing.assert_allclose(np.einsum("bmk,bk,bkn->bmn", u, after, vt), polar, atol=1e-4)
-    out = np.asarray(orthogonalise(jnp.asarray(x, jnp.float32)))
+    out = np.asarray(orthogonalize(jnp.asarray(x, jnp.float32)))
     np.testing.assert_allclose(np.linalg.norm(out, axis=(1, 2)), np.sqrt(min(shape)), rtol=1e-5)
-    np.testing.assert_allclose(out[0], reference_orthogonalise(x[0]), atol=1e-4)
+    np.testing.assert_allclose(out[0], reference_orthogonalize(x[0]), atol=1e-4)
 
 
 def test_zero_and_tiny_matrices_are_safe() -> None:
     x = jnp.stack([jnp.zeros((8, 16)), 1e-12 * jnp.asarray(normal(1, 8, 16), jnp.float32)])
     for dtype in (jnp.float32, jnp.bfloat16):
-        out = orthogonalise(x.astype(dtype))
+        out = orthogonalize(x.astype(dtype))
         assert out.dtype == jnp.float32 and bool(jnp.isfinite(out).all())
         assert not out[0].any()
 
 
 def test_bf16_is_close_to_float32() -> None:
     x = jnp.asarray(normal(2, 2, 16, 32), jnp.float32)
-    full, half = orthogonalise(x), orthogonalise(x.astype(jnp.bfloat16))
+    full, half = orthogonalize(x), orthogonalize(x.astype(jnp.bfloat16))
     cosine = jnp.vdot(full, half) / (jnp.linalg.norm(full) * jnp.linalg.norm(half))
     assert float(cosine) > 0.99
 
 
 def test_stacked_equals_one_by_one() -> None:
-    leaves = [
-        jnp.asarray(normal(k, *s), jnp.float32) for k, s in enumerate([(8, 8), (8, 16), (8, 8), (16, 8)])
-    ]
-    alone = [orthogonalise(leaf) for leaf in leaves]
+    leaves = [jnp.asarray(normal(k, *s), jnp.float32) for k, s in enumerate([(8, 8), (8, 16), (8, 8), (16, 8)])]
+    alone = [orthogonalize(leaf) for leaf in leaves]
     mesh = make_topology(TopologySettings(data=4), devices=jax.devices()[:4]).mesh
     for spread in (None, Spread(mesh, ("data",))):
-        together = jax.jit(lambda x, s=spread: orthogonalise_stacked(x, jnp.dtype(jnp.float32), s))(leaves)
+        together = jax.jit(lambda x, s=spread: orthogonalize_stacked(x, jnp.dtype(jnp.float32), s))(leaves)
         for a, b in zip(alone, together, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
 
@@ -121,9 +120,7 @@ def test_update_matches_the_float64_reference() -> None:
         c = {"mu": 0.85 + 0.10 * min(i / 3, 1), "lr": lr, "wd": 0.7 * (1 - i / 12)}
         for k in SHAPES:
             exact[k], m[k], v[k] = reference_step(exact[k], grads[k], m[k], v[k], c)
-        updates, state = update(
-            jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), grads), state, params, jnp.int32(i)
-        )
+        updates, state = update(jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), grads), state, params, jnp.int32(i))
         params = jax.tree.map(jnp.add, params, updates)
         for k in SHAPES:
             np.testing.assert_allclose(params[k], exact[k], atol=2e-5, err_msg=f"{k} at step {i}")
@@ -133,9 +130,7 @@ def test_update_matches_the_float64_reference() -> None:
 def test_momentum_and_decay_schedules() -> None:
     classic = trapezoid(TrapezoidSettings(), 1000)
     momentum = momentum_schedule(MuonSettings(), classic, 1000)
-    np.testing.assert_allclose(
-        [momentum(i) for i in (0, 150, 300, 1000)], [0.85, 0.90, 0.95, 0.95], rtol=1e-6
-    )
+    np.testing.assert_allclose([momentum(i) for i in (0, 150, 300, 1000)], [0.85, 0.90, 0.95, 0.95], rtol=1e-6)
     decay = decay_schedule(MuonSettings(), 1000)
     np.testing.assert_allclose([decay(i) for i in (0, 250, 1000)], [0.2, 0.15, 0.0], atol=1e-7)
 
@@ -174,16 +169,7 @@ def kind(path: tuple[str, ...]) -> str:
 
 
 def test_the_rest_goes_to_adamw_groups_in_float32() -> None:
-    shapes = {
-        "e": (10, 4),
-        "h": (4, 10),
-        "v": (10, 4),
-        "r": (3,),
-        "x": (3,),
-        "s": (),
-        "g": (4, 2),
-        "gv": (4,),
-    }
+    shapes = {"e": (10, 4), "h": (4, 10), "v": (10, 4), "r": (3,), "x": (3,), "s": (), "g": (4, 2), "gv": (4,)}
     params: Any = {"block": {"q": jnp.asarray(normal(0, 4, 4), jnp.float32)}}
     params |= {k: jnp.asarray(normal(i + 1, *s), jnp.float32) for i, (k, s) in enumerate(shapes.items())}
     params["e"] = params["e"].astype(jnp.bfloat16)

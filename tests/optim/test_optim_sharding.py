@@ -92,9 +92,7 @@ def run_muon(mesh: jax.sharding.Mesh, spread: bool, blocks: int) -> tuple[Any, C
 
 def test_spread_polar_step_is_the_same_with_few_collectives() -> None:
     alone, _ = run_muon(build_mesh(1, 1), False, blocks=5)
-    over_data, collectives = run_muon(
-        build_mesh(8, 1), True, blocks=5
-    )  # 5 matrices a shape on 8 devices: padded
+    over_data, collectives = run_muon(build_mesh(8, 1), True, blocks=5)  # 5 matrices a shape on 8 devices: padded
     assert collectives == {"all-gather": 2}  # one a shape
     over_both, collectives = run_muon(build_mesh(2, 4), True, blocks=5)
     # a shape: to its devices and back over fsdp, once over data; one all-reduce for the norms

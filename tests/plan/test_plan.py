@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,7 @@ def test_depth_12_through_the_command_line(
 
 
 @pytest.mark.parametrize(
-    ("depth", "width", "scaling", "batch"),
-    [(20, 1280, 435_159_040, 2**20), (24, 1536, 729_808_896, 2**20)],
+    ("depth", "width", "scaling", "batch"), [(20, 1280, 435_159_040, 2**20), (24, 1536, 729_808_896, 2**20)]
 )
 def test_deeper_check_values(depth: int, width: int, scaling: int, batch: int) -> None:
     trainer: Any = planned_trainer("pretrain", [f"model.depth={depth}"], compiles=False)
@@ -97,9 +97,7 @@ def test_the_same_numbers_as_training(tiny: dict[str, object], tmp_path: Path) -
     assert trained.config["optimization/weight_decay"] == after.config["optimization/weight_decay"]
 
 
-def test_a_mixture_is_accepted_or_refused_as_by_training(
-    tiny: dict[str, object], corpus: Path, tmp_path: Path
-) -> None:
+def test_a_mixture_is_accepted_or_refused_as_by_training(tiny: dict[str, object], corpus: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_bytes(corpus.read_bytes())
 
@@ -178,7 +176,7 @@ def test_a_given_batch_is_followed_once_also_after_a_resume(tiny: dict[str, obje
     del settings["training.steps"]
     first = launch.build_trainer({"objective": "pretrain"}, settings, name="a", root=tmp_path)
     first.run_directory.create()
-    write_setup(first)
+    write_setup(first.plan, first.branches)
     again = launch.reopen(tmp_path / "a")
     for key in ("optimization/lr_multiplier", "optimization/weight_decay"):
         assert again.config[key] == first.config[key]
@@ -196,18 +194,17 @@ def test_a_resumed_run_keeps_the_table_of_its_first_start(tiny: dict[str, object
         del settings[key]
     first = launch.build_trainer({"objective": "pretrain"}, settings, name="a", root=tmp_path)
     first.run_directory.create()
-    write_setup(first)
+    write_setup(first.plan, first.branches)
     saved = json.loads(first.run_directory.derived.read_text())
     again = launch.reopen(tmp_path / "a")
     assert "reference tokens" in saved and "reference tokens" not in again.derived
-    assert (
-        again.steps == first.steps and again.config.values == first.config.values
-    )  # nothing is scaled twice
-    write_setup(again)
+    assert again.steps == first.steps and again.config.values == first.config.values  # nothing is scaled twice
+    write_setup(again.plan, again.branches)
     assert json.loads(first.run_directory.derived.read_text()) == saved
-    again.config.set("optimization/weight_decay", 0.5, "a test")
+    context = replace(again.context, config=again.config.replace({"optimization/weight_decay": 0.5}, "a test"))
+    changed_plan = replace(again.plan, context=context)
     again.note_derived("training.steps", 7, "training.steps, given")
-    write_setup(again)
+    write_setup(changed_plan, again.branches)
     changed = json.loads(first.run_directory.derived.read_text())
     assert "optimization.weight_decay" not in changed and changed["training.steps"]["value"] == 7
 
@@ -221,9 +218,7 @@ def test_memory_and_time_of_a_tiny_model(
     plan = make_plan("quickstart", tiny, say=said.append)
     memory, parameters = plan["memory"], plan["model"]["parameters"]["total"]
     assert StepMemory(10, 9, 8, 7).total == 18
-    assert memory["total"] == (
-        memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"]
-    )
+    assert memory["total"] == (memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"])
     assert memory["arguments"] > 2 * 4 * parameters, "weights and momentum in float32, and more"
     assert memory["aliased"] >= 2 * 4 * parameters, "the state is donated: it is counted once"
     assert memory["fits"] is True and 2**30 < memory["limit"] * jax.local_device_count() < 2**50
@@ -285,9 +280,7 @@ def test_curves_of_other_optimizers(tmp_path: Path) -> None:
     import optax
 
     adamw = sample_curves(build_optimizer("adamw", lambda cls: cls(), 50), 50)
-    assert set(adamw) == {"steps", "lrm", "weight_decay"} and set(adamw["weight_decay"]) == {
-        np.float32(0.01).item()
-    }
+    assert set(adamw) == {"steps", "lrm", "weight_decay"} and set(adamw["weight_decay"]) == {np.float32(0.01).item()}
     bare = sample_curves(build_optimizer(optax.sgd(0.1), lambda cls: cls(), 50), 50)
     assert set(bare) == {"steps"} and write_curves(bare, tmp_path / "none.png") is None
     with pytest.raises(InputError, match=r"\.png"):

@@ -16,9 +16,7 @@ def marked(name: str) -> object:
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in CASES])
-def test_placement_and_collectives_are_those_of_the_snapshot(
-    name: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_placement_and_collectives_are_those_of_the_snapshot(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     known, found = read(name), snapshot(name)
     assert LAST_RESORT not in capfd.readouterr().err
     assert found["settings"] == known["settings"], RENEW

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from bessemer.errors import InputError
-from bessemer.plan.absent_plan import document, estimated, make_absent_plan, tried
+from bessemer.plan.absent_plan import document, estimated, make_absent_plan, make_sweep, tried
 from bessemer.plan.compiled import Compiled, has_compiler
 from bessemer.plan.estimate import Choice, estimate, terms_of
 from bessemer.plan.show import render_absent
-from bessemer.plan.sweep import make_sweep
 from bessemer.plan.target import balanced, parse_target
 
 GIB = 2**30
@@ -84,9 +83,7 @@ def test_bytes_sent_stay_flat_in_fsdp_and_data(deep: Any) -> None:
     """Per device and step at one pass a step: 64 times the devices change them by less than a fifth."""
 
     def sent(data: int, fsdp: int) -> float:
-        choice = Choice(
-            {"data": data, "fsdp": fsdp, "tensor": 1, "context": 1}, 512 // (data * fsdp), ("none",)
-        )
+        choice = Choice({"data": data, "fsdp": fsdp, "tensor": 1, "context": 1}, 512 // (data * fsdp), ("none",))
         made = estimate(deep.facts, choice, deep.terms)
         assert made.accumulate == 1
         return sum(one.sent for one in made.collectives)
@@ -97,9 +94,7 @@ def test_bytes_sent_stay_flat_in_fsdp_and_data(deep: Any) -> None:
 
 
 def test_what_the_torus_makes_of_the_mesh_is_a_note_of_the_plan(deep: Any) -> None:
-    plan = document(
-        "pretrain", deep, Compiled(None, (), 1.0, message="no room", notes=("two mesh axes share a side",))
-    )
+    plan = document("pretrain", deep, Compiled(None, (), 1.0, message="no room", notes=("two mesh axes share a side",)))
     assert "two mesh axes share a side" in plan["notes"]
     assert "note       two mesh axes share a side" in render_absent(plan)
 

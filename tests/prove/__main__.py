@@ -53,9 +53,7 @@ PROOFS = {
     "sft": Proof("sft", "eval/exact:toy-reverse", before=0.05, after=0.95, first=("toy",)),
     # At first the policy is its reference: margins are 0 but for rounding, so right or wrong is chance.
     "dpo": Proof("dpo", "val_pref_acc", before=0.6, after=0.9, first=("toy", "sft")),
-    "grpo": Proof(
-        "grpo", "val_reward", before=0.3, after=0.8, first=("toy", "toy-start"), logged=("clip_frac", "kl")
-    ),
+    "grpo": Proof("grpo", "val_reward", before=0.3, after=0.8, first=("toy", "toy-start"), logged=("clip_frac", "kl")),
     "distill-online": Proof(
         "distill-online", "eval/exact:toy-reverse", before=0.4, after=0.9, first=("toy", "toy-start", "sft")
     ),
@@ -65,9 +63,7 @@ PROOFS = {
 def bessemer(*words: str) -> str:
     """The command line in a process of its own; its output, or the end of it as an error."""
     variables = {**os.environ, "JAX_PLATFORMS": os.environ.get("JAX_PLATFORMS", "cpu"), "MPLBACKEND": "Agg"}
-    done = subprocess.run(
-        [sys.executable, "-m", "bessemer", *words], env=variables, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "bessemer", *words], env=variables, capture_output=True, text=True)
     if done.returncode != 0:
         raise SystemExit(f"bessemer {' '.join(words)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     return done.stdout
@@ -75,9 +71,7 @@ def bessemer(*words: str) -> str:
 
 def measured(run: Path, metric: str) -> list[float]:
     """The values of a metric, from the first on."""
-    rows: list[dict[str, Any]] = [
-        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row[metric] for row in rows if metric in row]
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import bessemer as bm
 from bessemer.data import DataSettings, Validation, open_dataset
 from bessemer.generate import load_model
-from bessemer.report.plots import COLOURS, finish, new_figure, save
+from bessemer.report.plots import COLORS, finish, new_figure, save
 
 BETAS = (0.0, 0.1, 1.0, 10.0)
 OLD, NEW = "python-stdlib", "python-reference"
@@ -75,19 +75,17 @@ def measure(run: bm.Run) -> dict[str, float]:
 def plot(results: dict[float, dict[str, float]], curves: dict[float, list[Any]], path: Path) -> None:
     figure, (above, below) = new_figure(panels=2)
     for place, (beta, rows) in enumerate(curves.items()):
-        colour = COLOURS[place]
+        colour = COLORS[place]
         if rows:
-            above.plot(
-                [row["step"] for row in rows], [row["kl"] for row in rows], color=colour, label=f"β {beta:g}"
-            )
+            above.plot([row["step"] for row in rows], [row["kl"] for row in rows], color=colour, label=f"β {beta:g}")
         else:
             above.axhline(results[beta]["kl"], color=colour, linestyle="--", label="β 0, at the end")
     finish(above, "KL to the model of the first stage (nats per token), second stage")
     ticks = range(len(results))
     for place, name in enumerate(("new loss", "old loss")):
-        below.plot(ticks, [found[name] for found in results.values()], "o-", color=COLOURS[place], label=name)
+        below.plot(ticks, [found[name] for found in results.values()], "o-", color=COLORS[place], label=name)
         start = next(iter(results.values()))[f"{name} before"]
-        below.axhline(start, color=COLOURS[place], linestyle=":", linewidth=1)
+        below.axhline(start, color=COLORS[place], linestyle=":", linewidth=1)
     finish(below, "held-out loss at the end (nats per token); dotted: before the second stage")
     below.set_xticks(list(ticks), [f"β {beta:g}" for beta in results])
     below.set_xlabel("")

@@ -12,11 +12,7 @@ from pathlib import Path
 import numpy as np
 
 SHAPE = (3, 7, 29)
-CASES = [
-    {"alpha": 0.5, "temperature": 2.0},
-    {"alpha": 1.0, "temperature": 1.0},
-    {"alpha": 0.2, "temperature": 4.0},
-]
+CASES = [{"alpha": 0.5, "temperature": 2.0}, {"alpha": 1.0, "temperature": 1.0}, {"alpha": 0.2, "temperature": 4.0}]
 
 
 def tensors() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -38,18 +34,14 @@ def compute() -> list[dict[str, object]]:
     for case in CASES:
         alpha, t = case["alpha"], case["temperature"]
         z = student.clone().requires_grad_()
-        kl = F.kl_div(
-            F.log_softmax(z / t, -1), F.log_softmax(teacher / t, -1), reduction="none", log_target=True
-        ).sum(-1)
-        ce = F.cross_entropy(z.flatten(0, 1), targets.clamp(min=0).flatten(), reduction="none").view(
-            targets.shape
+        kl = F.kl_div(F.log_softmax(z / t, -1), F.log_softmax(teacher / t, -1), reduction="none", log_target=True).sum(
+            -1
         )
+        ce = F.cross_entropy(z.flatten(0, 1), targets.clamp(min=0).flatten(), reduction="none").view(targets.shape)
         loss = (weights * (alpha * t * t * kl + (1 - alpha) * ce)).sum()
         loss.backward()
         sums = {"loss": loss, "kl": (weights * kl).sum(), "nll": (weights * ce).sum()}
-        found.append(
-            {**case, **{name: value.item() for name, value in sums.items()}, "gradient": z.grad.tolist()}
-        )
+        found.append({**case, **{name: value.item() for name, value in sums.items()}, "gradient": z.grad.tolist()})
     return found
 
 

@@ -45,10 +45,7 @@ def trl_case(case: dict[str, Any], data: dict[str, Any], advantages: Any) -> dic
     import torch
     from trl import GRPOTrainer
 
-    tensor = {
-        name: torch.tensor(data[name], dtype=torch.float64)
-        for name in ("logprobs", "old", "reference", "mask")
-    }
+    tensor = {name: torch.tensor(data[name], dtype=torch.float64) for name in ("logprobs", "old", "reference", "mask")}
     logprobs = tensor["logprobs"].clone().requires_grad_()
     trainer = object.__new__(GRPOTrainer)
     trainer.__dict__ |= {

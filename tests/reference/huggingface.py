@@ -35,12 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
         "model_type": "llama",
         "tie_word_embeddings": True,
         "rms_norm_eps": 1e-5,
-        "rope_parameters": {
-            **LLAMA3,
-            "rope_theta": 500.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
+        "rope_parameters": {**LLAMA3, "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32},
     },
     "llama-biased": {
         "model_type": "llama",
@@ -87,12 +82,7 @@ MORE: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "mistral-whole": {"model_type": "mistral", "sliding_window": None, "num_hidden_layers": 3},
-    "qwen3-biased": {
-        "model_type": "qwen3",
-        "head_dim": 8,
-        "attention_bias": True,
-        "use_sliding_window": False,
-    },
+    "qwen3-biased": {"model_type": "qwen3", "head_dim": 8, "attention_bias": True, "use_sliding_window": False},
     "qwen3-sliding": {
         "model_type": "qwen3",
         "head_dim": 8,
@@ -183,9 +173,7 @@ def main() -> None:
     import torch
     import transformers
 
-    stored: dict[str, Any] = {
-        "made_by": f"transformers {transformers.__version__}, torch {torch.__version__}"
-    }
+    stored: dict[str, Any] = {"made_by": f"transformers {transformers.__version__}, torch {torch.__version__}"}
     for name, case in CASES.items():
         model = build(case)
         config = {k: v for k, v in model.config.to_dict().items() if k != "transformers_version"}

@@ -52,11 +52,7 @@ class Model:
     def __call__(self, **_: Any) -> Any:
         zeros = self.logps.detach() * 0
         return SimpleNamespace(
-            log_probs=self.logps,
-            entropy=zeros,
-            mean_logits=zeros,
-            is_top1=zeros.bool(),
-            log_sum_sq_probs=zeros,
+            log_probs=self.logps, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool(), log_sum_sq_probs=zeros
         )
 
 
@@ -64,9 +60,7 @@ def trainer(policy: Model, reference: Model, **attributes: Any) -> Any:
     import torch
 
     same = lambda value: value  # noqa: E731
-    accelerator = SimpleNamespace(
-        device=torch.device("cpu"), gather=same, gather_for_metrics=same, unwrap_model=same
-    )
+    accelerator = SimpleNamespace(device=torch.device("cpu"), gather=same, gather_for_metrics=same, unwrap_model=same)
     return SimpleNamespace(
         model=policy,
         ref_model=reference,
@@ -111,9 +105,7 @@ def dpo(n: dict[str, Any], loss: str, smoothing: float) -> dict[str, Any]:
     def loss_of(policy: Any) -> Any:
         reference = n["reference"].sum(-1)
         both = policy.flatten(0, 1)  # TRL puts all chosen before all rejected
-        made = trainer(
-            Model(both), Model(both), loss_types=[loss], loss_weights=[1.0], label_smoothing=smoothing
-        )
+        made = trainer(Model(both), Model(both), loss_types=[loss], loss_weights=[1.0], label_smoothing=smoothing)
         inputs = sequences(n["mask"].flatten(0, 1))
         inputs |= {"ref_chosen_logps": reference[0], "ref_rejected_logps": reference[1]}
         return DPOTrainer._compute_loss(made, made.model, inputs, False)

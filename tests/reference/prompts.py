@@ -57,9 +57,7 @@ def make(folder: Path, case: dict[str, Any]) -> Path:
     else:
         backend = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
         if layout == "prepend":
-            backend.normalizer = normalizers.Sequence(
-                [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-            )
+            backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
         else:
             scheme = "always" if layout == "metaspace-always" else "first"
             backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
@@ -104,8 +102,7 @@ def main() -> None:
                 entry["chat"] = theirs(text, add_special_tokens=False)["input_ids"]
             found["cases"][name_of(case)] = entry
     lines = ",\n".join(
-        f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}"
-        for name, value in found["cases"].items()
+        f"{json.dumps(name)}: {json.dumps(value, separators=(',', ':'))}" for name, value in found["cases"].items()
     )
     OUT.write_text(f'{{"transformers": {json.dumps(found["transformers"])}, "cases": {{\n{lines}\n}}}}\n')
 

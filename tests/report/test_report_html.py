@@ -12,9 +12,8 @@ from tests.report.test_report_render import full_run
 
 from bessemer.cli.compare import command as compare
 from bessemer.cli.report import command as report
-from bessemer.report.environment import reproduction
-from bessemer.report.html import write_html
-from bessemer.report.summary import summarise
+from bessemer.report.html import reproduction, write_html
+from bessemer.report.summary import summarize
 
 EVIL = "<script>alert(1)</script>"
 
@@ -39,13 +38,7 @@ def test_one_file_holds_curves_tables_decisions_and_how_to_make_it_again(tmp_pat
     result = CliRunner().invoke(report, [str(run.path), "--html"], catch_exceptions=False)
     assert result.output.split() == [str(run.report), str(run.path / "report.html")]
     text = (run.path / "report.html").read_text()
-    for part in (
-        "<strong>3.0000 bits per byte</strong>",
-        "fits | in memory",
-        "<td>1m05s</td>",
-        "abc123",
-        "def456",
-    ):
+    for part in ("<strong>3.0000 bits per byte</strong>", "fits | in memory", "<td>1m05s</td>", "abc123", "def456"):
         assert part in text, part
     assert "bessemer train quickstart training.steps=40" in text and "<summary>All settings</summary>" in text
     assert "<pre>a ```b```▸ text 40\nmore</pre>" in text
@@ -54,7 +47,7 @@ def test_one_file_holds_curves_tables_decisions_and_how_to_make_it_again(tmp_pat
     assert elements.tags.count("img") == 5 and "script" not in elements.tags
     assert all(source.startswith("data:image/png;base64,") for source in elements.sources)
     assert not re.search(r"https?://", text)
-    assert dict(reproduction(summarise(run)))["newest checkpoint"] == "step_00000040"
+    assert dict(reproduction(summarize(run)))["newest checkpoint"] == "step_00000040"
 
 
 def test_hostile_words_stay_words_and_a_bare_run_has_a_page(tmp_path: Path) -> None:
@@ -62,22 +55,13 @@ def test_hostile_words_stay_words_and_a_bare_run_has_a_page(tmp_path: Path) -> N
     run.samples.write_text(
         json.dumps({"step": 40, "prompt": EVIL, "completion": f"</details>\n<details>{EVIL}"}) + "\n"
     )
-    run.derived.write_text(
-        json.dumps({EVIL: {"value": f"![x](plots/../secret.png) {EVIL}", "reason": "`" + EVIL}})
-    )
+    run.derived.write_text(json.dumps({EVIL: {"value": f"![x](plots/../secret.png) {EVIL}", "reason": "`" + EVIL}}))
     run.write_status(message=f"</p>{EVIL}")
     text = write_html(run).read_text()
     elements = Elements()
     elements.feed(text)
     assert "script" not in elements.tags and elements.tags.count("details") == 1
-    for name in (
-        "metrics.jsonl",
-        "samples.jsonl",
-        "facts.json",
-        "derived.json",
-        "config.yaml",
-        "status.json",
-    ):
+    for name in ("metrics.jsonl", "samples.jsonl", "facts.json", "derived.json", "config.yaml", "status.json"):
         (run.path / name).unlink()
     assert "not recorded" in write_html(run).read_text()
 

@@ -22,7 +22,6 @@ def test_rows_come_back_and_non_finite_values_are_named(tmp_path):
     first, second = metrics.rows()
     assert first == {"step": 1, "loss": 2.5, "name": "a", "ok": True, "none": None}
     assert second == {"step": 2, "loss": None, "grad_norm": None, "non_finite": ["loss", "grad_norm"]}
-    assert metrics.non_finite == 2
 
 
 def test_device_values_are_refused(tmp_path):

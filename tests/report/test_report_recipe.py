@@ -19,7 +19,5 @@ from bessemer.report.summary import recipe_of
         ([None, 3, "recipe "], ""),
     ],
 )
-def test_the_recipe_that_was_given_wins_over_those_it_extends(
-    origins: list[object], expected: str | None
-) -> None:
+def test_the_recipe_that_was_given_wins_over_those_it_extends(origins: list[object], expected: str | None) -> None:
     assert recipe_of({str(number): origin for number, origin in enumerate(origins)}) == expected

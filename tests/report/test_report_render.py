@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from bessemer.console import compact, duration, size, table
 from bessemer.errors import InputError
 from bessemer.job import RunDirectory, RunLock
-from bessemer.report import baselines, summarise, write_report
+from bessemer.report import baselines, summarize, write_report
 from bessemer.report.listing import comparison, remarks, run_rows, runs_table
 from bessemer.report.plots import _learning_rate, new_figure
 
@@ -54,9 +54,7 @@ def full_run(root, name="full", lr=0.02):
         )
         rows.append({"step": step, "val_loss": loss, "val_bpb": 2.0 if step == 30 else 3.0})
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    samples = [
-        {"step": step, "prompt": "a ```b```", "completion": f" text {step}\nmore"} for step in (20, 40)
-    ]
+    samples = [{"step": step, "prompt": "a ```b```", "completion": f" text {step}\nmore"} for step in (20, 40)]
     run.samples.write_text("".join(json.dumps(row) + "\n" for row in samples))
     (run.eval / "bpb_step40.json").write_text(
         json.dumps({"task": "bpb", "step": 40, "metric": "bits per byte", "value": 3.0})
@@ -79,7 +77,7 @@ def test_a_full_report_says_everything(tmp_path):
         "| MFU (attention counted in full) | 50.0% |",
         "| MFU (causal attention only) | 40.0% |",
         "| training time of all steps | 1m05s |",
-        "| peak memory of a device | not told by a CPU; `bessemer plan` says what the step takes |",
+        "| peak memory of a device | not reported by a CPU; `bessemer plan` shows what the step needs |",
         "| devices | 1 × cpu |",
         "| training.steps | 40 | command line |",
         "<details><summary>All settings</summary>",
@@ -120,7 +118,7 @@ def test_rates_of_groups_that_differ_much_are_drawn_on_a_log_axis(tmp_path):
     row = {"step": 1, "lr": 0.02, "lr/matrix": 0.02, "lr/embedding": 1.0}
     run.metrics.write_text(json.dumps(row) + "\n")
     _, axes = new_figure()
-    assert _learning_rate(axes, summarise(run)) and axes.get_yscale() == "log"
+    assert _learning_rate(axes, summarize(run)) and axes.get_yscale() == "log"
     assert axes.get_legend_handles_labels()[1] == ["embedding", "matrix"]
 
 
@@ -155,19 +153,13 @@ def test_the_list_tells_running_from_crashed(tmp_path):
     with RunLock(alive):
         alive.write_status(state="running", step=5)
         rows = {row["name"]: row for row in run_rows(tmp_path)}
-    assert {name: row["state"] for name, row in rows.items()} == {
-        "full": "done",
-        "alive": "running",
-        "dead": "crashed",
-    }
-    assert (
-        rows["full"]["steps"] == 40 and rows["full"]["tok_per_s"] == 3e5 and rows["full"]["size_bytes"] > 1000
-    )
+    assert {name: row["state"] for name, row in rows.items()} == {"full": "done", "alive": "running", "dead": "crashed"}
+    assert rows["full"]["steps"] == 40 and rows["full"]["tok_per_s"] == 3e5 and rows["full"]["size_bytes"] > 1000
     assert 0 <= rows["dead"]["age_seconds"] < 60
     (line,) = remarks(list(rows.values()))
     assert line.startswith("crashed (resume continues): dead.")
     (line,) = remarks([rows["alive"] | {"age_seconds": 125.0}])
-    assert "alive has been silent for 2m05s" in line
+    assert "alive has had no heartbeat for 2m05s" in line
 
 
 def test_the_table_fits_eighty_columns(tmp_path):
@@ -222,10 +214,10 @@ def test_comparing_runs(tmp_path, monkeypatch):
     from bessemer.cli.compare import command
 
     one, two = full_run(tmp_path / "runs", "one"), full_run(tmp_path / "runs", "two", lr=0.05)
-    text = comparison([summarise(one), summarise(two)])
+    text = comparison([summarize(one), summarize(two)])
     assert "optimization.lr" in text and "0.05" in text and "training.steps" not in text
     assert "lowest bits per byte" in text
-    assert "The settings are the same." in comparison([summarise(one), summarise(one)])
+    assert "The settings are the same." in comparison([summarize(one), summarize(one)])
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(command, ["one", "two"], catch_exceptions=False)
     assert "curves: compare.png" in result.stdout and (tmp_path / "compare.png").stat().st_size > 1000

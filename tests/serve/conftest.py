@@ -16,8 +16,8 @@ import pytest
 from tests.tiny_run import random_params, tiny_model, tiny_tokenizer
 
 from bessemer.generate import Engine, EngineThread, LoadedModel
+from bessemer.serve.app import listen, make_server
 from bessemer.serve.conversation import template_of
-from bessemer.serve.server import listen, make_server
 from bessemer.serve.service import Service
 from bessemer.training.setup.compiled import keep_compiled_programs
 
@@ -79,15 +79,11 @@ class Live:
         self.socket = listen("127.0.0.1", 0)
         self.port: int = self.socket.getsockname()[1]
         self.server = make_server(service, grace)
-        self._thread = threading.Thread(
-            target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True
-        )
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.socket]}, daemon=True)
 
     @property
     def client(self) -> openai.OpenAI:
-        return openai.OpenAI(
-            base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=120
-        )
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=120)
 
     def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any, Any]:
         """(status, JSON, headers) of a raw request; `body` is sent as it is if it is bytes."""

@@ -88,9 +88,7 @@ def test_headers_that_never_end_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> 
         until(lambda: made.open == 0)
 
 
-def test_headers_of_a_second_request_are_cut_off_and_a_slow_answer_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_headers_of_a_second_request_are_cut_off_and_a_slow_answer_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(net, "HEADER_SECONDS", 0.05)
     with site() as made:
         slow = made.connect(GET.replace(b"/ ", b"/wait ", 1))
@@ -116,9 +114,7 @@ def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch)
         assert silent.fileno() >= 0, "this end is still open"
 
 
-def test_a_new_connection_takes_the_place_of_the_one_that_waited_longest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_new_connection_takes_the_place_of_the_one_that_waited_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(net, "HEADER_SECONDS", TIMEOUT)  # on a busy machine the test itself takes seconds
     with site(connections=3) as made:
         held = []

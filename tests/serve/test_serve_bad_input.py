@@ -36,7 +36,7 @@ BODIES = [
     (b'{"prompt": "a", "temperature": 1e999}', "temperature", "between 0 and 2; got inf"),
     ({"prompt": "a", "top_p": 0}, "top_p", "set temperature to 0"),
     ({"prompt": "a", "n": 0}, "n", "between 1 and 128"),
-    ({"prompt": "a", "n": 65}, "n", "more than this server's queue holds, 64"),
+    ({"prompt": "a", "n": 65}, "n", "more than this server's queue of 64 takes"),
     ({"prompt": "a", "seed": -1}, "seed", "between 0 and 4294967295"),
     ({"prompt": "a", "stream": "yes"}, "stream", "true or false"),
     ({"prompt": "a", "stop": ["", "x"]}, "stop", "empty string"),
@@ -60,16 +60,8 @@ CHATS = [
     ({"messages": [{"role": "user"}]}, "messages[0].content", "a string, not null"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "one of system, user, assistant"),
     ({"messages": [{"role": {}, "content": "x"}]}, "messages[0].role", "one of system, user, assistant"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[0].content",
-        "text parts",
-    ),
-    (
-        {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]},
-        "messages[0].tool_calls",
-        "tool_calls",
-    ),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "text parts"),
+    ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls", "tool_calls"),
     ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools", "not supported"),
     ({"messages": [{"role": "user", "content": "x"}], "logprobs": 1}, "logprobs", "true or false"),
     ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}, "top_logprobs", '"logprobs": true'),
@@ -83,17 +75,9 @@ CHATS = [
         "response_format",
         "'response_format' is not supported by this server. Type 'json_object' cannot be enforced",
     ),
-    (
-        {"messages": [{"role": "user", "content": "x"}], "response_format": "json"},
-        "response_format",
-        "an object",
-    ),
+    ({"messages": [{"role": "user", "content": "x"}], "response_format": "json"}, "response_format", "an object"),
     ({"messages": [{"role": "user", "content": "x"}], "tools": {}}, "tools", "must be an array"),
-    (
-        {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
-        "tool_choice",
-        "force a call",
-    ),
+    ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "tool_choice", "cannot be forced"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "system, user, assistant."),
 ]
 CHATS.append(({"messages": [{"role": "user", "content": "a" * 1000}]}, None, "cannot fit"))
@@ -101,9 +85,7 @@ CASES = [("/v1/completions", *case) for case in BODIES] + [("/v1/chat/completion
 
 
 @pytest.mark.parametrize(("path", "body", "param", "words"), CASES, ids=lambda value: str(value)[:40])
-def test_a_wrong_body_is_400_and_says_what(
-    live: Live, path: str, body, param: str | None, words: str
-) -> None:
+def test_a_wrong_body_is_400_and_says_what(live: Live, path: str, body, param: str | None, words: str) -> None:
     status, document, _ = live.post(path, body)
     error = document["error"]
     assert status == 400 and error["type"] == "invalid_request_error"
@@ -112,11 +94,7 @@ def test_a_wrong_body_is_400_and_says_what(
 
 
 def test_wrong_paths_and_methods_are_json_too(live: Live) -> None:
-    for method, path, wanted in (
-        ("GET", "/nothing", 404),
-        ("GET", "/v1/completions", 405),
-        ("PUT", "/health", 405),
-    ):
+    for method, path, wanted in (("GET", "/nothing", 404), ("GET", "/v1/completions", 405), ("PUT", "/health", 405)):
         status, document, _ = live.call(method, path)
         assert status == wanted and path in document["error"]["message"]
 
@@ -134,21 +112,12 @@ def test_fields_that_ask_for_nothing_are_fine(live: Live) -> None:
     }
     assert live.post("/v1/completions", body)[0] == 200
     chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "top_logprobs": 0}
-    chat |= {
-        "tools": [],
-        "tool_choice": "none",
-        "parallel_tool_calls": True,
-        "response_format": {"type": "text"},
-    }
+    chat |= {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"}}
     assert live.post("/v1/chat/completions", chat)[0] == 200
 
 
 junk = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=20),
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
@@ -163,12 +132,7 @@ right = {
     "/v1/completions": {"prompt": text | st.lists(st.integers(0, 299), min_size=1, max_size=5)},
     "/v1/chat/completions": {"messages": st.lists(messages, min_size=1, max_size=3)},
 }
-optional = {
-    "n": st.integers(1, 4),
-    "stream": st.booleans(),
-    "temperature": st.floats(0, 2),
-    "stop": text | junk,
-}
+optional = {"n": st.integers(1, 4), "stream": st.booleans(), "temperature": st.floats(0, 2), "stop": text | junk}
 
 
 def bodies(path: str) -> st.SearchStrategy[bytes]:
@@ -176,9 +140,7 @@ def bodies(path: str) -> st.SearchStrategy[bytes]:
     request = st.fixed_dictionaries(right[path], optional=optional)
     changes = st.dictionaries(st.sampled_from(NAMES.split()) | text, junk, max_size=2)
     changed = st.builds(lambda good, change: json.dumps({**good, **change}).encode(), request, changes)
-    return st.one_of(
-        changed, changed, junk.map(lambda value: json.dumps(value).encode()), st.binary(max_size=40)
-    )
+    return st.one_of(changed, changed, junk.map(lambda value: json.dumps(value).encode()), st.binary(max_size=40))
 
 
 asks = st.sampled_from(sorted(right)).flatmap(lambda path: st.tuples(st.just(path), bodies(path)))

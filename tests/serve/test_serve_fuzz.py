@@ -13,16 +13,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "The cats", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
 }
-NUMBERS = (
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "n",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-)
+NUMBERS = ("max_tokens", "temperature", "top_p", "top_k", "n", "seed", "presence_penalty", "frequency_penalty")
 
 
 def wrong_request(seed: int) -> tuple[str, bytes, str]:

@@ -18,8 +18,8 @@ from bessemer.cli.serve import command
 from bessemer.errors import InputError
 from bessemer.generate import Engine, LoadedModel
 from bessemer.serve import net
+from bessemer.serve.app import ServerOptions
 from bessemer.serve.net import listen, read_token
-from bessemer.serve.server import ServerOptions
 
 PROMPT = "The 3 grey cats"
 
@@ -54,10 +54,10 @@ def test_a_full_queue_is_429_and_is_served_later(live: Live) -> None:
 def test_a_late_answer_is_an_error_and_its_row_is_dropped(impatient: Live) -> None:
     late = impatient.service.metrics.late
     with impatient.gate.closed():
-        with pytest.raises(openai.InternalServerError, match=r"not ready within 0\.05 seconds") as caught:
+        with pytest.raises(openai.InternalServerError, match=r"not complete within 0\.05 seconds") as caught:
             impatient.client.completions.create(model="tiny", prompt=PROMPT)
         assert caught.value.status_code == 504
-        with pytest.raises(openai.APIError, match=r"not ready within 0\.05 seconds"):
+        with pytest.raises(openai.APIError, match=r"not complete within 0\.05 seconds"):
             list(impatient.client.completions.create(model="tiny", prompt=PROMPT, stream=True))
     until(lambda: impatient.engine.active == impatient.engine.waiting == 0)
     assert impatient.service.metrics.late == late + 2
@@ -122,7 +122,7 @@ def test_a_failed_round_is_an_error_and_the_next_one_is_served(
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "fetch", broken)
-        with pytest.raises(openai.InternalServerError, match="the engine failed while it wrote this answer"):
+        with pytest.raises(openai.InternalServerError, match="the engine failed while generating this answer"):
             live.client.completions.create(model="tiny", prompt=PROMPT)
         assert live.call("GET", "/health")[0] == 503
     assert live.client.completions.create(model="tiny", prompt=PROMPT).choices[0].text
@@ -171,20 +171,18 @@ def test_without_a_token_only_names_of_this_machine_are_answered(live: Live) -> 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org", ""])
 def test_another_host_needs_a_token(host: str) -> None:
-    with pytest.raises(InputError, match="needs a token: set BESSEMER_API_TOKEN or give --token-file"):
+    with pytest.raises(InputError, match="needs a token: set BESSEMER_API_TOKEN or pass --token-file"):
         ServerOptions(host=host)
     assert ServerOptions(host=host, token="secret").host == host
 
 
 def test_the_command_refuses_before_it_listens(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BESSEMER_API_TOKEN", raising=False)
-    with pytest.raises(InputError, match="lets other machines in"):
+    with pytest.raises(InputError, match="is open to other machines"):
         CliRunner().invoke(command, ["none", "--host", "0.0.0.0"], catch_exceptions=False)
     monkeypatch.setenv("BESSEMER_API_TOKEN", "secret")
     with pytest.raises(InputError, match="no run 'none'"):
-        CliRunner().invoke(
-            command, ["none", "--host", "0.0.0.0", "--runs", str(tmp_path)], catch_exceptions=False
-        )
+        CliRunner().invoke(command, ["none", "--host", "0.0.0.0", "--runs", str(tmp_path)], catch_exceptions=False)
 
 
 def test_tokens_come_from_a_file_or_the_environment(tmp_path) -> None:
@@ -207,5 +205,5 @@ def test_a_port_in_use_and_wrong_numbers_are_said() -> None:
         with pytest.raises(InputError, match=r"cannot listen on 127\.0\.0\.1.* Choose another --port"):
             listen("127.0.0.1", taken.getsockname()[1])
     for wrong in ({"port": -1}, {"port": 70000}, {"slots": 0}, {"queue": 0}, {"timeout": 0.0}):
-        with pytest.raises(InputError, match=f"--{next(iter(wrong))} is"):
+        with pytest.raises(InputError, match=f"--{next(iter(wrong))} must be"):
             ServerOptions(**wrong)

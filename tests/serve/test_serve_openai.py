@@ -30,8 +30,7 @@ def test_greedy_is_what_the_plain_decoder_writes(live: Live, loaded: LoadedModel
 
 def test_the_same_seed_repeats_and_another_does_not(live: Live) -> None:
     first, again, other = (
-        live.client.completions.create(prompt=PROMPT, **{**ASK, "seed": seed}).choices[0].text
-        for seed in (5, 5, 6)
+        live.client.completions.create(prompt=PROMPT, **{**ASK, "seed": seed}).choices[0].text for seed in (5, 5, 6)
     )
     assert first == again != other
 
@@ -108,8 +107,7 @@ def test_the_most_likely_tokens_are_the_engines_whole_or_streamed(live: Live, lo
     )
     wanted = live.engine.submit(request).result(300).samples[0]
     assert [[(one.token, one.logprob) for one in place.top_logprobs] for place in whole] == [
-        [(loaded.tokenizer.decode([token]), score) for token, score in ranking]
-        for ranking in wanted.top[: len(whole)]
+        [(loaded.tokenizer.decode([token]), score) for token, score in ranking] for ranking in wanted.top[: len(whole)]
     ]
     assert all(place.logprob <= place.top_logprobs[0].logprob for place in whole)
     streamed = []

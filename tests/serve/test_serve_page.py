@@ -18,15 +18,13 @@ def test_the_page_shows_commands_that_work(live: Live) -> None:
     status, text, headers = live.call("GET", "/")
     assert status == 200 and headers["Content-Type"].startswith("text/plain") and "<" not in text
     start = text.index("from openai")
-    code = text[start : text.index("\n\n", text.index("print", start))]
+    code = text[start : text.index("\n```", start)]
     exec(compile(code.replace("stream=True", "stream=True, max_tokens=2"), "page", "exec"), {})
     body = text.split("-d '")[1].split("'")[0].encode()
     assert live.post("/v1/chat/completions", body.replace(b"50", b"2"))[0] == 200
 
 
-def test_a_guarded_server_names_no_model_to_strangers(
-    loaded: LoadedModel, engine: Engine, gate: Gate
-) -> None:
+def test_a_guarded_server_names_no_model_to_strangers(loaded: LoadedModel, engine: Engine, gate: Gate) -> None:
     with Live(make_service(loaded, engine, token="secret"), gate) as live:
         for headers in ({}, HTML):
             status, text, _ = live.call("GET", "/", headers=headers)

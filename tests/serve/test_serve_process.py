@@ -74,9 +74,7 @@ def test_many_streams_at_once_none_lost_none_mixed(loaded: LoadedModel) -> None:
         return pieces, ends
 
     async def every(port: int) -> list[tuple[str, list[str | None]]]:
-        client = openai.AsyncOpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300
-        )
+        client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300)
         async with client:
             return await asyncio.gather(*(one(client, number) for number in range(CLIENTS)))
 

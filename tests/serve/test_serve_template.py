@@ -24,7 +24,7 @@ from bessemer.data import Tokenizer
 from bessemer.data.tokenize import templates
 from bessemer.data.tokenize.templates import Worker
 from bessemer.generate import Engine, EngineThread, LoadedModel
-from bessemer.interop.import_hf import import_folder
+from bessemer.interop.folder import import_folder
 from bessemer.serve.conversation import template_of
 from bessemer.serve.service import Service
 

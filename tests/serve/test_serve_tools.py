@@ -12,7 +12,7 @@ from tests.serve.conftest import Live
 from bessemer.data.tokenize.templates import ChatTemplate
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.serve.conversation import Foreign
-from bessemer.serve.errors import ApiError
+from bessemer.serve.net import ApiError
 from bessemer.serve.requests import Room, chat_ask
 
 WITH_TOOLS = (
@@ -59,20 +59,14 @@ def test_the_name_of_a_special_token_in_a_tool_stays_text() -> None:
 
 
 def test_calls_and_results_are_part_of_the_conversation() -> None:
-    call = {
-        "id": "1",
-        "type": "function",
-        "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'},
-    }
+    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
     messages = [
         {"role": "user", "content": "Oslo?"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "rain"},
     ]
     prompt = prompt_of({"messages": messages, "tools": [WEATHER]})
-    assert 'get_weather{"city": "Oslo"}' in prompt, (
-        "arguments are an object, not a string of JSON in a string"
-    )
+    assert 'get_weather{"city": "Oslo"}' in prompt, "arguments are an object, not a string of JSON in a string"
     assert "tool\nrain" in prompt
 
 
@@ -80,9 +74,7 @@ def test_a_template_without_a_place_for_tools_refuses_them_by_name(live: Live) -
     status, document, _ = live.post("/v1/chat/completions", {**ASKED, "tools": [WEATHER]})
     error = document["error"]
     assert (status, error["param"], error["code"]) == (400, "tools", "unsupported_parameter")
-    with pytest.raises(
-        ApiError, match=r"'tools' is not supported by this server\. The chat template of this model"
-    ):
+    with pytest.raises(ApiError, match=r"'tools' is not supported by this server\. The chat template of this model"):
         prompt_of({**ASKED, "tools": [WEATHER]}, CHATML)
 
 
@@ -96,10 +88,7 @@ for _ in range(50):
     [
         ({"tools": [1]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]},
-            "tools[0].function.parameters",
-        ),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": 1}}]}, "tools[0].function.parameters"),
         ({"tools": [{"type": "function", "function": {"name": "a", "parameters": DEEP}}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": "a", "description": "\ud800"}}]}, "tools[0]"),
         ({"tools": [WEATHER] * 200}, "tools"),

@@ -57,11 +57,7 @@ def test_devices_that_are_no_whole_torus_are_in_plain_order_and_the_notes_say_so
 
 def test_slices_are_on_the_outermost_axes() -> None:
     devices = torus(2, 2, 1, slices=4)
-    for sizes, far in (
-        ((4, 4, 1, 1), []),
-        ((2, 8, 1, 1), ["fsdp spans 2"]),
-        ((1, 4, 4, 1), ["fsdp spans 4"]),
-    ):
+    for sizes, far in (((4, 4, 1, 1), []), ((2, 8, 1, 1), ["fsdp spans 2"]), ((1, 4, 4, 1), ["fsdp spans 4"])):
         placed, notes = arrange(sizes, devices)
         assert [device.slice_index for device in placed.flat] == [n // 4 for n in range(16)]
         assert len(notes) == len(far) and all(words in note for words, note in zip(far, notes, strict=True))

@@ -151,7 +151,5 @@ def test_variables_are_born_sharded_and_the_scope_constrains():
     with topology.scope():
         y = jax.jit(Tiny().apply)(variables, jnp.ones((4, 8)))
     assert y.sharding.shard_shape(y.shape) == (1, 2)
-    single, _ = init_sharded(
-        lambda k: Tiny().init(k, jnp.ones((4, 8))), key, make_topology(devices=jax.devices()[:1])
-    )
+    single, _ = init_sharded(lambda k: Tiny().init(k, jnp.ones((4, 8))), key, make_topology(devices=jax.devices()[:1]))
     np.testing.assert_array_equal(single["params"]["w"], w)

@@ -12,15 +12,7 @@ import pytest
 from tests.processes import TIMEOUT, finish, free_port
 
 from bessemer.errors import InputError
-from bessemer.topology import (
-    StepAgreement,
-    TopologySettings,
-    agree,
-    barrier,
-    forget,
-    share,
-    start_distributed,
-)
+from bessemer.topology import StepAgreement, TopologySettings, agree, barrier, broadcast, forget, start_distributed
 from bessemer.topology.bootstrap import cluster, slurm_local_devices
 
 CLUSTER = ("SLURM", "OMPI", "KUBERNETES", "JOB_COMPLETION", "TPU_", "MEGASCALE", "BESSEMER_", "CUDA_VISIBLE")
@@ -36,7 +28,7 @@ def plain_environment(monkeypatch):
 def test_alone_everything_is_trivial():
     assert start_distributed() is False
     barrier("nothing")
-    assert share("value", lambda: "x") == "x"
+    assert broadcast("value", lambda: "x") == "x"
     forget("value")
     agree("value", "x")
     stop = StepAgreement()
@@ -135,7 +127,7 @@ for step in range(1, 12):
     if stop.due(step):
         break
 for number in range(3):  # alike twice, then not; what was read is not kept
-    told = share("draw", lambda: f"a:{number}")
+    told = broadcast("draw", lambda: f"a:{number}")
     try:
         agree("the draw", f"draw {number if number < 2 else index}")
     except StorageError as error:
@@ -143,14 +135,14 @@ for number in range(3):  # alike twice, then not; what was read is not kept
     forget("draw")
     assert told == f"a:{number}"
 barrier("forgotten")
-kept = [key for kind in ("share", "agree") for key, _ in client().key_value_dir_get(f"bessemer/{kind}")]
+kept = [key for kind in ("broadcast", "agree") for key, _ in client().key_value_dir_get(f"bessemer/{kind}")]
 print("KEPT", sum("draw" in key for key in kept), flush=True)
 
 def lose():
     raise TrainingError("unlucky: again")
 
 try:
-    share("lottery", lose)
+    broadcast("lottery", lose)
 except TrainingError as error:
     print("LOST", error, flush=True)
 print("RESULT", total, same, store.committed(), messages, last, flush=True)
@@ -185,10 +177,7 @@ def test_two_processes_commit_together_and_stop_at_one_step(tmp_path):
         results = [line for line in out.splitlines() if line.startswith("RESULT")]
         assert results == ["RESULT 6.0 True [5] [] 5"], out + err
         assert "[Gloo]" not in out
-        assert (
-            "DISAGREE 2 the processes do not agree on the draw: process 1 has draw 1, process 0 draw 0."
-            in out
-        )
+        assert "DISAGREE 2 the processes do not agree on the draw: process 1 has draw 1, process 0 draw 0." in out
         assert out.count("DISAGREE") == 1 and "unlucky: again" in out.partition("LOST")[2]
         assert "KEPT 2" in out, "what the two said last, and nothing of what was shared"
     assert "missing: process 1" in outputs[0][0]
@@ -270,8 +259,7 @@ def test_the_first_to_end_waits_for_the_last(tmp_path):
     port, env = free_port(), {**os.environ, "JAX_PLATFORMS": "cpu"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     workers = [
-        subprocess.Popen([sys.executable, "-c", LATE, str(index), str(port)], env=env, **pipes)
-        for index in range(2)
+        subprocess.Popen([sys.executable, "-c", LATE, str(index), str(port)], env=env, **pipes) for index in range(2)
     ]
     codes, outputs = finish(workers)
     assert codes == [0, 0], outputs

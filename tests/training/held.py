@@ -14,7 +14,5 @@ from bessemer.registry import objectives
 def held(apply: Any, params: Any, batch: Any, key: Any, settings: Any, reference: Any = None) -> Any:
     """Cross-entropy + Σ_θ (θ − θ_ref)²; logged: how far θ has gone."""
     loss, weight, _ = apply(params, batch, 0.0, 0.0, True, method="loss")
-    apart = sum(
-        jnp.sum((a - b) ** 2) for a, b in zip(*map(jax.tree.leaves, (params, reference)), strict=True)
-    )
+    apart = sum(jnp.sum((a - b) ** 2) for a, b in zip(*map(jax.tree.leaves, (params, reference)), strict=True))
     return loss + weight * apart, weight, {"apart": weight * apart}

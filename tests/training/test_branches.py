@@ -11,7 +11,7 @@ import pytest
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
 from bessemer.checkpoint.manifest import read_manifest, write_manifest
-from bessemer.doctor.diagnose import diagnose
+from bessemer.doctor import diagnose
 from bessemer.errors import InputError, Stopped
 from bessemer.job import RunDirectory
 from bessemer.training import api, launch
@@ -101,18 +101,13 @@ def test_a_run_extended_before_its_end_is_the_longer_run_where_rates_agree(
     whole = launch.build_trainer("quickstart", {**settings, "training.steps": 6}, name="w", root=tmp_path)
     whole.run()
     run = stopped(settings, tmp_path, 3)
-    assert (
-        "stopped after step 3 of 4 with a checkpoint. Continue with: bessemer"
-        in (run / "log.txt").read_text()
-    )
+    assert "stopped after step 3 of 4 with a checkpoint. Continue with: bessemer" in (run / "log.txt").read_text()
     again = launch.reopen(run, {"training.steps": 6}, change=True)
     again.run()
     assert_same(whole, again)
 
 
-def test_a_branch_survives_a_kill_before_its_first_checkpoint(
-    halfway: Path, corpus: Path, tmp_path: Path
-) -> None:
+def test_a_branch_survives_a_kill_before_its_first_checkpoint(halfway: Path, corpus: Path, tmp_path: Path) -> None:
     """config.yaml is then not that of the checkpoint, and branches.json says why."""
     run = halfway
     other = tmp_path / "other.jsonl"
@@ -159,9 +154,7 @@ def test_data_that_changed_on_disk_needs_change_and_keeps_the_tokenizer(
     data.write_text(corpus.read_text())
     run = stopped({**short, "training.dataset": str(data)}, tmp_path, 2)
     data.write_text(corpus.read_text() + '{"text": "zebra zebra zebra quagga"}\n')
-    with pytest.raises(
-        InputError, match=r"made with another tokenizer .* and another training data .*--change"
-    ):
+    with pytest.raises(InputError, match=r"made with another tokenizer .* and another training data .*--change"):
         launch.reopen(run)
     again = launch.reopen(run, change=True)
     [branch] = again.branches
@@ -197,9 +190,7 @@ def test_a_horizon_that_is_over_is_refused(done: Path) -> None:
 @pytest.mark.slow
 def test_one_horizon_replaces_another(short: dict[str, object], tmp_path: Path) -> None:
     settings = {key: value for key, value in short.items() if key != "training.steps"}
-    launch.build_trainer(
-        "quickstart", {**settings, "training.tokens": 4 * 128}, name="a", root=tmp_path
-    ).run()
+    launch.build_trainer("quickstart", {**settings, "training.tokens": 4 * 128}, name="a", root=tmp_path).run()
     found = api.resume(tmp_path / "a", change=True, **{"training.steps": 5})
     assert found.status["step"] == 5
     assert launch.reopen(tmp_path / "a").config["training/tokens"] is None

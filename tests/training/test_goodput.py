@@ -34,11 +34,7 @@ def test_time_adds_up_over_starts_and_queues_do_not_count(tmp_path: Path, stoppe
     run.status.write_text(json.dumps(status))
     fields = outcome.goodput_fields(run, True, 20.0)
     assert fields["starts"] == 2 and fields["wall_before"] == 150.0 and fields["began"] == NOW - 20.0
-    assert outcome.goodput_fields(run, False, 1.0) | {"began": 0} == {
-        "starts": 1,
-        "began": 0,
-        "wall_before": 0.0,
-    }
+    assert outcome.goodput_fields(run, False, 1.0) | {"began": 0} == {"starts": 1, "began": 0, "wall_before": 0.0}
 
 
 def test_waiting_for_data_pauses_and_lost_steps_are_not_useful() -> None:

@@ -16,7 +16,7 @@ from tests.training.test_training_resume import StopAt, assert_same, one_device,
 from bessemer.errors import InputError, Stopped, TrainingError
 from bessemer.report.metrics import MetricsFile
 from bessemer.rl.prompts import end_ids
-from bessemer.rl.rollout import FILE
+from bessemer.storage.artifacts import ROLLOUT
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import feed, launch
 
@@ -126,25 +126,18 @@ def test_a_rollout_shows_how_far_it_is(whole: Any, monkeypatch: pytest.MonkeyPat
     rows = whole.passes.rows
     sampling = [text for text in said if text.startswith("rollout ")]
     assert sampling[0] == f"rollout 0/{rows}" and sampling[-1] == f"rollout {rows}/{rows}"
-    assert said[len(sampling) :] == [
-        f"rewards of {rows} completions",
-        f"log-probabilities of {rows} completions",
-    ]
+    assert said[len(sampling) :] == [f"rewards of {rows} completions", f"log-probabilities of {rows} completions"]
 
 
 def test_the_rollout_is_in_a_checkpoint_between_its_steps_only(whole: Any) -> None:
-    held = {step: (whole.checkpoint_manager.path(step) / FILE).is_file() for step in whole.checkpoints()}
+    held = {step: ROLLOUT.path(whole.checkpoint_manager.path(step)).is_file() for step in whole.checkpoints()}
     assert held == {2: True, 4: False, 6: True, 7: True}
 
 
-def test_a_rollout_is_repeatable_and_cut_completions_can_be_masked(
-    whole: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollout_is_repeatable_and_cut_completions_can_be_masked(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, engine, given = whole.policy, whole.sampler.engine, []
     monkeypatch.setattr(
-        engine,
-        "update_params",
-        lambda params, take=engine.update_params: (given.append(params), take(params)),
+        engine, "update_params", lambda params, take=engine.update_params: (given.append(params), take(params))
     )
     with whole.topology.scope():
         one, two = (whole.sampler.rollout(9) for _ in range(2))
@@ -181,9 +174,7 @@ def test_stopped_in_the_middle_of_a_rollout_and_resumed(
     assert_same(second, whole)
 
 
-def test_what_cannot_work_is_said_before_anything_is_written(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_cannot_work_is_said_before_anything_is_written(settings: dict[str, Any], tmp_path: Path) -> None:
     def refused(match: str, **changes: Any) -> None:
         given = settings | {key.replace("__", "."): value for key, value in changes.items()}
         with pytest.raises(InputError, match=match):
@@ -226,16 +217,9 @@ def test_on_a_mesh_the_same_completions_and_the_same_update(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """data 4 × fsdp 2: the engine samples from the sharded parameters as they are."""
-    given = settings | {
-        "training.steps": 2,
-        "training.validation": False,
-        "architecture.precision": "float32",
-    }
+    given = settings | {"training.steps": 2, "training.validation": False, "architecture.precision": "float32"}
     given |= {"grpo.group_size": 8, "training.batch_size": 16, "grpo.mini_batches": 1}
-    given |= {
-        "optimization.name": "sgd",
-        "optimization.lr": 0.1,
-    }  # Adam would make a step of a rounding error
+    given |= {"optimization.name": "sgd", "optimization.lr": 0.1}  # Adam would make a step of a rounding error
     made = []
     for name, mesh, devices in (("one", {}, 1), ("eight", {"data": 4, "fsdp": 2}, 8)):
         topology = make_topology(TopologySettings(**mesh), devices=jax.devices()[:devices])
@@ -246,9 +230,7 @@ def test_on_a_mesh_the_same_completions_and_the_same_update(
         made.append(trainer)
     one, eight = made
     np.testing.assert_array_equal(one.rollout.rows["target_ids"], eight.rollout.rows["target_ids"])
-    for left, right in zip(
-        jax.tree.leaves(one.state.params), jax.tree.leaves(eight.state.params), strict=True
-    ):
+    for left, right in zip(jax.tree.leaves(one.state.params), jax.tree.leaves(eight.state.params), strict=True):
         np.testing.assert_allclose(np.asarray(left), np.asarray(right), atol=1e-5)
 
 
@@ -277,17 +259,9 @@ def test_stored_completions_are_batches_of_the_step(settings: dict[str, Any], tm
     halves = [trainer.data.plan.batch(0, part)["input_ids"] for part in (slice(0, 3), slice(3, 8))]
     np.testing.assert_array_equal(np.concatenate(halves), batch["input_ids"])
     for name, line, says in (
-        (
-            "short",
-            {"prompt": "a", "completions": ["b"], "rewards": [1]},
-            "'completions' needs grpo.group_size=4",
-        ),
+        ("short", {"prompt": "a", "completions": ["b"], "rewards": [1]}, "'completions' needs grpo.group_size=4"),
         ("plain", {"prompt": "a", "completions": ["b"] * 4, "rewards": [1] * 4}, "no 'logprobs'"),
-        (
-            "nan",
-            {"prompt": "a", "completions": ["b"] * 4, "rewards": [1, 2, 3, None]},
-            "one finite number each",
-        ),
+        ("nan", {"prompt": "a", "completions": ["b"] * 4, "rewards": [1, 2, 3, None]}, "one finite number each"),
         ("ids", {"prompt": "a", "completions": [[1, 300]] * 4, "rewards": [1] * 4}, "outside the tokenizer"),
     ):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
@@ -304,7 +278,5 @@ def test_stored_completions_without_logprobs_train_against_the_reference(
     trainer = launch.build_trainer(None, given, name="stored", root=tmp_path)
     trainer.run()
     found = [row for row in rows(trainer.run_directory.path) if "loss" in row]
-    assert (
-        found[0]["clip_frac"] == 0 and found[2]["kl"] > 0 and {"reward", "completion_len"} <= found[0].keys()
-    )
+    assert found[0]["clip_frac"] == 0 and found[2]["kl"] > 0 and {"reward", "completion_len"} <= found[0].keys()
     assert found[3]["kl"] < found[2]["kl"]  # renewed after step 3

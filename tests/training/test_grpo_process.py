@@ -47,9 +47,7 @@ def settings(tmp_path: Path) -> dict[str, object]:
     }
 
 
-def test_killed_between_two_steps_of_a_rollout(
-    settings: dict[str, object], tmp_path: Path, home: Path
-) -> None:
+def test_killed_between_two_steps_of_a_rollout(settings: dict[str, object], tmp_path: Path, home: Path) -> None:
     whole, run = tmp_path / "runs" / "whole", tmp_path / "runs" / "killed"
     code, output = call(home, *train(settings, whole))
     assert code == 0, output
@@ -70,6 +68,4 @@ def test_the_demonstration_learns(cli: Callable[..., Any], tmp_path: Path) -> No
     rows = [json.loads(line) for line in (tmp_path / "runs/demo/metrics.jsonl").read_text().splitlines()]
     before, after = (row["val_reward"] for row in rows if "val_reward" in row)
     assert before < 0.3 and after > 0.8
-    assert max(row.get("clip_frac", 0) for row in rows) > 0 and all(
-        "kl" in row for row in rows if "loss" in row
-    )
+    assert max(row.get("clip_frac", 0) for row in rows) > 0 and all("kl" in row for row in rows if "loss" in row)

@@ -36,7 +36,7 @@ def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plots take longer than these runs."""
     if "report" not in request.node.name:
-        monkeypatch.setattr(output, "conclude", lambda trainer: None)
+        monkeypatch.setattr(output, "conclude", lambda *_: None)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def quick(home: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BESSEMER_HOME", str(home))
         patch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
-        patch.setattr(output, "conclude", lambda trainer: None)
+        patch.setattr(output, "conclude", lambda *_: None)
         yield
 
 
@@ -154,9 +154,7 @@ def test_warn_says_counts_reports_and_changes_nothing(
     assert same_leaves(warned.state.params, unguarded.state.params)
     log = warned.run_directory.log.read_text()
     assert log.count("a spike above") == 1 and "step 9: the loss is" in log
-    counts = {
-        row["step"]: (row["spikes"], row["skipped_steps"]) for row in rows(tmp_path / "warn") if "loss" in row
-    }
+    counts = {row["step"]: (row["spikes"], row["skipped_steps"]) for row in rows(tmp_path / "warn") if "loss" in row}
     assert counts[8] == (0, 0) and counts[9] == counts[STEPS] == (1, 0)
     assert "loss spikes" in warned.run_directory.report.read_text()
     assert "spikes" not in rows(tmp_path / "off")[-2]
@@ -172,9 +170,7 @@ def test_skip_leaves_the_update_out(guarded: dict[str, object], tmp_path: Path) 
     last = [row for row in rows(tmp_path / "skip") if "loss" in row][-1]
     assert (last["step"], last["skipped_steps"], last["spikes"]) == (STEPS, 2, 1)
     log = trainer.run_directory.log.read_text()
-    assert (
-        "8 updates in 9 steps" in log and "step 12: the loss is infinite; its update is left out (10" in log
-    )
+    assert "8 updates in 9 steps" in log and "step 12: the loss is infinite; its update is left out (10" in log
 
 
 def test_endless_skipping_ends_with_exit_3(guarded: dict[str, object], tmp_path: Path) -> None:

@@ -33,9 +33,7 @@ def rolling(guarded: dict[str, object]) -> dict[str, object]:  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def whole(
-    rolling: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Any, Record]:
+def whole(rolling: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Record]:
     record = Record()
     with quick(home):
         return run(rolling, tmp_path_factory.mktemp("runs"), "whole", record), record
@@ -55,7 +53,7 @@ def test_poisoned_batches_are_passed_over(whole: tuple[Any, Record]) -> None:
     assert kept[-1]["skipped_steps"] == 0 and int(trainer.state.step) == STEPS
     assert trainer.checkpoint_manager.committed() == [4, 8, 12, 14]
     log = trainer.run_directory.log.read_text()
-    assert "rollback 1 of at most 3" in log and "batches 4 to 6 are passed over" in log
+    assert "rollback 1 of at most 3" in log and "batches 4 to 6 are skipped" in log
     assert trainer.run_directory.read_status()["rollbacks"] == 2
 
 
@@ -82,9 +80,7 @@ def saved_tree_of(trainer: Any) -> dict[str, Any]:
     [
         pytest.param({"stop_at": 2}, marks=pytest.mark.slow),
         {"stop_at": 6},  # its own checkpoint lies between the one to go back to and the spike
-        pytest.param(
-            {"stop_at": 7}, marks=pytest.mark.slow
-        ),  # the stop's own checkpoint would hold the spike
+        pytest.param({"stop_at": 7}, marks=pytest.mark.slow),  # the stop's own checkpoint would hold the spike
         pytest.param({"stop_at": 10}, marks=pytest.mark.slow),
         {"crash_at": 6},  # after the first rollback, before anything of it was saved
         {"crash_in_rollback": 1},
@@ -103,9 +99,7 @@ def test_stopped_or_killed_around_a_rollback(
     assert again.loop_state.rollbacks == 2
 
 
-def test_a_spike_at_the_step_of_a_checkpoint_is_never_saved(
-    rolling: dict[str, object], tmp_path: Path
-) -> None:
+def test_a_spike_at_the_step_of_a_checkpoint_is_never_saved(rolling: dict[str, object], tmp_path: Path) -> None:
     """Reports come late and rarely: the save itself has to look first."""
     settings = {**rolling, "logging.report_interval": 100, "training.poison": {"7": 50.0}}
     saved: list[tuple[int, int]] = []
@@ -144,9 +138,7 @@ def test_rollbacks_are_bounded(rolling: dict[str, object], tmp_path: Path) -> No
     assert caught.value.exit_code == 3 and "last good checkpoint is step 4" in str(caught.value)
 
 
-def test_what_decides_the_way_back_cannot_be_changed_on_resume(
-    rolling: dict[str, object], tmp_path: Path
-) -> None:
+def test_what_decides_the_way_back_cannot_be_changed_on_resume(rolling: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         run(rolling, tmp_path, "a", Record(stop_at=2))
     with pytest.raises(InputError, match="spike_action=rollback"):

@@ -36,12 +36,7 @@ def test_a_fresh_machine_goes_on_bit_for_bit(
     """Data, checkpoints and files come from the store alone: the home and the run directory of the first machine are
     gone."""
     upload(corpus, f"{s3}/texts/tiny.jsonl")
-    settings = {
-        **tiny,
-        **SETTINGS,
-        "training.dataset": f"{s3}/texts/*.jsonl",
-        "logging.keep_last": 2,
-    }
+    settings = {**tiny, **SETTINGS, "training.dataset": f"{s3}/texts/*.jsonl", "logging.keep_last": 2}
     build_trainer("quickstart", settings, name="x", root=tmp_path / "whole").run()
 
     first, url = tmp_path / "first", f"{s3}/runs/x"
@@ -71,9 +66,7 @@ def test_a_fresh_machine_goes_on_bit_for_bit(
     (tmp_path / "noise").write_bytes(b"x")
     upload(tmp_path / "noise", victim)
     path = Path(str(fetched(url, tmp_path / "third")))
-    assert [p.name for p in (path / "checkpoints").iterdir()] == ["step_00000009"], (
-        "the damaged one is passed over"
-    )
+    assert [p.name for p in (path / "checkpoints").iterdir()] == ["step_00000009"], "the damaged one is passed over"
     for step in (9, 10):
         remove(f"{url}/checkpoints/step_{step:08d}/{COMMIT}")
     with pytest.raises(InputError, match="no complete checkpoint"):
@@ -88,10 +81,7 @@ def test_a_store_that_cannot_be_reached_is_found_before_training(
 ) -> None:
     with pytest.raises(StorageError, match="no-such-bucket"):
         build_trainer(
-            "quickstart",
-            {**tiny, **SETTINGS, "logging.mirror": "s3://no-such-bucket/x"},
-            root=tmp_path,
-            name="y",
+            "quickstart", {**tiny, **SETTINGS, "logging.mirror": "s3://no-such-bucket/x"}, root=tmp_path, name="y"
         ).run()
     assert not (tmp_path / "y" / "config.yaml").exists()
     with pytest.raises(InputError, match="object store"):

@@ -15,7 +15,8 @@ from tests.training.test_training_resume import StopAt, assert_same, one_device,
 
 from bessemer.errors import InputError, Stopped
 from bessemer.plan.trainer import planned_trainer
-from bessemer.rl.rollout import FILE, TOKEN_FIELDS, Rollout
+from bessemer.rl.rollout import TOKEN_FIELDS, Rollout
+from bessemer.storage.artifacts import ROLLOUT
 from bessemer.training import launch
 
 
@@ -74,7 +75,7 @@ def test_the_student_comes_closer_where_it_goes_and_resumes_in_a_rollout(
     trained = [row for row in found if "kl" in row]
     assert len(trained) == 7 and all(row["kl"] == pytest.approx(row["loss"]) for row in trained)
     assert not any(name.startswith(("reward", "logprob_gap")) for row in found for name in row)
-    held = Rollout.load(whole.checkpoint_manager.path(6) / FILE)
+    held = Rollout.load(ROLLOUT.path(whole.checkpoint_manager.path(6)))
     assert held.rows.keys() == TOKEN_FIELDS.keys() and held.number == 1
     assert (held.rows["loss_mask"] == (held.rows["target_ids"] >= 0)).all()
 

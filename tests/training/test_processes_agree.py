@@ -31,9 +31,7 @@ def test_two_processes_roll_back_together(tiny: dict[str, object], home: Path, t
     for name, count in (("one", 1), ("two", 2)):
         codes, outputs = finish(start(home, count, *arguments, name))
         assert codes == [0] * count, outputs
-    one, two = (
-        [json.loads(row) for row in (tmp_path / name / "metrics.jsonl").open()] for name in ("one", "two")
-    )
+    one, two = ([json.loads(row) for row in (tmp_path / name / "metrics.jsonl").open()] for name in ("one", "two"))
     assert [row["step"] for row in two] == list(range(1, 15)) and two[-1]["rollbacks"] == 1
     for a, b in zip(one, two, strict=True):
         assert a["target_tokens"] == b["target_tokens"] and a["epoch"] == b["epoch"], "the same token stream"

@@ -48,14 +48,11 @@ def test_a_row_is_a_prompt_with_its_completion_and_the_end_is_trained():
     first = mask.index(1)
     prompt, completion = ids[:first], ids[first:]
     assert completion[-1] == end_ids(tokenizer)[0]
-    rows = completion_rows(
-        [prompt] * 2, [completion, completion[:2]], [[1.0] * len(completion), [0, 0]], 24, 5
-    )
+    rows = completion_rows([prompt] * 2, [completion, completion[:2]], [[1.0] * len(completion), [0, 0]], 24, 5)
     length = len(ids) - 1
     np.testing.assert_array_equal(rows["input_ids"][0], ids[:-1] + [5] * (24 - length))
     np.testing.assert_array_equal(
-        rows["target_ids"][0],
-        np.where(np.array(mask[1:] + [0] * (24 - length)), (ids[1:] + [0] * 24)[:24], -1),
+        rows["target_ids"][0], np.where(np.array(mask[1:] + [0] * (24 - length)), (ids[1:] + [0] * 24)[:24], -1)
     )
     np.testing.assert_array_equal(rows["loss_mask"][0, :length], mask[1:])
     assert rows["loss_mask"][0].sum() == len(completion) and rows["loss_mask"][1].sum() == 0
@@ -68,9 +65,7 @@ def test_a_row_is_a_prompt_with_its_completion_and_the_end_is_trained():
 def rollout(masked: bool) -> Rollout:
     rows = completion_rows([[1, 2]] * 4, [[3, 4]] * 4, [[0.0 if masked else 1.0] * 2] * 4, 6, 0)
     rows["advantages"][:] = np.array([[1.0], [2], [3], [4]])
-    return Rollout(
-        3, rows, {"reward": np.array([0.1, 0.2, 0.3, 0.7])}, {"reward": 1 / 3, "time/rollout_s": 0.5}
-    )
+    return Rollout(3, rows, {"reward": np.array([0.1, 0.2, 0.3, 0.7])}, {"reward": 1 / 3, "time/rollout_s": 0.5})
 
 
 def test_a_part_without_a_token_left_is_trained_with_advantage_0():

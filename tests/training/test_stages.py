@@ -13,15 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tests.training.test_guard import (  # noqa: F401 -- fixtures
-    Record,
-    _no_report,
-    _one_device,
-    assert_same_run,
-    quick,
-    rows,
-    same_leaves,
-)
+from tests.training.test_guard import Record, _no_report, _one_device, assert_same_run, quick, rows, same_leaves  # noqa: F401 -- fixtures
 
 import bessemer as bm
 from bessemer.checkpoint import Checkpoints
@@ -88,9 +80,7 @@ class Watch(Record):
 
 
 @pytest.fixture(scope="module")
-def leashed(
-    tiny: dict[str, object], corpus: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, object]:
+def leashed(tiny: dict[str, object], corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """Five steps on one corpus and four on words the first has never seen, checkpoints every three."""
     other = tmp_path_factory.mktemp("other") / "other.jsonl"
     rng = random.Random(1)
@@ -125,9 +115,7 @@ def run(settings: dict[str, object], root: Path, name: str, watch: Watch | None 
 
 
 @pytest.fixture(scope="module")
-def whole(
-    leashed: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Any, Watch]:
+def whole(leashed: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Watch]:
     watch = Watch()
     with quick(home):
         return run(leashed, tmp_path_factory.mktemp("runs"), "whole", watch), watch
@@ -135,10 +123,7 @@ def whole(
 
 def stored(trainer: Any) -> dict[int, Any]:
     """The references of a run on the disk, by step."""
-    manager, shapes = (
-        Checkpoints(trainer.run_directory.path / "reference"),
-        trainer.functions.abstract_state.params,
-    )
+    manager, shapes = (Checkpoints(trainer.run_directory.path / "reference"), trainer.functions.abstract_state.params)
     found = {step: manager.restore(step, {"params": shapes})["params"] for step in manager.committed()}
     return {step: jax.tree.map(np.asarray, params) for step, params in found.items()}
 
@@ -180,9 +165,7 @@ def test_a_reference_from_the_second_stage_on(whole: tuple[Any, Watch]) -> None:
     logged = [row for row in rows(trainer.run_directory.path) if "loss" in row]
     assert [row["stage"] for row in logged] == [1] * 5 + [2] * 4
     assert ["kl" in row and "kl_nll" in row for row in logged] == [False] * 5 + [True] * 4
-    assert abs(logged[5]["kl"]) < 1e-6 < logged[-1]["kl"], (
-        "the first update of the stage starts from the reference"
-    )
+    assert abs(logged[5]["kl"]) < 1e-6 < logged[-1]["kl"], "the first update of the stage starts from the reference"
     np.testing.assert_allclose(logged[-1]["loss"], logged[-1]["nll"] + 0.5 * logged[-1]["kl"], rtol=1e-6)
 
 
@@ -207,20 +190,14 @@ def test_the_optimizer_begins_anew(whole: tuple[Any, Watch]) -> None:
     """Adam has counted the updates of the second stage alone, and the schedule has warmed up again."""
     trainer, _ = whole
     counts = {
-        int(leaf)
-        for leaf in jax.tree.leaves(trainer.state.opt_state)
-        if leaf.ndim == 0 and leaf.dtype == np.int32
+        int(leaf) for leaf in jax.tree.leaves(trainer.state.opt_state) if leaf.ndim == 0 and leaf.dtype == np.int32
     }
     assert counts == {STEPS - FIRST}
 
 
 @pytest.mark.parametrize("stop", [*(pytest.param(k, marks=pytest.mark.slow) for k in (3, 7)), FIRST])
 def test_stopped_in_any_stage_and_resumed(
-    stop: int,
-    leashed: dict[str, object],
-    whole: tuple[Any, Watch],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    stop: int, leashed: dict[str, object], whole: tuple[Any, Watch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Stopped):
         run(leashed, tmp_path, "part", Watch(stop_at=stop))
@@ -262,9 +239,7 @@ def rolling(leashed: dict[str, object]) -> dict[str, object]:
 
 
 @pytest.mark.slow
-def test_a_rollback_across_the_boundary_takes_the_reference_again(
-    rolling: dict[str, object], tmp_path: Path
-) -> None:
+def test_a_rollback_across_the_boundary_takes_the_reference_again(rolling: dict[str, object], tmp_path: Path) -> None:
     """Step 6 fails: back to 3, where there is none, and on with other batches to another step 5."""
     settings = {**rolling, "training.poison": [FIRST]}
     watch = Watch()
@@ -325,10 +300,7 @@ def test_four_stages(leashed: dict[str, object], tmp_path: Path) -> None:
 
 
 def test_names_and_defaults() -> None:
-    assert (
-        bm.KLDivergenceTrainer is KLDivergenceTrainer
-        and bm.KLDivergenceTrainerConfig is KLDivergenceTrainerConfig
-    )
+    assert bm.KLDivergenceTrainer is KLDivergenceTrainer and bm.KLDivergenceTrainerConfig is KLDivergenceTrainerConfig
     settings = KLDivergenceTrainerConfig()
     assert settings.total_tokens == [10**9, 10**8] and settings.objective == "kl"
     assert settings.datasets == [[bm.Sampling("fineweb", 1.0, bm.DatasetStyle.PMD)]] * 2
@@ -339,10 +311,7 @@ def test_names_and_defaults() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            {"optimization.kl.beta": [0, 0.1, 0.2]},
-            "optimization.kl.beta has 3 entries but the run has 2 stages",
-        ),
+        ({"optimization.kl.beta": [0, 0.1, 0.2]}, "optimization.kl.beta has 3 entries but the run has 2 stages"),
         ({"training.tokens": 1280, "training.dataset": "A"}, "nothing to be held to"),
         ({"objective": "pretrain"}, "is for objective=kl"),
         ({"training.steps": 1, "training.tokens": None}, "too few for 2 stages"),
@@ -390,9 +359,7 @@ def test_a_larger_weight_keeps_the_policy_closer(
     leashed: dict[str, object], whole: tuple[Any, Watch], tmp_path: Path
 ) -> None:
     """In four steps already; the long version is below."""
-    free, tight = (
-        run({**leashed, "optimization.kl.beta": [0, beta]}, tmp_path, f"beta-{beta}") for beta in (0, 10)
-    )
+    free, tight = (run({**leashed, "optimization.kl.beta": [0, beta]}, tmp_path, f"beta-{beta}") for beta in (0, 10))
     assert divergence(free) > divergence(whole[0]) > divergence(tight) > 0
     assert stored(free) == {} and free.state.reference is None
 

@@ -89,10 +89,7 @@ def history(path: Path) -> list[dict[str, Any]]:
     for record in wandb_records(path):
         if record.WhichOneof("record_type") == "history":
             rows.append(
-                {
-                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
-                    for item in record.history.item
-                }
+                {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             )
     return rows
 

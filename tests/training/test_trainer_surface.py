@@ -102,16 +102,8 @@ def _shared_home(home: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def settings(tiny: dict[str, object]) -> dict[str, object]:
-    changes: dict[str, object] = {
-        "training.steps": 3,
-        "logging.preview_interval": 2,
-        "logging.report_interval": 1,
-    }
-    changes |= {
-        "logging.validation_interval": 2,
-        "logging.checkpoint_interval": 2,
-        "eval.evaluations": ["bpb"],
-    }
+    changes: dict[str, object] = {"training.steps": 3, "logging.preview_interval": 2, "logging.report_interval": 1}
+    changes |= {"logging.validation_interval": 2, "logging.checkpoint_interval": 2, "eval.evaluations": ["bpb"]}
     changes |= {"callbacks": ["weight_distribution"], "model.window": "L"}
     left_out = ("training.dataset", "optimization.name")  # given from Python, and the class's own
     return {**{key: value for key, value in tiny.items() if key not in left_out}, **changes}
@@ -141,15 +133,9 @@ def test_a_run_calls_every_method_that_can_be_overridden(ran: tuple[Any, Hooks, 
 def test_how_often_a_run_calls_them(ran: tuple[Any, Hooks, Any]) -> None:
     calls = ran[2]
     assert calls["on_step_start"] == calls["on_step_end"] == calls["log_metrics"] == 3
-    assert (
-        calls["save"] == 2 and calls["finish"] == calls["save_pretrained"] == calls["save_information"] == 1
-    )
-    assert (
-        calls["maybe_generate"] == calls["generate"] == calls["create_generate_function"] == 2
-    )  # steps 2 and 3
-    assert (
-        calls["validate"] == calls["evaluator"] == calls["log_weight_distribution"] == 3
-    )  # steps 0, 2 and 3
+    assert calls["save"] == 2 and calls["finish"] == calls["save_pretrained"] == calls["save_information"] == 1
+    assert calls["maybe_generate"] == calls["generate"] == calls["create_generate_function"] == 2  # steps 2 and 3
+    assert calls["validate"] == calls["evaluator"] == calls["log_weight_distribution"] == 3  # steps 0, 2 and 3
 
 
 def test_a_run_leaves_what_the_methods_made(ran: tuple[Any, Hooks, Any]) -> None:
@@ -253,9 +239,7 @@ def test_collect_functions(ran: tuple[Any, Hooks, Any], settings: dict[str, obje
     own: Any = Own(spec(tmp_path, "a"), dataset_train=TEXTS, arguments=settings)
     ids = own.batch(step=0)["input_ids"]
     assert {tuple(row) for row in ids} <= {tuple(row) for row in only_ids(TEXTS)["input_ids"]}
-    given: Any = bm.BaseTrainer(
-        spec(tmp_path, "b"), dataset_train=TEXTS, data_collator=only_ids, arguments=settings
-    )
+    given: Any = bm.BaseTrainer(spec(tmp_path, "b"), dataset_train=TEXTS, data_collator=only_ids, arguments=settings)
     assert given.data_collator is only_ids and given.dataset_train is TEXTS and given.dataset_eval is None
 
 
@@ -279,16 +263,13 @@ def test_a_tokenizer_is_trained_on_the_data_that_was_given(
 ) -> None:
     """Not on the recipe's corpus. Documents may be texts, rows or conversations."""
     chats = [
-        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]}
-        for text in OWN_WORDS
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": text}]} for text in OWN_WORDS
     ]
     for data in (OWN_WORDS, [{"text": text} for text in OWN_WORDS], chats):
         trainer = make(settings, tmp_path, data)
         assert trainer.tokenizer.vocab_size == 300
         assert len(trainer.tokenizer.encode(" zyxwvut qponmlk")) <= 4
-    with pytest.raises(
-        InputError, match=r"data.tokenizer=train:300 cannot train .* a generator can be read only once"
-    ):
+    with pytest.raises(InputError, match=r"data.tokenizer=train:300 cannot train .* a generator can be read only once"):
         make(settings, tmp_path, (text for text in OWN_WORDS))
     with pytest.raises(InputError, match="there is no text to train a tokenizer on"):
         make(settings, tmp_path, [{"input_ids": [1, 2, 3]}] * 100)
@@ -346,9 +327,7 @@ def test_a_run_starts_from_what_sharded_init_returns(settings: dict[str, object]
     jax.tree.map(np.testing.assert_array_equal, doubled, plain)
 
 
-def test_sharded_init_must_return_the_parameters_of_the_model(
-    settings: dict[str, object], tmp_path: Path
-) -> None:
+def test_sharded_init_must_return_the_parameters_of_the_model(settings: dict[str, object], tmp_path: Path) -> None:
     class Cut(bm.BaseTrainer):
         @staticmethod
         def sharded_init(model: Any, key: Any, *args: Any, mesh: Any, **kwargs: Any) -> Any:
@@ -368,9 +347,7 @@ def same_state(a: Any, b: Any) -> bool:
     return all(bool((np.asarray(x) == np.asarray(y)).all()) for x, y in pairs)
 
 
-def test_save_and_load_take_a_path(
-    ran: tuple[Any, Hooks, Any], settings: dict[str, object], tmp_path: Path
-) -> None:
+def test_save_and_load_take_a_path(ran: tuple[Any, Hooks, Any], settings: dict[str, object], tmp_path: Path) -> None:
     trainer = ran[0]
     trainer.save(tmp_path / "copies" / "mine")
     assert (tmp_path / "copies/mine/step_00000003/COMMIT").is_file()
@@ -387,9 +364,7 @@ def test_save_and_load_take_a_path(
         )
         assert other.load(place) and other.step == 3 and same_state(other, trainer)
         # the run's own checkpoint of the last step comes before the last validation
-        assert other.loop_state.steps_counted == 3 and other.loop_state.last_validation == (
-            3 if number < 2 else 2
-        )
+        assert other.loop_state.steps_counted == 3 and other.loop_state.last_validation == (3 if number < 2 else 2)
     with pytest.raises(InputError, match="no committed checkpoint"):
         other.load(tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"write a step number, step_NNNNNNNN, or a path such as \./best"):
@@ -410,9 +385,7 @@ class Counter(Evaluator[Any]):
 
 
 @pytest.mark.parametrize(("kind", "added"), [(Counter, {"eval/answer"}), (None, set())])
-def test_the_trainers_evaluator_judges(
-    settings: dict[str, object], tmp_path: Path, kind: Any, added: set[str]
-) -> None:
+def test_the_trainers_evaluator_judges(settings: dict[str, object], tmp_path: Path, kind: Any, added: set[str]) -> None:
     class Judged(bm.BaseTrainer):
         def evaluator(self) -> Any:
             return kind
@@ -423,9 +396,7 @@ def test_the_trainers_evaluator_judges(
     )
     trainer.run()
     validations = [row for row in rows(trainer.run_directory.metrics) if "val_loss" in row]
-    assert (
-        all({key for key in row if key.startswith("eval/")} == added for row in validations) and validations
-    )
+    assert all({key for key in row if key.startswith("eval/")} == added for row in validations) and validations
 
 
 def test_an_evaluator_can_name_its_model() -> None:
@@ -447,12 +418,7 @@ def test_generate_has_its_other_names(ran: tuple[Any, Hooks, Any]) -> None:
 
 # --- showing ---------------------------------------------------------------------------------------------------
 
-METRICS: list[dict[str, Any]] = [
-    {},
-    {"loss": 2.0},
-    {"reward": np.float32(0.5), "name": "a"},
-    {"x": jax.numpy.ones(3)},
-]
+METRICS: list[dict[str, Any]] = [{}, {"loss": 2.0}, {"reward": np.float32(0.5), "name": "a"}, {"x": jax.numpy.ones(3)}]
 
 
 @pytest.mark.parametrize("metrics", METRICS, ids=["none", "loss", "reward", "array"])
@@ -476,9 +442,7 @@ def test_log_metrics_takes_any_metrics(
 # --- names that mean something else here -----------------------------------------------------------------------
 
 
-def test_gradient_checkpointing_as_a_callback_says_what_to_set(
-    settings: dict[str, object], tmp_path: Path
-) -> None:
+def test_gradient_checkpointing_as_a_callback_says_what_to_set(settings: dict[str, object], tmp_path: Path) -> None:
     asked = {**settings, "callbacks": ["gradient_checkpointing"]}
     trainer: Any = bm.BaseTrainer(spec(tmp_path, "a"), dataset_train=TEXTS, arguments=asked)
     with pytest.raises(InputError, match=r"architecture\.remat=block"):
@@ -509,15 +473,11 @@ def test_a_kl_trainer_starts_with_its_own_defaults(
         ["python-stdlib"],
         ["python-reference"],
     ]
-    assert str(made.config.provenance["training/dataset"]).startswith(
-        "chosen: there is no store 'fineweb' here"
-    )
+    assert str(made.config.provenance["training/dataset"]).startswith("chosen: there is no store 'fineweb' here")
     assert any("python-stdlib" in note for note in made.config.notes)
     assert [stage.beta for stage in made.stages] == [0.0, 0.1] and made.tokenizer.vocab_size == 8192
     from bessemer.data import Tokenizer, prepare
 
     prepare([{"text": text * 20} for text in TEXTS], "fineweb", Tokenizer.train(TEXTS, 300), val_fraction=0.1)
     own: Any = bm.KLDivergenceTrainer(spec(tmp_path, "b"))
-    assert [[Path(one.name).name for one in mixture] for mixture in own.settings.datasets] == [
-        ["fineweb"]
-    ] * 2
+    assert [[Path(one.name).name for one in mixture] for mixture in own.settings.datasets] == [["fineweb"]] * 2

@@ -85,7 +85,7 @@ def test_time_limit_stops_with_a_checkpoint(tiny: dict[str, object], tmp_path: P
     ("settings", "message"),
     [
         ({"callbacks": ["watchers"], "logging.watch": ["no_such_thing"]}, "matches no parameter"),
-        ({"callbacks": ["watchers"], "logging.watch": ["("]}, "no regular expression"),
+        ({"callbacks": ["watchers"], "logging.watch": ["("]}, "not a regular expression"),
         ({"eval.evaluations": ["bqb"]}, "unknown evaluation 'bqb'. Did you mean 'bpb'"),
         ({"eval.evaluations": ["exact:no.jsonl"]}, "there is no file 'no.jsonl'"),
         ({"eval.evaluations": ["bpb"], "training.validation": False}, "set training.validation=true"),

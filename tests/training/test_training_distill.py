@@ -61,9 +61,7 @@ def test_the_student_comes_closer_and_resumes_without_the_teachers_run(
     student: dict[str, object], teacher: RunDirectory, tmp_path: Path
 ) -> None:
     whole = launch.build_trainer("quickstart", student, name="whole", root=tmp_path)
-    assert (
-        whole.tokenizer.hash == tiny_tokenizer().hash
-    )  # taken over from the teacher: the recipe says train:4096
+    assert whole.tokenizer.hash == tiny_tokenizer().hash  # taken over from the teacher: the recipe says train:4096
     whole.run()
     kl = [row["kl"] for row in rows(whole.run_directory.path) if "kl" in row]
     assert kl[-1] < 0.9 * kl[0]
@@ -89,8 +87,7 @@ def test_a_stored_teacher_with_all_tokens_is_the_live_one(student: dict[str, obj
     few = launch.build_trainer("quickstart", settings | {"distill.top_k": 8}, name="few", root=tmp_path)
     few.run()
     exact, same, bound = (
-        np.array([row["kl"] for row in rows(run.run_directory.path) if "kl" in row])
-        for run in (live, stored, few)
+        np.array([row["kl"] for row in rows(run.run_directory.path) if "kl" in row]) for run in (live, stored, few)
     )
     np.testing.assert_allclose(same, exact, rtol=1e-4)
     assert (bound < exact).all() and (bound > 0.3 * exact).all()
@@ -107,9 +104,7 @@ def columns_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.slow
-def test_two_runs_at_once_share_one_complete_cache_of_the_teacher(
-    student: dict[str, object], tmp_path: Path
-) -> None:
+def test_two_runs_at_once_share_one_complete_cache_of_the_teacher(student: dict[str, object], tmp_path: Path) -> None:
     """They wrote into one temporary folder, and rows stayed zero in a committed cache. The first is held in the middle
     of its writing until the second has come to the same place."""
     settings = student | {"distill.top_k": 8, "training.steps": 1, "logging.plots": False}
@@ -137,10 +132,7 @@ def test_two_runs_at_once_share_one_complete_cache_of_the_teacher(
 
 
 def test_a_cache_of_an_older_version_is_not_trusted(
-    student: dict[str, object],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    student: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home = tmp_path / "home"
     monkeypatch.setenv("BESSEMER_HOME", str(home))

@@ -13,8 +13,9 @@ import pytest
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
 from bessemer.errors import InputError, Stopped, StorageError
+from bessemer.storage.weights import WeightFile
 from bessemer.training import launch
-from bessemer.training.persistence.reference import ReferencedRows, facts_of
+from bessemer.training.persistence.reference import ReferencedRows
 
 pytestmark = pytest.mark.slow
 FILE = "reference/logps-*.safetensors"
@@ -32,9 +33,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     lines = []
     for _ in range(80):
         n = rng.randint(1, 99)
-        lines.append(
-            {"prompt": f"Add 1 to {n}.", "chosen": f"{n + 1}, please.", "rejected": f"{n + 1}, fool."}
-        )
+        lines.append({"prompt": f"Add 1 to {n}.", "chosen": f"{n + 1}, please.", "rejected": f"{n + 1}, fool."})
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return {
         "objective": "dpo",
@@ -65,9 +64,7 @@ def undisturbed(settings: dict[str, object], home: Path, tmp_path_factory: pytes
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BESSEMER_HOME", str(home))
         patch.setattr(launch, "make_topology", lambda settings: one_device())
-        trainer = launch.build_trainer(
-            "quickstart", settings, name="whole", root=tmp_path_factory.mktemp("runs")
-        )
+        trainer = launch.build_trainer("quickstart", settings, name="whole", root=tmp_path_factory.mktemp("runs"))
         trainer.run()
     return trainer
 
@@ -81,9 +78,7 @@ def test_it_learns_and_holds_no_reference(undisturbed: Any) -> None:
     trained = [row for row in rows(path) if "margin" in row]
     assert trained[-1]["margin"] > trained[0]["margin"] and trained[-1]["loss"] < trained[0]["loss"]
     assert undisturbed.state.reference is None
-    assert (
-        not list((path / "reference").glob("step_*")) and len(list(path.glob(FILE))) == 2
-    )  # train, held out
+    assert not list((path / "reference").glob("step_*")) and len(list(path.glob(FILE))) == 2  # train, held out
     assert undisturbed.config["architecture/document_mask"] is True  # the objective asks for it
 
 
@@ -102,17 +97,11 @@ def test_the_table_is_of_the_starting_weights(undisturbed: Any) -> None:
     real = batch["pair_ids"] >= 0
     np.testing.assert_array_equal(batch["reference_logps"][real], source.table[batch["pair_ids"][real]])
     assert not batch["reference_logps"][~real].any()
-    first = next(
-        row for row in rows(undisturbed.run_directory.path) if row.get("step") == 1 and "loss" in row
-    )
-    assert first["reward/chosen"] == pytest.approx(
-        0.0, abs=0.05
-    )  # but for dropout, the policy is the reference
+    first = next(row for row in rows(undisturbed.run_directory.path) if row.get("step") == 1 and "loss" in row)
+    assert first["reward/chosen"] == pytest.approx(0.0, abs=0.05)  # but for dropout, the policy is the reference
 
 
-def test_stopped_and_resumed_is_the_same_run(
-    settings: dict[str, object], undisturbed: Any, tmp_path: Path
-) -> None:
+def test_stopped_and_resumed_is_the_same_run(settings: dict[str, object], undisturbed: Any, tmp_path: Path) -> None:
     first = launch.build_trainer("quickstart", settings, name="part", root=tmp_path, callbacks=[StopAt(5)])
     with pytest.raises(Stopped):
         first.run()
@@ -129,7 +118,7 @@ def test_a_lost_or_changed_table_is_refused(settings: dict[str, object], tmp_pat
     with pytest.raises(Stopped):
         first.run()
     tables = sorted((tmp_path / "part").glob(FILE))
-    assert {facts_of(path)["weights"] for path in tables} == {facts_of(tables[0])["weights"]}
+    assert {WeightFile(path).metadata["weights"] for path in tables} == {WeightFile(tables[0]).metadata["weights"]}
     kept = tables[0].read_bytes()
     tables[0].write_bytes(kept[:-4] + bytes(4))
     with pytest.raises(StorageError, match="damaged"):
@@ -139,9 +128,7 @@ def test_a_lost_or_changed_table_is_refused(settings: dict[str, object], tmp_pat
         launch.reopen(tmp_path / "part").run()
 
 
-def test_live_reference_in_small_parts_is_the_cached_one_at_once(
-    settings: dict[str, object], tmp_path: Path
-) -> None:
+def test_live_reference_in_small_parts_is_the_cached_one_at_once(settings: dict[str, object], tmp_path: Path) -> None:
     """Frozen weights and two micro-batches against a table and one: the same losses to rounding. A resumed run still
     compares with the first weights."""
     losses = {}
@@ -161,9 +148,7 @@ def test_live_reference_in_small_parts_is_the_cached_one_at_once(
     np.testing.assert_allclose(losses["cached"], losses["live"], rtol=2e-4, atol=1e-5)
 
 
-def test_a_reward_model_starts_from_a_gpt(
-    settings: dict[str, object], undisturbed: Any, tmp_path: Path
-) -> None:
+def test_a_reward_model_starts_from_a_gpt(settings: dict[str, object], undisturbed: Any, tmp_path: Path) -> None:
     """Its new head is made, everything else is taken over; and it learns to rank."""
     start = undisturbed.run_directory.path
     changed = settings | {"objective": "reward", "model.family": "gpt-reward", "init": str(start)}
@@ -183,9 +168,7 @@ def test_beside_adapters_a_new_head_is_trained(settings: dict[str, object], tmp_
     changed = settings | {"objective": "reward", "model.family": "gpt-reward", "lora.rank": 2}
     trainer = launch.build_trainer("quickstart", changed, name="adapted", root=tmp_path)
     assert trainer.model_parts.split.trained == (("value_head",),)
-    assert trainer.config["lora/whole"] == (
-        "value_head",
-    )  # saved: whoever loads the run finds the same split
+    assert trainer.config["lora/whole"] == ("value_head",)  # saved: whoever loads the run finds the same split
     frozen = changed | {"lora.whole": ["smear*"]}  # what is given stands
     split = launch.build_trainer("quickstart", frozen, name="given", root=tmp_path).model_parts.split
     assert ("value_head",) in split.frozen

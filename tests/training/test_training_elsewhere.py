@@ -94,9 +94,7 @@ def test_a_moved_folder_is_found_from_inside_it(
     assert trainer.step == 2
     (sampling,) = trainer.settings.datasets[0]
     assert sampling.name == str(moved / "mine.jsonl")
-    assert any(
-        "training.dataset: what it names is gone, and found again below" in n for n in trainer.config.notes
-    )
+    assert any("training.dataset: what it names is gone, and found again below" in n for n in trainer.config.notes)
     evaluator = Evaluator.from_run(trainer.run_directory)
     evaluator.run()
     assert evaluator.loaded.notes == [
@@ -105,9 +103,7 @@ def test_a_moved_folder_is_found_from_inside_it(
     assert not project.exists()  # nor made again, for the cache
 
 
-def test_the_same_data_given_again_is_no_change_and_other_data_is(
-    project: Path, settings: dict[str, object]
-) -> None:
+def test_the_same_data_given_again_is_no_change_and_other_data_is(project: Path, settings: dict[str, object]) -> None:
     run = stopped(settings, "half")
     assert launch.reopen(run, {"training.dataset": "mine.jsonl"}).step == 2
     shutil.copy2("mine.jsonl", "other.jsonl")

@@ -8,15 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.training.test_guard import (  # noqa: F401 -- fixtures
-    STEPS,
-    Record,
-    _no_report,
-    _one_device,
-    guarded,
-    rows,
-    run,
-)
+from tests.training.test_guard import STEPS, Record, _no_report, _one_device, guarded, rows, run  # noqa: F401 -- fixtures
 
 from bessemer.errors import InputError, Stopped, TrainingError
 from bessemer.registry import evaluations
@@ -52,12 +44,7 @@ def test_an_evaluation_out_of_memory_is_named_and_loses_nothing(
         run(settings, tmp_path, "a")
     assert caught.value.exit_code == 3
     saved = {7: 4, STEPS: STEPS}[step]
-    for part in (
-        f"evaluation 'hungry' at step {step}",
-        f"checkpoint is step {saved}",
-        "eval.limit",
-        "resume",
-    ):
+    for part in (f"evaluation 'hungry' at step {step}", f"checkpoint is step {saved}", "eval.limit", "resume"):
         assert part in str(caught.value), str(caught.value)
     again = launch.reopen(tmp_path / "a", {"eval.evaluations": []})
     assert again.step == saved and again.run_directory.read_status()["exit_code"] == 3

@@ -38,9 +38,7 @@ def finished(settings: dict[str, object], home: Path, tmp_path_factory: pytest.T
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BESSEMER_HOME", str(home))
         patch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
-        trainer = launch.build_trainer(
-            "quickstart", settings, name="whole", root=tmp_path_factory.mktemp("fp8")
-        )
+        trainer = launch.build_trainer("quickstart", settings, name="whole", root=tmp_path_factory.mktemp("fp8"))
         trainer.run()
     return trainer
 
@@ -62,9 +60,7 @@ def test_the_start_says_what_is_converted(finished: Any) -> None:
 def test_validation_is_that_of_the_same_weights_without_fp8(
     finished: Any, settings: dict[str, object], tmp_path: Path
 ) -> None:
-    plain = {
-        k: v for k, v in settings.items() if not k.startswith(("architecture.precision", "architecture.fp8"))
-    }
+    plain = {k: v for k, v in settings.items() if not k.startswith(("architecture.precision", "architecture.fp8"))}
     other = launch.build_trainer("quickstart", plain, name="plain", root=tmp_path)
     other.state = other.state.replace(params=jax.tree.map(jnp.copy, finished.state.params))
     assert other.validate()["val_loss"] == finished.validate()["val_loss"]
@@ -105,9 +101,7 @@ def test_mfu_is_of_the_float8_peak_and_says_so(finished: Any) -> None:
     assert compiler_options(on_h200, model) is None  # this mesh is a CPU's
 
 
-def test_a_gpu_is_told_to_leave_float8_products_to_cublas(
-    finished: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_is_told_to_leave_float8_products_to_cublas(finished: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The topology's options and the precision's together: either alone lets bf16 copies be multiplied."""
     monkeypatch.setattr(Topology, "platform", "gpu")
     assert compiler_options(finished.topology, finished.model) == {

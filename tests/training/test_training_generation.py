@@ -25,9 +25,7 @@ def trainer(tiny, home, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BESSEMER_HOME", str(home))
         mesh = TopologySettings(data=2, fsdp=2)
-        patch.setattr(
-            launch, "make_topology", lambda settings: make_topology(mesh, devices=jax.devices()[:4])
-        )
+        patch.setattr(launch, "make_topology", lambda settings: make_topology(mesh, devices=jax.devices()[:4]))
         settings = {**tiny, "logging.preview_interval": 5, "architecture.block_size": 64}
         settings["training.per_device_batch_size"] = 2
         made = launch.build_trainer("quickstart", settings, name="g", root=tmp_path_factory.mktemp("runs"))
@@ -70,9 +68,7 @@ def test_ids_and_the_compiled_function_give_the_same_and_compile_once(trainer, g
     again = trainer.generate(greedy.prompt_ids, greedy.prompt_mask, max_tokens=8)
     assert isinstance(again.sequences, jax.Array) and again.metadata is None
     np.testing.assert_array_equal(again.sequences, greedy.sequences)
-    bare = trainer.generate(
-        greedy.prompt_ids, generation_config={"max_tokens": 8}, config_overrides={"top_k": 3}
-    )
+    bare = trainer.generate(greedy.prompt_ids, generation_config={"max_tokens": 8}, config_overrides={"top_k": 3})
     np.testing.assert_array_equal(bare.completion_ids, greedy.completion_ids)
     assert trainer.generator.program.compilations == before
     call = trainer.create_generate_function(max_tokens=8)
@@ -88,16 +84,12 @@ def test_ids_and_the_compiled_function_give_the_same_and_compile_once(trainer, g
 def test_samples_of_a_prompt_differ_and_another_step_draws_otherwise(trainer):
     options = {"max_tokens": 8, "n": 2, "temperature": 1.5, "seed": 4}
     first = trainer.generate(prompts=PROMPTS[:2], **options)
-    assert (
-        first.completion_prompts == [PROMPTS[0]] * 2 + [PROMPTS[1]] * 2 and len(first.generation_results) == 4
-    )
+    assert first.completion_prompts == [PROMPTS[0]] * 2 + [PROMPTS[1]] * 2 and len(first.generation_results) == 4
     assert first.completion_ids.shape == (4, 8) and first.sequences.shape == (4, 24)
     assert len({tuple(row) for row in first.completion_ids.tolist()}) == 4
     again = trainer.generate(prompts=PROMPTS[:2], **options)
     np.testing.assert_array_equal(first.completion_ids, again.completion_ids)
-    later = trainer.generate(
-        prompts=PROMPTS[:2], state=trainer.state.replace(step=trainer.state.step + 1), **options
-    )
+    later = trainer.generate(prompts=PROMPTS[:2], state=trainer.state.replace(step=trainer.state.step + 1), **options)
     assert (later.completion_ids != first.completion_ids).any()
 
 

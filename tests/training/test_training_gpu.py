@@ -24,10 +24,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     path = tmp_path_factory.mktemp("gpu") / "words.jsonl"
     rng = random.Random(0)
     vocabulary = ["".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(2000)]
-    texts = (
-        " ".join(vocabulary[int(len(vocabulary) * rng.random() ** 4)] for _ in range(600))
-        for _ in range(1500)
-    )
+    texts = (" ".join(vocabulary[int(len(vocabulary) * rng.random() ** 4)] for _ in range(600)) for _ in range(1500))
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return [
         f"training.dataset={path}",
@@ -59,14 +56,7 @@ def test_deterministic_runs_are_the_same_bits_in_fresh_processes_and_on_resume(
     for name in ("whole", "again"):
         home = tmp_path / f"home-{name}"  # no compiled program is shared
         done = cli(
-            "train",
-            "pretrain",
-            *settings,
-            "--runs",
-            str(tmp_path),
-            "--name",
-            name,
-            env={"BESSEMER_HOME": str(home)},
+            "train", "pretrain", *settings, "--runs", str(tmp_path), "--name", name, env={"BESSEMER_HOME": str(home)}
         )
         assert done.returncode == 0, done.stdout + done.stderr
     status = json.loads((tmp_path / "again" / "status.json").read_text())

@@ -12,10 +12,10 @@ import pytest
 from tests.interop.tiny_hf import chatty_folder, load_folder
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
+from bessemer.console import no_progress
 from bessemer.errors import Stopped
 from bessemer.generate.export import export_run, export_run_adapters
-from bessemer.interop.import_hf import import_folder
-from bessemer.interop.progress import nothing
+from bessemer.interop.folder import import_folder
 from bessemer.storage.weights import WeightFile, flatten
 from bessemer.training import launch
 from bessemer.training.setup.initial_weights import weights_digest
@@ -91,7 +91,7 @@ def check_adapters(trainer: Any, folder: Path, out: Path) -> None:
     assert len(held.entries) == len(moved) == 2 * 2 * 7  # layers, matrices
     first = held.read("base_model.model.model.layers.0.mlp.down_proj.lora_A.weight")
     np.testing.assert_array_equal(first.T, moved["blocks_0/down/lora_a"])
-    export_run(trainer.run_directory, out / "merged", "hf", nothing)
+    export_run(trainer.run_directory, out / "merged", "hf", no_progress)
     assert_equal(load_folder(out / "merged")[1], trainer.full_params())
 
 
@@ -100,9 +100,7 @@ def test_adapters_under_dpo(folder: Path, pairs: Path, tmp_path: Path) -> None:
     """The reference is the imported model: at first both are equal, so the loss is log 2."""
     settings = settings_of(folder, pairs, objective="dpo", lora__rank=2)
     trainer, found = trained(settings, tmp_path, "dpo")
-    assert found[0]["loss"] == pytest.approx(np.log(2), rel=1e-5) and found[0]["margin"] == pytest.approx(
-        0, abs=1e-5
-    )
+    assert found[0]["loss"] == pytest.approx(np.log(2), rel=1e-5) and found[0]["margin"] == pytest.approx(0, abs=1e-5)
     assert found[-1]["loss"] < 0.9 * found[0]["loss"] and found[-1]["margin"] > 0.1
     check_adapters(trainer, folder, tmp_path)
 
@@ -142,7 +140,7 @@ def test_a_reward_model_of_the_family(folder: Path, pairs: Path, tmp_path: Path)
     taken = {name: part for name, part in trainer.state.params.items() if name != "value_head"}
     assert_equal(taken, load_folder(folder)[1])
     trainer.run()
-    lines = export_run(trainer.run_directory, tmp_path / "out", "hf", nothing)
+    lines = export_run(trainer.run_directory, tmp_path / "out", "hf", no_progress)
     assert any("value_head" in line and "our own format" in line for line in lines)
 
 

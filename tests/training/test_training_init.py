@@ -62,9 +62,7 @@ def build(start: Path, recipe: str = "quickstart", **settings: object) -> BaseTr
 
 
 def same_weights(trainer: BaseTrainer, step: int) -> bool:
-    same = jax.tree.map(
-        lambda one, other: bool((one == other).all()), trainer.state.params, tiny_params(step)
-    )
+    same = jax.tree.map(lambda one, other: bool((one == other).all()), trainer.state.params, tiny_params(step))
     return all(jax.tree.leaves(same))
 
 
@@ -80,9 +78,7 @@ def test_tokenizer_and_shapes_come_from_the_start_over_the_recipe(start: Path) -
 
 
 def test_an_older_checkpoint_and_the_callers_own_words(start: Path) -> None:
-    trainer = build(
-        start, init=str(start / "checkpoints/step_00000010"), architecture__block_size=16, model__depth=2
-    )
+    trainer = build(start, init=str(start / "checkpoints/step_00000010"), architecture__block_size=16, model__depth=2)
     assert trainer.config["init"].endswith("step_00000010") and trainer.model.block_size == 16
     assert same_weights(trainer, 10)
 
@@ -128,16 +124,14 @@ def test_the_run_goes_on_when_its_start_is_gone(start: Path) -> None:
     assert again.tokenizer is not None and again.tokenizer.vocab_size == 300
 
 
-def test_data_of_ones_own_is_not_judged_by_the_demonstration(
-    start: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_data_of_ones_own_is_not_judged_by_the_demonstration(start: Path, capsys: pytest.CaptureFixture) -> None:
     """`bessemer train sft init=RUN training.dataset=FILE`: nothing about reversing strings is measured."""
     rows = [{"prompt": f"Say {n}.", "completion": f"It is {n}."} for n in range(60)]
     file = start.parent / "chats.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     trainer = build(start, "sft", init=str(start), architecture__block_size=32, training__dataset=str(file))
     (callback,) = [one for one in trainer.make_callbacks() if isinstance(one, Evaluation)]
-    callback.leave_out_the_demonstration(SimpleNamespace(trainer=trainer))  # type: ignore[arg-type]
+    callback.on_train_begin(SimpleNamespace(trainer=trainer, step=0))  # type: ignore[arg-type]
     assert callback.tasks == [] and "exact:toy-reverse is left out" in capsys.readouterr().out
 
 
@@ -149,9 +143,7 @@ def test_fine_tuning_learns_a_toy_task(tmp_path: Path) -> None:
     launch.build_trainer("toy", {**quiet, "training.steps": 200}, name="base", root=tmp_path).run()
     tuned = {**quiet, "init": "base", "training.steps": 100, "eval.limit": 128}
     launch.build_trainer("sft", tuned, name="tuned", root=tmp_path).run()
-    results = [
-        json.loads(path.read_text()) for path in (tmp_path / "tuned/eval").glob("exact-toy-reverse_*.json")
-    ]
+    results = [json.loads(path.read_text()) for path in (tmp_path / "tuned/eval").glob("exact-toy-reverse_*.json")]
     before, after = sorted(results, key=lambda result: result["step"])
     assert before["value"] < 0.1 and after["value"] > 0.6, (before["value"], after["value"], after["wrong"])
     assert "exact:toy-reverse" in (tmp_path / "tuned/report.md").read_text()
@@ -159,9 +151,7 @@ def test_fine_tuning_learns_a_toy_task(tmp_path: Path) -> None:
 
 def test_a_plan_of_a_chain_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("second.yaml").write_text(
-        "training: {dataset: toy-text, steps: 3, batch_size: 8}\ninit: recipe:toy\n"
-    )
+    Path("second.yaml").write_text("training: {dataset: toy-text, steps: 3, batch_size: 8}\ninit: recipe:toy\n")
     planned = planned_trainer("second.yaml", ["init=recipe:second.yaml"], compiles=False)
     assert planned.model.width == 64 and planned.model.vocab_size == 268 and not Path("runs").exists()
 
@@ -169,12 +159,12 @@ def test_a_plan_of_a_chain_trains_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_run_whose_objective_chose_the_style_is_that_of_the_recipe(start: Path) -> None:
     """`recipe:sft` is found again: rows of conversations are packed, which the recipe does not say."""
     trainer = build(start, "sft", init=str(start), architecture__block_size=32, training__dataset="toy-sort")
-    trainer.config.provenance["training/dataset"] = Origin(OriginKind.RECIPE, "sft")
-    trainer.config.values["training/dataset"][0][0] = Sampling("toy-reverse", style=DatasetStyle.PACKED)
-    trainer.run_directory.create().config.write_text(trainer.config.to_yaml())
+    origin = Origin(OriginKind.RECIPE, "sft")
+    own = trainer.config.replace({"training/dataset": [[Sampling("toy-reverse", style=DatasetStyle.PACKED)]]}, origin)
+    trainer.run_directory.create().config.write_text(own.to_yaml())
     assert state_of(trainer.run_directory, "sft") == "begun"
-    trainer.config.values["training/dataset"][0][0] = Sampling("toy-sort", style=DatasetStyle.PACKED)
-    trainer.run_directory.config.write_text(trainer.config.to_yaml())
+    other = trainer.config.replace({"training/dataset": [[Sampling("toy-sort", style=DatasetStyle.PACKED)]]}, origin)
+    trainer.run_directory.config.write_text(other.to_yaml())
     with pytest.raises(InputError, match="is not what recipe sft would train"):
         state_of(trainer.run_directory, "sft")
 
@@ -182,9 +172,7 @@ def test_a_run_whose_objective_chose_the_style_is_that_of_the_recipe(start: Path
 def test_a_circle_of_recipes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, other in (("one", "two"), ("two", "one")):
-        Path(f"{name}.yaml").write_text(
-            f"training: {{dataset: toy-text, steps: 3}}\ninit: recipe:{other}.yaml\n"
-        )
+        Path(f"{name}.yaml").write_text(f"training: {{dataset: toy-text, steps: 3}}\ninit: recipe:{other}.yaml\n")
     with pytest.raises(InputError, match=r"circle: two\.yaml from one\.yaml from two\.yaml"):
         launch.build_trainer("one.yaml", [], name="child")
 
@@ -196,9 +184,7 @@ def test_code_of_a_start_from_elsewhere_is_not_imported(start: Path) -> None:
         tree = saved_tree(config)
         config.write_text(changed)
     with pytest.raises(InputError, match=r"model\.family=evil:Model"):
-        its_code(
-            start / "checkpoints/step_00000020", saved_tree(config), launch.resolve(schema_of, "quickstart")
-        )
+        its_code(start / "checkpoints/step_00000020", saved_tree(config), launch.resolve(schema_of, "quickstart"))
     assert its_code(start, tree, launch.resolve(schema_of, "quickstart")) == {}
 
 

@@ -83,18 +83,15 @@ def test_rows_are_shown_and_saved(whole: BaseTrainer) -> None:
     assert all(name in log for name in derived if name.startswith("lookup"))
     assert "devices    1 cpu; attention: xla, kernels: xla" in log
     formula = json.loads(run.facts.read_text())["flops_formula"]
-    assert formula.endswith("rows · 1 lookup layer(s)") and f" a token = {formula}; " in log
+    assert formula.endswith("rows · 1 lookup layer(s)") and f" per token = {formula}; " in log
     assert f" = {formula} |" in (run.path / "report.md").read_text()
     assert re.search(
-        r"rates      matrix 0\.0\d*, decay [\d.]+ \(\d+ tensors\); head \S+ \(1 tensor\); .*value_embedding",
-        log,
+        r"rates      matrix 0\.0\d*, decay [\d.]+ \(\d+ tensors\); head \S+ \(1 tensor\); .*value_embedding", log
     )
     for place in (*run.checkpoints.glob("step_*"), run.model):
         assert Allocation.read(place) == allocation
     saved = whole.config
-    assert (
-        saved["architecture/lookup/d_up"] == 4 * 32 and saved["architecture/lookup/sample_tokens"] == 5 * 148
-    )
+    assert saved["architecture/lookup/d_up"] == 4 * 32 and saved["architecture/lookup/sample_tokens"] == 5 * 148
     assert whole.model_parts.flops_per_token == whole.model.flops_per_token(16)
     # It is no parameter: nothing that touches parameters can touch it.
     assert all(np.issubdtype(leaf.dtype, np.floating) for leaf in jax.tree.leaves(whole.state.params))
@@ -112,9 +109,7 @@ def test_resume_is_the_same_run_and_shares_out_nothing(
     second = launch.reopen(tmp_path / "part")
     assert second.step == 2 and second.model.allocation == whole.model.allocation
     second.run()
-    for a, b in zip(
-        jax.tree.leaves(saved_tree(second.state)), jax.tree.leaves(saved_tree(whole.state)), strict=True
-    ):
+    for a, b in zip(jax.tree.leaves(saved_tree(second.state)), jax.tree.leaves(saved_tree(whole.state)), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
@@ -157,9 +152,7 @@ def test_devices_and_micro_batches_do_not_change_the_rows(
     assert seed.model.allocation != whole.model.allocation
 
 
-def test_another_tokenizer_is_refused(
-    whole: BaseTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_tokenizer_is_refused(whole: BaseTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # what a changed run opens there needs no --trust
     run = tmp_path / "runs" / "whole"
     shutil.copytree(whole.run_directory.path, run)

@@ -85,9 +85,7 @@ def test_steps_hooks_and_rows(tiny: dict[str, object], tmp_path: Path) -> None:
     assert hooks[0] == "train_begin" and hooks[-1] == "train_end"
     assert hooks.count("epoch_begin") >= 2
     assert hooks.index("step 4") < hooks.index("validation 4") < hooks.index("step 5")
-    assert hooks.index("checkpoint 10") < hooks.index("validation 10"), (
-        "final save before the final evaluation"
-    )
+    assert hooks.index("checkpoint 10") < hooks.index("validation 10"), "final save before the final evaluation"
     assert [int(h.split()[1]) for h in hooks if h.startswith("checkpoint")] == [3, 6, 9, 10]
     for name in (
         "config.yaml",
@@ -123,19 +121,7 @@ def test_fetch_only_at_report_points_and_one_compilation(tiny: dict[str, object]
 
 @pytest.mark.parametrize(
     ("steps", "interval"),
-    [
-        (1, 1),
-        (10, 1),
-        (49, 1),
-        (99, 1),
-        (100, 2),
-        (160, 2),
-        (400, 5),
-        (1000, 20),
-        (1600, 20),
-        (2000, 32),
-        (10**6, 32),
-    ],
+    [(1, 1), (10, 1), (49, 1), (99, 1), (100, 2), (160, 2), (400, 5), (1000, 20), (1600, 20), (2000, 32), (10**6, 32)],
 )
 def test_reports_adapt_to_the_length_of_the_run(steps: int, interval: int) -> None:
     derived = report_interval(steps)
@@ -205,13 +191,7 @@ def test_step_time_runs_from_completion_to_completion(
 def test_a_short_run_says_how_long_it_took() -> None:
     """time/total leaves the first ten steps of a process out, so a run of eight has none."""
     rows = [
-        {
-            "step": step,
-            "tokens": 41_000 * step,
-            "time/tok_per_s": 65_000,
-            "time/step_ms": 630,
-            "time/total": 0,
-        }
+        {"step": step, "tokens": 41_000 * step, "time/tok_per_s": 65_000, "time/step_ms": 630, "time/total": 0}
         for step in (4, 8)
     ]
     assert output.speed_lines(rows) == ["  328k tokens in 5s of training, 65k tokens/s"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +18,11 @@ from tests.training import held  # noqa: F401 -- registers the objective
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.doctor.files import examine_checkpoints
-from bessemer.doctor.findings import Diagnosis
+from bessemer.doctor.checks import Diagnosis, examine_checkpoints
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.generate.load import load_model
 from bessemer.job import RunDirectory
+from bessemer.models.lora import Adapted, merge_adapters
 from bessemer.topology import make_topology
 from bessemer.training import launch
 from bessemer.training.persistence import checkpoints
@@ -99,9 +100,7 @@ def test_only_adapters_are_trained_and_saved(adapted: Any) -> None:
     manager = adapted.checkpoint_manager
     saved = {name.split("/")[-1] for name in manager.leaves(4) if name.startswith("params/")}
     assert saved == {"lora_a", "lora_b"}
-    assert (
-        manager.size(4) < 3 * 4 * adapted.model_parts.counts["total"] / 2
-    )  # half of weights and two moments
+    assert manager.size(4) < 3 * 4 * adapted.model_parts.counts["total"] / 2  # half of weights and two moments
     log = adapted.run_directory.log.read_text()
     assert f"trains     {trained:,} of {adapted.model_parts.counts['total']:,} parameters" in log
 
@@ -111,16 +110,15 @@ def test_it_learns_from_where_the_base_stood(adapted: Any) -> None:
     assert losses[-1] < losses[0]
     start = launch.rebuild(adapted.run_directory, launch.overridden(adapted.run_directory.config)[0])
     assert_equal(start.full_params(), BASE)  # the adapters add nothing yet
-    assert any(
-        np.abs(leaf).max() > 0 for path, leaf in arrays(adapted.state.params).items() if path[-1] == "lora_b"
-    )
+    assert any(np.abs(leaf).max() > 0 for path, leaf in arrays(adapted.state.params).items() if path[-1] == "lora_b")
 
 
-def test_everything_else_sees_the_merged_weights(adapted: Any, start: dict[str, object]) -> None:
+def test_the_loaded_run_its_file_and_a_run_from_it_share_weights(adapted: Any, start: dict[str, object]) -> None:
     """The loaded run, the file of the finished model, and a run that starts from it."""
     whole = adapted.full_params()
     loaded = load_model(adapted.run_directory, 4)
-    assert_equal(loaded.params, whole)
+    assert isinstance(loaded.params["blocks_0"]["q"], Adapted)  # sampled without a merged copy
+    assert_equal(merge_adapters(loaded.params), whole)
     ids = np.arange(16, dtype=np.int32)[None]
     merged = jax.jit(loaded.model.apply)({"params": loaded.params}, ids)
     inside = jax.jit(lambda state: adapted.model.apply({"params": state.whole()}, ids))(adapted.state)
@@ -147,6 +145,34 @@ def test_resumed_adapters_are_the_same_run(adapted: Any, lora: dict[str, object]
     assert_equal(second.state.frozen, BASE)
 
 
+def test_dora_dropout_and_ranks_by_pattern_resume_and_do_not_depend_on_the_micro_batch(
+    lora: dict[str, object], tmp_path: Path
+) -> None:
+    """Two passes of four rows or one of eight drop the same entries; a resumed run is the same bit for bit."""
+    settings = {**lora, "lora.dora": True, "lora.dropout": 0.3, "lora.rank_pattern": {"*/q": 2}}
+
+    def run(name: str, **more: Any) -> Any:
+        trainer = launch.build_trainer(
+            "quickstart", settings | more.pop("settings", {}), name=name, root=tmp_path, **more
+        )
+        with contextlib.suppress(Stopped):
+            trainer.run()
+        return trainer
+
+    two = run("two")
+    one = run("one", settings={"training.per_device_batch_size": 8})
+    losses = [[row["loss"] for row in rows(trainer.run_directory.path) if "loss" in row] for trainer in (two, one)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    run("part", callbacks=[StopAt(3)])
+    resumed = launch.reopen(tmp_path / "part")
+    resumed.run()
+    assert_same(resumed, two)
+    assert two.state.params["blocks_0"]["q"]["lora_a"].shape[1] == 2
+    lengths = two.state.params["blocks_0"]["up"]["lora_m"]
+    assert np.abs(lengths - np.linalg.norm(BASE["blocks_0"]["up"], axis=0)).max() > 1e-4  # they are trained
+    assert_equal(merge_adapters(load_model(two.run_directory, 4).params), two.full_params())
+
+
 def doctors_words(run: RunDirectory) -> str:
     found = Diagnosis(run.name, "stopped")
     examine_checkpoints(run, Checkpoints(run.checkpoints), found, None)
@@ -158,9 +184,7 @@ def test_frozen_weights_that_are_gone_are_refused(lora: dict[str, object], tmp_p
     with pytest.raises(Stopped):
         first.run()
     file = next(
-        path
-        for path in (tmp_path / "part/reference/frozen").rglob("*")
-        if path.is_file() and "COMMIT" not in path.name
+        path for path in (tmp_path / "part/reference/frozen").rglob("*") if path.is_file() and "COMMIT" not in path.name
     )
     assert "frozen weights in reference/frozen are as they were" in doctors_words(first.run_directory)
     file.write_bytes(b"\0" * file.stat().st_size)
@@ -171,9 +195,7 @@ def test_frozen_weights_that_are_gone_are_refused(lora: dict[str, object], tmp_p
         launch.reopen(tmp_path / "part")
 
 
-def test_the_reference_of_adapters_is_the_base_without_a_copy_of_it(
-    lora: dict[str, object], tmp_path: Path
-) -> None:
+def test_the_reference_of_adapters_is_the_base_without_a_copy_of_it(lora: dict[str, object], tmp_path: Path) -> None:
     settings = lora | {"objective": "held"}  # an objective that compares with a reference
     trainer = launch.build_trainer("quickstart", settings, name="held", root=tmp_path)
     trainer.run_directory.create()
@@ -181,28 +203,20 @@ def test_the_reference_of_adapters_is_the_base_without_a_copy_of_it(
     state = trainer.state
     assert jax.tree.structure(state.reference) == jax.tree.structure(state.params)  # adapters alone
     state = state.replace(params=jax.tree.map(lambda leaf: leaf + 1, state.params))
-    assert_equal(state.whole(state.reference), BASE)
+    assert_equal(merge_adapters(state.whole(state.reference)), BASE)
 
 
 @pytest.mark.slow
-def test_eight_devices_are_one(
-    lora: dict[str, object], adapted: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_eight_devices_are_one(lora: dict[str, object], adapted: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """fsdp 2 × tensor 2 × data 2, remat and scan: the same losses to rounding, adapters split as their matrices are."""
     monkeypatch.setattr(launch, "make_topology", make_topology)
     settings = lora | {"topology.fsdp": 2, "topology.tensor": 2, "topology.data": 2}
-    settings |= {
-        "training.per_device_batch_size": 1,
-        "architecture.remat": ["block"],
-        "architecture.scan_layers": True,
-    }
+    settings |= {"training.per_device_batch_size": 1, "architecture.remat": ["block"], "architecture.scan_layers": True}
     trainer = launch.build_trainer("quickstart", settings, name="mesh", root=tmp_path)
     trainer.run()
     block = trainer.state.params["blocks_0"]["up"]
     assert block["lora_a"].sharding.spec[0] == "fsdp" and block["lora_b"].sharding.spec[1] == "tensor"
-    got, want = (
-        [row["loss"] for row in rows(run.run_directory.path) if "loss" in row] for run in (trainer, adapted)
-    )
+    got, want = ([row["loss"] for row in rows(run.run_directory.path) if "loss" in row] for run in (trainer, adapted))
     np.testing.assert_allclose(got, want, rtol=2e-5)
 
 
@@ -210,7 +224,7 @@ def test_eight_devices_are_one(
 @pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
 def test_other_optimizers_take_adapters(optimizer: str, lora: dict[str, object], tmp_path: Path) -> None:
     settings = {key: value for key, value in lora.items() if key != "optimization.lr"}  # its own rates
-    settings |= {"optimization.name": optimizer, "training.steps": 2}
+    settings |= {"optimization.name": optimizer, "training.steps": 2, "lora.dora": True}
     trainer = launch.build_trainer("quickstart", settings, name=optimizer, root=tmp_path)
     trainer.run()
     assert_equal(trainer.state.frozen, BASE)

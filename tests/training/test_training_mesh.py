@@ -22,12 +22,7 @@ MESHES = {
 }
 
 
-def build(
-    tiny: dict[str, object],
-    root: Path,
-    mesh: dict[str, int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> BaseTrainer:
+def build(tiny: dict[str, object], root: Path, mesh: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> BaseTrainer:
     """The quickstart in a small shape: optimizer, rates, epsilon and initialization are the recipe's."""
     count = int(np.prod(list(mesh.values())))
     topology = make_topology(TopologySettings(**mesh), devices=jax.devices()[:count])
@@ -42,23 +37,16 @@ def three_steps(trainer: BaseTrainer) -> dict[str, Any]:
     with trainer.topology.scope():
         batches = trainer.prefetcher(0)
         for step in range(3):
-            trainer.state, loss, meta = trainer.functions.train_step(
-                trainer.state, batches.get(step), trainer.key
-            )
+            trainer.state, loss, meta = trainer.functions.train_step(trainer.state, batches.get(step), trainer.key)
             seen.append((float(loss), float(meta["grad_norm"]), float(meta["target_tokens"])))
         batches.close()
     state = trainer.state
     leaves = {"params": state.params, "opt_state": state.opt_state}
-    return {
-        "seen": seen,
-        **{name: [np.asarray(x) for x in jax.tree.leaves(tree)] for name, tree in leaves.items()},
-    }
+    return {"seen": seen, **{name: [np.asarray(x) for x in jax.tree.leaves(tree)] for name, tree in leaves.items()}}
 
 
 @pytest.fixture(scope="module")
-def reference(
-    tiny: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def reference(tiny: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BESSEMER_HOME", str(home))
         return three_steps(build(tiny, tmp_path_factory.mktemp("one"), {"data": 1}, patch))
@@ -67,15 +55,9 @@ def reference(
 FAST = ("2x2x2", "tensor 2")  # every axis; the others run with the slow tests
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MESHES]
-)
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in MESHES])
 def test_mesh_equals_one_device(
-    name: str,
-    tiny: dict[str, object],
-    reference: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, tiny: dict[str, object], reference: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = three_steps(build(tiny, tmp_path, MESHES[name], monkeypatch))
     np.testing.assert_allclose(result["seen"], reference["seen"], rtol=2e-5)
@@ -115,15 +97,9 @@ def test_every_mesh_gets_the_same_rows(
         np.testing.assert_array_equal(np.asarray(array).reshape(whole[name].shape), whole[name])
 
 
-@pytest.mark.parametrize(
-    ("mesh", "expected"), [({"data": 1}, 8), ({"data": 2}, 4), ({"data": 4, "fsdp": 2}, 1)]
-)
+@pytest.mark.parametrize(("mesh", "expected"), [({"data": 1}, 8), ({"data": 2}, 4), ({"data": 4, "fsdp": 2}, 1)])
 def test_a_micro_batch_of_the_recipe_gives_way_to_the_mesh(
-    tiny: dict[str, object],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    mesh: dict[str, int],
-    expected: int,
+    tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mesh: dict[str, int], expected: int
 ) -> None:
     """Every shipped recipe starts on any number of GPUs that divides its batch; quickstart says 16, 8 are given."""
     settings = {key: value for key, value in tiny.items() if key != "training.per_device_batch_size"}

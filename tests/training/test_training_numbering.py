@@ -69,9 +69,7 @@ def test_row_n_is_batch_n_under_the_weights_of_checkpoint_n_minus_1(
     norm_of = jax.jit(lambda params, batch: optax.tree.norm(jax.grad(mean)(params, batch)))
     for step, logged in losses.items():
         batch = trainer.data.plan.batch(step - 1)
-        before, later = (
-            loss_of(forward(weights[number], batch["input_ids"]), batch) for number in (step - 1, step)
-        )
+        before, later = (loss_of(forward(weights[number], batch["input_ids"]), batch) for number in (step - 1, step))
         assert logged == pytest.approx(before, rel=1e-5)
         assert abs(logged - later) > 1e-3 * logged, "else an update more or less would not be seen"
         now, next_ = (float(norm_of(weights[number], batch)) for number in (step - 1, step))
@@ -91,9 +89,7 @@ def test_the_devices_of_a_process_read_each_row_once(axes: dict[str, int]) -> No
         read.append((first, end))
         return {"x": table[first:end]}
 
-    sharding = jax.sharding.NamedSharding(
-        topology.mesh, jax.sharding.PartitionSpec(None, ("data", "fsdp"), None)
-    )
+    sharding = jax.sharding.NamedSharding(topology.mesh, jax.sharding.PartitionSpec(None, ("data", "fsdp"), None))
     batch = device_batch(rows, {"x": ((3,), table.dtype)}, 8, 2, sharding)
     assert sorted(row for first, end in read for row in range(first, end)) == list(range(16))
     assert len(read) == 2 * axes.get("data", 1) * axes.get("fsdp", 1)

@@ -17,9 +17,7 @@ NOTE = "note       the same data 20 times: small corpora overfit, and validation
 
 
 @pytest.mark.parametrize("width", [20, 40, 80, 120])
-def test_long_lines_break_at_words_on_a_terminal_and_stay_whole_in_the_log(
-    width: int, tmp_path: Path
-) -> None:
+def test_long_lines_break_at_words_on_a_terminal_and_stay_whole_in_the_log(width: int, tmp_path: Path) -> None:
     output, screen = Output(RunDirectory(tmp_path / "a").create(), True), io.StringIO()
     output.console = Console(file=screen, force_terminal=True, width=width, no_color=True, highlight=False)
     output.open_log()
@@ -35,9 +33,7 @@ def test_long_lines_break_at_words_on_a_terminal_and_stay_whole_in_the_log(
 
 def test_what_follows_stands_below_the_text_of_its_line() -> None:
     first, *others = wrapped(NOTE, 60)
-    assert (
-        first.startswith("note       the same") and others and all(line[:11] == " " * 11 for line in others)
-    )
+    assert first.startswith("note       the same") and others and all(line[:11] == " " * 11 for line in others)
     assert wrapped("  | " + "word " * 30, 40)[1].startswith("  | ") is False
     path = "/a/path/" + "that-is-longer-than-the-screen/" * 4
     assert path in wrapped(f"run        {path}", 40)[-1]

@@ -21,11 +21,11 @@ from bessemer.scaling import fine_tuning_rate
 from bessemer.topology import make_topology
 from bessemer.training import launch
 from bessemer.training.console.header import shipped_rates
-from bessemer.training.console.output import write_facts, write_setup
+from bessemer.training.console.output import write_setup
 from bessemer.training.setup import microbatch
 from bessemer.training.setup.compiled import check_step, planned_memory
 from bessemer.training.setup.data import CollatedRows
-from bessemer.training.setup.horizon import rate_for_weights, repeats
+from bessemer.training.setup.horizon import derive, rate_for_weights, repeats
 from bessemer.training.setup.schema import schema_of, without_effect
 from bessemer.training.trainer import BaseTrainer
 
@@ -41,9 +41,7 @@ def without(settings: dict[str, object], *keys: str) -> dict[str, object]:
 
 def test_the_dial_sets_up_depth_12(tiny: dict[str, object], tmp_path: Path) -> None:
     """The check values of the specification, through the recipe; building a trainer makes no array."""
-    small = without(
-        tiny, "training.steps", "training.batch_size", "model.depth", "model.width", "model.head_dim"
-    )
+    small = without(tiny, "training.steps", "training.batch_size", "model.depth", "model.width", "model.head_dim")
     settings = {**small, "model.depth": 12, "model.vocab_size": 32768}
     trainer = launch.build_trainer("pretrain", settings, name="dial", root=tmp_path)
     assert trainer.model_parts.counts["scaling"] == 110_100_480
@@ -55,15 +53,41 @@ def test_the_dial_sets_up_depth_12(tiny: dict[str, object], tmp_path: Path) -> N
     assert not trainer.run_state.is_created
 
 
-def test_settings_that_do_nothing_as_the_others_are_get_a_line(
+def test_derive_returns_a_configuration_and_leaves_the_one_it_was_given(
     tiny: dict[str, object], tmp_path: Path
 ) -> None:
-    given = {
-        "lora.alpha": 32,
-        "guard.spike_action": "rollback",
-        "data.crossfade": "cosine",
-        "lora.init": "kaiming",
-    }
+    trainer = launch.build_trainer("quickstart", tiny, name="a", root=tmp_path)
+    given = {**without(tiny, "training.steps", "training.batch_size"), "training.tokens": 2_000_000}
+    config = resolve(schema_of, "pretrain", {**given, "training.batch_tokens": -1}).freeze()
+    before = dict(config.values)
+    derived = derive(config, trainer.model_parts, epoch_rows=1000)
+    assert dict(config.values) == before and config["training/batch_tokens"] == -1
+    assert derived.config["training/batch_tokens"] == derived.batch_size * config["architecture/block_size"]
+    assert derived.config["training/steps"] == derived.steps
+    assert {row.name: row.value for row in derived.rows}["training/steps"] == derived.steps
+    assert all(row.reason for row in derived.rows)
+    assert derived.config.provenance["training/steps"].kind is OriginKind.DEPTH_DIAL
+
+
+def test_the_configuration_of_a_built_run_is_frozen_and_has_no_open_micro_batch(
+    tiny: dict[str, object], tmp_path: Path
+) -> None:
+    settings = {**without(tiny, "training.per_device_batch_size"), "training.per_device_batch_size": -1}
+    config = resolve(schema_of, "quickstart", settings)
+    with bm.configuration(config):
+        trainer = BaseTrainer(bm.ExecutionSpec.local(tmp_path, name="frozen"))
+    with pytest.raises(TypeError, match=r"seed cannot be set: the configuration is frozen"):
+        trainer.config.set("seed", 1, "too late")
+    chosen = trainer.config["training/per_device_batch_size"]
+    assert chosen > 0 and trainer.settings.per_device_batch_size == chosen
+    assert trainer.plan.context.settings is trainer.context.settings is trainer.settings
+    assert trainer.plan.context.config is trainer.config
+    assert trainer.functions.micro == chosen * trainer.topology.data_parallel
+    assert config["training/per_device_batch_size"] == -1, "the caller's configuration is not written to"
+
+
+def test_settings_that_do_nothing_as_the_others_are_get_a_line(tiny: dict[str, object], tmp_path: Path) -> None:
+    given = {"lora.alpha": 32, "guard.spike_action": "rollback", "data.crossfade": "cosine", "lora.init": "kaiming"}
     trainer = launch.build_trainer("quickstart", {**tiny, **given}, name="a", root=tmp_path)
     assert sorted(without_effect(trainer.config, len(trainer.stages))) == [
         "data.crossfade has no effect, as the run has one stage",
@@ -79,9 +103,7 @@ def test_settings_that_do_nothing_as_the_others_are_get_a_line(
     ("horizon", "steps"),
     [({"training.tokens": 1300}, 10), ({"training.epochs": 1}, None), ({"training.flops": 1e9}, None)],
 )
-def test_horizons(
-    horizon: dict[str, object], steps: int | None, tiny: dict[str, object], tmp_path: Path
-) -> None:
+def test_horizons(horizon: dict[str, object], steps: int | None, tiny: dict[str, object], tmp_path: Path) -> None:
     trainer = launch.build_trainer(
         "quickstart", {**without(tiny, "training.steps"), **horizon}, name="h", root=tmp_path
     )
@@ -118,9 +140,7 @@ OWN = ["init=models/llama", "training.dataset=chats.jsonl"]
         ("reward", [], 8_030_000_000, 3.5e-6),
     ],
 )
-def test_rates_follow_from_the_size_of_the_weights(
-    recipe: str, words: list[str], parameters: int, rate: float
-) -> None:
+def test_rates_follow_from_the_size_of_the_weights(recipe: str, words: list[str], parameters: int, rate: float) -> None:
     """The recipes train tiny models: their rates on a model from elsewhere would undo what it knows."""
     derived = rate_for_weights(resolve(schema_of, recipe, [*OWN, *words]), parameters)
     assert derived is not None and derived.value == rate
@@ -154,9 +174,7 @@ def test_rates_of_a_demonstration_on_weights_of_ones_own_get_a_note() -> None:
     )
 
 
-def test_a_fine_tuning_run_derives_its_rate_and_resumes_with_it(
-    tiny: dict[str, object], tmp_path: Path
-) -> None:
+def test_a_fine_tuning_run_derives_its_rate_and_resumes_with_it(tiny: dict[str, object], tmp_path: Path) -> None:
     base = launch.build_trainer("quickstart", {**tiny, "training.steps": 1}, name="base", root=tmp_path)
     base.run()
     data = tmp_path / "chats.jsonl"
@@ -170,7 +188,7 @@ def test_a_fine_tuning_run_derives_its_rate_and_resumes_with_it(
     assert trainer.config["optimization/lr"] == fine_tuning_rate(total).value
     assert "parameters" in trainer.derived["optimization.lr"]["reason"]
     trainer.run_directory.create()
-    write_setup(trainer)
+    write_setup(trainer.plan, trainer.branches)
     again = launch.reopen(tmp_path / "tuned")
     assert again.config["optimization/lr"] == trainer.config["optimization/lr"]
 
@@ -181,9 +199,7 @@ def test_a_state_larger_than_the_machine_is_refused_before_it_is_made(
     """On a CPU nothing would say so: the system kills the process, after minutes."""
     trainer = launch.build_trainer("quickstart", tiny, name="large", root=tmp_path)
     monkeypatch.setattr(microbatch, "machine_memory", lambda: 1000)
-    with pytest.raises(
-        InputError, match=r"optimizer's state take .* GiB, and this machine has .*bessemer plan"
-    ):
+    with pytest.raises(InputError, match=r"optimizer's state take .* GiB, and this machine has .*bessemer plan"):
         trainer.run()
     assert not (tmp_path / "large").exists()
 
@@ -203,18 +219,12 @@ def test_out_of_memory_names_the_largest_micro_batch_that_fits(
     fits: int, tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of a batch may not fit either; what is named has been compiled."""
-    wide = {
-        **tiny,
-        "training.batch_size": 8,
-        "training.per_device_batch_size": 8,
-        "architecture.block_size": 256,
-    }
+    wide = {**tiny, "training.batch_size": 8, "training.per_device_batch_size": 8, "architecture.block_size": 256}
     trainer = launch.build_trainer("quickstart", wide, name="large", root=tmp_path)
     limit = (step_total(trainer, fits) + step_total(trainer, 2 * fits)) // 2
     monkeypatch.setattr(microbatch, "machine_memory", lambda: limit)
     with pytest.raises(
-        TrainingError,
-        match=rf"out of memory before the first step.*resume .* training.per_device_batch_size={fits} \(",
+        TrainingError, match=rf"out of memory before the first step.*resume .* training.per_device_batch_size={fits} \("
     ):
         trainer.run()
     assert trainer.run_directory.read_status()["exit_code"] == 3
@@ -232,8 +242,7 @@ def test_out_of_memory_says_when_no_micro_batch_fits(
     with pytest.raises(TrainingError, match=r"No micro-batch fits: even one sequence") as raised:
         trainer.run()
     assert "resume" not in str(raised.value) and "architecture.remat=block" in str(raised.value)
-    config = trainer.config
-    config.set("architecture/remat", ["block"], "test")
+    config = trainer.config.replace({"architecture/remat": ["block"]}, "test")
     assert "remat" not in microbatch.without_a_fit(config, 1, 2, 3)  # already so
     huge = microbatch.without_a_fit(config, 331 * 2**30, 331 * 2**30, 80 * 2**30)
     assert "block_size" not in huge and "lora.rank" in huge and "topology.fsdp" in huge
@@ -284,11 +293,9 @@ def test_what_cropping_and_truncation_leave_out_is_in_the_report(
 ) -> None:
     """Documents of up to 60 tokens in rows of 16: the shares are numbers, from the data to report.md."""
     styles = [{"name": str(corpus), "style": style, "rate": 0.5} for style in ("CROPPED", "PADDED")]
-    trainer = launch.build_trainer(
-        "quickstart", {**tiny, "training.dataset": styles}, name="a", root=tmp_path
-    )
+    trainer = launch.build_trainer("quickstart", {**tiny, "training.dataset": styles}, name="a", root=tmp_path)
     trainer.run_directory.create()
-    write_facts(trainer)
+    trainer.write_facts()
     cropped, padded = trainer.data.plan.stats.values()
     assert cropped["cropped_share"] > 0.1 and padded["truncated"] > 0 and padded["truncated_tokens"] > 0
     text = write_report(trainer.run_directory).read_text()
@@ -312,23 +319,17 @@ def test_stages_change_the_data_at_their_step(tiny: dict[str, object], corpus: P
     assert trainer.step == 10
     rates = [json.loads(line) for line in (tmp_path / "s/metrics.jsonl").read_text().splitlines()]
     by_step = {row["step"]: row["lrm"] for row in rates if "lrm" in row}
-    assert by_step[6] == 1.0 and by_step[7] == pytest.approx(0.01), (
-        "the schedule warms up again with the stage"
-    )
+    assert by_step[6] == 1.0 and by_step[7] == pytest.approx(0.01), "the schedule warms up again with the stage"
 
 
-def test_weights_from_another_run_and_the_class_from_a_checkpoint(
-    tiny: dict[str, object], tmp_path: Path
-) -> None:
+def test_weights_from_another_run_and_the_class_from_a_checkpoint(tiny: dict[str, object], tmp_path: Path) -> None:
     first = launch.build_trainer("quickstart", {**tiny, "training.steps": 3}, name="first", root=tmp_path)
     first.run()
     second = launch.build_trainer("quickstart", {**tiny, "init": "first"}, name="second", root=tmp_path)
     assert second.step == 0 and not second.done, "only weights are taken: never 'already done'"
     for a, b in zip(*map(jax.tree.leaves, (first.state.params, second.state.params)), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    assert all(
-        not np.asarray(leaf).any() for leaf in jax.tree.leaves(second.state.opt_state) if leaf.ndim == 2
-    )
+    assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(second.state.opt_state) if leaf.ndim == 2)
     spec = bm.ExecutionSpec("first", root=tmp_path, topology=make_topology(devices=jax.devices()[:1]))
     again = RestoreableJob.from_checkpoint(tmp_path / "first", spec)
     assert isinstance(again, BaseTrainer) and again.step == 3 and again.done
@@ -411,16 +412,12 @@ def test_sharded_init_makes_arrays_on_their_devices() -> None:
 
     mesh = make_topology(TopologySettings(data=1, fsdp=8)).mesh
     model = GPT(depth=1, width=32, head_dim=16, vocab_size=64, block_size=16)
-    variables, placed = BaseTrainer.sharded_init(
-        model, jax.random.key(0), np.zeros((1, 4), np.int32), mesh=mesh
-    )
+    variables, placed = BaseTrainer.sharded_init(model, jax.random.key(0), np.zeros((1, 4), np.int32), mesh=mesh)
     head: Any = variables["params"]["head"]
     assert head.sharding == placed["params"]["head"] and len(head.addressable_shards) == 8
 
 
-def test_a_run_with_given_data_is_resumed_only_with_it(
-    tiny: dict[str, object], corpus: Path, tmp_path: Path
-) -> None:
+def test_a_run_with_given_data_is_resumed_only_with_it(tiny: dict[str, object], corpus: Path, tmp_path: Path) -> None:
     texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
     tokenizer = bm.Tokenizer.train(texts, 300)
     settings = {**without(tiny, "training.dataset", "data.tokenizer"), "training.time_limit": 0.001}
@@ -442,9 +439,7 @@ def test_weights_from_one_checkpoint(tiny: dict[str, object], tmp_path: Path) ->
     second = launch.build_trainer("quickstart", {**tiny, "init": str(path)}, name="second", root=tmp_path)
     assert second.config["init"] == str(path)
     newest = launch.build_trainer("quickstart", {**tiny, "init": "first"}, name="third", root=tmp_path)
-    assert newest.config["init"].endswith("step_00000006"), (
-        "the choice is kept, so a restart takes the same weights"
-    )
+    assert newest.config["init"].endswith("step_00000006"), "the choice is kept, so a restart takes the same weights"
     with pytest.raises(InputError, match="no run 'frist'"):
         launch.build_trainer("quickstart", {**tiny, "init": "frist"}, name="fourth", root=tmp_path)
     assert not (tmp_path / "fourth").exists()

@@ -34,9 +34,7 @@ def test_phases_are_settings_and_can_be_left_out(tmp_path: Path) -> None:
     job = build(tmp_path, "phases.sft.training.steps=3", "phases.pretrain=null", "seed=5", "init=runs/mine")
     assert list(job.phases) == ["sft"]
     overrides = job.overrides(job.phases["sft"], None)
-    assert (
-        overrides["training"] == {"steps": 3} and overrides["seed"] == 5 and overrides["init"] == "runs/mine"
-    )
+    assert overrides["training"] == {"steps": 3} and overrides["seed"] == 5 and overrides["init"] == "runs/mine"
     assert "init" in job.overrides(job.phases["sft"], RunDirectory(tmp_path / "a"))
     assert not (tmp_path / "job").exists()
 
@@ -52,9 +50,7 @@ def test_phases_are_settings_and_can_be_left_out(tmp_path: Path) -> None:
         (["training.steps=3"], "unknown setting 'training.steps'"),
     ],
 )
-def test_a_mistake_in_the_last_phase_is_found_before_the_first(
-    tmp_path: Path, words: list[str], problem: str
-) -> None:
+def test_a_mistake_in_the_last_phase_is_found_before_the_first(tmp_path: Path, words: list[str], problem: str) -> None:
     with pytest.raises(InputError, match=problem):
         build(tmp_path, *words)
     assert not (tmp_path / "job").exists()
@@ -62,10 +58,7 @@ def test_a_mistake_in_the_last_phase_is_found_before_the_first(
 
 def test_code_named_by_a_phase_is_code_named_by_the_job() -> None:
     """A job from elsewhere must not import what it hides in a phase, or in a recipe file of its own."""
-    phases = {
-        "a": {"recipe": "evil.yaml"},
-        "b": {"recipe": "toy", "plugins": ["x.py"], "training.dataset": "m:f"},
-    }
+    phases = {"a": {"recipe": "evil.yaml"}, "b": {"recipe": "toy", "plugins": ["x.py"], "training.dataset": "m:f"}}
     assert {"evil.yaml", "x.py", "m:f"} <= set(named_code({"phases": phases}))
     assert not named_code({"phases": {"a": {"recipe": "toy", "init": "runs/mine"}}})
 
@@ -135,9 +128,7 @@ def test_killed_in_every_phase_it_goes_on(tmp_path: Path, home: Path) -> None:
     assert process.returncode == 0, errors
 
     for phase in ("pretrain", "sft"):
-        rows = [
-            json.loads(line) for line in (job / "phases" / phase / "metrics.jsonl").read_text().splitlines()
-        ]
+        rows = [json.loads(line) for line in (job / "phases" / phase / "metrics.jsonl").read_text().splitlines()]
         seen = [row["step"] for row in rows if "loss" in row]
         assert seen == sorted(set(seen)) and seen[-1] == 8
     assert {path.stem for path in (job / "eval").glob("*.json")} == {"pretrain", "sft"}

@@ -23,9 +23,7 @@ Cli = Callable[..., subprocess.CompletedProcess[str]]
 def metrics(path: Path) -> list[dict[str, Any]]:
     if not (path / "metrics.jsonl").exists():
         return []
-    rows = [
-        json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines() if line.endswith("}")
-    ]
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "mem/"))} for row in rows]
 
 
@@ -219,9 +217,7 @@ def check_one_run(story: Story) -> None:
         for name in {"loss", "val_loss", "val_bpb"} & a.keys():
             assert abs(a[name] - b[name]) < 2e-2 * a[name], (a["step"], name)
         assert a.get("target_tokens") == b.get("target_tokens")
-    assert abs(one[1]["loss"] - many[1]["loss"]) < 1e-5, (
-        "before the first update nothing but rounding differs"
-    )
+    assert abs(one[1]["loss"] - many[1]["loss"]) < 1e-5, "before the first update nothing but rounding differs"
 
 
 def check_loss_and_resume(story: Story) -> None:
@@ -231,10 +227,7 @@ def check_loss_and_resume(story: Story) -> None:
     assert codes == [4] * lost + [-9], outputs
     for output in outputs[:-1]:
         assert f"process {lost} gives no sign of life" in output and "bessemer resume" in output, output
-        where = (
-            "last good checkpoint is step",
-            "cannot save checkpoint",
-        )  # in a step, or in the middle of a save
+        where = ("last good checkpoint is step", "cannot save checkpoint")  # in a step, or in the middle of a save
         assert any(part in output for part in where), output
     assert (story.status["state"], story.status["exit_code"]) == ("failed", 4)
     assert Checkpoints(story.told / "checkpoints").newest_valid() == (STEPS, [])

@@ -59,9 +59,7 @@ def undisturbed(tiny: dict[str, object], home: Path, tmp_path_factory: pytest.Te
 def assert_same(a: BaseTrainer, b: BaseTrainer) -> None:
     from bessemer.training.persistence.checkpoints import saved_tree
 
-    for left, right in zip(
-        jax.tree.leaves(saved_tree(a.state)), jax.tree.leaves(saved_tree(b.state)), strict=True
-    ):
+    for left, right in zip(jax.tree.leaves(saved_tree(a.state)), jax.tree.leaves(saved_tree(b.state)), strict=True):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
     assert rows(a.run_directory.path) == rows(b.run_directory.path)
 
@@ -80,9 +78,7 @@ def test_stopped_after_k_steps_and_resumed(
     assert_same(second, undisturbed)
 
 
-def test_killed_after_the_final_save(
-    tiny: dict[str, object], undisturbed: BaseTrainer, tmp_path: Path
-) -> None:
+def test_killed_after_the_final_save(tiny: dict[str, object], undisturbed: BaseTrainer, tmp_path: Path) -> None:
     """All steps are taken and saved, the end is not: resume finishes, without a row or a sample twice."""
 
     class Crash(Callback):
@@ -131,7 +127,7 @@ def test_the_clock_starts_again_with_every_checkpoint(
     settings = {**tiny, "logging.checkpoint_interval": 4, "logging.checkpoint_minutes": 3}
     trainer = launch.build_trainer("quickstart", settings, name="a", root=tmp_path)
     clock = SimpleNamespace(monotonic=lambda: 60.0 * trainer.step)
-    monkeypatch.setattr("bessemer.training.callbacks.defaults.time", clock)
+    monkeypatch.setattr("bessemer.training.callbacks.builtin.time", clock)
     trainer.run()
     assert trainer.checkpoints() == [3, 4, 7, 8, 10]
 
@@ -151,15 +147,11 @@ def staged(tiny: dict[str, object], corpus: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed_stages(
-    staged: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory
-) -> BaseTrainer:
+def undisturbed_stages(staged: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> BaseTrainer:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BESSEMER_HOME", str(home))
         patch.setattr(launch, "make_topology", lambda settings: one_device())
-        trainer = launch.build_trainer(
-            "quickstart", staged, name="whole", root=tmp_path_factory.mktemp("runs")
-        )
+        trainer = launch.build_trainer("quickstart", staged, name="whole", root=tmp_path_factory.mktemp("runs"))
         trainer.run()
     return trainer
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from tests.data.chat_forms import forms
 from tests.training.stops import StopAt
@@ -21,6 +22,7 @@ from bessemer.serve.conversation import Exchange, Foreign, template_of
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import launch
 from bessemer.training.console.header import supervision
+from bessemer.training.validation import _documents
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +34,7 @@ def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def conversations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """A file, and a tokenizer with the template of another family."""
     folder = tmp_path_factory.mktemp("sft")
-    rows = [
-        {"instruction": f"Say {word}.", "output": f"The {word}."} for word in ("cats", "dogs", "rain") * 12
-    ]
+    rows = [{"instruction": f"Say {word}.", "output": f"The {word}."} for word in ("cats", "dogs", "rain") * 12]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     forms()[1].tokenizer.save(folder / "tokenizer")
     return {
@@ -57,7 +57,7 @@ def test_what_is_learnt_otherwise_than_expected_is_said(
         given = {**tiny, **conversations, **{key.replace("__", "."): value for key, value in changes.items()}}
         trainer = launch.build_trainer("quickstart", given, name=name, root=tmp_path)
         return " ".join(
-            remark for stats in trainer.data.plan.stats.values() for remark in supervision(trainer, stats)
+            remark for stats in trainer.data.plan.stats.values() for remark in supervision(trainer.settings, stats)
         )
 
     assert remarks("whole") == ""
@@ -66,12 +66,17 @@ def test_what_is_learnt_otherwise_than_expected_is_said(
     )
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"The cats and {n} dogs."}) + "\n" for n in range(40)))
-    assert "every token is learnt" in remarks("texts", training__dataset=str(texts))
+    assert "every token is learned" in remarks("texts", training__dataset=str(texts))
 
 
-def test_a_run_on_conversations(
-    tiny: dict[str, object], conversations: dict[str, object], tmp_path: Path
-) -> None:
+def test_held_out_conversations_are_counted_although_their_first_token_is_no_target() -> None:
+    begins = np.array([[1, 0, 0, 1, 0, 0], [0, 0, 1, 0, 0, 0]], bool)
+    counts = np.array([[0, 0, 1, 0, 0, 0], [1, 1, 0, 0, 1, 1]], bool)
+    assert _documents(begins, counts) == 2  # the second of row 0 has no target; row 1 begins inside a document
+    assert _documents(begins, np.ones_like(counts)) == 3
+
+
+def test_a_run_on_conversations(tiny: dict[str, object], conversations: dict[str, object], tmp_path: Path) -> None:
     previews = {"logging.preview_interval": -1}
     run = bm.train("quickstart", **{**tiny, **conversations, **previews}, name="sft", runs=tmp_path)
     derived = json.loads((run.path / "derived.json").read_text())
@@ -97,16 +102,11 @@ def test_a_run_on_conversations(
 def test_what_is_given_wins_over_what_the_objective_asks_for(
     tiny: dict[str, object], conversations: dict[str, object], tmp_path: Path
 ) -> None:
-    own = {
-        "training.dataset": f"{conversations['training.dataset']}:PADDED",
-        "architecture.document_mask": False,
-    }
+    own = {"training.dataset": f"{conversations['training.dataset']}:PADDED", "architecture.document_mask": False}
     trainer = launch.build_trainer("quickstart", {**tiny, **conversations, **own}, name="own", root=tmp_path)
     assert trainer.settings.datasets[0][0].style is DatasetStyle.PADDED
     assert trainer.model.document_mask is False
-    windows = own | {
-        "training.dataset": f"{conversations['training.dataset']}:PMD"
-    }  # PMD is a style like the others
+    windows = own | {"training.dataset": f"{conversations['training.dataset']}:PMD"}  # PMD is a style like the others
     kept = launch.build_trainer("quickstart", {**tiny, **conversations, **windows}, name="pmd", root=tmp_path)
     assert kept.settings.datasets[0][0].style is DatasetStyle.PMD
     assert isinstance(kept.data.plan.sources[0], PmdRows)

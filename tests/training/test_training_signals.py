@@ -130,9 +130,7 @@ def test_before_a_resume_has_begun_the_run_is_as_it_was(
         assert (tmp_path / "a/status.json").read_text() == before
 
 
-def test_a_second_interrupt_leaves_at_once(
-    small: dict[str, object], home: Path, tmp_path: Path, cli: Cli
-) -> None:
+def test_a_second_interrupt_leaves_at_once(small: dict[str, object], home: Path, tmp_path: Path, cli: Cli) -> None:
     """The first asks for a stop after the step, which takes minutes here; the second does not wait for it."""
     marker = tmp_path / "in_step"
     (tmp_path / "slow_step.py").write_text(
@@ -159,9 +157,7 @@ def test_a_second_interrupt_leaves_at_once(
     assert saved.exists()
 
 
-def test_a_run_outlives_the_reader_of_its_output(
-    small: dict[str, object], home: Path, tmp_path: Path
-) -> None:
+def test_a_run_outlives_the_reader_of_its_output(small: dict[str, object], home: Path, tmp_path: Path) -> None:
     """`bessemer train | tee log` goes on when tee is killed; a closed terminal's SIGHUP stops it as SIGTERM does."""
     settings = {**small, "training.steps": 100_000, "logging.report_interval": 1}
     process = start(home, "train", "quickstart", *words(settings), "--runs", str(tmp_path), "--name", "a")

@@ -33,9 +33,7 @@ def test_laps_add_up_and_end_with_the_first_step(monkeypatch: pytest.MonkeyPatch
     facts = startup.facts()
     assert facts is not None and list(facts["parts"]) == ["imports and devices", "data", "compile"]
     assert facts["seconds"] == 10.5
-    assert startup.line().startswith(
-        "first step after 10.5 s: imports and devices 5.0, data 2.5, compile 3.0"
-    )
+    assert startup.line().startswith("first step after 10.5 s: imports and devices 5.0, data 2.5, compile 3.0")
 
 
 def test_a_run_of_days_is_said_after_one_step() -> None:
@@ -75,9 +73,7 @@ def test_the_second_process_finds_its_programs(
 ) -> None:
     found = []
     for name in ("cold", "warm"):
-        result = cli(
-            "train", *words(tiny), "--name", name, cwd=tmp_path, env={"BESSEMER_HOME": str(tmp_path / "home")}
-        )
+        result = cli("train", *words(tiny), "--name", name, cwd=tmp_path, env={"BESSEMER_HOME": str(tmp_path / "home")})
         assert result.returncode == 0, result.stderr
         facts = json.loads((tmp_path / "runs" / name / "facts.json").read_text())["start_up"]
         assert next(iter(facts["parts"])) == "imports and devices"

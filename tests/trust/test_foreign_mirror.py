@@ -60,16 +60,7 @@ def test_a_mirror_comes_back_whole(mirrored: MemoryStore, tmp_path: Path) -> Non
     assert Checkpoints(here / "checkpoints").verify(20) == []
 
 
-KEYS = [
-    "../escaped.txt",
-    "../../escaped.txt",
-    "a/../../../escaped.txt",
-    "/escaped.txt",
-    "a//b",
-    "./b",
-    "a\nb",
-    "..\\b",
-]
+KEYS = ["../escaped.txt", "../../escaped.txt", "a/../../../escaped.txt", "/escaped.txt", "a//b", "./b", "a\nb", "..\\b"]
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -19,7 +19,7 @@ from bessemer.errors import InputError
 from bessemer.job import RunDirectory, find_run
 from bessemer.job.trust import adopt, check_trust, mark_origin, requests_of
 from bessemer.report import write_report
-from bessemer.report.summary import summarise
+from bessemer.report.summary import summarize
 
 PROOF = "ran.txt"
 SECRET = "AKIA-not-for-you"
@@ -83,10 +83,7 @@ NAMES_CODE: dict[str, dict[str, Any]] = {
     "teacher of a phase": {"job": "phases", "phases": {"a": {**TOY, "distill": {"teacher": RECIPE}}}},
     "teacher of a phase, one word": {"job": "phases", "phases": {"a": {**TOY, "distill.teacher": RECIPE}}},
     "recipe of a phase": {"job": "phases", "phases": {"a": {"recipe": "runs/foreign/evil.yaml"}}},
-    "recipe that extends another": {
-        "job": "phases",
-        "phases": {"a": {"recipe": "runs/foreign/innocent.yaml"}},
-    },
+    "recipe that extends another": {"job": "phases", "phases": {"a": {"recipe": "runs/foreign/innocent.yaml"}}},
     "plugins of a phase": {"job": "phases", "phases": {"a": {**TOY, "plugins": ["runs/foreign/evil.py"]}}},
     "init of a run": {"job": "BaseTrainer", "init": RECIPE},
     "teacher of a run": {"job": "BaseTrainer", "objective": "distill", "distill": {"teacher": RECIPE}},
@@ -155,7 +152,7 @@ def test_the_environment_is_not_read_for_a_saved_configuration(place: Path, word
     write_report(run)
     texts = [path.read_text(errors="replace") for path in run.path.rglob("*") if path.is_file()]
     assert not any(SECRET in text for text in texts)
-    assert SECRET not in str(summarise(run))
+    assert SECRET not in str(summarize(run))
     with pytest.raises(InputError, match="may refer to its own settings only"):
         saved_tree(run.config)
     assert copy.is_file()
@@ -232,8 +229,8 @@ def test_links_out_of_a_run_are_not_followed(place: Path, name: str) -> None:
         result = called(command, str(run.path))
         assert result.exit_code == 2 and "links to" in result.output, result.output
         assert SECRET not in result.output
-    assert summarise(run).state == "refused"
-    assert "is not read" in called("runs", str(run.path.parent)).output
+    assert summarize(run).state == "refused"
+    assert "was not read" in called("runs", str(run.path.parent)).output
     adopt(find_run(run.path, trust=True))
     assert find_run(run.path).path == run.path, "a link that the owner trusts once is the owner's"
 

@@ -59,9 +59,7 @@ def test_a_template_that_exceeds_its_limits_is_refused(own: Worker, source: str)
 
 
 @pytest.mark.slow
-def test_many_who_ask_for_a_hostile_template_wait_for_two_of_them(
-    own: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_who_ask_for_a_hostile_template_wait_for_two_of_them(own: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight requests took eight times the limit once; now all but two are refused when their turn comes."""
     monkeypatch.setattr(templates, "WALL_SECONDS", 600.0)  # the machine may be busy
     template, problems = ChatTemplate(LOOPS, {}), []
@@ -90,18 +88,11 @@ def test_a_long_conversation_is_within_the_limits(own: Worker) -> None:
 
 
 def test_prefixes_are_what_each_of_them_is_alone(own: Worker) -> None:
-    source = (
-        "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{{ add_generation_prompt }}"
-    )
+    source = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{{ add_generation_prompt }}"
     template = ChatTemplate(source, {})
     prefixes = [(2, False), (0, True), (1, True)]
-    assert template.render_prefixes(TALK, prefixes) == [
-        template.render(TALK[:n], opened) for n, opened in prefixes
-    ]
-    assert (
-        template.render([{"role": "user", "content": "\ud800 ü \u2028"}], False)
-        == "[user]\ud800 ü \u2028False"
-    )
+    assert template.render_prefixes(TALK, prefixes) == [template.render(TALK[:n], opened) for n, opened in prefixes]
+    assert template.render([{"role": "user", "content": "\ud800 ü \u2028"}], False) == "[user]\ud800 ü \u2028False"
 
 
 @pytest.mark.parametrize(

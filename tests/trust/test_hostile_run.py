@@ -30,18 +30,8 @@ from bessemer.serve.conversation import template_of
 from bessemer.serve.service import Service
 
 EXPECTED_ENDS = (0, 2, 3, 4)
-TINY = [
-    "training.dataset=cats.jsonl",
-    "training.steps=1",
-    "training.batch_size=1",
-    "training.validation=false",
-]
-TINY += [
-    "optimization.name=sgd",
-    "logging.plots=false",
-    "logging.preview_interval=0",
-    "logging.progress=none",
-]
+TINY = ["training.dataset=cats.jsonl", "training.steps=1", "training.batch_size=1", "training.validation=false"]
+TINY += ["optimization.name=sgd", "logging.plots=false", "logging.preview_interval=0", "logging.progress=none"]
 READS: dict[str, list[list[str]]] = {
     "train": [["quickstart", "init={run}", *TINY, "--name", "new"]],
     "resume": [["{run}"], ["{run}", "logging.progress=none"]],
@@ -123,17 +113,14 @@ LOADING = ("train", "plan", "sample", "chat", "serve", "eval", "export")
 
 
 @pytest.mark.parametrize(
-    "command",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in LOADING else []) for name in READS],
+    "command", [pytest.param(name, marks=[pytest.mark.slow] if name in LOADING else []) for name in READS]
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_command_is_harmed(
     kind: str, command: str, sound: RunDirectory, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_hostile(sound, place, kind)
-    monkeypatch.setattr(
-        "uvicorn.Server.run", lambda self, sockets=None: None
-    )  # what is served is asked below
+    monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets=None: None)  # what is served is asked below
     for words in READS[command]:
         filled = [word.format(run=run.path, copy=run.path) for word in words]
         code, output = called([command, *filled])

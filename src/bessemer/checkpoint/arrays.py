@@ -1,4 +1,4 @@
-"""Orbax behind three functions: start a save, wait for it, restore. Nothing else imports it."""
+"""The only module that imports Orbax: start a save, wait for it, restore."""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ from bessemer.topology import absent_processes, process_count
 STORAGE_FAILURES = (OSError, ValueError, TypeError, KeyError, RuntimeError)
 
 LOST_PEER = ("Gloo", "Connection closed by peer", "Connection reset by peer", "unhealthy", "arrier")
-"""Words of a failed collective or barrier, which a save of many processes needs: then no disk is at fault."""
+"""Words of a failed collective or barrier between processes: then no disk is at fault."""
 
 
 class ArrayWriter:
-    """One asynchronous Orbax checkpointer, made on first use and thrown away after a failure."""
+    """One asynchronous Orbax checkpointer, made on first use and dropped after a failure."""
 
     def __init__(self, timeout: int):
         self._timeout = timeout
         self._orbax: Any = None
 
     def start(self, path: Path, leaves: Leaves) -> None:
-        """Copy the arrays off the devices and begin to write them; they may be donated afterwards."""
+        """Copy the arrays off the devices and start writing them; they may be donated afterwards."""
         import orbax.checkpoint as ocp
 
         # A failed computation surfaces here as itself, and is not mistaken for a failed disk.
         jax.block_until_ready([leaf for leaf in leaves.values() if isinstance(leaf, jax.Array)])
         if self._orbax is None:
-            # Made in the background, a directory that cannot be made leaves a thread waiting for it, which keeps
-            # the process from ending for minutes; made at once, it is an error at once.
+            # In the background, a directory that cannot be made keeps a thread, and the process, waiting for minutes.
             at_once = ocp.options.AsyncOptions(create_directories_asynchronously=False)
             self._orbax = ocp.AsyncCheckpointer(
                 ocp.PyTreeCheckpointHandler(), timeout_secs=self._timeout, async_options=at_once
@@ -72,8 +71,7 @@ class ArrayWriter:
 def read_arrays(path: Path, wanted: Leaves, names: dict[str, str]) -> Leaves:
     """Read `wanted` (name -> abstract array) from `path`; `names` gives each one's name in the checkpoint.
 
-    An abstract array with a sharding comes back as a jax.Array placed so, on whatever mesh; without one as
-    numpy.
+    An abstract array with a sharding comes back as a jax.Array with it; without one as numpy.
     """
     import orbax.checkpoint as ocp
 
@@ -103,7 +101,7 @@ def read_arrays(path: Path, wanted: Leaves, names: dict[str, str]) -> Leaves:
 
 
 def explain(what: str, error: BaseException) -> StorageError:
-    """The StorageError for a failure in Orbax or the file system: brief, with a remedy."""
+    """Return the StorageError for a failure in Orbax or the file system, with a remedy."""
     if isinstance(error, StorageError):
         return error
     if isinstance(error, OSError) and error.errno:
@@ -112,9 +110,7 @@ def explain(what: str, error: BaseException) -> StorageError:
     if process_count() > 1 and any(sign in text for sign in LOST_PEER):
         absent = ", ".join(map(str, absent_processes()))
         lost = f"process {absent} gives no sign of life" if absent else "the processes lost each other"
-        return StorageError(
-            f"{what}: {lost} ({_brief(text)}). Start all processes again with `bessemer resume`."
-        )
+        return StorageError(f"{what}: {lost} ({_brief(text)}). Start all processes again with `bessemer resume`.")
     for sign, number in (
         ("No space left", errno.ENOSPC),
         ("RESOURCE_EXHAUSTED", errno.ENOSPC),
@@ -125,39 +121,34 @@ def explain(what: str, error: BaseException) -> StorageError:
     ):
         if sign in text:
             return storage_error(what, OSError(number, _brief(text)))
-    return StorageError(
-        f"{what}: {_brief(text) or type(error).__name__}. Check the disk, then `bessemer resume`."
-    )
+    return StorageError(f"{what}: {_brief(text) or type(error).__name__}. Check the disk, then `bessemer resume`.")
 
 
 def _brief(text: str) -> str:
     return " ".join(text.split())[:300]
 
 
-# Keeps Orbax's and TensorStore's voices down while they work for us, and only then.
+# Orbax's and TensorStore's own messages are muted while they work for us.
 
 
 class _AbandonedTasks(logging.Filter):
-    """Drops asyncio's traceback of each of a failed save's many tasks. It comes when one is collected, often only
-    at the end of the process, so this filter stays once it is set."""
+    """Drops asyncio's traceback of each task of a failed save. It may come as late as the end of the process, so this
+    filter stays once it is set."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
         if not text.startswith(("Task exception was never", "Future exception was never")):
             return True
-        if (
-            record.exc_info and record.exc_info[1] is not None
-        ):  # whose it is shows in the text or in the frames
+        if record.exc_info and record.exc_info[1] is not None:  # whose it is shows in the text or in the frames
             text += "".join(traceback.format_exception(record.exc_info[1]))
         return not any(name in text for name in ("orbax", "OCDBT", "zarr"))
 
 
 class _Silence:
-    """Counts the saves and restores in progress: the first lowers the voices, the last restores them.
+    """Counts the saves and restores in progress: the first mutes, the last unmutes.
 
-    Orbax logs each failure with full tracebacks through absl, and TensorStore's threads, finding the event
-    loop of a failed save closed, print a traceback per array through the unraisable hook. The failure itself
-    reaches us once, as an exception, so only those echoes are dropped; anything else passes on.
+    Orbax logs each failure with full tracebacks through absl, and TensorStore's threads print one per array through the
+    unraisable hook once the event loop is closed. The failure itself reaches us once, as an exception.
     """
 
     _ECHOES = ("Event loop is closed", "cannot schedule new futures after shutdown")

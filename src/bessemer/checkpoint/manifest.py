@@ -1,8 +1,8 @@
 """The COMMIT file: what makes a directory a checkpoint.
 
-Orbax keeps no checksums (a flipped bit restores silently wrong), so COMMIT lists size and sha256 of every
-file, the names, shapes and dtypes of the arrays, and a checksum of itself. A directory is committed when it
-has its final name, a sound COMMIT, and every listed file in its full length.
+Orbax keeps no checksums, so COMMIT lists size and sha256 of every file, the names, shapes and dtypes of the arrays, and
+a checksum of itself. A directory is committed when it has its final name, a sound COMMIT, and every listed file in its
+full length.
 """
 
 from __future__ import annotations
@@ -10,23 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bessemer.config.bounded import read_json
+from bessemer.console import Advance
 from bessemer.errors import StorageError
-from bessemer.job import sync_directory
 from bessemer.job.directory import step_of_name
+from bessemer.storage.checksums import json_digest
+from bessemer.storage.files import sync_directory
 
 COMMIT = "COMMIT"
 META = "meta.json"
 FORMAT = 1
 MOST_BYTES = 1 << 28  # of COMMIT: about a million files
 _BLOCK = 1 << 22
-Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,11 @@ def write_manifest(directory: Path, step: int, tree: dict[str, tuple[str, tuple[
     body = {
         "format": FORMAT,
         "step": step,
-        "files": {
-            name: {"size": size, "sha256": sha} for name, (size, sha) in zip(paths, digests, strict=True)
-        },
+        "files": {name: {"size": size, "sha256": sha} for name, (size, sha) in zip(paths, digests, strict=True)},
         "tree": {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in tree.items()},
     }
     with open(directory / COMMIT, "w", encoding="utf-8") as file:
-        json.dump({**body, "sha256": _self_digest(body)}, file, indent=1)
+        json.dump({**body, "sha256": json_digest(body)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     for folder, _, _ in os.walk(directory, topdown=False):
@@ -60,7 +57,7 @@ def write_manifest(directory: Path, step: int, tree: dict[str, tuple[str, tuple[
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Parse COMMIT; a missing, damaged or newer one is a StorageError that names the file."""
+    """Return the parsed COMMIT. Raise StorageError that names the file if it is missing, damaged or newer."""
     path = directory / COMMIT
     try:
         body = read_json(path, MOST_BYTES)
@@ -70,7 +67,7 @@ def read_manifest(directory: Path) -> Manifest:
                 f"{path}: format {body['format']} is not known to this version of Bessemer (it reads "
                 f"{FORMAT}). Use the version that wrote the checkpoint."
             )
-        if _self_digest(body) != expected:
+        if json_digest(body) != expected:
             raise StorageError(f"{path} is damaged: its own checksum does not match.")
         files = {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in body["files"].items()}
         tree = {name: (str(a["dtype"]), tuple(map(int, a["shape"]))) for name, a in body["tree"].items()}
@@ -84,7 +81,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def structure_problems(directory: Path) -> list[str]:
-    """What keeps a directory from being committed, without reading the data: COMMIT, missing files, sizes."""
+    """Return what keeps a directory from being committed, from COMMIT, names and sizes alone."""
     try:
         manifest = read_manifest(directory)
     except StorageError as error:
@@ -96,9 +93,7 @@ def structure_problems(directory: Path) -> list[str]:
         try:
             found = (directory / name).stat().st_size
         except OSError as error:
-            reason = (
-                "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-            )
+            reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
             problems.append(f"{name} {reason}")
             continue
         if found != size:
@@ -106,10 +101,10 @@ def structure_problems(directory: Path) -> list[str]:
     return problems
 
 
-def content_problems(directory: Path, progress: Progress | None = None) -> list[str]:
-    """`structure_problems`, and every file whose bytes are not the ones that were saved.
+def content_problems(directory: Path, progress: Advance | None = None) -> list[str]:
+    """Return `structure_problems`, or every file whose bytes are not the ones that were saved.
 
-    `progress` is told the bytes of each block that was read, from several threads.
+    `progress` gets the bytes of each block that was read, from several threads.
     """
     problems = structure_problems(directory)
     if problems:
@@ -130,7 +125,7 @@ def content_problems(directory: Path, progress: Progress | None = None) -> list[
 
 
 def _meta_problems(directory: Path, step: int) -> list[str]:
-    """meta.json is of another step though every byte is as it was saved: a directory put together by hand."""
+    """Return a problem if meta.json is of another step: the directory was put together by hand."""
     try:
         said = read_json(directory / META).get("step")
     except (OSError, ValueError, AttributeError) as error:
@@ -139,7 +134,7 @@ def _meta_problems(directory: Path, step: int) -> list[str]:
 
 
 def unlisted_files(directory: Path) -> list[str]:
-    """Files that COMMIT does not know: put there later, by someone else. They are never read."""
+    """Return files that COMMIT does not list, which somebody added later. They are never read."""
     known = {COMMIT, *read_manifest(directory).files}
     return [name for name in _walk(directory) if name not in known]
 
@@ -152,7 +147,7 @@ def _walk(directory: Path) -> list[str]:
     )
 
 
-def _digest(path: Path, sync: bool = False, progress: Progress | None = None) -> tuple[int, str]:
+def _digest(path: Path, sync: bool = False, progress: Advance | None = None) -> tuple[int, str]:
     size, sha = 0, hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
@@ -163,7 +158,3 @@ def _digest(path: Path, sync: bool = False, progress: Progress | None = None) ->
         if sync:
             os.fsync(file.fileno())
     return size, sha.hexdigest()
-
-
-def _self_digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

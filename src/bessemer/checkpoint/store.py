@@ -24,18 +24,17 @@ from bessemer.checkpoint.arrays import SILENCE, STORAGE_FAILURES, ArrayWriter, e
 from bessemer.checkpoint.manifest import (
     COMMIT,
     META,
-    Progress,
     content_problems,
     read_manifest,
     structure_problems,
     write_manifest,
 )
+from bessemer.console import Advance
 from bessemer.errors import InputError, StorageError
-from bessemer.job import sync_directory
 from bessemer.job.directory import step_name, step_of_name
-from bessemer.storage.files import discard, storage, storage_error
+from bessemer.storage.files import commit_directory, discard, storage, storage_error
 from bessemer.storage.weights import Leaves, Signature, check_same, flatten, rebuild, select, signature
-from bessemer.topology import barrier, share
+from bessemer.topology import barrier, broadcast
 
 STATE = "state"
 
@@ -43,13 +42,8 @@ STATE = "state"
 class Checkpoints:
     """The checkpoints of one run.
 
-    With many processes each calls `save`, `wait`, `restore`, `newest_valid`, `clean` and `set_aside_after`
-    in the same order; process 0 writes and commits.
-
-    `on_commit(self, step)` is called on process 0, in the background, once a step is committed.
-
-    `keep_last` 0 keeps all. `protect(step)` exempts the best one; it is not persisted, the loop state knows
-    it.
+    With many processes each calls `save`, `wait`, `restore`, `newest_valid`, `clean` and `set_aside_after` in the same
+    order; process 0 writes and commits, and calls `on_commit(self, step)` in the background. `keep_last` 0 keeps all.
     """
 
     def __init__(
@@ -76,7 +70,7 @@ class Checkpoints:
         self._damaged: set[int] = set()
 
     def at(self, path: str | Path) -> Checkpoints:
-        """The same kind of store over another directory."""
+        """Return the same kind of store over another directory."""
         return Checkpoints(path, process_zero=self.process_zero, timeout=self.timeout)
 
     def path(self, step: int) -> Path:
@@ -93,7 +87,7 @@ class Checkpoints:
         meta: Mapping[str, Any] | None = None,
         wait: bool = False,
     ) -> None:
-        """Save `state` as `step`; returns once the arrays are off the devices, so they may be donated.
+        """Save `state` as `step`; return once the arrays are off the devices, so they may be donated.
 
         A step that is committed and sound is left as it is. An error of the previous save is raised here.
         """
@@ -102,7 +96,7 @@ class Checkpoints:
         leaves = flatten(state)
         unfinished = Unfinished(self.root / f"{step_name(step)}.tmp")
         # Process 0 decides for all: one that skipped or failed here alone would leave the others waiting.
-        if share(f"prepare {self.root}", lambda: self._prepare(step, unfinished, leaves)) == "committed":
+        if broadcast(f"prepare {self.root}", lambda: self._prepare(step, unfinished, leaves)) == "committed":
             return
         SILENCE.enter()
         try:
@@ -116,7 +110,7 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Until the save in progress is committed on every process; raises its StorageError if it failed."""
+        """Wait until the save in progress is committed on every process. Raise its StorageError if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -130,7 +124,7 @@ class Checkpoints:
             self._writer.close()
 
     def protect(self, step: int | None, label: str = "best") -> None:
-        """Exempt `step` from retention in place of the label's former one; None exempts nothing."""
+        """Exempt `step` from retention in place of the label's former one; None exempts nothing. Not persisted."""
         if step is None:
             self._protected.pop(label, None)
         else:
@@ -139,31 +133,31 @@ class Checkpoints:
     # Finding
 
     def committed(self) -> list[int]:
-        """Steps of complete checkpoints, ascending. Sizes are checked; contents only by `verify`."""
-        return [step for step in final_steps(self.root) if not self._problems(step)]
+        """Return the steps of complete checkpoints, ascending. Sizes are checked; contents only by `verify`."""
+        return [step for step in final_steps(self.root) if not structure_problems(self.path(step))]
 
     def latest(self) -> int | None:
-        """The highest committed step: never a time stamp."""
+        """Return the highest committed step, whatever the time stamps."""
         return max(self.committed(), default=None)
 
-    def verify(self, step: int, progress: Progress | None = None) -> list[str]:
-        """Re-hash every file; each problem names its file. Empty: every byte is as it was saved.
+    def verify(self, step: int, progress: Advance | None = None) -> list[str]:
+        """Re-hash every file and return the problems; none: every byte is as it was saved.
 
-        `progress` is told the bytes of each block read, from several threads.
+        `progress` gets the bytes of each block read, from several threads.
         """
         return content_problems(self.path(step), progress)
 
     def size(self, step: int) -> int:
-        """Bytes of a committed checkpoint."""
+        """Return the bytes of a committed checkpoint."""
         return sum(size for size, _ in read_manifest(self.path(step)).files.values())
 
     def newest_valid(self) -> tuple[int | None, list[str]]:
-        """The highest step whose every byte verifies, and a message for each newer one that was passed over.
+        """Return the highest step whose every byte verifies, and a message for each newer one that was skipped;
+        (None, []) if nothing was ever saved. Process 0 reads for all.
 
-        (None, []) when nothing was ever saved. Checkpoints that are all damaged are a StorageError, since
-        starting afresh would silently lose the run. Process 0 reads; the others take its word.
+        Raise StorageError if all are damaged, since starting afresh would silently lose the run.
         """
-        found = json.loads(share(f"verify {self.root}", self._search, self.timeout))
+        found = json.loads(broadcast(f"verify {self.root}", self._search, self.timeout))
         self._damaged.update(found["damaged"])
         if found["step"] is None and found["damaged"]:
             raise StorageError(
@@ -175,11 +169,10 @@ class Checkpoints:
     # Reading
 
     def restore(self, step: int, abstract: Any, *, only: str | None = None) -> Any:
-        """The state of `step` in the structure, shapes, dtypes and shardings of `abstract`.
+        """Return the state of `step` in the structure, shapes, dtypes and shardings of `abstract`, on any mesh.
 
-        Any mesh will do, but every name, shape and dtype must be the same: nothing is cast or filled in.
-        Leaves without a sharding come back as numpy. `only="params"` reads that part alone; `abstract` is
-        then the part.
+        Every name, shape and dtype must be the same: nothing is cast or filled in. Leaves without a sharding come back
+        as numpy. `only="params"` reads that part alone; `abstract` is then the part.
         """
         self.check_fits(step, abstract, only=only)
         wanted = flatten(abstract)
@@ -192,16 +185,16 @@ class Checkpoints:
         return rebuild(abstract, values)
 
     def check_fits(self, step: int, abstract: Any, *, only: str | None = None) -> None:
-        """Raise the error that names the arrays which `restore` would refuse; reads none of them."""
+        """Raise the error that `restore` would, which names the arrays that differ, without reading them."""
         saved = select(read_manifest(self.path(step)).tree, only)
         check_same(saved, signature(flatten(abstract)), str(self.path(step)))
 
     def leaves(self, step: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name -> (dtype, shape) of every saved array, without reading any."""
+        """Return name -> (dtype, shape) of every saved array, without reading any."""
         return read_manifest(self.path(step)).tree
 
     def read(self, step: int, name: str) -> str:
-        """The text of a file beside the state, e.g. "loop.json"."""
+        """Return the text of a file beside the state, such as loop.json."""
         path = self.path(step) / name
         try:
             return path.read_text(encoding="utf-8")
@@ -213,14 +206,14 @@ class Checkpoints:
     # Keeping order
 
     def clean(self) -> list[str]:
-        """Delete what killed saves and deletions left; returns the names. For the lock's holder alone."""
+        """Delete what killed saves and deletions left; return the names. Only the run's lock holder may call it."""
         self.wait()
         return remove_leftovers(self.root) if self.process_zero else []
 
     def set_aside_after(self, step: int) -> list[int]:
-        """Take all checkpoints beyond `step` out of the list, because the run goes on from `step`.
+        """Take all checkpoints after `step` out of the list, because the run continues from `step`.
 
-        They belong to another future of it and stay as step_N.aside until the run has saved as far again.
+        They are from an abandoned branch and stay as step_N.aside until the run has saved as far again.
         """
         later = [other for other in final_steps(self.root) if other > step]
         barrier(f"set aside {self.root}", self.timeout)
@@ -231,11 +224,6 @@ class Checkpoints:
         self._damaged.difference_update(later)
         barrier(f"set aside {self.root}", self.timeout)
         return later
-
-    # Inside
-
-    def _problems(self, step: int) -> list[str]:
-        return structure_problems(self.path(step))
 
     def _search(self) -> str:
         damaged: list[int] = []
@@ -248,14 +236,12 @@ class Checkpoints:
                 return json.dumps({"step": step, "damaged": damaged, "messages": messages})
             damaged.append(step)
             more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-            messages.append(
-                f"checkpoint {step_name(step)} is damaged and not used: {'; '.join(problems[:3])}{more}."
-            )
+            messages.append(f"checkpoint {step_name(step)} is damaged and not used: {'; '.join(problems[:3])}{more}.")
         return json.dumps({"step": None, "damaged": damaged, "messages": messages})
 
     def _prepare(self, step: int, unfinished: Unfinished, leaves: Leaves) -> str:
-        """What is to be done: "save", or nothing ("committed")."""
-        if step not in self._damaged and not self._problems(step):
+        """Return what to do: "save", or nothing ("committed")."""
+        if step not in self._damaged and not structure_problems(self.path(step)):
             with storage("cannot delete old checkpoints"):
                 self._retire(step)  # a kill may have come between the commit and this
             return "committed"
@@ -267,10 +253,10 @@ class Checkpoints:
         return "save"
 
     def _finish(self, step: int, unfinished: Unfinished, beside: dict[str, bytes], tree: Signature) -> None:
-        """In the background: wait for Orbax on all processes, commit, tell the others, retire old ones."""
+        """In the background: wait for Orbax on all processes, commit, delete old ones."""
         try:
             self._writer.finish()
-            share(f"commit {self.root}", lambda: self._commit(step, unfinished, beside, tree), self.timeout)
+            broadcast(f"commit {self.root}", lambda: self._commit(step, unfinished, beside, tree), self.timeout)
         except (*STORAGE_FAILURES, StorageError) as error:
             cause = self._abandon(unfinished, error)
             raise explain(f"cannot save checkpoint {step} in {self.root}", cause) from error
@@ -288,8 +274,7 @@ class Checkpoints:
         write_manifest(temporary, step, tree)
         if self.path(step).exists():  # damaged, or never committed: `save` has looked
             delete(self.root, step)
-        os.rename(temporary, self.path(step))
-        sync_directory(self.root)
+        commit_directory(temporary, self.path(step))
         self._retire(step)
         return "committed"
 
@@ -300,7 +285,7 @@ class Checkpoints:
         drop_superseded(self.root, newest)
 
     def superfluous(self, steps: Collection[int], newest: int) -> list[int]:
-        """Which of `steps` the rules of this run do not keep, after `newest` was committed."""
+        """Return which of `steps` the rules of this run do not keep, after `newest` was committed."""
         return superfluous(
             steps,
             newest=newest,
@@ -310,7 +295,7 @@ class Checkpoints:
         )
 
     def _abandon(self, unfinished: Unfinished, error: BaseException) -> BaseException:
-        """Why a save failed, and its space given back; the last committed checkpoint is untouched."""
+        """Return why a save failed and free its space; the last committed checkpoint is untouched."""
         cause = unfinished.cause(error)
         if self.process_zero:
             unfinished.abandon()
@@ -318,7 +303,7 @@ class Checkpoints:
 
 
 def _siblings(step: int, files: Mapping[str, str | bytes], meta: Mapping[str, Any]) -> dict[str, bytes]:
-    """The files beside the state, as bytes; meta.json always says which step it is."""
+    """Return the files beside the state as bytes, with meta.json, which holds the step."""
     for name in files:
         if name in (STATE, META, COMMIT) or Path(name).name != name or name.startswith("."):
             raise InputError(f"a checkpoint cannot hold a file named '{name}'.")
@@ -326,20 +311,20 @@ def _siblings(step: int, files: Mapping[str, str | bytes], meta: Mapping[str, An
     return {name: text.encode() if isinstance(text, str) else text for name, text in texts.items()}
 
 
-# Which checkpoints stay. Deletion renames first: half a directory is never taken for a checkpoint.
+# Retention. Deletion renames first, so half a directory is never taken for a checkpoint.
 
 
-_LEFTOVER = re.compile(r"step_\d{8,}\.(tmp|deleted)")
+_LEFTOVER = re.compile(r"\.?step_\d{8,}(\.\w+)*\.(tmp|deleted)")
 _ASIDE = re.compile(r"(step_\d{8,})\.aside")
 
 
 def superfluous(
     steps: Collection[int], *, newest: int, keep_last: int, keep_every: int, protected: Collection[int]
 ) -> list[int]:
-    """Steps to delete after `newest` was committed.
+    """Return the steps to delete after `newest` was committed.
 
-    Kept: the last `keep_last` (all, when it is 0), every multiple of `keep_every`, the protected ones (the
-    best), and always `newest` itself, even where older futures of the run bear higher numbers.
+    Kept: the last `keep_last` (all, if it is 0), every multiple of `keep_every`, the protected ones, and always
+    `newest`, even where abandoned branches of the run have higher numbers.
     """
     if keep_last <= 0:
         return []
@@ -350,26 +335,22 @@ def superfluous(
 
 
 def delete(root: Path, step: int) -> None:
-    """Out of the list by one rename; what cannot be removed now is a leftover for `remove_leftovers`."""
-    doomed = root / f"{step_name(step)}.deleted"
-    discard(doomed)
-    os.rename(root / step_name(step), doomed)
-    sync_directory(root)
-    discard(doomed)
+    """Take a step out of the list by one rename and delete it; what remains is left to `remove_leftovers`."""
+    discard(_take_out(root, step, "deleted"))
 
 
 def leftovers(root: Path) -> list[str]:
-    """Names of unfinished saves and half-finished deletions."""
+    """Return the names of unfinished saves, downloads and deletions."""
     return sorted(entry.name for entry in _entries(root) if _LEFTOVER.fullmatch(entry.name))
 
 
 def set_aside_names(root: Path) -> list[str]:
-    """Names of checkpoints that belong to another future of the run."""
+    """Return the names of checkpoints from abandoned branches of the run."""
     return sorted(entry.name for entry in _entries(root) if _ASIDE.fullmatch(entry.name))
 
 
 def remove_leftovers(root: Path) -> list[str]:
-    """Delete unfinished saves and half-finished deletions; returns their names."""
+    """Delete the leftovers; return their names."""
     names = leftovers(root)
     for name in names:
         discard(root / name)
@@ -377,11 +358,15 @@ def remove_leftovers(root: Path) -> list[str]:
 
 
 def set_aside(root: Path, step: int) -> None:
-    """Take a checkpoint out of the list without losing it: another future of the run will replace it."""
-    target = root / f"{step_name(step)}.aside"
+    """Take a checkpoint out of the list without losing it: another branch of the run will replace it."""
+    _take_out(root, step, "aside")
+
+
+def _take_out(root: Path, step: int, ending: str) -> Path:
+    target = root / f"{step_name(step)}.{ending}"
     discard(target)
-    os.rename(root / step_name(step), target)
-    sync_directory(root)
+    commit_directory(root / step_name(step), target)
+    return target
 
 
 def drop_superseded(root: Path, newest: int) -> None:
@@ -393,7 +378,7 @@ def drop_superseded(root: Path, newest: int) -> None:
 
 
 def final_steps(root: Path) -> list[int]:
-    """Steps of all directories with a final name, committed or not, ascending."""
+    """Return the steps of all directories with a final name, committed or not, ascending."""
     found = (step_of_name(entry.name) for entry in _entries(root) if entry.is_dir())
     return sorted(step for step in found if step is not None)
 
@@ -407,23 +392,23 @@ def _entries(root: Path) -> list[Path]:
         raise storage_error("cannot list the checkpoints", error) from error
 
 
-# The directory of a save in progress: made on a disk with room, watched while others write in it, given back.
+# The directory of a save in progress
 
 
 PAUSE, AWAY, PATIENCE = 0.02, 1.0, 30.0
-"""Seconds between two looks at a directory that was deleted; for which it must stay away; after which nobody waits."""
+"""Seconds between two looks at a deleted directory, for which it must stay away, and after which we stop looking."""
 
 
 class Unfinished:
-    """`step_N.tmp`. Process 0 makes it and holds it open until the arrays are written: TensorStore silently makes a
-    deleted directory again, and what it had written before would be missing."""
+    """`step_N.tmp`. Process 0 makes it and holds it open until the arrays are written: TensorStore silently recreates a
+    deleted directory, without what it had written before."""
 
     def __init__(self, path: Path):
         self.path = path
         self._made: int | None = None
 
     def make(self, needed: int) -> None:
-        """Empty, on a disk with `needed` bytes free, since Orbax's own failure on a full one is late and long."""
+        """Make it, empty, on a disk with `needed` bytes free: Orbax itself fails late on a full one."""
         with storage("cannot save a checkpoint"):
             discard(self.path)
             self.path.mkdir()
@@ -438,12 +423,12 @@ class Unfinished:
             )
 
     def written(self) -> None:
-        """The arrays are there; raises if the directory is not the one that was made."""
+        """Close it after the arrays are written. Raise OSError if the directory is not the one that was made."""
         self._check_still_there()
         self._let_go()
 
     def cause(self, error: BaseException) -> BaseException:
-        """TensorStore has many words for a directory deleted under its hands; the cause is that one."""
+        """Return the cause of TensorStore's error: that the directory was deleted, or the error itself."""
         try:
             self._check_still_there()
         except OSError as gone:
@@ -451,10 +436,10 @@ class Unfinished:
         return error
 
     def abandon(self) -> None:
-        """Give back the space of a failed save. For process 0.
+        """Free the space of a failed save, on process 0.
 
-        When one write has failed, TensorStore's others are still under way and make the directory again: it has to
-        stay away for a while. What comes later still is a leftover that the next owner deletes.
+        TensorStore's other writes are still under way and recreate the directory, so it is deleted until it stays away
+        for a while.
         """
         self._let_go()
         end, away = time.monotonic() + PATIENCE, 0

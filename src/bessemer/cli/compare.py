@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from bessemer.cli.options import RUNS, print_notes
 from bessemer.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,17 +23,15 @@ if TYPE_CHECKING:
     type=click.Choice(["step", "tokens", "time", "flops"]),
     default="step",
     show_default=True,
-    help="What the curves are drawn against.",
+    help="Horizontal axis of the curves.",
 )
 @click.option("--common", is_flag=True, help="Also measure all models on the same held-out text.")
-@click.option("--limit", type=click.IntRange(min=1), help="With --common: held-out sequences at most.")
-@click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
-def command(
-    runs: tuple[str, ...], out: str, against: str, common: bool, limit: int | None, root: str
-) -> None:
-    """Print the final numbers of runs and the settings that differ; draw their curves in one picture.
+@click.option("--limit", type=click.IntRange(min=1), help="With --common: maximum held-out sequences.")
+@RUNS
+def command(runs: tuple[str, ...], out: str, against: str, common: bool, limit: int | None, root: str) -> None:
+    """Print the final numbers of runs and the settings that differ; plot their curves in one picture.
 
-    Runs that were judged on different held-out sets cannot be ranked by their bits per byte. --common measures the
+    Runs evaluated on different held-out sets cannot be ranked by their bits per byte. --common measures the
     newest checkpoint of each on the held-out text of every run.
 
     \b
@@ -44,13 +43,13 @@ def command(
     from bessemer.job import find_run
     from bessemer.report.listing import comparison, labels_of
     from bessemer.report.plots import write_overlay
-    from bessemer.report.summary import summarise
+    from bessemer.report.summary import summarize
 
     if len(runs) < 2:
         raise InputError("compare needs at least two runs.")
     if limit is not None and not common:
-        raise InputError("--limit belongs to --common.")
-    summaries = [summarise(find_run(run, root)) for run in runs]
+        raise InputError("--limit needs --common.")
+    summaries = [summarize(find_run(run, root)) for run in runs]
     click.echo(comparison(summaries))
     if common:
         click.echo(f"\n{on_common_text(summaries, labels_of(summaries), limit)}")
@@ -60,9 +59,9 @@ def command(
 
 
 def on_common_text(summaries: Sequence[Summary], labels: Sequence[str], limit: int | None) -> str:
-    """Bits per byte of every model on the held-out text of every run; runs with the same set share a row."""
+    """Return a table of every model's bits per byte on the held-out text of every run; equal texts share a row."""
     from bessemer.console import counted, size, table, with_error
-    from bessemer.evaluate.common import held_out_documents, measure_on
+    from bessemer.evaluate.held_out import held_out_documents, measure_on
     from bessemer.generate import load_model
     from bessemer.training.setup.compiled import keep_compiled_programs
 
@@ -70,8 +69,7 @@ def on_common_text(summaries: Sequence[Summary], labels: Sequence[str], limit: i
     models = [load_model(summary.run) for summary in summaries]
     texts: dict[tuple[str, ...], list[str]] = {}
     for label, loaded in zip(labels, models, strict=True):
-        for note in loaded.notes:
-            click.echo(f"note: {label}: {note}", err=True)
+        print_notes(f"{label}: {note}" for note in loaded.notes)
         texts.setdefault(tuple(held_out_documents(loaded, limit)), []).append(label)
     rows, remarks = [], []
     for documents, owners in texts.items():
@@ -85,8 +83,7 @@ def on_common_text(summaries: Sequence[Summary], labels: Sequence[str], limit: i
                 gap, error = one.above(measured[best])
                 paired = f" ± {error:.4f}, paired by document" if error is not None else ""
                 remarks.append(f"  {labels[place]} is {gap:.4f} above {labels[best]}{paired}.")
-    head = "bits per byte of text held out by"
-    lines = [table((head, *labels), rows), *remarks]
+    lines = [table(("bits per byte of text held out by", *labels), rows), *remarks]
     if len(texts) > 1:
-        lines.append("A run may have trained on text that another one holds out; that favors it there.")
+        lines.append("A run may have trained on text that another holds out, which favors it there.")
     return "\n".join(lines)

@@ -1,26 +1,24 @@
-"""`bessemer config`: the settings of a run, each with its value, its origin and its help."""
+"""`bessemer config`: the settings of a recipe, each with its value, its origin and its help."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import shutil
+import sys
 
 import click
 
-from bessemer.cli.train import FORWARD, split_words
+from bessemer.cli.options import FORWARD, WORDS
+from bessemer.cli.train import split_words
 from bessemer.config import Config, dotted, resolve
 from bessemer.config.values import plain
+from bessemer.console import folded_table, show, table
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
-
-NAME_WIDTH = 22  # of the first column on a terminal, so that the sections line up
+NAME_WIDTH, VALUE_WIDTH, ORIGIN_WIDTH = 22, 20, 14  # of the columns on a terminal, so that the sections line up
 
 
 @click.command("config", context_settings=FORWARD)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [key=value ...]")
+@WORDS
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of a recipe instead, for editors.")
 def command(words: tuple[str, ...], schema: bool) -> None:
     """Show every setting of a recipe: its value, where the value came from, and what it means.
@@ -32,58 +30,35 @@ def command(words: tuple[str, ...], schema: bool) -> None:
       bessemer config pretrain --schema > recipe.schema.json
     """
     recipe, overrides = split_words(words)
-    from bessemer.training.setup.schema import (
-        schema_of,  # brings jax along: after the cheap mistakes are found
-    )
+    from bessemer.training.setup.schema import schema_of  # imports jax, so after the cheap checks
 
     config = resolve(schema_of, recipe, overrides, allow_open=True)
     if schema:
         click.echo(json.dumps(config.schema.json_schema(), indent=2))
-        return
-    from rich.console import Console
-
-    print_config(config, Console())
+    else:
+        click.echo(config_text(config, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
 
 
-def print_config(config: Config, console: Console) -> None:
-    """One table a section. On a terminal long texts fold; in a file or pipe a setting is one line."""
+def config_text(config: Config, width: int | None) -> str:
+    """Return one table per section. With a terminal's `width` long cells fold; without, a setting is one line.
+
+    On a terminal, settings that are not defaults are bold.
+    """
     sections: dict[str, list[str]] = {}
     for key in config.schema.settings:
         sections.setdefault(key.partition("/")[0] if "/" in key else "", []).append(key)
-    for section in sorted(sections):
-        if console.is_terminal:
-            console.print(section_table(config, section, sections[section]), "")
-            continue
-        table = section_table(config, "", sections[section], fold=False)
-        console.width = console.measure(table, options=console.options.update(width=100_000)).maximum
-        with console.capture() as captured:
-            console.print(table)
-        for line in captured.get().splitlines():
-            click.echo(line.rstrip(), file=console.file)
-        click.echo(file=console.file)
+    return "\n\n".join(_section_table(config, name, sections[name], width) for name in sorted(sections))
 
 
-def section_table(config: Config, section: str, keys: list[str], fold: bool = True) -> Table:
-    """Columns: key (below its section), value, origin, help; what is not a default stands out."""
-    from rich.table import Table
-    from rich.text import Text
-
-    names = [dotted(key).removeprefix(f"{section}.") for key in keys]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold underline")
-    table.add_column(section or "setting", no_wrap=True, min_width=NAME_WIDTH if fold else None)
-    table.add_column("value", overflow="fold", max_width=20 if fold else None)
-    table.add_column("from", overflow="fold", max_width=14 if fold else None)
-    table.add_column("help", overflow="fold")
-    for name, key in zip(names, keys, strict=True):
-        style = "bold" if config.is_set(key) else "dim"
-        words = (show(config[key]), str(config.provenance[key]))
-        table.add_row(name, *(Text(word, style=style) for word in words), Text(config.schema[key].help))
-    return table
-
-
-def show(value: Any) -> str:
-    """A value as it can be typed on the command line: 'none' for None, true and false, lists in brackets."""
-    value = plain(value)
-    if value is None:
-        return "none"
-    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+def _section_table(config: Config, section: str, keys: list[str], width: int | None) -> str:
+    head = ("value", "from", "help")
+    rows = [
+        (dotted(key), show(plain(config[key])), str(config.provenance[key]), config.schema[key].help) for key in keys
+    ]
+    if width is None:
+        return table(("setting", *head), rows)
+    rows = [(name.removeprefix(f"{section}."), value, origin, about) for name, value, origin, about in rows]
+    first = max(NAME_WIDTH, *(len(name) for name, *_ in rows))
+    widths = (first, VALUE_WIDTH, ORIGIN_WIDTH, max(10, width - first - VALUE_WIDTH - ORIGIN_WIDTH - 6))
+    bold = [config.is_set(key) for key in keys]
+    return folded_table(((section or "setting").ljust(NAME_WIDTH), *head), rows, widths, bold)

@@ -10,82 +10,67 @@ import tempfile
 import threading
 import webbrowser
 from pathlib import Path
+from typing import Any
 
 import click
+
+from bessemer.cli.options import say
 
 
 @click.command("dash")
 @click.argument("directory", default="runs", metavar="[DIR]")
-@click.option("--port", type=int, default=8080, show_default=True, help="0 takes any that is free.")
+@click.option("--port", type=int, default=8080, show_default=True, help="0 picks a free one.")
 @click.option(
-    "--host", default="127.0.0.1", show_default=True, help="On any other, reading needs the token too."
+    "--host", default="127.0.0.1", show_default=True, help="On any other address, reading needs the token too."
 )
-@click.option(
-    "--token-file", help="File with the token; default: that of BESSEMER_API_TOKEN, else a new one each time."
-)
-@click.option("--private", is_flag=True, help="Reading needs the token too: for a machine with other users.")
-@click.option(
-    "--chat-on", metavar="PLATFORM", help="Where models of the chat run: cpu leaves the GPU to training."
-)
-@click.option(
-    "--browser/--no-browser", default=None, help="Open a browser; default: where there is a screen."
-)
-def command(
-    directory: str,
-    port: int,
-    host: str,
-    token_file: str | None,
-    private: bool,
-    chat_on: str | None,
-    browser: bool | None,
-) -> None:
+@click.option("--token-file", help="File with the token; default: $BESSEMER_API_TOKEN, else a new one each time.")
+@click.option("--private", is_flag=True, help="Require the token for reading too, on a machine with other users.")
+@click.option("--chat-on", metavar="PLATFORM", help="Where chat models run: cpu leaves the GPU to training.")
+@click.option("--browser/--no-browser", default=None, help="Open a browser; default: if there is a display.")
+def command(directory: str, token_file: str | None, browser: bool | None, **options: Any) -> None:
     """Watch the runs in DIR (default: runs) in a browser: live curves, overlays, settings side by side, samples,
     checkpoints, evaluations, a chat with any checkpoint, stop and resume.
 
-    Nothing leaves this machine: the page and its charts are part of the package. The address that is printed ends
-    with a token; who has it may stop and resume runs and load models. Ctrl-C ends the page, never a run.
+    Nothing leaves this machine: the page and its charts are part of the package. The printed address ends with a token
+    that allows stopping and resuming runs and loading models. Ctrl-C ends the page, never a run.
 
     \b
     Examples:
       bessemer dash
       bessemer dash /data/runs --port 0
-      bessemer dash --host 0.0.0.0            # other machines; the token is needed to look, too
+      bessemer dash --host 0.0.0.0            # for other machines; reading needs the token too
     From your laptop, for runs on a server (no --host needed):
       ssh -L 8080:127.0.0.1:8080 SERVER       # then open the printed address here
     """
-    from bessemer.dash.server import DashOptions, dash
+    from bessemer.dash.app import DashOptions, dash
     from bessemer.serve.net import TOKEN_VARIABLE, read_token
 
     token = read_token(token_file, os.environ.get(TOKEN_VARIABLE))
-    options = DashOptions(host, port, token, private, chat_on)
+    server = DashOptions(token=token, **options)
     wanted = _has_screen() if browser is None else browser
-    with contextlib.ExitStack() as until_the_end:
+    with contextlib.ExitStack() as stack:
 
         def show(address: str) -> None:
             if wanted:
-                folder = until_the_end.enter_context(
-                    tempfile.TemporaryDirectory(prefix="bessemer-dash-", ignore_cleanup_errors=True)
-                )
-                page = redirect_page(address, Path(folder))
-                # some browsers return only when they are closed, and the page is served by this thread
+                folder = tempfile.TemporaryDirectory(prefix="bessemer-dash-", ignore_cleanup_errors=True)
+                page = redirect_page(address, Path(stack.enter_context(folder)))
+                # some browsers return only when they are closed, and this thread serves the page
                 threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
 
-        dash(directory, options, lambda text: click.echo(text, err=True), show)
+        dash(directory, server, say, show)
 
 
 def _has_screen() -> bool:
-    """Someone sits here: a terminal, a display, and not at the far end of ssh."""
-    display = (
-        sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    )
+    """Return whether there is a terminal and a local display, not one at the far end of ssh."""
+    display = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     return bool(display) and sys.stderr.isatty() and "SSH_CONNECTION" not in os.environ
 
 
 def redirect_page(address: str, folder: Path) -> str:
-    """Write a page that leads to `address`, readable by this user only, and return its file:// URL.
+    """Write a page that redirects to `address`, readable by this user only, and return its file:// URL.
 
-    A browser gets what it opens on its command line, which every user of the machine can read with `ps`; the address
-    ends with the token, so the browser gets the page's path instead.
+    Every user of the machine can read a browser's command line with `ps`. The address ends with the token, so the
+    browser gets the path of this page instead.
     """
     path = folder / "open.html"
     target = html.escape(address, quote=True)

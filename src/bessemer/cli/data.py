@@ -9,6 +9,8 @@ from typing import Any
 
 import click
 
+from bessemer.cli.options import JSON, TEXT_KEY
+
 
 @click.group("data")
 def command() -> None:
@@ -26,42 +28,38 @@ def command() -> None:
 @command.command("prepare", short_help="Encode text files into a store.")
 @click.argument("files", nargs=-1, required=True)
 @click.option("-o", "--out", required=True, metavar="DIR", help="Directory of the store.")
+@click.option("--tokenizer", "tokenizer_path", required=True, metavar="DIR", help="A tokenizer.json or its directory.")
+@click.option("--val", multiple=True, metavar="FILES", help="Validation files; repeatable.")
+@click.option("--val-fraction", type=float, default=0.0, metavar="X", help="Share held out by content hash.")
 @click.option(
-    "--tokenizer", "tokenizer_path", required=True, metavar="DIR", help="A tokenizer.json or its directory."
+    "--on-error",
+    type=click.Choice(["fail", "skip"]),
+    default="fail",
+    show_default=True,
+    help="What to do with invalid lines.",
 )
-@click.option("--val", multiple=True, metavar="FILES", help="Validation files; may be given several times.")
-@click.option("--val-fraction", type=float, default=0.0, metavar="X", help="Share set apart by content hash.")
-@click.option(
-    "--on-error", type=click.Choice(["fail", "skip"]), default="fail", show_default=True, help="Bad lines."
-)
-@click.option("--workers", type=int, default=None, metavar="N", help="Processes; default one a core.")
+@click.option("--workers", type=int, default=None, metavar="N", help="Processes; default: one per core.")
 @click.option(
     "--engine",
     type=click.Choice(["local", "ray"]),
     default="local",
     show_default=True,
-    help="Where: here, or on a Ray cluster (extra: ray).",
+    help="Run here, or on a Ray cluster (extra: ray).",
 )
-@click.option(
-    "--text-key",
-    metavar="COLUMN",
-    help="Column with the text; default: text, else conversations (docs/chat-data.md).",
-)
+@TEXT_KEY
 @click.option("--dedup", is_flag=True, help="Drop exact duplicate documents (counted).")
-def prepare(
-    files: tuple[str, ...], out: str, tokenizer_path: str, workers: int | None, **options: Any
-) -> None:
+def prepare(files: tuple[str, ...], out: str, tokenizer_path: str, workers: int | None, **options: Any) -> None:
     """Encode FILES (parquet, JSON lines or any text, compressed or not; directories, globs, or one dataset name) into a
     store.
 
-    A killed preparation continues where it stopped when the same command is run again.
+    If it is killed, run the same command again: it continues where it stopped.
 
     \b
     Examples:
       bessemer data prepare texts/*.parquet -o data/mine --tokenizer tokenizer --val-fraction 0.01
       bessemer data prepare train.jsonl --val held-out.jsonl -o data/mine --tokenizer tokenizer --on-error skip
     """
-    from bessemer.data.progress import show_progress
+    from bessemer.data import show_progress
     from bessemer.data.stores.prepare import prepare as run
     from bessemer.data.tokenize.tokenizer import Tokenizer
     from bessemer.registry import datasets
@@ -70,9 +68,7 @@ def prepare(
     sources = datasets.get(files[0])() if len(files) == 1 and files[0] in datasets else list(files)
     options["val"] = list(options["val"]) or None
     with show_progress() as progress:
-        info = run(
-            sources, out, tokenizer, workers=workers or os.cpu_count() or 1, progress=progress, **options
-        )
+        info = run(sources, out, tokenizer, workers=workers or os.cpu_count() or 1, progress=progress, **options)
     if info.reused:
         click.echo(f"{info.path} is already prepared from these sources")
     click.echo(_text(info.about))
@@ -80,8 +76,8 @@ def prepare(
 
 @command.command("inspect", short_help="Show what a store holds.")
 @click.argument("directory", metavar="DIR")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-@click.option("--verify", is_flag=True, help="Read every byte and compare it with what was prepared.")
+@JSON
+@click.option("--verify", is_flag=True, help="Compare every byte with its checksum.")
 def inspect(directory: str, as_json: bool, verify: bool) -> None:
     """Show what a store holds, with the beginning of a few documents.
 
@@ -91,7 +87,7 @@ def inspect(directory: str, as_json: bool, verify: bool) -> None:
       bessemer data inspect data/mine --json
       bessemer data inspect data/mine --verify
     """
-    from bessemer.data.inspect import describe_store
+    from bessemer.data.rows.store import describe_store
 
     facts = describe_store(directory, verify)
     if as_json:
@@ -99,9 +95,7 @@ def inspect(directory: str, as_json: bool, verify: bool) -> None:
         return
     click.echo(_text(facts))
     if not all(facts["checksums"].values()):
-        click.echo(
-            "checksums: none, as it was prepared before stores had them; prepare it again to have them"
-        )
+        click.echo("checksums: none, as this store was prepared before stores had them; prepare it again to add them")
     if verify:
         click.echo("verified: every byte is as it was prepared")
     for split, shown in facts["examples"].items():
@@ -109,16 +103,14 @@ def inspect(directory: str, as_json: bool, verify: bool) -> None:
             click.echo(f"  {split} | {text!r}")
 
 
-@command.command("tasks", short_help="Write a synthetic task set; without NAME list them.")
+@command.command("tasks", short_help="Write a synthetic task set; without NAME, list them.")
 @click.argument("name", required=False)
 @click.option("-o", "--out", metavar="FILE", help="A .jsonl file to write.")
-@click.option("--count", type=int, metavar="N", help="Rows; default: as many as the registered dataset has.")
-@click.option("--seed", type=int, default=1337, show_default=True, metavar="S", help="Which rows are drawn.")
-@click.option(
-    "--split", type=click.Choice(["train", "val"]), default="train", show_default=True, help="Which part."
-)
+@click.option("--count", type=int, metavar="N", help="Number of rows; default: as in the registered dataset.")
+@click.option("--seed", type=int, default=1337, show_default=True, metavar="S", help="Seed of the rows.")
+@click.option("--split", type=click.Choice(["train", "val"]), default="train", show_default=True, help="Which split.")
 def tasks(name: str | None, out: str | None, count: int | None, seed: int, split: str) -> None:
-    """Write a synthetic task set to a file; without NAME list them. The two parts never share a question.
+    """Write a synthetic task set to a file; without NAME, list them. The two splits never share a question.
 
     \b
     Examples:
@@ -126,7 +118,7 @@ def tasks(name: str | None, out: str | None, count: int | None, seed: int, split
       bessemer data tasks toy-reverse -o reverse.jsonl
       bessemer data tasks toy-sort -o test.jsonl --split val --count 100
     """
-    from bessemer.data.sources.tasks import TASKS, task_rows
+    from bessemer.data.sources.datasets import TASKS, task_rows
     from bessemer.errors import InputError
     from bessemer.storage.files import atomic_write
 
@@ -136,13 +128,13 @@ def tasks(name: str | None, out: str | None, count: int | None, seed: int, split
         return
     rows = task_rows(name, split, count, seed)
     if out is None:
-        raise InputError(f"say where the rows of {name} go: -o FILE.jsonl.")
+        raise InputError(f"-o is missing: pass the file for the rows of {name}, as -o FILE.jsonl.")
     atomic_write(Path(out), "".join(json.dumps(row) + "\n" for row in rows))
-    click.echo(f"{out}: {len(rows):,} rows of {name}, {split} part, seed {seed}")
+    click.echo(f"{out}: {len(rows):,} rows of {name}, {split} split, seed {seed}")
 
 
 def _text(about: dict[str, Any]) -> str:
-    """A store.json in a few lines; everything left out is counted."""
+    """Return a store.json as a few lines, with counts of everything that was left out."""
     lines = [
         f"{name}: {split['documents']:,} {'pairs' if about['kind'] == 'pairs' else 'documents'}, "
         f"{split['tokens']:,} tokens, {split['bytes']:,} bytes of text{_supervised(split)}"
@@ -158,7 +150,7 @@ def _text(about: dict[str, Any]) -> str:
 
 
 def _supervised(split: dict[str, Any]) -> str:
-    """What part of supervised data is trained on; nothing is said of text, where that is all."""
+    """Return how much of supervised data is trained on; empty for plain text, where all of it is."""
     if "supervised" not in split:
         return ""
     share = split["supervised"] / max(1, split["tokens"])

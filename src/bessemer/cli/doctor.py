@@ -1,29 +1,27 @@
-"""`bessemer doctor`: what is wrong with a run, and whether it can be resumed."""
+"""`bessemer doctor`: check a run and say whether it can be resumed."""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import json
 import os
-import sys
-from collections.abc import Callable, Iterator
 
 import click
+
+from bessemer.cli.options import JSON, RUNS
 
 
 @click.command("doctor")
 @click.argument("run")
-@click.option(
-    "--fix", is_flag=True, help="Remove what killed saves left behind; nothing else is ever changed."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-@click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
+@click.option("--fix", is_flag=True, help="Remove leftovers of killed saves; nothing else is ever changed.")
+@JSON
+@RUNS
 def command(run: str, fix: bool, as_json: bool, root: str) -> int:
     """Check a run directory and say what can be resumed. Nothing is changed.
 
-    Configuration, status and lock, every byte of every checkpoint, leftovers, metrics, disk, data and tokenizer; then
-    the run is built again as resume would do it. Exit code 0: it can be resumed, is at work or finished; 4: damaged
-    beyond resume.
+    Checks configuration, status and lock, every byte of every checkpoint, leftovers, metrics, disk, data and tokenizer,
+    then rebuilds the run as resume would. Exit code 0: it can be resumed, is in progress or finished; 4: damaged beyond
+    resume.
 
     \b
     Examples:
@@ -31,18 +29,18 @@ def command(run: str, fix: bool, as_json: bool, root: str) -> int:
       bessemer doctor mine --json
       bessemer doctor mine --fix
     """
-    # A look must not take the accelerator's memory from the run that uses it.
+    # do not take the accelerator's memory from the run that uses it
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    from bessemer.console import table
+    from bessemer.console import byte_progress, table
     from bessemer.doctor import examine, remove_stale
     from bessemer.job import find_run
 
     found = find_run(run, root)
     removed = remove_stale(found) if fix else []
-    with verifying() as progress:
+    with byte_progress("verifying checkpoints") as progress:
         diagnosis = examine(found, progress)
     if as_json:
-        click.echo(json.dumps({**diagnosis.as_dict(), "removed": removed}))
+        click.echo(json.dumps({**dataclasses.asdict(diagnosis), "removed": removed}))
         return diagnosis.exit_code
     for name in removed:
         click.echo(f"removed {name}")
@@ -50,18 +48,3 @@ def command(run: str, fix: bool, as_json: bool, root: str) -> int:
     click.echo(table(("", "part", "finding"), rows))
     click.echo(f"\n{found.name}: {diagnosis.verdict}")
     return diagnosis.exit_code
-
-
-@contextlib.contextmanager
-def verifying() -> Iterator[Callable[[int], None] | None]:
-    """Bytes verified so far, on a terminal only."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-    columns = (TextColumn("verifying checkpoints"), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("verifying", total=None)
-        yield lambda count: bars.advance(task, count)

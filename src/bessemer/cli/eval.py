@@ -1,4 +1,4 @@
-"""`bessemer eval`: judge a run's model."""
+"""`bessemer eval`: evaluate a run's model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from bessemer.cli.options import STEP
+from bessemer.cli.options import BASE, JSON, RUNS, STEP, print_notes
 
 
 @click.command("eval")
@@ -15,15 +15,14 @@ from bessemer.cli.options import STEP
 @click.option(
     "--tasks",
     required=True,
-    help="Separated by commas: bpb, loss, core:DIR, gsm8k:FILE, exact:NAME, arithmetic, harness:TASK, or a task file.",
+    help="Comma-separated: bpb, loss, core:DIR, gsm8k:FILE, exact:NAME, arithmetic, harness:TASK, or a task file.",
 )
-@click.option("--step", type=STEP, help="Checkpoint to use, or stage-N; default: the newest valid one.")
-@click.option(
-    "--limit", type=int, help="Examples at most; for bpb sequences, default as many as in training."
-)
-@click.option("--batch", type=int, help="Examples in one pass; changes the speed, never the result.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-@click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
+@STEP
+@click.option("--limit", type=int, help="Maximum examples; for bpb sequences, default: as many as in training.")
+@click.option("--batch", type=int, help="Examples per batch; changes the speed, never the result.")
+@JSON
+@BASE
+@RUNS
 def command(
     run: str,
     tasks: str,
@@ -31,6 +30,7 @@ def command(
     limit: int | None,
     batch: int | None,
     as_json: bool,
+    base: str | None,
     root: str,
 ) -> None:
     """Evaluate a run's model; the results are also written to RUN/eval.
@@ -41,8 +41,8 @@ def command(
       bessemer eval mine --tasks bpb --step 512 --limit 64 --json
       bessemer eval mine --tasks core:bundle --limit 100
     """
+    from bessemer.console import showing_ticks
     from bessemer.evaluate import Evaluator, check_tasks, split_tasks
-    from bessemer.evaluate.progress import shown
     from bessemer.job import find_run
     from bessemer.topology import make_topology
     from bessemer.training.setup.compiled import keep_compiled_programs
@@ -55,16 +55,16 @@ def command(
         found,
         step,
         topology=topology if topology.device_count > 1 else None,
+        base=base,
         tasks=names,
         limit=limit,
         batch_size=batch,
     )
-    for note in (said := list(evaluator.loaded.notes)):
-        click.echo(f"note: {note}", err=True)
-    with shown():
+    known = list(evaluator.loaded.notes)
+    print_notes(known)
+    with showing_ticks():
         results = evaluator.run()
-    for note in evaluator.loaded.notes[len(said) :]:
-        click.echo(f"note: {note}", err=True)
+    print_notes(evaluator.loaded.notes[len(known) :])
     if as_json:
         click.echo(json.dumps({"run": str(found.path), "step": evaluator.loaded.step, "results": results}))
         return
@@ -72,37 +72,24 @@ def command(
     show(results)
 
 
-def _value(result: dict[str, Any]) -> str:
-    from bessemer.console import with_error
-
-    return with_error(result["value"], result.get("standard_error"))
-
-
 def show(results: dict[str, dict[str, Any]]) -> None:
-    """A line a task, and the parts of those that have parts."""
-    from bessemer.console import number, table
+    """Print one line per task, and the parts of those that have parts."""
+    from bessemer.console import number, table, with_error
 
-    rows = [
-        (task, result["metric"], _value(result), f"{result['seconds']:.1f} s")
-        for task, result in results.items()
-    ]
+    rows = []
+    for task, result in results.items():
+        value = with_error(result["value"], result.get("standard_error"))
+        rows.append((task, result["metric"], value, f"{result['seconds']:.1f} s"))
     click.echo(table(("task", "metric", "value", "time"), rows, width=80))
     for result in results.values():
-        parts = [(name, part) for name, part in result.get("tasks", {}).items() if "centred" in part]
+        parts = []
+        for name, part in result.get("tasks", {}).items():
+            if "centred" in part:
+                scores, counts = (part["accuracy"], part["centred"]), (part["examples"], part["cropped"])
+                parts.append((name, *map(number, scores), *map(str, counts), f"{part['seconds']:.1f} s"))
         if parts:
             head = ("task", "accuracy", "centred", "examples", "cropped", "time")
-            lines = [
-                (
-                    name,
-                    number(part["accuracy"]),
-                    number(part["centred"]),
-                    str(part["examples"]),
-                    str(part["cropped"]),
-                    f"{part['seconds']:.1f} s",
-                )
-                for name, part in parts
-            ]
-            click.echo("\n" + table(head, lines, width=80))
+            click.echo("\n" + table(head, parts, width=80))
         if result.get("missing"):
             click.echo(f"missing from the bundle: {', '.join(result['missing'])}")
         notes: dict[str, list[str]] = {}

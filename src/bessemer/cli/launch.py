@@ -8,41 +8,25 @@ from typing import Any
 
 import click
 
-from bessemer.cli.train import FORWARD, split_words
+from bessemer.cli.options import FORWARD, WORDS, say, several
+from bessemer.cli.train import split_words
 from bessemer.errors import InputError
 
-WORDS = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [key=value ...]")
-
-
-def common(function: Callable[..., None]) -> Callable[..., None]:
-    """What every cluster is asked for."""
-    options = [
-        click.option("--nodes", type=int, default=1, show_default=True, help="Machines; one process each."),
-        click.option(
-            "--gpus-per-node", "gpus", type=int, default=0, metavar="N", help="Devices of a machine."
-        ),
-        click.option(
-            "--time", metavar="D", help="Limit of one start, as 24h; the run stops in good time before."
-        ),
-        click.option("--name", help="Name of the run and of the job; default: the recipe's."),
-        click.option(
-            "--port", type=int, metavar="P", help="Of process 0; default: chosen by the cluster's rule."
-        ),
-        click.option(
-            "--restarts", type=int, default=20, show_default=True, metavar="N", help="Starts after a failure."
-        ),
-        click.option(
-            "-o", "--out", metavar="FILE", help="Where to write; - is the screen. Default: by name."
-        ),
-    ]
-    for option in reversed(options):
-        function = option(function)
-    return function
+COMMON = several(
+    WORDS,
+    click.option("--nodes", type=int, default=1, show_default=True, help="Machines; one process each."),
+    click.option("--gpus-per-node", "gpus", type=int, default=0, metavar="N", help="Devices per machine."),
+    click.option("--time", metavar="D", help="Time limit of one start, as 24h; the run stops itself shortly before."),
+    click.option("--name", help="Name of the run and of the job; default: the recipe's."),
+    click.option("--port", type=int, metavar="P", help="Port of process 0; default: chosen by the cluster's rule."),
+    click.option("--restarts", type=int, default=20, show_default=True, metavar="N", help="Restarts after failures."),
+    click.option("-o", "--out", metavar="FILE", help="File to write; - for stdout. Default: by name."),
+)
 
 
 @click.group("launch")
 def command() -> None:
-    """Write a job file that starts a recipe on a cluster, and starts it again whenever it was stopped or lost.
+    """Write a job file that starts a recipe on a cluster and restarts it whenever it was stopped or lost.
 
     The recipe is checked now, not after hours in a queue. Nothing is submitted.
 
@@ -56,22 +40,19 @@ def command() -> None:
 
 
 @command.command("slurm", context_settings=FORWARD)
-@WORDS
-@common
-@click.option("--runs", default="runs", show_default=True, help="Directory of the runs, seen by all nodes.")
-@click.option("--partition", help="As sbatch has it.")
-@click.option("--account", help="As sbatch has it.")
-@click.option("--cpus-per-task", "cpus", type=int, metavar="N", help="As sbatch has it.")
-@click.option("--mem", "memory", metavar="SIZE", help="As sbatch has it.")
-@click.option(
-    "--setup", multiple=True, metavar="LINE", help="Shell before the program; may be given several times."
-)
+@COMMON
+@click.option("--runs", default="runs", show_default=True, help="Directory that holds the runs, shared by all nodes.")
+@click.option("--partition", help="As in sbatch.")
+@click.option("--account", help="As in sbatch.")
+@click.option("--cpus-per-task", "cpus", type=int, metavar="N", help="As in sbatch.")
+@click.option("--mem", "memory", metavar="SIZE", help="As in sbatch.")
+@click.option("--setup", multiple=True, metavar="LINE", help="Shell line before the program; repeatable.")
 def slurm(words: tuple[str, ...], out: str | None, **options: Any) -> None:
     """Write an sbatch script.
 
-    The first start is `bessemer train`, each later one `bessemer resume`. Exit code 75 (stopped with a
-    checkpoint: time limit, preemption) always asks for another start; a lost process or node (4, 134, 137)
-    does so --restarts times, counted in RUN/starts; anything else ends the job.
+    The first start is `bessemer train`, each later one `bessemer resume`. Exit code 75 (stopped with a checkpoint: time
+    limit, preemption) always requeues the job; a lost process or node (4, 134, 137) does so at most --restarts times,
+    counted in RUN/starts; anything else ends the job.
 
     \b
     Examples:
@@ -87,27 +68,24 @@ def slurm(words: tuple[str, ...], out: str | None, **options: Any) -> None:
 
 
 @command.command("k8s", context_settings=FORWARD)
-@WORDS
-@common
-@click.option("--image", required=True, help="Container image with bessemer in it.")
-@click.option(
-    "--claim", default="bessemer", show_default=True, help="ReadWriteMany volume claim for runs and data."
-)
+@COMMON
+@click.option("--image", required=True, help="Container image that has bessemer.")
+@click.option("--claim", default="bessemer", show_default=True, help="ReadWriteMany volume claim for runs and data.")
 @click.option("--mount", default="/bessemer", show_default=True, help="Where the claim is mounted.")
 @click.option(
-    "--resource", default="nvidia.com/gpu", show_default=True, help="Name of the devices; google.com/tpu."
+    "--resource", default="nvidia.com/gpu", show_default=True, help="Device resource, such as google.com/tpu."
 )
-@click.option("--node-selector", "selectors", multiple=True, metavar="KEY=VALUE", help="Which nodes.")
-@click.option("--namespace", help="As kubectl has it.")
-@click.option("--cpu", "cpus", metavar="N", help="Limit of a container.")
-@click.option("--memory", metavar="SIZE", help="Limit of a container.")
+@click.option("--node-selector", "selectors", multiple=True, metavar="KEY=VALUE", help="Nodes to use; repeatable.")
+@click.option("--namespace", help="As in kubectl.")
+@click.option("--cpu", "cpus", metavar="N", help="Limit per container.")
+@click.option("--memory", metavar="SIZE", help="Limit per container.")
 def k8s(words: tuple[str, ...], out: str | None, mount: str, **options: Any) -> None:
     """Write a JobSet manifest. JobSet (jobset.sigs.k8s.io) must be installed in the cluster.
 
-    Runs go to MOUNT/runs and prepared data to MOUNT/home. A RECIPE that is a file must lie below MOUNT, and
-    is then not checked here. Pods that end with 1, 2 or 3 (a bug, bad input, failed training) end the job;
-    after any other end all pods are started again and the run goes on where it was saved. Failures are counted in
-    RUN/starts, and after --restarts of them the job ends; a stop with a checkpoint (75) is not a failure.
+    Runs go to MOUNT/runs and prepared data to MOUNT/home. A RECIPE file must be below MOUNT, and is then not checked
+    here. A pod that exits with 1, 2 or 3 (a bug, bad input, failed training) ends the job; after any other exit all
+    pods restart and the run resumes. Failures are counted in RUN/starts, and after --restarts of them the job ends; a
+    stop with a checkpoint (75) is not a failure.
 
     \b
     Examples:
@@ -125,7 +103,7 @@ def k8s(words: tuple[str, ...], out: str | None, mount: str, **options: Any) -> 
     recipe = split_words(words)[0]
     if recipe not in recipe_names() and not recipe.startswith(f"{mount.rstrip('/')}/"):
         raise InputError(
-            f"the pods do not have the file '{recipe}': put it on the volume and name it as {mount}/…, or give a "
+            f"the pods do not have the file '{recipe}': put it on the volume and pass it as {mount}/…, or pass a "
             "shipped recipe with settings."
         )
     job = _job(words, {**options, "runs": f"{mount.rstrip('/')}/runs", "elsewhere": mount})
@@ -133,13 +111,12 @@ def k8s(words: tuple[str, ...], out: str | None, mount: str, **options: Any) -> 
 
 
 def _job(words: tuple[str, ...], options: dict[str, Any]) -> Any:
-    from bessemer.launch import describe_job
-    from bessemer.launch.job import unseen
+    from bessemer.launch import describe_job, unseen
 
     recipe, overrides = split_words(words)
     job = describe_job(recipe, overrides, **options)
     for line in unseen(job, options.get("elsewhere")):
-        click.echo(f"warning: {line}", err=True)
+        say(f"warning: {line}")
     return job
 
 

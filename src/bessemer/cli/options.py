@@ -1,4 +1,4 @@
-"""`--step`: which checkpoint, by its number or by the name of the stage it ended."""
+"""What commands share: options, answers to flags of other programs, and how the process itself is set up."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import glob
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,9 +17,15 @@ from bessemer.config import Schema, recipe_names
 from bessemer.config.aliases import VALUE, answer
 from bessemer.errors import InputError
 
+if TYPE_CHECKING:
+    from bessemer.generate import LoadedModel
+    from bessemer.job import RunDirectory
+
+Decorator = Callable[[Any], Any]
+
 
 class Step(click.ParamType):
-    """512, or stage-1 of a run that has stages."""
+    """A checkpoint: its step (512), or the stage it ended (stage-1)."""
 
     name = "step"
 
@@ -31,17 +37,73 @@ class Step(click.ParamType):
         return int(value)
 
 
-STEP = Step()
+def several(*options: Decorator) -> Decorator:
+    """Return the options as one decorator; --help lists them in this order."""
+
+    def decorate(function: Any) -> Any:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
 
 
-# Flags that are not ours: answered with the setting that does the same.
+RUNS = click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
+STEP = click.option("--step", type=Step(), help="Checkpoint to use, or stage-N; default: the newest valid one.")
+BASE = click.option("--base", metavar="PATH", help="Base model of the adapters, in place of the path in the run.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+WORDS = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [key=value ...]")
+FORWARD = {"ignore_unknown_options": True, "allow_extra_args": True}  # flags of other programs reach `refuse_flags`
+SAMPLING = several(
+    click.option("--temperature", type=float, default=0.8, show_default=True, help="0 takes the most likely token."),
+    click.option("--top-k", type=int, default=0, help="Sample from the K most likely tokens only."),
+    click.option(
+        "--top-p", type=float, default=1.0, help="Sample from the most likely tokens that reach probability P."
+    ),
+)
+TEMPLATE = click.option(
+    "--template",
+    type=click.Choice(["auto", "chat", "plain"]),
+    default="auto",
+    show_default=True,
+    help="chat: the tokens of turns; plain: a transcript, for a model trained on documents.",
+)
+TEXT_KEY = click.option(
+    "--text-key", metavar="COLUMN", help="Column with the text; default: text, else conversations (docs/chat-data.md)."
+)
+
+
+def say(text: str) -> None:
+    """Print a line on stderr."""
+    click.echo(text, err=True)
+
+
+def print_notes(notes: Iterable[str | None]) -> None:
+    """Print notes on stderr; None is no note."""
+    for note in notes:
+        if note:
+            say(f"note: {note}")
+
+
+def open_model(run: RunDirectory, step: int | str | None, base: str | None = None) -> LoadedModel:
+    """Load the model of a run, keeping compiled programs on disk, and print its notes."""
+    from bessemer.generate import load_model
+    from bessemer.training.setup.compiled import keep_compiled_programs
+
+    keep_compiled_programs(None)
+    loaded = load_model(run, step, base=base)
+    print_notes(loaded.notes)
+    return loaded
+
+
+# Flags of other programs
 
 
 def refuse_flags(words: Sequence[str], schema: Callable[[list[str]], Schema] | None = None) -> None:
     """Raise InputError on the first flag in `words`, naming the setting to write instead where there is one.
 
-    `schema` returns the settings of the run that the other words describe; without it the answer cannot depend on
-    the selected optimizer or objective.
+    `schema` returns the settings of the run that the other words describe; without it the answer cannot depend on the
+    selected optimizer or objective.
     """
     for number, word in enumerate(words):
         if not word.startswith("-") or word == "-":
@@ -69,54 +131,41 @@ def _about(name: str, value: str, rest: list[str], schema: Callable[[list[str]],
 
 
 def _is_value(word: str) -> bool:
-    """True for the word after `--depth` in `--depth 12 quickstart`."""
+    """Return whether a word after a flag is its value, as in `--depth 12 quickstart`."""
     if word.startswith("-"):
         return word[1:2].isdigit()
     return "=" not in word and word not in recipe_names() and not word.endswith((".yaml", ".yml"))
 
 
-# On a CPU, give XLA's temporaries back to XLA instead of to the kernel.
-#
-# XLA allocates and frees its temporary buffers every step; glibc maps and unmaps them each time, and the page
-# faults of the fresh pages took a fifth of the quickstart's time (13.3k → 16.2k tokens/s on two cores). glibc
-# reads these settings only when a process starts, so the command line starts itself once more, in the same
-# process.
+# The process: memory allocation and closed output streams
 
-
-SETTINGS = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
-}
+# XLA allocates and frees its temporary buffers every step. glibc maps and unmaps them each time, and the page faults
+# took a fifth of the quickstart's time (13.3k → 16.2k tokens/s on two cores). glibc reads these settings at start only.
+MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 ACCELERATORS = ("/dev/nvidia[0-9]*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd")
 
 
 def keep_memory() -> None:
-    """Start this process again with the settings, unless it has them, has an accelerator, or is not glibc."""
-    if any(name in os.environ for name in SETTINGS) or not sys.platform.startswith("linux"):
+    """Restart this process with `MALLOC` set, unless it is, there is an accelerator, or the C library is not glibc."""
+    if any(name in os.environ for name in MALLOC) or not sys.platform.startswith("linux"):
         return
     if "CS_GNU_LIBC_VERSION" not in os.confstr_names or any(glob.glob(path) for path in ACCELERATORS):
         return
-    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **SETTINGS})
-
-
-# A run goes on when whoever read its output has gone: the end of a pipe, a terminal that was closed.
-#
-# What it would have said there is in log.txt; the run directory has everything else.
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **MALLOC})
 
 
 GONE = (errno.EPIPE, errno.EIO, errno.ENXIO)
 
 
 def outlive_readers() -> None:
-    """From now on stdout and stderr lead nowhere once nobody reads them. One that was closed before, None, stays."""
+    """Let the run continue when a pipe or the terminal is closed: log.txt has every line. A None stream stays None."""
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)) is not None:
             setattr(sys, name, Lasting(stream))
 
 
 class Lasting:
-    """A text stream whose reader may go."""
+    """A text stream that is discarded once nobody reads it."""
 
     def __init__(self, stream: Any):
         self._stream = stream
@@ -142,11 +191,11 @@ class Lasting:
             if error.errno not in GONE:
                 raise
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())  # what is in buffers goes there too
+            os.dup2(nowhere, self._stream.fileno())  # buffered text goes there too
             os.close(nowhere)
             if self is not sys.stderr:
                 with contextlib.suppress(OSError):
                     print(
-                        "note: nobody reads the output any more; the run goes on, its log.txt has every line",
+                        "note: the output was closed; the run continues, and its log.txt has every line",
                         file=sys.stderr,
                     )

@@ -1,4 +1,4 @@
-"""`bessemer plan`: what a recipe will take, before anything is trained."""
+"""`bessemer plan`: what a recipe will take."""
 
 from __future__ import annotations
 
@@ -8,54 +8,40 @@ from typing import Any
 
 import click
 
-from bessemer.cli.train import FORWARD, split_words
+from bessemer.cli.options import FORWARD, JSON, WORDS, say
+from bessemer.cli.train import split_words
 from bessemer.errors import InputError
 
 
 @click.command("plan", context_settings=FORWARD)
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [key=value ...]")
+@WORDS
 @click.option("--topology", metavar="NAME", help="Hardware that is not here: v5e:4x4, 2xv6e:16x16, h200:8.")
+@click.option("--sweep", is_flag=True, help="With --topology: try meshes and micro-batches and pick the best.")
+@click.option("--placement", is_flag=True, help="With --topology: how each parameter is sharded.")
+@click.option("--prices", type=click.Path(path_type=Path, exists=True), help="With --topology: your own price table.")
 @click.option(
-    "--sweep", is_flag=True, help="With --topology: try meshes and micro-batches, end with the best."
-)
-@click.option("--placement", is_flag=True, help="With --topology: where each parameter lies.")
-@click.option(
-    "--prices", type=click.Path(path_type=Path, exists=True), help="With --topology: your own price table."
-)
-@click.option(
-    "--plot",
-    "picture",
-    type=click.Path(path_type=Path),
-    help="PNG of the schedules; default: plots/plan-RECIPE.png.",
+    "--plot", "picture", type=click.Path(path_type=Path), help="PNG of the schedules; default: plots/plan-RECIPE.png."
 )
 @click.option(
     "--no-compile",
     is_flag=True,
-    help="Skip memory and the timed pass: an answer in seconds at any size. With --topology: the analytic model.",
+    help="Skip memory and timing, for an answer in seconds at any size. With --topology: the analytic model.",
 )
 @click.option(
-    "--quick", is_flag=True, help="Compile for --topology with least effort, in a fifth of the time."
+    "--quick", is_flag=True, help="Compile for --topology with the least optimization, in a fifth of the time."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@JSON
 def command(
-    words: tuple[str, ...],
-    topology: str | None,
-    sweep: bool,
-    placement: bool,
-    prices: Path | None,
-    picture: Path | None,
-    no_compile: bool,
-    quick: bool,
-    as_json: bool,
+    words: tuple[str, ...], topology: str | None, picture: Path | None, no_compile: bool, as_json: bool, **absent: Any
 ) -> None:
-    """Say what a recipe will take; nothing is trained, and no run is made.
+    """Show what a recipe will take; nothing is trained, and no run is created.
 
-    On the devices at hand: each derived number with its reason, parameters by group, learning rates, FLOPs, memory of
-    the compiled step, time at the rate measured here, and the schedules. Data that is not prepared is not touched: the
-    vocabulary's size is then assumed, and the table says so.
+    For this machine: each derived number with its reason, parameters by group, learning rates, FLOPs, memory of the
+    compiled step, time at the speed measured here, and the schedules. Data that is not prepared yet is not touched; the
+    vocabulary size is then assumed, and the table says so.
 
-    With --topology on hardware that is not here: memory, collectives, roofline time, days and cost, whether it fits
-    and which setting to change. TPU steps are compiled for real (extra: tpu-plan).
+    With --topology, for hardware that is not here: memory, collectives, roofline time, days and cost, whether it fits
+    and which setting to change. TPU steps are really compiled (extra: tpu-plan).
 
     \b
     Examples:
@@ -67,22 +53,17 @@ def command(
     """
     recipe, overrides = split_words(words)
     if topology is None:
-        if sweep or placement or prices or quick:
-            raise InputError(
-                "--sweep, --placement, --prices and --quick belong to a plan for --topology NAME."
-            )
+        if any(absent.values()):
+            raise InputError("--sweep, --placement, --prices and --quick need --topology NAME.")
         here(recipe, overrides, picture, no_compile, as_json)
     else:
-        options: dict[str, Any] = {"topology": topology, "compiles": not no_compile, "prices": prices}
-        options["quick"] = quick
-        elsewhere(recipe, overrides, picture, sweep, placement, as_json, options)
-
-
-def say(text: str) -> None:
-    click.echo(text, err=True)
+        if picture is not None:
+            raise InputError("--plot draws schedules, which do not depend on hardware; use it without --topology.")
+        elsewhere(recipe, overrides, as_json, topology=topology, compiles=not no_compile, **absent)
 
 
 def here(recipe: str, overrides: list[str], picture: Path | None, no_compile: bool, as_json: bool) -> None:
+    """Print a plan for the devices of this machine."""
     from bessemer.plan import check_picture, make_plan, render, write_curves
 
     place = check_picture(picture or Path("plots") / f"plan-{Path(recipe).stem}.png")
@@ -98,25 +79,16 @@ def here(recipe: str, overrides: list[str], picture: Path | None, no_compile: bo
 
 
 def elsewhere(
-    recipe: str,
-    overrides: list[str],
-    picture: Path | None,
-    sweep: bool,
-    placement: bool,
-    as_json: bool,
-    options: dict[str, Any],
+    recipe: str, overrides: list[str], as_json: bool, *, sweep: bool, placement: bool, **options: Any
 ) -> None:
-    if picture is not None:
-        raise InputError("--plot draws the schedules of a plan without --topology: they do not depend on it.")
+    """Print a plan for hardware that is not here."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")  # the hardware is not here, and nothing is computed
-    from bessemer.plan.absent_plan import make_absent_plan
+    from bessemer.plan.absent_plan import make_absent_plan, make_sweep
     from bessemer.plan.show import render_absent
-    from bessemer.plan.sweep import make_sweep
     from bessemer.topology import keep_stdout_clean
 
     keep_stdout_clean()  # compilers print where they like
-    make = make_sweep if sweep else make_absent_plan
-    plan = make(recipe, overrides, say=say, **options)
+    plan = (make_sweep if sweep else make_absent_plan)(recipe, overrides, say=say, **options)
     click.echo(json.dumps(plan) if as_json else render_absent(plan, placement))

@@ -1,10 +1,13 @@
-"""`bessemer recipes`: what is shipped, in one table."""
+"""`bessemer recipes`: list the shipped recipes."""
 
 from __future__ import annotations
+
+import shutil
 
 import click
 
 from bessemer.config import read_recipe, recipe_names
+from bessemer.console import folded_table
 
 
 @click.command("recipes")
@@ -17,16 +20,7 @@ def command() -> None:
       bessemer config NAME        all settings of one
       bessemer train NAME         run it
     """
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     recipes = [read_recipe(name) for name in recipe_names()]
-    console = Console()
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("recipe", no_wrap=True)
-    table.add_column("what it does", overflow="fold")
-    for recipe in recipes:
-        lines = [line for line in (recipe.title, " ".join(recipe.description.split())) if line]
-        table.add_row(Text(recipe.name, style="bold"), Text("\n".join(lines)))
-    console.print(table)
+    rows = [(one.name, f"{one.title}\n{' '.join(one.description.split())}".strip()) for one in recipes]
+    first = max(len(name) for name, _ in rows)
+    click.echo(folded_table(("recipe", "what it does"), rows, (first, shutil.get_terminal_size().columns - first - 2)))

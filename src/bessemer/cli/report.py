@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import click
 
+from bessemer.cli.options import RUNS
+
 
 @click.command("report")
 @click.argument("run")
-@click.option(
-    "--html",
-    is_flag=True,
-    help="Also write RUN/report.html: one file with everything inside, to send or keep.",
-)
-@click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
+@click.option("--html", is_flag=True, help="Also write RUN/report.html, one self-contained file.")
+@RUNS
 def command(run: str, html: bool, root: str) -> None:
-    """Write RUN/report.md and RUN/plots anew, from what the run has recorded so far.
+    """Rewrite RUN/report.md and RUN/plots from what the run has recorded so far.
 
     \b
     Examples:

@@ -7,8 +7,7 @@ import functools
 import click
 
 from bessemer.cli import BEGAN
-from bessemer.cli.options import refuse_flags
-from bessemer.cli.train import FORWARD
+from bessemer.cli.options import FORWARD, RUNS, refuse_flags
 
 
 @click.command("resume", context_settings=FORWARD)
@@ -18,30 +17,21 @@ from bessemer.cli.train import FORWARD
 @click.option(
     "--trust",
     is_flag=True,
-    help="The run was not started here: allow the code, uploads, files and links that it names, from now on.",
+    help="Allow the code, uploads, files and links that a run from elsewhere names, from now on.",
 )
 @click.option(
-    "--change",
-    is_flag=True,
-    help="Let key=value make it another run from here on; a branch point is recorded.",
+    "--change", is_flag=True, help="Allow settings that make it another run from here on; a branch point is recorded."
 )
-@click.option("--base", metavar="PATH", help="The weights that the run began from, in place of its own init.")
-@click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
+@click.option("--base", metavar="PATH", help="Where the run's initial weights, or its base model, lie now; recorded.")
+@RUNS
 def command(
-    run: str,
-    words: tuple[str, ...],
-    step: int | None,
-    trust: bool,
-    change: bool,
-    base: str | None,
-    root: str,
+    run: str, words: tuple[str, ...], step: int | None, trust: bool, change: bool, base: str | None, root: str
 ) -> None:
-    """Continue a stopped or killed run: the result is bit for bit that of an undisturbed one.
+    """Continue a stopped or killed run; the result is bit for bit that of an uninterrupted one.
 
-    Only settings that cannot change the run are accepted: logging.*, topology.*, eval.*,
-    training.per_device_batch_size, training.time_limit. With --change others are too (a longer
-    horizon, another rate, other data): it is then another run from there on, and branches.json
-    and the report say so.
+    Only settings that cannot change the run are accepted: logging.*, topology.*, eval.*, training.time_limit,
+    training.per_device_batch_size. --change allows others (a longer horizon, another learning rate, other data): from
+    there on it is another run, and branches.json and the report record it.
 
     \b
     Examples:
@@ -56,7 +46,7 @@ def command(
     with watched(functools.partial(before_resuming, run)):
         from bessemer.job import find_run
         from bessemer.job.trust import adopt
-        from bessemer.training.launch import changes_finished, is_finished, reopen
+        from bessemer.training.launch import changes_finished, is_finished, point_to_base, reopen
         from bessemer.training.persistence.mirror import fetched
 
         refuse_flags(words)
@@ -69,13 +59,13 @@ def command(
             and is_finished(path, root)
             and not changes_finished(path, given, root=root, trust=trust, change=change)
         ):
+            for line in point_to_base(path, base, root=root) if base is not None else ():
+                click.echo(line)
             click.echo(
                 f"{path} is finished; nothing to do. To train it further: bessemer resume {path} training.steps=… "
                 f"--change. To start a new run from its weights: init={path}."
             )
             return
-        trainer = reopen(
-            run, given, root=root, step=step, trust=trust, change=change, base=base, distributed=True
-        )
+        trainer = reopen(run, given, root=root, step=step, trust=trust, change=change, base=base, distributed=True)
         trainer.startup.began(BEGAN)
         trainer.run()

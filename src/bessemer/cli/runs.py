@@ -1,4 +1,4 @@
-"""`bessemer runs`: what is in a directory of runs."""
+"""`bessemer runs`: list the runs of a directory."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from pathlib import Path
 
 import click
 
+from bessemer.cli.options import JSON
 from bessemer.errors import InputError
 
 
 @click.command("runs")
 @click.argument("directory", default="runs", metavar="[DIR]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
+@JSON
 def command(directory: str, as_json: bool) -> None:
     """List the runs in DIR (default: runs), the most recently active first.
 
-    State is running, done, stopped, failed, or crashed (it ended without a word: its status says running, but no
-    process holds its lock). Age is the time since the last sign of life. `bessemer doctor RUN` looks closer.
+    State is running, done, stopped, failed, or crashed (its status says running, but no process holds its lock). Age is
+    the time since the last heartbeat. `bessemer doctor RUN` checks one run in detail.
 
     \b
     Examples:
@@ -29,7 +30,7 @@ def command(directory: str, as_json: bool) -> None:
     from bessemer.report.listing import remarks, run_rows, runs_table
 
     if not Path(directory).is_dir() and directory != "runs":
-        raise InputError(f"there is no directory {directory}. Give the directory that holds the runs.")
+        raise InputError(f"there is no directory {directory}. Pass the directory that holds the runs.")
     rows = run_rows(directory)
     if as_json:
         click.echo(json.dumps(rows))

@@ -4,38 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import click
 
-from bessemer.cli.options import STEP
+from bessemer.cli.options import BASE, JSON, RUNS, SAMPLING, STEP, open_model, print_notes
 
 
 @click.command("sample")
 @click.argument("run")
 @click.option("--prompt", required=True, help="Beginning of the text.")
-@click.option("--step", type=STEP, help="Checkpoint to use, or stage-N; default: the newest valid one.")
+@STEP
 @click.option("--max-tokens", type=int, default=100, show_default=True, help="New tokens at most.")
-@click.option(
-    "--temperature", type=float, default=0.8, show_default=True, help="0 takes the most likely token."
-)
-@click.option("--top-k", type=int, default=0, help="Draw from the K most likely tokens only.")
-@click.option(
-    "--top-p", type=float, default=1.0, help="Draw from the most likely tokens that reach probability P."
-)
+@SAMPLING
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same text.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-@click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
+@JSON
+@BASE
+@RUNS
 def command(
     run: str,
     prompt: str,
     step: int | str | None,
     max_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
     seed: int,
     as_json: bool,
+    base: str | None,
     root: str,
+    **sampling: Any,
 ) -> None:
     """Continue a text with a run's model.
 
@@ -48,42 +43,31 @@ def command(
       bessemer sample mine --prompt "Once" --temperature 0 --max-tokens 40
       bessemer sample mine --prompt "Once" --step 512 --top-k 50 --seed 7 --json
     """
-    from bessemer.generate import SamplingOptions, load_model, sample
+    from bessemer.generate import SamplingOptions, sample
     from bessemer.job import find_run
-    from bessemer.training.setup.compiled import keep_compiled_programs
 
-    sampling = SamplingOptions(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    options = SamplingOptions(seed=seed, **sampling)
     found = find_run(run, root)
-    keep_compiled_programs(None)
-    loaded = load_model(found, step)
-    completions, notices = sample(loaded, [prompt], max_tokens=max_tokens, sampling=sampling)
-    for note in (*loaded.notes, *notices):
-        click.echo(f"note: {note}", err=True)
+    loaded = open_model(found, step, base)
+    (completion,), notices = sample(loaded, [prompt], max_tokens=max_tokens, sampling=options)
+    print_notes(notices)
     if as_json:
         document = {
             "run": str(found.path),
             "step": loaded.step,
-            "sampling": dataclasses.asdict(sampling),
-            **dataclasses.asdict(completions[0]),
+            "sampling": dataclasses.asdict(options),
+            **dataclasses.asdict(completion),
             "notices": [*loaded.notes, *notices],
         }
         click.echo(json.dumps(document))
-    else:
-        show(completions[0].prompt, completions[0].text, _end(completions[0].finish, max_tokens), loaded.step)
-
-
-def show(prompt: str, text: str, end: str, step: int) -> None:
-    """Prompt and continuation under headings of their own, so that they differ without colour too."""
-    click.echo(click.style(f"--- prompt (step {step})", dim=True))
-    click.echo(prompt)
-    click.echo(click.style("--- continuation", dim=True))
-    click.echo(click.style(text, bold=True))
-    click.echo(click.style(f"--- {end}", dim=True))
-
-
-def _end(finish: str, max_tokens: int) -> str:
-    return {
+        return
+    ends = {
         "stop": "end of document",
         "length": f"stopped after {max_tokens} tokens (--max-tokens)",
         "context": "stopped: the model's context is full",
-    }[finish]
+    }
+    click.echo(click.style(f"--- prompt (step {loaded.step})", dim=True))
+    click.echo(completion.prompt)
+    click.echo(click.style("--- continuation", dim=True))
+    click.echo(click.style(completion.text, bold=True))
+    click.echo(click.style(f"--- {ends[completion.finish]}", dim=True))

@@ -1,8 +1,10 @@
-"""`bessemer tokenizer train`: a byte-level BPE from text files."""
+"""`bessemer tokenizer train`: train a byte-level BPE on text files."""
 
 from __future__ import annotations
 
 import click
+
+from bessemer.cli.options import TEXT_KEY, say
 
 
 @click.group("tokenizer")
@@ -19,12 +21,8 @@ def command() -> None:
 @command.command("train", short_help="Train a byte-level BPE on text files.")
 @click.argument("files", nargs=-1, required=True)
 @click.option("-o", "--out", required=True, metavar="DIR", help="Directory for tokenizer.json.")
-@click.option("--vocab-size", required=True, type=int, metavar="N", help="Tokens, special ones included.")
-@click.option(
-    "--text-key",
-    metavar="COLUMN",
-    help="Column with the text; default: text, else conversations (docs/chat-data.md).",
-)
+@click.option("--vocab-size", required=True, type=int, metavar="N", help="Vocabulary size, special tokens included.")
+@TEXT_KEY
 def train(files: tuple[str, ...], out: str, vocab_size: int, text_key: str | None) -> None:
     """Train a byte-level BPE on FILES: parquet, JSON lines, any text; directories, globs, dataset names.
 
@@ -43,6 +41,4 @@ def train(files: tuple[str, ...], out: str, vocab_size: int, text_key: str | Non
     path = tokenizer.save(out)
     click.echo(f"{path}: {tokenizer.vocab_size} tokens, hash {tokenizer.hash[:12]}")
     if tokenizer.vocab_size < vocab_size:
-        click.echo(
-            f"the text has no more pairs to merge, so it is smaller than the {vocab_size} asked for", err=True
-        )
+        say(f"the text has no more pairs to merge, so the vocabulary is smaller than the requested {vocab_size}")

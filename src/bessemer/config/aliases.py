@@ -12,20 +12,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-VALUE = "VALUE"
-"""Stands for a value that was not given."""
+VALUE = "VALUE"  # stands for a value that was not given
 
 
 @dataclass(frozen=True)
 class Alias:
-    """What one foreign name is called here.
+    """What the foreign `names` (space-separated) are called here.
 
-    `settings` are alternatives (space-separated): the first that the run has takes the value. `select` is added when
-    the run has none of them, `with_` always. `values` maps values of the other system (lowercase; numbers in their
-    shortest form) to a value here, or to complete `key=value` words. `convert` rewrites all other values; None means
-    that it cannot. `note` says what differs.
+    `settings` are alternatives (space-separated): the first that the run has takes the value. `select` is added if the
+    run has none of them, `with_` always. `values` maps values of the other system (lowercase; numbers in their shortest
+    form) to a value here, or to complete `key=value` words. `convert` rewrites all other values; None: it cannot.
     """
 
+    names: str
     settings: str = ""
     note: str = ""
     select: str = ""
@@ -35,10 +34,7 @@ class Alias:
 
 
 class Answer(NamedTuple):
-    """`words` are complete settings to write instead; `note` is a sentence or empty.
-
-    `selects`: a word selects the part that brings another one's setting.
-    """
+    """Complete settings to write instead, and a sentence or "". selects: a word selects the part of another word."""
 
     words: tuple[str, ...]
     note: str = ""
@@ -78,10 +74,10 @@ def _listed(value: str) -> str | None:
     return value if value == VALUE else None
 
 
-def _switch(on: str, off: str, note: str = "") -> Alias:
+def _switch(names: str, on: str, off: str, note: str = "") -> Alias:
     """A foreign switch: given without a value, or as true or 1, it means `on`."""
     yes = dict.fromkeys(("value", "true", "1", "yes"), on)
-    return Alias(note=note, values=yes | dict.fromkeys(("false", "0", "no", "none"), off))
+    return Alias(names, note=note, values=yes | dict.fromkeys(("false", "0", "no", "none"), off))
 
 
 _OPTIMIZERS = {
@@ -114,88 +110,7 @@ _REMAT |= dict.fromkeys(("none", "false", "0", "minimal"), "architecture.remat=n
 _ADAMW, _MUON, _WSD = "optimization.name=adamw", "optimization.name=muon", "optimization.schedule=wsd"
 _NO_VALIDATION = dict.fromkeys(("-1", "0"), "training.validation=false")
 
-_LR = Alias(
-    "optimization.lr", "With optimization.name=muon, optimization.lr_multiplier scales every rate", _ADAMW
-)
-_OPTIMIZER = Alias(
-    "optimization.name", "Optimizers: adamw, muon, adafactor, lion, sgd", values=_OPTIMIZERS, convert=_listed
-)
-_SCHEDULE = Alias(
-    "optimization.schedule",
-    "Schedules: constant, cosine, sgdr, wsd, trapezoid, rewarm",
-    values=_SCHEDULES,
-    convert=_listed,
-)
-_BETA1 = Alias("optimization.beta1 optimization.adam_beta1", select=_ADAMW)
-_BETA2 = Alias("optimization.beta2 optimization.adam_beta2", select=_ADAMW)
-_WARMUP = Alias("training.warmup_pct", "It is a share of the horizon", _WSD, convert=_share)
-_WARMUP_STEPS = Alias(
-    "optimization.warmup_steps",
-    "Other schedules than trapezoid take a share of the horizon: training.warmup_pct",
-    "optimization.schedule=trapezoid",
-)
-_DECAY = Alias("training.decay_pct", "It is a share of the horizon", _WSD, convert=_share)
-_FINAL_RATE = Alias(
-    "optimization.min_rate optimization.final_lr_frac",
-    "It is a share of the peak rate",
-    "optimization.schedule=cosine",
-    convert=_share,
-)
-_STEPS = Alias("training.steps", values={"-1": "none", "0": "none"})
-_EPOCHS = Alias("training.epochs")
-_CLIP = Alias("training.max_grad_norm", values={"none": "0"})
-_LENGTH = Alias("architecture.block_size", convert=_count)
-_DEPTH = Alias("model.depth")
-_WIDTH = Alias("model.width", "It must be a multiple of model.head_dim")
-_HEADS = Alias("model.heads", "It must be model.width / model.head_dim")
-_KV_HEADS = Alias("model.kv_heads")
-_MICRO_BATCH = Alias("training.per_device_batch_size", values={"auto": "-1"})
-_BATCH = Alias("training.batch_size", "It counts sequences over all devices")
-_ACCUMULATION = Alias(
-    note="Gradient accumulation follows from two settings: training.batch_size (sequences per optimizer step, all "
-    "devices together) and training.per_device_batch_size (sequences per forward pass on one device; -1 finds the "
-    "largest that fits)"
-)
 _MESH = "The mesh has the axes topology.data, topology.fsdp, topology.tensor and topology.context; -1 fills an axis"
-_REPORTS = Alias("logging.report_interval", convert=_count)
-_CHECKPOINTS = Alias("logging.checkpoint_interval", convert=_count)
-_VALIDATIONS = Alias("logging.validation_interval", values=_NO_VALIDATION, convert=_count)
-_VALIDATION_ROWS = Alias(
-    note="The size of a validation pass is training.validation_steps, in sequences: divide tokens by "
-    "architecture.block_size, multiply batches by their size"
-)
-_KEEP = Alias("logging.keep_last", values={"none": "1000000", "0": "1000000"})
-_WEIGHTS = Alias("init", "It takes a run, a checkpoint or a Hugging Face folder and loads the weights only")
-_DATA = Alias(
-    "training.dataset", "It takes a file, a glob, a prepared directory or the name of a registered dataset"
-)
-_TOKENIZER = Alias("data.tokenizer")
-_SEED = Alias("seed")
-_NAME = Alias(note="Use --name NAME")
-_DIRECTORY = Alias(note="Use --runs DIR and --name NAME; checkpoints are written to DIR/NAME/checkpoints")
-_RESUME = Alias(note="Use `bessemer resume RUN`, or `bessemer resume RUN --step N` for an earlier checkpoint")
-_PRECISION = Alias(
-    "architecture.precision",
-    "It is auto, float32, bf16 or fp8; auto is bf16 on accelerators",
-    values=_PRECISIONS,
-    convert=_listed,
-)
-_REMATERIALIZE = Alias(
-    note="architecture.remat is none, block or a list of tensor names", values=_REMAT, convert=_listed
-)
-_DROPOUT_OF_ADAPTERS = Alias(note="Adapters have no dropout of their own")
-_QUANTIZED = Alias(
-    note="Quantized base weights are not supported; lora.rank=N trains adapters on unquantized ones"
-)
-_TARGETS = Alias(
-    note="lora.targets takes patterns over parameter paths; without it the matrices of attention and feed-forward are "
-    "adapted",
-    values={"all-linear": "lora.targets=[]"},
-)
-_GROUP = Alias("grpo.group_size")
-_COMPLETION = Alias("grpo.max_completion_length")
-_DPO_LOSS = Alias("dpo.loss grpo.normalisation")
-_ALWAYS = Alias(note="The step is always compiled; there is nothing to switch on")
 _TRACKERS = {
     "wandb": "logging.wandb=true",
     "tensorboard": "logging.tensorboard=true",
@@ -204,365 +119,314 @@ _TRACKERS = {
 }
 
 # Names are lowercase with underscores. A name with a section (validation.steps) wins over its last part.
-ALIASES: dict[str, Alias] = {
+_TABLE: list[Alias] = [
     # model
-    "depth": _DEPTH,
-    "n_layer": _DEPTH,
-    "n_layers": _DEPTH,
-    "num_layers": _DEPTH,
-    "num_hidden_layers": _DEPTH,
-    "base_num_decoder_layers": _DEPTH,
-    "aspect_ratio": Alias("model.aspect"),
-    "n_embd": _WIDTH,
-    "d_model": _WIDTH,
-    "dim": _WIDTH,
-    "hidden_dim": _WIDTH,
-    "hidden_size": _WIDTH,
-    "base_emb_dim": _WIDTH,
-    "n_head": _HEADS,
-    "n_heads": _HEADS,
-    "num_heads": _HEADS,
-    "num_attention_heads": _HEADS,
-    "base_num_query_heads": _HEADS,
-    "n_kv_head": _KV_HEADS,
-    "n_kv_heads": _KV_HEADS,
-    "num_kv_heads": _KV_HEADS,
-    "num_key_value_heads": _KV_HEADS,
-    "base_num_kv_heads": _KV_HEADS,
-    "head_dim": Alias("model.head_dim"),
-    "intermediate_size": Alias("model.mlp_width", select="model.family=llama"),
-    "base_mlp_dim": Alias("model.mlp_width", select="model.family=llama"),
-    "rope_theta": Alias("architecture.rotary_base"),
-    "rope_base": Alias("architecture.rotary_base"),
-    "rms_norm_eps": Alias("architecture.norm_epsilon", select="model.family=llama"),
-    "tie_word_embeddings": Alias("model.tied_head", select="model.family=llama"),
-    "tie_embeddings": Alias("model.tied_head", select="model.family=llama"),
-    "model_type": Alias("model.family", "Families: gpt, llama", values={"gpt2": "gpt"}),
-    "block_size": _LENGTH,
-    "seq_len": _LENGTH,
-    "seq_length": _LENGTH,
-    "max_seq_len": _LENGTH,
-    "max_seq_length": _LENGTH,
-    "max_sequence_length": _LENGTH,
-    "max_length": _LENGTH,
-    "max_target_length": _LENGTH,
-    "context_length": _LENGTH,
-    "window_size": _LENGTH,
-    "max_position_embeddings": _LENGTH,
-    "window_pattern": Alias("model.window"),
-    "vocab_size": Alias("model.vocab_size"),
-    "dropout": Alias("architecture.dropout"),
-    "resid_pdrop": Alias("architecture.dropout"),
-    "attention_dropout": Alias("architecture.dropout"),
+    Alias("depth n_layer n_layers num_layers num_hidden_layers base_num_decoder_layers", "model.depth"),
+    Alias("aspect_ratio", "model.aspect"),
+    Alias(
+        "n_embd d_model dim hidden_dim hidden_size base_emb_dim",
+        "model.width",
+        "It must be a multiple of model.head_dim",
+    ),
+    Alias(
+        "n_head n_heads num_heads num_attention_heads base_num_query_heads",
+        "model.heads",
+        "It must be model.width / model.head_dim",
+    ),
+    Alias("n_kv_head n_kv_heads num_kv_heads num_key_value_heads base_num_kv_heads", "model.kv_heads"),
+    Alias("head_dim", "model.head_dim"),
+    Alias("intermediate_size base_mlp_dim", "model.mlp_width", select="model.family=llama"),
+    Alias("rope_theta rope_base", "architecture.rotary_base"),
+    Alias("rms_norm_eps", "architecture.norm_epsilon", select="model.family=llama"),
+    Alias("tie_word_embeddings tie_embeddings", "model.tied_head", select="model.family=llama"),
+    Alias("model_type", "model.family", "Families: gpt, llama", values={"gpt2": "gpt"}),
+    Alias(
+        "block_size seq_len seq_length max_seq_len max_seq_length max_sequence_length max_length "
+        "max_target_length context_length window_size max_position_embeddings",
+        "architecture.block_size",
+        convert=_count,
+    ),
+    Alias("window_pattern", "model.window"),
+    Alias("vocab_size", "model.vocab_size"),
+    Alias("dropout resid_pdrop attention_dropout", "architecture.dropout"),
     # lookup layers of nanochat's L3
-    "l3_after_layers": Alias("architecture.lookup.after_layers", convert=_as_list),
-    "l3_n_emb": Alias("architecture.lookup.rows"),
-    "l3_d_up": Alias("architecture.lookup.d_up"),
-    "l3_k_max": Alias("architecture.lookup.k_max"),
+    Alias("l3_after_layers", "architecture.lookup.after_layers", convert=_as_list),
+    Alias("l3_n_emb", "architecture.lookup.rows"),
+    Alias("l3_d_up", "architecture.lookup.d_up"),
+    Alias("l3_k_max", "architecture.lookup.k_max"),
     # horizon
-    "num_iterations": Alias(
-        "training.steps", "TRL's num_iterations of GRPO is grpo.num_iterations", values=_STEPS.values
+    Alias(
+        "num_iterations",
+        "training.steps",
+        "TRL's num_iterations of GRPO is grpo.num_iterations",
+        values={"-1": "none", "0": "none"},
     ),
-    "max_steps": _STEPS,
-    "max_iters": _STEPS,
-    "num_steps": _STEPS,
-    "num_train_steps": _STEPS,
-    "max_training_steps": _STEPS,
-    "total_steps": _STEPS,
-    "target_flops": Alias("training.flops", values={"-1": "none"}),
-    "target_param_data_ratio": Alias("training.ratio", values={"-1": "none"}),
-    "n_epoch": _EPOCHS,
-    "n_epochs": _EPOCHS,
-    "num_epochs": _EPOCHS,
-    "num_train_epochs": _EPOCHS,
+    Alias(
+        "max_steps max_iters num_steps num_train_steps max_training_steps total_steps",
+        "training.steps",
+        values={"-1": "none", "0": "none"},
+    ),
+    Alias("target_flops", "training.flops", values={"-1": "none"}),
+    Alias("target_param_data_ratio", "training.ratio", values={"-1": "none"}),
+    Alias("n_epoch n_epochs num_epochs num_train_epochs", "training.epochs"),
     # batch
-    "device_batch_size": _MICRO_BATCH,
-    "batch_per_device": _MICRO_BATCH,
-    "per_device_batch_size": _MICRO_BATCH,
-    "per_device_train_batch_size": _MICRO_BATCH,
-    "per_device_parallelism": _MICRO_BATCH,
-    "micro_batch_size": _MICRO_BATCH,
-    "local_batch_size": _MICRO_BATCH,
-    "per_device_eval_batch_size": Alias(note="Validation uses training.per_device_batch_size too"),
-    "batch_size": _BATCH,
-    "train_batch_size": _BATCH,
-    "global_batch_size": Alias("training.batch_size", "It counts sequences over all devices", convert=_count),
-    "total_batch_size": Alias(
-        "training.batch_tokens", "It counts tokens; training.batch_size counts sequences"
+    Alias(
+        "device_batch_size batch_per_device per_device_batch_size per_device_train_batch_size "
+        "per_device_parallelism micro_batch_size local_batch_size",
+        "training.per_device_batch_size",
+        values={"auto": "-1"},
     ),
-    "grad_accum_steps": _ACCUMULATION,
-    "gradient_accumulation_steps": _ACCUMULATION,
+    Alias("per_device_eval_batch_size", note="Validation uses training.per_device_batch_size too"),
+    Alias("batch_size train_batch_size", "training.batch_size", "It counts sequences over all devices"),
+    Alias("global_batch_size", "training.batch_size", "It counts sequences over all devices", convert=_count),
+    Alias("total_batch_size", "training.batch_tokens", "It counts tokens; training.batch_size counts sequences"),
+    Alias(
+        "grad_accum_steps gradient_accumulation_steps",
+        note="Gradient accumulation follows from two settings: training.batch_size (sequences per optimizer "
+        "step, all devices together) and training.per_device_batch_size (sequences per forward pass on "
+        "one device; -1 finds the largest that fits)",
+    ),
     # optimizer
-    "optimizer": _OPTIMIZER,
-    "optim": _OPTIMIZER,
-    "opt_type": _OPTIMIZER,
-    "optimizer.name": _OPTIMIZER,
-    "optimizer.type": _OPTIMIZER,
-    "lr": _LR,
-    "max_lr": _LR,
-    "peak_lr": _LR,
-    "learning_rate": _LR,
-    "embedding_lr": Alias("optimization.embedding_lr", select=_MUON),
-    "unembedding_lr": Alias("optimization.unembedding_lr", select=_MUON),
-    "matrix_lr": Alias("optimization.matrix_lr", select=_MUON),
-    "scalar_lr": Alias("optimization.scalar_lr", select=_MUON),
-    "weight_decay": Alias("optimization.weight_decay"),
-    "adamw_weight_decay": Alias("optimization.weight_decay"),
-    "adam_weight_decay": Alias("optimization.weight_decay"),
-    "beta1": _BETA1,
-    "adam_b1": _BETA1,
-    "adam_beta1": _BETA1,
-    "adamw_beta1": _BETA1,
-    "beta2": _BETA2,
-    "adam_b2": _BETA2,
-    "adam_beta2": _BETA2,
-    "adamw_beta2": _BETA2,
-    "adam_eps": Alias("optimization.eps", select=_ADAMW),
-    "adam_epsilon": Alias("optimization.eps", select=_ADAMW),
-    "epsilon": Alias("grpo.clip_eps optimization.eps", select=_ADAMW),
-    "warmup_ratio": _WARMUP,
-    "warmup_fraction": _WARMUP,
-    "warmup_steps_fraction": _WARMUP,
-    "optimizer.warmup": _WARMUP,
-    "warmup_steps": _WARMUP_STEPS,
-    "warmup_iters": _WARMUP_STEPS,
-    "num_warmup_steps": _WARMUP_STEPS,
-    "warmdown_ratio": _DECAY,
-    "decay_ratio": _DECAY,
-    "optimizer.decay": _DECAY,
-    "decay_type": Alias("optimization.decay_shape", select=_WSD),
-    "final_lr_frac": Alias(
-        "optimization.final_lr_frac optimization.min_rate", select="optimization.schedule=trapezoid"
+    Alias(
+        "optimizer optim opt_type optimizer.name optimizer.type",
+        "optimization.name",
+        "Optimizers: adamw, muon, adafactor, lion, sgd",
+        values=_OPTIMIZERS,
+        convert=_listed,
     ),
-    "min_lr_ratio": _FINAL_RATE,
-    "min_lr_factor": _FINAL_RATE,
-    "cosine_learning_rate_final_fraction": _FINAL_RATE,
-    "min_lr": Alias(
-        note="The last rate is a share of the peak rate: optimization.min_rate or optimization.final_lr_frac"
+    Alias(
+        "lr max_lr peak_lr learning_rate",
+        "optimization.lr",
+        "With optimization.name=muon, optimization.lr_multiplier scales every rate",
+        _ADAMW,
     ),
-    "lr_schedule": _SCHEDULE,
-    "lr_scheduler": _SCHEDULE,
-    "lr_scheduler_type": _SCHEDULE,
-    "scheduler": _SCHEDULE,
-    "max_grad_norm": _CLIP,
-    "max_norm": _CLIP,
-    "grad_clip": _CLIP,
-    "clip_grad_norm": _CLIP,
-    "gradient_clipping": _CLIP,
-    "gradient_clipping_threshold": _CLIP,
-    "label_smoothing": Alias("training.label_smoothing"),
-    "label_smoothing_factor": Alias("training.label_smoothing"),
-    "ema_decay": Alias("training.ema"),
+    Alias("embedding_lr", "optimization.embedding_lr", select=_MUON),
+    Alias("unembedding_lr", "optimization.unembedding_lr", select=_MUON),
+    Alias("matrix_lr", "optimization.matrix_lr", select=_MUON),
+    Alias("scalar_lr", "optimization.scalar_lr", select=_MUON),
+    Alias("weight_decay adamw_weight_decay adam_weight_decay", "optimization.weight_decay"),
+    Alias("beta1 adam_b1 adam_beta1 adamw_beta1", "optimization.beta1 optimization.adam_beta1", select=_ADAMW),
+    Alias("beta2 adam_b2 adam_beta2 adamw_beta2", "optimization.beta2 optimization.adam_beta2", select=_ADAMW),
+    Alias("adam_eps adam_epsilon", "optimization.eps", select=_ADAMW),
+    Alias("epsilon", "grpo.clip_eps optimization.eps", select=_ADAMW),
+    Alias(
+        "warmup_ratio warmup_fraction warmup_steps_fraction optimizer.warmup",
+        "training.warmup_pct",
+        "It is a share of the horizon",
+        _WSD,
+        convert=_share,
+    ),
+    Alias(
+        "warmup_steps warmup_iters num_warmup_steps",
+        "optimization.warmup_steps",
+        "Other schedules than trapezoid take a share of the horizon: training.warmup_pct",
+        "optimization.schedule=trapezoid",
+    ),
+    Alias(
+        "warmdown_ratio decay_ratio optimizer.decay",
+        "training.decay_pct",
+        "It is a share of the horizon",
+        _WSD,
+        convert=_share,
+    ),
+    Alias("decay_type", "optimization.decay_shape", select=_WSD),
+    Alias(
+        "final_lr_frac", "optimization.final_lr_frac optimization.min_rate", select="optimization.schedule=trapezoid"
+    ),
+    Alias(
+        "min_lr_ratio min_lr_factor cosine_learning_rate_final_fraction",
+        "optimization.min_rate optimization.final_lr_frac",
+        "It is a share of the peak rate",
+        "optimization.schedule=cosine",
+        convert=_share,
+    ),
+    Alias(
+        "min_lr", note="The last rate is a share of the peak rate: optimization.min_rate or optimization.final_lr_frac"
+    ),
+    Alias(
+        "lr_schedule lr_scheduler lr_scheduler_type scheduler",
+        "optimization.schedule",
+        "Schedules: constant, cosine, sgdr, wsd, trapezoid, rewarm",
+        values=_SCHEDULES,
+        convert=_listed,
+    ),
+    Alias(
+        "max_grad_norm max_norm grad_clip clip_grad_norm gradient_clipping gradient_clipping_threshold",
+        "training.max_grad_norm",
+        values={"none": "0"},
+    ),
+    Alias("label_smoothing label_smoothing_factor", "training.label_smoothing"),
+    Alias("ema_decay", "training.ema"),
     # precision, memory, compilation
-    "fp8": _switch("architecture.precision=fp8", "architecture.precision=auto"),
-    "fp8_recipe": Alias("architecture.fp8.scaling", with_="architecture.precision=fp8"),
-    "bf16": _switch("architecture.precision=bf16", "architecture.precision=float32"),
-    "fp16": _switch(
-        "architecture.precision=bf16", "architecture.precision=float32", "Half precision is bf16 here"
+    _switch("fp8", "architecture.precision=fp8", "architecture.precision=auto"),
+    Alias("fp8_recipe", "architecture.fp8.scaling", with_="architecture.precision=fp8"),
+    _switch("bf16", "architecture.precision=bf16", "architecture.precision=float32"),
+    _switch("fp16", "architecture.precision=bf16", "architecture.precision=float32", "Half precision is bf16 here"),
+    Alias(
+        "dtype torch_dtype mixed_precision trainer.mp",
+        "architecture.precision",
+        "It is auto, float32, bf16 or fp8; auto is bf16 on accelerators",
+        values=_PRECISIONS,
+        convert=_listed,
     ),
-    "dtype": _PRECISION,
-    "torch_dtype": _PRECISION,
-    "mixed_precision": _PRECISION,
-    "trainer.mp": _PRECISION,
-    "gradient_checkpointing": _REMATERIALIZE,
-    "activation_checkpointing": _REMATERIALIZE,
-    "activation_checkpoint.mode": _REMATERIALIZE,
-    "remat_policy": _REMATERIALIZE,
-    "torch_compile": _ALWAYS,
-    "compile": _ALWAYS,
-    "compile.enable": _ALWAYS,
+    Alias(
+        "gradient_checkpointing activation_checkpointing activation_checkpoint.mode remat_policy",
+        note="architecture.remat is none, block or a list of tensor names",
+        values=_REMAT,
+        convert=_listed,
+    ),
+    Alias("torch_compile compile compile.enable", note="The step is always compiled; there is nothing to switch on"),
     # reporting, validation, checkpoints
-    "logging_steps": _REPORTS,
-    "log_interval": _REPORTS,
-    "log_period": _REPORTS,
-    "log_freq": _REPORTS,
-    "log_every": _REPORTS,
-    "eval_every": _VALIDATIONS,
-    "eval_interval": _VALIDATIONS,
-    "eval_steps": Alias(
+    Alias("logging_steps log_interval log_period log_freq log_every", "logging.report_interval", convert=_count),
+    Alias(
+        "eval_every eval_interval steps_per_eval validation.freq",
+        "logging.validation_interval",
+        values=_NO_VALIDATION,
+        convert=_count,
+    ),
+    Alias(
+        "eval_steps",
         "logging.validation_interval",
         "MaxText's eval_steps is training.validation_steps, in sequences",
         values=_NO_VALIDATION,
         convert=_count,
     ),
-    "steps_per_eval": _VALIDATIONS,
-    "validation.freq": _VALIDATIONS,
-    "eval_strategy": Alias(
+    Alias(
+        "eval_strategy",
         note="logging.validation_interval=N validates every N steps",
         values={"no": "training.validation=false", "steps": "training.validation=true"},
         convert=_listed,
     ),
-    "eval_iters": _VALIDATION_ROWS,
-    "eval_tokens": _VALIDATION_ROWS,
-    "max_eval_batches": _VALIDATION_ROWS,
-    "validation.steps": _VALIDATION_ROWS,
-    "core_metric_every": Alias(
+    Alias(
+        "eval_iters eval_tokens max_eval_batches validation.steps",
+        note="The size of a validation pass is training.validation_steps, in sequences: divide tokens by "
+        "architecture.block_size, multiply batches by their size",
+    ),
+    Alias(
+        "core_metric_every",
         "eval.core_interval",
         values={"-1": "eval.core_interval=0", "0": "eval.core_interval=0"},
         with_="eval.core_bundle=DIR",
     ),
-    "core_metric_max_per_task": Alias("eval.limit", values={"-1": "1000000000", "0": "1000000000"}),
-    "sample_every": Alias("logging.preview_interval", values={"-1": "0"}),
-    "save_every": Alias("logging.checkpoint_interval"),
-    "save_steps": _CHECKPOINTS,
-    "ckpt_interval": _CHECKPOINTS,
-    "checkpoint_interval": _CHECKPOINTS,
-    "checkpoint_period": _CHECKPOINTS,
-    "checkpoint.interval": _CHECKPOINTS,
-    "save_total_limit": _KEEP,
-    "keep_latest_k": _KEEP,
-    "early_stopping_patience": Alias("training.patience", select="callbacks=[early_stopping]"),
-    "report_to": Alias(
-        note="Trackers: logging.wandb=true, logging.tensorboard=true", values=_TRACKERS, convert=_listed
+    Alias("core_metric_max_per_task", "eval.limit", values={"-1": "1000000000", "0": "1000000000"}),
+    Alias("sample_every", "logging.preview_interval", values={"-1": "0"}),
+    Alias("save_every", "logging.checkpoint_interval"),
+    Alias(
+        "save_steps ckpt_interval checkpoint_interval checkpoint_period checkpoint.interval",
+        "logging.checkpoint_interval",
+        convert=_count,
     ),
-    "wandb": Alias("logging.wandb"),
-    "wandb_log": Alias("logging.wandb"),
-    "enable_wandb": Alias("logging.wandb"),
-    "enable_tensorboard": Alias("logging.tensorboard"),
+    Alias("save_total_limit keep_latest_k", "logging.keep_last", values={"none": "1000000", "0": "1000000"}),
+    Alias("early_stopping_patience", "training.patience", select="callbacks=[early_stopping]"),
+    Alias(
+        "report_to", note="Trackers: logging.wandb=true, logging.tensorboard=true", values=_TRACKERS, convert=_listed
+    ),
+    Alias("wandb wandb_log enable_wandb", "logging.wandb"),
+    Alias("enable_tensorboard", "logging.tensorboard"),
     # runs and resuming
-    "resume": _RESUME,
-    "resume_dir": _RESUME,
-    "resume_from_step": _RESUME,
-    "resume_from_checkpoint": _RESUME,
-    "name": _NAME,
-    "run": Alias(note="Use --name NAME; logging.wandb=true also logs to Weights & Biases"),
-    "run_name": _NAME,
-    "model_tag": _NAME,
-    "exp_name": _NAME,
-    "out_dir": _DIRECTORY,
-    "output_dir": _DIRECTORY,
-    "ckpt_dir": _DIRECTORY,
-    "checkpoint.folder": _DIRECTORY,
-    "dump_folder": _DIRECTORY,
-    "base_output_directory": _DIRECTORY,
+    Alias(
+        "resume resume_dir resume_from_step resume_from_checkpoint",
+        note="Use `bessemer resume RUN`, or `bessemer resume RUN --step N` for an earlier checkpoint",
+    ),
+    Alias("name run_name model_tag exp_name", note="Use --name NAME"),
+    Alias("run", note="Use --name NAME; logging.wandb=true also logs to Weights & Biases"),
+    Alias(
+        "out_dir output_dir ckpt_dir checkpoint.folder dump_folder base_output_directory",
+        note="Use --runs DIR and --name NAME; checkpoints are written to DIR/NAME/checkpoints",
+    ),
     # data, start, seed
-    "data": _DATA,
-    "dataset": _DATA,
-    "datasets": _DATA,
-    "dataset_name": _DATA,
-    "dataset_path": _DATA,
-    "data_path": _DATA,
-    "data_dir": _DATA,
-    "data_root_path": _DATA,
-    "train_file": _DATA,
-    "train_data": _DATA,
-    "dataset_text_field": Alias("data.text_key"),
-    "dataset_num_proc": Alias("data.workers"),
-    "dataloader_num_workers": Alias("data.prefetch", "Batches are prepared in a thread ahead of the step"),
-    "tokenizer": _TOKENIZER,
-    "tokenizer_path": _TOKENIZER,
-    "tokenizer_name": _TOKENIZER,
-    "model": Alias("init", "Settings of the model's shape are in the section model, as in model.depth"),
-    "model_name": _WEIGHTS,
-    "model_id": _WEIGHTS,
-    "model_name_or_path": _WEIGHTS,
-    "pretrained_model_name_or_path": _WEIGHTS,
-    "param_path": _WEIGHTS,
-    "init_from": Alias(
+    Alias(
+        "data dataset datasets dataset_name dataset_path data_path data_dir data_root_path train_file train_data",
+        "training.dataset",
+        "It takes a file, a glob, a prepared directory or the name of a registered dataset",
+    ),
+    Alias("dataset_text_field", "data.text_key"),
+    Alias("dataset_num_proc", "data.workers"),
+    Alias("dataloader_num_workers", "data.prefetch", "Batches are prepared in a thread ahead of the step"),
+    Alias("tokenizer tokenizer_path tokenizer_name", "data.tokenizer"),
+    Alias("model", "init", "Settings of the model's shape are in the section model, as in model.depth"),
+    Alias(
+        "model_name model_id model_name_or_path pretrained_model_name_or_path param_path initialize_from "
+        "initialize_from_hf initial_load_path load_parameters_path load_from",
+        "init",
+        "It takes a run, a checkpoint or a Hugging Face folder and loads the weights only",
+    ),
+    Alias(
+        "init_from",
         "init",
         "It takes a run, a checkpoint or a Hugging Face folder and loads the weights only",
         values={"scratch": "none", "gpt2": "hf:openai-community/gpt2"},
     ),
-    "initialize_from": _WEIGHTS,
-    "initialize_from_hf": _WEIGHTS,
-    "initial_load_path": _WEIGHTS,
-    "load_parameters_path": _WEIGHTS,
-    "load_from": _WEIGHTS,
-    "train_type": Alias("objective"),
-    "seed": _SEED,
-    "random_seed": _SEED,
-    "data_seed": _SEED,
-    "data_shuffle_seed": _SEED,
-    "init_weights_seed": _SEED,
+    Alias("train_type", "objective"),
+    Alias("seed random_seed data_seed data_shuffle_seed init_weights_seed", "seed"),
     # devices
-    "nprocs": Alias(note=_MESH),
-    "parallel_mode": Alias(note=_MESH),
-    "fsdp": Alias("topology.fsdp", _MESH, values={"true": "-1", "full_shard": "-1", "value": "-1"}),
-    "data_parallel_replicate_degree": Alias("topology.data"),
-    "ici_data_parallelism": Alias("topology.data"),
-    "data_parallel_shard_degree": Alias("topology.fsdp"),
-    "ici_fsdp_parallelism": Alias("topology.fsdp"),
-    "tensor_parallel_degree": Alias("topology.tensor"),
-    "tensor_parallel_size": Alias("topology.tensor"),
-    "ici_tensor_parallelism": Alias("topology.tensor"),
-    "model_axis_size": Alias("topology.tensor"),
-    "context_parallel_degree": Alias("topology.context"),
-    "ici_context_parallelism": Alias("topology.context"),
-    "pipeline_parallel_degree": Alias(note=f"There is no pipeline parallelism. {_MESH}"),
-    "device": Alias("topology.platform", values={"cuda": "gpu"}),
-    "device_type": Alias("topology.platform", values={"cuda": "gpu"}),
+    Alias("nprocs parallel_mode", note=_MESH),
+    Alias("fsdp", "topology.fsdp", _MESH, values={"true": "-1", "full_shard": "-1", "value": "-1"}),
+    Alias("data_parallel_replicate_degree ici_data_parallelism", "topology.data"),
+    Alias("data_parallel_shard_degree ici_fsdp_parallelism", "topology.fsdp"),
+    Alias("tensor_parallel_degree tensor_parallel_size ici_tensor_parallelism model_axis_size", "topology.tensor"),
+    Alias("context_parallel_degree ici_context_parallelism", "topology.context"),
+    Alias("pipeline_parallel_degree", note=f"There is no pipeline parallelism. {_MESH}"),
+    Alias("device device_type", "topology.platform", values={"cuda": "gpu"}),
     # adapters
-    "r": Alias("lora.rank"),
-    "lora.r": Alias("lora.rank"),
-    "lora_r": Alias("lora.rank"),
-    "lora_rank": Alias("lora.rank"),
-    "lora_alpha": Alias("lora.alpha"),
-    "lora_dropout": _DROPOUT_OF_ADAPTERS,
-    "lora.dropout": _DROPOUT_OF_ADAPTERS,
-    "target_modules": _TARGETS,
-    "lora_target_modules": _TARGETS,
-    "modules_to_save": Alias("lora.whole", "It takes patterns over parameter paths", convert=_as_list),
-    "use_rslora": Alias("lora.rank_stabilised"),
-    "init_lora_weights": Alias(
+    Alias("r lora.r lora_r lora_rank", "lora.rank"),
+    Alias("lora_alpha", "lora.alpha"),
+    Alias("lora_dropout", "lora.dropout"),
+    Alias("use_dora", "lora.dora"),
+    Alias(
+        "target_modules lora_target_modules",
+        note="lora.targets takes patterns over parameter paths; without it the matrices of attention and "
+        "feed-forward are adapted",
+        values={"all-linear": "lora.targets=all-linear"},
+    ),
+    Alias("modules_to_save", "lora.whole", "It takes patterns over parameter paths", convert=_as_list),
+    Alias("use_rslora", "lora.rank_stabilised"),
+    Alias(
+        "init_lora_weights",
         "lora.init",
         "It is kaiming or gaussian",
         values={"true": "kaiming", "gaussian": "gaussian"},
         convert=_listed,
     ),
-    "use_peft": _switch("lora.rank=16", "lora.rank=0"),
-    "load_in_4bit": _QUANTIZED,
-    "load_in_8bit": _QUANTIZED,
-    "lora.bits": _QUANTIZED,
-    "bits": _QUANTIZED,
-    # fine-tuning, preferences, reinforcement
-    "packing": Alias(
-        note="Conversations are packed as the dataset's style says: training.dataset=FILE:PACKED or FILE:PADDED"
+    _switch("use_peft", "lora.rank=16", "lora.rank=0"),
+    Alias(
+        "load_in_4bit load_in_8bit lora.bits bits",
+        note="Quantized base weights are not supported; lora.rank=N trains adapters on unquantized ones",
     ),
-    "neftune_noise_alpha": Alias("sft.neftune_alpha", select="objective=sft", values={"none": "0"}),
-    "beta": Alias("dpo.beta grpo.kl_coef optimization.kl.beta"),
-    "loss_type": _DPO_LOSS,
-    "simpo_gamma": Alias("dpo.gamma", select="objective=dpo"),
-    "reference_free": Alias(note="dpo.loss=simpo, orpo and cpo need no reference"),
-    "rpo_alpha": Alias("dpo.sft_alpha", select="objective=dpo"),
-    "num_generations": _GROUP,
-    "group_size": _GROUP,
-    "max_completion_length": _COMPLETION,
-    "max_new_tokens": _COMPLETION,
-    "response_length": _COMPLETION,
-    "max_prompt_length": Alias("grpo.max_prompt_length"),
-    "epsilon_high": Alias("grpo.clip_eps_high"),
-    "clip_range": Alias("grpo.clip_eps"),
-    "cliprange": Alias("grpo.clip_eps"),
-    "kl_coef": Alias("grpo.kl_coef"),
-    "ref_model_sync_steps": Alias("grpo.sync_interval"),
-    "reward_funcs": Alias("grpo.rewards", convert=_as_list),
-    "scale_rewards": Alias(
+    # fine-tuning, preferences, reinforcement
+    Alias(
+        "packing",
+        note="Conversations are packed as the dataset's style says: training.dataset=FILE:PACKED or FILE:PADDED",
+    ),
+    Alias("neftune_noise_alpha", "sft.neftune_alpha", select="objective=sft", values={"none": "0"}),
+    Alias("beta", "dpo.beta grpo.kl_coef optimization.kl.beta"),
+    Alias("loss_type", "dpo.loss grpo.normalisation"),
+    Alias("simpo_gamma", "dpo.gamma", select="objective=dpo"),
+    Alias("reference_free", note="dpo.loss=simpo, orpo and cpo need no reference"),
+    Alias("rpo_alpha", "dpo.sft_alpha", select="objective=dpo"),
+    Alias("num_generations group_size", "grpo.group_size"),
+    Alias("max_completion_length max_new_tokens response_length", "grpo.max_completion_length"),
+    Alias("max_prompt_length", "grpo.max_prompt_length"),
+    Alias("epsilon_high", "grpo.clip_eps_high"),
+    Alias("clip_range cliprange", "grpo.clip_eps"),
+    Alias("kl_coef", "grpo.kl_coef"),
+    Alias("ref_model_sync_steps", "grpo.sync_interval"),
+    Alias("reward_funcs", "grpo.rewards", convert=_as_list),
+    Alias(
+        "scale_rewards",
         "grpo.scale",
         values={"group": "true", "none": "false", "true": "true", "false": "false"},
         convert=_listed,
     ),
-    "num_ppo_epochs": Alias("grpo.num_iterations"),
-    "num_mini_batches": Alias("grpo.mini_batches"),
-    "teacher": Alias("distill.teacher", select="objective=distill"),
-    "teacher_model_name_or_path": Alias("distill.teacher", select="objective=distill"),
-}
+    Alias("num_ppo_epochs", "grpo.num_iterations"),
+    Alias("num_mini_batches", "grpo.mini_batches"),
+    Alias("teacher teacher_model_name_or_path", "distill.teacher", select="objective=distill"),
+]
+ALIASES: dict[str, Alias] = {name: alias for alias in _TABLE for name in alias.names.split()}
 
 
 # Words too general to mean the same below any section: data.name is not --name.
-_BARE_ONLY = {
-    "name",
-    "run",
-    "resume",
-    "data",
-    "model",
-    "r",
-    "bits",
-    "device",
-    "compile",
-    "fsdp",
-    "beta",
-    "depth",
-}
+_BARE_ONLY = {"name", "run", "resume", "data", "model", "r", "bits", "device", "compile", "fsdp", "beta", "depth"}
 
 
 def answer(name: str, value: Any = VALUE, has: Callable[[str], bool] | None = None) -> Answer | None:

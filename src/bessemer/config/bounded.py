@@ -1,7 +1,6 @@
-"""Read small text, JSON and YAML files that anybody may have written, within bounds on size, depth and expansion.
+"""Read small text, JSON and YAML files from untrusted sources, within bounds on size, depth and expansion.
 
-A run directory, model folder or recipe from elsewhere may hold anything: a device, a pipe, gigabytes, a million nested
-brackets, or nine lines of YAML aliases that stand for a billion values. Each is a ValueError here.
+A device, a pipe, gigabytes, a million nested brackets or YAML aliases that expand without bound are a ValueError.
 """
 
 from __future__ import annotations
@@ -47,10 +46,8 @@ def read_json(path: Path, limit: int = MOST_BYTES) -> Any:
 
 
 def check_yaml(text: str, *, aliases: bool = True) -> None:
-    """Raise ValueError if the YAML is nested too deeply, or would grow too large once its aliases are expanded.
-
-    PyYAML's own errors pass through. `aliases=False` refuses any alias: files that we write have none.
-    """
+    """Raise ValueError if the YAML is nested too deeply or too large once its aliases are expanded; PyYAML's own errors
+    pass through. `aliases=False` refuses any alias: files that we write have none."""
     import yaml
 
     sizes: dict[str, int] = {}  # anchor → nodes below it, aliases expanded
@@ -82,10 +79,8 @@ def check_yaml(text: str, *, aliases: bool = True) -> None:
 
 
 def check_references(tree: Mapping[Any, Any]) -> None:
-    """Raise ValueError for a `${…}` that is more than the name of another setting, such as ${oc.env:HOME}.
-
-    Configurations that we save hold none: a `${` in a value is written as \\${, which is text.
-    """
+    """Raise ValueError for a `${…}` that is more than the name of another setting, such as ${oc.env:HOME}. In
+    configurations that we save, a `${` in a value is written as \\${, which is text."""
     for where, text in texts_in(tree):
         for found in _LIVE.finditer(text):
             live = len(found[1]) % 2 == 0

@@ -1,25 +1,24 @@
-"""Declaring settings: `field` on the dataclass that uses them, `gather` to unite classes into one schema."""
+"""Declare settings with `field` on the dataclass that uses them; `gather` unites classes into one schema."""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import inspect
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from bessemer.config import aliases
-from bessemer.config.values import Mismatch, Range, canonical, convert, leaves, plain, type_hints
+from bessemer.config.values import UNIONS, Mismatch, Range, canonical, convert, leaves, plain, type_hints
 from bessemer.errors import InputError, nearest
 
 KEY = "bessemer_key"
-RESERVED = (
-    "title",
-    "description",
-    "extends",
-    "provenance",
-)  # words of recipe and config files, never settings
+RESERVED = ("title", "description", "extends", "provenance")  # words of recipe and config files, never settings
 _KEY_FORM = re.compile(r"[A-Za-z]\w*(/[A-Za-z]\w*)*")
 
 
@@ -36,11 +35,10 @@ def field(
     below: float | None = None,
     also: tuple[float, ...] = (),
 ) -> Any:
-    """A dataclass field that is also the setting `key` ("section/name").
+    """Return a dataclass field that is also the setting `key` ("section/name").
 
     `batch_size: int = field("training/batch_size", default=512, help="sequences per optimizer step")`
-    Ranges (see `Range`) and choices hold for each element of a list; None, where the type allows it, is always in
-    range.
+    Ranges (see `Range`) and choices hold for each element of a list; None is always in range.
     """
     if not _KEY_FORM.fullmatch(key) or key.split("/")[0] in RESERVED:
         raise ValueError(f"'{key}' cannot be the key of a setting: write section/name, not one of {RESERVED}")
@@ -52,18 +50,18 @@ def field(
 
 
 def dotted(key: str) -> str:
-    """The form in which people write a key: training.batch_size."""
+    """Return the form in which people write a key: training.batch_size."""
     return key.replace("/", ".")
 
 
 def slashed(key: str) -> str:
-    """The form in which code declares a key: training/batch_size."""
+    """Return the form in which code declares a key: training/batch_size."""
     return key.replace(".", "/")
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One setting and the class that owns it. `default` is dataclasses.MISSING when a value must be given."""
+    """One setting and the class that owns it. `default` is dataclasses.MISSING if a value is required."""
 
     key: str
     type: Any
@@ -81,12 +79,8 @@ class Setting:
     def owner_name(self) -> str:
         return f"{self.owner.__module__}.{self.owner.__qualname__}"
 
-    def fresh_default(self) -> Any:
-        """A copy of the default: two runs never share a list."""
-        return convert(self.default, self.type)
-
     def check(self, value: Any, source: str) -> Any:
-        """`value` as the setting's type and found in range, or an InputError that says all about it."""
+        """Return `value` as the setting's type, or raise an InputError that explains the setting."""
         try:
             converted = convert(value, self.type)
             for leaf in leaves(converted):
@@ -96,9 +90,7 @@ class Setting:
             problem = mismatch.problem if mismatch.problem[-1:] in ".?!" else f"{mismatch.problem}."
             if self.choices is not None and "one of" not in problem:
                 problem += f" It is one of {', '.join(map(str, self.choices))}."
-            raise InputError(
-                f"setting '{dotted(self.key)}{mismatch.where}' ({source}): {problem}{meaning}"
-            ) from None
+            raise InputError(f"setting '{dotted(self.key)}{mismatch.where}' ({source}): {problem}{meaning}") from None
         return converted
 
     def _check_leaf(self, leaf: Any) -> None:
@@ -109,19 +101,16 @@ class Setting:
             close = nearest(str(leaf), known)
             hint = f"; did you mean '{close}'?" if close else ""
             raise Mismatch(f"expected one of {', '.join(known)}, got {plain(leaf)!r}{hint}")
-        if isinstance(leaf, bool) or not isinstance(leaf, int | float):
-            return
-        self.range.check(leaf)
+        if isinstance(leaf, int | float) and not isinstance(leaf, bool):
+            self.range.check(leaf)
 
 
 def declared(cls: type) -> Mapping[str, Setting]:
-    """Attribute name → setting, for every `field` of a dataclass or linen module, inherited ones included."""
+    """Return attribute name → setting for every `field` of a dataclass or linen module, with inherited ones."""
     for base in cls.__mro__:
         stray = [name for name, value in vars(base).items() if isinstance(value, dataclasses.Field)]
         if stray:
-            raise TypeError(
-                f"{base.__module__}.{base.__qualname__} declares {stray[0]}: decorate it with @dataclass"
-            )
+            raise TypeError(f"{base.__module__}.{base.__qualname__} declares {stray[0]}: decorate it with @dataclass")
     if not dataclasses.is_dataclass(cls):
         return {}
     fields = {f.name: f for f in dataclasses.fields(cls) if KEY in f.metadata and f.init}
@@ -142,7 +131,7 @@ def _setting(cls: type, f: dataclasses.Field[Any], annotation: Any) -> Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
-    """Every setting that a run can be told. `explain` may say more about a key that is not among them."""
+    """Every setting of a run. `explain` may say more about a key that is not among them."""
 
     settings: dict[str, Setting]
     explain: Callable[[str], str | None] | None = None
@@ -160,11 +149,8 @@ class Schema:
         return any(known.startswith(key + "/") for known in self.settings)
 
     def unknown(self, key: str, value: Any = aliases.VALUE) -> str:
-        """Say that `key` is not a setting, and what to write instead where that is known.
-
-        No suggestion is better than a wrong one: names of the field come from a table, and a misspelling must be
-        close in both its section and its name.
-        """
+        """Return the error for a `key` that is not a setting, with what to write instead if that is known. Only a
+        misspelling close in both section and name gets a suggestion."""
         message = f"unknown setting '{dotted(key)}'"
         because = self.explain(key) if self.explain else None
         if because:
@@ -189,7 +175,7 @@ class Schema:
         return str(found) if found.selects or not lacking else f"{found}; it {because[0]}"
 
     def _nearest(self, key: str) -> str | None:
-        """The setting that `key` misspells, or None."""
+        """Return the setting that `key` misspells, or None."""
         *section, name = key.split("/")
         if not section:
             same = [known for known in self.settings if known.split("/")[1:] == [name]]
@@ -197,8 +183,7 @@ class Schema:
         near = [
             known
             for known in self.settings
-            if (above := known.split("/")[:-1])
-            and (section[0] == above[0] or nearest(section[0], [above[0]], 0.75))
+            if (above := known.split("/")[:-1]) and (section[0] == above[0] or nearest(section[0], [above[0]], 0.75))
         ]
         names = {known.split("/")[-1]: known for known in reversed(near)}
         if name in names:
@@ -211,17 +196,25 @@ class Schema:
         return names[found] if found else None
 
     def json_schema(self) -> dict[str, Any]:
-        """JSON Schema (draft 2020-12) of a recipe with these settings."""
-        from bessemer.config.json_schema import recipe_schema
-
-        return recipe_schema(self.settings)
+        """Return the JSON Schema (draft 2020-12) of a recipe with these settings, for editors that check and complete
+        recipes. Sections are nested objects that allow nothing unknown."""
+        root = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Bessemer recipe", **_section()}
+        words = {"title": "one line", "description": "what it is for", "extends": "recipe that this one changes"}
+        root["properties"] = {word: {"type": "string", "description": text} for word, text in words.items()}
+        for key in sorted(self.settings):
+            *sections, name = key.split("/")
+            place = root
+            for section in sections:
+                place = place["properties"].setdefault(section, _section())
+            place["properties"][name] = _setting_schema(self.settings[key])
+        return root
 
 
 def gather(*classes: type, explain: Callable[[str], str | None] | None = None) -> Schema:
-    """Unite the settings of all classes.
+    """Return the settings of all classes as one schema.
 
-    A subclass's declaration replaces its base's. Unrelated classes may share a key only with the same type
-    and default (their ranges intersect); otherwise, and where a key is also a section, the error names both.
+    A subclass's declaration replaces its base's. Unrelated classes may share a key only with the same type and default
+    (their ranges intersect). Other duplicates, and a key that is also a section, are an InputError that names both.
     """
     declarations: dict[str, list[Setting]] = {}
     for cls in dict.fromkeys(classes):
@@ -240,8 +233,7 @@ def gather(*classes: type, explain: Callable[[str], str | None] | None = None) -
     return Schema(settings, explain)
 
 
-def _most_derived(found: Iterable[Setting]) -> list[Setting]:
-    found = list(found)
+def _most_derived(found: list[Setting]) -> list[Setting]:
     owners = {setting.owner for setting in found}
     replaced = {base for base in owners for owner in owners if owner is not base and issubclass(owner, base)}
     return [setting for setting in found if setting.owner not in replaced]
@@ -266,3 +258,79 @@ def _facts(setting: Setting) -> str:
     name = getattr(setting.type, "__name__", None) if isinstance(setting.type, type) else None
     default = "no default" if setting.required else f"default {plain(setting.default)!r}"
     return f"{name or setting.type}, {default}"
+
+
+# --- JSON Schema ---
+_SIMPLE: dict[Any, dict[str, Any]] = {
+    bool: {"type": "boolean"},
+    int: {"type": "integer"},
+    float: {"type": "number"},
+    str: {"type": "string"},
+    Path: {"type": "string"},
+    None: {"type": "null"},
+    type(None): {"type": "null"},
+    Any: {},
+}
+
+
+def _section() -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "properties": {}}
+
+
+def _setting_schema(setting: Setting) -> dict[str, Any]:
+    schema = dict(_type_schema(setting.type, setting.range, setting.choices))
+    if setting.help:
+        schema["description"] = setting.help
+    if not setting.required:
+        default = plain(setting.default)
+        if not (isinstance(default, float) and math.isinf(default)):  # JSON has no infinity
+            schema["default"] = default
+    return schema
+
+
+def _type_schema(annotation: Any, limits: Range, choices: tuple[Any, ...] | None) -> dict[str, Any]:
+    """`limits` and `choices` hold for the scalars, however deep inside lists they are."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type_schema(args[0], limits, choices)
+    if origin in UNIONS:
+        return {"anyOf": [_type_schema(arg, limits, choices) for arg in args]}
+    if origin is typing.Literal:
+        return {"enum": list(args)}
+    if (origin or annotation) in (list, tuple):
+        return _list_schema(annotation, limits, choices)
+    if (origin or annotation) is dict:
+        values = _type_schema(args[1], limits, choices) if args else {}
+        return {"type": "object", "additionalProperties": values}
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return {"enum": list(annotation.__members__)}
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        return _dataclass_schema(annotation)
+    schema = dict(_SIMPLE[annotation])
+    if choices is not None and annotation not in (None, type(None)):
+        schema["enum"] = [plain(choice) for choice in choices]
+    if annotation in (int, float):
+        return limits.json_schema(schema)
+    return schema
+
+
+def _list_schema(annotation: Any, limits: Range, choices: tuple[Any, ...] | None) -> dict[str, Any]:
+    args = typing.get_args(annotation)
+    if typing.get_origin(annotation) is tuple and args[-1] is not Ellipsis:
+        items = [_type_schema(arg, limits, choices) for arg in args]
+        return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
+    item = _type_schema(args[0], limits, choices) if args else {}
+    array = {"type": "array", "items": item}
+    return {"anyOf": [array, *item["anyOf"]]} if "anyOf" in item else {"anyOf": [array, item]}
+
+
+def _dataclass_schema(cls: type) -> dict[str, Any]:
+    fields = [f for f in dataclasses.fields(cls) if f.init]
+    hints = type_hints(cls, tuple(f.name for f in fields))
+    schema = _section()
+    schema["properties"] = {f.name: _type_schema(hints[f.name], Range(), None) for f in fields}
+    missing = dataclasses.MISSING
+    required = [f.name for f in fields if f.default is missing and f.default_factory is missing]
+    if required:
+        schema["required"] = required
+    return {"anyOf": [{"type": "string"}, schema]} if hasattr(cls, "from_string") else schema

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,15 +14,82 @@ from typing import Any
 
 from bessemer.config.bounded import check_references, check_yaml, read_text
 from bessemer.config.declare import RESERVED, dotted
-from bessemer.config.origin import DEFAULT, PYTHON, Origin, OriginKind
 from bessemer.config.values import Mismatch, plain
 from bessemer.errors import InputError, nearest
 
-# Layers of values, before any schema: nested plain dictionaries, each with its origin.
+
+# --- where the value of a setting came from ---
+class OriginKind(enum.Enum):
+    """Each value is how such origins begin in config.yaml. Specific kinds come before general ones."""
+
+    DEFAULT = "default"
+    COMMAND_LINE = "command line"
+    PYTHON = "python"
+    RECIPE = "recipe "
+    INHERITED = "inherited from "
+    SAVED = "saved configuration "
+    OPEN = "left open by "
+    DEPTH_DIAL = "chosen: the depth dial"
+    BASE_RUN = "chosen: the run of recipe:"  # `init` or a teacher: the run of a recipe that was trained first
+    UNTRAINED = "chosen: not trained for a plan"
+    DERIVED = "chosen: "
+    OTHER = ""
+
+
+_DERIVED = (OriginKind.DEPTH_DIAL, OriginKind.BASE_RUN, OriginKind.UNTRAINED, OriginKind.DERIVED)
+_OPEN_ENDED = (" ", ":")  # kinds that end so take a detail
+
+
+@dataclass(frozen=True)
+class Origin:
+    """`str(origin)` is the text that config.yaml and `bessemer config` show."""
+
+    kind: OriginKind
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return self.kind.value + self.detail
+
+    @classmethod
+    def parse(cls, text: str) -> Origin:
+        """Return the origin that config.yaml holds as `text`."""
+        for kind in OriginKind:
+            if text == kind.value or (kind.value.endswith(_OPEN_ENDED) and text.startswith(kind.value)):
+                return cls(kind, text[len(kind.value) :])
+        return cls(OriginKind.OTHER, text)
+
+    @property
+    def is_default(self) -> bool:
+        return self.kind is OriginKind.DEFAULT
+
+    @property
+    def is_recipe(self) -> bool:
+        return self.kind is OriginKind.RECIPE
+
+    @property
+    def is_caller(self) -> bool:
+        """Whether the value is from the command line or from Python."""
+        return self.kind in (OriginKind.COMMAND_LINE, OriginKind.PYTHON)
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether the program chose the value."""
+        return self.kind in _DERIVED
+
+    @property
+    def reason(self) -> str:
+        """The text without the word for a derived value."""
+        return str(self).removeprefix(OriginKind.DERIVED.value)
+
+
+DEFAULT = Origin(OriginKind.DEFAULT)
+COMMAND_LINE = Origin(OriginKind.COMMAND_LINE)
+PYTHON = Origin(OriginKind.PYTHON)
+
+
+# --- layers of values before any schema: nested plain dictionaries, each with its origin ---
 #
 # OmegaConf reads the YAML, parses the values of the command line, merges the layers and resolves `${...}`.
-
-
 Keys = tuple[str, ...]
 
 _NULLS = ("", "~", "null", "Null", "NULL")
@@ -31,9 +99,9 @@ _STARRED = re.compile(r"([\[,{:]\s*)([*&][^,\]}\s]*)")  # an item such as */q, w
 
 @dataclass
 class Layer:
-    """`tree` is nested by section; `texts` holds the words as typed, for settings that are text after all.
+    """`tree` is nested by section; `texts` are the values as typed, for settings that turn out to be text.
 
-    `origins`, in a saved configuration, holds the origin of each value; keys it leaves out are defaults.
+    `origins` of a saved configuration are those of each value; keys that it leaves out are defaults.
     """
 
     origin: Origin
@@ -46,13 +114,11 @@ class Layer:
 
 
 def nest(mapping: Mapping[Any, Any], origin: Origin | str) -> dict[str, Any]:
-    """Sections may be nested or written in the key: {"a": {"b": 1}}, {"a.b": 1}, {"a/b": 1} are the same."""
+    """Return the nested form: {"a": {"b": 1}}, {"a.b": 1} and {"a/b": 1} are the same."""
     tree: dict[str, Any] = {}
     for name, value in mapping.items():
         if not isinstance(name, str):
-            raise InputError(
-                f"{origin}: the key {name!r} is not text. Settings have names like training.steps."
-            )
+            raise InputError(f"{origin}: the key {name!r} is not text. Settings have names like training.steps.")
         _insert(tree, tuple(re.split(r"[./]", name)), value, origin)
     return tree
 
@@ -61,22 +127,18 @@ def _insert(tree: dict[str, Any], keys: Keys, value: Any, origin: Origin | str) 
     for depth, name in enumerate(keys[:-1]):
         tree = tree.setdefault(name, {})
         if not isinstance(tree, dict):
-            raise InputError(
-                f"{origin}: '{'.'.join(keys[: depth + 1])}' has a value and also settings below it."
-            )
+            raise InputError(f"{origin}: '{'.'.join(keys[: depth + 1])}' has a value and also settings below it.")
     if keys[-1] not in tree:
         tree[keys[-1]] = value
     elif isinstance(tree[keys[-1]], dict) and isinstance(value, Mapping):
         for name, item in value.items():
             _insert(tree[keys[-1]], (name,), item, origin)
     elif tree[keys[-1]] != value:
-        raise InputError(
-            f"{origin}: '{'.'.join(keys)}' is given twice, as {tree[keys[-1]]!r} and as {value!r}."
-        )
+        raise InputError(f"{origin}: '{'.'.join(keys)}' is given twice, as {tree[keys[-1]]!r} and as {value!r}.")
 
 
 def flatten(tree: Mapping[Any, Any], origin: Origin | str, above: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Leaves of a nested mapping with their path; an empty mapping is a leaf."""
+    """Yield the leaves of a nested mapping with their paths; an empty mapping is a leaf."""
     for name, value in tree.items():
         if not isinstance(name, str):
             place = ".".join((*above, str(name)))
@@ -88,7 +150,7 @@ def flatten(tree: Mapping[Any, Any], origin: Origin | str, above: Keys = ()) -> 
 
 
 def flat_values(tree: Mapping[str, Any], origin: str = "saved configuration") -> dict[str, Any]:
-    """Nested settings by section/name."""
+    """Return nested settings by section/name."""
     return {"/".join(keys): value for keys, value in flatten(tree, origin)}
 
 
@@ -99,10 +161,10 @@ def merge(
     is_section: Callable[[str], bool],
     is_mapping: Callable[[str], bool] = lambda key: True,
 ) -> dict[str, Any]:
-    """Later layers win; `resolve` replaces `${...}` by what it refers to.
+    """Return the layers merged; later ones win. `resolve` replaces `${...}` by what it refers to.
 
-    Sections merge, and so do settings that are mappings; any other value is replaced as a whole. A section
-    that a layer leaves empty (`training:`) changes nothing.
+    Sections and settings that are mappings merge; any other value is replaced as a whole. An empty section
+    (`training:`) changes nothing.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -141,10 +203,8 @@ def _overlay(
 
 
 def override_layer(overrides: Sequence[str] | Mapping[str, Any], origin: Origin) -> Layer:
-    """A layer from `a.b=c` words or from a mapping; a setting given twice with two values is an error.
-
-    Values of a mapping mean what they are: in Python, `${...}` is text.
-    """
+    """Return a layer of `a.b=c` words or of a mapping, in which `${...}` is text. A setting with two values is an
+    InputError."""
     if isinstance(overrides, Mapping):
         try:
             return Layer(origin, nest(escape(plain(overrides)), origin))
@@ -157,9 +217,7 @@ def override_layer(overrides: Sequence[str] | Mapping[str, Any], origin: Origin)
         name, equals, text = word.partition("=")
         key = name.strip().replace(".", "/")
         if not equals or not key:
-            raise InputError(
-                f"'{word}' ({origin}) is not a setting: write key=value, as in training.batch_size=64."
-            )
+            raise InputError(f"'{word}' ({origin}) is not a setting: write key=value, as in training.batch_size=64.")
         if key in layer.texts and layer.texts[key] != text:
             raise InputError(
                 f"'{dotted(key)}' is given twice ({origin}): {dotted(key)}={layer.texts[key]} and "
@@ -172,22 +230,22 @@ def override_layer(overrides: Sequence[str] | Mapping[str, Any], origin: Origin)
 
 
 def parse_value(text: str, key: str, origin: Origin) -> Any:
-    """A value from the command line, read as YAML, without YAML's traps for people who type plain words."""
+    """Return a value of the command line, read as YAML but without its surprises for plain words."""
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
     word = text.strip()
     structured = word.startswith(("[", "{", '"', "'")) or "${" in word
     try:
-        value = _from_yaml(word)
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={word}"]), resolve=False)
+        value = parsed["value"]
     except (YAMLError, OmegaConfBaseException) as error:
         if structured and (quoted := _STARRED.sub(r'\1"\2"', word)) != word:
             return parse_value(quoted, key, origin)
         if structured:
             problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-            raise InputError(
-                f"the value of '{key}' ({origin}) cannot be read: {text} ({problem})."
-            ) from error
+            raise InputError(f"the value of '{key}' ({origin}) cannot be read: {text} ({problem}).") from error
         return word  # a glob such as *.txt, or @name: special to YAML, plain text here
     if structured:
         return value
@@ -196,18 +254,10 @@ def parse_value(text: str, key: str, origin: Origin) -> Any:
     return word if is_text or looks_odd else value
 
 
-def _from_yaml(word: str) -> Any:
-    from omegaconf import OmegaConf
-
-    parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={word}"]), resolve=False)
-    return parsed["value"]
-
-
 def read_yaml(path: Path, what: str, *, saved: bool = False) -> dict[str, Any]:
-    """A YAML file as a nested mapping; syntax errors name the file, line and column.
+    """Return a YAML file as a nested mapping; syntax errors name the file, line and column.
 
-    `saved`: a configuration that a run keeps. It may come from anybody, so it has no aliases and refers to nothing but
-    its own settings.
+    saved: a run's configuration, which may be untrusted: no aliases, and it refers to nothing but its own settings.
     """
     try:
         text = read_text(path)
@@ -217,7 +267,7 @@ def read_yaml(path: Path, what: str, *, saved: bool = False) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, what: str, *, saved: bool = False) -> dict[str, Any]:
-    """The same from text that is there already; `what` begins the error."""
+    """Return the same from text; `what` begins the error."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -239,15 +289,13 @@ def parse_yaml(text: str, what: str, *, saved: bool = False) -> dict[str, Any]:
 
 
 def saved_tree(path: Path) -> dict[str, Any]:
-    """A saved config.yaml as a plain nested tree, with its references resolved; nothing it names is imported."""
+    """Return a saved config.yaml as a nested tree with references resolved; nothing it names is imported."""
     return _resolved(read_yaml(path, "saved configuration", saved=True), Origin(OriginKind.SAVED, str(path)))
 
 
 def parse_saved(text: str, where: str) -> dict[str, Any]:
-    """The same from the text of a config.yaml; `where` is named in errors."""
-    return _resolved(
-        parse_yaml(text, f"the config.yaml of {where}", saved=True), Origin(OriginKind.OTHER, where)
-    )
+    """Return the same from the text of a config.yaml; `where` is named in errors."""
+    return _resolved(parse_yaml(text, f"the config.yaml of {where}", saved=True), Origin(OriginKind.OTHER, where))
 
 
 def _resolved(tree: dict[str, Any], origin: Origin) -> dict[str, Any]:
@@ -255,7 +303,7 @@ def _resolved(tree: dict[str, Any], origin: Origin) -> dict[str, Any]:
 
 
 def escape(value: Any) -> Any:
-    """`${` written so that it stays text when the file is read back."""
+    """Return the value with `${` escaped, so that it stays text when the file is read back."""
     if isinstance(value, Mapping):
         return {key: escape(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -270,7 +318,7 @@ YAML = (".yaml", ".yml")
 
 @dataclass
 class Recipe:
-    """A recipe with what it inherits: `layers` from the oldest ancestor to the recipe itself."""
+    """A recipe with its ancestors: `layers` from the oldest ancestor to the recipe itself."""
 
     name: str
     title: str
@@ -283,12 +331,12 @@ def recipe_directory() -> Path:
 
 
 def recipe_names() -> list[str]:
-    """Names of the shipped recipes."""
+    """Return the names of the shipped recipes."""
     return sorted(path.stem for path in recipe_directory().glob("*.yaml"))
 
 
 def find_recipe(name: str | Path, beside: Path | None = None) -> Path:
-    """The file of a shipped name, or of a path (relative to the recipe that extends it, if one does)."""
+    """Return the file of a shipped name or of a path, relative to the recipe that extends it if one does."""
     word = str(name)
     if word in recipe_names():
         return recipe_directory() / f"{word}.yaml"
@@ -330,10 +378,8 @@ def _read_file(name: str, path: Path, below: tuple[Path, ...]) -> Recipe:
     return _assemble(name, tree, layer, beside=path.parent, below=(*below, identity))
 
 
-def _assemble(
-    name: str, tree: dict[str, Any], layer: Layer, *, beside: Path | None, below: tuple[Path, ...]
-) -> Recipe:
-    """Take the reserved words out of the tree and put the ancestors before it."""
+def _assemble(name: str, tree: dict[str, Any], layer: Layer, *, beside: Path | None, below: tuple[Path, ...]) -> Recipe:
+    """Return the recipe without reserved words in its tree, with the layers of its ancestors."""
     reserved = {word: tree.pop(word, None) for word in RESERVED}
     saved = reserved.pop("provenance")
     for word, value in reserved.items():
@@ -341,20 +387,15 @@ def _assemble(
             raise InputError(f"{layer.origin}: '{word}' must be text, got {value!r}.")
     if saved is not None:
         _forget_choices(layer, saved)
-    parent = Recipe("", "", "", [])
-    if reserved["extends"]:
-        parent_path = find_recipe(reserved["extends"], beside)
-        parent = _read_file(reserved["extends"], parent_path, below)
-    return Recipe(
-        name,
-        reserved["title"] or parent.title,
-        reserved["description"] or parent.description,
-        [*parent.layers, layer],
-    )
+    title, description, extends = reserved["title"] or "", reserved["description"] or "", reserved["extends"]
+    if not extends:
+        return Recipe(name, title, description, [layer])
+    parent = _read_file(extends, find_recipe(extends, beside), below)
+    return Recipe(name, title or parent.title, description or parent.description, [*parent.layers, layer])
 
 
 def _forget_choices(layer: Layer, saved: Any) -> None:
-    """A run's config.yaml as a recipe: what the program chose for that machine is chosen anew on this one."""
+    """Drop what the program derived from a run's config.yaml that is used as a recipe: it is derived again here."""
     if not isinstance(saved, Mapping):
         raise InputError(f"{layer.origin}: 'provenance' must be a mapping from settings to their origin.")
     layer.origins = {}
@@ -371,7 +412,7 @@ def _forget_choices(layer: Layer, saved: Any) -> None:
 
 
 def sections_of(layers: Iterable[Layer]) -> set[str]:
-    """Keys that hold a mapping in some layer: what can be told about sections before there is a schema."""
+    """Return the keys that hold a mapping in some layer: the sections, before there is a schema."""
     found: set[str] = set()
     for layer in layers:
         for path, _ in flatten(layer.tree, layer.origin):
@@ -380,12 +421,11 @@ def sections_of(layers: Iterable[Layer]) -> set[str]:
 
 
 def raw_values(layers: list[Layer]) -> dict[str, Any]:
-    """The layers merged into one flat mapping "a/b" → value, unchecked, `${...}` left as written."""
-    tree = merge(layers, resolve=False, is_section=sections_of(layers).__contains__)
-    return {"/".join(path): value for path, value in flatten(tree, "settings")}
+    """Return the merged layers by flat key, unchecked, with `${...}` as written."""
+    return flat_values(merge(layers, resolve=False, is_section=sections_of(layers).__contains__), "settings")
 
 
 def load_recipe(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
-    """Title and flat, unchecked values of a recipe, `extends` included."""
+    """Return the title and the flat, unchecked values of a recipe, with those it extends."""
     recipe = read_recipe(name_or_path)
     return recipe.title, raw_values(recipe.layers)

@@ -1,4 +1,4 @@
-"""From recipe and overrides to a checked configuration: defaults < recipe < command line, origins kept."""
+"""Resolve a recipe and overrides into a checked configuration: defaults < recipe < command line."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from bessemer.config.declare import Schema, Setting, declared, dotted, slashed
-from bessemer.config.origin import COMMAND_LINE, DEFAULT, Origin, OriginKind
 from bessemer.config.recipes import (
+    COMMAND_LINE,
+    DEFAULT,
     Layer,
+    Origin,
+    OriginKind,
     escape,
     flatten,
     merge,
@@ -23,7 +27,7 @@ from bessemer.config.recipes import (
     read_recipe,
     read_yaml,
 )
-from bessemer.config.values import plain, takes_mapping
+from bessemer.config.values import convert, plain, takes_mapping
 from bessemer.errors import InputError
 
 SchemaOf = Callable[[Mapping[str, Any]], Schema]
@@ -31,17 +35,30 @@ Overrides = Sequence[str] | Mapping[str, Any]
 T = TypeVar("T")
 
 
-@dataclasses.dataclass
 class Config:
     """Typed values of every setting of a schema, by flat key; `a.b` and `a/b` name the same one.
 
-    `notes` are lines to show: what a recipe said about a part that was then replaced by another.
+    `set` records what the program derives, until `freeze`; `replace` returns a changed copy. `notes` are lines to show,
+    such as the settings of a recipe that were left out because another part was selected.
     """
 
-    schema: Schema
-    values: dict[str, Any]
-    provenance: dict[str, Origin]
-    notes: list[str] = dataclasses.field(default_factory=list)
+    def __init__(
+        self, schema: Schema, values: Mapping[str, Any], provenance: Mapping[str, Origin], notes: Iterable[str] = ()
+    ):
+        self.schema = schema
+        self.notes = list(notes)
+        self._values, self._provenance = dict(values), dict(provenance)
+        self._frozen = False
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """A read-only view, by flat key."""
+        return MappingProxyType(self._values)
+
+    @property
+    def provenance(self) -> Mapping[str, Origin]:
+        """The origin of each value, as a read-only view."""
+        return MappingProxyType(self._provenance)
 
     def __getitem__(self, key: str) -> Any:
         return self.values[self.schema[key].key]
@@ -56,11 +73,35 @@ class Config:
         """Record what the program chose by itself, with its reason; checked like any other value."""
         setting = self.schema[key]
         origin = why if isinstance(why, Origin) else Origin(OriginKind.DERIVED, why)
-        self.values[setting.key] = setting.check(value, str(origin))
-        self.provenance[setting.key] = origin
+        value = setting.check(value, str(origin))
+        if self._frozen:
+            if value == self._values[setting.key]:
+                return  # a part of the run that is built once more derives the same
+            raise TypeError(
+                f"{dotted(setting.key)} cannot be set: the configuration is frozen once a run is built. Use "
+                "config.replace({key: value}, why), which returns a changed copy."
+            )
+        self._values[setting.key], self._provenance[setting.key] = value, origin
+
+    def freeze(self) -> Config:
+        """Return this configuration; from now on `set` raises TypeError for another value."""
+        self._frozen = True
+        return self
+
+    def copy(self) -> Config:
+        """Return a copy that is not frozen."""
+        return Config(self.schema, self._values, self._provenance, self.notes)
+
+    def replace(self, changes: Mapping[str, Any], why: str | Origin | None = None) -> Config:
+        """Return a copy with other values, frozen if this one is. Without `why` each keeps its origin."""
+        changed = self.copy()
+        for key, value in changes.items():
+            changed.set(key, value, self.provenance[slashed(key)] if why is None else why)
+        changed._frozen = self._frozen
+        return changed
 
     def is_set(self, key: str) -> bool:
-        """True when a recipe, the caller or the program gave the value; False for a default."""
+        """Return whether a recipe, the caller or the program set the value; False for a default."""
         return not self.provenance[self.schema[key].key].is_default
 
     def asked(self, *keys: str) -> list[str]:
@@ -68,10 +109,8 @@ class Config:
         return [key for key in keys if self.provenance[key].is_caller and self.values[key] is not None]
 
     def make(self, cls: type[T], **overrides: Any) -> T:
-        """Return an instance of `cls` with each declared field taken from here; `overrides` win.
-
-        For keys that are not settings of this configuration the class's own defaults hold.
-        """
+        """Return an instance of `cls` with each declared field taken from here; `overrides` win. A key that is not a
+        setting here has the class's own default."""
         arguments: dict[str, Any] = {}
         for name, setting in declared(cls).items():
             if name not in overrides and setting.key in self:
@@ -79,15 +118,15 @@ class Config:
         return cls(**arguments, **overrides)
 
     def given(self) -> dict[str, Any]:
-        """The values that are not defaults, by flat key."""
+        """Return the values that are not defaults, by flat key."""
         return {key: value for key, value in self.values.items() if self.is_set(key)}
 
     def tree(self) -> dict[str, Any]:
-        """Nested plain values, ready for YAML or JSON."""
+        """Return nested plain values, ready for YAML or JSON."""
         return _nested((key, plain(value)) for key, value in self.values.items())
 
     def to_yaml(self) -> str:
-        """Every setting, and under `provenance` the origin of those that are not defaults."""
+        """Return every setting, and under `provenance` the origin of those that are not defaults."""
         from omegaconf import OmegaConf
 
         given = {dotted(key): str(origin) for key, origin in self.provenance.items() if not origin.is_default}
@@ -103,37 +142,32 @@ def resolve(
     allow_open: bool = False,
     between: Sequence[Layer] = (),
 ) -> Config:
-    """The configuration of a run.
+    """Return the configuration of a run.
 
-    `schema_of` sees the raw values given (flat, "model/family" and the like) and answers with the schema
-    that these select. `recipe` is a shipped name, a path or a mapping; `source` is the origin of `overrides`.
-    `allow_open` keeps what the recipe leaves open as ???, to be shown; such a configuration cannot be run.
-    `between` are layers over the recipe and under `overrides`.
+    schema_of: returns the schema that the raw values (flat keys such as "model/family") select. recipe: a shipped name,
+    a path or a mapping. source: the origin of `overrides`. allow_open: keep what the recipe leaves open as ???; such a
+    configuration cannot be run. between: layers over the recipe and under `overrides`.
     """
     layers = [] if recipe is None else read_recipe(recipe).layers
     return _build(schema_of, [*layers, *between, override_layer(overrides, source)], allow_open)
 
 
-def select_schema(
-    schema_of: SchemaOf, recipe: str | Path | Mapping[str, Any], overrides: Overrides = ()
-) -> Schema:
-    """The schema that a recipe and overrides select; their values are not checked."""
+def select_schema(schema_of: SchemaOf, recipe: str | Path | Mapping[str, Any], overrides: Overrides = ()) -> Schema:
+    """Return the schema that a recipe and overrides select; their values are not checked."""
     return schema_of(raw_values([*read_recipe(recipe).layers, override_layer(overrides, COMMAND_LINE)]))
 
 
 def load_saved(
     path: str | Path, schema_of: SchemaOf, overrides: Overrides = (), *, source: Origin = COMMAND_LINE
 ) -> Config:
-    """A run's config.yaml as the same Config, origins included; `overrides` are applied over it."""
+    """Return a run's config.yaml as the same Config, with origins; `overrides` are applied over it."""
     origin = Origin(OriginKind.SAVED, str(path))
     tree = nest(read_yaml(Path(path), "saved configuration", saved=True), origin)
     origins = tree.pop("provenance", {})
     if not isinstance(origins, Mapping):
         raise InputError(f"{origin}: 'provenance' must be a mapping from settings to their origin.")
     origins = merge([Layer(origin, dict(origins))], resolve=True, is_section=lambda key: False)
-    layer = Layer(
-        origin, tree, origins={slashed(key): Origin.parse(str(word)) for key, word in origins.items()}
-    )
+    layer = Layer(origin, tree, origins={slashed(key): Origin.parse(str(word)) for key, word in origins.items()})
     return _build(schema_of, [layer, override_layer(overrides, source)])
 
 
@@ -142,31 +176,29 @@ def _build(schema_of: SchemaOf, layers: list[Layer], allow_open: bool = False) -
     layers, notes = _without_replaced(schema_of, schema, layers)
     givers = _givers(schema, layers)
     given = _resolve_values(schema, layers, [schema[key] for key in schema.settings if key not in givers])
-    config = Config(schema, {}, {}, notes)
+    values: dict[str, Any] = {}
+    provenance: dict[str, Origin] = {}
     for key, setting in schema.settings.items():
         if key not in givers:
             if setting.required:
                 raise InputError(f"'{dotted(key)}' has no default: give {dotted(key)}=… ({setting.help}).")
-            config.values[key], config.provenance[key] = setting.fresh_default(), DEFAULT
+            values[key], provenance[key] = convert(setting.default, setting.type), DEFAULT
             continue
         if allow_open and _dig(given, key) == "???":
-            config.values[key] = "???"
-            config.provenance[key] = Origin(OriginKind.OPEN, str(givers[key].origin))
+            values[key], provenance[key] = "???", Origin(OriginKind.OPEN, str(givers[key].origin))
             continue
-        value = _checked(setting, _dig(given, key), givers[key])
+        values[key] = _checked(setting, _dig(given, key), givers[key])
         origin = givers[key].origin_of(key)
-        changed = origin.is_default and value != setting.default  # saved by a version with another default
-        config.values[key], config.provenance[key] = value, givers[key].origin if changed else origin
-    return config
+        changed = origin.is_default and values[key] != setting.default  # saved by a version with another default
+        provenance[key] = givers[key].origin if changed else origin
+    return Config(schema, values, provenance, notes)
 
 
-def _without_replaced(
-    schema_of: SchemaOf, schema: Schema, layers: list[Layer]
-) -> tuple[list[Layer], list[str]]:
-    """The layers without what they say about a part that a later layer replaced, and a line for each such layer.
+def _without_replaced(schema_of: SchemaOf, schema: Schema, layers: list[Layer]) -> tuple[list[Layer], list[str]]:
+    """Return the layers without settings of a part that a later layer replaced, and a note for each such layer.
 
-    `model.family=mine` over a recipe for GPTs: its model.window was a setting where it was written, and means
-    nothing now. A key that never was a setting stays, to be refused.
+    With `model.family=mine` over a recipe for GPTs, the recipe's model.window is no setting any more. A key that never
+    was a setting stays and is refused later.
     """
     kept, notes = [], []
     for number, layer in enumerate(layers, 1):
@@ -187,7 +219,7 @@ def _without_replaced(
 
 
 def _givers(schema: Schema, layers: list[Layer]) -> dict[str, Layer]:
-    """Key → the last layer that gives it; all keys that are no settings, in one error."""
+    """Return key → the last layer that sets it; one InputError names all keys that are not settings."""
     found: dict[str, Layer] = {}
     unknown: list[str] = []
     for layer in layers:
@@ -205,13 +237,13 @@ def _givers(schema: Schema, layers: list[Layer]) -> dict[str, Layer]:
 
 
 def _setting_of(schema: Schema, path: tuple[str, ...]) -> str | None:
-    """The setting at `path` or above it: a mapping below a setting is part of its value."""
+    """Return the setting at `path` or above it: a mapping below a setting is part of its value."""
     prefixes = ("/".join(path[:depth]) for depth in range(1, len(path) + 1))
     return next((key for key in prefixes if key in schema.settings), None)
 
 
 def _resolve_values(schema: Schema, layers: list[Layer], defaults: Iterable[Setting]) -> dict[str, Any]:
-    """All layers over the defaults of what they leave out, so that `${...}` may refer to any setting."""
+    """Return all layers over the defaults, so that `${...}` may refer to any setting."""
     usable = [setting for setting in defaults if not setting.required]
     known = _nested((setting.key, escape(plain(setting.default))) for setting in usable)
 
@@ -224,11 +256,9 @@ def _resolve_values(schema: Schema, layers: list[Layer], defaults: Iterable[Sett
 
 
 def _checked(setting: Setting, value: Any, layer: Layer) -> Any:
-    """The value as the setting's type. Words typed for a text setting stay as typed: name=2024, name=on."""
+    """Return the value as the setting's type. Text settings keep what was typed: name=2024, name=on."""
     if value == "???" and layer.origins is None:
-        raise InputError(
-            f"{layer.origin} leaves '{dotted(setting.key)}' open: give {dotted(setting.key)}=… ."
-        )
+        raise InputError(f"{layer.origin} leaves '{dotted(setting.key)}' open: give {dotted(setting.key)}=… .")
     try:
         return setting.check(value, str(layer.origin))
     except InputError:
@@ -257,15 +287,13 @@ def _dig(tree: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-# The configuration in force: a context variable, so that threads and tasks never see each other's.
-
-
+# --- the configuration in force: a context variable, so that threads and tasks never see each other's ---
 _current: ContextVar[Config | None] = ContextVar("bessemer_configuration", default=None)
 
 
 @contextmanager
 def configuration(config: Config) -> Iterator[Config]:
-    """`with configuration(config): configure(Model)`; nests, and ends with the block even on an error."""
+    """Put `config` in force: `with configuration(config): configure(Model)`. Blocks nest."""
     token = _current.set(config)
     try:
         yield config
@@ -274,11 +302,11 @@ def configuration(config: Config) -> Iterator[Config]:
 
 
 def current() -> Config | None:
-    """The configuration of the innermost `configuration` block of this thread or task."""
+    """Return the configuration of the innermost `configuration` block of this thread or task."""
     return _current.get()
 
 
 def configure(cls: type[T], **overrides: Any) -> T:
-    """Return `Config.make` of the configuration in force; the class's own defaults where there is none."""
+    """Return `Config.make` of the configuration in force; without one the class has its own defaults."""
     config = _current.get()
     return cls(**overrides) if config is None else config.make(cls, **overrides)

@@ -1,11 +1,11 @@
 """Strict conversion between plain values (YAML, command line) and the types that settings are annotated with.
 
-`convert` accepts exactly what an annotation means and refuses the rest; `plain` is its inverse, so that
-`convert(plain(value), type) == value` and a saved configuration reads back as the same one.
+`plain` is the inverse of `convert`, so that a saved configuration reads back as the same one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -34,7 +34,7 @@ class Mismatch(ValueError):
 
 
 def convert(value: Any, annotation: Any) -> Any:
-    """`value` as `annotation`, or Mismatch. The result shares no container with the input."""
+    """Return `value` as `annotation`, or raise Mismatch. The result shares no container with the input."""
     origin = typing.get_origin(annotation)
     if annotation is Any:
         return plain(value)
@@ -49,7 +49,7 @@ def convert(value: Any, annotation: Any) -> Any:
     if (origin or annotation) is dict:
         return _mapping(value, annotation)
     if annotation in _SCALARS:
-        return _SCALARS[annotation](value, annotation)
+        return _scalar(value, annotation)
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
         return _enum(value, annotation)
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
@@ -67,64 +67,36 @@ def _refuse(value: Any, annotation: Any) -> Mismatch:
     return Mismatch(f"expected {expected}, got {value!r} ({name_of(type(value))}){hint}")
 
 
-def _none(value: Any, annotation: Any) -> None:
-    if value is not None:
-        raise _refuse(value, None)
+def _scalar(value: Any, annotation: Any) -> Any:
+    """A float without a fraction is also an integer: people write a billion as 1e9."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if annotation in (None, type(None)) and value is None:
+        return None
+    if annotation is bool and isinstance(value, bool):
+        return value
+    if annotation is int and is_number:
+        if isinstance(value, numbers.Integral):
+            return int(value)
+        if float(value).is_integer():
+            return int(float(value))
+    if annotation is float and is_number:
+        with contextlib.suppress(OverflowError):
+            if not math.isnan(value):
+                return float(value)
+    if annotation is str and isinstance(value, str) and not isinstance(value, enum.Enum):
+        return str(value)
+    if annotation is Path and isinstance(value, str | Path):
+        return Path(value)
+    raise _refuse(value, annotation)
 
 
-def _bool(value: Any, annotation: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _refuse(value, bool)
-    return value
-
-
-def _int(value: Any, annotation: Any) -> int:
-    """Integers, and floats without a fraction: 1e9 is how people write a billion."""
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)
-    if isinstance(value, numbers.Real) and not isinstance(value, bool) and float(value).is_integer():
-        return int(float(value))
-    raise _refuse(value, int)
-
-
-def _float(value: Any, annotation: Any) -> float:
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.nan
-        if not math.isnan(number):
-            return number
-    raise _refuse(value, float)
-
-
-def _str(value: Any, annotation: Any) -> str:
-    if not isinstance(value, str) or isinstance(value, enum.Enum):
-        raise _refuse(value, str)
-    return str(value)
-
-
-def _path(value: Any, annotation: Any) -> Path:
-    if not isinstance(value, str | Path):
-        raise _refuse(value, Path)
-    return Path(value)
-
-
-_SCALARS: dict[Any, Callable[[Any, Any], Any]] = {
-    None: _none,
-    type(None): _none,
-    bool: _bool,
-    int: _int,
-    float: _float,
-    str: _str,
-    Path: _path,
-}
+_SCALARS = (None, type(None), bool, int, float, str, Path)
 
 
 def _union(value: Any, annotation: Any) -> Any:
-    """The member of the value's own type first (so `int | float` keeps 1.0), then each in the order written.
+    """Try the member of the value's own type first (so `int | float` keeps 1.0), then each in the order written.
 
-    The word `none` means None where None is allowed, because that is how the documentation prints it.
+    The word `none` means None if None is allowed, because that is how the documentation prints it.
     """
     members = typing.get_args(annotation)
     if type(None) in members and isinstance(value, str) and value.lower() == "none":
@@ -160,12 +132,8 @@ def _enum(value: Any, annotation: type[enum.Enum]) -> enum.Enum:
     raise _refuse(value, annotation)
 
 
-def _is_sequence(annotation: Any) -> bool:
-    return (typing.get_origin(annotation) or annotation) in (list, tuple)
-
-
 def _sequence(value: Any, annotation: Any) -> Any:
-    """A list or tuple. A flat value is wrapped, x → [x]; for lists of lists, x → [[x]], [x, y] → [[x, y]]."""
+    """Return a list or tuple. A flat value is wrapped: x → [x]; for lists of lists x → [[x]], [x, y] → [[x, y]]."""
     kind = typing.get_origin(annotation) or annotation
     args = typing.get_args(annotation) or (Any,)
     if value is None:
@@ -176,14 +144,13 @@ def _sequence(value: Any, annotation: Any) -> Any:
             raise Mismatch(f"expected {describe(annotation)}, got {len(items)} values")
         return tuple(_at(f"[{i}]", convert, *pair) for i, pair in enumerate(zip(items, args, strict=True)))
     item_type = args[0]
-    if _is_sequence(item_type) and items and not isinstance(value, str | Mapping):
+    is_nested = (typing.get_origin(item_type) or item_type) in (list, tuple)
+    if is_nested and items and not isinstance(value, str | Mapping):
         nested = [isinstance(item, list | tuple) for item in items]
         if not any(nested):
             items = [items]
         elif not all(nested):
-            raise Mismatch(
-                f"expected {describe(annotation)}, got a mix of lists and single values; wrap each in [ ]"
-            )
+            raise Mismatch(f"expected {describe(annotation)}, got a mix of lists and single values; wrap each in [ ]")
     return kind(_at(f"[{i}]", convert, item, item_type) for i, item in enumerate(items))
 
 
@@ -200,7 +167,7 @@ def _mapping(value: Any, annotation: Any) -> dict[str, Any]:
 
 
 def _dataclass(value: Any, annotation: type) -> Any:
-    """From a mapping of its fields, from its own kind, or from text when the class has `from_string`."""
+    """Convert a mapping of its fields, an instance, or text if the class has `from_string`."""
     if isinstance(value, str) and hasattr(annotation, "from_string"):
         try:
             return annotation.from_string(value)
@@ -238,16 +205,11 @@ def _at(place: str, function: Callable[..., Any], *args: Any) -> Any:
         raise Mismatch(mismatch.problem, place + mismatch.where) from None
 
 
-_CASTS: tuple[tuple[type, Any], ...] = (
-    (str, str),
-    (Path, str),
-    (numbers.Integral, int),
-    (numbers.Real, float),
-)
+_CASTS: tuple[tuple[type, Any], ...] = ((str, str), (Path, str), (numbers.Integral, int), (numbers.Real, float))
 
 
 def plain(value: Any) -> Any:
-    """The YAML form: dataclasses become mappings, enums their names, tuples lists, paths text."""
+    """Return the YAML form: dataclasses become mappings, enums their names, tuples lists, paths text."""
     if isinstance(value, enum.Enum):
         return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -265,7 +227,7 @@ def plain(value: Any) -> Any:
 
 
 def leaves(value: Any) -> Iterable[Any]:
-    """The scalars inside lists and mappings: ranges and choices hold for each of them."""
+    """Yield the scalars inside lists and mappings; ranges and choices hold for each of them."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):
@@ -275,15 +237,13 @@ def leaves(value: Any) -> Iterable[Any]:
         yield value
 
 
-# Annotations of settings: resolved, compared, and put in words.
-
-
+# --- annotations of settings ---
 UNIONS = (typing.Union, types.UnionType)
 
 
 @functools.cache
 def type_hints(cls: type, names: tuple[str, ...]) -> dict[str, Any]:
-    """Resolved annotations of these attributes only: others may name what exists for type checkers alone."""
+    """Return the resolved annotations of these attributes only; others may exist for type checkers alone."""
     hints: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         own = {name: hint for name, hint in inspect.get_annotations(base).items() if name in names}
@@ -302,7 +262,7 @@ def type_hints(cls: type, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def canonical(annotation: Any) -> Any:
-    """A form in which equal types compare equal: List[int] and list[int], Optional[X] and None | X."""
+    """Return a form in which equal types compare equal: List[int] and list[int], Optional[X] and None | X."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return canonical(args[0])
@@ -316,7 +276,7 @@ def canonical(annotation: Any) -> Any:
 
 
 def takes_mapping(annotation: Any) -> bool:
-    """True for types written as a mapping, so that two layers of it merge instead of replacing each other."""
+    """Return whether the type is written as a mapping, so that two layers of it merge."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in UNIONS or origin is typing.Annotated:
         return any(takes_mapping(arg) for arg in args)
@@ -324,7 +284,7 @@ def takes_mapping(annotation: Any) -> bool:
 
 
 def describe(annotation: Any) -> str:
-    """The type in words, for errors and tables."""
+    """Return the type in words, for errors and tables."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         return describe(args[0])
@@ -361,15 +321,10 @@ def name_of(annotation: Any) -> str:
     return getattr(annotation, "__name__", str(annotation))
 
 
-# Which numbers a setting takes.
-
-
+# --- ranges of numbers ---
 @dataclass(frozen=True)
 class Range:
-    """minimum ≤ x ≤ maximum and above < x < below, each where it is given; and the values in `also`.
-
-    `also` is for a number that stands for a word, such as -1 for "derive it" beside a count of at least 1.
-    """
+    """minimum ≤ x ≤ maximum and above < x < below, or one of `also`, such as -1 for "derive it"."""
 
     minimum: float | None = None
     maximum: float | None = None
@@ -390,7 +345,7 @@ class Range:
         )
 
     def check(self, number: float) -> None:
-        """Mismatch, in words, for a number outside; a setting with a range is a quantity, and so finite."""
+        """Raise Mismatch for a number outside. A setting with a range is a quantity, so it must be finite."""
         if not self.holds(number):
             raise Mismatch(f"expected {self.describe()}, got {number}")
         if self.is_free:
@@ -400,17 +355,12 @@ class Range:
 
     def describe(self) -> str:
         """`at least 0 and below 1`; `at least 1, or -1`."""
-        words = {
-            "at least": self.minimum,
-            "above": self.above,
-            "at most": self.maximum,
-            "below": self.below,
-        }
+        words = {"at least": self.minimum, "above": self.above, "at most": self.maximum, "below": self.below}
         limits = " and ".join(f"{word} {limit}" for word, limit in words.items() if limit is not None)
         return ", or ".join([limits, *map(str, self.also)])
 
     def intersect(self, other: Range) -> Range:
-        """The numbers that both take."""
+        """Return the range of the numbers in both."""
 
         def tightest(choose: Any, *limits: float | None) -> float | None:
             return choose((limit for limit in limits if limit is not None), default=None)
@@ -424,7 +374,7 @@ class Range:
         )
 
     def json_schema(self, scalar: dict[str, Any]) -> dict[str, Any]:
-        """The JSON Schema `scalar` of a number, with these limits."""
+        """Return the JSON Schema `scalar` of a number, with these limits."""
         names = {
             "minimum": self.minimum,
             "maximum": self.maximum,
@@ -435,19 +385,15 @@ class Range:
         return {"anyOf": [limited, {"enum": list(self.also)}]} if self.also else limited
 
 
-# Durations as people write them: 2h30m, 1d, 90 (seconds).
-
-
+# --- durations: 2h30m, 1d, 90 (seconds) ---
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _NUMBER = r"\d+(?:\.\d+)?"
 _FORM = re.compile("".join(f"(?:({_NUMBER}){unit})?" for unit in _UNITS))
 
 
 def parse_duration(text: str | int | float) -> float:
-    """Seconds in `text`: days, hours, minutes and seconds in this order, each at most once, or a bare number.
-
-    All of the text counts: `2h30` is an error, not two hours.
-    """
+    """Return the seconds in `text`: days, hours, minutes and seconds in this order, or a bare number. `2h30` is an
+    error, not two hours."""
     if isinstance(text, int | float) and not isinstance(text, bool):
         seconds = float(text)
     else:

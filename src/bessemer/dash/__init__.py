@@ -1,1 +1,1 @@
-"""A local web page over a directory of runs: what they do, their curves side by side, a word with their models."""
+"""A local web page over a directory of runs: their state, curves side by side, a chat with their models."""

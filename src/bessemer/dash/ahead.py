@@ -1,7 +1,6 @@
-"""Long runs are indexed before somebody looks at them: by one process of the lowest priority, one run after the other,
-in the order of the list, until the cache is full. Who looks earlier has the run read at once, as without it.
+"""Index long runs before somebody opens them, in one process of the lowest priority, until the cache is full.
 
-    stdin:  a JSON list of paths; its end is ours     stdout: a line for each path that is done
+The process reads a JSON list of paths from stdin, stops when stdin closes, and prints one line per finished path.
 """
 
 from __future__ import annotations
@@ -17,15 +16,16 @@ from pathlib import Path
 
 from bessemer.dash.files import Folder, Gone
 from bessemer.dash.metrics import DISK, RunMetrics, cache_file, kept_bytes, used_bytes
+from bessemer.dash.processes import when_input_ends
 from bessemer.job.process import module_command, module_environment
 
-LONG = 4 << 20  # bytes of metrics.jsonl: less is read within a tenth of a second
-BEHIND = 0.5  # share of a file from which reading it again is worth a process
-PATIENCE = 10  # seconds for the run in hand when the page ends
+LONG = 4 << 20  # bytes of metrics.jsonl: less takes under 0.1 seconds to read
+BEHIND = 0.5  # unread share of a file from which a process pays off
+PATIENCE = 10  # seconds to finish the current run when the page ends
 
 
 class Ahead:
-    """The process and how far it is; `start` returns at once."""
+    """The indexing process and its progress."""
 
     def __init__(self, folder: Folder, cache: Path | None):
         self.folder, self.cache = folder, cache
@@ -37,11 +37,11 @@ class Ahead:
     @property
     def state(self) -> dict[str, int] | None:
         """{"done", "of"} while there is something to do."""
-        done, of = self.done, self.of  # once each: the thread counts on
+        done, of = self.done, self.of  # read once: the thread keeps counting
         return {"done": done, "of": of} if done < of else None
 
     def start(self, names: Callable[[], list[str]], delay: float = 0.0) -> None:
-        """Index those of these runs that are long; `delay` leaves the first seconds to the page's questions."""
+        """Index the long ones of these runs; `delay` leaves the first seconds to the page's own requests."""
         if self.cache is not None:
             self._thread = threading.Thread(
                 target=self._work, args=(names, self.cache, delay), name="bessemer-dash-ahead", daemon=True
@@ -60,10 +60,10 @@ class Ahead:
                 env=module_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is for the page, which ends this with it
+                start_new_session=True,  # Ctrl-C is for the page, which then ends this process
             )
         except OSError:
-            return  # no process is to be had: each run is read when it is looked at
+            return  # each run is then read when it is opened
         self._process, self.of = process, len(paths)
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(OSError, ValueError):  # the page ends meanwhile
@@ -77,7 +77,7 @@ class Ahead:
         self.of = self.done
 
     def _unread(self, name: str, cache: Path) -> str | None:
-        """The path of a run's metrics where most of a long file is in no cache."""
+        """Return the path of a run's metrics if the file is long and most of it is not cached."""
         try:
             path = self.folder.run(name).metrics
         except Gone:
@@ -88,7 +88,7 @@ class Ahead:
         return str(path) if size >= LONG and behind > BEHIND * size else None
 
     def close(self) -> None:
-        """The process ends by itself when its input does, after the run in hand; a deaf one is ended."""
+        """Close the process's input, on which it ends after its current run; kill it if it does not."""
         self._closed.set()
         process = self._process
         if process is not None:
@@ -104,20 +104,14 @@ class Ahead:
 
 
 def main(root: str, cache: str) -> None:
-    """The process."""
+    """Run the indexing process."""
     import pyarrow
 
     os.nice(19)
     pyarrow.set_cpu_count(1)
     paths = json.loads(sys.stdin.buffer.readline() or b"[]")
     ended = threading.Event()
-
-    def wait() -> None:
-        while os.read(0, 4096):
-            pass
-        ended.set()
-
-    threading.Thread(target=wait, daemon=True).start()
+    when_input_ends(ended.set)
     folder, kept = Folder(Path(root)), Path(cache)
     for path in map(Path, paths):
         if ended.is_set() or used_bytes(kept) > DISK:

@@ -1,14 +1,23 @@
-"""The endpoints of the page: GET /api/… reads, POST /api/… acts, and everything else is one of our own static files."""
+"""`bessemer dash`: GET /api/… reads, POST /api/… acts, and everything else is one of our own static files.
+
+Who may do what:
+- Reading: on 127.0.0.1 anybody who can reach it, under this machine's own names only (or another site could point its
+  name here). On any other address, and with `private`, only with the token.
+- Acting (stop, resume, load a model): with the token, in a header that no other site's page can send, and same origin.
+- The page itself holds no data, so it needs no token: it asks for one.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import math
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,25 +29,29 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from bessemer import __version__
-from bessemer.dash.actions import Actions
 from bessemer.dash.ahead import Ahead
-from bessemer.dash.chat import Models
 from bessemer.dash.files import Folder, Gone, parsed
 from bessemer.dash.metrics import Index
+from bessemer.dash.processes import Actions, Models
 from bessemer.dash.runs import Runs, plain
 from bessemer.dash.series import AXES, MOST_POINTS, MOST_SMOOTHING, View, charts_of, curve
 from bessemer.dash.weights import LONGEST_NAME, Distributions
-from bessemer.errors import BessemerError
-from bessemer.serve.errors import ApiError
-from bessemer.serve.net import has_token, read_body, refuse_other_names, refuse_without_token
-
-# Who may ask, and what a browser may do with the answer.
-#
-# - Reading: on 127.0.0.1 anybody who can reach it, under this machine's own names only (or a page elsewhere could make
-#   its name point here). On any other address, and with `private`, who has the token.
-# - Acting (stop, resume, load a model): the token, in a header that no other site's page can send, and the same origin.
-# - The page itself holds no data, so it needs no token: it asks for one.
-
+from bessemer.errors import BessemerError, InputError
+from bessemer.job import RunDirectory
+from bessemer.serve.net import (
+    BACKLOG,
+    ApiError,
+    address_of,
+    check_port,
+    has_token,
+    is_loopback,
+    listen,
+    read_body,
+    refuse_other_names,
+    refuse_without_token,
+    server_of,
+)
+from bessemer.storage.files import home
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -57,7 +70,7 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class Guard:
-    """`closed`: reading needs the token too."""
+    """Who may do what; with `closed`, reading needs the token too."""
 
     token: str
     closed: bool = False
@@ -77,18 +90,13 @@ class Guard:
         self.reading(request)
         refuse_without_token(request, self.token)
 
-    def allows(self, request: Request) -> bool:
-        """Whether whoever asks may act."""
-        return has_token(request, self.token)
-
 
 def _refuse_other_sites(request: Request) -> None:
-    """A browser says where a request comes from; only our own page asks here."""
-    origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc.lower() != request.headers.get("host", "").lower():
-        raise ApiError(403, "requests of other sites are not answered.", code="origin")
-    if request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-        raise ApiError(403, "requests of other sites are not answered.", code="origin")
+    """Raise ApiError if the browser says that another site's page sent the request."""
+    origin, host = request.headers.get("origin"), request.headers.get("host", "").lower()
+    foreign = origin is not None and urlsplit(origin).netloc.lower() != host
+    if foreign or request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        raise ApiError(403, "requests from other sites are refused.", code="origin")
 
 
 STATIC = Path(__file__).parent / "static"
@@ -98,18 +106,23 @@ KINDS = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
+DEFAULT = "runs"  # need not exist yet: the page shows it once the first run creates it
+FIRST = 2  # seconds before indexing starts, for the page's first requests
+GRACE = 2  # seconds for open responses when the server stops
 BODY = 1 << 20
 MOST_RUNS, MOST_CURVES = 20, 128
 ASKED = ("messages", "max_tokens", "temperature", "top_p", "top_k", "seed")
-"""What of a conversation goes to the model's server; it checks the values."""
+"""Fields of a chat request that are passed to the model's server, which checks the values."""
+
+
+Versioned = tuple[str, Callable[[], dict[str, Any]]]
+"""(version, function that makes the document): a browser that has this version is not sent it again."""
 
 
 class Dash:
-    """The page's state: what was read, the models that are loaded, the processes that were started."""
+    """The page's state: what was read, loaded models, started processes."""
 
-    def __init__(
-        self, folder: Folder, guard: Guard, cache: Path | None, logs: Path, platform: str | None = None
-    ):
+    def __init__(self, folder: Folder, guard: Guard, cache: Path | None, logs: Path, platform: str | None = None):
         self.folder, self.guard = folder, guard
         self.runs = Runs(folder)
         self.index = Index(folder, cache)
@@ -118,11 +131,8 @@ class Dash:
         self.actions = Actions(folder, logs)
         self.models = Models(folder, platform=platform)
 
-    # Reading. Each takes the query and returns a document; a second value, where there is one, tells its version
-    # without making it.
-
     def session(self, request: Request) -> dict[str, Any]:
-        right = self.guard.allows(request)
+        right = has_token(request, self.guard.token)
         return {"version": __version__, "may_read": right or not self.guard.closed, "may_act": right}
 
     def listed(self) -> dict[str, Any]:
@@ -135,11 +145,12 @@ class Dash:
         return {**found, "resumed": self.actions.known(name), "rows": columns.count}
 
     def charts(self, names: list[str]) -> dict[str, Any]:
-        """The charts of runs together."""
+        """Return the charts of several runs."""
         found = {name for run in names for name in self.index.columns(self.folder.run(run).metrics).names}
         return {"charts": charts_of(found)}
 
-    def curves(self, request: Request) -> tuple[str, Callable[[], dict[str, Any]]]:
+    def curves(self, request: Request) -> Versioned:
+        """Return curves of several metrics and runs."""
         query = request.query_params
         names, metrics = _several(query.getlist("run")), query.getlist("name")[:MOST_CURVES]
         view = _view(dict(query))
@@ -158,13 +169,13 @@ class Dash:
 
         return version, make
 
-    def weights(self, request: Request) -> tuple[str, Callable[[], dict[str, Any]]]:
+    def weights(self, request: Request) -> Versioned:
         found = self.distributions.get(self.folder.run(_one(request)).weights)
         return found.shown(request.query_params.get("name", "")[:LONGEST_NAME])
 
 
 def make_app(dash: Dash) -> Starlette:
-    """The application over one directory of runs."""
+    """Return the application over one directory of runs."""
     reading: dict[str, Callable[[Request], Any]] = {
         "/api/runs": lambda request: dash.listed(),
         "/api/run": lambda request: dash.detail(_one(request)),
@@ -178,36 +189,30 @@ def make_app(dash: Dash) -> Starlette:
         "/api/weights": dash.weights,
     }
 
-    async def stop(request: Request) -> Response:
+    async def act(action: Callable[[str], dict[str, Any]], request: Request) -> Response:
         name, _ = await _asked(request)
-        return JSONResponse(await asyncio.to_thread(dash.actions.stop, name))
-
-    async def resume(request: Request) -> Response:
-        name, _ = await _asked(request)
-        return JSONResponse(await asyncio.to_thread(dash.actions.resume, name))
+        return JSONResponse(await asyncio.to_thread(action, name))
 
     async def chat(request: Request) -> Response:
         name, body = await _asked(request)
         step = body.get("step")
         if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
-            raise ApiError(400, "step is the number of a checkpoint, or null.", param="step")
+            raise ApiError(400, "step must be the number of a checkpoint, or null.", param="step")
         dash.folder.run(name)
         wanted = {key: body[key] for key in ASKED if body.get(key) is not None}
         events = dash.models.answer(name, step, wanted)
-        return StreamingResponse(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-        )
+        return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
 
     async def session(request: Request) -> Response:
         return JSONResponse(dash.session(request))
 
-    routes = [
-        Route(path, _guarded(dash.guard.reading, partial(_read, make))) for path, make in reading.items()
-    ]
-    routes += [
-        Route(path, _guarded(dash.guard.acting, act), methods=["POST"])
-        for path, act in (("/api/stop", stop), ("/api/resume", resume), ("/api/chat", chat))
-    ]
+    routes = [Route(path, _guarded(dash.guard.reading, partial(_read, make))) for path, make in reading.items()]
+    acting: dict[str, Callable[[Request], Any]] = {
+        "/api/stop": partial(act, dash.actions.stop),
+        "/api/resume": partial(act, dash.actions.resume),
+        "/api/chat": chat,
+    }
+    routes += [Route(path, _guarded(dash.guard.acting, answer), methods=["POST"]) for path, answer in acting.items()]
     routes += [
         Route("/api/session", _guarded(dash.guard.page, session)),
         Route("/{path:path}", _guarded(dash.guard.page, _static)),
@@ -216,7 +221,7 @@ def make_app(dash: Dash) -> Starlette:
 
 
 def _guarded(admit: Callable[[Request], None], endpoint: Callable[[Request], Any]) -> Any:
-    """The endpoint behind its guard; errors as JSON; what a browser may do with the answer said on all of them."""
+    """Return the endpoint behind its guard, with errors as JSON and our headers on every response."""
 
     async def call(request: Request) -> Response:
         try:
@@ -237,7 +242,7 @@ def _guarded(admit: Callable[[Request], None], endpoint: Callable[[Request], Any
 
 
 async def _read(make: Callable[[Request], Any], request: Request) -> Response:
-    """The document, or 304 when the browser has it. Files are read in a thread: one slow disk holds up nobody else."""
+    """Answer with the document, or 304 if the browser has it. A thread reads files, so a slow disk blocks nobody."""
 
     def work() -> tuple[str, bytes | None]:
         known = request.headers.get("if-none-match")
@@ -245,42 +250,36 @@ async def _read(make: Callable[[Request], Any], request: Request) -> Response:
         if isinstance(found, tuple):
             version, build = found
             tag = _tag(version.encode())
-            return tag, None if tag == known else _json(
-                build()
-            )  # numbers that were made here: nothing to tame
+            return tag, None if tag == known else _json(build())  # our own numbers need no `plain`
         body = _json(plain(found))
         tag = _tag(body)
         return tag, None if tag == known else body
 
-    tag, body = await asyncio.to_thread(work)
-    headers = {"ETag": tag, "Cache-Control": "no-cache"}
-    if body is None:
-        return Response(status_code=304, headers=headers)
-    return Response(body, media_type="application/json", headers=headers)
+    return _unless_known(*await asyncio.to_thread(work), "application/json")
 
 
 async def _static(request: Request) -> Response:
-    """A file of the page. Names are looked up, never joined: there is no path to climb."""
+    """Answer with a file of the page. Names are looked up, never joined, so none leads outside."""
     name = request.path_params["path"] or "index.html"
     if name not in _files():
         raise ApiError(404, f"there is no {name[:100]} here.")
-    data, tag = _files()[name]
+    data = _files()[name]
+    tag = _tag(data)
+    return _unless_known(tag, None if request.headers.get("if-none-match") == tag else data, KINDS[Path(name).suffix])
+
+
+@cache
+def _files() -> dict[str, bytes]:
+    paths = [path for path in STATIC.rglob("*") if path.suffix in KINDS]
+    return {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in paths}
+
+
+def _unless_known(tag: str, body: bytes | None, media_type: str) -> Response:
+    """Return the body, or 304 for None."""
     headers = {"ETag": tag, "Cache-Control": "no-cache"}
-    if request.headers.get("if-none-match") == tag:
+    if body is None:
         return Response(status_code=304, headers=headers)
-    return Response(data, media_type=KINDS[Path(name).suffix], headers=headers)
-
-
-_loaded: dict[str, tuple[bytes, str]] = {}
-
-
-def _files() -> dict[str, tuple[bytes, str]]:
-    if not _loaded:
-        for path in STATIC.rglob("*"):
-            if path.suffix in KINDS:
-                data = path.read_bytes()
-                _loaded[path.relative_to(STATIC).as_posix()] = (data, _tag(data))
-    return _loaded
+    return Response(body, media_type=media_type, headers=headers)
 
 
 def _json(document: Any) -> bytes:
@@ -297,12 +296,12 @@ def _one(request: Request) -> str:
 
 def _several(names: list[str]) -> list[str]:
     if not 1 <= len(names) <= MOST_RUNS:
-        raise ApiError(400, f"name 1 to {MOST_RUNS} runs.", param="run")
+        raise ApiError(400, f"pass 1 to {MOST_RUNS} runs.", param="run")
     return list(dict.fromkeys(names))
 
 
 async def _asked(request: Request) -> tuple[str, dict[str, Any]]:
-    """(run, body) of an action."""
+    """Return run and body of an action."""
     body = parsed(await read_body(request, BODY))
     if not isinstance(body, dict) or not isinstance(body.get("run"), str):
         raise ApiError(400, 'send a JSON object with "run".', param="run")
@@ -318,12 +317,12 @@ def _view(query: dict[str, str]) -> View:
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            raise ApiError(400, f"{name} is a number.", param=name)
+            raise ApiError(400, f"{name} must be a number.", param=name)
         return value
 
     axis = query.get("x", "step")
     if axis not in AXES:
-        raise ApiError(400, f"x is one of {', '.join(AXES)}.", param="x")
+        raise ApiError(400, f"x must be one of {', '.join(AXES)}.", param="x")
     points = min(max(number("points") or 800, 10), MOST_POINTS)
     smoothing = min(max(number("smooth") or 0.0, 0.0), MOST_SMOOTHING)
     return View(axis, number("from"), number("to"), int(points), smoothing)
@@ -336,6 +335,58 @@ async def _plain_error(request: Request, error: Exception) -> Response:
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    """A bug here; the traceback is in the server's own output, not in the answer."""
-    document = ApiError(500, "an error inside the server; its terminal says more.").document()
+    """Answer a bug; its traceback is in the server's own output."""
+    document = ApiError(500, "internal error; the server's terminal has the traceback.").document()
     return JSONResponse(document, 500, HEADERS)
+
+
+@dataclass(frozen=True)
+class DashOptions:
+    """Where the page is served and who may see it; without a token one is generated."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    token: str | None = None
+    private: bool = False
+    chat_on: str | None = None  # JAX platform of chat models
+
+    def __post_init__(self) -> None:
+        check_port(self.port)
+
+    @property
+    def closed(self) -> bool:
+        """Whether reading needs the token too."""
+        return self.private or not is_loopback(self.host)
+
+
+def open_folder(directory: str) -> Folder:
+    """Return the directory of runs. Raise InputError if it is missing or is a run itself."""
+    path = Path(directory)
+    if not path.is_dir() and directory != DEFAULT:
+        raise InputError(f"there is no directory {directory}. Pass the directory that holds the runs.")
+    if RunDirectory(path).exists():
+        parent = path.absolute().parent
+        raise InputError(f"{directory} is a run. Pass the directory that holds it: bessemer dash {parent}")
+    return Folder(path)
+
+
+def dash(directory: str, options: DashOptions, say: Callable[[str], None], show: Callable[[str], None]) -> None:
+    """Serve the page until SIGTERM or Ctrl-C. `say` prints lines; `show` gets the address once it answers."""
+    folder = open_folder(directory)
+    token = options.token or secrets.token_urlsafe(24)
+    with contextlib.closing(listen(options.host, options.port)) as bound:
+        cache = home() / "dash"
+        state = Dash(folder, Guard(token, options.closed), cache, cache / "logs", options.chat_on)
+        bound.listen(BACKLOG)
+        address = f"http://{address_of(bound)}/"
+        given = "" if options.token else f"#token={token}"  # the user's own token is not printed
+        who = "only with the token" if options.closed else "this machine; stop, resume and chat need the token"
+        say(f"runs of {folder.root}\nopen {address}{given}\n({who}; Ctrl-C stops)")
+        show(f"{address}{given}")
+        try:
+            state.ahead.start(lambda: [row["id"] for row in state.runs.listed()["runs"]], FIRST)
+            server_of(make_app(state), GRACE).run(sockets=[bound])
+        finally:
+            state.ahead.close()
+            state.models.close()
+    say("stopped.")

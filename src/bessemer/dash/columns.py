@@ -1,8 +1,8 @@
-"""Rows of metrics.jsonl as columns of numbers, a gap (NaN) where a row has no such number.
+"""Rows of metrics.jsonl as columns of numbers, NaN where a row has no such number.
 
-Files of runs may be damaged or hostile: a line that is not a JSON object is counted and skipped, as are names beyond
-`MOST_NAMES`, rows beyond `MOST_CELLS` and lines beyond `LONGEST`. Without these limits a file of a few megabytes can
-describe a table of many gigabytes.
+Files may be damaged or hostile: lines that are not JSON objects are counted and skipped, as are names beyond
+`MOST_NAMES`, rows beyond `MOST_CELLS` and lines beyond `LONGEST`. Without limits a few megabytes can describe a table
+of many gigabytes.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 EXACT = frozenset({"step", "tokens", "target_tokens", "time/total", "total_training_flops"})
-"""Axes: kept in float64, as 7 digits do not tell two steps of a long run apart. The rest is drawn, in float32."""
+"""Axes, in float64: 7 digits do not tell two steps of a long run apart. Everything else is in float32."""
 
 MOST_NAMES = 512
 MOST_CELLS = 100_000_000  # a million rows of a hundred metrics
 LONGEST = 1 << 20
-FAST = 1 << 16  # bytes from which the columnar parser pays for its start
-PIECE = 1 << 18  # bytes that are parsed line by line at once
+FAST = 1 << 16  # bytes from which the columnar parser pays off
+PIECE = 1 << 18  # bytes per block of the line parser
 _NAME = re.compile(rb'"([^"]*)"\s*:')
 
 
 class Block(NamedTuple):
-    """Consecutive rows: their columns, how many they are, the lines that were not rows."""
+    """Consecutive rows as columns, with the number of lines that were not rows."""
 
     columns: dict[str, np.ndarray]
     rows: int
@@ -38,7 +38,7 @@ class Block(NamedTuple):
 
 @dataclass
 class Columns:
-    """`count` rows; arrays are longer than that, so that a row can be added without copying."""
+    """`count` rows; arrays are longer, so that rows can be added without copying."""
 
     count: int = 0
     bad: int = 0  # lines that were not rows
@@ -48,14 +48,12 @@ class Columns:
 
     @property
     def notes(self) -> list[str]:
-        """What of the file is not shown, one sentence each."""
+        """What of the file is not shown."""
         found = []
         if self.bad:
             found.append(f"metrics.jsonl: {self.bad:,} invalid lines were skipped.")
         if self.extra_names:
-            found.append(
-                f"metrics.jsonl has more than {MOST_NAMES} metrics: only the first {MOST_NAMES} are shown."
-            )
+            found.append(f"metrics.jsonl has more than {MOST_NAMES} metrics: only the first {MOST_NAMES} are shown.")
         if self.extra_rows:
             found.append(
                 f"metrics.jsonl holds more than {MOST_CELLS:,} values: only its first {self.count:,} rows are shown."
@@ -77,7 +75,7 @@ class Columns:
         return sum(array.nbytes for array in self.arrays.values())
 
     def add(self, block: Block) -> None:
-        """Append the rows of a block; a column that is new here is a gap before."""
+        """Append the rows of a block; a new column is NaN before them."""
         self.bad += block.bad
         self.extra_names |= block.extra_names
         for name in block.columns:
@@ -92,15 +90,11 @@ class Columns:
             return
         for name, array in self.arrays.items():
             if len(array) < end or not array.flags.writeable:
-                array = self._longer(array, end)
-                self.arrays[name] = array
+                longer = np.full(end + end // 4 + 256, math.nan, array.dtype)
+                longer[: min(self.count, len(array))] = array[: self.count]
+                array = self.arrays[name] = longer
             array[self.count : end] = block.columns.get(name, math.nan)
         self.count = end
-
-    def _longer(self, array: np.ndarray, end: int) -> np.ndarray:
-        longer = np.full(end + end // 4 + 256, math.nan, array.dtype)
-        longer[: min(self.count, len(array))] = array[: self.count]
-        return longer
 
 
 def blocks(data: bytes) -> Iterator[Block]:
@@ -117,8 +111,8 @@ def blocks(data: bytes) -> Iterator[Block]:
 
 
 def _regular(data: bytes) -> bool:
-    """Whether a columnar parser can take these rows: nothing nested (it recurses), no line much longer than the others
-    and few names (it allocates every name for every row: 100,000 names in 1.6 MB took 3.2 GB)."""
+    """Return whether the columnar parser can take these rows: nothing nested (it recurses), no line much longer than
+    the others, and few names (it allocates every name for every row: 100,000 names in 1.6 MB took 3.2 GB)."""
     count = data.count(b"\n")
     if b"[" in data or b"NaN" in data or b"\\" in data or data.count(b"{") != count:
         return False
@@ -128,7 +122,7 @@ def _regular(data: bytes) -> bool:
 
 
 def _parse_columns(data: bytes) -> Block | None:
-    """By pyarrow, some eight times faster; None where its types are too strict for these rows."""
+    """Parse with pyarrow, about eight times faster; return None if its types are too strict for these rows."""
     import pyarrow as pa
     from pyarrow import json as arrow
 
@@ -141,16 +135,14 @@ def _parse_columns(data: bytes) -> Block | None:
         return None
     columns: dict[str, np.ndarray] = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
-        if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
-            continue
-        if len(name) <= 100:
+        if len(name) <= 100 and (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
             with np.errstate(over="ignore"):
                 columns[name] = column.cast(pa.float64(), safe=False).to_numpy().astype(_kind(name))
     return Block(columns, table.num_rows)
 
 
 def _parse_lines(data: bytes) -> Block:
-    """By what is there, not by rows times names: one wide row among many small ones costs what it holds."""
+    """Parse line by line; memory grows with the values, not with rows times names."""
     found: dict[str, tuple[list[int], list[float]]] = {}
     rows = bad = 0
     extra_names = False
@@ -181,7 +173,7 @@ def _column(name: str, rows: int, places: list[int], values: list[float]) -> np.
 
 
 def _numbers(line: bytes) -> dict[str, float] | None:
-    """The numbers of a row by name; None when the line is no row."""
+    """Return the numbers of a row by name; None if the line is not a row."""
     if len(line) > LONGEST:
         return None
     try:

@@ -1,7 +1,7 @@
-"""The one door to the files of a directory of runs: nothing outside it is opened, nothing too large is read.
+"""All access to the files of a directory of runs: nothing outside it is opened, nothing too large is read.
 
-Runs come from anywhere, so a name, a link or a file may be hostile. A path is used only after every link in it was
-followed and the result lies below DIR; only regular files are read (a pipe would block for ever), up to a limit.
+Runs come from anywhere, so a name, a link or a file may be hostile. A path is used only if it lies below DIR with all
+links followed; only regular files are read (a pipe would block forever), up to a limit.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _ID = re.compile(r"[^/]{1,80}(/phases/[^/]{1,80})?")
 T = TypeVar("T")
 
 Signature = tuple[int, int, int]
-"""(inode, size, time of the last change): equal when a file is as it was."""
+"""(inode, size, time of the last change): equal while a file is unchanged."""
 
 
 class Gone(InputError):
-    """There is no such run, or its files are not to be shown."""
+    """There is no such run, or its files must not be shown."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Folder:
         object.__setattr__(self, "root", Path(self.root).resolve())
 
     def ids(self) -> tuple[list[str], int]:
-        """Runs and their phases, sorted, and how many entries are left out because they lead elsewhere."""
+        """Return runs and their phases, sorted, and how many entries were skipped because they lead outside."""
         found, outside = [], 0
         for name in _entries(self.root):
             try:
@@ -60,7 +60,7 @@ class Folder:
         return found, outside
 
     def run(self, name: str) -> RunDirectory:
-        """The run of an id; Gone when there is none, or when a link leads out of DIR."""
+        """Return the run of an id. Raise Gone if there is none, or if a link leads out of DIR."""
         if not _ID.fullmatch(name):
             raise Gone(f"there is no run '{name[:100]}'.")
         try:
@@ -74,7 +74,7 @@ class Folder:
         return run
 
     def holds(self, path: Path) -> bool:
-        """Whether a path, all links followed, lies in DIR."""
+        """Return whether a path, all links followed, lies in DIR."""
         try:
             real = os.path.realpath(path)
         except (OSError, ValueError):
@@ -82,7 +82,7 @@ class Folder:
         return real == str(self.root) or real.startswith(os.path.join(self.root, ""))
 
     def signature(self, path: Path) -> Signature | None:
-        """Of a regular file in DIR; None for anything else."""
+        """Return the signature of a regular file in DIR; None for anything else."""
         try:
             found = os.stat(path)
         except (OSError, ValueError):
@@ -92,7 +92,7 @@ class Folder:
         return found.st_ino, found.st_size, found.st_mtime_ns
 
     def read(self, path: Path, limit: int = MOST_BYTES, tail: bool = False) -> bytes | None:
-        """A file's bytes, or its last `limit` with `tail`; None when it is missing, too long, or not in DIR."""
+        """Return a file's bytes, or its last `limit` with `tail`; None if it is missing, too long, or not in DIR."""
         found = self.signature(path)
         if found is None or (found[1] > limit and not tail):
             return None
@@ -105,12 +105,12 @@ class Folder:
             return None
 
     def json(self, path: Path, limit: int = MOST_BYTES) -> Any:
-        """A JSON file, or None: a run that is damaged is shown with a gap."""
+        """Return a JSON file, or None if it is missing or damaged."""
         return parsed(self.read(path, limit))
 
 
 def parsed(data: bytes | None) -> Any:
-    """JSON, or None when it is not (or is nested more deeply than any of ours)."""
+    """Return parsed JSON; None if it is not JSON or too deeply nested."""
     try:
         return None if data is None else json.loads(data)
     except (ValueError, RecursionError):
@@ -118,7 +118,7 @@ def parsed(data: bytes | None) -> Any:
 
 
 class Remembered:
-    """The last result of reading a file, until the file changes; of `most` files, and of `limit` bytes of them."""
+    """A cache of results by file signature, for at most `most` files and `limit` bytes."""
 
     def __init__(self, most: int = 4000, limit: int = 32 << 20):
         self.most, self.limit = most, limit
@@ -127,7 +127,7 @@ class Remembered:
         self._lock = threading.Lock()
 
     def get(self, key: Any, signature: Signature | None, make: Callable[[], T], size: int = 0) -> T:
-        """What `make` gives, or gave for the same signature; `size` is what it holds on to."""
+        """Return the result of `make`, cached while the signature is the same; `size` is its bytes."""
         with self._lock:
             known = self._known.get(key)
             if known is not None and known[0] == signature:

@@ -1,4 +1,4 @@
-"""A run's metrics as they grow: each byte of metrics.jsonl is read once, and what was read is kept on disk too.
+"""A run's metrics as they grow: each byte of metrics.jsonl is read once, and the columns are cached on disk.
 
 home/dash/SHA256(path).columns = length of the header (8 bytes), header (JSON), the columns one after the other
 """
@@ -24,19 +24,18 @@ from bessemer.errors import StorageError
 from bessemer.report.metrics import MOST_BYTES
 from bessemer.storage.files import atomic_write
 
-# A file of lines that a run appends to, or writes anew when it is resumed: each of its bytes is read once.
-#
-# A file that was written anew is noticed by the bytes before the place where reading ended: when they are not
-# the same, everything is read again.
-
-
 CHUNK = 8 << 20
-TAIL = 64
+TAIL = 64  # bytes before the place where reading ended; if they changed, the file was rewritten and is read again
+FORMAT = 2
+KEEP_FROM = 2000  # rows: reading fewer is faster than using the cache
+DISK = 2 << 30  # bytes of cache
 
 
 class Growing(ABC):
-    """Gives complete lines, as they come, to `use`; `forget` when they were of a file that is no more. `most`: bytes
-    that one look may read (None: all of them); what is `left` is read by the next looks."""
+    """A file of lines that grows, or is rewritten by a resume. New complete lines go to `use`; `forget` drops them all.
+
+    `most` is how many bytes one `look` may read (None: all); the next ones read what is `left`.
+    """
 
     most: int | None = None
 
@@ -51,7 +50,7 @@ class Growing(ABC):
 
     @abstractmethod
     def too_long(self) -> None:
-        """A line longer than a chunk was left out."""
+        """Count a line longer than a chunk, which was skipped."""
 
     @abstractmethod
     def forget(self) -> None: ...
@@ -63,13 +62,13 @@ class Growing(ABC):
         self.forget()
 
     def look(self) -> None:
-        """Use the complete lines that are new; the lock is held by the caller."""
+        """Use the new complete lines. The caller holds the lock."""
         signature = self.folder.signature(self.path)
         if signature == self.signature and not self.left:
             return
         if signature is None:
             self._reset()
-        elif signature[1] > MOST_BYTES:  # a sparse file claims any length, and reading it takes as long
+        elif signature[1] > MOST_BYTES:  # a sparse file can claim any length
             self._reset()
             self.too_long()
         else:
@@ -94,10 +93,10 @@ class Growing(ABC):
         return file.read(len(self._tail)) == self._tail
 
     def _take(self, data: bytes) -> bool:
-        """Use the complete lines of a chunk; False when there are none."""
+        """Use the complete lines of a chunk; return False if there are none."""
         end = data.rfind(b"\n") + 1
         if end == 0 and len(data) < CHUNK:
-            return False  # a row that is being written
+            return False  # an incomplete row
         used = data[:end] if end else data
         self._offset += len(used)
         self._tail = (self._tail + used[-TAIL:])[-TAIL:]
@@ -113,18 +112,13 @@ class Growing(ABC):
         return True
 
 
-FORMAT = 2
-KEEP_FROM = 2000  # rows: fewer are read again faster than found
-DISK = 2 << 30  # bytes of cache
-
-
 def cache_file(cache: Path, path: Path) -> Path:
-    """Where the columns of a metrics file are kept."""
+    """Return the cache file of a metrics file."""
     return cache / f"{hashlib.sha256(bytes(path)).hexdigest()}.columns"
 
 
 def kept_bytes(cached: Path, path: Path) -> int:
-    """How many bytes of `path` need not be read again; 0 where nothing is kept."""
+    """Return how many bytes of `path` are cached."""
     try:
         with open(cached, "rb") as file:
             header = json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 1 << 20)))
@@ -134,7 +128,7 @@ def kept_bytes(cached: Path, path: Path) -> int:
 
 
 def used_bytes(cache: Path) -> int:
-    """Of the whole cache."""
+    """Return the size of the whole cache."""
     return sum(stat.st_size for stat, _ in _cached(cache))
 
 
@@ -157,24 +151,19 @@ class RunMetrics(Growing):
         self.columns.bad += 1
 
     def refresh(self) -> Columns:
-        """The columns of all complete rows that are in the file now."""
+        """Return the columns of all complete rows in the file."""
         with self.lock:
             before = self.signature
             self.look()
-            if (
-                self.signature != before
-                and self.columns.count >= KEEP_FROM
-                and self.columns.count > 1.25 * self._kept
-            ):
+            if self.signature != before and self.columns.count >= KEEP_FROM and self.columns.count > 1.25 * self._kept:
                 self._save()
             return self.columns
 
     def _save(self) -> None:
-        """Keep the columns for the next start; a cache that cannot be written is no reason to fail."""
+        """Cache the columns for the next start, if the cache can be written."""
         if self.cache is None or self._skipping:
             return
         columns = self.columns
-        names = columns.names
         header = {
             "format": FORMAT,
             "path": str(self.path),
@@ -184,12 +173,12 @@ class RunMetrics(Growing):
             "bad": columns.bad,
             "extra_names": columns.extra_names,
             "extra_rows": columns.extra_rows,
-            "columns": [[name, columns[name].dtype.str] for name in names],
+            "columns": [[name, columns[name].dtype.str] for name in columns.names],
         }
         head = json.dumps(header).encode()
         head += b" " * (-len(head) % 8)
         parts = [len(head).to_bytes(8, "little"), head]
-        for name in names:
+        for name in columns.names:
             raw = columns[name].tobytes()
             parts += [raw, b"\0" * (-len(raw) % 8)]
         try:
@@ -200,7 +189,7 @@ class RunMetrics(Growing):
             self.cache = None
 
     def _load(self) -> int:
-        """Take the columns of an earlier process where they are there and whole; returns their rows."""
+        """Load cached columns if they are there and complete; return their number of rows."""
         if self.cache is None:
             return 0
         try:
@@ -214,22 +203,18 @@ class RunMetrics(Growing):
             for name, kind in header["columns"]:
                 arrays[name] = np.frombuffer(raw, np.dtype(kind), header["count"], place)
                 place += arrays[name].nbytes + -arrays[name].nbytes % 8
-            os.utime(self.cache)  # the least recently used are the first to be removed
+            os.utime(self.cache)  # the least recently used are removed first
         except (OSError, ValueError, KeyError, TypeError):
             return 0
         self.columns = Columns(
-            int(header["count"]),
-            int(header["bad"]),
-            arrays,
-            bool(header["extra_names"]),
-            bool(header["extra_rows"]),
+            int(header["count"]), int(header["bad"]), arrays, bool(header["extra_names"]), bool(header["extra_rows"])
         )
         self._offset, self._tail = int(header["offset"]), bytes.fromhex(header["tail"])
         return self.columns.count
 
 
 class Index:
-    """The metrics of the runs looked at lately, in at most `limit` bytes of memory and `disk` bytes of cache."""
+    """The metrics of recently used runs, in at most `limit` bytes of memory and `disk` bytes of cache."""
 
     def __init__(self, folder: Folder, cache: Path | None, limit: int = 256 << 20, disk: int = DISK):
         self.folder, self.cache, self.limit = folder, cache, limit

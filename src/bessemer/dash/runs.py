@@ -1,4 +1,4 @@
-"""What the page shows of runs besides curves: the list, one run's parts, two configurations side by side."""
+"""What the page shows of runs besides curves: the list, the parts of one run, a comparison of settings."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ NEWEST = {
     "seconds": "time/total",
 }
 LOOKED_FOR = tuple(name for metric, _, _ in RESULTS for name in (metric, f"{metric}_se"))
-END = 256 << 10  # bytes at a file's end in which the newest values are looked for
+END = 256 << 10  # bytes at the end of a file that are searched for the newest values
 STATES = ("running", "done", "stopped", "failed")
+DEEPEST, MOST = 20, 20_000  # levels and values of a config.yaml
 MOST_SAMPLES, LONGEST_TEXT = 400, 4000
 
 
 @dataclass
 class Runs:
-    """The runs of a folder; files are read again only when they have changed."""
+    """The runs of a folder; a file is read again only when it has changed."""
 
     folder: Folder
     _seen: Remembered = field(default_factory=Remembered)
 
     def listed(self) -> dict[str, Any]:
-        """Every run, the most recently active first."""
+        """Return every run, the most recently active first."""
         ids, outside = self.folder.ids()
         rows = []
         for name in ids:
@@ -63,13 +64,13 @@ class Runs:
             **{label: newest.get(metric) for label, metric in NEWEST.items()},
             "loss": newest.get("loss_smooth", newest.get("loss")),
             "result": found._asdict() if (found := headline(newest.get)) else None,
-            "began": _time(summary.status.get("began")),
-            "beat": _time(summary.status.get("heartbeat")),
+            "began": _number(summary.status.get("began")),
+            "beat": _number(summary.status.get("heartbeat")),
             "message": short(summary.status.get("message"), 500),
         }
 
     def state(self, summary: Summary) -> str:
-        """As `bessemer runs` says it, whatever a foreign status or lock holds."""
+        """Return the state as in `bessemer runs`, whatever a foreign status or lock file holds."""
         said = summary.status.get("state")
         if said != "running":
             return said if said in STATES else "unknown"
@@ -79,7 +80,7 @@ class Runs:
             return "crashed"
 
     def summary(self, run: RunDirectory) -> Summary:
-        """Status, settings and facts; never the rows."""
+        """Return status, settings and facts, without rows."""
         config, provenance, problem = self._remember(run.config, "config", self._config)
         return Summary(
             run,
@@ -92,13 +93,10 @@ class Runs:
         )
 
     def detail(self, name: str) -> dict[str, Any]:
-        """One run: the row of the list, and everything that is small."""
+        """Return one run: its row of the list, and everything small."""
         run = self.folder.run(name)
         summary = self.summary(run)
-        derived = [
-            {"name": short(key, 200), **_decision(value)}
-            for key, value in list(summary.derived.items())[:500]
-        ]
+        derived = [{"name": short(key, 200), **_decision(value)} for key, value in list(summary.derived.items())[:500]]
         return {
             **self.row(name),
             "facts": {key: summary.facts.get(key) for key in FACTS if key in summary.facts},
@@ -112,9 +110,9 @@ class Runs:
         }
 
     def difference(self, names: list[str]) -> dict[str, Any]:
-        """Settings that differ (`rows`), those of some runs only (`partial`), and those that are the same.
+        """Return settings that differ (`rows`), those that only some runs have (`partial`), and those that are equal.
 
-        Another objective, optimizer or model brings settings of its own: these are no difference in one setting.
+        Settings are partial where runs have different objectives, optimizers or models.
         """
         summaries = [self.summary(self.folder.run(name)) for name in names]
         different = differing_settings(summaries)
@@ -132,19 +130,18 @@ class Runs:
         return {"runs": names, **found, "same": same}
 
     def samples(self, name: str) -> list[dict[str, Any]]:
-        """The newest previews, oldest first, long texts cut."""
-        run = self.folder.run(name)
-        return self._remember(run.samples, "samples", self._samples)
+        """Return the newest previews, oldest first, with long texts cut."""
+        return self._remember(self.folder.run(name).samples, "samples", self._samples)
 
     def text(self, name: str, what: str) -> str | None:
-        """The report, or the end of the log."""
+        """Return the report, or the end of the log."""
         run = self.folder.run(name)
         path, tail = (run.report, False) if what == "report" else (run.log, True)
         data = self.folder.read(path, (64 << 10) if tail else (2 << 20), tail=tail)
         return None if data is None else data.decode("utf-8", errors="replace")
 
     def checkpoints(self, run: RunDirectory) -> list[dict[str, Any]]:
-        """Committed ones, newest first. What was committed never changes, so its size is counted once."""
+        """Return committed checkpoints, newest first. They never change, so their size is computed once."""
         found = []
         if not self.folder.holds(run.checkpoints) or not run.checkpoints.is_dir():
             return []
@@ -178,12 +175,11 @@ class Runs:
     def _config(self, path: Path) -> tuple[dict[str, Any], dict[str, Any], str | None]:
         data = self.folder.read(path, 1 << 20)
         if data is None:
-            missing = not path.exists()
-            return {}, {}, None if missing else f"{path.name} is too long or not a file of this directory."
+            return {}, {}, f"{path.name} is too long or not a file of this directory." if path.exists() else None
         return flat_settings(data)
 
     def _newest(self, path: Path) -> dict[str, float]:
-        """The newest value of each metric that the list shows, from the end of the file alone."""
+        """Return the newest value of each metric in the list, from the end of the file alone."""
         data = self.folder.read(path, END, tail=True) or b""
         found: dict[str, float] = {}
         for name in ("step", "loss", *NEWEST.values(), *LOOKED_FOR):
@@ -199,15 +195,13 @@ class Runs:
 
     def _samples(self, path: Path) -> list[dict[str, Any]]:
         data = self.folder.read(path, 2 << 20, tail=True) or b""
-        rows = [parsed(line) for line in data.split(b"\n") if line.strip()]
-        kept = [row for row in rows if isinstance(row, dict)][-MOST_SAMPLES:]
+        rows = [row for line in data.split(b"\n") if isinstance(row := parsed(line), dict)]
         return [
             {
-                "step": row["step"] if is_number(row.get("step")) else None,
-                "prompt": short(row.get("prompt"), LONGEST_TEXT),
-                "completion": short(row.get("completion"), LONGEST_TEXT),
+                "step": _number(row.get("step")),
+                **{key: short(row.get(key), LONGEST_TEXT) for key in ("prompt", "completion")},
             }
-            for row in kept
+            for row in rows[-MOST_SAMPLES:]
         ]
 
 
@@ -227,13 +221,13 @@ FACTS = (
 
 
 def short(value: Any, limit: int) -> str:
-    """Text of at most `limit` characters; what was cut off is said."""
+    """Return text of at most `limit` characters, and how many were cut off."""
     text = "" if value is None else value if isinstance(value, str) else show(value)
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit:,} more characters)"
 
 
 def show(value: Any) -> str:
-    """A setting's value as one line of text."""
+    """Return a setting's value as one line of text."""
     if isinstance(value, str):
         return short(value, LONGEST_TEXT)
     try:
@@ -243,7 +237,7 @@ def show(value: Any) -> str:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """JSON that a browser can read: no NaN, no text or tree without end."""
+    """Return JSON that a browser can read: no NaN, no endless text or tree."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, str):
@@ -258,14 +252,12 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 
 def _parameters(facts: dict[str, Any]) -> float | None:
-    """How many the model has."""
     groups = facts.get("parameters")
-    total = groups.get("total") if isinstance(groups, dict) else None
-    return total if is_number(total) else None
+    return _number(groups.get("total")) if isinstance(groups, dict) else None
 
 
-def _time(value: Any) -> float | None:
-    return float(value) if is_number(value) else None
+def _number(value: Any) -> float | None:
+    return value if is_number(value) else None
 
 
 def _decision(value: Any) -> dict[str, str]:
@@ -274,32 +266,26 @@ def _decision(value: Any) -> dict[str, str]:
 
 
 def _result(one: dict[str, Any]) -> dict[str, Any]:
-    """A row of the table of evaluations, its parts below it."""
+    """Return a row of the table of evaluations, with its parts."""
     parts = one.get("tasks")
-    shown = [
-        {"task": short(name, 200), "value": part.get("accuracy"), "centred": part.get("centred")}
-        for name, part in (list(parts.items())[:200] if isinstance(parts, dict) else ())
-        if isinstance(part, dict)
-    ]
     return {
         "task": short(one.get("task"), 200),
-        "step": one["step"] if is_number(one.get("step")) else None,
+        "step": _number(one.get("step")),
         "metric": short(one.get("metric"), 200),
-        "value": one["value"] if is_number(one.get("value")) else None,
-        "parts": [{k: v if k == "task" or is_number(v) else None for k, v in part.items()} for part in shown],
+        "value": _number(one.get("value")),
+        "parts": [
+            {"task": short(name, 200), "value": _number(part.get("accuracy")), "centred": _number(part.get("centred"))}
+            for name, part in (list(parts.items())[:200] if isinstance(parts, dict) else ())
+            if isinstance(part, dict)
+        ],
     }
 
 
-# A saved config.yaml as flat settings, read without trust: no references, no tags, no trees that grow when
-# read.
-
-
-DEEPEST = 20
-MOST = 20_000
-
-
 def flat_settings(data: bytes) -> tuple[dict[str, Any], dict[str, Any], str | None]:
-    """({"training.steps": 10, …}, origins of the same keys, what is wrong or None)."""
+    """Return the settings of a config.yaml ({"training.steps": 10, …}), their origins, and what is wrong or None.
+
+    The file is not trusted: no references, no tags, no trees that grow when read.
+    """
     import yaml
 
     try:
@@ -316,13 +302,13 @@ def flat_settings(data: bytes) -> tuple[dict[str, Any], dict[str, Any], str | No
 
 
 def _check(events: Any) -> None:
-    """Ours hold no aliases; nine lines of them can describe a billion values."""
+    """Raise ValueError for aliases, which ours do not have: nine lines of them can describe a billion values."""
     import yaml
 
     depth = 0
     for number, event in enumerate(events):
         if isinstance(event, yaml.AliasEvent):
-            raise ValueError("it holds a YAML alias")
+            raise ValueError("it has a YAML alias")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST or number > MOST:
             raise ValueError("it is nested too deeply or too long")

@@ -1,5 +1,5 @@
-"""Curves as a page draws them: one metric against an axis, smoothed, cut to what is looked at, thinned without losing
-a spike.
+"""Charts and curves of the page: one metric against an axis, smoothed, cut to the visible range, thinned without losing
+spikes.
 
 smoothed_t = m_t / (1 - s^t),  m_t = s·m_{t-1} + (1 - s)·y_t        (debiased, over all points before thinning)
 """
@@ -7,7 +7,7 @@ smoothed_t = m_t / (1 - s^t),  m_t = s·m_{t-1} + (1 - s)·y_t        (debiased,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,30 +15,20 @@ import numpy as np
 
 from bessemer.dash.columns import Columns
 
-# Which charts a run gets, from the names of its metrics: known groups first, then a chart for each other
-# name.
-
 
 @dataclass(frozen=True)
 class Group:
-    """A chart: its title, the names (with *) drawn in it, and how its axis is read."""
+    """A chart: its title, the metrics drawn in it (* matches any), and its axis."""
 
     title: str
     names: tuple[str, ...]
     unit: str = ""
     log: bool = False
-    smooth: bool = True  # the smoothing of the page applies
-    fold: bool = False  # of several runs: one chart with a choice of the name, not a chart per name
+    smooth: bool = True  # whether the page's smoothing applies
+    fold: bool = False  # for several runs: one chart with a choice of the metric, not one per metric
 
     def document(self, names: list[str]) -> dict[str, Any]:
-        return {
-            "title": self.title,
-            "names": names,
-            "unit": self.unit,
-            "log": self.log,
-            "smooth": self.smooth,
-            "fold": self.fold and len(names) > 1,
-        }
+        return {**asdict(self), "names": names, "fold": self.fold and len(names) > 1}
 
 
 GROUPS = (
@@ -47,8 +37,8 @@ GROUPS = (
     Group("CORE", ("core_metric",), smooth=False),
     Group("Reward", ("reward", "val_reward", "reward/*", "val_reward/*")),
     Group("Reward spread", ("reward_std",), "standard deviation within a group"),
-    Group("Pairs ranked right", ("pref_acc", "val_pref_acc"), "share of pairs"),
-    Group("Margin", ("margin", "val_margin"), "chosen less rejected"),
+    Group("Pairs ranked correctly", ("pref_acc", "val_pref_acc"), "share of pairs"),
+    Group("Margin", ("margin", "val_margin"), "chosen minus rejected"),
     Group("KL to the reference", ("kl", "kl_nll", "val_kl"), "nats per token"),
     Group("Clipped ratios", ("clip_frac",), "share of tokens"),
     Group("Entropy", ("entropy",), "nats"),
@@ -62,12 +52,7 @@ GROUPS = (
     Group("MFU", ("time/mfu", "time/mfu_causal"), "share of the peak"),
     Group("Memory", ("mem/peak_gib",), "peak GiB of a device", smooth=False),
     Group("Step time", ("time/step_ms",), "milliseconds"),
-    Group(
-        "Parts of a step",
-        ("time/rollout_s", "time/score_s", "time/reward_s", "time/train_s"),
-        "seconds",
-        fold=True,
-    ),
+    Group("Parts of a step", ("time/rollout_s", "time/score_s", "time/reward_s", "time/train_s"), "seconds", fold=True),
     Group("Waiting for data", ("time/data_wait_pct",), "% of the time"),
     Group("Goodput", ("time/goodput",), "share of the wall clock spent training"),
     Group("Log-probabilities", ("logps/*", "val_logps/*"), "nats per answer", fold=True),
@@ -87,14 +72,14 @@ HIDDEN = (
     "min_val_bpb",
     "val_bpb_se",
 )
-"""Not drawn by themselves: they grow with the step, or say the same as another chart."""
+"""Not drawn by themselves: they grow with the step, or repeat another chart."""
 
 
 def charts_of(names: Iterable[str]) -> list[dict[str, Any]]:
-    """The charts of metrics with these names, in reading order."""
+    """Return the charts of metrics with these names: known groups first, then one chart for each other name."""
     left = [name for name in sorted(set(names)) if name not in HIDDEN]
     charts = []
-    of_pairs = not {"pref_acc", "reward"}.isdisjoint(left)  # then the loss is not of tokens
+    of_pairs = not {"pref_acc", "reward"}.isdisjoint(left)  # then the loss is not per token
     for group in GROUPS:
         if of_pairs and group.title == "Loss":
             group = replace(group, unit="of the objective")
@@ -105,19 +90,14 @@ def charts_of(names: Iterable[str]) -> list[dict[str, Any]]:
     return [*charts, *(Group(name, (name,)).document([name]) for name in left)]
 
 
-AXES = {
-    "step": "step",
-    "tokens": "tokens",
-    "time": "time/total",
-    "flops": "total_training_flops",
-}
+AXES = {"step": "step", "tokens": "tokens", "time": "time/total", "flops": "total_training_flops"}
 MOST_POINTS = 4000
 MOST_SMOOTHING = 0.999
 
 
 @dataclass(frozen=True)
 class View:
-    """What is asked for: the axis, its range (None: all), points at most, and the smoothing."""
+    """What is drawn: the axis, its range (None: all), maximum points, and the smoothing."""
 
     axis: str = "step"
     low: float | None = None
@@ -127,7 +107,7 @@ class View:
 
 
 def curve(columns: Columns, name: str, view: View) -> dict[str, Any] | None:
-    """{"x", "y"} and, with smoothing, {"smooth": {"x", "y"}}; None when the run has no such metric or axis."""
+    """Return {"x", "y"} and, with smoothing, {"smooth": {"x", "y"}}; None if the run has no such metric or axis."""
     if name not in columns or AXES[view.axis] not in columns:
         return None
     y = columns[name]
@@ -143,7 +123,7 @@ def curve(columns: Columns, name: str, view: View) -> dict[str, Any] | None:
 
 
 def carried(x: np.ndarray) -> np.ndarray:
-    """An axis without gaps: a row that does not say (a validation's) is where the row before it was."""
+    """Return an axis without gaps: a row without a value (a validation's) has that of the row before it."""
     known = np.isfinite(x)
     if known.all():
         return x
@@ -152,8 +132,8 @@ def carried(x: np.ndarray) -> np.ndarray:
 
 
 def smoothed(y: np.ndarray, share: float) -> np.ndarray:
-    """The formula above, a block at a time: within a block the recursion is a cumulative sum of y over powers of the
-    share, and blocks are so short that these stay far above what a float can hold (e^-300)."""
+    """Apply the formula above one block at a time. Within a block the recursion is a cumulative sum of y over powers of
+    the share; blocks are short enough that these do not underflow (e^-300)."""
     share = min(share, MOST_SMOOTHING)
     block = max(1, min(1 << 16, int(-300 / np.log(share))))
     powers = share ** np.arange(1, block + 1)
@@ -167,7 +147,7 @@ def smoothed(y: np.ndarray, share: float) -> np.ndarray:
 
 
 def _range(x: np.ndarray, view: View) -> slice:
-    """The points in the range, and one on each side, so that the line runs to the edges."""
+    """Return the points in the range and one on each side, so that the line reaches the edges."""
     inside = np.ones(len(x), bool)
     if view.low is not None:
         inside &= x >= view.low
@@ -180,7 +160,7 @@ def _range(x: np.ndarray, view: View) -> slice:
 
 
 def thinned(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """At most `points`: the least and the greatest of each of points/2 - 1 equal pieces, the first, the last."""
+    """Return at most `points`: the least and greatest of points/2 - 1 equal pieces, the first, and the last."""
     if len(y) <= points:
         return x, y
     pieces = max(1, points // 2 - 1)
@@ -198,5 +178,5 @@ def _points(x: np.ndarray, y: np.ndarray, points: int) -> dict[str, list[float]]
 
 
 def _short(values: np.ndarray, digits: int) -> list[float]:
-    """Fewer digits: what float32 holds, and a third of the bytes."""
+    """Return values with as many digits as float32 holds: a third of the bytes."""
     return [float(f"{value:.{digits}g}") for value in values.tolist()]

@@ -1,7 +1,7 @@
-"""Distributions of parameters over steps: weights.jsonl of callbacks=[weight_distribution], as the page draws it.
+"""Histograms of parameters over steps, from weights.jsonl of callbacks=[weight_distribution].
 
-What is kept does not grow with the file: of each parameter every `stride`-th row and the newest, the stride doubling
-whenever `MOST_STEPS` are reached. Lines that are no such rows are counted; a number that is none is a gap.
+Memory does not grow with the file: of each parameter every `stride`-th row and the newest are kept, and the stride
+doubles whenever `MOST_STEPS` is reached. Invalid lines are counted; an invalid number is a gap.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STATISTICS = ("mean", "std", "min", "max")
 
 @dataclass(frozen=True)
 class Row:
-    """One histogram: `counts` over equal bins from min to max; none where these are no numbers."""
+    """One histogram: `counts` in equal bins from min to max; empty if these are not numbers."""
 
     step: float
     statistics: tuple[float | None, ...]
@@ -42,7 +42,7 @@ class Row:
 
 @dataclass
 class Thinned:
-    """At most `MOST_STEPS` rows of one parameter, spread over all that there were, and the newest."""
+    """At most `MOST_STEPS` rows of one parameter, spread over all of them, and the newest."""
 
     rows: list[Row] = field(default_factory=list)
     newest: Row | None = None
@@ -60,17 +60,17 @@ class Thinned:
 
     @property
     def values(self) -> float:
-        """How many the parameter has: a histogram counts them all."""
+        """The number of values of the parameter, all of which a histogram counts."""
         return float(self.rows[0].counts.sum()) if self.rows else 0.0
 
     def documents(self) -> list[dict[str, Any]]:
-        """By rising step, each once: what was written last counts."""
+        """Return the rows by rising step; of two rows with one step, the last."""
         found = {row.step: row for row in [*self.rows, *([self.newest] if self.newest else [])]}
         return [found[step].document() for step in sorted(found)]
 
 
 class RunWeights(Growing):
-    """The distributions of one run; a long file is read in several looks, so that none of them takes long."""
+    """The histograms of one run; a long file is read in several looks, so that none takes long."""
 
     most = 16 << 20
 
@@ -95,7 +95,7 @@ class RunWeights(Growing):
         self.bad += 1
 
     def shown(self, name: str) -> tuple[str, Callable[[], dict[str, Any]]]:
-        """(version, document) of a parameter; of the one with the most values when there is none of this name."""
+        """Return (version, document) of a parameter; of the one with the most values if there is none of this name."""
         with self.lock:
             self.look()
             version = repr((str(self.path), name, self.signature, self.left))
@@ -120,7 +120,7 @@ class RunWeights(Growing):
 
 
 class Distributions:
-    """Of the runs that were looked at lately."""
+    """The histograms of recently used runs."""
 
     def __init__(self, folder: Folder, most: int = 4):
         self.folder, self.most = folder, most
@@ -137,7 +137,7 @@ class Distributions:
 
 
 def _row(line: bytes) -> tuple[str, Row] | None:
-    """(parameter, histogram) of a line; None when it is no such row."""
+    """Return the parameter and histogram of a line; None if it is not such a row."""
     row = parsed(line) if len(line) <= LONGEST else None
     if not isinstance(row, dict):
         return None
@@ -158,5 +158,5 @@ def _row(line: bytes) -> tuple[str, Row] | None:
 
 
 def _number(value: Any) -> float | None:
-    """A number that float32 can hold (so can a canvas), in its digits; or None."""
+    """Return a number that float32 can hold, in its digits; else None."""
     return float(f"{value:.7g}") if is_number(value) and abs(value) < 3e38 else None

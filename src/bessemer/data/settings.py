@@ -1,4 +1,4 @@
-"""Settings of the data room."""
+"""The settings data/*, and the paths that they name."""
 
 from __future__ import annotations
 
@@ -75,18 +75,13 @@ class DataSettings:
 def data_root(root: str | Path | None = None) -> Path:
     """Where prepared stores and trained tokenizers are kept."""
     refuse_remote(
-        root,
-        "stores are mapped into memory, so data.root must be local",
-        "texts may come from s3:// or gs://",
+        root, "stores are mapped into memory, so data.root must be local", "texts may come from s3:// or gs://"
     )
     return Path(root).expanduser() if root else home()
 
 
-# Local paths that a run's settings name, from whatever directory they are read again.
-#
-# When a run starts, a relative name becomes the full path of what it means there, and so stands in
-# config.yaml. When a saved path is gone because the whole folder was moved, its longest tail below the
-# current directory is taken.
+# Paths in settings. When a run starts, relative paths become full paths in config.yaml. If a saved path is gone because
+# the whole folder was moved, its longest tail below the current directory is used.
 
 
 Find = Callable[[str], str]

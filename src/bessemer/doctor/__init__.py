@@ -1,7 +1,6 @@
-"""What a run directory can still be used for: every part of it is checked, and nothing is changed."""
+"""Checks of a run directory and the verdict on resuming it; nothing is changed."""
 
+from bessemer.doctor.checks import Diagnosis, Finding, remove_stale
 from bessemer.doctor.diagnose import diagnose, examine
-from bessemer.doctor.files import remove_stale
-from bessemer.doctor.findings import Diagnosis, Finding
 
 __all__ = ["Diagnosis", "Finding", "diagnose", "examine", "remove_stale"]

@@ -1,4 +1,4 @@
-"""All checks in order, and the verdict: what `bessemer resume` would do, or why it cannot."""
+"""All checks in order, and the verdict: what `bessemer resume` would do, or why it refuses."""
 
 from __future__ import annotations
 
@@ -7,26 +7,33 @@ import shutil
 from typing import Any
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.checkpoint.manifest import Progress
-from bessemer.console import duration, size
-from bessemer.doctor.files import examine_checkpoints, examine_leftovers, examine_metrics, examine_weights
-from bessemer.doctor.findings import Diagnosis, Level
-from bessemer.doctor.inputs import examine_config, examine_material, mesh_fits, rehearse
+from bessemer.console import Advance, counted, duration, size
+from bessemer.doctor.checks import (
+    Diagnosis,
+    Level,
+    examine_checkpoints,
+    examine_config,
+    examine_leftovers,
+    examine_material,
+    examine_metrics,
+    examine_weights,
+    mesh_fits,
+    rehearse,
+)
 from bessemer.errors import InputError, StorageError
 from bessemer.job import RunDirectory, RunLock
 from bessemer.job.lock import STALE_SECONDS
-from bessemer.report.phases import FOLDER, has_phases, phases_of
-from bessemer.report.summary import Summary, summarise
+from bessemer.report.summary import Summary, has_phases, phases_of, summarize
 
 CONDITIONS = ("code", "data", "disk", "machine")
-"""Areas whose remedies belong to the verdict: without them resume refuses, or fails later."""
+"""Areas whose remedies are part of the verdict: without them resume refuses, or fails later."""
 
 
-def diagnose(run: RunDirectory, progress: Progress | None = None) -> Diagnosis:
-    """Look at everything and change nothing. `progress` is told the bytes verified, from several threads."""
+def diagnose(run: RunDirectory, progress: Advance | None = None) -> Diagnosis:
+    """Check everything and change nothing. `progress` gets the bytes verified, from several threads."""
     if not run.exists():
         raise InputError(f"{run.path} holds a model but no run: there is nothing to resume.")
-    summary, owner = summarise(run), RunLock.owner(run)
+    summary, owner = summarize(run), RunLock.owner(run)
     found = Diagnosis(str(run.path), summary.state)
     checkpoints = Checkpoints(run.checkpoints)
     try:
@@ -39,8 +46,8 @@ def diagnose(run: RunDirectory, progress: Progress | None = None) -> Diagnosis:
         examine_disk(run, checkpoints, found)
         if config is not None:
             ready = examine_material(run, config, found)
-            stands = owner is None and found.state != "done" and not found.errors()
-            if mesh_fits(config, found) and ready and stands:
+            resumable = owner is None and found.state != "done" and not found.errors()
+            if mesh_fits(config, found) and ready and resumable:
                 rehearse(run, config, checkpoints, found)
     finally:
         checkpoints.close()
@@ -49,17 +56,16 @@ def diagnose(run: RunDirectory, progress: Progress | None = None) -> Diagnosis:
 
 
 def examine_status(summary: Summary, found: Diagnosis, owner: dict[str, Any] | None) -> None:
-    """status.json and the lock: is somebody at work, and if not, how did it end?"""
+    """Check status.json and the lock: is the run in use, and if not, how did it end?"""
     try:
         status = summary.run.read_status()
     except InputError as error:
         found.add("status", "error", str(error))
         return
     if owner is not None:
-        text = f"the run is in use by pid {owner.get('pid')} on host {owner.get('host')}."
-        found.add("status", "note", text)
+        found.add("status", "note", f"the run is in use by pid {owner.get('pid')} on host {owner.get('host')}.")
         if (summary.age or 0.0) > STALE_SECONDS:
-            text = f"its last sign of life is {duration(summary.age)} old, though it holds the lock."
+            text = f"its last heartbeat is {duration(summary.age)} old, though it holds the lock."
             found.add("status", "warning", text)
     elif found.state == "crashed":
         text = f"the run crashed after step {summary.step}: its status says running, but no process holds its lock."
@@ -71,25 +77,26 @@ def examine_status(summary: Summary, found: Diagnosis, owner: dict[str, Any] | N
 
 
 def examine_disk(run: RunDirectory, checkpoints: Checkpoints, found: Diagnosis) -> None:
-    """Room for one more checkpoint, and the right to write it."""
+    """Check that there is room for one more checkpoint, and permission to write it."""
     if not os.access(run.path, os.W_OK):
-        remedy = "Resume needs to: change its rights, or copy it to where you may write."
+        remedy = "Resume needs write access: change its permissions, or copy it to where you may write."
         found.add("disk", "error", f"{run.path} cannot be written.", remedy)
         return
     free = shutil.disk_usage(run.path).free
     needed = 0 if found.step is None else checkpoints.size(found.step)
     if free < needed:
-        text = f"{size(free)} are free, less than a checkpoint needs ({size(needed)})."
+        text = f"{size(free)} free, less than a checkpoint needs ({size(needed)})."
         found.add("disk", "warning", text, "Free space, or the next save fails.")
     else:
-        found.add("disk", "ok", f"{size(free)} are free; a checkpoint needs {size(needed)}.")
+        found.add("disk", "ok", f"{size(free)} free; a checkpoint needs {size(needed)}.")
 
 
 def conclude(found: Diagnosis, summary: Summary, owner: dict[str, Any] | None) -> None:
+    """Set the verdict, the exit code and whether the run can be resumed."""
     errors = found.errors()
     unusable = bool(found.checkpoints) and found.step is None
     if owner is not None:
-        found.verdict = "the run is at work now; there is nothing to resume."
+        found.verdict = "the run is in progress; there is nothing to resume."
     elif found.state == "done" and not unusable:
         found.verdict = f"the run is finished at step {summary.step}; there is nothing to resume."
     elif errors:
@@ -101,31 +108,28 @@ def conclude(found: Diagnosis, summary: Summary, owner: dict[str, Any] | None) -
 
 
 def _promise(found: Diagnosis, reached: int | None) -> str:
-    """What resume will do, and what the user must do for it."""
+    """Return what resume will do, and what the user must do first."""
     conditions = [f.remedy for f in found.findings if f.area in CONDITIONS and f.remedy]
     but = f" But: {' '.join(conditions)}" if conditions else ""
     if found.step is None:
         return f"resume will start again from step 0, as the same run: no checkpoint was committed.{but}"
     lost = (reached or 0) - found.step
-    again = f" {lost} step{'s' if lost > 1 else ''} after it will be taken again." if lost > 0 else ""
+    again = f" {counted(lost, 'step')} after it will be repeated." if lost > 0 else ""
     return f"resume will continue at step {found.step} from checkpoint {found.checkpoint}.{again}{but}"
 
 
-# A job of phases: every phase is a run of its own, and the job can go on if they all can.
-
-
-def examine(run: RunDirectory, progress: Progress | None = None) -> Diagnosis:
-    """The diagnosis of a run, or of all runs of a job of phases."""
+def examine(run: RunDirectory, progress: Advance | None = None) -> Diagnosis:
+    """Return the diagnosis of a run, or of a job of phases: it can be resumed if each of its runs can."""
     if not has_phases(run):
         return diagnose(run, progress)
-    summary, owner = summarise(run), RunLock.owner(run)
+    summary, owner = summarize(run), RunLock.owner(run)
     found = Diagnosis(str(run.path), summary.state)
     examine_status(summary, found, owner)
-    for name in phases_of(run):
-        phase = diagnose(RunDirectory(run.path / FOLDER / name), progress)
-        found.add("phase", "error" if phase.exit_code else "ok", f"{name}: {phase.verdict}")
+    for phase in phases_of(run):
+        diagnosis = diagnose(phase, progress)
+        found.add("phase", "error" if diagnosis.exit_code else "ok", f"{phase.name}: {diagnosis.verdict}")
     if owner is not None:
-        found.verdict = "the job is at work now; there is nothing to resume."
+        found.verdict = "the job is in progress; there is nothing to resume."
     elif found.errors():
         found.exit_code = StorageError.exit_code
         found.verdict = f"resume cannot continue this job: {found.errors()[0].line}"
@@ -133,5 +137,5 @@ def examine(run: RunDirectory, progress: Progress | None = None) -> Diagnosis:
         found.verdict = "the job is finished; there is nothing to resume."
     else:
         found.resumable = True
-        found.verdict = "resume will go on with the phases that are not done."
+        found.verdict = "resume will continue with the phases that are not done."
     return found

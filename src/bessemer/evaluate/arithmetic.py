@@ -1,4 +1,4 @@
-"""Arithmetic: sums, differences and products of small numbers, made here, answered in words."""
+"""Arithmetic: generated sums, differences and products of small numbers, answered in words."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ PROBLEMS, SEED = 300, 1337
 
 
 @evaluations.register("arithmetic")
-def arithmetic(
-    loaded: LoadedModel, *, limit: int | None = None, batch_size: int | None = None
-) -> dict[str, Any]:
-    """The same 300 problems each time."""
+def arithmetic(loaded: LoadedModel, *, limit: int | None = None, batch_size: int | None = None) -> dict[str, Any]:
+    """Return the accuracy on the same 300 problems each time."""
     task = Task("arithmetic", GENERATIVE, problems(), max_tokens=32)
     return evaluate_task(loaded, task, limit=limit, batch_size=batch_size)
 

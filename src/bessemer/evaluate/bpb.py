@@ -1,6 +1,6 @@
-"""Bits per byte: how many bits the model needs for a byte of held-out text, whatever its tokenizer.
+"""Bits per byte and loss (nats per token) on held-out text. Compare bits per byte between tokenizers.
 
-bits per byte = Σ nats / (ln 2 · Σ bytes)      over targets that stand for bytes; special tokens do not count
+bits per byte = Σ nats / (ln 2 · Σ bytes)      over targets with bytes, so not over special tokens
 """
 
 from __future__ import annotations
@@ -13,40 +13,49 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bessemer import console
 from bessemer.data import Validation
 from bessemer.errors import InputError
-from bessemer.evaluate import progress
 from bessemer.evaluate.held_out import held_out
-from bessemer.evaluate.scoring import check_batch, rows_in_a_pass
+from bessemer.evaluate.scoring import check_batch, on_mesh, replicated, rows_in_a_pass
 from bessemer.generate import LoadedModel
 from bessemer.registry import evaluations
 
 
 @evaluations.register("bpb")
 def bpb(loaded: LoadedModel, *, limit: int | None = None, batch_size: int | None = None) -> dict[str, Any]:
-    """Plain values. `limit`: sequences in all; `batch_size`: in one pass, all devices together."""
+    """Return bits per byte, loss and perplexity. `limit`: sequences in total; `batch_size`: per pass, all devices."""
     rows = held_out(loaded, limit)
     totals = measure(loaded, rows, batch_size)
     if totals["bytes"] == 0:
-        raise InputError(
-            "no target of the held-out sequences stands for a byte: bits per byte are not defined."
-        )
+        raise InputError("no target of the held-out sequences stands for a byte: bits per byte are not defined.")
     return {
         "metric": "bits per byte",
         "value": totals["nats"] / (math.log(2) * totals["bytes"]),
         "standard_error": standard_error(totals),
         "loss": totals["loss"] / totals["weight"],
-        "perplexity": math.exp(totals["loss"] / totals["weight"]),
-        "sequences": len(rows),
-        "targets": int(totals["weight"]),
+        **_counts(rows, totals),
         "bytes": int(totals["bytes"]),
     }
 
 
-def measure(loaded: LoadedModel, rows: Validation, batch_size: int | None = None) -> dict[str, float]:
-    """Σ loss and Σ weight of all targets, Σ nats and Σ bytes of those with bytes, and what their error is made of.
+@evaluations.register("loss")
+def loss(loaded: LoadedModel, *, limit: int | None = None, batch_size: int | None = None) -> dict[str, Any]:
+    """Return nats per token and perplexity; arguments as of `bpb`."""
+    rows = held_out(loaded, limit)
+    totals = measure(loaded, rows, batch_size)
+    return {"metric": "nats per token", "value": totals["loss"] / totals["weight"], **_counts(rows, totals)}
 
-    The device gives sums of single rows, which are added exactly on the host: batching does not matter.
+
+def _counts(rows: Validation, totals: Mapping[str, float]) -> dict[str, Any]:
+    perplexity = math.exp(totals["loss"] / totals["weight"])
+    return {"perplexity": perplexity, "sequences": len(rows), "targets": int(totals["weight"])}
+
+
+def measure(loaded: LoadedModel, rows: Validation, batch_size: int | None = None) -> dict[str, float]:
+    """Return Σ loss and Σ weight of all targets, Σ nats and Σ bytes of those with bytes, and the sums of their error.
+
+    The device sums single rows, and the host adds those exactly, so the batch size does not matter.
     """
     check_batch(batch_size)
     size = rows_in_a_pass(loaded, loaded.model.block_size, batch_size)
@@ -55,7 +64,7 @@ def measure(loaded: LoadedModel, rows: Validation, batch_size: int | None = None
     with loaded.scope():
         for number, batch in enumerate(batches(loaded, rows, size), start=1):
             found.append(run(loaded.params, batch))
-            progress.tick(min(number * size, len(rows)), len(rows))
+            console.tick(min(number * size, len(rows)), len(rows))
         table = np.concatenate(loaded.fetch(found), axis=1)
     nats, size = table[2].astype(np.float64), table[3].astype(np.float64)
     sums = {"nats_nats": nats * nats, "nats_bytes": nats * size, "bytes_bytes": size * size, "rows": size > 0}
@@ -64,10 +73,10 @@ def measure(loaded: LoadedModel, rows: Validation, batch_size: int | None = None
 
 
 def standard_error(sums: Mapping[str, float]) -> float | None:
-    """Standard error of bits per byte over sequences, from sums of each one's nats and bytes; None for fewer than two.
+    """Return the standard error of bits per byte over sequences, from sums over them; None for fewer than two.
 
     With R = Σ nats / Σ bytes it is √(n / (n − 1) · Σ (nats − R · bytes)²) / (ln 2 · Σ bytes): the error of a ratio of
-    sums. Sequences count as independent, so text from few documents has a larger error than this.
+    sums. It treats sequences as independent, so it is too small for text from few documents.
     """
     rows, size = sums.get("rows", 0), sums.get("bytes", 0)
     if rows < 2 or not size:
@@ -78,7 +87,7 @@ def standard_error(sums: Mapping[str, float]) -> float | None:
 
 
 def _compiled(loaded: LoadedModel) -> Any:
-    model, everywhere = loaded.model, None if loaded.topology is None else loaded.topology.replicated
+    model = loaded.model
 
     def row_sums(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         logprobs = model.apply({"params": params}, batch, method="token_logprobs")  # (B, T)
@@ -87,31 +96,13 @@ def _compiled(loaded: LoadedModel) -> Any:
         parts = (-logprobs * weights, weights, -logprobs * counted, counted * batch["target_bytes"])
         return jnp.stack([part.sum(axis=1) for part in parts])  # (4, B)
 
-    return jax.jit(row_sums, out_shardings=everywhere)
+    return jax.jit(row_sums, out_shardings=replicated(loaded))
 
 
 def batches(loaded: LoadedModel, rows: Validation, batch_size: int) -> Iterator[dict[str, Any]]:
-    """Batches of one shape with the bytes of each target; the last is filled with rows without targets."""
+    """Yield batches of one shape with the bytes of each target; the last is filled with rows without targets."""
     assert loaded.tokenizer is not None
     for number in range(rows.batches(batch_size)):
         batch: dict[str, Any] = dict(rows.batch(number, batch_size))
         batch["target_bytes"] = loaded.tokenizer.target_bytes(batch["input_ids"], batch["target_ids"])
-        yield batch if loaded.topology is None else jax.device_put(batch, loaded.topology.batch_sharding())
-
-
-# Loss on held-out text: nats a token, and the perplexity e^loss. Between tokenizers compare bits per byte.
-
-
-@evaluations.register("loss")
-def loss(loaded: LoadedModel, *, limit: int | None = None, batch_size: int | None = None) -> dict[str, Any]:
-    """Plain values. `limit`: sequences in all; `batch_size`: in one pass, all devices together."""
-    rows = held_out(loaded, limit)
-    totals = measure(loaded, rows, batch_size)
-    mean = totals["loss"] / totals["weight"]
-    return {
-        "metric": "nats per token",
-        "value": mean,
-        "perplexity": math.exp(mean),
-        "sequences": len(rows),
-        "targets": int(totals["weight"]),
-    }
+        yield on_mesh(loaded, batch)

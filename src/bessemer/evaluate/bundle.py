@@ -1,9 +1,12 @@
-"""A bundle of tasks: a directory with a list of tasks and their examples.
+"""Tasks from files: bundles (a directory with a list of tasks), and single task files (JSON lines, plain or gzip).
 
-The list is tasks.json, core.yaml, core.json, or the only YAML file. Each task has a label, a kind, a few-shot
-count, a delimiter and a file, under the names of either layout (see NAMES). Baselines stand in the list as fractions
-(random_baseline), or in a CSV with the columns `Eval Task` and `Random baseline`, in percent. Files lie in the
-directory or its eval_data, plain or gzip.
+The list of a bundle is tasks.json, core.yaml, core.json, or the only YAML file. Each task has a label, a kind, a
+few-shot count, a delimiter and a file, under the names of either layout (see NAMES). Baselines are fractions in the
+list (random_baseline), or percentages in a CSV with the columns `Eval Task` and `Random baseline`. Files are in the
+directory or its eval_data. A task file has a header as its first line:
+
+    {"task": "capitals", "kind": "multiple_choice", "fewshot": 2, "delimiter": " ", "random_baseline": 0.25}
+    {"query": "The capital of France is", "choices": ["Rome", "Paris", "Oslo", "Bonn"], "gold": 1}
 """
 
 from __future__ import annotations
@@ -29,12 +32,22 @@ NAMES = {
     "delimiter": ("continuation_delimiter", "delimiter"),
     "file": ("dataset_uri", "file"),
 }
-SEPARATOR = "\n\n"
+SUFFIXES = (".jsonl", ".jsonl.gz")
+HEADER = {
+    "task": str,
+    "kind": str,
+    "fewshot": int,
+    "delimiter": str,
+    "separator": str,
+    "random_baseline": (int, float),
+    "max_tokens": int,
+}
+RENAMED = {"task": "name", "random_baseline": "baseline"}
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A task of the list; `path` is None when its file is not there."""
+    """A task of the list; `path` is None if its file is missing."""
 
     name: str
     kind: str
@@ -45,22 +58,14 @@ class Listed:
     path: Path | None
 
     def read(self) -> Task:
-        """With its examples."""
+        """Return the task with its examples."""
+        options = {name: value for name, value in vars(self).items() if name != "path"}
         assert self.path is not None
-        return Task(
-            self.name,
-            self.kind,
-            read_rows(self.path),
-            fewshot=self.fewshot,
-            delimiter=self.delimiter,
-            baseline=self.baseline,
-            separator=self.separator,
-            where=str(self.path),
-        )
+        return Task(examples=read_rows(self.path), where=str(self.path), **options)
 
 
 def read_bundle(directory: str | Path) -> list[Listed]:
-    """All tasks of the list, in its order, those without a file too."""
+    """Return all tasks of the list, in its order, including those without a file."""
     directory = Path(directory)
     if not directory.is_dir():
         raise InputError(f"there is no bundle of tasks at '{directory}': it is not a directory.")
@@ -70,12 +75,10 @@ def read_bundle(directory: str | Path) -> list[Listed]:
     if not isinstance(tasks, list) or not tasks:
         raise InputError(f"{where} has no list 'icl_tasks' or 'tasks'.")
     baselines = _baselines(directory)
-    separator = str(described.get("fewshot_separator", SEPARATOR))
+    separator = str(described.get("fewshot_separator", "\n\n"))
     listed = [_listed(entry, where, baselines, separator) for entry in tasks]
     if all(task.path is None for task in listed):
-        raise InputError(
-            f"{where} lists {len(listed)} tasks, but the file of none of them is in {directory}."
-        )
+        raise InputError(f"{where} lists {len(listed)} tasks, but the file of none of them is in {directory}.")
     return listed
 
 
@@ -98,16 +101,14 @@ def _parse(path: Path) -> dict[str, Any]:
     if isinstance(found, list):
         return {"tasks": found}
     if not isinstance(found, dict):
-        raise InputError(f"{path} is no list of tasks.")
+        raise InputError(f"{path} is not a list of tasks.")
     return found
 
 
 def _listed(entry: Any, where: Path, baselines: Mapping[str, float], separator: str) -> Listed:
     if not isinstance(entry, dict):
         raise InputError(f"{where}: a task is {entry!r}, not a mapping.")
-    values = {
-        ours: next((entry[name] for name in names if name in entry), None) for ours, names in NAMES.items()
-    }
+    values = {ours: next((entry[name] for name in names if name in entry), None) for ours, names in NAMES.items()}
     name = str(values["name"] or "")
     if not name or not values["kind"]:
         raise InputError(f"{where}: a task has no label or no kind: {entry!r}.")
@@ -122,7 +123,7 @@ def _listed(entry: Any, where: Path, baselines: Mapping[str, float], separator: 
     try:
         count, chance = int(fewshot), float(baseline)
     except (TypeError, ValueError) as error:
-        raise InputError(f"{where}: the few-shot count or baseline of '{name}' is no number.") from error
+        raise InputError(f"{where}: the few-shot count or baseline of '{name}' is not a number.") from error
     delimiter = " " if values["delimiter"] is None else str(values["delimiter"])
     path = _find(where.parent, values["file"])
     return Listed(name, str(values["kind"]), count, delimiter, chance, separator, path)
@@ -139,7 +140,7 @@ def _find(directory: Path, named: Any) -> Path | None:
 
 
 def _baselines(directory: Path) -> dict[str, float]:
-    """Task → fraction, from every CSV with the two columns."""
+    """Return task -> fraction, from every CSV with the two columns."""
     found: dict[str, float] = {}
     for path in sorted(directory.glob("*.csv")):
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -152,33 +153,12 @@ def _baselines(directory: Path) -> dict[str, float]:
     return found
 
 
-# Tasks from files: JSON lines, plain or gzip.
-#
-# A task of its own has a header as its first line, and is then named by its path:
-#
-#     {"task": "capitals", "kind": "multiple_choice", "fewshot": 2, "delimiter": " ", "random_baseline": 0.25}
-#     {"query": "The capital of France is", "choices": ["Rome", "Paris", "Oslo", "Bonn"], "gold": 1}
-
-
-SUFFIXES = (".jsonl", ".jsonl.gz")
-HEADER = {
-    "task": str,
-    "kind": str,
-    "fewshot": int,
-    "delimiter": str,
-    "separator": str,
-    "random_baseline": (int, float),
-    "max_tokens": int,
-}
-RENAMED = {"task": "name", "random_baseline": "baseline"}
-
-
 def is_task_file(name: str) -> bool:
     return name.endswith(SUFFIXES)
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """One object a line; empty lines are passed over, anything else is an error with its line."""
+    """Return one object per line; raise InputError, with the line, for anything else that is not empty."""
     rows = []
     for row in read_file_rows(file_of(Path(path))):
         if not isinstance(row, Raw):
@@ -190,7 +170,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_task(path: str | Path) -> Task:
-    """The task that a file with a header describes."""
+    """Return the task of a file with a header; its name is by default that of the file."""
     path = Path(path)
     rows = read_rows(path)
     if not rows or "kind" not in rows[0]:
@@ -201,23 +181,17 @@ def read_task(path: str | Path) -> Task:
     header = rows[0]
     for name, value in header.items():
         if name not in HEADER:
-            raise InputError(f"{path}: unknown word '{name}' in the header. Known: {', '.join(HEADER)}.")
+            raise InputError(f"{path}: unknown name '{name}' in the header. Known: {', '.join(HEADER)}.")
         if not isinstance(value, HEADER[name]):  # type: ignore[arg-type]
             raise InputError(f"{path}: '{name}' in the header is {value!r}.")
-    return Task(examples=rows[1:], where=str(path), **task_options({"task": stem(path), **header}))
-
-
-def task_options(header: Mapping[str, Any]) -> dict[str, Any]:
-    return {RENAMED.get(name, name): value for name, value in header.items()}
-
-
-def stem(path: Path) -> str:
-    return path.name.removesuffix(".gz").removesuffix(".jsonl")
+    options: dict[str, Any] = {"name": path.name.removesuffix(".gz").removesuffix(".jsonl")}
+    options |= {RENAMED.get(name, name): value for name, value in header.items()}
+    return Task(examples=rows[1:], where=str(path), **options)
 
 
 def evaluate_task(
     loaded: LoadedModel, task: Task, *, limit: int | None = None, batch_size: int | None = None
 ) -> dict[str, Any]:
-    """One task as an evaluation of its own."""
+    """Run one task as an evaluation of its own."""
     found = run_task(loaded, task, limit=limit, batch_size=batch_size)
     return {"metric": "accuracy", "value": found["accuracy"], "kind": task.kind, **found}

@@ -1,7 +1,6 @@
-"""CORE: 22 tasks that a base model can do, as one number.
+"""CORE: the mean over 22 tasks for base models of (accuracy − baseline) / (1 − baseline), from a bundle (`core:DIR`).
 
-CORE = mean over tasks of (accuracy − baseline) / (1 − baseline), from a bundle directory (`core:DIR`). Tasks without
-a file are named, and the score then says over how many it is.
+Tasks without a file are listed as missing, and the metric's name then says how many it covers.
 """
 
 from __future__ import annotations
@@ -19,13 +18,10 @@ from bessemer.registry import evaluations
 
 @evaluations.register("core")
 def core(
-    loaded: LoadedModel,
-    *,
-    limit: int | None = None,
-    batch_size: int | None = None,
-    source: str | None = None,
+    loaded: LoadedModel, *, limit: int | None = None, batch_size: int | None = None, source: str | None = None
 ) -> dict[str, Any]:
-    """Plain values. `source`: the bundle; default: the run's eval.core_bundle. `limit`: examples of each task."""
+    """Return CORE and the result of each task. `source`: the bundle, by default the run's eval.core_bundle. `limit`:
+    examples per task."""
     directory = source or _configured(loaded)
     listed = read_bundle(directory)
     missing = [task.name for task in listed if task.path is None]

@@ -1,4 +1,4 @@
-"""The Evaluator: a job that judges a model by registered evaluations; it writes RUN/eval/TASK_stepN.json."""
+"""The Evaluator: a job that runs registered evaluations on a model and writes RUN/eval/TASK_stepN.json."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import jax
 
+from bessemer import console
 from bessemer.errors import InputError, nearest
-from bessemer.evaluate import progress
 from bessemer.evaluate.bundle import SUFFIXES, evaluate_task, is_task_file, read_task
 from bessemer.generate import LoadedModel, load_model
-from bessemer.job import BasicJob, ExecutionSpec, RunDirectory, atomic_write
+from bessemer.job import BasicJob, ExecutionSpec, RunDirectory
 from bessemer.registry import evaluations
-from bessemer.storage.files import storage
+from bessemer.storage.files import atomic_write, storage
 from bessemer.topology import Topology
 from bessemer.user_code import is_known, load_attribute
 from bessemer.user_code import label as code_label
@@ -27,11 +27,19 @@ from bessemer.user_code import label as code_label
 M = TypeVar("M")
 
 
-class Evaluator(BasicJob, Generic[M]):
-    """Runs `tasks` over a loaded model. `limit` and `batch_size` go to each task, results to `say`.
+class LiveModel(Protocol):
+    """What can be evaluated while it trains: a trainer."""
 
-    `Evaluator[MyModel]` names the model it is for. A subclass that measures something of its own overrides `run`, and
-    the trainer's `evaluator` method returns it.
+    spec: ExecutionSpec
+
+    def loaded(self, fetch: Callable[[Any], Any], programs: dict[str, Any]) -> LoadedModel: ...
+
+
+class Evaluator(BasicJob, Generic[M]):
+    """Runs `tasks` on a loaded model, each with `limit` and `batch_size`; `say` receives a line per result.
+
+    `Evaluator[MyModel]` names the model it is for. A subclass with its own measurements overrides `run`, and the
+    trainer's `evaluator` method returns it.
     """
 
     def __init__(
@@ -47,8 +55,7 @@ class Evaluator(BasicJob, Generic[M]):
         super().__init__(spec)
         self.loaded = loaded
         self.tasks = check_tasks(tasks) if tasks else []
-        self.limit = limit
-        self.batch_size = batch_size
+        self.limit, self.batch_size = limit, batch_size
         self.say = say or (lambda text: None)
         self.results: dict[str, dict[str, Any]] = {}
 
@@ -59,52 +66,43 @@ class Evaluator(BasicJob, Generic[M]):
         step: int | str | None = None,
         *,
         topology: Topology | None = None,
+        base: str | None = None,
         **options: Any,
     ) -> Self:
-        """Of a checkpoint on disk: the newest valid one, or `step`. Tasks are checked before it is read."""
+        """Evaluate a checkpoint on disk: the newest valid one, or `step`. Tasks are checked before it is read.
+
+        base: where the base of a run with adapters lies, in place of where the run says.
+        """
         options["tasks"] = check_tasks(options.get("tasks", ("bpb",)))
         spec = ExecutionSpec(run.name, root=run.path.parent, topology=topology)
-        return cls(spec, load_model(run, step, topology=topology), **options)
+        return cls(spec, load_model(run, step, topology=topology, base=base), **options)
 
     @classmethod
     def from_trainer(
         cls,
-        trainer: Any,
+        live: LiveModel,
         *,
         fetch: Callable[[Any], Any] = jax.device_get,
         programs: dict[str, Any] | None = None,
         **options: Any,
     ) -> Self:
-        """Of a live trainer: its parameters as they are now, not copied.
+        """Evaluate the parameters of a live trainer as they are now, without a copy.
 
-        `programs` is a dictionary that keeps what is compiled; give the same one each time.
+        `programs` is a dictionary that keeps what is compiled; pass the same one each time.
         """
-        own = trainer.data.validation
-        loaded = LoadedModel(
-            trainer.model,
-            trainer.full_params(),
-            trainer.tokenizer,
-            trainer.step,
-            trainer.config.tree(),
-            trainer.run_directory,
-            trainer.topology,
-            fetch=fetch,
-            programs={} if programs is None else programs,
-            held_out=None if trainer.dataset_train is None or own is None else own.rows.rows[0],
-        )
-        return cls(trainer.spec, loaded, **options)
+        return cls(live.spec, live.loaded(fetch, {} if programs is None else programs), **options)
 
     @property
     def done(self) -> bool:
         return len(self.results) == len(self.tasks)
 
     def run(self) -> dict[str, dict[str, Any]]:
-        """Label → result, each also in a file of its own. The label of `core:DIR` is core, of a task file its name."""
+        """Return label -> result; write each to a file. `core:DIR` has the label core, a task file its name."""
         for task in self.tasks:
             begun = time.monotonic()
             chosen = choose(task)
             label = task if chosen.label in self.results else chosen.label
-            with progress.label(label):
+            with console.task_name(label):
                 found = chosen.run(self.loaded, limit=self.limit, batch_size=self.batch_size)
             result = {"task": label, "step": self.loaded.step, **found, "seconds": time.monotonic() - begun}
             self.results[label] = result
@@ -122,25 +120,21 @@ class Evaluator(BasicJob, Generic[M]):
         atomic_write(directory / name, json.dumps(result, indent=1) + "\n")
 
 
-# Which evaluation a word names: a registered one (`bpb`), one with its data (`core:DIR`), a task file
-# (`my.jsonl`), or a function of the user's (`file.py:function`, `module:function`).
-#
-# The trait `by_source` of an evaluation says that its data is part of what a result is called. Code is loaded
-# for words that the user typed, or of a run that job/trust.py has admitted.
-
+# --- names of evaluations: registered (`bpb`), with data (`core:DIR`), a task file (`my.jsonl`), or code
+# (`file.py:function`), which is loaded only if the user typed it or job/trust.py admitted the run ---
 
 LISTS = "harness:"
 
 
 class Chosen(NamedTuple):
-    """`run(loaded, limit=, batch_size=)` gives plain values with `metric` and `value`."""
+    """`run(loaded, limit=, batch_size=)` returns plain values with `metric` and `value`."""
 
     label: str
     run: Callable[..., dict[str, Any]]
 
 
 def split_tasks(text: str) -> list[str]:
-    """Words between commas; those after `harness:` that are none of ours are its tasks: harness:piqa,copa,bpb."""
+    """Split at commas; names after `harness:` that are not ours are its tasks: harness:piqa,copa,bpb."""
     words: list[str] = []
     for word in filter(None, (part.strip() for part in text.split(","))):
         ours = is_file(word) or ".py:" in word or word.partition(":")[0] in evaluations
@@ -152,7 +146,7 @@ def split_tasks(text: str) -> list[str]:
 
 
 def check_tasks(tasks: Sequence[str]) -> list[str]:
-    """The names without repetition; an unknown one lists what there is."""
+    """Return the names without repetition; raise InputError, with the known names, for an unknown one."""
     names = [name.strip() for name in tasks if name.strip()]
     if not names:
         raise InputError(f"no task is named. Known: {known()}.")
@@ -176,17 +170,17 @@ def check_tasks(tasks: Sequence[str]) -> list[str]:
 
 
 def is_file(name: str) -> bool:
-    """pets.jsonl is one, gsm8k:test.jsonl is an evaluation with its data."""
+    """Return whether it is a task file, such as pets.jsonl; gsm8k:test.jsonl is an evaluation with its data."""
     return is_task_file(name) and name.partition(":")[0] not in evaluations
 
 
 def names_code(name: str) -> bool:
-    """my_eval.py:score is a function, gsm8k:test.jsonl an evaluation with its data."""
+    """Return whether it is a function, such as my_eval.py:score; gsm8k:test.jsonl is an evaluation with its data."""
     return ":" in name and not is_file(name) and name.partition(":")[0] not in evaluations
 
 
 def _own_evaluation(name: str) -> Callable[..., dict[str, Any]]:
-    """The user's function; what cannot be called as an evaluation is refused before anything is measured."""
+    """Return the user's function; raise InputError if it cannot be called as an evaluation."""
     function = load_attribute(name, evaluations.kind)
     try:
         inspect.signature(function).bind(None, limit=None, batch_size=None)
@@ -203,14 +197,10 @@ def known() -> str:
 
 
 def choose(name: str) -> Chosen:
-    """What a checked name stands for."""
+    """Return the evaluation of a checked name. With the trait `by_source`, its data is part of the label."""
     if is_file(name):
         task = read_task(name)
-
-        def run(loaded: Any, **options: Any) -> dict[str, Any]:
-            return evaluate_task(loaded, task, **options)
-
-        return Chosen(task.name, run)
+        return Chosen(task.name, partial(evaluate_task, task=task))
     if names_code(name):
         return Chosen(code_label(name), _own_evaluation(name))
     word, colon, source = name.partition(":")

@@ -1,4 +1,4 @@
-"""GSM8K: grade-school word problems, answered in words with the calculator. `gsm8k:FILE` names the test set."""
+"""GSM8K: grade-school word problems, answered in words with the calculator; `gsm8k:FILE` is the test set."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ from bessemer.registry import evaluations
 
 @evaluations.register("gsm8k")
 def gsm8k(
-    loaded: LoadedModel,
-    *,
-    limit: int | None = None,
-    batch_size: int | None = None,
-    source: str | None = None,
+    loaded: LoadedModel, *, limit: int | None = None, batch_size: int | None = None, source: str | None = None
 ) -> dict[str, Any]:
-    """Rows `question` and `answer`, the number after ####. JSON lines, plain or gzip."""
+    """Return the accuracy on rows of `question` and `answer` (the number after ####), JSON lines or gzip."""
     if source is None:
         raise InputError("GSM8K needs its test set: write gsm8k:FILE, with rows of question and answer.")
     task = Task("gsm8k", GENERATIVE, read_rows(source), where=source)

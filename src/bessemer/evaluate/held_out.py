@@ -1,12 +1,17 @@
-"""The held-out sequences of a run, from its saved configuration.
+"""The held-out sequences of a run, and several models on the same held-out text.
 
-The same fixed set that training validates on, so evaluating the last checkpoint repeats the last val_bpb.
+Sequences come from the saved configuration: the fixed set that training validates on, so evaluating the last checkpoint
+repeats the last val_bpb. To compare models with different tokenizers, each reads the held-out documents with its own
+tokenizer in windows of its own context, every token scored once, and the denominator is the bytes of the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from bessemer.config import declared
 from bessemer.config.values import Mismatch, convert
@@ -14,14 +19,15 @@ from bessemer.data import DataSettings, Sampling, Tokenizer, Validation, open_da
 from bessemer.data.settings import found_again, relocated, relocated_root
 from bessemer.data.stores.catalog import is_code
 from bessemer.errors import InputError
+from bessemer.evaluate.scoring import Row, score
 from bessemer.generate import LoadedModel
 
 
 def held_out(loaded: LoadedModel, limit: int | None = None) -> Validation:
-    """`limit` validation sequences of the run's (last stage's) data; default: as many as in training.
+    """Return `limit` validation sequences of the run's (last stage's) data; default: as many as in training.
 
-    Opened once and kept with the model's programs: a run that evaluates while it trains reads the same set each time,
-    whatever has become of the files it was made from.
+    They are opened once and kept with the model's programs, so a run that evaluates while it trains reads the same set
+    each time, even if the files have changed.
     """
     asked = [loaded.config.get(name) for name in ("training", "data")]
     rows: Validation = loaded.program(f"held-out rows {limit} {asked}", lambda: _opened(loaded, limit))
@@ -48,10 +54,7 @@ def _opened(loaded: LoadedModel, limit: int | None) -> Validation:
     if loaded.tokenizer is None:
         raise InputError(f"{where(loaded)} has no tokenizer, so its data cannot be opened again.")
     settings = data_settings(section(loaded.config, "data"), where(loaded))
-    sources = [
-        (sampling, _open(sampling, loaded.tokenizer, settings, loaded.model.block_size))
-        for sampling in mixture
-    ]
+    sources = [(sampling, _open(sampling, loaded.tokenizer, settings, loaded.model.block_size)) for sampling in mixture]
     return Validation(sources, count)
 
 
@@ -65,7 +68,7 @@ def _open(sampling: Sampling, tokenizer: Tokenizer, settings: DataSettings, bloc
 
 
 def last_mixture(saved: Any, where: str) -> list[Sampling]:
-    """The samplings of the last stage, from the saved value of training/dataset."""
+    """Return the samplings of the last stage, from the saved value of training/dataset."""
     try:
         stages = convert(saved or [], list[list[Sampling]])
     except Mismatch as error:
@@ -79,7 +82,7 @@ def last_mixture(saved: Any, where: str) -> list[Sampling]:
 
 
 def data_settings(saved: Mapping[str, Any], where: str) -> DataSettings:
-    """DataSettings from the section `data` of a saved configuration."""
+    """Return the DataSettings of the section `data` of a saved configuration."""
     values = {f"data/{name}": value for name, value in saved.items()}
     given = {
         name: setting.check(values[setting.key], where)
@@ -98,3 +101,84 @@ def section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def where(loaded: LoadedModel) -> str:
     return str(loaded.run.path) if loaded.run is not None else "this model"
+
+
+# --- several models on the same text (`bessemer compare --common`) ---
+
+
+class Measured(NamedTuple):
+    """One model on one text: `nats` and `sizes` (bytes) per document."""
+
+    nats: np.ndarray
+    sizes: np.ndarray
+
+    @property
+    def bpb(self) -> float:
+        return float(self.nats.sum() / (math.log(2) * self.sizes.sum()))
+
+    @property
+    def error(self) -> float | None:
+        """Standard error over documents."""
+        return _error(self.nats - self.bpb * math.log(2) * self.sizes, self.sizes)
+
+    def above(self, other: Measured) -> tuple[float, float | None]:
+        """Return the difference in bits per byte and its standard error, paired by document."""
+        gap = self.bpb - other.bpb
+        return gap, _error(self.nats - other.nats - gap * math.log(2) * self.sizes, self.sizes)
+
+
+def _error(residuals: np.ndarray, sizes: np.ndarray) -> float | None:
+    count = len(sizes)
+    if count < 2:
+        return None
+    return float(math.sqrt((residuals**2).sum() * count / (count - 1)) / (math.log(2) * sizes.sum()))
+
+
+def held_out_documents(loaded: LoadedModel, limit: int | None = None) -> list[str]:
+    """Return the documents that the run holds out: adjacent sequences joined, then split where documents begin."""
+    tokenizer = loaded.tokenizer
+    assert tokenizer is not None
+    rows = held_out(loaded, limit)
+    pieces: list[list[int]] = []
+    before: tuple[int, int] | None = None
+    for place in np.lexsort((rows.index, rows.source)):
+        row = rows.batch(int(place), 1)
+        if "target_ids" not in row:
+            raise InputError(f"{where(loaded)} holds out pairs, not text: --common compares models on plain text.")
+        targets = row["target_ids"][0]
+        if not row["loss_mask"][0][targets >= 0].all():
+            raise InputError(
+                f"{where(loaded)} holds out conversations, of which only the answers count: --common compares models "
+                "on plain text."
+            )
+        here = (int(rows.source[place]), int(rows.index[place]))
+        if before is None or here != (before[0], before[1] + 1):
+            pieces.append([])
+        before = here
+        for token in targets[targets >= 0].tolist():
+            if token == tokenizer.bos_id:
+                pieces.append([])
+            else:
+                pieces[-1].append(token)
+    texts = [tokenizer.decode(piece).replace("\N{REPLACEMENT CHARACTER}", "") for piece in pieces if piece]
+    found = [text for text in texts if text.strip()]
+    if not found:
+        raise InputError(f"{where(loaded)} holds out no text.")
+    return found
+
+
+def measure_on(loaded: LoadedModel, texts: Sequence[str], batch_size: int | None = None) -> Measured:
+    """Score `loaded` on these documents."""
+    tokenizer, block = loaded.tokenizer, loaded.model.block_size
+    if tokenizer is None:
+        raise InputError(f"{where(loaded)} has no tokenizer.")
+    windows: list[Row] = []
+    owners: list[int] = []
+    for number, text in enumerate(texts):
+        ids = [tokenizer.bos_id, *tokenizer.encode(text)]
+        for start in range(0, len(ids) - 1, block):
+            windows.append(Row(ids[start : start + block + 1], 1))
+            owners.append(number)
+    nats = np.zeros(len(texts))
+    np.add.at(nats, owners, [one.nats for one in score(loaded, windows, batch_size)])
+    return Measured(nats, np.array([len(text.encode()) for text in texts], float))

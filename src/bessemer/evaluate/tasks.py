@@ -1,7 +1,7 @@
-"""A task: examples of one kind and how they are asked. Its score does not depend on the batch size.
+"""Tasks: examples of one kind, how they are asked and how they are judged. The batch size does not affect the score.
 
-Examples are shuffled with Random(1337), then capped by the limit. The solved examples before a question are drawn
-with Random(1234 + its index) from the others.
+Examples are shuffled with Random(1337), then capped by the limit. Few-shot examples are drawn from the others with
+Random(1234 + index of the question).
 
     centred = (accuracy − baseline) / (1 − baseline)      0 = guessing, 1 = all right
 """
@@ -10,57 +10,55 @@ from __future__ import annotations
 
 import contextlib
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
+from bessemer import console
 from bessemer.data import Tokenizer
 from bessemer.errors import InputError
-from bessemer.evaluate import progress
 from bessemer.evaluate.generative import GENERATIVE, answer_all, prompt_ids
 from bessemer.evaluate.scoring import Row, Score, score
 from bessemer.generate import LoadedModel
 
-# How an example is asked and judged, by the likelihood of text. One class a kind.
-#
-# A kind gives the texts of an example, turns their tokens into rows with a scored end, and judges the scores.
-# Texts are encoded by the caller, many examples at once: with few-shot examples that is most of the work on
-# the host.
-
-
 Example = Mapping[str, Any]
-TIE = 1e-5
-"""Mean losses closer than this many nats are equal: rounding, which depends on the batch, must not decide."""
-
+TIE = 1e-5  # mean losses closer than this are equal: rounding, which depends on the batch, must not decide
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+SHUFFLE_SEED, FEWSHOT_SEED = 1337, 1234
+EXAMPLES_AT_ONCE = 1024  # whose tokens are held in memory at the same time
 
 
-class Kind(Protocol):
-    """`columns` are what an example must have; `options` names the column of what is chosen among."""
+class Kind(ABC):
+    """How an example is asked and judged by the likelihood of text: its texts, their rows, and a verdict.
 
-    columns: ClassVar[tuple[str, ...]]
-    options: ClassVar[str | None]
+    The caller encodes the texts of many examples at once, which with few-shot examples is most of the host's work.
+    """
 
+    columns: ClassVar[tuple[str, ...]]  # that an example must have
+    options: ClassVar[str | None] = None  # the column of the alternatives
+
+    @abstractmethod
     def solved(self, example: Example, delimiter: str) -> str:
-        """The example with its answer, as it precedes a question."""
-        ...
+        """Return the example with its answer, as a few-shot example."""
 
+    @abstractmethod
     def texts(self, example: Example, shots: str, delimiter: str) -> list[str]:
-        """What is to be encoded, after the solved examples `shots`."""
-        ...
+        """Return the texts to encode, each after the few-shot examples `shots`."""
 
+    @abstractmethod
     def rows(self, ids: Sequence[list[int]], example: Example, tokenizer: Tokenizer) -> list[Row]:
-        """ids: of each text."""
-        ...
+        """Return the rows to score. ids: the tokens of each text."""
 
-    def right(self, example: Example, scores: Sequence[Score]) -> bool: ...
+    def right(self, example: Example, scores: Sequence[Score]) -> bool:
+        return lowest(scores) == example["gold"]
 
 
-class MultipleChoice:
-    """query, choices, gold: the choice with the lowest mean loss after what all of them share."""
+class MultipleChoice(Kind):
+    """query, choices, gold: the choice with the lowest mean loss after the common beginning."""
 
-    columns: ClassVar[tuple[str, ...]] = ("query", "choices", "gold")
-    options: ClassVar[str | None] = "choices"
+    columns = ("query", "choices", "gold")
+    options = "choices"
 
     def solved(self, example: Example, delimiter: str) -> str:
         return f"{example['query']}{delimiter}{example['choices'][example['gold']]}"
@@ -73,15 +71,12 @@ class MultipleChoice:
         start = min(shared(ids), min(map(len, ids)) - 1)  # every choice has a token of its own
         return [Row(one, max(1, start)) for one in ids]
 
-    def right(self, example: Example, scores: Sequence[Score]) -> bool:
-        return lowest(scores) == example["gold"]
 
+class Schema(Kind):
+    """context_options, continuation, gold: the context after which the common end has the lowest mean loss."""
 
-class Schema:
-    """context_options, continuation, gold: the context after which the shared end has the lowest mean loss."""
-
-    columns: ClassVar[tuple[str, ...]] = ("context_options", "continuation", "gold")
-    options: ClassVar[str | None] = "context_options"
+    columns = ("context_options", "continuation", "gold")
+    options = "context_options"
 
     def solved(self, example: Example, delimiter: str) -> str:
         return f"{example['context_options'][example['gold']]}{delimiter}{example['continuation']}"
@@ -95,21 +90,17 @@ class Schema:
         suffix = max(1, min(shared([one[::-1] for one in ids]), min(map(len, ids)) - 1))
         return [Row(one, len(one) - suffix) for one in ids]
 
-    def right(self, example: Example, scores: Sequence[Score]) -> bool:
-        return lowest(scores) == example["gold"]
 
+class Continuation(Kind):
+    """context, continuation: right if greedy decoding gives every token of the continuation."""
 
-class Continuation:
-    """context, continuation: right when greedy decoding gives every token of the continuation."""
-
-    columns: ClassVar[tuple[str, ...]] = ("context", "continuation")
-    options: ClassVar[str | None] = None
+    columns = ("context", "continuation")
 
     def solved(self, example: Example, delimiter: str) -> str:
         return f"{example['context'].strip()}{delimiter}{example['continuation']}"
 
     def texts(self, example: Example, shots: str, delimiter: str) -> list[str]:
-        # without the space at its end: that belongs to the first token of the continuation
+        # without the final space, which belongs to the first token of the continuation
         prompt = f"{shots}{example['context'].strip()}{delimiter}".rstrip()
         return [prompt, shots + self.solved(example, delimiter)]
 
@@ -121,11 +112,11 @@ class Continuation:
         return scores[0].greedy and scores[0].whole
 
 
-class Letter:
-    """query, choices, gold: the choices are lettered, and the likeliest letter opens the assistant's answer."""
+class Letter(Kind):
+    """query, choices, gold: the choices are lettered, and the assistant's answer begins with the most likely letter."""
 
-    columns: ClassVar[tuple[str, ...]] = ("query", "choices", "gold")
-    options: ClassVar[str | None] = "choices"
+    columns = ("query", "choices", "gold")
+    options = "choices"
 
     def solved(self, example: Example, delimiter: str) -> str:
         return f"{self.question(example)}\n{LETTERS[example['gold']]}"
@@ -143,9 +134,6 @@ class Letter:
         letters = LETTERS[: len(example["choices"])]
         return [Row([*prompt, *tokenizer.encode(letter, after=prompt)], len(prompt)) for letter in letters]
 
-    def right(self, example: Example, scores: Sequence[Score]) -> bool:
-        return lowest(scores) == example["gold"]
-
 
 KINDS: dict[str, Kind] = {
     "multiple_choice": MultipleChoice(),
@@ -156,7 +144,7 @@ KINDS: dict[str, Kind] = {
 
 
 def shared(sequences: Sequence[Sequence[int]]) -> int:
-    """How many first tokens all have in common."""
+    """Return the length of the common beginning."""
     count = 0
     for tokens in zip(*sequences, strict=False):
         if len(set(tokens)) > 1:
@@ -166,19 +154,14 @@ def shared(sequences: Sequence[Sequence[int]]) -> int:
 
 
 def lowest(scores: Sequence[Score]) -> int:
-    """The first of those within TIE of the lowest mean loss."""
+    """Return the first place within TIE of the lowest mean loss."""
     best = min(score.mean for score in scores)
     return next(place for place, score in enumerate(scores) if score.mean <= best + TIE)
 
 
-SHUFFLE_SEED, FEWSHOT_SEED = 1337, 1234
-EXAMPLES_AT_ONCE = 1024
-"""Examples whose tokens are held at the same time."""
-
-
 @dataclass(frozen=True)
 class Task:
-    """`baseline` is the accuracy of guessing; `where` is named in errors."""
+    """`baseline` is the accuracy of guessing; errors name `where`."""
 
     name: str
     kind: str
@@ -187,7 +170,7 @@ class Task:
     delimiter: str = " "
     baseline: float = 0.0
     separator: str = "\n\n"
-    max_tokens: int = 256  # generative: of an answer
+    max_tokens: int = 256  # of a generated answer
     where: str = ""
 
     def __post_init__(self) -> None:
@@ -206,7 +189,7 @@ class Task:
                 raise InputError(f"{where}: example {number + 1} {problem}.")
 
     def chosen(self, limit: int | None = None) -> list[Example]:
-        """Shuffled, then capped."""
+        """Return the examples, shuffled and then capped."""
         if limit is not None and limit < 1:
             raise InputError(f"the limit is {limit} examples; give at least 1.")
         examples = list(self.examples)
@@ -219,7 +202,7 @@ def kinds() -> list[str]:
 
 
 def check_example(kind: str, example: Any) -> str | None:
-    """What is wrong with it; None: nothing."""
+    """Say what is wrong with an example; None if nothing is."""
     if not isinstance(example, dict):
         return "is not a JSON object"
     if kind == GENERATIVE:
@@ -244,24 +227,22 @@ def check_example(kind: str, example: Any) -> str | None:
 
 
 def shots_of(examples: Sequence[Example], index: int, count: int) -> list[Example]:
-    """`count` of the others, or all of them if they are fewer."""
+    """Return `count` of the other examples, or all of them if there are fewer."""
     others = [place for place in range(len(examples)) if place != index]
     drawn = random.Random(FEWSHOT_SEED + index).sample(others, min(count, len(others)))
     return [examples[place] for place in drawn]
 
 
 def texts_of(task: Task, examples: Sequence[Example], index: int) -> list[str]:
-    """What one example has encoded: the solved ones, then the question with each answer."""
+    """Return the texts of one example: the few-shot examples, then the question with each answer."""
     kind = KINDS[task.kind]
     solved = [kind.solved(shot, task.delimiter) for shot in shots_of(examples, index, task.fewshot)]
     shots = "".join(text + task.separator for text in solved)
     return kind.texts(examples[index], shots, task.delimiter)
 
 
-def rows_of(
-    task: Task, examples: Sequence[Example], indices: Sequence[int], tokenizer: Tokenizer
-) -> list[list[Row]]:
-    """What is scored for each of the examples at `indices`."""
+def rows_of(task: Task, examples: Sequence[Example], indices: Sequence[int], tokenizer: Tokenizer) -> list[list[Row]]:
+    """Return the rows to score for each of the examples at `indices`."""
     texts = [texts_of(task, examples, index) for index in indices]
     ids = iter(tokenizer.encode_batch([text for own in texts for text in own]))
     return [
@@ -273,11 +254,11 @@ def rows_of(
 def run_task(
     loaded: LoadedModel, task: Task, *, limit: int | None = None, batch_size: int | None = None
 ) -> dict[str, Any]:
-    """Plain values: accuracy, centred accuracy, and what had to be cut."""
+    """Return accuracy, centred accuracy, and how many examples were cut to the context."""
     if loaded.tokenizer is None:
         raise InputError("this model has no tokenizer, so it cannot read the examples of a task.")
     examples = task.chosen(limit)
-    with progress.label(task.name):
+    with console.task_name(task.name):
         if task.kind == GENERATIVE:
             right, cropped = answer_all(loaded, examples, task.max_tokens, batch_size)
         else:
@@ -303,7 +284,7 @@ def centred(accuracy: float, baseline: float) -> float:
 def _judge_all(
     loaded: LoadedModel, task: Task, examples: Sequence[Example], batch_size: int | None
 ) -> tuple[list[bool], int]:
-    """(right or not of each example, how many lost tokens to the length of the context)."""
+    """Return whether each example is right, and how many were cut to the context."""
     assert loaded.tokenizer is not None
     right: list[bool] = []
     cropped = 0
@@ -311,7 +292,7 @@ def _judge_all(
         indices = range(first, min(first + EXAMPLES_AT_ONCE, len(examples)))
         rows = rows_of(task, examples, indices, loaded.tokenizer)
         more = len(examples) > EXAMPLES_AT_ONCE
-        with progress.label(f"from example {first + 1}") if more else contextlib.nullcontext():
+        with console.task_name(f"from example {first + 1}") if more else contextlib.nullcontext():
             scores = iter(score(loaded, [row for own in rows for row in own], batch_size))
         for index, own in zip(indices, rows, strict=True):
             found = [next(scores) for _ in own]

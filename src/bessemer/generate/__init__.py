@@ -1,4 +1,4 @@
-"""Text from models: loading a run for inference, choosing tokens, batch decoding, and the engine for requests."""
+"""Inference: loading a run, sampling, batch decoding, and the engine for requests."""
 
 from bessemer.generate.decoder import Decoder, Generation
 from bessemer.generate.engine import Engine, EngineThread
@@ -6,24 +6,3 @@ from bessemer.generate.load import LoadedModel, load_model
 from bessemer.generate.request import Event, Handle, QueueFull, Request, Result, Sample
 from bessemer.generate.sampling import SamplingOptions
 from bessemer.generate.text import Completion, StopDetector, TextStream, complete, sample
-
-__all__ = [
-    "Completion",
-    "Decoder",
-    "Engine",
-    "EngineThread",
-    "Event",
-    "Generation",
-    "Handle",
-    "LoadedModel",
-    "QueueFull",
-    "Request",
-    "Result",
-    "Sample",
-    "SamplingOptions",
-    "StopDetector",
-    "TextStream",
-    "complete",
-    "load_model",
-    "sample",
-]

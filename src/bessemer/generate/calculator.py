@@ -1,4 +1,4 @@
-"""A calculator for what a model writes between <|python_start|> and <|python_end|>: arithmetic, nothing else.
+"""A calculator for what a model writes between <|python_start|> and <|python_end|>: arithmetic only.
 
     sum    = term (("+" | "-") term)*
     term   = signed (("*" | "/" | "//" | "%") signed)*
@@ -6,12 +6,14 @@
     power  = atom ("**" signed)?
     atom   = number | "(" sum ")"
 
-Numbers are exact fractions (0.1 + 0.2 is 0.3); 1,234 is a number too. There are no names and no calls, and what
-would take long or be huge is refused.
+Numbers are exact fractions (0.1 + 0.2 is 0.3); 1,234 is a number too. There are no names and no calls, and
+expressions that are slow or huge are refused. The value is inserted between <|output_start|> and <|output_end|>, and
+the model continues.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -23,16 +25,18 @@ DEEPEST = 40  # parentheses and signs within each other
 LARGEST_EXPONENT = 64
 BITS = 512  # of a numerator or denominator
 DIGITS = 10  # shown of a number that is not whole
+CALLS = 16  # calculations in one answer
 
+OPERATIONS = {"*": operator.mul, "/": operator.truediv, "//": operator.floordiv, "%": operator.mod}
 TOKEN = re.compile(r"\s*(?:(\d[\d,]*\.?\d*|\.\d+)|(\*\*|//|[-+*/%()]))")
 
 
 class NotArithmetic(ValueError):
-    """What was written is no arithmetic, or too large; the text says why."""
+    """The expression is not arithmetic, or too large; the message says why."""
 
 
 def calculate(text: str) -> str:
-    """The value of an expression, as a model reads it: whole numbers in full, others to ten digits."""
+    """Return the value of an expression as text: whole numbers in full, others to ten digits."""
     if len(text) > LONGEST:
         raise NotArithmetic(f"longer than {LONGEST} characters")
     return shown(_Parser(_tokens(text)).whole())
@@ -50,7 +54,7 @@ def _tokens(text: str) -> list[str]:
     while place < len(text):
         found = TOKEN.match(text, place)
         if found is None:
-            raise NotArithmetic(f"'{text[place:].strip()[:1]}' is no part of arithmetic")
+            raise NotArithmetic(f"'{text[place:].strip()[:1]}' is not part of arithmetic")
         tokens.append(found.group(1) or found.group(2))
         place = found.end()
     return tokens
@@ -60,9 +64,7 @@ class _Parser:
     """Recursive descent over the tokens, evaluating as it goes."""
 
     def __init__(self, tokens: list[str]):
-        self.tokens = tokens
-        self.place = 0
-        self.depth = 0
+        self.tokens, self.place, self.depth = tokens, 0, 0
 
     def whole(self) -> Fraction:
         value = self.sum()
@@ -87,14 +89,9 @@ class _Parser:
         value = self.signed()
         while sign := self.take("*", "/", "//", "%"):
             other = self.signed()
-            if sign == "*":
-                value = bounded(value * other)
-                continue
-            if other == 0:
+            if sign != "*" and other == 0:
                 raise NotArithmetic("division by zero")
-            value = bounded(
-                value / other if sign == "/" else Fraction(value // other) if sign == "//" else value % other
-            )
+            value = bounded(Fraction(OPERATIONS[sign](value, other)))
         return value
 
     def signed(self) -> Fraction:
@@ -139,21 +136,13 @@ def bounded(value: Fraction) -> Fraction:
     return value
 
 
-# The calculator in what a model writes: <|python_start|> expression <|python_end|> is answered by its value,
-# between <|output_start|> and <|output_end|>, and the model writes on.
-
-
-CALLS = 16
-"""Calculations in one answer; whoever wants more has lost the thread."""
-
-
 def call_id(tokenizer: Tokenizer) -> int | None:
-    """The token that asks for the value of what stands before it; None: such a model has no calculator."""
+    """Return the token that ends an expression; None if the tokenizer has none."""
     return tokenizer.specials.get("<|python_end|>")
 
 
 def output_ids(tokenizer: Tokenizer, written: Sequence[int]) -> list[int]:
-    """What the calculator says to the expression just closed; nothing where it is no arithmetic."""
+    """Return the tokens of the value of the expression just closed; none if it is not arithmetic."""
     specials, before = tokenizer.specials, list(written[:-1])
     names = ("<|python_start|>", "<|output_start|>", "<|output_end|>")
     if not all(name in specials for name in names) or specials[names[0]] not in before:

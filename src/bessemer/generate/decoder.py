@@ -1,16 +1,14 @@
-"""The decoder: one prefill, then a loop on the device, compiled once a shape bucket.
+"""Batch decoding: one prefill, then a loop on the device, compiled once per shape bucket.
 
-Prompts are padded on the right to a bucket, rows and new tokens are rounded up likewise, so calls of similar
-size share one compilation. The context is the model's block: cached decoding equals the full forward up to
-there and is not defined beyond, so a row that fills it stops ("context") and is counted in a notice. A prompt
-longer than the block is cropped from the left, with a notice, to leave room for the new tokens (at most half
-the block).
+Prompts are right-padded to a bucket, and rows and new tokens are rounded up too, so similar calls share a compilation.
+A row that fills the context (the model's block) stops with "context" and is counted in a notice. A prompt longer than
+the block loses its beginning, with a notice, to leave room for the new tokens (at most half the block).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -22,59 +20,51 @@ from jax import Array
 from bessemer.errors import InputError, nearest
 from bessemer.generate.rows import Asked, Output, begin_rows, decode_block, forward, stop_table
 from bessemer.generate.sampling import Filters, SamplingOptions, Way, way_of
+from bessemer.models.llama import Llama
 from bessemer.topology import CompiledTogether
 
-SMALLEST = 16
-"""The shortest bucket of prompts and of new tokens."""
+SMALLEST = 16  # the shortest bucket of prompts and of new tokens
 
 
 @dataclass(frozen=True)
 class Generation:
-    """New tokens of each row. `ids` holds the end token where one came, and padding after it."""
+    """New tokens of each row. `ids` includes the end token, if there is one, then padding."""
 
     ids: np.ndarray  # (B, N) int32
-    lengths: np.ndarray  # (B,) tokens of the row that are real
+    lengths: np.ndarray  # (B,) real tokens of each row
     logprobs: np.ndarray  # (B, N) float32: log p(token) of the model itself, before temperature and filters
     reasons: tuple[str, ...]  # "stop" (an end token), "length" (max_tokens) or "context" (the block is full)
     notices: list[str] = field(default_factory=list)
 
     def row(self, index: int) -> list[int]:
-        """The new tokens of a row, its end token left off."""
+        """Return the new tokens of a row, without its end token."""
         stop = self.reasons[index] == "stop"
         return [int(token) for token in self.ids[index, : self.lengths[index] - stop]]
 
 
 def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """What ends a text: the tokenizer's document token, and the ends that an imported model brought."""
-    return tuple(dict.fromkeys([tokenizer.bos_id, *getattr(model, "end_tokens", ())]))
+    """Return the tokens that end a text: the tokenizer's document token, and those of an imported model."""
+    return tuple(dict.fromkeys([tokenizer.bos_id, *(model.end_tokens if isinstance(model, Llama) else ())]))
 
 
 class Decoder:
     """Generates with any parameters of one model: `decoder(params, prompts, max_tokens=…)`.
 
-    model: has `decode`, `init_cache`, `vocab_size` and `block_size`. `end_ids` end a row, as does any stop id
-    of the call. `fetch` reads the results from the device. For requests that come and go there is `Engine`.
+    model: has `decode`, `init_cache`, `vocab_size` and `block_size`. `end_ids` and any stop ids of a call end a row.
+    `fetch` reads results from the device. `Engine` serves requests that come and go.
     """
 
     def __init__(
-        self,
-        model: Any,
-        *,
-        pad_id: int = 0,
-        end_ids: Sequence[int] = (),
-        fetch: Callable[[Any], Any] = jax.device_get,
+        self, model: Any, *, pad_id: int = 0, end_ids: Sequence[int] = (), fetch: Callable[[Any], Any] = jax.device_get
     ):
-        self.model = model
-        self.pad_id = pad_id
-        self.end_ids = tuple(end_ids)
-        self.fetch = fetch
+        self.model, self.pad_id, self.end_ids, self.fetch = model, pad_id, tuple(end_ids), fetch
         static = ("tokens", "way")
         program = jax.jit(functools.partial(run_rows, model, pad_id), static_argnames=static)
         self._run = CompiledTogether(program, "decoding", static)
 
     @property
     def compilations(self) -> int:
-        """How many shape buckets have been compiled."""
+        """The number of shape buckets compiled."""
         return self._run.compilations
 
     def __call__(
@@ -87,20 +77,18 @@ class Decoder:
         stop_ids: Sequence[int] = (),
     ) -> Generation:
         """Continue each prompt (token ids) by up to `max_tokens` tokens; greedy without `sampling`."""
-        self._check(prompts, max_tokens, stop_ids)
+        stops = {*self.end_ids, *stop_ids}
+        check_tokens(prompts, stops, max_tokens, self.model.vocab_size)
         block = self.model.block_size
         rows, notices = crop(prompts, max_tokens, block)
         limits = [min(max_tokens, block - len(row) + 1) for row in rows]
-        stops = {*self.end_ids, *stop_ids}
         sampling = sampling or SamplingOptions()
         arguments = self._arguments(rows, limits, sampling, stops)
         tokens = bucket(min(max_tokens, block), block)
         output = self.fetch(self._run(params, *arguments, tokens=tokens, way=way_of([sampling])))
         count, longest = len(rows), max(limits)
         ids, logprobs, lengths = output.ids.T, output.logprobs.T, output.made[:count]
-        reasons = tuple(
-            _reason(int(ids[i, lengths[i] - 1]) in stops, limits[i] < max_tokens) for i in range(count)
-        )
+        reasons = tuple(_reason(int(ids[i, lengths[i] - 1]) in stops, limits[i] < max_tokens) for i in range(count))
         full = reasons.count("context")
         if full:
             notices.append(
@@ -109,23 +97,10 @@ class Decoder:
             )
         return Generation(ids[:count, :longest], lengths, logprobs[:count, :longest], reasons, notices)
 
-    def _check(self, prompts: Sequence[Sequence[int]], max_tokens: int, stop_ids: Sequence[int]) -> None:
-        if max_tokens < 1:
-            raise InputError(f"max tokens is {max_tokens}; at least one token can be generated.")
-        if not prompts or not all(len(prompt) for prompt in prompts):
-            raise InputError("a prompt has no tokens; begin it with the document token at least.")
-        size = self.model.vocab_size
-        if not all(0 <= token < size for ids in (*prompts, self.end_ids, stop_ids) for token in ids):
-            raise InputError(f"a prompt or stop token lies outside the model's vocabulary of {size}.")
-
     def _arguments(
-        self,
-        rows: Sequence[Sequence[int]],
-        limits: Sequence[int],
-        sampling: SamplingOptions,
-        stops: set[int],
+        self, rows: Sequence[Sequence[int]], limits: Sequence[int], sampling: SamplingOptions, stops: set[int]
     ) -> tuple[np.ndarray, np.ndarray, Asked]:
-        """Prompts (B, P), lengths (B,) and the rest; B and P are buckets."""
+        """Return prompts (B, P), lengths (B,) and the rest; B and P are buckets."""
         count = len(rows)
         height = 1 << (count - 1).bit_length()
         width = bucket(max(len(row) for row in rows), self.model.block_size)
@@ -142,20 +117,28 @@ class Decoder:
         return prompts, np.array([len(row) for row in rows] + [1] * filler, np.int32), asked
 
 
+def check_tokens(
+    prompts: Sequence[Sequence[int]], stops: Iterable[int], max_tokens: int | None, vocab_size: int
+) -> None:
+    """Raise InputError if a prompt is empty, a token is not in the vocabulary, or no token may be generated."""
+    if max_tokens is not None and max_tokens < 1:
+        raise InputError(f"max tokens is {max_tokens}; at least one token can be generated.")
+    if not prompts or not all(len(prompt) for prompt in prompts):
+        raise InputError("the prompt has no tokens; begin it with the document token at least.")
+    if not all(0 <= token < vocab_size for ids in (*prompts, stops) for token in ids):
+        raise InputError(f"a prompt or stop token lies outside the model's vocabulary of {vocab_size}.")
+
+
 def bucket(size: int, most: int) -> int:
-    """`size` up to the next power of two, at least SMALLEST and at most `most`."""
+    """Return `size` rounded up to a power of two, at least SMALLEST and at most `most`."""
     return min(max(SMALLEST, 1 << (size - 1).bit_length()), most)
 
 
-def crop(
-    prompts: Sequence[Sequence[int]], max_tokens: int, block: int
-) -> tuple[list[Sequence[int]], list[str]]:
-    """Prompts that fit the block, and a notice if any had to lose its beginning."""
+def crop(prompts: Sequence[Sequence[int]], max_tokens: int, block: int) -> tuple[list[Sequence[int]], list[str]]:
+    """Return prompts that fit the block, and a notice if any lost its beginning."""
     room = max(block - max_tokens + 1, block // 2, 1)
     rows = [prompt if len(prompt) <= block else prompt[-room:] for prompt in prompts]
-    lost = [
-        len(prompt) - len(row) for prompt, row in zip(prompts, rows, strict=True) if len(row) < len(prompt)
-    ]
+    lost = [len(prompt) - len(row) for prompt, row in zip(prompts, rows, strict=True) if len(row) < len(prompt)]
     if not lost:
         return rows, []
     return rows, [
@@ -169,18 +152,10 @@ def _reason(stopped: bool, short: bool) -> str:
 
 
 def run_rows(
-    model: Any,
-    pad_id: int,
-    params: Any,
-    prompts: Array,
-    lengths: Array,
-    asked: Asked,
-    *,
-    tokens: int,
-    way: Way | None,
+    model: Any, pad_id: int, params: Any, prompts: Array, lengths: Array, asked: Asked, *, tokens: int, way: Way | None
 ) -> Output:
-    """Prefill and loop to the end of every row. prompts: (B, P), right-padded; lengths, `asked`: (B·n,), n samples of
-    a prompt in sequence; `tokens` is the most a row may make, `way` of choosing them."""
+    """Prefill, then decode to the end of every row. prompts: (B, P), right-padded; lengths, `asked`: (B·n,), the n
+    samples of a prompt in sequence; `tokens`: the most per row."""
     width, each = prompts.shape[1], lengths.shape[0] // prompts.shape[0]
     cache = model.init_cache(prompts.shape[0], min(width + tokens, model.block_size))
     _, cache = forward(model, params, prompts, cache, lengths[::each] - 1)
@@ -189,69 +164,52 @@ def run_rows(
     return decode_block(model, pad_id, tokens, params, rows, way)[1]
 
 
-# Batches of prompts for a trainer: what may be asked, what comes back, and the compiled function between
-# them.
+# --- batches of prompts for a trainer ---
 
 
-@dataclass(frozen=True)
-class GenerationConfig:
-    """How prompts are continued. The fields from `temperature` on are those of SamplingOptions."""
+@dataclass(frozen=True, kw_only=True)
+class GenerationConfig(SamplingOptions):
+    """How `trainer.generate` continues prompts."""
 
     max_tokens: int = 64
-    n: int = 1  # samples of each prompt
-    stop_ids: tuple[int, ...] = ()  # beside the end tokens of the tokenizer
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    n: int = 1  # samples per prompt
+    stop_ids: tuple[int, ...] = ()  # in addition to the end tokens of the tokenizer
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "stop_ids", tuple(self.stop_ids))
         if self.max_tokens < 1 or self.n < 1:
             raise InputError(f"max_tokens and n are at least 1; got {self.max_tokens} and {self.n}.")
-        _ = self.sampling
-
-    @property
-    def sampling(self) -> SamplingOptions:
-        names = [field.name for field in fields(SamplingOptions)]
-        return SamplingOptions(**{name: getattr(self, name) for name in names})
 
     @classmethod
-    def of(
-        cls, config: GenerationConfig | Mapping[str, Any] | None, *overrides: Mapping[str, Any]
-    ) -> GenerationConfig:
-        """`config` with each of the overrides over it; an unknown name is an InputError."""
+    def of(cls, config: GenerationConfig | Mapping[str, Any] | None, *overrides: Mapping[str, Any]) -> GenerationConfig:
+        """Return `config` updated with each of the overrides; raise InputError for an unknown name."""
         base = config if isinstance(config, cls) else cls()
         given = [config] if isinstance(config, Mapping) else []
+        known = [field.name for field in fields(cls)]
         for values in (*given, *overrides):
-            known = [field.name for field in fields(cls)]
             for name in values:
                 if name not in known:
                     close = nearest(name, known)
                     hint = f" Did you mean '{close}'?" if close else ""
-                    raise InputError(
-                        f"'{name}' is no setting of generation.{hint} Known: {', '.join(known)}."
-                    )
+                    raise InputError(f"'{name}' is not a setting of generation.{hint} Known: {', '.join(known)}.")
             base = replace(base, **values)
         return base
 
 
 @dataclass(frozen=True)
 class GenerationResults:
-    """B prompts, n samples of each in sequence: B·n rows. Arrays are int32; masks are 1 where a token is real."""
+    """B prompts, n samples of each in sequence: B·n rows. Arrays are int32; masks are 1 for real tokens."""
 
-    generation_results: list[str]  # the text of each completion, end token left off
+    generation_results: list[str]  # the text of each completion, without the end token
     prompt_ids: Any  # (B·n, T), left-padded
     prompt_mask: Any
     sequences: Any  # (B·n, T + N): prompt and completion
-    completion_ids: Any  # (B·n, N), right-padded; the end token is part of it
+    completion_ids: Any  # (B·n, N), right-padded, with the end token
     completion_mask: Any
-    decoded_prompts: list[str]  # text of the prompts as the model read them
-    completion_prompts: list[Any]  # the prompt of each completion, as it was given
+    decoded_prompts: list[str]  # the prompts as the model read them, as text
+    completion_prompts: list[Any]  # the prompt of each completion, as passed
     metadata: dict[str, Any] | None = None
 
 
@@ -269,9 +227,9 @@ def generate_rows(
     tokens: int,
     way: Way | None,
 ) -> tuple[Array, Array, Array, Output]:
-    """(sequences, ids, mask, output) of left-padded prompts. ids, mask: (B, T); streams: (B·n, 2); stops: (1, …).
+    """Return (sequences, ids, mask, output). ids, mask: (B, T), left-padded; streams: (B·n, 2); stops: (1, S).
 
-    A row whose mask is 0 throughout only fills the batch. `step` moves the seed: another step draws otherwise.
+    A row whose mask is all 0 only fills the batch. `step` is added to the seed, so that each step draws differently.
     """
     width, each = ids.shape[1], streams.shape[0] // ids.shape[0]
     lengths = jnp.sum(mask, axis=1, dtype=jnp.int32)

@@ -1,8 +1,8 @@
-"""Continuous batching: requests join a running batch and leave it, over one model and its live parameters.
+"""Continuous batching: requests join and leave a running batch, over one model and its live parameters.
 
-A round admits waiting requests into free slots, runs a block of decode steps on the device, reads its tokens once,
-and hands them out. Rows never see each other: with the same seed a request has the same text in any company (exactly
-so in float32 on a CPU within one bucket; elsewhere rounding may choose another of two nearly equal tokens).
+A round admits waiting requests into free slots, runs a block of decode steps on the device, reads the tokens once, and
+hands them out. Rows never see each other: with the same seed a request has the same text in any batch (exactly so in
+float32 on a CPU within one bucket; elsewhere rounding may choose the other of two nearly equal tokens).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -22,22 +22,25 @@ import numpy as np
 
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
-from bessemer.generate.admission import PROMPTS, ROWS, Joining, admission, by_width, check_request
-from bessemer.generate.decoder import end_tokens
+from bessemer.generate.decoder import bucket, check_tokens, end_tokens
 from bessemer.generate.load import LoadedModel, check_scores
 from bessemer.generate.request import TOP, Event, Handle, QueueFull, Ranking, Request, Result, Sample
-from bessemer.generate.rows import Output, looks
-from bessemer.generate.sampling import way_of
-from bessemer.generate.slots import Slots
+from bessemer.generate.rows import STOPS, Admission, Asked, Output, Slots, looks, stop_table
+from bessemer.generate.sampling import Filters, SamplingOptions, way_of
 from bessemer.generate.text import TextStream
 from bessemer.topology import process_count
 
-# A sample that is being written, as the host knows it: its tokens so far, their text, and why it ends.
+PROMPTS, ROWS = 16, 64  # the most prompts that one program prefills and slots it fills: bounds the memory of a round
+READING = 0.075  # seconds of a round while somebody reads along; longer ones look like stuttering
+GROWTH = 3  # a streamed row triples per round (1, 4, 16 tokens): a quick first token for two more rounds per answer
+PAUSE = 1.0  # seconds an idle EngineThread sleeps at most; a request wakes it
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
 class Row:
-    """Takes what the device made and says what is new. `limit`: the most tokens it may have."""
+    """A sample still generating, as the host knows it. `limit`: the most tokens it may have."""
 
     handle: Handle
     index: int
@@ -48,12 +51,12 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     top: list[Ranking] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
-    made: list[int] = field(default_factory=list)  # ids, and what the device made after a stop string
+    made: list[int] = field(default_factory=list)  # ids, and what the device generated after a stop string
     stop: int | str | None = None
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and continuation."""
+        """The number of tokens of prompt and continuation."""
         return len(self.handle.request.prompt_ids) + len(self.made)
 
     @property
@@ -61,10 +64,8 @@ class Row:
         """The tokens in its cache: all but the newest."""
         return (*self.handle.request.prompt_ids, *self.made)[:-1]
 
-    def take(
-        self, ids: Sequence[int], logprobs: Sequence[float], ended: bool, top: Sequence[Ranking] = ()
-    ) -> Event:
-        """New tokens; `ended`: the device makes no more. `top`: the most likely ones at each, where it noted them."""
+    def take(self, ids: Sequence[int], logprobs: Sequence[float], ended: bool, top: Sequence[Ranking] = ()) -> Event:
+        """Add new tokens and return their event; `ended`: the device generates no more. `top`: their rankings."""
         self.made += ids
         if ended and ids and ids[-1] in self.stops:
             self.stop = ids[-1]
@@ -74,26 +75,20 @@ class Row:
             if self.text.stop is not None:
                 self.stop, taken, ended = self.text.stop, count, True
             text += self.text.finish() if ended else ""
-        finish = None if not ended else "stop" if self.stop is not None else self._why_full()
+        finish = None
+        if ended:
+            finish = "stop" if self.stop is not None else self._why_full()
         return self._event(text, ids[:taken], logprobs[:taken], finish, top[:taken])
 
     def cancel(self) -> Event:
         return self._event(self.text.finish() if self.text is not None else "", (), (), "cancelled")
 
     def sample(self, finish: str) -> Sample:
-        """All of it."""
         text = "".join(self.pieces)
-        return Sample(
-            self.index, tuple(self.ids), tuple(self.logprobs), text, finish, self.stop, tuple(self.top)
-        )
+        return Sample(self.index, tuple(self.ids), tuple(self.logprobs), text, finish, self.stop, tuple(self.top))
 
     def _event(
-        self,
-        text: str,
-        ids: Sequence[int],
-        logprobs: Sequence[float],
-        finish: str | None,
-        top: Sequence[Ranking] = (),
+        self, text: str, ids: Sequence[int], logprobs: Sequence[float], finish: str | None, top: Sequence[Ranking] = ()
     ) -> Event:
         request = self.handle.request
         scores = logprobs if request.logprobs else ()
@@ -109,35 +104,23 @@ class Row:
         return "length" if asked is not None and self.limit == asked else "context"
 
 
-# How many steps a round takes: all of them where nobody reads along, few where somebody does.
-#
-# A short round costs the host its trouble more often and changes nothing else: rows draw by their own count
-# of tokens, and each token is computed over as much of the cache as in whole rounds.
-
-
-READING = 0.075
-"""Seconds of a round while somebody reads along; text that comes in fewer pieces a second seems to stutter."""
-GROWTH = 3
-"""A reader's next round brings three times what there is: 1, 4, 16 tokens. His first one waits for no other, and the
-host is asked twice more an answer."""
-
-
 def round_of() -> int:
-    """Decode steps of a whole round. Between rounds an accelerator waits two milliseconds for the host, as long as two
-    steps."""
+    """Return the decode steps of a full round. An accelerator waits 2 ms for the host per round, as long as 2 steps."""
     return 16 if jax.default_backend() == "cpu" else 32
 
 
 class Pace:
-    """Chooses each round's steps, up to `most`. `clocked`: also by the time that the round before took; several
-    processes, each with a clock of its own, must choose alike and go by counts alone."""
+    """Chooses the steps of each round: `most`, or few while somebody reads along. The tokens do not depend on it.
+
+    `clocked`: also by the time of the previous round; several processes must choose alike, so they go by counts only.
+    """
 
     def __init__(self, most: int, clocked: bool):
         self.most, self.clocked = most, clocked
-        self._seconds = 0.0  # a step's, at most: a prefill or a compilation in that round was counted along
+        self._seconds = 0.0  # per step, at most: includes any prefill or compilation of that round
 
     def next(self, rows: Collection[Row], unit: int) -> tuple[int, int]:
-        """(steps, tokens of the longest row where a whole round would end); steps are a multiple of `unit`, as `most`.
+        """Return (steps, tokens of the longest row after a full round); steps are a multiple of `unit`, as `most` is.
 
         The second decides how much of the cache is computed with, so a round ends there at the latest.
         """
@@ -150,14 +133,14 @@ class Pace:
         return max(steps // unit, 1) * unit, end
 
     def took(self, seconds: float, steps: int) -> None:
-        """The last round made `steps` tokens of a row in this time."""
+        """Record that the last round generated `steps` tokens per row in this time."""
         if self.clocked:
             self._seconds = seconds / max(steps, 1)
 
 
 @dataclass
 class Waiting:
-    """A request in the queue; its samples up to `begun` are in slots already."""
+    """A queued request; its samples before `begun` are in slots already."""
 
     handle: Handle
     begun: int = 0
@@ -167,10 +150,29 @@ class Waiting:
         return self.handle.request.n - self.begun
 
 
+@dataclass
+class Joining:
+    """Samples `indices` of a request, their slots, and how much of the prompt the slot's cache already holds."""
+
+    handle: Handle
+    indices: range
+    slots: list[int] = field(default_factory=list)
+    held: int = 0
+    limit: int = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.indices)
+
+    @property
+    def length(self) -> int:
+        return len(self.handle.request.prompt_ids)
+
+
 class Engine:
     """`submit` requests from any thread; an EngineThread runs the rounds, or else whoever waits for a result.
 
-    model: has `decode`, `init_cache`, `vocab_size` and `block_size`; every array of its cache has the rows first.
+    model: has `decode`, `init_cache`, `vocab_size` and `block_size`; rows are the first axis of its cache's arrays.
     """
 
     def __init__(
@@ -179,12 +181,12 @@ class Engine:
         params: Any,
         *,
         slots: int = 16,
-        capacity: int | None = None,  # tokens of a row, prompt and continuation; none: the model's block
+        capacity: int | None = None,  # tokens per row, prompt and continuation; None: the model's block
         tokenizer: Tokenizer | None = None,  # for text and stop strings
         pad_id: int | None = None,
-        end_ids: Sequence[int] | None = None,  # end every row; none: the tokenizer's document token
-        steps: int | None = None,  # decode steps of a whole round; none: see round_of
-        queue: int | None = None,  # rows that may wait; none: any number
+        end_ids: Sequence[int] | None = None,  # end every row; None: the tokenizer's document token
+        steps: int | None = None,  # decode steps of a full round; None: see round_of
+        queue: int | None = None,  # rows that may wait; None: any number
         reuse: bool = False,  # a prompt that continues what a free slot holds is prefilled from there (chat)
         fetch: Callable[[Any], Any] = jax.device_get,
         scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
@@ -194,9 +196,11 @@ class Engine:
         self.capacity = capacity or int(model.block_size)
         if not 0 < self.capacity <= model.block_size:
             raise InputError(f"capacity is {capacity}; the model's context is {model.block_size} tokens.")
-        self.pad_id = pad_id if pad_id is not None else tokenizer.pad_id if tokenizer else 0
-        named = end_ids if end_ids is not None else end_tokens(model, tokenizer) if tokenizer else ()
-        self.end_ids = tuple(named)
+        if pad_id is None:
+            pad_id = tokenizer.pad_id if tokenizer else 0
+        if end_ids is None:
+            end_ids = end_tokens(model, tokenizer) if tokenizer else ()
+        self.pad_id, self.end_ids = pad_id, tuple(end_ids)
         self.queue, self.reuse, self.seed = queue, reuse, seed
         self.fetch, self.scope = fetch, scope
         self.threaded = False  # an EngineThread runs the rounds
@@ -215,10 +219,8 @@ class Engine:
 
     @classmethod
     def of(cls, loaded: LoadedModel, **options: Any) -> Self:
-        """Of a loaded run: its parameters, tokenizer and mesh."""
-        return cls(
-            loaded.model, loaded.params, **{"tokenizer": loaded.tokenizer, "scope": loaded.scope, **options}
-        )
+        """Return an engine over a loaded run: its parameters, tokenizer and mesh."""
+        return cls(loaded.model, loaded.params, **{"tokenizer": loaded.tokenizer, "scope": loaded.scope, **options})
 
     @property
     def slots(self) -> int:
@@ -230,31 +232,31 @@ class Engine:
 
     @property
     def compilations(self) -> int:
-        """Programs compiled so far: one a bucket of prompts, one a bucket of rows."""
+        """Programs compiled so far: one per bucket of prompts, one per bucket of rows."""
         return self._slots.compilations
 
     @property
     def active(self) -> int:
-        """Rows that are being written."""
+        """The number of rows still generating."""
         return len(self._rows)
 
     @property
     def waiting(self) -> int:
-        """Rows in the queue."""
+        """The number of rows in the queue."""
         with self._lock:
             return sum(waiting.rows for waiting in self._waiting)
 
-    # -- requests ------------------------------------------------------------------------------------------------
+    # --- requests ---
 
     def submit(self, request: Request) -> Handle:
-        """Queue a request. InputError when it cannot be served, QueueFull when too many rows wait already."""
+        """Queue a request; raise InputError if it cannot be served, QueueFull if too many rows wait already."""
         return self._submit([request], self.queue)[0]
 
-    def generate(
-        self, requests: Sequence[Request], progress: Callable[[int, int], None] | None = None
-    ) -> list[Result]:
-        """All of them, in order, whatever the bound of the queue. `progress` gets (rows done, rows) after each round of
-        an engine that has nothing else to do."""
+    def generate(self, requests: Sequence[Request], progress: Callable[[int, int], None] | None = None) -> list[Result]:
+        """Return the results of all requests, in order; the bound of the queue does not apply.
+
+        `progress(rows done, rows)` is called after each round, if no EngineThread runs the engine.
+        """
         handles = self._submit(requests, None)
         if progress is not None and not self.threaded:
             total = self.active + self.waiting
@@ -265,17 +267,45 @@ class Engine:
 
     def _submit(self, requests: Sequence[Request], bound: int | None) -> list[Handle]:
         for request in requests:
-            check_request(self, request)
+            self._check(request)
         with self._news:
             rows = sum(waiting.rows for waiting in self._waiting) + sum(request.n for request in requests)
             if bound is not None and rows > bound:
-                raise QueueFull(
-                    f"{rows} rows would wait for {self.slots} slots, and {bound} may: try again later."
-                )
+                raise QueueFull(f"{rows} rows would wait for {self.slots} slots, and {bound} may: try again later.")
             handles = [Handle(self, request, self._seed_of(request)) for request in requests]
             self._waiting += [Waiting(handle) for handle in handles]
             self._news.notify_all()
         return handles
+
+    def _check(self, request: Request) -> None:
+        """Raise InputError, with the remedy, if a request cannot be served."""
+        size, stops = len(request.prompt_ids), {*self.end_ids, *request.stop_ids}
+        check_tokens([request.prompt_ids], stops, request.max_tokens, self.vocab_size)
+        for holds, problem in (
+            (size <= self.capacity, f"the prompt has {size} tokens and the context {self.capacity}: shorten it"),
+            (request.n >= 1, f"n is {request.n}; at least one sample can be asked for"),
+            (len(stops) <= STOPS, f"{len(stops)} stop tokens, with the model's own; at most {STOPS} are possible"),
+            (all(request.stop_strings), "a stop string is empty; it would stop before the first character"),
+            (
+                not request.stop_strings or self.tokenizer is not None,
+                "stop strings need a tokenizer, and this engine has none: give it one, or use stop_ids",
+            ),
+            (
+                request.seed is not None or isinstance(request.sampling.seed, int | None),
+                "a request has one seed; its samples get streams of their own",
+            ),
+            (request.seed is None or 0 <= request.seed < 2**32, "a seed is between 0 and 4294967295"),
+            (
+                0 <= request.top_logprobs <= TOP,
+                f"top log-probabilities are between 0 and {TOP}; got {request.top_logprobs}",
+            ),
+            (
+                request.logprobs or not request.top_logprobs,
+                "the most likely tokens (top_logprobs) come with logprobs=True",
+            ),
+        ):
+            if not holds:
+                raise InputError(f"{problem}.")
 
     def _seed_of(self, request: Request) -> int:
         self._submitted += 1
@@ -285,12 +315,12 @@ class Engine:
         return int(np.random.SeedSequence((self.seed, self._submitted)).generate_state(1)[0])
 
     def update_params(self, params: Any) -> None:
-        """Use these from the next round on; nothing is copied. Rows that are being written go on with them."""
+        """Use these parameters from the next round on, also for rows still generating; nothing is copied."""
         self.params = params
         self._held.clear()  # computed with the old ones
 
     def release(self) -> None:
-        """Give the memory of the slots back, once nothing is being written; the next request takes it again."""
+        """Free the memory of the slots if no row is generating; the next request allocates it again."""
         with self._stepping:
             if not self._rows:
                 self._held.clear()
@@ -301,19 +331,22 @@ class Engine:
             self._news.notify_all()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until a request is submitted or cancelled."""
+        """Wait until a request is submitted or cancelled."""
         with self._news:
             if not self._waiting:
                 self._news.wait(timeout)
 
-    # -- rounds --------------------------------------------------------------------------------------------------
+    # --- rounds ---
 
     def run_until_idle(self) -> None:
         while self.step():
             pass
 
     def step(self) -> bool:
-        """One round, by one thread at a time; False if there was nothing to do. An error ends every open request."""
+        """Run one round, one thread at a time; return False if there was nothing to do.
+
+        An error ends every open request.
+        """
         with self._stepping:
             try:
                 with self.scope():
@@ -323,39 +356,43 @@ class Engine:
                         self._decode()
                         return True
                     return self.waiting > 0
-            except BaseException as error:  # also an interrupt: what the device holds is no longer known
+            except BaseException as error:  # also an interrupt: the state of the device is no longer known
                 self.abandon(error)
                 raise
 
     def abandon(self, error: BaseException) -> None:
-        """Every open request fails with `error`; the engine starts again with empty slots."""
+        """Fail every open request with `error`, and start again with empty slots."""
         with self._lock:
-            handles = [row.handle for row in self._rows.values()] + [item.handle for item in self._waiting]
+            handles = self._open()
             self._waiting.clear()
         self._rows.clear()
-        self._held.clear()
-        self._free = deque(range(self._slots.count))
-        self._slots.rows = None
-        for handle in dict.fromkeys(handles):
-            handle.fail(error)
+        self._empty()
+        for handle in handles:
+            handle.put(error)
 
     def reset(self) -> None:
-        """End what is open, and let the cache go: what comes next finds the engine as it was made."""
+        """Cancel what is open and free the cache: the engine is as it was created."""
         with self._stepping:
             self.cancel_all()
-            self._held.clear()
-            self._free = deque(range(self._slots.count))
-            self._slots.rows = None
+            self._empty()
 
     def cancel_all(self) -> None:
         """End every open request as "cancelled", now."""
         with self._stepping:
             with self._lock:
-                handles = [row.handle for row in self._rows.values()]
-                handles += [item.handle for item in self._waiting]
+                handles = self._open()
             for handle in handles:
                 handle.cancelled = True
             self._drop_cancelled()
+
+    def _open(self) -> list[Handle]:
+        handles = [row.handle for row in self._rows.values()] + [item.handle for item in self._waiting]
+        return list(dict.fromkeys(handles))
+
+    def _empty(self) -> None:
+        self._held.clear()
+        self._free = deque(range(self._slots.count))
+        self._slots.rows = None
 
     def _drop_cancelled(self) -> None:
         for slot in [slot for slot, row in self._rows.items() if row.handle.cancelled]:
@@ -365,11 +402,10 @@ class Engine:
             self._waiting = deque(item for item in self._waiting if not item.handle.cancelled)
         for item in dropped:
             for index in range(item.begun, item.handle.request.n):
-                sample = Sample(index, (), (), "", "cancelled")
-                item.handle.emit(Event(index, "", (), (), "cancelled"), sample)
+                item.handle.put(Event(index, "", (), (), "cancelled"), Sample(index, (), (), "", "cancelled"))
 
     def _admit(self) -> None:
-        """Waiting requests into free slots, in their order; as many as fit."""
+        """Move waiting requests into free slots, in their order."""
         joining: list[Joining] = []
         with self._lock:
             free = len(self._free)
@@ -383,12 +419,11 @@ class Engine:
                     self._waiting.popleft()
         for one in joining:
             self._place(one)
-        for group, width in by_width(joining, self.capacity, PROMPTS, ROWS):
-            new = admission(group, self._slots, self.pad_id, self.end_ids)
-            self._slots.admit(self.params, new, width, reuse=group[0].held > 0)
+        for group, width in _by_width(joining, self.capacity):
+            self._slots.admit(self.params, self._admission(group), width, reuse=group[0].held > 0)
 
     def _place(self, one: Joining) -> None:
-        """Give it slots, if it can one that holds the beginning of its prompt."""
+        """Assign slots, preferably one that holds the beginning of the prompt."""
         request, prompt = one.handle.request, tuple(one.handle.request.prompt_ids)
         slot = self._slot_holding(prompt) if one.count == 1 else None
         if slot is not None:
@@ -407,13 +442,39 @@ class Engine:
         self.prompt_tokens += len(prompt)
 
     def _slot_holding(self, prompt: tuple[int, ...]) -> int | None:
-        """The free slot that holds most of the prompt, and nothing else."""
+        """Return the free slot that holds the longest beginning of the prompt, and nothing else."""
         found = {
             slot: len(held)
             for slot, held in self._held.items()
             if 0 < len(held) < len(prompt) and prompt[: len(held)] == held
         }
         return max(found, key=lambda slot: found[slot], default=None)
+
+    def _admission(self, group: Sequence[Joining]) -> Admission:
+        """Return the arrays of one prefill program, filled up to its buckets."""
+        slots, count = self._slots, sum(one.count for one in group)
+        height, size = slots.bucket(len(group)), slots.bucket(count)
+        prompts = np.full((height, slots.capacity), self.pad_id, np.int32)
+        lengths, held = np.ones(height, np.int32), np.zeros(height, np.int32)
+        sources = np.zeros(size, np.int32)
+        places = np.arange(slots.count, slots.count + size, dtype=np.int32)
+        limit, streams = np.zeros(size, np.int32), np.zeros((size, 2), np.uint32)
+        options: list[SamplingOptions] = []
+        stops: list[Sequence[int]] = []
+        for number, one in enumerate(group):
+            request = one.handle.request
+            prompts[number, : one.length] = request.prompt_ids
+            lengths[number], held[number] = one.length, one.held
+            for slot, index in zip(one.slots, one.indices, strict=True):
+                at = len(options)
+                sources[at], places[at], limit[at] = number, slot, one.limit
+                streams[at] = one.handle.seed, index
+                options.append(request.sampling)
+                stops.append((*self.end_ids, *request.stop_ids))
+        filler = size - count
+        filters = Filters.rows([*options, *[SamplingOptions()] * filler], self.vocab_size)
+        asked = Asked(limit, streams, filters, stop_table([*stops, *[()] * filler]))
+        return Admission(prompts, lengths, held, sources, places, asked)
 
     def _decode(self) -> None:
         active, rows, begun = sorted(self._rows), self._rows.values(), time.perf_counter()
@@ -430,12 +491,12 @@ class Engine:
         for slot, column in zip(active, columns, strict=True):
             made, row = counts[column], self._rows[slot]
             self.tokens += made
-            ranked = rankings(output, column, made) if row.handle.request.top_logprobs else []
+            ranked = _rankings(output, column, made) if row.handle.request.top_logprobs else []
             event = row.take(tokens[column][:made], scores[column][:made], not live[column], ranked)
             self._hand_out(slot, event)
 
     def _hand_out(self, slot: int, event: Event) -> None:
-        """Give the event to its request; after the last one the slot is free again."""
+        """Give the event to its request; the last one frees the slot."""
         row = self._rows[slot]
         if event.finish is not None:
             del self._rows[slot]
@@ -443,29 +504,36 @@ class Engine:
             if self.reuse and row.made:
                 self._held[slot] = row.held
         if event.ids or event.finish is not None:
-            row.handle.emit(event, None if event.finish is None else row.sample(event.finish))
+            row.handle.put(event, None if event.finish is None else row.sample(event.finish))
 
 
-def rankings(output: Output, column: int, made: int) -> list[Ranking]:
-    """The most likely tokens at each place of a column of a block that noted them."""
+def _by_width(joining: Sequence[Joining], capacity: int) -> Iterator[tuple[list[Joining], int]]:
+    """Yield groups for one prefill program each, with the length bucket they share."""
+    alike: dict[tuple[bool, int], list[Joining]] = {}
+    for one in joining:
+        width = bucket(max(one.length - 1 - one.held, 1), capacity)
+        alike.setdefault((one.held > 0, width), []).append(one)
+    for (_, width), group in alike.items():
+        some: list[Joining] = []
+        for one in group:
+            if len(some) == PROMPTS or sum(other.count for other in some) + one.count > ROWS:
+                yield some, width
+                some = []
+            some.append(one)
+        yield some, width
+
+
+def _rankings(output: Output, column: int, made: int) -> list[Ranking]:
+    """Return the most likely tokens at each position of a column."""
     assert output.top_ids is not None and output.top_logprobs is not None
     ids, scores = (array[:made, column].tolist() for array in (output.top_ids, output.top_logprobs))
     return [tuple(zip(*pair, strict=True)) for pair in zip(ids, scores, strict=True)]
 
 
-# EngineThread: the engine's rounds in the background, for servers and anyone with many threads.
-
-
-PAUSE = 1.0
-"""Seconds an idle thread sleeps at most; a request wakes it."""
-
-log = logging.getLogger(__name__)
-
-
 class EngineThread:
-    """`with EngineThread(engine): …` runs rounds while there is work. On leaving, open requests are cancelled.
+    """`with EngineThread(engine): …` runs rounds in the background; on leaving, open requests are cancelled.
 
-    A round that fails gives its error to every open request; the thread goes on with the next ones.
+    A round that fails gives its error to every open request, and the thread continues with the next ones.
     """
 
     def __init__(self, engine: Engine):

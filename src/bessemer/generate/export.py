@@ -7,20 +7,36 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.config.recipes import parse_saved
+from bessemer.console import ShowBytes
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
-from bessemer.generate.load import SECTIONS, WEIGHTS, ModelFiles, choose, load_model
+from bessemer.generate.base import MergedArrays, read_record
+from bessemer.generate.load import (
+    SECTIONS,
+    WEIGHTS,
+    ModelFiles,
+    allocated,
+    build_model,
+    check_finite,
+    choose,
+    load_model,
+    open_arrays,
+    tokenizer_in,
+)
 from bessemer.interop.config import TreeArrays
 from bessemer.interop.export_hf import export_folder, make_empty
 from bessemer.interop.folder import is_folder
 from bessemer.interop.peft import export_adapters
-from bessemer.interop.progress import ShowBytes
 from bessemer.job import RunDirectory
-from bessemer.models.allocation import FILE as ALLOCATION
-from bessemer.models.llama import LlamaSettings
+from bessemer.models.llama import Llama
+from bessemer.models.lookup import allocation_of
+from bessemer.models.lora import merge_adapters
+from bessemer.models.protocol import new_parameters
+from bessemer.storage.artifacts import ALLOCATION
 from bessemer.storage.files import storage
 from bessemer.storage.weights import OURS, Arrays, flatten, select, total, write_file
 
@@ -33,22 +49,27 @@ def export_run(
     *,
     step: int | str | None = None,
     dtype: str | None = None,
+    base: str | None = None,
 ) -> list[str]:
-    """Write `out` and return lines to show. Beside one copy of the weights memory holds one tensor; of an imported
-    run not even that, and each tensor stays in the dtype it came in."""
+    """Write `out` and return lines to show. Beside one copy of the weights memory holds one tensor; of an imported run,
+    and of adapters over a base, not even that, and each tensor stays in the dtype it came in. base: where that base
+    lies, in place of where the run says."""
+    natural: str | None = None
     if step is None and not Checkpoints(run.checkpoints).committed():
-        files = ModelFiles.of(run)
+        files = ModelFiles.of(run, base)
         model, tokenizer, config, notes = files.model, files.tokenizer, files.config, files.notes
-        arrays: Arrays = files.weights
-        chosen, natural = files.step, None
+        arrays: Arrays = files.arrays
+        chosen = files.step
+    elif read_record(run) is not None:
+        model, tokenizer, config, notes, chosen, arrays = open_adapted(run, step, base)
     else:
         loaded = load_model(run, step)
         model, tokenizer, config, notes = loaded.model, loaded.tokenizer, loaded.config, loaded.notes
-        arrays = TreeArrays(flatten(loaded.params))
-        chosen, natural = loaded.step, getattr(model, "weights_dtype", None)
+        arrays = TreeArrays(flatten(merge_adapters(loaded.params)))
+        chosen, natural = loaded.step, model.weights_dtype if isinstance(model, Llama) else None
     lines = [f"note: {note}" for note in notes]
-    more = getattr(model, "new_parameters", ())
-    if form == "hf" and isinstance(model, LlamaSettings) and not more:
+    more = new_parameters(model)
+    if form == "hf" and isinstance(model, Llama) and not more:
         return lines + export_folder(arrays, model, tokenizer, out, show, dtype=dtype or natural)
     if form == "hf":
         lines.append(
@@ -57,6 +78,26 @@ def export_run(
             "safetensors, described in docs/huggingface.md"
         )
     return lines + export_ours(arrays, model, tokenizer, config, out, show, chosen, dtype)
+
+
+def open_adapted(
+    run: RunDirectory, step: int | str | None, base: str | None
+) -> tuple[Any, Tokenizer | None, dict[str, Any], list[str], int, Arrays]:
+    """Return model, tokenizer, configuration, notes, step and merged weights of a run whose base stays where it is;
+    the weights are read, and merged, one at a time."""
+    checkpoints = Checkpoints(run.checkpoints)
+    chosen, notes = choose(checkpoints, run, run.step_of_stage(step) if isinstance(step, str) else step)
+    assert chosen is not None  # it has a checkpoint
+    place = checkpoints.path(chosen)
+    config = parse_saved(checkpoints.read(chosen, "config.yaml"), str(place))
+    model, unknown = build_model(config, str(place))
+    tokenizer = tokenizer_in(place, model)
+    model = allocated(model, place, tokenizer)
+    arrays = open_arrays(place, base)
+    assert isinstance(arrays, MergedArrays)
+    trained = {name: jnp.asarray(arrays.trained.read(name)) for name in arrays.trained.signature()}
+    check_finite(trained, str(place), "Use another checkpoint with --step.")
+    return model, tokenizer, config, [*notes, *unknown], chosen, arrays
 
 
 def export_run_adapters(run: RunDirectory, out: Path, step: int | str | None = None) -> list[str]:
@@ -74,8 +115,10 @@ def export_run_adapters(run: RunDirectory, out: Path, step: int | str | None = N
     finally:
         checkpoints.close()
     lora = {"rank": 0, "alpha": 0.0, **(config.get("lora") or {})}
-    start = config.get("init")
+    record, start = read_record(run), config.get("init")
     base = str(start) if start is not None and is_folder(Path(start)) else None  # what PEFT could load
+    if record is not None and record.source is not None:
+        base = record.source.removeprefix("hf:").partition("@")[0]
     return [f"note: {note}" for note in notes] + export_adapters(arrays, lora, out, base)
 
 
@@ -98,8 +141,8 @@ def export_ours(
         texts = {"config.json": json.dumps(shape, indent=1) + "\n"}
         if tokenizer is not None:
             texts |= tokenizer.files
-        if (allocation := getattr(model, "allocation", None)) is not None:
-            texts[ALLOCATION] = allocation.to_json()
+        if (allocation := allocation_of(model)) is not None:
+            texts[ALLOCATION.name] = allocation.to_json()
         for name, text in texts.items():
             (out / name).write_text(text, encoding="utf-8")
         about = {"format": OURS, "step": str(step)}

@@ -2,7 +2,8 @@
 
 Only the sections `model`, `architecture` and `lora`, and `training.freeze`, are read, and only names of the registry
 are followed: code that a configuration names (plugins, a trainer or callback of the user's) is never imported here. A
-run that trained a part of its parameters gives the whole: adapters merged, frozen ones from RUN/reference/frozen.
+run that trained a part of its parameters gives the whole: adapters merged; frozen ones from the base that the run names
+(base.py), or from the run's own copy, RUN/reference/frozen.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,23 @@ import numpy as np
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.config import declared, dotted
-from bessemer.config.bounded import read_json
-from bessemer.config.recipes import parse_saved
+from bessemer.config.bounded import parse_json, read_json
+from bessemer.config.recipes import parse_saved, saved_tree
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError, StorageError, TrainingError
+from bessemer.generate import base as bases
+from bessemer.generate.base import BaseRecord, CheckpointArrays, MergedArrays, VerifiedArrays
 from bessemer.generate.decoder import Decoder, end_tokens
+from bessemer.interop.folder import Folder, is_folder
 from bessemer.job import RunDirectory
+from bessemer.job.jobs import step_of
 from bessemer.models.allocation import Allocation
+from bessemer.models.llama import Llama
+from bessemer.models.lookup import has_lookup
 from bessemer.models.lora import Split, split_of
+from bessemer.models.protocol import Checked
 from bessemer.registry import models
-from bessemer.storage.weights import WeightFile, place
+from bessemer.storage.weights import Arrays, WeightFile, flatten, flatten_names, place, rebuild, select
 from bessemer.topology import Topology, shardings, unbox
 
 SECTIONS = ("model", "architecture")
@@ -55,9 +62,7 @@ class LoadedModel:
     notes: list[str] = dataclasses.field(default_factory=list)
     fetch: Callable[[Any], Any] = jax.device_get
     programs: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
-    held_out: Any = (
-        None  # rows of a live run whose data was given from Python; None: those its configuration names
-    )
+    held_out: Any = None  # rows of a live run whose data was given from Python; None: those its configuration names
 
     @property
     def decoder(self) -> Decoder:
@@ -84,26 +89,31 @@ class LoadedModel:
 
 
 def load_model(
-    run: RunDirectory, step: int | str | None = None, *, topology: Topology | None = None
+    run: RunDirectory,
+    step: int | str | None = None,
+    *,
+    topology: Topology | None = None,
+    base: str | Path | None = None,
 ) -> LoadedModel:
     """The model of checkpoint `step` (a number, or a stage's name for its end), or of the newest valid one, or of
     RUN/model when there is none.
 
-    Parameters go to the first device, or where `topology` rests them.
+    Parameters go to the first device, or where `topology` rests them. base: where the base of a run with adapters lies,
+    in place of where the run says.
     """
     checkpoints = Checkpoints(run.checkpoints)
     step = run.step_of_stage(step) if isinstance(step, str) else step
     try:
         chosen, notes = choose(checkpoints, run, step)
         if chosen is None:
-            return _from_files(run, topology)
+            return _from_files(run, topology, base)
         config = parse_saved(checkpoints.read(chosen, "config.yaml"), str(checkpoints.path(chosen)))
         model, unknown = build_model(config, str(checkpoints.path(chosen)))
         tokenizer = tokenizer_in(checkpoints.path(chosen), model)
         model = allocated(model, checkpoints.path(chosen), tokenizer)
         boxed = boxed_params(model, topology)
-        split = split_of(flat(config), boxed, getattr(model, "group_of", None))
-        params = read_whole(checkpoints, chosen, split, boxed, partial(located, topology=topology))
+        split = split_of(flat(config), boxed, model)
+        params = read_whole(checkpoints, chosen, split, boxed, topology, base)
         check_finite(params, str(checkpoints.path(chosen)), _other_steps(checkpoints, chosen))
     finally:
         checkpoints.close()
@@ -134,16 +144,20 @@ def _other_steps(checkpoints: Checkpoints, step: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ModelFiles:
-    """RUN/model: model.safetensors, config.json, tokenizer.json. No weight has been read yet."""
+    """RUN/model: model.safetensors, config.json, tokenizer.json. No weight has been read yet.
+
+    `arrays` are the model's weights: those of the file, or, where it holds adapters, the base with them merged.
+    """
 
     model: Any
     weights: WeightFile
+    arrays: Arrays
     tokenizer: Tokenizer | None
     config: dict[str, Any]
     notes: list[str]
 
     @classmethod
-    def of(cls, run: RunDirectory) -> ModelFiles:
+    def of(cls, run: RunDirectory, base: str | Path | None = None) -> ModelFiles:
         path = run.model / WEIGHTS
         if not path.is_file():
             raise InputError(
@@ -160,21 +174,20 @@ class ModelFiles:
         tokenizer = tokenizer_in(run.model, model)
         weights = WeightFile(path)
         notes = [*unknown, *weights.notes]
-        return cls(allocated(model, run.model, tokenizer), weights, tokenizer, config, notes)
+        model = allocated(model, run.model, tokenizer)
+        return cls(model, weights, open_arrays(run.model, base), tokenizer, config, notes)
 
     @property
     def step(self) -> int:
         return int(self.weights.metadata.get("step", 0))
 
 
-def _from_files(run: RunDirectory, topology: Topology | None) -> LoadedModel:
-    files = ModelFiles.of(run)
+def _from_files(run: RunDirectory, topology: Topology | None, base: str | Path | None) -> LoadedModel:
+    files = ModelFiles.of(run, base)
     where = str(files.weights.path)
-    params = place(files.weights, abstract_params(files.model, topology), where)
+    params = place(files.arrays, abstract_params(files.model, topology), where)
     check_finite(params, where, "Take the model from where it came again, or train it again.")
-    return LoadedModel(
-        files.model, params, files.tokenizer, files.step, files.config, run, topology, files.notes
-    )
+    return LoadedModel(files.model, params, files.tokenizer, files.step, files.config, run, topology, files.notes)
 
 
 def tokenizer_in(directory: Path, model: Any) -> Tokenizer | None:
@@ -185,12 +198,12 @@ def tokenizer_in(directory: Path, model: Any) -> Tokenizer | None:
 def tokenizer_of(model: Any, tokenizer: Tokenizer) -> Tokenizer:
     """Return the tokenizer as the model reads it: published weights were trained on what their tokenizer writes, all
     others on documents that begin with bos."""
-    return tokenizer.as_published() if getattr(model, "hf_type", "auto") != "auto" else tokenizer
+    return tokenizer.as_published() if isinstance(model, Llama) and model.hf_type != "auto" else tokenizer
 
 
 def allocated(model: Any, directory: Path, tokenizer: Tokenizer | None) -> Any:
     """The model with the lookup rows saved beside its weights; one without lookup layers as it is."""
-    if not getattr(model, "lookup_after_layers", ()):
+    if not has_lookup(model):
         return model
     allocation = Allocation.read(directory)
     allocation.check(model, tokenizer.hash if tokenizer is not None else None, str(directory))
@@ -210,9 +223,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def build_model(config: Mapping[str, Any], where: str) -> tuple[Any, list[str]]:
     """The module a saved configuration describes, and a note if it holds settings the family lacks."""
-    saved = flat(
-        {section: config[section] for section in SECTIONS if isinstance(config.get(section), Mapping)}
-    )
+    saved = flat({section: config[section] for section in SECTIONS if isinstance(config.get(section), Mapping)})
     family = str(saved.pop(FAMILY, ""))
     if family not in models:
         named = ", ".join(map(str, config.get("plugins") or [])) or "a plugin"
@@ -224,8 +235,9 @@ def build_model(config: Mapping[str, Any], where: str) -> tuple[Any, list[str]]:
     cls = models.get(family)
     settings = declared(cls)
     given = {name: s.check(saved[s.key], where) for name, s in settings.items() if s.key in saved}
+    given.pop("max_documents", None)  # of the rows it was trained on; others may hold more
     model = cls(**given)
-    if hasattr(model, "check"):
+    if isinstance(model, Checked):
         model.check()
     unknown = sorted(dotted(key) for key in set(saved) - {setting.key for setting in settings.values()})
     notes = [f"{where}: not settings of {family}, so not used: {', '.join(unknown)}."] if unknown else []
@@ -238,30 +250,113 @@ def frozen_store(run: RunDirectory, process_zero: bool = True) -> Checkpoints:
 
 
 def read_whole(
-    checkpoints: Checkpoints, step: int, split: Split, boxed: Any, locate: Callable[[Any], Any]
+    checkpoints: Checkpoints,
+    step: int,
+    split: Split,
+    boxed: Any,
+    topology: Topology | None,
+    base: str | Path | None = None,
 ) -> Any:
     """All parameters of a checkpoint: those it trained, completed by the run's frozen ones."""
     trained, kept = split.shapes(boxed)
-    params = checkpoints.restore(step, locate(trained), only="params")
+    params = checkpoints.restore(step, located(trained, topology), only="params")
     if kept is None:
         return params
-    store = frozen_store(RunDirectory(checkpoints.root.parent))
+    run = RunDirectory(checkpoints.root.parent)
+    record = bases.read_record(run)
+    if record is not None:
+        check_base(checkpoints, step, record)
+        return split.complete(params, read_base(run, record, located(kept, topology), base))
+    store = frozen_store(run)
     if problems := store.verify(0):
         raise StorageError(
             f"{checkpoints.path(step)} holds the trained part of its parameters only, and the frozen part "
             f"{store.path(0)} cannot be used: {'; '.join(problems[:3])}. Put that folder back from a copy."
         )
-    return split.complete(params, store.restore(0, locate(kept), only="params"))
+    return split.complete(params, read_frozen(store, located(kept, topology)))
 
 
-def check_whole(
-    checkpoints: Checkpoints, step: int, config: Mapping[str, Any], boxed: Any, group_of: Any = None
-) -> None:
+def read_base(run: RunDirectory, record: BaseRecord, abstract: Any, base: str | Path | None = None) -> Any:
+    """The frozen parameters of a run, from where its base lies, in the structure, dtypes and places of `abstract`; each
+    is verified as it is read."""
+    return place(base_arrays(run, record, base, flatten_names(abstract)), abstract, "the base model")
+
+
+def base_arrays(
+    run: RunDirectory, record: BaseRecord, base: str | Path | None = None, names: list[str] | None = None
+) -> VerifiedArrays:
+    """The frozen parameters of a run (or `names` of its base) as arrays that are verified as they are read."""
+    where = bases.locate(run, record, base)
+    return VerifiedArrays(open_arrays(where), names or list(record.tensors), where, record, run)
+
+
+def check_base(checkpoints: Checkpoints, step: int, record: BaseRecord) -> None:
+    """Raise StorageError if a checkpoint was trained with another base than the run records."""
+    trained = parse_json(checkpoints.read(step, "meta.json")).get("frozen")
+    if trained != record.sha256:
+        raise StorageError(
+            f"{bases.record_file(RunDirectory(checkpoints.root.parent))} does not describe the base model that "
+            f"{checkpoints.path(step)} was trained with: it was changed. Put it back from a copy."
+        )
+
+
+def open_arrays(place: Path, base: str | Path | None = None) -> Arrays:
+    """The weights in a directory as named arrays, read when they are asked for: a Hugging Face folder, files of ours or
+    a checkpoint; adapters merged. base: where their base lies, in place of what is recorded."""
+    if is_folder(place):
+        return Folder(place)
+    if (place / "config.json").is_file():
+        config, file = read_json(place / "config.json"), WeightFile(place / WEIGHTS)
+        if "base" not in config:
+            return file
+        run, record = RunDirectory(place.parent), BaseRecord.from_json(config["base"], str(place / "config.json"))
+        return MergedArrays(base_arrays(run, record, base), file, saved_split(config, place))
+    checkpoints, step = Checkpoints(place.parent), step_of(place.name)
+    trained, split = CheckpointArrays(checkpoints, step), saved_split(saved_tree(place / "config.yaml"), place)
+    if split.everything:
+        return trained
+    run = RunDirectory(place.parent.parent)
+    if (known := bases.read_record(run)) is not None:
+        check_base(checkpoints, step, known)
+        return MergedArrays(base_arrays(run, known, base), trained, split)
+    store = frozen_store(run)
+    if problems := store.verify(0):
+        raise StorageError(f"the frozen weights {store.path(0)} are damaged: {'; '.join(problems[:3])}.")
+    return MergedArrays(CheckpointArrays(store, 0), trained, split)
+
+
+def saved_split(config: Mapping[str, Any], place: Path) -> Split:
+    """Which parameters the run of a saved configuration trained."""
+    model = allocated(build_model(config, str(place))[0], place, None)
+    return split_of(flat(config), boxed_params(model), model)
+
+
+def read_frozen(store: Checkpoints, abstract: Any) -> Any:
+    """Return the frozen parameters in the dtypes of `abstract`, whichever they were saved in: another platform may
+    compute in another dtype."""
+    kept = store.restore(0, as_saved(store, abstract), only="params")
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), kept, abstract)
+
+
+def as_saved(store: Checkpoints, abstract: Any) -> Any:
+    """Return `abstract` in the dtypes of the frozen parameters in `store`."""
+    saved = select(store.leaves(0), "params")
+
+    def kept(name: str, leaf: Any) -> Any:
+        dtype = saved[name][0] if name in saved else leaf.dtype
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=leaf.sharding)
+
+    return rebuild(abstract, {name: kept(name, leaf) for name, leaf in flatten(abstract).items()})
+
+
+def check_whole(checkpoints: Checkpoints, step: int, config: Mapping[str, Any], boxed: Any, model: Any = None) -> None:
     """Raise the error that names the arrays which `read_whole` would refuse; none is read."""
-    trained, kept = split_of(flat(config), boxed, group_of).shapes(boxed)
+    trained, kept = split_of(flat(config), boxed, model).shapes(boxed)
     checkpoints.check_fits(step, unbox(trained), only="params")
-    if kept is not None:
-        frozen_store(RunDirectory(checkpoints.root.parent)).check_fits(0, unbox(kept), only="params")
+    run = RunDirectory(checkpoints.root.parent)
+    if kept is not None and bases.read_record(run) is None:
+        store = frozen_store(run)
+        store.check_fits(0, as_saved(store, unbox(kept)), only="params")
 
 
 def abstract_params(model: Any, topology: Topology | None = None) -> Any:

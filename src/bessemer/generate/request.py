@@ -1,4 +1,4 @@
-"""What is asked of the engine and what comes back: Request, Event, Sample, Result, and the Handle between them."""
+"""What the engine is asked for and what it returns: Request, Event, Sample, Result, and the Handle between them."""
 
 from __future__ import annotations
 
@@ -6,60 +6,53 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from bessemer.errors import BessemerError
 from bessemer.generate.sampling import SamplingOptions
 
-if TYPE_CHECKING:
-    from bessemer.generate.engine import Engine
-
-
-TOP = 20
-"""The most likely tokens that can be asked for: what a decoding program notes when one of its rows wants any."""
-LOOK = 0.5
-"""Seconds after which one who waits looks whether the engine's thread still runs."""
-
+TOP = 20  # the most top_logprobs a request can ask for; a program computes all of them if any row wants some
+LOOK = 0.5  # seconds between two checks, while waiting, of whether the engine's thread still runs
 
 Ranking = tuple[tuple[int, float], ...]
-"""(token, log p) of the most likely tokens at a place, falling."""
+"""(token, log p) of the most likely tokens at one position, in descending order."""
 
 
 class QueueFull(BessemerError):
-    """More rows would wait than the engine allows: try again later."""
+    """More rows would wait than the engine allows; try again later."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt and how to continue it, `n` times. Sample j draws from the random stream (seed, j)."""
+    """One prompt and how to continue it, `n` times. Sample j uses the random stream (seed, j)."""
 
     prompt_ids: Sequence[int]
-    max_tokens: int | None = None  # none: what the context leaves
+    max_tokens: int | None = None  # None: what the context leaves
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     n: int = 1
-    stop_ids: Sequence[int] = ()  # beside the engine's end tokens
+    stop_ids: Sequence[int] = ()  # in addition to the engine's end tokens
     stop_strings: Sequence[str] = ()  # the text is cut before the one that ends first
-    seed: int | None = None  # none: that of `sampling`; none there either: the engine chooses
+    seed: int | None = None  # None: that of `sampling`; if that is None too, the engine chooses
     logprobs: bool = False  # log p(token) of the model itself, before penalties, temperature and filters
-    top_logprobs: int = 0  # with `logprobs`: so many of the most likely tokens beside each, at most TOP
-    stream: bool = False  # somebody reads its events as they come: the same tokens in short rounds
+    top_logprobs: int = 0  # with `logprobs`: also this many of the most likely tokens, at most TOP
+    stream: bool = False  # its events are read as they come: the same tokens, in short rounds
 
 
 @dataclass(frozen=True)
 class Event:
-    """News of one sample. `text` may lag behind `ids` by what could be part of a character or of a stop string."""
+    """New tokens of one sample. `text` lags behind `ids` by what may be part of a character or a stop string."""
 
     index: int
     text: str
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    finish: str | None = None  # None: it goes on
-    top: tuple[Ranking, ...] = ()  # of each token, where they were asked for
+    finish: str | None = None  # None: it continues
+    top: tuple[Ranking, ...] = ()  # of each token, if asked for
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A finished continuation. The end token is in `ids` (it is trained on) and not in `text`."""
+    """A finished continuation. The end token is in `ids` (it is trained on), not in `text`."""
 
     index: int
     ids: tuple[int, ...]
@@ -72,23 +65,31 @@ class Sample:
 
 @dataclass(frozen=True)
 class Result:
-    """All samples of a request; `seed` makes them again."""
+    """All samples of a request; `seed` reproduces them."""
 
     prompt_ids: tuple[int, ...]
     samples: tuple[Sample, ...]
     seed: int
 
 
-class Handle:
-    """A request on its way. Iterate it for events, or ask for the result; safe from any one thread.
+class Rounds(Protocol):
+    """What a handle needs of the engine that serves it."""
 
-    While an EngineThread runs the engine, both wait for it; otherwise they run its rounds themselves.
+    threaded: bool
+
+    def step(self) -> bool: ...
+
+    def wake(self) -> None: ...
+
+
+class Handle:
+    """A submitted request. Iterate over it for events, or call `result`; safe from any one thread.
+
+    Both wait for the EngineThread if one runs the engine; otherwise they run its rounds themselves.
     """
 
-    def __init__(self, engine: Engine, request: Request, seed: int):
-        self.request = request
-        self.seed = seed
-        self.cancelled = False
+    def __init__(self, engine: Rounds, request: Request, seed: int):
+        self.request, self.seed, self.cancelled = request, seed, False
         self._engine = engine
         self._events: queue.SimpleQueue[Event | BaseException] = queue.SimpleQueue()
         self._samples: dict[int, Sample] = {}
@@ -97,17 +98,17 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """All samples have finished, whether or not their events were read."""
+        """Whether all samples have finished, even if their events were not read."""
         return len(self._samples) == self.request.n
 
     def cancel(self) -> None:
-        """End what goes on at the next round, as "cancelled"; nothing if it has finished."""
+        """End unfinished samples at the next round, as "cancelled"."""
         self.cancelled = True
         self._engine.wake()
 
     def subscribe(self, notify: Callable[[], None]) -> None:
-        """Call `notify` whenever there is news, on the engine's thread, and once now: for those who wait elsewhere than
-        in `next_event`, such as an event loop, and then take events with `next_event(timeout=0)`."""
+        """Call `notify` now and on every event, on the engine's thread, so that an event loop can wait elsewhere and
+        then read events with `next_event(timeout=0)`."""
         self._notify = notify
         notify()
 
@@ -116,18 +117,18 @@ class Handle:
             yield event
 
     def next_event(self, timeout: float | None = None) -> Event | None:
-        """The next event; None when all samples have finished. TimeoutError after `timeout` seconds."""
+        """Return the next event, or None when all samples have finished; raise TimeoutError after `timeout` seconds."""
         if self._left == 0:
             return None
         event = self._wait(timeout)
         if isinstance(event, BaseException):
-            self._events.put(event)  # for whoever asks next
+            self._events.put(event)  # for the next call
             raise event
         self._left -= event.finish is not None
         return event
 
     def result(self, timeout: float | None = None) -> Result:
-        """All samples; waits for them, at most `timeout` seconds."""
+        """Wait for all samples, at most `timeout` seconds, and return them."""
         end = None if timeout is None else time.monotonic() + timeout
         while self._left:
             self.next_event(None if end is None else max(0.0, end - time.monotonic()))
@@ -146,17 +147,10 @@ class Handle:
             if not self._engine.threaded:
                 self._engine.step()
 
-    # -- the engine's side ---------------------------------------------------------------------------------------
-
-    def emit(self, event: Event, sample: Sample | None) -> None:
+    def put(self, news: Event | BaseException, sample: Sample | None = None) -> None:
+        """Called by the engine: an event (with the sample, if it has finished), or an error."""
         if sample is not None:
             self._samples[sample.index] = sample
-        self._put(event)
-
-    def fail(self, error: BaseException) -> None:
-        self._put(error)
-
-    def _put(self, news: Event | BaseException) -> None:
         self._events.put(news)
         if self._notify is not None:
             self._notify()

@@ -1,7 +1,7 @@
-"""Rows of tokens that grow on the device: prefill, and a loop of decode steps that never asks the host.
+"""Rows of tokens on the device: prefill, a loop of decode steps without the host, and the engine's slots.
 
 A row's cache holds all of its tokens but the newest; a step reads that one and chooses the next. So a prompt's last
-token is left to the first step, and a prompt that fans out to n samples is prefilled once and copied n times.
+token is left to the first step, and a prompt with n samples is prefilled once and copied n times.
 """
 
 from __future__ import annotations
@@ -20,25 +20,29 @@ from flax import struct
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from bessemer.generate.sampling import Filters, Way, choose, row_keys
-from bessemer.topology.rules import constrain
+from bessemer.generate.sampling import Filters, SamplingOptions, Way, choose, row_keys
+from bessemer.models.lora import Adapted
+from bessemer.models.shape import round_up
+from bessemer.models.transformer import Transformer
+from bessemer.topology import CompiledTogether
+from bessemer.topology.rules import constrain, shards
 
-STOPS = 16
-"""Stop tokens of a row; more are rounded up to a multiple, which compiles again."""
-BETWEEN_LOOKS = 8
-"""Steps between two looks at whether the loop goes on: a GPU asks the host at each."""
+STOPS = 16  # stop tokens per row; more are rounded up to a multiple, which compiles again
+BETWEEN_LOOKS = 8  # steps between two checks of whether the loop goes on: a GPU asks the host at each
+SHORTEST = 128  # the shortest part of the capacity that is worth a program of its own
+FACTOR = 4  # buckets of rows are 1, 4, 16, …: few to compile, and at most four times the necessary work
 
 
 @struct.dataclass
 class Rows:
-    """B rows; every array has them first."""
+    """B rows, the first axis of every array."""
 
     cache: Any
-    token: Array  # (B,) the newest token, not in the cache yet
+    token: Array  # (B,) the newest token, not yet in the cache
     count: Array  # (B,) new tokens so far
     live: Array  # (B,) bool
     seen: Array  # (B, V) bool: tokens of the row, for the repetition penalty
-    made: Array  # (B, V) int16: how often each was generated, for the presence and frequency penalties
+    made: Array  # (B, V) int16: how often each token was generated, for presence and frequency penalties
     limit: Array  # (B,) new tokens allowed
     streams: Array  # (B, 2) uint32, see `row_keys`
     filters: Filters  # (B,)
@@ -46,29 +50,27 @@ class Rows:
 
 
 class Asked(NamedTuple):
-    """What the host says about B new rows."""
+    """What the host requests of B new rows."""
 
-    limit: Any  # (B,); 0 for a row that only fills the bucket
+    limit: Any  # (B,) new tokens allowed; 0 for a row that only fills the bucket
     streams: Any  # (B, 2)
     filters: Filters
     stops: Any  # (B, STOPS)
 
 
 class Output(NamedTuple):
-    """What a block of steps made. Row b made the first `made[b]` of its column."""
+    """The result of a block of steps. Row b generated the first `made[b]` tokens of its column."""
 
     ids: Array  # (steps, B) int32
     logprobs: Array  # (steps, B) float32: log p(token) of the model itself
     made: Array  # (B,)
     live: Array  # (B,)
-    top_ids: Array | None = (
-        None  # (steps, B, K) int32: the K most likely tokens of the model itself, if asked for
-    )
-    top_logprobs: Array | None = None  # (steps, B, K) float32, falling
+    top_ids: Array | None = None  # (steps, B, K) int32: the model's K most likely tokens, if asked for
+    top_logprobs: Array | None = None  # (steps, B, K) float32, descending
 
 
 class Taken(NamedTuple):
-    """What a step made, or (with steps first) the buffers of a block; see `Output`."""
+    """The result of a step, or (with a leading axis of steps) the buffers of a block; see `Output`."""
 
     ids: Array
     logprobs: Array
@@ -77,42 +79,50 @@ class Taken(NamedTuple):
 
 
 def stop_table(stops: Sequence[Iterable[int]]) -> np.ndarray:
-    """(B, a multiple of STOPS) int32."""
+    """Return the stop tokens of each row, (B, a multiple of STOPS) int32, padded with -1."""
     each = [sorted(set(ids)) for ids in stops]
     width = max(1, *(-(-len(ids) // STOPS) for ids in each)) * STOPS if each else STOPS
     return np.array([ids + [-1] * (width - len(ids)) for ids in each], np.int32).reshape(len(each), width)
 
 
 def forward(model: Any, params: Any, ids: Array, cache: Any, lengths: Array) -> tuple[Array, Any]:
-    """(logits (B, V) of each row's last real token, cache). ids: (B, n); lengths: (B,)."""
+    """Return (logits (B, V) of each row's last real token, cache). ids: (B, n); lengths: (B,)."""
     logits, cache = model.apply({"params": params}, ids, cache, lengths, last_only=True, method="decode")
     return logits[:, 0], cache
 
 
 def in_use(model: Any, params: Any) -> Any:
-    """Parameters as every step reads them, made once before a loop: matrices in the compute dtype, laid out for
-    computing. A step would do the same to each of them again."""
-    if hasattr(model, "group_of") and hasattr(model, "compute_dtype"):
-        params = jax.tree_util.tree_map_with_path(functools.partial(_cast, model), params)
+    """Return the parameters as every step reads them: matrices in the compute dtype, laid out for computing.
+
+    Done once before a loop, so that no step repeats it.
+    """
+    if isinstance(model, Transformer):
+        params = jax.tree_util.tree_map_with_path(
+            functools.partial(_cast, model), params, is_leaf=lambda leaf: isinstance(leaf, Adapted)
+        )
     if jax.sharding.get_abstract_mesh().empty:
         return params
     ids = jax.ShapeDtypeStruct((1, min(8, model.block_size)), jnp.int32)
     boxed = jax.eval_shape(model.init, jax.random.key(0), ids)["params"]
 
-    def gather(box: Any, leaf: Array) -> Array:
+    def gather(box: Any, leaf: Any) -> Any:
+        if isinstance(leaf, Adapted):
+            return replace(leaf, w=gather(box, leaf.w))
         return constrain(leaf, *box.names) if isinstance(box, nn.Partitioned) else leaf
 
     return jax.tree.map(gather, boxed, params, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
 
 
-def _cast(model: Any, path: Any, leaf: Array) -> Array:
-    """Tables are left alone, of which a step reads a few rows, and gates, which are float32 in use."""
+def _cast(model: Any, path: Any, leaf: Any) -> Any:
+    """Cast matrices only: a step reads few rows of a table, and gates are float32 in use."""
+    if isinstance(leaf, Adapted):
+        return replace(leaf, w=_cast(model, path, leaf.w))
     group = model.group_of(tuple(str(getattr(key, "key", key)) for key in path))
     return leaf.astype(model.compute_dtype) if group in ("matrix", "head") else leaf
 
 
 def begin_rows(vocab_size: int, cache: Any, prompts: Array, lengths: Array, asked: Asked) -> Rows:
-    """Rows whose cache holds all of their prompt but its last token. prompts: (B, P), right-padded; lengths: (B,)."""
+    """Return rows whose cache holds their prompt but its last token. prompts: (B, P), right-padded; lengths: (B,)."""
     rows = prompts.shape[0]
     token = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)[:, 0]
     real = jnp.arange(prompts.shape[1]) < lengths[:, None]
@@ -135,12 +145,12 @@ def begin_rows(vocab_size: int, cache: Any, prompts: Array, lengths: Array, aske
 
 
 def no_tokens(rows: int, vocab_size: int) -> Array:
-    """`Rows.made` of rows that have generated nothing. 16 bits: as large as logits in bfloat16, for any vocabulary."""
+    """Return `Rows.made` of rows that have generated nothing. 16 bits: as large as logits in bfloat16."""
     return jnp.zeros((rows, vocab_size), jnp.int16)
 
 
 def looks(steps: int, way: Way | None) -> int:
-    """Steps between two looks in a block of `steps`. They cost nothing where no `way` is named (`sampling.way_of`)."""
+    """Return the steps between two checks for live rows: 1 on a CPU, where `way` is None and a check is free."""
     return 1 if way is None else math.gcd(steps, BETWEEN_LOOKS)
 
 
@@ -154,8 +164,10 @@ def decode_block(
     bound: Array | int | None = None,
     top: int = 0,
 ) -> tuple[Rows, Output]:
-    """Up to `steps` tokens for every live row; ends early when none is left, or after `bound`, a multiple of `looks`
-    that is known to the running program only. `top`: how many of the most likely tokens of each step are noted."""
+    """Generate up to `steps` tokens for every live row; end early when none is live, or after `bound` steps.
+
+    `bound` (a multiple of `looks`) is a traced value. `top`: how many of the most likely tokens to record per step.
+    """
     params = in_use(model, params)
     size = rows.token.shape[0]
     before = rows.count
@@ -173,18 +185,14 @@ def decode_block(
     noted = Taken(jnp.full((steps, size), pad_id, jnp.int32), jnp.zeros((steps, size), jnp.float32))
     if top:
         ranked = (steps, size, top)
-        noted = noted._replace(
-            top_ids=jnp.zeros(ranked, jnp.int32), top_logprobs=jnp.zeros(ranked, jnp.float32)
-        )
+        noted = noted._replace(top_ids=jnp.zeros(ranked, jnp.int32), top_logprobs=jnp.zeros(ranked, jnp.float32))
     _, rows, noted = jax.lax.while_loop(goes_on, some, (jnp.zeros((), jnp.int32), rows, noted))
-    output = Output(
-        noted.ids, noted.logprobs, rows.count - before, rows.live, noted.top_ids, noted.top_logprobs
-    )
+    output = Output(noted.ids, noted.logprobs, rows.count - before, rows.live, noted.top_ids, noted.top_logprobs)
     return rows, jax.tree.map(everywhere, output)
 
 
 def _take(pad_id: int, rows: Rows, logits: Array, way: Way | None, top: int) -> tuple[Rows, Taken]:
-    """Choose a token for the live rows, and note which of them end with it. logits: (B, V)."""
+    """Choose a token for each live row, and mark the rows that end with it. logits: (B, V)."""
     chosen = choose(logits, row_keys(rows.streams, rows.count), rows.filters, rows.seen, way, rows.made)
     token = jnp.where(rows.live, chosen, pad_id)
     scores = jax.nn.log_softmax(logits)
@@ -193,7 +201,7 @@ def _take(pad_id: int, rows: Rows, logits: Array, way: Way | None, top: int) -> 
     stopped = jnp.any(token[:, None] == rows.stops, axis=-1)
     live = was_live & ~stopped & (count < rows.limit)
     seen, made = rows.seen, rows.made
-    if way is None or way >= Way.FILTERED:  # a row with a penalty never decodes otherwise
+    if way is None or way >= Way.FILTERED:  # rows with a penalty always decode this way
         seen = jax.vmap(lambda seen, token, live: seen.at[token].max(live))(seen, token, was_live)
         made = jax.vmap(_counted)(made, token, was_live)
     taken = Taken(token, jnp.where(was_live, logprob, 0.0))
@@ -204,19 +212,21 @@ def _take(pad_id: int, rows: Rows, logits: Array, way: Way | None, top: int) -> 
 
 
 def _counted(made: Array, token: Array, live: Array) -> Array:
-    """One more of `token`, up to what 16 bits hold. made: (V,)."""
+    """Count one more `token`, up to the largest int16. made: (V,)."""
     more = live & (made[token] < jnp.iinfo(made.dtype).max)
     return made.at[token].add(more.astype(made.dtype))
 
 
 def take_rows(tree: Any, index: Array) -> Any:
-    """The rows `index` (R,) of every array; an index beyond the end gives any row."""
+    """Return the rows `index` (R,) of every array; an index beyond the end gives any row."""
     return jax.tree.map(lambda leaf: leaf.at[index].get(mode="clip"), tree)
 
 
 def put_rows(tree: Any, part: Any, index: Array | None) -> Any:
-    """`part` at rows `index` (R,), all different; beyond the end: dropped; None: at all rows. Shorter axes fill the
-    beginning: a row in a short cache lies at the same places in a long one."""
+    """Write `part` to the rows `index` (R,), all distinct; those beyond the end are dropped. None: all rows.
+
+    Shorter axes fill the beginning: a short cache is the beginning of a long one.
+    """
 
     def put(leaf: Array, new: Array) -> Array:
         beginning = tuple(slice(0, size) for size in new.shape[1:])
@@ -228,7 +238,183 @@ def put_rows(tree: Any, part: Any, index: Array | None) -> Any:
 
 
 def everywhere(array: Array) -> Array:
-    """Replicated over the mesh, if there is one: every process reads the whole result."""
+    """Replicate over the mesh, if there is one, so that every process can read the result."""
     if jax.sharding.get_abstract_mesh().empty:
         return array
     return jax.lax.with_sharding_constraint(array, PartitionSpec())
+
+
+# --- slots: rows that requests enter and leave ---
+
+
+class Admission(NamedTuple):
+    """R prompts for M slots. Entries that only fill a bucket have a slot beyond the last, and are dropped."""
+
+    prompts: Any  # (R, capacity) int32, right-padded
+    lengths: Any  # (R,)
+    held: Any  # (R,) tokens of the prompt that its slot already holds
+    sources: Any  # (M,) which prompt
+    slots: Any  # (M,) which slot
+    asked: Asked  # of the M
+
+
+class Slots:
+    """The slots of one model, and the two programs that change them: `admit` prefills prompts into free slots,
+    `decode` runs a block of steps. Each is compiled once per bucket of rows and lengths.
+
+    Create and call it under the mesh of the parameters.
+    """
+
+    def __init__(self, model: Any, count: int, capacity: int, steps: int, pad_id: int):
+        self.capacity, self.steps = capacity, steps
+        self.shards = shards("batch")
+        self.count = round_up(count, self.shards)
+        self.rows: Rows | None = None
+        start = functools.partial(_empty_rows, model, self.count, capacity)
+        self._start = CompiledTogether(jax.jit(start), "the engine's empty rows")
+        self._programs = (functools.partial(_admit, model), functools.partial(_decode, model, pad_id, steps))
+        self._admit: Any = None  # CompiledTogether, once it is known where the rows lie
+        self._decode: Any = None
+
+    @property
+    def compilations(self) -> int:
+        return sum(program.compilations for program in (self._admit, self._decode) if program is not None)
+
+    def bucket(self, rows: int) -> int:
+        """Return the number of rows to compute for `rows` of them."""
+        size = 1
+        while size < rows:
+            size *= FACTOR
+        return min(round_up(size, self.shards), self.count)
+
+    def admit(self, params: Any, admission: Admission, width: int, reuse: bool) -> None:
+        """Prefill new rows into slots; `width` is the bucket of what their prompts add to the cache."""
+        self.rows = self._ready(params)
+        self.rows = self._admit(params, self.rows, admission, width=width, reuse=reuse)
+
+    def reach(self, length: int) -> int:
+        """Return the part of the capacity to compute with if no row is longer than `length` after a block."""
+        size = self.capacity
+        while size // 2 >= max(length, SHORTEST) and size % 2 == 0:
+            size //= 2
+        return size
+
+    def decode(
+        self, params: Any, active: Sequence[int], length: int, way: Way | None, steps: int, top: int = 0
+    ) -> tuple[Output, Sequence[int]]:
+        """Return (output, the column of each `active` slot) after `steps` steps; no row exceeds `length` tokens then.
+
+        Few or short rows are copied out of the slots for the block and back, since a step's cost follows what it
+        reads. On a mesh all rows take part, so that they stay on their devices.
+        """
+        self.rows = self._ready(params)
+        size = self.count if self.shards > 1 else self.bucket(len(active))
+        reach = self.reach(length)
+        if size * reach * 2 > self.count * self.capacity:  # copying twice would cost as much as it saves
+            size, reach = self.count, self.capacity
+        if size == self.count:
+            index, columns = None, active
+        else:
+            index, columns = np.arange(self.count, self.count + size, dtype=np.int32), range(len(active))
+            index[: len(active)] = active
+        mask = np.zeros(self.count, bool)
+        mask[list(active)] = True
+        bound = np.int32(steps)  # traced: rounds of any length are one program
+        self.rows, output = self._decode(params, self.rows, mask, index, bound, reach=reach, way=way, top=top)
+        return output, columns
+
+    def _ready(self, params: Any) -> Rows:
+        """Return the rows, created at first use; programs keep their sharding, or they would compile twice."""
+        if self.rows is not None:
+            return self.rows
+        rows = self._start(params)
+        if self._admit is None:
+            meshed = not jax.sharding.get_abstract_mesh().empty
+            places = jax.tree.map(lambda leaf: leaf.sharding, rows) if meshed else None
+            admit, decode = self._programs
+            self._admit = _program(admit, "prefill", ("width", "reuse"), places)
+            out = (places, None) if meshed else None
+            self._decode = _program(decode, "decoding", ("reach", "way", "top"), out)
+        return rows
+
+
+def _program(function: Any, name: str, static: tuple[str, ...], places: Any) -> CompiledTogether:
+    made = jax.jit(function, static_argnames=static, donate_argnums=1, out_shardings=places)
+    return CompiledTogether(made, name, static)
+
+
+def _empty_rows(model: Any, count: int, capacity: int, params: Any) -> Rows:
+    cache = model.init_cache(count, capacity)
+    nothing = jnp.zeros((count,), jnp.int32)
+    one = jax.ShapeDtypeStruct((count, 1), jnp.int32)
+    # the structure it has after a step: static facts of a cache ("empty") are part of its type
+    after = jax.eval_shape(lambda ids, cache: forward(model, params, ids, cache, nothing)[1], one, cache)
+    rows = Rows(
+        cache=jax.tree.unflatten(jax.tree.structure(after), jax.tree.leaves(cache)),
+        token=nothing,
+        count=nothing,
+        live=jnp.zeros((count,), bool),
+        seen=jnp.zeros((count, model.vocab_size), bool),
+        made=no_tokens(count, model.vocab_size),
+        limit=nothing,
+        streams=jnp.zeros((count, 2), jnp.uint32),
+        filters=jax.tree.map(jnp.asarray, Filters.rows([SamplingOptions()] * count, model.vocab_size)),
+        stops=jnp.full((count, STOPS), -1, jnp.int32),
+    )
+    placed = jax.tree.map(_by_rows, replace(rows, cache=None))
+    return replace(placed, cache=rows.cache)
+
+
+def _by_rows(leaf: Array) -> Array:
+    return constrain(leaf, "batch", *[None] * (leaf.ndim - 1))
+
+
+def _admit(model: Any, params: Any, rows: Rows, new: Admission, *, width: int, reuse: bool) -> Rows:
+    """Prefill, and write each row to its slot. `reuse`: a prompt continues what its slot holds (M = R then)."""
+    prompts = new.prompts
+    if reuse:
+        cache = take_rows(rows.cache, new.slots)
+        at = new.held[:, None] + jnp.arange(width)
+        ids = prompts.at[jnp.arange(prompts.shape[0])[:, None], at].get(mode="fill", fill_value=0)
+    else:
+        cache, ids = model.init_cache(prompts.shape[0], width), prompts[:, :width]
+    _, cache = forward(model, params, ids, cache, new.lengths - 1 - new.held)
+    cache, prompts, lengths = take_rows((cache, prompts, new.lengths), new.sources)
+    part = begin_rows(model.vocab_size, cache, prompts, lengths, new.asked)
+    return put_rows(rows, part, new.slots)
+
+
+def _decode(
+    model: Any,
+    pad_id: int,
+    steps: int,
+    params: Any,
+    rows: Rows,
+    mask: Array,
+    index: Array | None,
+    bound: Array,
+    *,
+    reach: int,
+    way: Way | None,
+    top: int = 0,
+) -> tuple[Rows, Output]:
+    """Run a block of at most `bound` steps for the slots in `mask` (S,), which are those of `index` (R,) if given."""
+    rows = replace(rows, live=rows.live & mask)
+    whole = jax.tree.leaves(rows.cache)
+    part = rows if index is None else take_rows(replace(rows, cache=None), index)
+    size = part.token.shape[0]
+    shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(size, reach)))]
+    if index is None and shapes == [leaf.shape for leaf in whole]:
+        return decode_block(model, pad_id, steps, params, rows, way, bound, top)
+    some = [_beginning(leaf, shape, index) for leaf, shape in zip(whole, shapes, strict=True)]
+    part = replace(part, cache=jax.tree.unflatten(jax.tree.structure(rows.cache), some))
+    if index is not None:
+        part = replace(part, live=part.live & (index < rows.live.shape[0]))
+    part, output = decode_block(model, pad_id, steps, params, part, way, bound, top)
+    return put_rows(rows, part, index), output
+
+
+def _beginning(leaf: Array, shape: Sequence[int], index: Array | None) -> Array:
+    """Return rows `index` of an array, cut to `shape`."""
+    leaf = leaf[(slice(None), *(slice(0, size) for size in shape[1:]))]
+    return leaf if index is None else take_rows(leaf, index)

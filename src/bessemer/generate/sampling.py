@@ -1,17 +1,17 @@
-"""How the next token is chosen from its logits: greedy, or drawn, with filters; one random stream per row.
+"""Choosing the next token from its logits: greedy or sampled, with filters and one random stream per row.
 
-Everything is an array, one entry per row, so that one compiled program serves every mixture of settings. Penalties come
-first: the repetition penalty on all tokens of the row, then presence and frequency on those that were generated.
-Filters are then applied to the tempered distribution in this order: top-k by rank, top-p of what is left, min-p against
-the most likely token.
+Every setting is an array with one entry per row, so one compiled program serves any mixture of settings. Penalties come
+first (repetition on all tokens of the row, presence and frequency on generated ones), then temperature, then top-k by
+rank, top-p of what is left, and min-p relative to the most likely token.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,28 +24,22 @@ from bessemer.errors import InputError
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """What a caller asks for. `seed`: one number gives each row a stream of its own; or a list, one a row."""
+    """Sampling settings. `seed`: one number, from which each row gets its own stream, or one number per row."""
 
     temperature: float = 0.0  # 0 = the most likely token, exactly
-    top_k: int = 0  # the k most likely; 0 = all
-    top_p: float = 1.0  # the fewest whose probabilities reach p; 1 = all
-    min_p: float = 0.0  # at least min_p times the most likely one's probability; 0 = all
-    seed: int | Sequence[int] | None = None  # none: 0 in a batch of prompts, the engine's choice in a request
-    repetition_penalty: float = (
-        1.0  # logits of tokens in the row: divided by it if above 0, else multiplied; 1 = off
-    )
-    presence_penalty: float = 0.0  # subtracted from the logits of tokens that were generated; 0 = off
-    frequency_penalty: float = 0.0  # subtracted once for each time the token was generated; 0 = off
+    top_k: int = 0  # only the k most likely; 0 = all
+    top_p: float = 1.0  # only the fewest whose probabilities sum to p; 1 = all
+    min_p: float = 0.0  # only those with min_p times the highest probability; 0 = all
+    seed: int | Sequence[int] | None = None  # None: 0 in a batch of prompts, the engine's choice in a request
+    repetition_penalty: float = 1.0  # logits of tokens in the row: divided by it if above 0, else multiplied; 1 = off
+    presence_penalty: float = 0.0  # subtracted from the logits of generated tokens; 0 = off
+    frequency_penalty: float = 0.0  # subtracted once per time the token was generated; 0 = off
 
     def __post_init__(self) -> None:
-        seeds = [] if self.seed is None else [self.seed] if isinstance(self.seed, int) else list(self.seed)
+        seeds = [self.seed or 0] if isinstance(self.seed, int | None) else list(self.seed)
         penalty = self.repetition_penalty
         for holds, problem, given in (
-            (
-                math.isfinite(self.temperature) and self.temperature >= 0,
-                "temperature is at least 0",
-                self.temperature,
-            ),
+            (math.isfinite(self.temperature) and self.temperature >= 0, "temperature is at least 0", self.temperature),
             (self.top_k >= 0, "top-k is at least 1, or 0 for no limit", self.top_k),
             (0 < self.top_p <= 1, "top-p is above 0 and at most 1", self.top_p),
             (0 <= self.min_p <= 1, "min-p is between 0 and 1", self.min_p),
@@ -58,27 +52,27 @@ class SamplingOptions:
                 raise InputError(f"{problem}; got {given}.")
 
     def streams(self, rows: int) -> np.ndarray:
-        """(rows, 2) uint32, the pair (seed, number) that `row_keys` makes a row's random stream of."""
+        """Return (rows, 2) uint32: the pair (seed, number) that defines each row's random stream (`row_keys`)."""
         seed = 0 if self.seed is None else self.seed
         if isinstance(seed, int):
             return np.stack([np.full(rows, seed, np.uint32), np.arange(rows, dtype=np.uint32)], axis=1)
         if len(seed) != rows:
-            raise InputError(f"{len(seed)} seeds for {rows} prompts: give one, or one a prompt.")
+            raise InputError(f"{len(seed)} seeds for {rows} prompts: give one, or one per prompt.")
         return np.stack([np.asarray(seed, np.uint32), np.zeros(rows, np.uint32)], axis=1)
 
 
 class Way(IntEnum):
-    """What choosing takes; a batch takes the most that one of its rows does."""
+    """The work that choosing needs; a batch needs the most of its rows."""
 
     GREEDY = 0
     DRAWN = 1  # noise
-    FILTERED = 2  # noise, the ranking of all tokens, and the penalties
+    FILTERED = 2  # noise, ranking all tokens, and penalties
 
 
 def way_of(options: Iterable[SamplingOptions]) -> Way | None:
-    """The way of a batch where it is worth a program of its own; None: the program finds out, step by step.
+    """Return the way of a batch, a program of its own, or None on a CPU, where the program branches at each step.
 
-    On a CPU that costs nothing. A GPU waits for the host at every branch, several times a step.
+    Branches are free on a CPU; a GPU waits for the host at each, several times per step.
     """
     if jax.default_backend() == "cpu":
         return None
@@ -95,7 +89,7 @@ def _way(sampling: SamplingOptions) -> Way:
 
 
 def row_keys(streams: Array, step: Array | int) -> Array:
-    """(B,) keys of one step: fold_in(fold_in(key(seed), number), step). streams: (B, 2); step: () or (B,)."""
+    """Return (B,) keys of one step: fold_in(fold_in(key(seed), number), step). streams: (B, 2); step: () or (B,)."""
 
     def key(stream: Array, step: Array) -> Array:
         return jax.random.fold_in(jax.random.fold_in(jax.random.key(stream[0]), stream[1]), step)
@@ -105,7 +99,7 @@ def row_keys(streams: Array, step: Array | int) -> Array:
 
 @struct.dataclass
 class Filters:
-    """The settings as arrays: (B,), one entry a row, or () for all rows alike."""
+    """The settings as arrays: (B,), one entry per row, or () for all rows."""
 
     temperature: Array | np.ndarray | np.float32
     top_k: Array | np.ndarray | np.int32
@@ -117,24 +111,16 @@ class Filters:
 
     @classmethod
     def of(cls, sampling: SamplingOptions, vocab_size: int) -> Filters:
-        return cls(
-            temperature=np.float32(sampling.temperature),
-            top_k=np.int32(min(sampling.top_k or vocab_size, vocab_size)),
-            top_p=np.float32(sampling.top_p),
-            min_p=np.float32(sampling.min_p),
-            repetition_penalty=np.float32(sampling.repetition_penalty),
-            presence_penalty=np.float32(sampling.presence_penalty),
-            frequency_penalty=np.float32(sampling.frequency_penalty),
-        )
+        values: dict[str, Any] = {field.name: np.float32(getattr(sampling, field.name)) for field in fields(cls)}
+        return cls(**values | {"top_k": np.int32(min(sampling.top_k or vocab_size, vocab_size))})
 
     @classmethod
     def rows(cls, options: Sequence[SamplingOptions], vocab_size: int) -> Filters:
-        """One entry for each of `options`."""
         each = [cls.of(sampling, vocab_size) for sampling in options]
         return jax.tree.map(lambda *values: np.stack(values), *each)
 
     def columns(self, rows: int) -> Filters:
-        """(B, 1) each, to stand beside logits (B, V)."""
+        """Return the settings as (B, 1), to broadcast against logits (B, V)."""
         return jax.tree.map(lambda value: jnp.broadcast_to(jnp.reshape(value, (-1, 1)), (rows, 1)), self)
 
 
@@ -146,11 +132,10 @@ def choose(
     way: Way | None = None,
     made: Array | None = None,
 ) -> Array:
-    """The next token of each row: argmax of the scores, plus Gumbel noise where it is drawn.
+    """Return the next token of each row, (B,) int32: argmax of the scores, plus Gumbel noise for sampled rows.
 
-    logits: (B, V) float32, keys: (B,) → (B,) int32. For the penalties, `seen` (B, V) marks the tokens of the row and
-    `made` (B, V) counts those that were generated. What no row of the batch asks for is not computed (`way`: see
-    `way_of`); what another row asks for changes nothing.
+    logits: (B, V) float32; keys: (B,). For penalties, `seen` (B, V) marks the tokens of the row, and `made` (B, V)
+    counts generated ones. What no row needs is not computed (`way`: see `way_of`); rows do not affect each other.
     """
     filters = filters.columns(logits.shape[0])
     drawn = jnp.asarray(filters.temperature) > 0  # (B, 1)
@@ -161,7 +146,7 @@ def choose(
         special |= (filters.presence_penalty != 0) | (filters.frequency_penalty != 0)
 
     def temper(logits: Array) -> Array:
-        # the most likely at 0: the smallest temperature overflows to -inf elsewhere, never to inf − inf
+        # with the maximum at 0, the smallest temperature overflows to -inf elsewhere, never to inf − inf
         shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
         return jnp.where(drawn, shifted / jnp.where(drawn, filters.temperature, 1), logits)
 
@@ -183,7 +168,7 @@ def choose(
 
 
 def penalise(logits: Array, seen: Array | None, made: Array | None, filters: Filters) -> Array:
-    """Logits with those of tokens already in the row lowered. logits, seen, made: (B, V).
+    """Return the logits with those of tokens already in the row lowered. logits, seen, made: (B, V).
 
     Repetition, r: logit / r if it is above 0, else logit · r, where seen (CTRL, arXiv 1909.05858). Presence, p, and
     frequency, f, as in OpenAI's protocol: logit − p · [made > 0] − f · made.
@@ -199,21 +184,18 @@ def penalise(logits: Array, seen: Array | None, made: Array | None, filters: Fil
 
 
 def keep(logits: Array, filters: Filters) -> Array:
-    """Logits with the filtered-out tokens at −∞; the most likely one always stays. logits: (B, V).
+    """Return the logits with filtered-out tokens at −∞; the most likely one always stays. logits: (B, V).
 
-    Each filter keeps the first of the ranking, so a row is settled by how many stay and the last one's logit. Of equal
-    logits the lowest ids are first, as in argmax: top-k 1 is greedy. A row without filters comes out as it went in,
-    whatever its neighbours ask for.
+    Each filter keeps the first of the ranking, so a row is defined by how many stay and the logit of the last. Of equal
+    logits the lowest ids come first, as in argmax: top-k 1 is greedy. A row without filters is unchanged.
     """
     filters = filters.columns(logits.shape[0])
-    ranked = -jnp.sort(-logits, axis=-1)  # values alone: sorting the ids as well takes several times as long
+    ranked = -jnp.sort(-logits, axis=-1)  # values only: sorting the ids as well takes several times as long
     rank = jnp.arange(logits.shape[-1])
     stays = rank < filters.top_k
     probabilities = jax.nn.softmax(jnp.where(stays, ranked, -jnp.inf), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities  # probability of everything ranked higher
-    stays &= (before < filters.top_p) | (
-        filters.top_p >= 1
-    )  # a rounded sum may reach 1 before the last token
+    stays &= (before < filters.top_p) | (filters.top_p >= 1)  # a rounded sum may reach 1 before the last token
     stays &= probabilities >= filters.min_p * probabilities[:, :1]
     count = jnp.maximum(jnp.sum(stays, axis=-1, keepdims=True), 1)
     last = jnp.take_along_axis(ranked, count - 1, axis=-1)

@@ -1,4 +1,4 @@
-"""Text in, text out: prompts are begun like documents, continuations end at the document token."""
+"""Text in, text out: completing texts with a decoder, and decoding tokens to text as they arrive."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bessemer.data.tokenize.chat import can_chat, render, stop_ids
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate.decoder import Decoder
@@ -15,7 +16,7 @@ from bessemer.generate.sampling import SamplingOptions
 
 @dataclass(frozen=True)
 class Completion:
-    """One prompt and what the model made of it. `finish`: "stop", "length" or "context"."""
+    """One prompt and its continuation. `finish`: "stop", "length" or "context"."""
 
     prompt: str
     text: str
@@ -35,9 +36,9 @@ def complete(
     stop_ids: Sequence[int] = (),
     ids: Sequence[Sequence[int]] | None = None,
 ) -> tuple[list[Completion], list[str]]:
-    """(continuations, notices). A prompt is the beginning of a document (`Tokenizer.prompt`), or its `ids`.
+    """Return (continuations, notices). A prompt is the beginning of a document (`Tokenizer.prompt`), or its `ids`.
 
-    What looks like a special token in a prompt is text. Bytes of a character that was cut off show as U+FFFD.
+    Special tokens in a prompt are read as text. Bytes of a character that was cut off show as U+FFFD.
     """
     ids = ids or [tokenizer.prompt(prompt) for prompt in prompts]
     result = decoder(params, ids, max_tokens=max_tokens, sampling=sampling, stop_ids=stop_ids)
@@ -46,9 +47,7 @@ def complete(
     for index, prompt in enumerate(prompts):
         tokens = result.row(index)
         logprobs = [float(value) for value in result.logprobs[index, : len(tokens)]]
-        completions.append(
-            Completion(prompt, tokenizer.decode(tokens), tokens, logprobs, result.reasons[index])
-        )
+        completions.append(Completion(prompt, tokenizer.decode(tokens), tokens, logprobs, result.reasons[index]))
     return completions, result.notices
 
 
@@ -62,24 +61,27 @@ def sample(
 ) -> tuple[list[Completion], list[str]]:
     """Continue texts with a loaded model; greedy without `sampling`."""
     if loaded.tokenizer is None:
-        raise InputError(
-            "this model was trained on token ids without a tokenizer, so it cannot read a text prompt."
-        )
+        raise InputError("this model was trained on token ids without a tokenizer, so it cannot read a text prompt.")
+    options: dict[str, Any] = {"max_tokens": max_tokens, "sampling": sampling, "stop_ids": stop_ids}
     with loaded.scope():
-        return complete(
-            loaded.decoder,
-            loaded.params,
-            loaded.tokenizer,
-            prompts,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stop_ids=stop_ids,
-        )
+        return complete(loaded.decoder, loaded.params, loaded.tokenizer, prompts, **options)
 
 
-# Tokens to text as they come: never part of a character, never part of a stop string, never a stop string.
-#
-# Joined, the pieces are exactly the text of all tokens, cut before the stop string that ends first.
+def prompt_ids(prompt: Any, tokenizer: Tokenizer, chat: bool = True) -> list[int]:
+    """Return the tokens that a completion follows. prompt: a text or a list of messages.
+
+    A text is a user's message, or plain text if `chat` is off or the tokenizer has no tokens for conversations.
+    """
+    if not isinstance(prompt, str):
+        return render(prompt, tokenizer)
+    if chat and can_chat(tokenizer):
+        return render([{"role": "user", "content": prompt}], tokenizer)
+    return tokenizer.prompt(prompt)
+
+
+def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens that end the assistant's turn; none if the tokenizer has no tokens for conversations."""
+    return stop_ids(tokenizer) if can_chat(tokenizer) else ()
 
 
 UNKNOWN = "\ufffd"
@@ -88,7 +90,7 @@ UNKNOWN = "\ufffd"
 class StopDetector:
     """Finds the stop string that ends first (of those that end together, the longest) in text given in pieces.
 
-    That choice, unlike the one that starts first, does not depend on where the pieces were cut.
+    Unlike the one that starts first, it does not depend on where the pieces were cut.
     """
 
     def __init__(self, stops: Iterable[str] = ()):
@@ -99,7 +101,7 @@ class StopDetector:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """What is now certain to be before any stop string."""
+        """Return the text that is certain to precede any stop string."""
         if self.found is not None:
             return ""
         if not self.stops:
@@ -115,35 +117,36 @@ class StopDetector:
         return text[: len(text) - held]
 
     def finish(self) -> str:
-        """No more text comes: what was held back is no stop string."""
+        """Return what was held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that are a beginning of `stop`, but not all of it."""
+    """Return how many characters at the end of `text` are a proper prefix of `stop`."""
     longest = min(len(stop) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
 class TextStream:
-    """The text of a row of tokens, piece by piece; `stop` is the stop string that was met."""
+    """Decodes tokens piece by piece: never part of a character or of a stop string. Joined, the pieces are the text of
+    all tokens, cut before the stop string (`stop`) that ends first."""
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()):
         self.tokenizer = tokenizer
         self.detector = StopDetector(stop_strings)
         self._ids: list[int] = []
-        # Only ids from `_context` on are decoded again; those up to `_read` are shown already. They are kept as
-        # context because some tokenizers drop the space before the first token of what they decode.
+        # Only ids from `_context` on are decoded again. Those up to `_read` were already returned; they are context,
+        # because some tokenizers drop the space before the first token they decode.
         self._context = self._read = 0
-        self._shown = 0  # characters of the decoded ids that have been given
+        self._shown = 0  # characters of the decoded ids already returned
 
     @property
     def stop(self) -> str | None:
         return self.detector.found
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that is certain after these further tokens."""
+        """Return the new text that is certain after these tokens."""
         self._ids += ids
         text = self.tokenizer.decode(self._ids[self._context :])
         whole = not text.endswith(UNKNOWN)  # else the last character may still get its missing bytes
@@ -155,7 +158,7 @@ class TextStream:
         return self.detector.push(piece)
 
     def push_until_stop(self, ids: Sequence[int]) -> tuple[str, int]:
-        """(text, how many of the ids it took): all of them, or up to the token that completed a stop string."""
+        """Return (text, ids used): all of them, or up to the token that completed a stop string."""
         if not self.detector.stops:
             return self.push(ids), len(ids)
         pieces = []
@@ -166,7 +169,7 @@ class TextStream:
         return "".join(pieces), len(ids)
 
     def finish(self) -> str:
-        """What was held back, now that no token follows."""
+        """Return what was held back, after the last token."""
         text = self.tokenizer.decode(self._ids[self._context :])[self._shown :]
         self._shown += len(text)
         return self.detector.push(text) + self.detector.finish()

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from bessemer.errors import InputError
-from bessemer.models.checks import MOST_LAYERS
-from bessemer.models.llama import ROPE_TYPES, LlamaSettings
+from bessemer.models.llama import ROPE_TYPES, Llama
+from bessemer.models.transformer import MOST_LAYERS
 from bessemer.storage.weights import Signature
 
 CLASSES = {
@@ -111,9 +111,7 @@ class HFConfig:
         width, heads = self.whole("hidden_size"), self.whole("num_attention_heads")
         kv_heads = self.whole("num_key_value_heads", heads)
         if kv_heads > heads or heads % kv_heads:
-            raise self.refuse(
-                "num_key_value_heads", f"it must divide num_attention_heads, which is {heads} here."
-            )
+            raise self.refuse("num_key_value_heads", f"it must divide num_attention_heads, which is {heads} here.")
         head_dim = self.whole("head_dim", 128 if self.kind == "qwen3" else width // heads)
         if head_dim < 2 or head_dim % 2:
             raise InputError(
@@ -121,9 +119,7 @@ class HFConfig:
                 "rotary positions turn pairs, so it must be even and at least 2."
             )
         positions = self.whole("max_position_embeddings", 2048)
-        biased = {"qwen2": "qkv", "mistral": "none"}.get(
-            self.kind, "all" if self.flag("attention_bias") else "none"
-        )
+        biased = {"qwen2": "qkv", "mistral": "none"}.get(self.kind, "all" if self.flag("attention_bias") else "none")
         window, layers = self._windows(depth)
         return {
             "model/family": "llama",
@@ -179,14 +175,10 @@ class HFConfig:
             return 0, "S"
         window = self.whole("sliding_window", 4096)
         first = min(0 if self.kind == "mistral" else self.whole("max_window_layers", 28, least=0), depth)
-        types = self._given(
-            "layer_types", ["full_attention"] * first + ["sliding_attention"] * (depth - first)
-        )
+        types = self._given("layer_types", ["full_attention"] * first + ["sliding_attention"] * (depth - first))
         known = ("full_attention", "sliding_attention")
         if not isinstance(types, list) or len(types) != depth or any(name not in known for name in types):
-            raise self.refuse(
-                "layer_types", f"it must name {depth} layers, sliding_attention or full_attention."
-            )
+            raise self.refuse("layer_types", f"it must name {depth} layers, sliding_attention or full_attention.")
         letters = "".join("S" if name == "sliding_attention" else "L" for name in types)
         if "S" not in letters:
             return 0, "S"
@@ -213,18 +205,14 @@ class HFConfig:
         original = self.whole(f"{section}.{length}", None) or self.whole(length, positions)
         original = positions if kind == "dynamic" else original
         factor = self.real(f"{section}.factor", None) or (positions / original if kind == "yarn" else None)
-        missing = [
-            key for key in ("low_freq_factor", "high_freq_factor") if kind == "llama3" and key not in rope
-        ]
+        missing = [key for key in ("low_freq_factor", "high_freq_factor") if kind == "llama3" and key not in rope]
         if factor is None or missing:
             raise InputError(f"{self.where}: {section} of type {kind} has no '{(missing or ['factor'])[0]}'.")
         settings |= {"architecture/rope/factor": factor, "architecture/rope/original_length": original}
         for key in ROPE_OF[kind]:
             if rope.get(key) is not None:
                 name = f"{section}.{key}"
-                settings[f"architecture/rope/{key}"] = (
-                    self.flag(name) if key == "truncate" else self.real(name)
-                )
+                settings[f"architecture/rope/{key}"] = self.flag(name) if key == "truncate" else self.real(name)
         return settings
 
 
@@ -234,7 +222,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 
-def type_of(model: LlamaSettings) -> str:
+def type_of(model: Llama) -> str:
     """model_type of an export, as asked for or the simplest that says all of the model."""
     chosen = model.hf_type
     if chosen == "auto":
@@ -246,9 +234,7 @@ def type_of(model: LlamaSettings) -> str:
         and (chosen != "mistral" or model.attention_bias == "none"),
         "architecture.mlp_bias": chosen == "llama" or not model.mlp_bias,
         "model.sliding_window": chosen != "llama" or not model.sliding_window,
-        "model.sliding_layers": chosen != "mistral"
-        or not model.sliding_window
-        or model.sliding_layers == "S",
+        "model.sliding_layers": chosen != "mistral" or not model.sliding_window or model.sliding_layers == "S",
     }
     for setting, can in said.items():
         if not can:
@@ -259,7 +245,7 @@ def type_of(model: LlamaSettings) -> str:
     return chosen
 
 
-def config_of(model: LlamaSettings, dtype: str, tokens: Mapping[str, Any]) -> dict[str, Any]:
+def config_of(model: Llama, dtype: str, tokens: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a model, in the keys that old and new versions of transformers read."""
     s, kind = model.shape, type_of(model)
     config: dict[str, Any] = {
@@ -299,11 +285,11 @@ def config_of(model: LlamaSettings, dtype: str, tokens: Mapping[str, Any]) -> di
     return config
 
 
-def positions_of(model: LlamaSettings) -> int:
+def positions_of(model: Llama) -> int:
     return model.max_positions if model.max_positions > 0 else model.block_size
 
 
-def _scaling(model: LlamaSettings) -> dict[str, Any] | None:
+def _scaling(model: Llama) -> dict[str, Any] | None:
     rope = model.rope
     if rope.type == "default":
         return None

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from bessemer.console import ShowBytes, no_progress
 from bessemer.data.tokenize.chat import TURN_TOKENS, can_chat, stop_ids
 from bessemer.data.tokenize.templates import CONFIG as TOKENIZER_CONFIG
 from bessemer.data.tokenize.templates import OUR_TEMPLATE
@@ -15,8 +16,7 @@ from bessemer.data.tokenize.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError
 from bessemer.interop.config import config_of, positions_of, tensors_of
 from bessemer.interop.folder import CONFIG, GENERATION, INDEX, SINGLE
-from bessemer.interop.progress import ShowBytes, nothing
-from bessemer.models.llama import LlamaSettings
+from bessemer.models.llama import Llama
 from bessemer.storage.files import storage
 from bessemer.storage.weights import Arrays, Signature, total, write_file
 
@@ -26,10 +26,10 @@ SHARD = 5 * 10**9
 
 def export_folder(
     arrays: Arrays,
-    model: LlamaSettings,
+    model: Llama,
     tokenizer: Tokenizer | None,
     out: Path,
-    show: ShowBytes = nothing,
+    show: ShowBytes = no_progress,
     *,
     dtype: str | None = None,
     shard: int = SHARD,
@@ -83,9 +83,7 @@ def shards_of(entries: Signature, limit: int) -> dict[str, Signature]:
         parts[-1][name] = entry
     if len(parts) == 1:
         return {SINGLE: parts[0]}
-    return {
-        f"model-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, 1)
-    }
+    return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, 1)}
 
 
 def _json(value: Any) -> str:
@@ -96,7 +94,7 @@ def _json(value: Any) -> str:
 # template.
 
 
-def token_ids(model: LlamaSettings, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def token_ids(model: Llama, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """bos_token_id, eos_token_id and pad_token_id, as config.json and generation_config.json hold them."""
     ends = list(model.end_tokens)
     if tokenizer is None:
@@ -125,10 +123,7 @@ def tokenizer_files(tokenizer: Tokenizer, ids: dict[str, Any], positions: int) -
         config |= _names(tokenizer, ids)
         if all(name in tokenizer.specials for name in TURN_TOKENS):
             config["chat_template"] = OUR_TEMPLATE
-    return {
-        FILE: tokenizer.to_json(),
-        TOKENIZER_CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n",
-    }
+    return {FILE: tokenizer.to_json(), TOKENIZER_CONFIG: json.dumps(config, indent=2, ensure_ascii=False) + "\n"}
 
 
 def _names(tokenizer: Tokenizer, ids: dict[str, Any]) -> dict[str, str]:

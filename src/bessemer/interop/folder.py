@@ -5,6 +5,7 @@ Everything is checked from the headers before the first array is read: names, sh
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -17,11 +18,15 @@ import numpy as np
 
 from bessemer.config import declared
 from bessemer.config.bounded import read_json
+from bessemer.console import Advance, ShowBytes, no_progress
+from bessemer.data.tokenize.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError, to_install
 from bessemer.interop.config import BUFFERS, HEAD, HFConfig, Tensor, tensors_of
+from bessemer.job import RunDirectory, check_run_name
 from bessemer.job.trust import check_folder
 from bessemer.models.llama import Llama
-from bessemer.storage.weights import Signature, WeightFile, flatten, signature
+from bessemer.storage.files import atomic_directory, storage
+from bessemer.storage.weights import OURS, Signature, WeightFile, flatten, signature, total, write_file
 from bessemer.topology import unbox
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -129,11 +134,7 @@ class Folder:
 
     def _without_weights(self) -> InputError:
         others = [path.name for form in ("*.bin", "*.pt", "*.pth") for path in self.path.glob(form)]
-        pickled = (
-            f" {others[0]} is a pickle, which is never opened: convert it to safetensors first."
-            if others
-            else ""
-        )
+        pickled = f" {others[0]} is a pickle, which is never opened: convert it to safetensors first." if others else ""
         return InputError(f"{self.path} has neither {SINGLE} nor {INDEX}.{pickled}")
 
     @cached_property
@@ -181,6 +182,64 @@ class Folder:
     def read(self, name: str) -> np.ndarray:
         tensor = self.tensors[name]
         return tensor.to_ours(self.files[tensor.theirs].read(tensor.theirs))
+
+
+# `bessemer import`: the model becomes a run, with weights in RUN/model in the dtype they came in.
+
+
+def import_folder(
+    source: Path, out: Path, show: ShowBytes = no_progress, context: int | None = None
+) -> tuple[RunDirectory, list[str]]:
+    """The run, and lines to show. Memory: one tensor. Everything is checked before anything is written."""
+    check_run_name(out.name)
+    if out.exists():
+        raise InputError(f"{out} already exists; an import makes a new run. Choose another name, or delete it.")
+    folder = Folder(source)
+    if context is not None:
+        folder.settings["architecture/block_size"] = context
+    entries = folder.signature()
+    tokenizer = Tokenizer.load(source) if (source / FILE).is_file() else None
+    lines = facts(folder, tokenizer, total(entries.values()))
+    with storage("cannot write the imported model"), atomic_directory(out) as partial:
+        (partial / "model").mkdir()
+        with show(f"importing {source.name}", total(entries.values())) as progress:
+            write_model(folder, tokenizer, partial, progress)
+        RunDirectory(partial).write_status(
+            state="done", step=0, exit_code=0, message=f"imported from {source.absolute()}"
+        )
+    return RunDirectory(out), lines
+
+
+def write_model(folder: Folder, tokenizer: Tokenizer | None, run: Path, progress: Advance) -> None:
+    import yaml
+
+    texts = {CONFIG: json.dumps(folder.tree, indent=1) + "\n"} | (tokenizer.files if tokenizer is not None else {})
+    for name, text in texts.items():
+        (run / "model" / name).write_text(text, encoding="utf-8")
+    write_file(
+        run / "model" / SINGLE, folder.signature(), folder.read, {"format": OURS, "step": "0"}, progress, beside=texts
+    )
+    (run / "config.yaml").write_text(yaml.safe_dump(folder.tree, sort_keys=False), encoding="utf-8")
+
+
+def facts(folder: Folder, tokenizer: Tokenizer | None, size: int) -> list[str]:
+    """What was found, and what a user should know about it."""
+    model, counts = folder.model, folder.model.count_parameters()
+    context, positions = folder.settings["architecture/block_size"], model.max_positions
+    lines = [
+        f"model      {model.hf_type}, {counts['total']:,} parameters, {size / 2**30:.2f} GiB of {model.weights_dtype}",
+        f"context    {context:,} of the model's {positions:,} tokens"
+        + (" (--context gives more)" if context < positions else ""),
+    ]
+    if tokenizer is None:
+        return [*lines, f"tokenizer  none: {folder.path} has no {FILE}, so this run takes token ids, not text"]
+    if tokenizer.vocab_size > model.vocab_size:
+        raise InputError(
+            f"{folder.path / FILE} has {tokenizer.vocab_size} tokens and config.json a vocab_size of "
+            f"{model.vocab_size}: ids would fall outside the embedding."
+        )
+    chat = "with its chat template" if tokenizer.chat_template else "without a chat template"
+    return [*lines, f"tokenizer  {tokenizer.vocab_size:,} tokens, {chat}"]
 
 
 # `hf:OWNER/NAME[@REVISION]`: a model of the Hugging Face hub, downloaded once into that program's own cache.

@@ -1,7 +1,8 @@
 """Low-rank adapters in the layout of PEFT: adapter_config.json and adapter_model.safetensors.
 
 Ours: W' = W + s·A·B with A (fan_in, r), B (r, fan_out), s = α/r or α/√r. Theirs are the transposes, under the names of
-the matrices they adapt. Merged weights need nothing of this: a plain export has them.
+the matrices they adapt. The lengths of DoRA are a vector there and here, and ranks by pattern become PEFT's
+`rank_pattern`, by the full name of each matrix. Merged weights need nothing of this: a plain export has them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from bessemer.interop.export_hf import make_empty
 from bessemer.storage.files import storage
 from bessemer.storage.weights import Arrays, Signature, write_file
 
-PARTS = {"lora_a": "lora_A", "lora_b": "lora_B"}
+PARTS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_m": "lora_magnitude_vector"}
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
@@ -27,6 +28,7 @@ def export_adapters(arrays: Arrays, lora: Mapping[str, Any], out: Path, base: st
     """`arrays`: the trained part of a run's parameters; `lora`: that section of its configuration. Lines to show."""
     entries: Signature = {}
     sources: dict[str, str] = {}
+    ranks: dict[str, int] = {}
     for name, (dtype, shape) in arrays.signature().items():
         matrix, _, part = name.rpartition("/")
         if part not in PARTS or matrix.rpartition("/")[2] not in MATRICES:
@@ -35,11 +37,13 @@ def export_adapters(arrays: Arrays, lora: Mapping[str, Any], out: Path, base: st
                 "no place for it here. Export the merged model instead, without --adapters."
             )
         module = their_name(matrix).removesuffix(".weight")
-        theirs = f"base_model.model.{module}.{PARTS[part]}.weight"
+        theirs = f"base_model.model.{module}.{PARTS[part]}"
         entries[theirs], sources[theirs] = (dtype, shape[::-1]), name
+        if part == "lora_a":
+            ranks[module] = shape[-1]
     if not entries:
         raise InputError("this checkpoint holds no adapters (lora.rank is 0); export it without --adapters.")
-    modules = sorted({name.split(".")[-3] for name in entries})
+    modules = sorted({module.split(".")[-1] for module in ranks})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -47,7 +51,9 @@ def export_adapters(arrays: Arrays, lora: Mapping[str, Any], out: Path, base: st
         "r": int(lora["rank"]),
         "lora_alpha": float(lora["alpha"]),
         "use_rslora": bool(lora.get("rank_stabilised", False)),
-        "lora_dropout": 0.0,
+        "rank_pattern": {module: rank for module, rank in sorted(ranks.items()) if rank != int(lora["rank"])},
+        "use_dora": bool(lora.get("dora", False)),
+        "lora_dropout": float(lora.get("dropout", 0.0)),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -61,4 +67,4 @@ def export_adapters(arrays: Arrays, lora: Mapping[str, Any], out: Path, base: st
         make_empty(out)
         write_file(out / WEIGHTS, entries, read, {"format": "pt"})
         (out / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return [f"adapters   rank {config['r']} on {', '.join(modules)}: {len(entries) // 2} matrices"]
+    return [f"adapters   rank {config['r']} on {', '.join(modules)}: {len(ranks)} matrices"]

@@ -1,6 +1,6 @@
 """What a run is: its directory, its status, its lock, and the jobs that work in it."""
 
-from bessemer.job.directory import GIVEN, RunDirectory, check_run_name, default_run_name, find_run
+from bessemer.job.directory import GIVEN, RunDirectory, check_run_name, default_run_name
 from bessemer.job.jobs import (
     BasicJob,
     CheckpointedJob,
@@ -11,7 +11,7 @@ from bessemer.job.jobs import (
     is_path,
 )
 from bessemer.job.lock import RunLock
-from bessemer.storage.files import atomic_write, sync_directory
+from bessemer.job.runs import find_run
 
 __all__ = [
     "GIVEN",
@@ -23,10 +23,8 @@ __all__ = [
     "RunDirectory",
     "RunLock",
     "Snapshot",
-    "atomic_write",
     "check_run_name",
     "default_run_name",
     "find_run",
     "is_path",
-    "sync_directory",
 ]

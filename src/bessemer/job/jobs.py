@@ -1,7 +1,6 @@
-"""Jobs: things that run once, save themselves, and come back from a checkpoint.
+"""Jobs: they run once, save themselves and can be restored from a checkpoint. Trainers and evaluators are jobs.
 
-Trainers, evaluators and data preparation are all jobs. This room stands above `checkpoint`, so it only
-states what a checkpoint manager must do; the subclass brings one.
+`checkpoint` imports this package, so a job only states what a checkpoint manager must do; the subclass provides one.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class CheckpointManager(Protocol):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one checkpoint holds: a tree of arrays, text files beside it, and metadata."""
+    """The content of one checkpoint: a tree of arrays, files beside it, and metadata."""
 
     step: int
     tree: Any
@@ -75,7 +74,7 @@ class Snapshot:
 
 
 class BasicJob(ABC):
-    """A thing to do under a spec; calling it does it unless it is done."""
+    """Something to run under a spec; calling it runs it unless it is done."""
 
     def __init__(self, spec: ExecutionSpec):
         self.spec = spec
@@ -108,15 +107,14 @@ class CheckpointedJob(BasicJob):
         manager.save(snapshot.step, snapshot.tree, files=snapshot.files, meta=snapshot.meta, wait=wait)
 
     def load_tree(self, step: int, abstract: Any) -> Any:
-        """The tree of a committed step, placed as `abstract` says."""
+        """Return the tree of a committed step with the shardings of `abstract`."""
         return self.checkpoint_manager.restore(step, abstract)
 
 
 class RestoreableJob(CheckpointedJob, Generic[C]):
-    """A job whose whole state goes through checkpoints. `C` is the type of its configuration.
+    """A job whose whole state is in checkpoints. `C` is the type of its configuration.
 
-    A subclass says what its state is (`snapshot`), what it looks like (`abstract_state`) and how to take it
-    back (`accept`); saving, finding, falling back and rebuilding from a path are here.
+    A subclass provides `snapshot`, `abstract_state` and `accept`; saving, finding and restoring are here.
     """
 
     job_key: ClassVar[str] = "job"
@@ -133,13 +131,13 @@ class RestoreableJob(CheckpointedJob, Generic[C]):
         """Continue from `tree`; `files.read(step, name)` gives what was saved beside it."""
 
     def admit(self, step: int, files: CheckpointManager | None = None) -> None:
-        """Refuse a checkpoint that is not of this job, before its arrays are read; a subclass knows how.
+        """Raise an error for a checkpoint that is not of this job, before its arrays are read; a subclass overrides it.
 
         `files` is where the checkpoint is; by default the job's own.
         """
 
     def note(self, message: str) -> None:
-        """Told about every checkpoint that had to be passed over; a subclass logs it."""
+        """Called with a message for every damaged checkpoint that was skipped; a subclass logs it."""
         import warnings
 
         warnings.warn(message, stacklevel=3)
@@ -164,13 +162,11 @@ class RestoreableJob(CheckpointedJob, Generic[C]):
         finally:
             manager.close()
 
-    def load(
-        self, suffix: str | int | Path | None = None, *, manager: CheckpointManager | None = None
-    ) -> bool:
-        """Take back the state of step `suffix`, or of the newest valid checkpoint; False when there is none.
+    def load(self, suffix: str | int | Path | None = None, *, manager: CheckpointManager | None = None) -> bool:
+        """Restore the state of step `suffix`, or of the newest valid checkpoint; return False if there is none.
 
-        A path names one checkpoint, a run, or a folder that `save` wrote to; it is an InputError when there is no
-        checkpoint. `manager` reads another run's checkpoints; by default the job's own.
+        A path names one checkpoint, a run, or a folder that `save` wrote to; raise InputError if it has no checkpoint.
+        `manager` reads another run's checkpoints; by default the job's own.
         """
         if is_path(suffix):
             folder, name = split_path(suffix)
@@ -191,9 +187,7 @@ class RestoreableJob(CheckpointedJob, Generic[C]):
             if step not in manager.committed():
                 return False
             if problems := manager.verify(step):
-                raise StorageError(
-                    f"checkpoint {step} is damaged: {'; '.join(problems)}. Choose another --step."
-                )
+                raise StorageError(f"checkpoint {step} is damaged: {'; '.join(problems)}. Choose another --step.")
         self.admit(step, manager)
         self.accept(manager.restore(step, self.abstract_state()), step, manager)
         return True
@@ -214,19 +208,16 @@ class RestoreableJob(CheckpointedJob, Generic[C]):
     def from_checkpoint(
         path: str | Path, spec: ExecutionSpec | None = None, *, trust: bool = False
     ) -> RestoreableJob[Any]:
-        """The job saved at `path` (a run, or one of its checkpoints), with its state, ready to go on.
+        """Return the job saved at `path` (a run, or one of its checkpoints), with its state.
 
-        Its class is the one the saved configuration names under `job`. `spec` defaults to the run it lies in.
-        Code that a configuration names is imported only for runs started here, or with `trust`.
+        Its class is the one the saved configuration names under `job`. `spec` defaults to the run it lies in. Code that
+        a configuration names is imported only for runs started here, or with `trust`.
         """
         place = Path(path).absolute()
         is_step = _STEP.fullmatch(place.name) is not None
         run = RunDirectory(place.parent.parent if is_step else place)
         saved = _trusted_config(run, place / "config.yaml" if is_step else run.config, trust)
-        for other in {
-            run.path: run,
-            **({spec.run_directory.path: spec.run_directory} if spec else {}),
-        }.values():
+        for other in {run.path: run, **({spec.run_directory.path: spec.run_directory} if spec else {})}.values():
             if other.config.is_file():  # a trainer reads its settings there
                 check_trust(other, trust)
         name = saved.get(RestoreableJob.job_key)
@@ -275,12 +266,9 @@ def _trusted_config(run: RunDirectory, path: Path, trust: bool) -> dict[str, Any
     return saved_tree(path)
 
 
-# Under which name, where and on what a job runs.
-
-
 @dataclass(frozen=True)
 class ExecutionSpec:
-    """`project` and `group` are labels for reports and trackers; the run lives in root/name."""
+    """Where and on what a job runs: in root/name. `project` and `group` are labels for reports and trackers."""
 
     name: str
     project: str | None = None

@@ -18,8 +18,7 @@ from typing import Any
 from bessemer.config.bounded import parse_json
 from bessemer.errors import InputError, StorageError
 from bessemer.job.directory import RunDirectory
-from bessemer.storage.files import storage
-from bessemer.storage.lock import try_lock
+from bessemer.storage.files import storage, try_lock
 
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
@@ -149,7 +148,7 @@ class RunLock:
             try:
                 self._write()
                 if self._beats_status and self.run.status.is_file():
-                    self.run.heartbeat()
+                    self.run.write_status()
             except (StorageError, InputError):
                 # A full disk, or an edited status.json. The loop's next write reports it; the lock itself
                 # is in the kernel.

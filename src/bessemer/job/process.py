@@ -28,8 +28,6 @@ def script_command(path: Path) -> list[str]:
 def module_environment(**variables: str) -> dict[str, str]:
     """Return our environment with `variables`, in which a child imports the same package that we did."""
     installed = str(SOURCE) in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-    source = (
-        "" if installed else str(SOURCE)
-    )  # site-packages named here would come before the standard library
+    source = "" if installed else str(SOURCE)  # site-packages named here would come before the standard library
     paths = (source, os.environ.get("PYTHONPATH", ""))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}

@@ -33,23 +33,20 @@ from bessemer.config.recipes import nest, recipe_names, saved_tree
 from bessemer.errors import InputError, StorageError
 from bessemer.job.directory import RunDirectory
 from bessemer.registry import SELECTORS, evaluations
-from bessemer.storage.files import atomic_write, home, storage
+from bessemer.storage.files import atomic_file, atomic_write, home, storage
 from bessemer.storage.remote import is_remote
 
 CODE, RECIPE, UPLOAD, FILE, LINK = "code", "recipe", "upload", "file", "link"
-VERBS = {
-    CODE: "imports",
-    RECIPE: "trains the recipe file",
-    UPLOAD: "uploads to",
-    FILE: "opens",
-    LINK: "links to",
-}
+VERBS = {CODE: "imports", RECIPE: "trains the recipe file", UPLOAD: "uploads to", FILE: "opens", LINK: "links to"}
 SECRET = "secret"
 BASE = ("init", "distill.teacher")
 """Settings that name a base model, for which `resume` has --base."""
 MOST_ENTRIES = 200_000
 CODE_SETTINGS = (*(key.replace("/", ".") for key in SELECTORS), "training.dataset", "grpo.rewards")
 """Settings whose every word with a colon names code; elsewhere it must look like a module and an attribute."""
+_HUB_NAME = re.compile(
+    r"hf:[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.%-]+)?(/[\w.-]+)?(:[A-Z]+)?\Z"
+)  # a dataset or model of the hub
 _ATTRIBUTE = re.compile(r"[^\s:/\\\d][^\s:/\\]*:[^\s:/\\\d][^\s:/\\]*")
 _PHASE = re.compile(r"(phases\.[^.]+\.)+")
 _SCRIPT = re.compile(r".+\.py(:.*)?", re.S)
@@ -116,8 +113,7 @@ def _requests_in(where: str, text: str) -> Iterator[Request]:
         if (kind == "harness" and not tasks) or (source and kind not in evaluations):
             yield Request(CODE, where, text)
     elif (":" in text if names_code else _ATTRIBUTE.fullmatch(text)) and not (
-        _is_data(text)
-        and (not names_code or setting.startswith("training.dataset"))  # a file comes before code there
+        _is_data(text) and (not names_code or setting.startswith("training.dataset"))  # a file comes before code there
     ):
         yield Request(CODE, where, text)
     source = text.partition(":")[2]
@@ -128,18 +124,14 @@ def _requests_in(where: str, text: str) -> Iterator[Request]:
 
 def _is_data(word: str) -> bool:
     try:
-        return os.path.exists(word) or is_remote(word)
+        return os.path.exists(word) or is_remote(word) or _HUB_NAME.match(word) is not None
     except ValueError:  # a name that no file can have
         return False
 
 
 def named_code(tree: Mapping[str, Any]) -> list[str]:
     """Return the words of a configuration that name code, directly or in a recipe file."""
-    return [
-        request.word.removeprefix("recipe:")
-        for request in requests_of(tree)
-        if request.kind in (CODE, RECIPE)
-    ]
+    return [request.word.removeprefix("recipe:") for request in requests_of(tree) if request.kind in (CODE, RECIPE)]
 
 
 def check_trust(
@@ -215,18 +207,16 @@ def check_links(root: Path, *, within: Path | None = None, run: RunDirectory | N
     """
     real = (within or root).resolve()
     for number, (path, kind) in enumerate(_entries(root)):
-        name = path.relative_to(root)
         if number >= MOST_ENTRIES:
             raise InputError(f"{root} holds more than {MOST_ENTRIES:,} files: it is not a run or a model.")
         if kind == "other":
             raise InputError(f"{path} is a pipe, socket or device, which nothing here makes. Remove it.")
-        if kind == "link" and not path.resolve().is_relative_to(real):
-            request = Request(LINK, str(name), str(path.resolve()))
-            if run is None or not is_marked(run, request):
-                raise InputError(
-                    f"{_shown(str(path))} links to {_shown(request.word)}, outside its directory, and is not followed: "
-                    "put the file itself there. In a run of your own: `bessemer resume RUN --trust`, once."
-                )
+        request = _link_outside(path, kind, root, real)
+        if request is not None and (run is None or not is_marked(run, request)):
+            raise InputError(
+                f"{_shown(str(path))} links to {_shown(request.word)}, outside its directory, and is not followed: "
+                "put the file itself there. In a run of your own: `bessemer resume RUN --trust`, once."
+            )
 
 
 WANDB = "wandb"
@@ -266,12 +256,15 @@ def _entries(root: Path) -> Iterator[tuple[Path, str]]:
 
 def links_of(run: RunDirectory) -> list[Request]:
     """Return the links of a run that leave it."""
-    root = run.path.resolve()
-    return [
-        Request(LINK, str(path.relative_to(run.path)), str(path.resolve()))
-        for path, kind in _entries(run.path)
-        if kind == "link" and not path.resolve().is_relative_to(root)
-    ]
+    found = (_link_outside(path, kind, run.path, run.path.resolve()) for path, kind in _entries(run.path))
+    return [request for request in found if request is not None]
+
+
+def _link_outside(path: Path, kind: str, root: Path, real: Path) -> Request | None:
+    """Return the request of an entry of `root` that is a link out of `real`; None for any other."""
+    if kind != "link" or path.resolve().is_relative_to(real):
+        return None
+    return Request(LINK, str(path.relative_to(root)), str(path.resolve()))
 
 
 def is_marked(run: RunDirectory, request: Request) -> bool:
@@ -334,7 +327,8 @@ def _secret(create: bool) -> bytes | None:
     with storage("cannot keep the secret that marks this user's runs"):
         if create and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            _write_new(path, secrets.token_bytes(32))
+            with atomic_file(path, overwrite=False, mode=0o600) as file:
+                file.write(secrets.token_bytes(32))
         try:
             about = path.stat()
         except FileNotFoundError:
@@ -345,17 +339,3 @@ def _secret(create: bool) -> bytes | None:
                 "are yours. If others could have read it, delete it: runs with code of their own then ask for --trust."
             )
         return path.read_bytes()
-
-
-def _write_new(path: Path, data: bytes) -> None:
-    """Whole or absent, and never over another process's."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    try:
-        os.write(handle, data)
-        os.link(temporary, path)
-    except FileExistsError:
-        pass
-    finally:
-        os.close(handle)
-        temporary.unlink(missing_ok=True)

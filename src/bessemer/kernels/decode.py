@@ -89,26 +89,9 @@ def _places(programs: int, size: int) -> int:
     return max(1, -(-size // (pieces * BLOCK))) * BLOCK
 
 
-def _read_piece(
-    lengths_ref: Any,
-    added_ref: Any,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    _keys_in: Any,
-    _values_in: Any,
-    out_ref: Any,
-    most_ref: Any,
-    total_ref: Any,
-    keys_ref: Any,
-    values_ref: Any,
-    *,
-    group: int,
-    places: int,
-    size: int,
-    scale: float,
-) -> None:
+def _read_piece(*refs: Any, group: int, places: int, size: int, scale: float) -> None:
     """The new token is read from where it comes from, by the first piece, which also writes it: no piece waits."""
+    lengths_ref, added_ref, q_ref, k_ref, v_ref, *_unread, out_ref, most_ref, total_ref, keys_ref, values_ref = refs
     piece = pl.program_id(2)
     length, added = lengths_ref[0], added_ref[0]
     place = length % size
@@ -116,9 +99,7 @@ def _read_piece(
     start = piece * places
     row = jnp.arange(TILE)
     nothing = jnp.zeros((TILE, q_ref.shape[1]), q_ref.dtype)
-    q = reduce(
-        lambda tile, g: jnp.where(row[:, None] == g, q_ref[g, :][None, :], tile), range(group), nothing
-    )
+    q = reduce(lambda tile, g: jnp.where(row[:, None] == g, q_ref[g, :][None, :], tile), range(group), nothing)
 
     def read(block: Any, state: Any) -> Any:
         at = start + block * BLOCK + jnp.arange(BLOCK)

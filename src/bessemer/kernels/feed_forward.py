@@ -1,8 +1,8 @@
-"""The feed-forward of a layer with relu² inside its products (product_kernel.py), where the chip has them.
+"""The feed-forward of a layer with relu² inside its products (relu2_matmul.py), where the chip has them.
 
     y = relu(h W_up)²        out = y W_down        d = (g W_downᵀ) · 2√y, the gradient at h W_up
 
-Only y is kept for the backward pass, as `blocks.relu_squared` does it.
+Only y is kept for the backward pass, as `ops.relu_squared` does it.
 """
 
 from __future__ import annotations
@@ -51,17 +51,13 @@ def feed_forward(h: Array, up: Array, down: Array, axes: tuple[Axes, Axes], dtyp
     return _forward(h, up, down, axes, dtype, name)[0]
 
 
-def _forward(
-    h: Array, up: Array, down: Array, axes: tuple[Axes, Axes], dtype: Any, name: str
-) -> tuple[Array, Any]:
+def _forward(h: Array, up: Array, down: Array, axes: tuple[Axes, Axes], dtype: Any, name: str) -> tuple[Array, Any]:
     y = on_rows(lambda *a: (_kernels().up(*a),), (h,), (constrain(up.astype(dtype), *axes[0]),), 1)[0]
     y = checkpoint_name(y, name)
     return y @ constrain(down.astype(dtype), *axes[1]), (h, y, up, down)
 
 
-def _backward(
-    axes: tuple[Axes, Axes], dtype: Any, name: str, kept: Any, g: Array
-) -> tuple[Array, Array, Array]:
+def _backward(axes: tuple[Axes, Axes], dtype: Any, name: str, kept: Any, g: Array) -> tuple[Array, Array, Array]:
     h, y, up, down = kept
     turned = constrain(down.astype(dtype), *axes[1]).T
     d = on_rows(lambda g, y, v: (_kernels().back(g, v, y),), (g, y), (turned,), 1)[0]

@@ -2,10 +2,9 @@
 
     x ≈ values · scale,   scale = 2^⌈log₂(bound / largest float8)⌉,   bound ≥ max|x|
 
-A power of two costs nothing in precision, as float8 is a floating-point format, and multiplying by it is exact in
-every dtype: the emulation on a CPU gives the same products as the float8 units, up to the order of sums. Scales are
-taken from the value at hand, so there is no state to save. Where a bound is known no pass over the tensor is needed:
-a norm's output is at most √D, and e5m2 spans 30 octaves, so that a gradient's bound may be loose.
+Multiplying by a power of two is exact in every dtype: the emulation on a CPU gives the same products as the float8
+units, up to the order of sums. Scales come from the value at hand, so there is no state to save. A known bound saves
+the pass over the tensor: a norm's output is at most √D, and e5m2 spans 30 octaves, so a gradient's bound may be loose.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from bessemer.kernels.ops import Axes, over_tokens
 from bessemer.topology.rules import constrain, shards
 
 FORWARD, GRADIENT = jnp.float8_e4m3fn, jnp.float8_e5m2
-# Merging the products of q, k and v hides the float8 pattern from cuBLASLt, which then multiplies dequantised bf16
-# copies. So do XLA's own Triton products, which the topology's options turn off for every precision.
+# Merged products of q, k and v hide the float8 pattern from cuBLASLt, which then multiplies dequantized bf16 copies. So
+# do XLA's own Triton products, which the topology's options turn off for every precision.
 GPU_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0}
 SCALINGS = TENSORWISE, ROWWISE = ("tensorwise", "rowwise")
 SMALLEST = 128  # sides of a converted matrix: at least this,
@@ -52,7 +51,7 @@ def fits(shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and min(shape) >= SMALLEST and all(side % MULTIPLE == 0 for side in shape)
 
 
-def quantise(x: Array, kind: Any, axis: int | None = None, bound: Array | float | None = None) -> Scaled:
+def quantize(x: Array, kind: Any, axis: int | None = None, bound: Array | float | None = None) -> Scaled:
     """`x` in float8 `kind`. One scale, or one per row along `axis`; `bound` ≥ max|x| spares the pass for it.
 
     What lies above the bound saturates; NaN stays NaN, and an infinite value becomes one when it is measured.
@@ -92,19 +91,17 @@ def product(a: Scaled, b: Scaled, axes: tuple[int, int], dtype: Any, exact: bool
 
 
 def _table(w: Array, axes: Axes, scaling: str, summed: int) -> Scaled:
-    """A parameter in float8, cast where it rests and then laid out for use: a quarter of the bytes travel."""
-    values, scale = quantise(w, FORWARD, summed if scaling == ROWWISE else None)
+    """Return a parameter in float8, cast before it is gathered: a quarter of the bytes travel."""
+    values, scale = quantize(w, FORWARD, summed if scaling == ROWWISE else None)
     return Scaled(constrain(values, *axes), scale)
 
 
 def _cast(x: Array, kind: Any, scaling: str, bound: Array | float | None = None) -> Scaled:
     """An activation or its gradient; `bound` ≥ max|x| is of use where one scale serves the whole tensor."""
-    return quantise(x, kind, -1) if scaling == ROWWISE else quantise(x, kind, bound=bound)
+    return quantize(x, kind, -1) if scaling == ROWWISE else quantize(x, kind, bound=bound)
 
 
-def _times(
-    x: Array, w: Array, axes: Axes, dtype: Any, scaling: str, bound: Array | float | None = None
-) -> Array:
+def _times(x: Array, w: Array, axes: Axes, dtype: Any, scaling: str, bound: Array | float | None = None) -> Array:
     return product(_cast(x, FORWARD, scaling, bound), _table(w, axes, scaling, 0), (-1, 0), dtype)
 
 
@@ -134,9 +131,7 @@ def linear(x: Array, w: Array, axes: Axes, dtype: Any, scaling: str, bound: floa
     return _times(x, w, axes, dtype, scaling, bound)
 
 
-def _linear_forward(
-    x: Array, w: Array, axes: Axes, dtype: Any, scaling: str, bound: float | None
-) -> tuple[Array, Any]:
+def _linear_forward(x: Array, w: Array, axes: Axes, dtype: Any, scaling: str, bound: float | None) -> tuple[Array, Any]:
     return linear(x, w, axes, dtype, scaling, bound), (x, w)
 
 
@@ -202,9 +197,7 @@ feed_forward.defvjp(_feed_forward_forward, _feed_forward_backward)
 # -- the head ----------------------------------------------------------------------------------------------------
 
 
-def head_products(
-    head: Array, scaling: str
-) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array]]]:
+def head_products(head: Array, scaling: str) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array]]]:
     """The loss's products with the head (D, V), for the output h (B, t, D) of a norm; all results float32.
 
     (h → logits, (h, dlogits, bound of |dlogits|, groups) → (dh, dW (*groups, D, V)))

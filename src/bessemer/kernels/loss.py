@@ -49,10 +49,7 @@ def softmax_gradient(
         grid=(count,),
         in_specs=[tile, row, row],
         out_specs=[tile, row],
-        out_shape=[
-            jax.ShapeDtypeStruct(logits.shape, logits.dtype),
-            jax.ShapeDtypeStruct((count,), jnp.float32),
-        ],
+        out_shape=[jax.ShapeDtypeStruct(logits.shape, logits.dtype), jax.ShapeDtypeStruct((count,), jnp.float32)],
         input_output_aliases={0: 0},
         compiler_params=plgpu.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=jax.default_backend() != "gpu",
@@ -97,9 +94,7 @@ class _Row:
         return z, share, column, mask
 
 
-def _kernel(
-    l_ref: Any, t_ref: Any, w_ref: Any, g_ref: Any, nll_ref: Any, *, row: Callable[[Any], _Row]
-) -> None:
+def _kernel(l_ref: Any, t_ref: Any, w_ref: Any, g_ref: Any, nll_ref: Any, *, row: Callable[[Any], _Row]) -> None:
     it = row(l_ref)
     target, weight = t_ref[0], w_ref[0]
     steps = -(-it.columns // it.size)

@@ -1,11 +1,9 @@
-"""One-pass GPU kernels for the row-wise work between matmuls: here residual mix + norm, rotary in rotary_kernel.py.
+"""One-pass GPU kernels for the row-wise work between matmuls: residual mix + norm, rotary + norm.
 
-XLA makes two or three kernels of each (statistics first, then the result), so the tensor travels twice. At depth 12
-that was 140 of 515 ms a step on an H200. Here a program holds its rows in registers: every input is read once and
-every output written once. Kernels are Pallas (Triton); off a GPU they run interpreted, which is how they are tested.
-
-A row of W numbers is held as W/size pieces, `size` the largest power of two that divides W: Triton's shapes are
-powers of two, a model's width need not be.
+XLA makes two or three kernels of each, so the tensor travels twice: 140 of 515 ms per step at depth 12 on an H200. Here
+a program holds its rows in registers and reads and writes everything once. Kernels are Pallas (Triton); off a GPU they
+run interpreted, which is how they are tested. A row of W numbers is held in W/size pieces, `size` the largest power of
+two that divides W, as Triton's shapes are powers of two.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from bessemer.topology.rules import mesh_axes, shards
 
 MOST_PIECES = 16
 WARP_WIDTH = 1536
-"""What of a row one warp can hold in registers, 48 numbers a lane of each tensor."""
+"""Numbers of a row that one warp can hold in registers: 48 per lane of each tensor."""
 
 
 def suits(width: int) -> bool:
@@ -104,9 +102,8 @@ def _mix_norm_forward(x: Array, z: Array, a: Array, b: Array) -> tuple[tuple[Arr
     return (y, h, z), (scalars, x, z, h, r)
 
 
-def _mix_norm_kernel(
-    s_ref: Any, x_ref: Any, z_ref: Any, y_ref: Any, h_ref: Any, r_ref: Any, *, width: int
-) -> None:
+def _mix_norm_kernel(*refs: Any, width: int) -> None:
+    s_ref, x_ref, z_ref, y_ref, h_ref, r_ref = refs
     a, b = s_ref[0], s_ref[1]
     held = []
     for piece in _pieces(width):
@@ -124,9 +121,7 @@ def _write_norm(held: list[Array], h_ref: Any, r_ref: Any, width: int) -> None:
         h_ref[:, piece] = (y * r[:, None]).astype(h_ref.dtype)
 
 
-def _mix_norm_backward(
-    residuals: Any, cotangents: tuple[Array, Array, Array]
-) -> tuple[Array, Array, Array, Array]:
+def _mix_norm_backward(residuals: Any, cotangents: tuple[Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
     scalars, x, z, h, r = residuals
     count, width = x.shape
     partial = ((count,), jnp.float32)
@@ -141,23 +136,9 @@ def _mix_norm_backward(
     return dx, dz, jnp.sum(da), jnp.sum(db)
 
 
-def _mix_norm_backward_kernel(
-    s_ref: Any,
-    x_ref: Any,
-    z_ref: Any,
-    h_ref: Any,
-    r_ref: Any,
-    gy_ref: Any,
-    gh_ref: Any,
-    gz_ref: Any,
-    dx_ref: Any,
-    dz_ref: Any,
-    da_ref: Any,
-    db_ref: Any,
-    *,
-    width: int,
-) -> None:
+def _mix_norm_backward_kernel(*refs: Any, width: int) -> None:
     """t = gy + r·(gh − h·mean(gh·h)); dx = a·t, dz = gz + b·t, da = Σ t·x, db = Σ t·z."""
+    s_ref, x_ref, z_ref, h_ref, r_ref, gy_ref, gh_ref, gz_ref, dx_ref, dz_ref, da_ref, db_ref = refs
     a, b = s_ref[0], s_ref[1]
     da = db = jnp.float32(0)
     for piece, t in zip(_pieces(width), _norm_totals(h_ref, r_ref, gy_ref, gh_ref, width), strict=True):
@@ -201,9 +182,7 @@ def _add_norm_forward(x: Array, z: Array) -> tuple[tuple[Array, Array], Any]:
 def _add_norm_kernel(x_ref: Any, z_ref: Any, y_ref: Any, h_ref: Any, r_ref: Any, *, width: int) -> None:
     held = []
     for piece in _pieces(width):
-        held.append(
-            (x_ref[:, piece].astype(jnp.float32) + z_ref[:, piece].astype(jnp.float32)).astype(y_ref.dtype)
-        )
+        held.append((x_ref[:, piece].astype(jnp.float32) + z_ref[:, piece].astype(jnp.float32)).astype(y_ref.dtype))
         y_ref[:, piece] = held[-1]
     _write_norm(held, h_ref, r_ref, width)
 
@@ -216,9 +195,7 @@ def _add_norm_backward(residuals: Any, cotangents: tuple[Array, Array]) -> tuple
     return t, t
 
 
-def _add_norm_backward_kernel(
-    h_ref: Any, r_ref: Any, gy_ref: Any, gh_ref: Any, t_ref: Any, *, width: int
-) -> None:
+def _add_norm_backward_kernel(h_ref: Any, r_ref: Any, gy_ref: Any, gh_ref: Any, t_ref: Any, *, width: int) -> None:
     for piece, t in zip(_pieces(width), _norm_totals(h_ref, r_ref, gy_ref, gh_ref, width), strict=True):
         t_ref[:, piece] = t.astype(t_ref.dtype)
 
@@ -226,11 +203,11 @@ def _add_norm_backward_kernel(
 add_norm_kernel.defvjp(_add_norm_forward, _add_norm_backward)
 
 
-# Rotary positions and norm of queries and keys in one pass over packed projections (see kernels.py).
+# -- rotary positions and norm of queries and keys, over packed projections ------------------------------------------
 
 
 ROWS, WARPS = 8, 4
-"""Rows a program takes, a head of all of them at a time. A multiple is not needed, but a batch has one."""
+"""Rows per program, which takes one head of all of them at a time."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -265,19 +242,8 @@ def _halves(head: int, half: int) -> tuple[Any, Any]:
     return pl.ds(2 * head * half, half), pl.ds((2 * head + 1) * half, half)
 
 
-def _rotate_norm_kernel(
-    packed_ref: Any,
-    cos_ref: Any,
-    sin_ref: Any,
-    q_ref: Any,
-    k_ref: Any,
-    r_ref: Any,
-    *,
-    heads: int,
-    kv_heads: int,
-    half: int,
-    scale: float,
-) -> None:
+def _rotate_norm_kernel(*refs: Any, heads: int, kv_heads: int, half: int, scale: float) -> None:
+    packed_ref, cos_ref, sin_ref, q_ref, k_ref, r_ref = refs
     cos, sin = cos_ref[...], sin_ref[...]
     for head in range(heads + kv_heads):
         low, high = _halves(head, half)
@@ -296,37 +262,19 @@ def _rotate_norm_backward(
 ) -> tuple[Array, None, None]:
     q, k, r, cos, sin = residuals
     count, half = cos.shape
-    kernel = functools.partial(
-        _rotate_norm_backward_kernel, heads=heads, kv_heads=kv_heads, half=half, scale=scale
-    )
+    kernel = functools.partial(_rotate_norm_backward_kernel, heads=heads, kv_heads=kv_heads, half=half, scale=scale)
     inputs = (q, k, *cotangents, cos, sin, r)
     shape = (count, 2 * half * (heads + 2 * kv_heads))
-    (gradient,) = call(
-        kernel, inputs, [(shape, q.dtype)], (0, 0, 0, 0, 0, 0, 0, 1, 0), warps=WARPS, rows=_rows(count)
-    )
+    (gradient,) = call(kernel, inputs, [(shape, q.dtype)], (0, 0, 0, 0, 0, 0, 0, 1, 0), warps=WARPS, rows=_rows(count))
     return gradient, None, None
 
 
-def _rotate_norm_backward_kernel(
-    q_ref: Any,
-    k_ref: Any,
-    gq_ref: Any,
-    gk_ref: Any,
-    gv_ref: Any,
-    cos_ref: Any,
-    sin_ref: Any,
-    r_ref: Any,
-    out_ref: Any,
-    *,
-    heads: int,
-    kv_heads: int,
-    half: int,
-    scale: float,
-) -> None:
+def _rotate_norm_backward_kernel(*refs: Any, heads: int, kv_heads: int, half: int, scale: float) -> None:
     """With u = y/scale: t = scale·r·(g − u·mean(g·u)), turned back by the angle; v's gradient as it is.
 
     u·mean(g·u) = y·Σ g·y / (n·scale²): no quotient an element, which would take as long as an exponential.
     """
+    q_ref, k_ref, gq_ref, gk_ref, gv_ref, cos_ref, sin_ref, r_ref, out_ref = refs
     cos, sin = cos_ref[...], sin_ref[...]
     for head in range(heads + kv_heads):
         y_ref, g_ref, own = (q_ref, gq_ref, head) if head < heads else (k_ref, gk_ref, head - heads)
@@ -347,13 +295,9 @@ def _rotate_norm_backward_kernel(
 rotate_norm.defvjp(_rotate_norm_forward, _rotate_norm_backward)
 
 
-# Norms joined with what comes before them, in plain JAX or by the one-pass kernels; the same numbers either
-# way.
-#
-# A decode step has one token per row: it is over before a kernel's programs are spread, and XLA joins more of
-# its neighbours. The kernels are for many.
-#
-# The kernels see rows of one device: on a mesh they run under `shard_map`, each device on its own rows.
+# -- plain JAX or kernels, with the same numbers ---------------------------------------------------------------------
+# On a mesh kernels run under `shard_map`, each device on its own rows. A decode step (one token per row) is always
+# plain JAX: it is over before a kernel's programs are spread, and XLA joins more of its neighbors.
 
 
 Implementation = str  # "xla" or "pallas"
@@ -366,9 +310,7 @@ def choose_kernels(setting: str, dtype: Any) -> Implementation:
     return "pallas" if backend() == "gpu" and dtype == jnp.bfloat16 else "xla"
 
 
-def mix_norm(
-    x: Array, x0: Array, rho: Array, xi: Array, implementation: Implementation
-) -> tuple[Array, Array, Array]:
+def mix_norm(x: Array, x0: Array, rho: Array, xi: Array, implementation: Implementation) -> tuple[Array, Array, Array]:
     """x ← ρx + ξx0; (x, norm x, x0). x, x0: (B, T, D). x0 is handed on: see kernels.mix_norm."""
     if _can(x, implementation):
         return on_rows(mix_norm_kernel, (x, x0), (rho, xi), 3)
@@ -420,10 +362,8 @@ def _is_step(x: Array) -> bool:
     return x.shape[1] == 1
 
 
-def on_rows(
-    kernel: Callable[..., Any], tensors: tuple[Array, ...], whole: tuple[Array, ...], outputs: int
-) -> Any:
-    """`kernel` on (B·T, …) rows of (B, T, …) tensors, beside what every device has whole."""
+def on_rows(kernel: Callable[..., Any], tensors: tuple[Array, ...], whole: tuple[Array, ...], outputs: int) -> Any:
+    """Run `kernel` on (B·T, …) rows of (B, T, …) tensors; `whole` is replicated."""
 
     def rows(*args: Array) -> tuple[Array, ...]:
         local = [x.reshape(-1, x.shape[-1]) for x in args[: len(tensors)]]
@@ -433,17 +373,11 @@ def on_rows(
     return on_parts(rows, tensors, whole, outputs)
 
 
-def on_parts(
-    function: Callable[..., Any], tensors: tuple[Array, ...], whole: tuple[Array, ...], outputs: int
-) -> Any:
-    """`function` on the parts of (B, T, …) tensors that a device has, beside what every device has whole."""
-    spec = PartitionSpec(mesh_axes("batch"), mesh_axes("sequence"))
-    in_specs = (spec,) * len(tensors) + (PartitionSpec(),) * len(whole)
-    return _shard_map(function, in_specs, (spec,) * outputs)(*tensors, *whole)
-
-
-def _shard_map(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def on_parts(function: Callable[..., Any], tensors: tuple[Array, ...], whole: tuple[Array, ...], outputs: int) -> Any:
+    """Run `function` on each device's part of (B, T, …) tensors; `whole` is replicated."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return function
-    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    if not mesh.empty and mesh.size > 1:
+        spec = PartitionSpec(mesh_axes("batch"), mesh_axes("sequence"))
+        in_specs = (spec,) * len(tensors) + (PartitionSpec(),) * len(whole)
+        function = jax.shard_map(function, in_specs=in_specs, out_specs=(spec,) * outputs, check_vma=False)
+    return function(*tensors, *whole)

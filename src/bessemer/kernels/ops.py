@@ -1,7 +1,6 @@
 """The pieces of a GPT block as pure functions: norms, rotary, gates, feed-forward, lookups.
 
-Precision has one rule: parameters are float32, matmuls run in the compute dtype, and norm statistics, rotary and
-gates are float32 inside.
+Parameters are float32, matmuls run in the compute dtype; norm statistics, rotary and gates are float32 inside.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ Axes = tuple[str | None, str | None]
 def rms_norm(x: Array) -> Array:
     """x / √(mean(x²) + ε) over the last axis; no weights. Statistics in float32.
 
-    Own gradient, dx = r (g − y · mean(g y)) with y = r x: it keeps y, which the next matmul keeps too, and one
-    number a row, instead of x.
+    Its gradient dx = r (g − y · mean(g y)), y = r x, keeps y, which the next matmul keeps too, instead of x.
     """
     return _rms_norm_forward(x)[0]
 
@@ -59,9 +57,8 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 def rotary_table(positions: Array, length: int, head_dim: int, base: float) -> tuple[Array, Array]:
     """cos and sin of position · base^(−2i/d): positions (…, T) below `length` → two (…, T, 1, head_dim/2), float32.
 
-    Looked up in a constant table: computed in place, a compiler repeats the sines in every layer that uses them
-    (38 ms of an 800 ms step on a CPU), and float32 angles are off by 1e-4 at position 2,000. A position outside the
-    table gives NaN rather than a wrong angle.
+    A constant table: computed in place, the sines are repeated in every layer (38 ms of an 800 ms step on a CPU), and
+    float32 angles are off by 1e-4 at position 2,000. A position outside the table gives NaN, not a wrong angle.
     """
     angle = np.arange(length)[:, None] * base ** (-np.arange(0, head_dim, 2) / head_dim)
     return rows_of_table(positions, np.cos(angle), np.sin(angle))
@@ -87,8 +84,8 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 def rotate_norm(x: Array, cos: Array, sin: Array, scale: float) -> Array:
     """scale · norm(rotate(x)) for queries and keys. x: (B, T, N, H).
 
-    Own gradient: rotation keeps lengths, so everything follows from the result, which attention keeps anyway, and
-    one number a row; turning back is rotating by −angle.
+    Rotation keeps lengths, so the gradient follows from the result, which attention keeps anyway, and one number per
+    row.
     """
     return _rotate_norm_forward(x, cos, sin, scale)[0]
 
@@ -111,9 +108,9 @@ rotate_norm.defvjp(_rotate_norm_forward, _rotate_norm_backward)
 
 
 def shift(x: Array, first: Array) -> Array:
-    """x delayed by one position, `first` in front. x: (B, T, …), first: (B, 1, …).
+    """Return x delayed by one position, `first` in front. x: (B, T, …), first: (B, 1, …).
 
-    Devices that hold pieces of the sequence hand their last position on; left to itself, XLA moves all of x.
+    On a split sequence each device sends its last position on; left to itself, XLA moves all of x.
     """
     axes = mesh_axes("sequence", x.shape[1])
     if not axes:
@@ -143,7 +140,7 @@ def smear(x: Array, previous: Array, gate: Array, scale: Array, same_document: A
 
 
 ROW_KEYS = "row_keys"
-"""Field of a training batch, (B,): a random key per row, of the step and the row's position in the global batch."""
+"""Field of a training batch, (B,): one random key per row, of the step and the row's position in the global batch."""
 
 NOISE = 2**31 - 1
 """Folded into a row's key for the noise on its embeddings; dropout folds in the number of the layer."""
@@ -182,30 +179,38 @@ def add_noise(x: Array, alpha: float, keys: Array) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def linear(x: Array, w: Array, axes: Axes, dtype: Any) -> Array:
-    """x W in the compute dtype, W (fan_in, fan_out) a float32 parameter laid out by `axes` in use. x: (B, T, D).
+    """x W in the compute dtype, W (fan_in, fan_out) a parameter laid out by `axes` in use. x: (B, T, D).
 
-    Own gradient for two reasons. dW comes straight out of the matmul in float32, never rounded to bf16. And it is
-    written as one (D, B·T) × (B·T, F) product: the automatic rule's form makes a CPU copy both operands to
-    transpose them (a feed-forward layer's gradient of 90 ms took 71 ms instead).
+    Own gradient for three reasons. Of a frozen W none is computed, and x is not kept for it. dW comes straight out
+    of the matmul in float32, never rounded to bf16. And it is written as one (D, B·T) × (B·T, F) product: the
+    automatic rule's form makes a CPU copy both operands to transpose them (a feed-forward layer's gradient of 90 ms
+    took 71 ms instead).
     """
     return x @ constrain(w.astype(dtype), *axes)
 
 
-def _linear_forward(x: Array, w: Array, axes: Axes, dtype: Any) -> tuple[Array, tuple[Array, Array]]:
-    return linear(x, w, axes, dtype), (x, w)
+def _linear_forward(x: Any, w: Any, axes: Axes, dtype: Any) -> tuple[Array, tuple[Array | None, Array]]:
+    return linear(x.value, w.value, axes, dtype), (x.value if w.perturbed else None, w.value)
 
 
-def _linear_backward(axes: Axes, dtype: Any, residuals: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
-    return linear_gradients(*residuals, g, axes, dtype)
+def _linear_backward(
+    axes: Axes, dtype: Any, residuals: tuple[Array | None, Array], g: Array
+) -> tuple[Array, Array | None]:
+    x, w = residuals
+    return input_gradient(w, g, axes, dtype), None if x is None else over_tokens(x, g).astype(w.dtype)
 
 
 def linear_gradients(x: Array, w: Array, g: Array, axes: Axes, dtype: Any) -> tuple[Array, Array]:
     """(dx, dW) of x W for the gradient g of the result. x: (B, T, D), g: (B, T, F)."""
+    return input_gradient(w, g, axes, dtype), over_tokens(x, g).astype(w.dtype)
+
+
+def input_gradient(w: Array, g: Array, axes: Axes, dtype: Any) -> Array:
+    """dx of x W for the gradient g: (B, T, F) of the result."""
     table = constrain(w.astype(dtype), *axes)
-    dw = over_tokens(x, g).astype(w.dtype)
     if shards("sequence") > 1:
-        return jnp.einsum("btf,df->btd", g, table), dw
-    return jnp.einsum("nf,df->nd", g.reshape(-1, g.shape[-1]), table).reshape(x.shape), dw
+        return jnp.einsum("btf,df->btd", g, table)
+    return jnp.einsum("nf,df->nd", g.reshape(-1, g.shape[-1]), table).reshape(*g.shape[:-1], w.shape[0])
 
 
 def over_tokens(x: Array, g: Array) -> Array:
@@ -216,15 +221,15 @@ def over_tokens(x: Array, g: Array) -> Array:
     return jnp.einsum("nd,nf->df", rows, grows, preferred_element_type=jnp.float32)
 
 
-linear.defvjp(_linear_forward, _linear_backward)
+linear.defvjp(_linear_forward, _linear_backward, symbolic_zeros=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def relu_squared(x: Array, name: str) -> Array:
     """relu(x)², kept under `name` for the backward pass; x itself is not kept.
 
-    Own gradient, dx = 2·√y·g: the next matmul keeps y anyway, so the widest tensor of a layer is stored once and
-    nothing of it is computed again (9 of 515 ms a step at depth 12 on an H200).
+    dx = 2·√y·g: the next matmul keeps y anyway, so the widest tensor of a layer is stored once and never recomputed
+    (9 of 515 ms per step at depth 12 on an H200).
     """
     return jnp.square(jnp.maximum(x, 0))
 
@@ -243,10 +248,9 @@ relu_squared.defvjp(_relu_squared_forward, _relu_squared_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def lookup(table: Array, ids: Array, axes: Axes, dtype: Any) -> Array:
-    """table[ids] in the compute dtype: (V, D), (B, T) → (B, T, D).
+    """table[ids] in the compute dtype: (V, D), (B, T) → (B, T, D). The table is laid out by `axes` first.
 
-    The table is laid out by `axes` before the lookup (its embed axis gathered), in the compute dtype. The gradient
-    is summed in float32: a frequent token adds up thousands of rows, which bf16 would lose.
+    The gradient is summed in float32: a frequent token adds up thousands of rows, which bf16 would lose.
     """
     return constrain(table.astype(dtype), *axes)[ids]
 

@@ -98,14 +98,12 @@ def _product(x: Array, w: Array, y: Array | None, tiles: Tiles | None) -> Array:
         num_threads=WORKERS + 1,
         thread_name="warpgroup",
         kernel_name="relu_squared_product" if y is None else "relu_squared_gradient",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*((x, w) if y is None else (x, w, y)))
 
 
 def _emptied(t: Tiles) -> Any:
-    """A barrier a block of the ring; neighbours that share blocks of W wait for each other."""
+    """A barrier a block of the ring; neighbors that share blocks of W wait for each other."""
     if t.cluster == 1:
         return plgpu.Barrier(num_barriers=t.stages)
     return plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=t.stages)
@@ -216,21 +214,17 @@ def _copy(deal: _Deal, factors: tuple[Any, Any], rings: tuple[Any, Any], filled:
             pl.when(number * deal.depth + step >= t.stages)(lambda: plgpu.barrier_wait(emptied.at[stage]))
             plgpu.copy_gmem_to_smem(x.at[pl.ds(top, t.m), here], x_ring.at[stage], there)
             everyone = None if t.cluster == 1 else "cluster"
-            plgpu.copy_gmem_to_smem(
-                w.at[here, pl.ds(left, t.n)], w_ring.at[stage], there, collective_axes=everyone
-            )
+            plgpu.copy_gmem_to_smem(w.at[here, pl.ds(left, t.n)], w_ring.at[stage], there, collective_axes=everyone)
             return deal.after(stage)
 
         lax.fori_loop(0, deal.depth, block, deal.start(number))
 
     lax.fori_loop(0, own, tile, None)
-    for stage in range(t.stages):  # a block is not left while a neighbour may still write into it
+    for stage in range(t.stages):  # a block is not left while a neighbor may still write into it
         pl.when(own * deal.depth > stage)(functools.partial(plgpu.barrier_wait, emptied.at[stage]))
 
 
-def _multiply(
-    deal: _Deal, number: Any, me: Any, rings: tuple[Any, Any], filled: Any, emptied: Any, acc: Any
-) -> Any:
+def _multiply(deal: _Deal, number: Any, me: Any, rings: tuple[Any, Any], filled: Any, emptied: Any, acc: Any) -> Any:
     """The product of tile `number`: a block is multiplied while the one before it is given back."""
     x_ring, w_ring = rings
 

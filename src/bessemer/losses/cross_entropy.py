@@ -5,8 +5,8 @@ For logits l = h W, softcap z = c·tanh(l / c), per token with weight w and targ
     nll  = logsumexp(z) − z_t
     loss = (1 − ε)·nll + ε·(logsumexp(z) − mean_v z_v) + ζ·logsumexp(z)²      (ε label smoothing, ζ z-loss)
 
-The loss is a sum of scalars, so its gradient is known up to one scalar when the forward pass holds a tile of
-logits: dhidden and dW are made there and only scaled in the backward pass. No tile is ever computed twice.
+The loss is a sum of scalars, so its gradient is known up to one scalar when the forward pass holds a tile of logits:
+dhidden and dW are computed there and only scaled in the backward pass. No tile is ever computed twice.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ IGNORED = -1  # a target below 0 has no loss
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Static part of the loss. `vocab_size` ≤ columns of the head: the rest is padding, never predicted."""
+    """Static options of the loss. Columns of the head beyond `vocab_size` are padding, never predicted."""
 
     vocab_size: int
     chunks: int
@@ -58,11 +58,10 @@ def cross_entropy(
 ) -> tuple[Array, Array]:
     """(Σ w·loss, Σ w·nll) in float32. hidden: (B, T, D) or (N, D); head: (D, V) float32; targets, weights: (B, T).
 
-    Targets below 0 are ignored. Only the first result is differentiable, and in `hidden` and `head`; the matmuls
-    run in the dtype of `hidden`, or in float8 with the scaling `fp8` when a gradient is taken. `chunks` cuts the
-    sequence axis, so a batch split over devices stays where it is.
-    `kernels="pallas"`: logits are kept in the dtype of `hidden` and one kernel makes their gradient, each device with
-    its own rows, for the plain loss over a vocabulary that is not split; everything else takes the general path.
+    Targets below 0 are ignored. Only the first result is differentiable, in `hidden` and `head`. Matmuls run in the
+    dtype of `hidden`, or in float8 with the scaling `fp8` when a gradient is taken. `chunks` cuts the sequence axis, so
+    a batch split over devices stays where it is. `kernels="pallas"`: for the plain loss over an unsplit vocabulary,
+    logits stay in the dtype of `hidden` and one kernel per device computes their gradient.
     """
     if hidden.ndim == 2:
         hidden, targets, weights = hidden[None], targets[None], weights[None]
@@ -91,32 +90,82 @@ def target_weights(batch: Mapping[str, Array]) -> Array:
     return jnp.where(targets < 0, 0.0, weights.astype(jnp.float32))
 
 
-def token_logprobs(
-    hidden: Array,
-    head: Array,
-    targets: Array,
-    *,
-    vocab_size: int,
-    softcap: float = 0.0,
-    chunks: int | str = "auto",
-) -> Array:
-    """log p(target) per token, (B, T) float32, 0 where the target is below 0. Differentiable per token.
+def logits_loss(logits: Array, targets: Array, label_smoothing: float, z_loss: float) -> tuple[Array, Array]:
+    """Return (loss, nll) per token, (B, T) each, from whole logits (B, T, V)."""
+    options = LossOptions(logits.shape[-1], 1, label_smoothing=label_smoothing, z_loss=z_loss)
+    z, lse = _statistics(options, logits)
+    return _token_loss(options, z, lse, jnp.maximum(targets, 0))
 
-    Every token has its own cotangent, so the backward pass recomputes its tile of logits.
+
+class Projection(NamedTuple):
+    """Hidden states (B, T, D) and head (D, V) of a model, just before the logits exist."""
+
+    hidden: Array
+    head: Array | None  # None: `hidden` holds the logits, (B, T, V)
+    vocab_size: int
+    softcap: float = 0.0
+    chunks: int | str = "auto"
+    fp8: str | None = None
+
+
+def token_logprobs(projection: Projection, targets: Array) -> Array:
+    """Return log p(target), (B, T) float32, 0 where the target is below 0. Differentiable per token."""
+    return _per_target(_logprobs, projection, targets)
+
+
+def token_scores(projection: Projection, targets: Array) -> tuple[Array, Array]:
+    """Return (log p(target), whether the target is the argmax), (B, T) each; (0, True) where the target is below 0.
+
+    Among equally likely tokens the argmax is the lowest id, as in greedy decoding.
     """
-    count = choose_chunks(chunks, targets.shape[0], targets.shape[1], head.shape[1])
-    options = LossOptions(vocab_size, count, softcap)
+
+    def score(z: Array, lse: Array, targets: Array) -> tuple[Array, Array]:
+        return _logprobs(z, lse, targets), (targets < 0) | (jnp.argmax(z, axis=-1) == targets)
+
+    return _per_target(score, projection, targets)
+
+
+def policy_scores(projection: Projection, targets: Array, temperature: float = 1.0) -> tuple[Array, Array]:
+    """Return (log π(target), entropy of π), (B, T) each, of the sampling policy π = softmax(z / temperature).
+
+    Differentiable in the first. (0, 0) where the target is below 0.
+    """
+
+    def score(z: Array, lse: Array, targets: Array) -> tuple[Array, Array]:
+        if temperature != 1:
+            z = z / temperature
+            lse = jax.nn.logsumexp(z, axis=-1)
+        logprobs = _logprobs(z, lse, targets)
+        fixed = jax.lax.stop_gradient(z - lse[..., None])
+        entropy = -jnp.sum(jnp.where(jnp.isfinite(fixed), jnp.exp(fixed) * fixed, 0.0), axis=-1)
+        return logprobs, jnp.where(targets < 0, 0.0, entropy)
+
+    return _per_target(score, projection, targets)
+
+
+def _per_target(score: Callable[..., Any], projection: Projection, targets: Array) -> Any:
+    """Return `score(z, logsumexp(z), targets)` over all of targets (B, T), z being the capped logits.
+
+    Every token has its own cotangent, so the backward pass recomputes each tile of logits.
+    """
+    hidden, head, (rows, length) = projection.hidden, projection.head, targets.shape
+    if head is None:
+        return score(*_statistics(LossOptions(projection.vocab_size, 1), hidden), targets)
+    count = choose_chunks(projection.chunks, rows, length, head.shape[1])
+    options = LossOptions(projection.vocab_size, count, projection.softcap)
     table = constrain(head.astype(hidden.dtype), "embed", "vocab")
 
     @jax.checkpoint
-    def tile(_: None, inputs: tuple[Array, Array]) -> tuple[None, Array]:
+    def tile(_: None, inputs: tuple[Array, Array]) -> tuple[None, Any]:
         h, t = inputs
-        z, lse = _statistics(options, _logits(h, table))
-        return None, jnp.where(t < 0, 0.0, _pick(z, jnp.maximum(t, 0)) - lse)
+        return None, score(*_statistics(options, _logits(h, table)), t)
 
     pieces = (split(hidden, count), split(targets, count, IGNORED))
-    _, logprobs = jax.lax.scan(tile, None, pieces)
-    return join(logprobs)[:, : targets.shape[1]]
+    return jax.tree.map(lambda x: join(x)[:, :length], jax.lax.scan(tile, None, pieces)[1])
+
+
+def _logprobs(z: Array, lse: Array, targets: Array) -> Array:
+    return jnp.where(targets < 0, 0.0, _pick(z, jnp.maximum(targets, 0)) - lse)
 
 
 def _logits(hidden: Array, table: Array, dtype: Any = jnp.float32) -> Array:
@@ -189,31 +238,31 @@ def _cross_entropy(
 
 
 def _forward(
-    options: LossOptions, hidden: Array, head: Array, targets: Array, weights: Array
-) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Value and gradient, tile by tile. dW is kept apart per shard (`row_groups`), summed over devices once."""
-    logits, gradients = (
-        _products(head, hidden.dtype) if options.fp8 is None else head_products(head, options.fp8)
-    )
+    options: LossOptions, hidden: Any, head: Any, targets: Any, weights: Any
+) -> tuple[tuple[Array, Array], tuple[Array, Array | None]]:
+    """Value and gradient, tile by tile. dW is kept apart per shard (`row_groups`), summed over devices once. A frozen
+    head has none."""
+    trained = head.perturbed
+    hidden, head, targets, weights = (argument.value for argument in (hidden, head, targets, weights))
+    logits, gradients = _products(head, hidden.dtype) if options.fp8 is None else head_products(head, options.fp8)
     groups = row_groups(hidden.shape[0], -(-hidden.shape[1] // options.chunks))
 
-    def tile(
-        carry: tuple[Array, Array], inputs: tuple[Array, Array, Array]
-    ) -> tuple[tuple[Array, Array], Array]:
+    def tile(carry: tuple[Array, Array], inputs: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
         sums, dhead = carry
         h, t, w = inputs
         loss, nll, dlogits, bound = _loss_and_gradient(options, h, logits, t, w)
         dh, added = gradients(h, dlogits, bound, groups)
-        dhead += added
         sums += jnp.stack([jnp.sum(w * loss), jnp.sum(w * nll)])
-        return (sums, constrain(dhead, "batch", "sequence", None, "vocab")), dh.astype(h.dtype)
+        if not trained:
+            return (sums, dhead), dh.astype(h.dtype)
+        return (sums, constrain(dhead + added, "batch", "sequence", None, "vocab")), dh.astype(h.dtype)
 
     pieces = tuple(split(x, options.chunks) for x in (hidden, targets, weights))
-    zeros = jnp.zeros((*groups, *head.shape), jnp.float32)
+    zeros = jnp.zeros((*groups, *head.shape) if trained else (1, 1, 1, 1), jnp.float32)
     start = (jnp.zeros(2, jnp.float32), constrain(zeros, "batch", "sequence", None, "vocab"))
     (sums, dhead), dhidden = scan_tiles(tile, start, pieces, options.chunks)
     dhidden = join(dhidden)[:, : hidden.shape[1]]
-    return (sums[0], sums[1]), (dhidden, jnp.sum(dhead, axis=(0, 1)).astype(head.dtype))
+    return (sums[0], sums[1]), (dhidden, jnp.sum(dhead, axis=(0, 1)).astype(head.dtype) if trained else None)
 
 
 def _loss_and_gradient(
@@ -259,17 +308,18 @@ def _products(head: Array, dtype: Any) -> tuple[Callable[..., Array], Callable[.
 
 
 def _backward(
-    options: LossOptions, residuals: tuple[Array, Array], cotangents: tuple[Array, Array]
-) -> tuple[Array, Array, None, None]:
+    options: LossOptions, residuals: tuple[Array, Array | None], cotangents: tuple[Array, Array]
+) -> tuple[Array, Array | None, None, None]:
     dhidden, dhead = residuals
     g = cotangents[0]
-    return (dhidden * g).astype(dhidden.dtype), dhead * g.astype(dhead.dtype), None, None
+    scaled = None if dhead is None else dhead * g.astype(dhead.dtype)
+    return (dhidden * g).astype(dhidden.dtype), scaled, None, None
 
 
-_cross_entropy.defvjp(_forward, _backward)
+_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-# How the losses cut their rows into tiles, so that only one tile of logits is held.
+# -- tiles of rows, so that only one tile of logits is held ------------------------------------------------------------
 
 
 # Logits held at once. On accelerators 128 MiB in float32. On a CPU a tile that stays in its cache is faster (148 ms
@@ -281,7 +331,7 @@ CPU_TILE, CPU_ROWS = 2**20, 256
 
 
 def choose_chunks(chunks: int | str, batch: int, length: int, vocab: int, tile: int | None = None) -> int:
-    """How many pieces to cut the sequence into: an explicit number, or tiles of about `tile` (TILE) logits a device.
+    """Return how many pieces to cut the sequence into: `chunks`, or tiles of about `tile` (TILE) logits per device.
 
     A number that divides a device's piece of the sequence is preferred to a slightly smaller one that needs padding.
     """
@@ -296,7 +346,7 @@ def choose_chunks(chunks: int | str, batch: int, length: int, vocab: int, tile: 
 
 
 def row_groups(batch: int, length: int) -> tuple[int, int]:
-    """Into how many parts devices split the rows and the positions of a chunk; 1 where they do not divide."""
+    """Return into how many parts devices split a chunk's rows and positions; 1 where they do not divide."""
     counts = (shards("batch"), shards("sequence"))
     rows, positions = (n if size % n == 0 else 1 for size, n in zip((batch, length), counts, strict=True))
     return rows, positions
@@ -305,8 +355,8 @@ def row_groups(batch: int, length: int) -> tuple[int, int]:
 def split(x: Array, chunks: int, fill: float = 0) -> Array:
     """(B, T, …) → (chunks, B, T/chunks, …), padded with `fill`.
 
-    A chunk takes every chunks-th position: a sequence axis split over devices stays split within each chunk. One
-    row alone (see cross_entropy) is cut into consecutive pieces.
+    A chunk takes every chunks-th position, so a sequence split over devices stays split within each chunk. A single row
+    (see cross_entropy) is cut into consecutive pieces.
     """
     length = -(-x.shape[1] // chunks) * chunks
     x = jnp.pad(x, ((0, 0), (0, length - x.shape[1])) + ((0, 0),) * (x.ndim - 2), constant_values=fill)

@@ -5,11 +5,11 @@ Per token with weight w and target t, for logits z (student) and y (teacher), p 
     loss = α·τ²·KL + (1 − α)·(logsumexp(z) − z_t),     KL =  forward  Σ_v p_v (log p_v − log q_v)
                                                              reverse  Σ_v q_v (log q_v − log p_v)
 
-A teacher stored as its k likeliest tokens leaves out the mass of the others, p_rest = 1 − Σ_k p. `bucket` keeps it as
-one outcome, Σ_k p (log p − log q) + p_rest (log p_rest − log q_rest): a lower bound, 0 only where the student agrees on
-every kept token and on the rest together. `renormalise` divides p by its kept sum and leaves the rest out.
+A teacher stored as its k likeliest tokens lacks the mass of the others, p_rest = 1 − Σ_k p. `bucket` keeps it as one
+outcome, Σ_k p (log p − log q) + p_rest (log p_rest − log q_rest): a lower bound, 0 only where the student agrees on
+every stored token and on the rest together. `renormalise` divides p by its stored sum and leaves the rest out.
 
-As in cross_entropy.py the loss is a sum of scalars, so each tile's gradient is made where its logits are.
+As in cross_entropy.py each tile's gradient is computed where its logits are.
 """
 
 from __future__ import annotations
@@ -22,8 +22,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from bessemer.losses.cross_entropy import LossOptions, _logits, _pick, _statistics, choose_chunks, join, split
-from bessemer.losses.divergence import Projection
+from bessemer.losses.cross_entropy import (
+    LossOptions,
+    Projection,
+    _logits,
+    _pick,
+    _statistics,
+    choose_chunks,
+    join,
+    split,
+)
 from bessemer.topology.rules import constrain
 
 
@@ -36,7 +44,7 @@ class TopTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class DistillOptions:
-    """The static part: mixture α, temperature τ, the direction, what becomes of the mass that was not stored."""
+    """Static options: mixture α, temperature τ, direction, and what to do with the mass that was not stored."""
 
     alpha: float
     temperature: float
@@ -83,7 +91,7 @@ def distillation_loss(
 
 
 def top_tokens(teacher: Projection, k: int, temperature: float, chunks: int | str = "auto") -> TopTokens:
-    """What is stored of a teacher: its k likeliest tokens at each position, likeliest first."""
+    """Return the teacher's k likeliest tokens at each position, likeliest first."""
     batch, length = teacher.hidden.shape[:2]
     columns = (teacher.hidden if teacher.head is None else teacher.head).shape[-1]
     count = choose_chunks(chunks, batch, length, columns)

@@ -1,4 +1,4 @@
-"""Cross-entropy plus a penalty for leaving a reference's distribution, a tile of logits of both models at a time.
+"""Cross-entropy plus a penalty for leaving a reference's distribution, one tile of both models' logits at a time.
 
 With p = softmax(z) of the policy and q of the reference, both in float32, per token with weight w:
 
@@ -6,8 +6,8 @@ With p = softmax(z) of the policy and q of the reference, both in float32, per t
                          reverse  KL(q ‖ p) = Σ_v q (log q − log p)
                          nll      loss − loss of the reference
 
-loss is that of cross_entropy.py, and so is the method: the gradient is made where the tile is, and no tile is
-computed twice. In the logits, before the softcap's own factor:
+loss is that of cross_entropy.py, and so is the method: no tile is computed twice. In the logits, before the softcap's
+own factor:
 
     ∂D/∂z =  exact  p (log p − log q − KL),     reverse  p − q,     nll  ∂loss/∂z
 """
@@ -26,6 +26,7 @@ from jax import Array
 from bessemer.kernels.fp8 import head_products
 from bessemer.losses.cross_entropy import (
     LossOptions,
+    Projection,
     _logit_gradient,
     _products,
     _statistics,
@@ -39,17 +40,6 @@ from bessemer.losses.cross_entropy import (
 from bessemer.topology.rules import constrain, shards
 
 ESTIMATORS = ("nll", "exact", "reverse")
-
-
-class Projection(NamedTuple):
-    """What a model says of every token, just before its logits exist. hidden: (B, T, D), head: (D, V)."""
-
-    hidden: Array
-    head: Array | None  # None: `hidden` is the logits already, (B, T, V)
-    vocab_size: int
-    softcap: float = 0.0
-    chunks: int | str = "auto"
-    fp8: str | None = None
 
 
 class Sums(NamedTuple):
@@ -68,7 +58,7 @@ class Options:
     estimator: str
 
 
-def leashed_loss(
+def kl_regularized_loss(
     policy: Projection,
     reference: Projection,
     targets: Array,
@@ -90,12 +80,12 @@ def leashed_loss(
     loss = LossOptions(policy.vocab_size, count, policy.softcap, label_smoothing, z_loss, False, policy.fp8)
     options = Options(loss, estimator)
     beta = jnp.asarray(beta, jnp.float32)
-    sums = _leashed(options, mine, policy.head, its, reference.head, targets, weights, beta)
+    sums = _summed(options, mine, policy.head, its, reference.head, targets, weights, beta)
     return Sums(sums[0], *jax.lax.stop_gradient(sums[1:]))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _leashed(options: Options, *arrays: Any) -> tuple[Array, ...]:
+def _summed(options: Options, *arrays: Any) -> tuple[Array, ...]:
     """Value only: what evaluation runs."""
     return _run(options, False, *arrays)[0]
 
@@ -111,7 +101,7 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, ...]) -
     return (dhidden * g).astype(dhidden.dtype), scaled, None, None, None, None, None
 
 
-_leashed.defvjp(_forward, _backward)
+_summed.defvjp(_forward, _backward)
 
 
 def _run(
@@ -145,9 +135,7 @@ def _run(
             dlogits *= 1 + beta
         else:
             dlogits += (beta * w)[..., None] * slope * _uncapped(options.loss, z)
-        bound = (1 + beta * jnp.max(jnp.abs(slope))) * jnp.max(
-            w * (1 + 2 * options.loss.z_loss * jnp.abs(lse))
-        )
+        bound = (1 + beta * jnp.max(jnp.abs(slope))) * jnp.max(w * (1 + 2 * options.loss.z_loss * jnp.abs(lse)))
         dh, added = gradients(h, dlogits, bound, groups)
         if dhead is not None:
             dhead = constrain(dhead + added, "batch", "sequence", None, "vocab")
@@ -157,9 +145,7 @@ def _run(
     if differentiate and head is not None:
         zeros = constrain(jnp.zeros((*groups, *head.shape), jnp.float32), "batch", "sequence", None, "vocab")
     pieces = tuple(split(x, count) for x in (mine, its, targets, weights))
-    (sums, dhead), dhidden = scan_tiles(
-        tile, (jnp.zeros(len(Sums._fields), jnp.float32), zeros), pieces, count
-    )
+    (sums, dhead), dhidden = scan_tiles(tile, (jnp.zeros(len(Sums._fields), jnp.float32), zeros), pieces, count)
     if not differentiate:
         return tuple(sums), None
     dhidden = join(dhidden)[:, : mine.shape[1]]
@@ -174,14 +160,7 @@ def _head(head: Array | None, dtype: Any, fp8: str | None) -> tuple[Callable[...
 
 
 def _terms(
-    options: Options,
-    z: Array,
-    lse: Array,
-    z_ref: Array,
-    lse_ref: Array,
-    targets: Array,
-    weights: Array,
-    beta: Array,
+    options: Options, z: Array, lse: Array, z_ref: Array, lse_ref: Array, targets: Array, weights: Array, beta: Array
 ) -> tuple[tuple[Array, ...], Array]:
     """Per token the fields of Sums, and ∂D/∂z (B, t, V) without the softcap (of no use with `nll`)."""
     loss, nll = _token_loss(options.loss, z, lse, targets)

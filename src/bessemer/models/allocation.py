@@ -1,8 +1,7 @@
 """How many rows of a lookup table each token owns: LZW over a sample of the training tokens.
 
-LZW reads the sample phrase by phrase: the longest known codeword is counted, and that codeword plus the next token
-becomes a new one. Frequent n-grams are the codewords that were read most; each gives a row to its *last* token,
-because that is the token the model stands at when it has read the n-gram.
+LZW reads phrase by phrase: it counts the longest known codeword, and adds that codeword plus the next token as a new
+one. Frequent n-grams are the codewords read most; each gives a row to its *last* token, where the model has read it.
 """
 
 from __future__ import annotations
@@ -19,9 +18,7 @@ import numpy as np
 
 from bessemer.config.bounded import parse_json
 from bessemer.errors import InputError, StorageError
-
-FILE = "lookup.json"
-"""Where an allocation lies: in every checkpoint, and beside exported weights."""
+from bessemer.storage.artifacts import ALLOCATION
 
 
 def compute_lzw_allocation(
@@ -62,11 +59,10 @@ def check_rows(vocab_size: int, rows: int, k_max: int) -> None:
 def _codewords(
     sequences: Iterable[Sequence[int] | np.ndarray], vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(last token, length, count) of the codewords of two or more tokens in the order they were first seen, and
-    the frequency of each token. A codeword is seen when it is made, and each time it is read as a whole phrase.
+    """Return (last token, length, count) of the codewords of two or more tokens, in the order first seen, and the
+    frequency of each token. A codeword counts when it is added, and each time it is read as a whole phrase.
 
-    Phrases are numbers (the tokens first), and a longer phrase is found by phrase · vocab + token: one dictionary
-    of integers, no tuples. A phrase ends with its sequence.
+    Phrases are integers (the tokens first); phrase · vocab + token finds a longer one. A phrase ends with its sequence.
     """
     known: dict[int, int] = {}
     count, last = [0] * vocab_size, list(range(vocab_size))
@@ -104,15 +100,14 @@ def _occurrence(values: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Allocation:
-    """The rows of every token, as a model carries them: part of its state, and constant.
+    """The rows of every token: constant state of a model.
 
-    It is a static attribute of the module, not a leaf of the parameters. An integer leaf would have to be kept from
-    gradients, optimizers, decay, running averages and casts, in every loop anybody writes; a constant of the
-    compiled program cannot be touched by any of them, is whole on every device, and lets shapes depend on the
-    largest k. It is saved as lookup.json in every checkpoint (hashed there) and beside exported weights.
+    It is a static attribute of the module, not a parameter leaf: an integer leaf would have to be kept from gradients,
+    optimizers, decay, running averages and casts in every training loop, and shapes could not depend on the largest k.
+    It is saved as lookup.json in every checkpoint and beside exported weights.
 
-    k: (vocab,) rows of each token; mean_k: Σ f_t k_t with f the token frequencies of the sample, which is what a
-    training token costs; tokenizer: the hash of the tokenizer whose ids these are.
+    k: (vocab,) rows of each token; mean_k: Σ f_t k_t over the sample's token frequencies f, the cost of a training
+    token; tokenizer: the hash of the tokenizer whose ids these are.
     """
 
     k: np.ndarray
@@ -160,7 +155,7 @@ class Allocation:
     @classmethod
     def read(cls, directory: Path) -> Allocation:
         """The allocation saved in a checkpoint or beside exported weights."""
-        file = directory / FILE
+        file = ALLOCATION.path(directory)
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
-"""The key-value cache of incremental decoding: keys and values of each layer, one length a row.
+"""The KV cache of incremental decoding: keys and values per layer, one length per row.
 
-A layer that looks back w tokens keeps w of them: the token at position p lies at place p mod S, S being the window or
-the capacity. What a place holds therefore follows from the row's length alone.
+A layer with window w stores w tokens: the token at position p lies at slot p mod S, S being the window or the capacity.
+What a slot holds therefore follows from the row's length alone.
 """
 
 from __future__ import annotations
@@ -19,33 +19,25 @@ from bessemer.topology.rules import constrain
 
 @struct.dataclass
 class Cache:
-    """What decoding must remember. Rows advance independently: row b has seen `lengths[b]` tokens.
+    """Rows advance independently: row b has seen `lengths[b]` tokens.
 
-    Keys and values are head-major, (B, K, S, H), as the matmuls of a step read them: no transposed copy of the cache.
+    Keys and values are head-major, (B, K, S, H), as a step's matmuls read them, so the cache is never transposed.
     """
 
     keys: tuple[Array, ...]  # per layer (B, K, S, H)
     values: tuple[Array, ...]
     lengths: Array  # (B,) int32
     previous: Array  # (B, D): the last token's embedding, for smear
-    empty: bool = struct.field(
-        pytree_node=False, default=False
-    )  # known while tracing: no row holds anything yet
+    empty: bool = struct.field(pytree_node=False, default=False)  # known while tracing: no row holds anything yet
 
     @property
     def capacity(self) -> int:
-        """Tokens a row can have in all; the last layer sees every one of them."""
+        """Tokens that fit a row; the last layer sees all of them."""
         return max(keys.shape[2] for keys in self.keys)
 
 
 def empty_cache(
-    windows: Sequence[int | None],
-    batch: int,
-    length: int,
-    kv_heads: int,
-    head_dim: int,
-    width: int,
-    dtype: Any,
+    windows: Sequence[int | None], batch: int, length: int, kv_heads: int, head_dim: int, width: int, dtype: Any
 ) -> Cache:
     def store(window: int | None) -> Array:
         shape = (batch, kv_heads, min(window or length, length), head_dim)
@@ -61,7 +53,7 @@ def empty_cache(
 
 
 def held_positions(size: int, lengths: Array) -> Array:
-    """(B, S): the position of the token at each of a row's S places; below 0 where nothing is. lengths: (B,)."""
+    """Return the position of the token in each of a row's S slots, (B, S); below 0 if empty. lengths: (B,)."""
     last = lengths[:, None] - 1
     return last - (last - jnp.arange(size)) % size
 

@@ -1,4 +1,4 @@
-"""GPT, the family of the depth dial: untied, no biases, weightless norms, every device of architecture a switch."""
+"""GPT, the family of the depth dial: untied, no biases, weightless norms, every architectural feature optional."""
 
 from __future__ import annotations
 
@@ -15,90 +15,35 @@ from jax import Array
 
 from bessemer.config import field
 from bessemer.kernels import fp8, ops
-from bessemer.kernels.attention import attention
 from bessemer.kernels.feed_forward import joins_on_chip
 from bessemer.kernels.fp8 import SCALINGS
 from bessemer.kernels.norms import choose_kernels
+from bessemer.models.allocation import check_rows
 from bessemer.models.cache import Cache
-from bessemer.models.checks import check_gpt
-from bessemer.models.common import ModelSettings
-from bessemer.models.layers import (
-    AXES,
-    BlockParameters,
-    LayerOptions,
-    Stream,
-    declare,
-    layer,
-    ramp,
-    run_layers,
-)
+from bessemer.models.layers import AXES, BlockParameters, LayerOptions, Stream, declare, layer, ramp, run_layers
 from bessemer.models.lookup import AXES as LOOKUP_AXES
 from bessemer.models.lookup import LookupOptions, LookupParameters, LookupSettings, lookup_layer, with_lookup
-from bessemer.models.protocol import AttendAt, HeadedModel
-from bessemer.models.shape import Shape, group_of, layer_windows
+from bessemer.models.shape import Shape, layer_windows
+from bessemer.models.transformer import AttendAt, Transformer, require
 from bessemer.registry import models
 from bessemer.topology import unbox
 from bessemer.topology.rules import constrain
 
-# The settings of a GPT, and what follows from them alone: its shape.
-
-
-class GPTSettings(ModelSettings, LookupSettings):
-    """Every device of architecture is a switch."""
-
-    window: str = field("model/window", default="SSSL", help="S short, L full context; tiled, last layer L")
-    window_short: float = field(
-        "model/window_short", default=0.5, above=0, maximum=1, help="S as a share of block_size, up to 128s"
-    )
-    fp8_scaling: str = field(
-        "architecture/fp8/scaling",
-        default="tensorwise",
-        choices=SCALINGS,
-        help="fp8: a scale per tensor (faster), or per row with weight gradients in bf16 (closer)",
-    )
-    fp8_head: bool = field("architecture/fp8/head", default=False, help="fp8: convert the head too")
-    fp8_emulate: bool = field(
-        "architecture/fp8/emulate",
-        default=False,
-        help="fp8: same numbers on a chip without it, slowly; for tests",
-    )
-    smear: bool = field("architecture/smear", default=True, help="mix the previous token's embedding in")
-    residual_mix: bool = field(
-        "architecture/residual_mix", default=True, help="x ← ρx + ξx0 before each layer"
-    )
-    value_embeddings: bool = field(
-        "architecture/value_embeddings", default=True, help="token tables added to v"
-    )
-    backout: bool = field("architecture/backout", default=True, help="subtract the middle layer's output")
-    qk_norm: bool = field("architecture/qk_norm", default=True, help="norm queries and keys, then × 1.2")
-    softcap: float = field(
-        "architecture/softcap", default=15.0, minimum=0.0, help="c·tanh(logits/c); 0 = off"
-    )
-    rotary_base: float = field(
-        "architecture/rotary_base", default=100_000.0, above=1, help="base of rotary frequencies"
-    )
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lookup_after_layers", tuple(self.lookup_after_layers))
-        super().__post_init__()
-
-    @property
-    def shape(self) -> Shape:
-        shape = Shape(
-            **self.sizes(),
-            windows=layer_windows(self.window, self.depth, self.block_size, self.window_short),
-            value_embeddings=self.value_embeddings,
-            smear=self.smear,
-            residual_mix=self.residual_mix,
-            backout=self.backout,
-        )
-        return with_lookup(self, shape)
-
-
-# Which matrices of a model an fp8 run converts, which not, and why: said at the start, never left to guess.
-
-
-TABLES = ("embedding", "value_embedding")  # looked up, not multiplied
+# The optimizer group of a parameter, by its name; all others are "matrix".
+GROUPS = {
+    "embedding": "embedding",
+    "head": "head",
+    "value_table": "value_embedding",
+    "lookup_keys": "value_embedding",
+    "lookup_values": "value_embedding",
+    "value_gate": "gate",
+    "rho": "rho",
+    "xi": "xi",
+    "smear_gate": "scalar",
+    "smear_scale": "scalar",
+    "backout_scale": "scalar",
+}
+TABLES = ("embedding", "value_embedding")  # groups that are looked up, not multiplied
 
 
 @dataclass(frozen=True)
@@ -118,17 +63,6 @@ class Conversion:
             for (name, shape, why), count in kinds.items()
         ]
         return f"{line}: {', '.join(parts)}" if parts else line
-
-
-def conversion_of(model: GPT) -> Conversion:
-    """From the shapes of the model's parameters; no array is made."""
-    ids = jax.ShapeDtypeStruct((1, min(8, model.block_size)), jnp.int32)
-    tree = unbox(jax.eval_shape(model.init, jax.random.key(0), ids)["params"])
-    leaves = [(tuple(k.key for k in path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-    matrices = [
-        (path, leaf.shape) for path, leaf in leaves if leaf.ndim == 2 and model.group_of(path) not in TABLES
-    ]
-    return plan_conversion(matrices, model.fp8_head)
 
 
 def plan_conversion(matrices: Iterable[tuple[tuple[str, ...], tuple[int, ...]]], head: bool) -> Conversion:
@@ -156,35 +90,117 @@ def plan_conversion(matrices: Iterable[tuple[tuple[str, ...], tuple[int, ...]]],
 
 
 @models.register("gpt")
-class GPT(GPTSettings, HeadedModel):
-    """The model of spec `model.depth=N`. Methods: logits (call), hidden, loss, token_logprobs, decode."""
+class GPT(Transformer, LookupSettings):
+    """The family of the depth dial, `model.depth=N`. Every architectural feature can be turned off."""
+
+    window: str = field("model/window", default="SSSL", help="S short, L full context; tiled, last layer L")
+    window_short: float = field(
+        "model/window_short", default=0.5, above=0, maximum=1, help="S as a share of block_size, up to 128s"
+    )
+    fp8_scaling: str = field(
+        "architecture/fp8/scaling",
+        default="tensorwise",
+        choices=SCALINGS,
+        help="fp8: a scale per tensor (faster), or per row with weight gradients in bf16 (closer)",
+    )
+    fp8_head: bool = field("architecture/fp8/head", default=False, help="fp8: convert the head too")
+    fp8_emulate: bool = field(
+        "architecture/fp8/emulate", default=False, help="fp8: same numbers on a chip without it, slowly; for tests"
+    )
+    smear: bool = field("architecture/smear", default=True, help="mix the previous token's embedding in")
+    residual_mix: bool = field("architecture/residual_mix", default=True, help="x ← ρx + ξx0 before each layer")
+    value_embeddings: bool = field("architecture/value_embeddings", default=True, help="token tables added to v")
+    backout: bool = field("architecture/backout", default=True, help="subtract the middle layer's output")
+    qk_norm: bool = field("architecture/qk_norm", default=True, help="norm queries and keys, then × 1.2")
+    softcap: float = field("architecture/softcap", default=15.0, minimum=0.0, help="c·tanh(logits/c); 0 = off")
+    rotary_base: float = field(
+        "architecture/rotary_base", default=100_000.0, above=1, help="base of rotary frequencies"
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lookup_after_layers", tuple(self.lookup_after_layers))
+        super().__post_init__()
+
+    @property
+    def shape(self) -> Shape:
+        shape = Shape(
+            **self.sizes(),
+            windows=layer_windows(self.window, self.depth, self.block_size, self.window_short),
+            value_embeddings=self.value_embeddings,
+            smear=self.smear,
+            residual_mix=self.residual_mix,
+            backout=self.backout,
+        )
+        return with_lookup(self, shape)
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
+    projected_groups: ClassVar[tuple[str, ...]] = ("matrix",)
+    cast_groups: ClassVar[tuple[str, ...]] = ("matrix", "embedding", "value_embedding", "head")
     silent_at_start: ClassVar[tuple[str, ...]] = ("rho", "xi", "backout_scale")
     """Parameters without a gradient in a fresh model. All output projections are 0, so the residual stream is a
     multiple of x0, and the final norm removes any factor; what is computed is rounding noise (1e-11 to 1e-8)."""
 
     def check(self) -> None:
-        """Raise InputError when the settings contradict each other; before anything is compiled."""
-        check_gpt(self)
+        super().check()
+        s, layers = self.shape, list(self.lookup_after_layers)
+        require(
+            s.heads * s.head_dim == s.width,
+            f"model.width {s.width} is not model.heads {s.heads} × model.head_dim {s.head_dim}; change one of them, "
+            "or leave width and heads at -1 to derive them.",
+        )
+        require(
+            bool(self.window) and set(self.window) <= set("SL"),
+            f"model.window is '{self.window}'; it is a pattern of S (short) and L (long), such as SSSL.",
+        )
+        require(
+            0 < self.window_short <= 1,
+            f"model.window_short is {self.window_short}; it is a share of the block, above 0 and at most 1.",
+        )
+        require(
+            self.fp8_scaling in SCALINGS,
+            f"architecture.fp8.scaling is '{self.fp8_scaling}'; known: {', '.join(SCALINGS)}.",
+        )
+        require(
+            self.precision == "fp8" or (self.fp8_scaling == SCALINGS[0] and not self.fp8_head and not self.fp8_emulate),
+            f"architecture.fp8 is set but architecture.precision is '{self.precision}', so it would do nothing; set "
+            "architecture.precision=fp8, or leave architecture.fp8 out.",
+        )
+        require(self.softcap >= 0, f"architecture.softcap is {self.softcap}; 0 turns it off.")
+        require(self.rotary_base > 1, f"architecture.rotary_base is {self.rotary_base}; it must be above 1.")
+        require(
+            all(0 <= layer < self.depth for layer in layers) and len(set(layers)) == len(layers),
+            f"architecture.lookup.after_layers is {layers}; it lists blocks of this model, 0 to {self.depth - 1}, "
+            "once each.",
+        )
+        require(
+            self.lookup_path in ("auto", "gather", "sorted"),
+            f"architecture.lookup.path is '{self.lookup_path}'; known: auto, gather, sorted.",
+        )
+        if s.lookup is not None:
+            check_rows(self.vocab_size, s.lookup.rows, self.lookup_k_max)
+            if self.allocation is not None:
+                self.allocation.check(self, None, "allocation")
 
     @staticmethod
     def group_of(path: tuple[str, ...]) -> str:
-        """The optimizer group of a parameter, by its path in the tree."""
-        return group_of(path)
+        return GROUPS.get(path[-1], "matrix")
 
     def fp8_conversion(self) -> Conversion:
-        """Which matrices float8 takes, from the shapes of the parameters; no array is made."""
-        return conversion_of(self)
+        """Return which matrices float8 takes, from the shapes of the parameters; no array is made."""
+        ids = jax.ShapeDtypeStruct((1, min(8, self.block_size)), jnp.int32)
+        tree = unbox(jax.eval_shape(self.init, jax.random.key(0), ids)["params"])
+        leaves = [(tuple(k.key for k in path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+        matrices = [(path, leaf.shape) for path, leaf in leaves if leaf.ndim == 2 and self.group_of(path) not in TABLES]
+        return plan_conversion(matrices, self.fp8_head)
 
     def kernel_work(self, implementation: str) -> str:
         joined = self.precision != "fp8" and joins_on_chip(implementation)
         return "norms, relu² inside its products, loss" if joined else super().kernel_work(implementation)
 
-    def _fp8(self, deterministic: bool) -> str | None:
-        """The scaling of float8 products, which are for training passes alone."""
-        return None if deterministic or self.precision != "fp8" else self.fp8_scaling
+    def _fp8(self, training: bool) -> str | None:
+        """The scaling of float8 products, which only training uses."""
+        return self.fp8_scaling if training and self.precision == "fp8" else None
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
@@ -209,44 +225,35 @@ class GPT(GPTSettings, HeadedModel):
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def hidden(
-        self,
-        input_ids: Array,
-        positions: Array | None = None,
-        segment_ids: Array | None = None,
-        deterministic: bool = True,
-        embedding_noise: float = 0.0,
-        keys: Array | None = None,
-    ) -> Array:
-        """The normed output of the last layer, (B, T, D): what the head reads. input_ids: (B, T).
+    def _embed(self, ids: Array) -> Array:
+        return ops.rms_norm(ops.lookup(self.embedding, ids, ("vocab", None), self.compute_dtype))
 
-        embedding_noise: α of blocks.add_noise; keys: (B,), of what each row draws (default: by its place in input_ids).
-        """
-        if positions is None:
-            positions = jnp.arange(input_ids.shape[1])[None]
-        documents = segment_ids if self.document_mask else None
-        dropping = self.dropout > 0 and not deterministic
-        if keys is None and (dropping or embedding_noise > 0):
-            keys = ops.row_keys(self.make_rng("dropout"), jnp.arange(len(input_ids)))
-        x = self._embed(input_ids)
-        if keys is not None and embedding_noise > 0:
-            x = ops.add_noise(x, embedding_noise, keys)
-        keys = keys if dropping else None
+    def _layers(
+        self, x: Array, ids: Array, positions: Array, documents: Array | None, keys: Array | None, training: bool
+    ) -> Array:
         if self.smear:
             same = None if documents is None else documents == ops.shift(documents, documents[:, :1])
             x = self._smear(x, ops.shift(x, jnp.zeros_like(x[:, :1])), same)
         x = constrain(x, "batch", "sequence", "embed_act")
         if keys is not None:
             x = ops.dropout(x, self.dropout, ops.fold_in(keys, self.depth))
-        options = self._layer_options(self._fp8(deterministic))
-        x = self._run_layers(options, x, input_ids, positions, documents, keys)
-        return ops.rms_norm(x)
+        options = self._layer_options(self._fp8(training))
+        length = max(self.block_size, x.shape[1])
+        rotary = ops.rotary_table(positions, length, self.head_dim, self.rotary_base)
+
+        def step(window: int | None, params: dict[str, Array], index: Array, stream: Stream) -> Stream:
+            attend = self._attend(window, documents)
+            layer_keys = None if keys is None else ops.fold_in(keys, index)
+            return layer(options, params, *stream, ids, rotary, attend, layer_keys)
+
+        params, windows = self._layer_params(), self.shape.windows
+        after = partial(self._look_up, ids, scaling=options.fp8)
+        x, middle = run_layers(step, after, params, windows, x, scan=self.scan_layers, remat=self.remat)
+        return ops.rms_norm(self._back_out(x, middle))
 
     # -- decoding ------------------------------------------------------------------------------------------------
 
-    def _decode_layers(
-        self, input_ids: Array, cache: Cache, positions: Array, attend: AttendAt
-    ) -> tuple[Array, Array]:
+    def _decode_layers(self, input_ids: Array, cache: Cache, positions: Array, attend: AttendAt) -> tuple[Array, Array]:
         embedded = x = self._embed(input_ids)
         if self.smear:
             x = self._smear(x, ops.shift(x, cache.previous[:, None].astype(x.dtype)), None)
@@ -262,9 +269,6 @@ class GPT(GPTSettings, HeadedModel):
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
-    def _embed(self, ids: Array) -> Array:
-        return ops.rms_norm(ops.lookup(self.embedding, ids, ("vocab", None), self.compute_dtype))
-
     def _smear(self, x: Array, previous: Array, same_document: Array | None) -> Array:
         return ops.smear(x, previous, self.smear_gate, self.smear_scale, same_document)
 
@@ -274,8 +278,8 @@ class GPT(GPTSettings, HeadedModel):
     def _cap(self) -> float:
         return self.softcap
 
-    def _head_fp8(self, deterministic: bool) -> str | None:
-        return self._fp8(deterministic) if self.fp8_head else None
+    def _head_fp8(self, training: bool) -> str | None:
+        return self._fp8(training) if self.fp8_head else None
 
     def _back_out(self, x: Array, middle: Array) -> Array:
         """x − s·middle. Below three layers the middle is the last one: (1 − s)·x, which the norm makes x again for any
@@ -301,26 +305,3 @@ class GPT(GPTSettings, HeadedModel):
         if self.residual_mix:
             params = [{**p, "rho": self.rho[i], "xi": self.xi[i]} for i, p in enumerate(params)]
         return params
-
-    def _run_layers(
-        self,
-        options: LayerOptions,
-        x: Array,
-        ids: Array,
-        positions: Array,
-        segment_ids: Array | None,
-        keys: Array | None,
-    ) -> Array:
-        """All layers and the backout. x: (B, T, D)."""
-        length = max(self.block_size, x.shape[1])
-        rotary = ops.rotary_table(positions, length, self.head_dim, self.rotary_base)
-
-        def step(window: int | None, params: dict[str, Array], index: Array, stream: Stream) -> Stream:
-            attend = partial(attention, window=window, segment_ids=segment_ids, implementation=self.attention)
-            layer_keys = None if keys is None else ops.fold_in(keys, index)
-            return layer(options, params, *stream, ids, rotary, attend, layer_keys)
-
-        params, windows = self._layer_params(), self.shape.windows
-        after = partial(self._look_up, ids, scaling=options.fp8)
-        x, middle = run_layers(step, after, params, windows, x, scan=self.scan_layers, remat=self.remat)
-        return self._back_out(x, middle)

@@ -1,6 +1,6 @@
 """One layer of a GPT: its parameters (a linen module) and its computation (a pure function of them).
 
-Kept apart so that layers can be unrolled, scanned or rematerialised with plain JAX transformations while the
+Kept apart so that layers can be unrolled, scanned or rematerialized with plain JAX transformations while the
 parameter tree stays the same: blocks_0/q, blocks_0/k, … Matrices are stored (fan_in, fan_out).
 """
 
@@ -21,17 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from bessemer.kernels import fp8
 from bessemer.kernels.feed_forward import can_join, feed_forward
 from bessemer.kernels.norms import add_norm, can_pack, mix_norm, unpack_rotate_norm
-from bessemer.kernels.ops import (
-    Axes,
-    dropout,
-    fold_in,
-    linear,
-    lookup,
-    relu_squared,
-    rms_norm,
-    rotate,
-    rotate_norm,
-)
+from bessemer.kernels.ops import Axes, dropout, fold_in, linear, lookup, relu_squared, rms_norm, rotate, rotate_norm
+from bessemer.models.lora import Adapted, with_keys
 from bessemer.models.shape import Shape, scan_segments
 from bessemer.topology.rules import constrain
 
@@ -40,7 +31,7 @@ QK_SCALE = 1.2  # queries and keys after their norm; sharper attention at the st
 # follow the key-value heads. The lookup then needs no communication.
 VALUE_AXES = ("embed", "kv")
 # Tensors of a layer that can be listed in architecture/remat.
-TENSOR_NAMES = ("q", "k", "v", "attention", "residual", "mlp_hidden")
+TENSOR_NAMES = ("q", "k", "v", "attention", "residual", "gate", "up", "mlp_hidden")
 
 AXES: dict[str, Axes] = {
     "q": ("embed", "heads"),
@@ -73,13 +64,9 @@ def ramp(first: float, last: float) -> Callable[..., Array]:
 
 
 def declare(
-    module: nn.Module,
-    name: str,
-    init: Callable[..., Array],
-    axes: tuple[str | None, ...],
-    size: tuple[int, ...],
+    module: nn.Module, name: str, init: Callable[..., Array], axes: tuple[str | None, ...], size: tuple[int, ...]
 ) -> Array:
-    """A float32 parameter with its logical axes."""
+    """Declare a float32 parameter with its logical axes."""
     return cast(Array, module.param(name, nn.with_logical_partitioning(init, axes), size))
 
 
@@ -102,9 +89,7 @@ class BlockParameters(nn.Module):
             "up": (symmetric(0.4 * bound), (s.width, s.mlp_width)),
             "down": (zeros, (s.mlp_width, s.width)),
         }
-        params = {
-            name: declare(self, name, init, AXES[name], size) for name, (init, size) in matrices.items()
-        }
+        params = {name: declare(self, name, init, AXES[name], size) for name, (init, size) in matrices.items()}
         if self.value_embedding:
             gate = nn.initializers.uniform(0.02)
             table_size, gate_size = (s.padded_vocab, s.kv_width), (s.gate_channels, s.kv_heads)
@@ -115,7 +100,7 @@ class BlockParameters(nn.Module):
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """The static switches of a layer."""
+    """The static options of a layer."""
 
     head_dim: int
     dtype: Any
@@ -140,6 +125,7 @@ def layer(
     Returns (x, x0): x0 goes through every layer, so that its gradient is added up on the way back.
     """
     first, second = (None, None) if keys is None else (fold_in(keys, 0), fold_in(keys, 1))
+    params = with_keys(params, keys)
     if "rho" in params:
         x, h, x0 = mix_norm(x, x0, params["rho"], params["xi"], options.kernels)
     else:
@@ -152,12 +138,7 @@ def layer(
 
 
 def _attention(
-    options: LayerOptions,
-    params: dict[str, Array],
-    h: Array,
-    ids: Array,
-    rotary: tuple[Array, Array],
-    attend: Attend,
+    options: LayerOptions, params: dict[str, Array], h: Array, ids: Array, rotary: tuple[Array, Array], attend: Attend
 ) -> Array:
     """h: (B, T, D) → (B, T, D)."""
     q, k, v = _queries_keys_values(options, params, h, rotary)
@@ -166,10 +147,15 @@ def _attention(
         channels = h[..., : params["value_gate"].shape[0]].astype(jnp.float32)
         gate = 3 * jax.nn.sigmoid(channels @ params["value_gate"])  # (B, T, K)
         v = (v + gate[..., None] * values).astype(v.dtype)
+    return _linear(options, params, "out", attend_heads(attend, q, k, v))
+
+
+def attend_heads(attend: Attend, q: Array, k: Array, v: Array) -> Array:
+    """(B, T, N, H), (B, T, K, H), (B, T, K, H) → (B, T, N·H)."""
     q = constrain(q, "batch", "sequence", "heads", None)
     k, v = (constrain(x, "batch", "sequence", "kv", None) for x in (k, v))
     out = checkpoint_name(attend(q, k, v), "attention")
-    return _linear(options, params, "out", out.reshape(*out.shape[:2], -1))
+    return out.reshape(*out.shape[:2], -1)
 
 
 def _queries_keys_values(
@@ -177,12 +163,30 @@ def _queries_keys_values(
 ) -> tuple[Array, Array, Array]:
     """(B, T, N, H), (B, T, K, H), (B, T, K, H); queries and keys with their positions and norm."""
     if options.qk_norm and can_pack(options.head_dim, options.kernels):
-        weights = jnp.concatenate([params[name] for name in ("q", "k", "v")], axis=1)
-        packed = checkpoint_name(_product(options, "q", weights, h), "q")
+        packed = checkpoint_name(_packed(options, [params[name] for name in ("q", "k", "v")], h), "q")
         heads, kv_heads = (params[name].shape[1] // options.head_dim for name in ("q", "k"))
         return unpack_rotate_norm(packed, rotary, heads, kv_heads, QK_SCALE)
     q, k, v = (_project(options, params, name, h) for name in ("q", "k", "v"))
     return _turn(options, q, rotary), _turn(options, k, rotary), v
+
+
+def _packed(options: LayerOptions, matrices: Sequence[Array | Adapted], h: Array) -> Array:
+    """Queries, keys and values as one product, (B, T, D) → (B, T, sum of widths)."""
+    weights = jnp.concatenate([m.w if isinstance(m, Adapted) else m for m in matrices], axis=1)
+    packed = _product(options, "q", weights, h)
+    if not any(isinstance(m, Adapted) for m in matrices):
+        return packed
+    updates = [
+        m.update(h, AXES["q"], options.dtype)
+        if isinstance(m, Adapted)
+        else jnp.zeros((*h.shape[:-1], m.shape[1]), h.dtype)
+        for m in matrices
+    ]
+    packed += jnp.concatenate(updates, axis=-1)
+    if not any(isinstance(m, Adapted) and m.m is not None for m in matrices):
+        return packed
+    factors = [m.factor() if isinstance(m, Adapted) else jnp.ones(m.shape[1], jnp.float32) for m in matrices]
+    return (packed * jnp.concatenate(factors)).astype(packed.dtype)
 
 
 def _project(options: LayerOptions, params: dict[str, Array], name: str, h: Array) -> Array:
@@ -198,9 +202,10 @@ def _turn(options: LayerOptions, x: Array, rotary: tuple[Array, Array]) -> Array
 
 def _feed_forward(options: LayerOptions, params: dict[str, Array], h: Array) -> Array:
     matrices, axes = (params["up"], params["down"]), (AXES["up"], AXES["down"])
-    if options.fp8 is not None and fp8.fits(params["up"].shape):
+    plain = not any(isinstance(m, Adapted) for m in matrices)  # the joined forms have no place for an adapter
+    if plain and options.fp8 is not None and fp8.fits(params["up"].shape):
         return fp8.feed_forward(h, *matrices, axes, options.dtype, options.fp8, "mlp_hidden")
-    if can_join(h, params["up"], options.kernels):
+    if plain and can_join(h, params["up"], options.kernels):
         return feed_forward(h, *matrices, axes, options.dtype, "mlp_hidden")
     up = constrain(_linear(options, params, "up", h), "batch", "sequence", "mlp")
     return _linear(options, params, "down", relu_squared(up, "mlp_hidden"))
@@ -210,19 +215,19 @@ def _linear(options: LayerOptions, params: dict[str, Array], name: str, x: Array
     return _product(options, name, params[name], x)
 
 
-def _product(options: LayerOptions, name: str, w: Array, x: Array) -> Array:
-    """x W for the matrix called `name`, in the precision of the run."""
+def _product(options: LayerOptions, name: str, w: Array | Adapted, x: Array) -> Array:
+    """x W for the matrix called `name`, in the precision of the run; that of its adapter in the compute dtype."""
+    if isinstance(w, Adapted):
+        return w.add(_product(options, name, w.w, x), x, AXES[name], options.dtype)
     if options.fp8 is None or not fp8.fits(w.shape):
         return linear(x, w, AXES[name], options.dtype)
-    bound = None if name == "out" else math.sqrt(w.shape[0])  # the others read the output of a norm
+    bound = None if name in ("out", "down") else math.sqrt(w.shape[0])  # the others read the output of a norm
     return fp8.linear(x, w, AXES[name], options.dtype, options.fp8, bound)
 
 
-# Running a stack of layers: unrolled, scanned over repeating groups, rematerialised. The parameters stay the
-# same.
-#
-# Layers differ in static things (window, value embedding), so a scan runs over groups in which the pattern
-# repeats; their parameters are stacked when the program is traced.
+# -- a stack of layers: unrolled, scanned, rematerialized --------------------------------------------------------------
+# Layers differ in static things (window, value embedding), so a scan runs over groups in which the pattern repeats;
+# their parameters are stacked when the program is traced, and the parameter tree stays the same.
 
 
 Stream = tuple[Array, Array]  # x and the embeddings x0 that every layer mixes in, (B, T, D) each
@@ -245,20 +250,18 @@ def run_layers(
     A layer whose parameters hold "lookup" is followed by `after` with those; its own output is the one before.
     """
     depth = len(params)
-    kinds = tuple((window, tuple(sorted(p))) for window, p in zip(windows, params, strict=True))
+    kinds = tuple((window, _form(p)) for window, p in zip(windows, params, strict=True))
     segments = scan_segments(kinds) if scan else [(layer, 1, 1) for layer in range(depth)]
 
     @cache
     def layer(window: int | None) -> Callable[..., Stream]:
-        """A call, which the compiler inlines: traced and lowered once for all layers of a kind."""
-        return jax.jit(rematerialised(partial(step, window), remat))
+        """A jitted call, which the compiler inlines: traced and lowered once for all layers of a kind."""
+        return jax.jit(rematerialized(partial(step, window), remat))
 
     def look_up(p: dict[str, Any], x: Array) -> Array:
-        return rematerialised(after, remat)(p["lookup"], x) if "lookup" in p else x
+        return rematerialized(after, remat)(p["lookup"], x) if "lookup" in p else x
 
-    def group(
-        start: int, carry: tuple[Stream, Array], xs: tuple[Any, Array]
-    ) -> tuple[tuple[Stream, Array], None]:
+    def group(start: int, carry: tuple[Stream, Array], xs: tuple[Any, Array]) -> tuple[tuple[Stream, Array], None]:
         stream, middle = carry
         for offset, p in enumerate(xs[0]):
             stream = layer(windows[start + offset])(p, xs[1] + offset, stream)
@@ -280,23 +283,29 @@ def run_layers(
     return carry[0][0], carry[1]
 
 
+def _form(params: dict[str, Any]) -> tuple[Any, ...]:
+    """What must be equal for layers to be stacked: which parameters and adapters they have, and their shapes."""
+    leaves, form = jax.tree.flatten(params)
+    return (form, *(leaf.shape for leaf in leaves))
+
+
 def remat_names(remat: Sequence[str]) -> tuple[str, ...] | None:
-    """None: nothing is recomputed; (): the whole block; else the tensors to recompute."""
+    """Return None if nothing is recomputed, () for the whole block, else the tensors to recompute."""
     names = tuple(remat)
     if names in ((), ("none",)):
         return None
     return () if names == ("block",) else names
 
 
-def rematerialised(function: Callable[..., Any], remat: Sequence[str]) -> Callable[..., Any]:
+def rematerialized(function: Callable[..., Any], remat: Sequence[str]) -> Callable[..., Any]:
     """Wrap a layer so that its backward pass recomputes everything (block) or the named tensors.
 
-    The policy lists what is kept, not what is recomputed: a tensor that is only excluded would be recomputed from
-    an unnamed, equally large neighbour.
+    The policy lists what is kept: a tensor that is merely excluded would be recomputed from an unnamed, equally large
+    neighbor.
     """
     names = remat_names(remat)
     if names is None:
         return function
-    kept = [name for name in TENSOR_NAMES if name not in names]
+    kept = ["adapter", *(name for name in TENSOR_NAMES if name not in names)]
     policy = jax.checkpoint_policies.save_only_these_names(*kept) if names else None
     return jax.checkpoint(function, policy=policy)

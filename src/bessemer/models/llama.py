@@ -8,10 +8,8 @@ Matrices are stored (fan_in, fan_out), blocks_0/q, blocks_0/k, …, as in GPT; `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -22,18 +20,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from bessemer.config import field
 from bessemer.kernels import ops
-from bessemer.kernels.attention import attention
 from bessemer.kernels.ops import rows_of_table
 from bessemer.models.cache import Cache
-from bessemer.models.checks import check_sizes, check_switches, require
 from bessemer.models.layers import AXES as MATRIX_AXES
-from bessemer.models.layers import Stream, declare, run_layers
-from bessemer.models.protocol import AttendAt, HeadedModel
+from bessemer.models.layers import Attend, Stream, attend_heads, declare, run_layers
+from bessemer.models.lora import project, with_keys
 from bessemer.models.shape import Shape, round_up
+from bessemer.models.transformer import AttendAt, Transformer, require
 from bessemer.registry import models
 from bessemer.topology.rules import constrain
 
-# Rotary frequencies with the scalings in use, by which a model reads further than it was pretrained.
+# -- rotary frequencies, with the scalings by which a model reads further than it was pretrained -----------------------
 #
 #     default   f_i = base^(−2i/d)
 #     linear    f_i / factor
@@ -82,9 +79,7 @@ class Rope:
 
     def _yarn(self, plain: np.ndarray, head_dim: int) -> np.ndarray:
         def pair_with(turns: float) -> float:
-            return (
-                head_dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
-            )
+            return head_dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
         low, high = pair_with(self.beta_fast), pair_with(self.beta_slow)
         if self.truncate:
@@ -115,12 +110,7 @@ class Rope:
         These models turn the other way round than GPT, (x1, x2) → (x1 cos − x2 sin, x2 cos + x1 sin): sin is negative.
         """
         angle = np.arange(length)[:, None] * self.frequencies(head_dim)
-        return rows_of_table(
-            positions, self.attention_scale * np.cos(angle), -self.attention_scale * np.sin(angle)
-        )
-
-
-# The settings of the llama family, its shape, and contradictions among them.
+        return rows_of_table(positions, self.attention_scale * np.cos(angle), -self.attention_scale * np.sin(angle))
 
 
 BIASES = ("none", "qkv", "all")
@@ -131,7 +121,7 @@ MLP_MULTIPLE = 64
 
 @dataclass(frozen=True)
 class LlamaShape(Shape):
-    """All derived sizes of one model of the family; none of GPT's devices."""
+    """All derived sizes of one model of the family; none of GPT's extra features."""
 
     value_embeddings: bool = False
     smear: bool = False
@@ -163,179 +153,11 @@ class LlamaShape(Shape):
         return {**counts, "total": sum(counts.values()), "scaling": counts["matrix"] + table}
 
 
-class LlamaSettings(HeadedModel):
-    """What differs between llama, mistral, qwen2, qwen3 and smollm is a setting each."""
-
-    mlp_width: int = field(
-        "model/mlp_width",
-        default=-1,
-        minimum=1,
-        also=(-1,),
-        help="width of the feed-forward layer; -1 = 8/3 of the width, up to 64s",
-    )
-    tied_head: bool = field("model/tied_head", default=False, help="the head is the embedding table")
-    sliding_window: int = field(
-        "model/sliding_window",
-        default=0,
-        minimum=0,
-        help="keys a sliding layer attends to; 0 = all layers see all",
-    )
-    sliding_layers: str = field(
-        "model/sliding_layers", default="S", help="S sliding, L full context; tiled over the layers"
-    )
-    max_positions: int = field(
-        "model/max_positions",
-        default=-1,
-        minimum=1,
-        also=(-1,),
-        help="context an export declares; -1 = architecture.block_size",
-    )
-    end_tokens: list[int] = field(
-        "model/end_tokens",
-        default_factory=list,
-        minimum=0,
-        help="ids that end a text, besides the tokenizer's",
-    )
-    hf_type: str = field(
-        "model/hf_type",
-        default="auto",
-        choices=HF_TYPES,
-        help="model_type of an export; auto: by the settings",
-    )
-    weights_dtype: str = field(
-        "model/weights_dtype",
-        default="float32",
-        choices=DTYPES,
-        help="dtype of exported weights; training is float32",
-    )
-
-    attention_bias: str = field(
-        "architecture/attention_bias",
-        default="none",
-        choices=BIASES,
-        help="biases of attention: qkv (qwen2) or all",
-    )
-    mlp_bias: bool = field("architecture/mlp_bias", default=False, help="biases of the feed-forward layer")
-    head_norm: bool = field(
-        "architecture/head_norm", default=False, help="norm with weights of each query and key (qwen3)"
-    )
-    norm_epsilon: float = field("architecture/norm_epsilon", default=1e-5, minimum=0, help="ε of the norms")
-    rotary_base: float = field(
-        "architecture/rotary_base", default=10_000.0, above=1, help="base of rotary frequencies"
-    )
-    rope_type: str = field(
-        "architecture/rope/type", default="default", choices=ROPE_TYPES, help="scaling of rotary frequencies"
-    )
-    rope_factor: float = field(
-        "architecture/rope/factor", default=1.0, minimum=1, help="context over pretraining's"
-    )
-    rope_original_length: int = field(
-        "architecture/rope/original_length", default=0, minimum=0, help="context of pretraining"
-    )
-    rope_low_freq_factor: float = field(
-        "architecture/rope/low_freq_factor", default=1.0, above=0, help="llama3's low"
-    )
-    rope_high_freq_factor: float = field(
-        "architecture/rope/high_freq_factor", default=4.0, above=0, help="llama3's high"
-    )
-    rope_beta_fast: float = field("architecture/rope/beta_fast", default=32.0, above=0, help="yarn's β_fast")
-    rope_beta_slow: float = field("architecture/rope/beta_slow", default=1.0, above=0, help="yarn's β_slow")
-    rope_truncate: bool = field(
-        "architecture/rope/truncate", default=True, help="yarn: whole dimensions only"
-    )
-    rope_attention_factor: float = field(
-        "architecture/rope/attention_factor",
-        default=0.0,
-        minimum=0,
-        help="yarn: of queries and keys; 0 = derived",
-    )
-    rope_mscale: float = field(
-        "architecture/rope/mscale", default=0.0, minimum=0, help="yarn: strength; 0 = 1"
-    )
-    rope_mscale_all_dim: float = field(
-        "architecture/rope/mscale_all_dim",
-        default=0.0,
-        minimum=0,
-        help="yarn: divided by that of this strength",
-    )
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "end_tokens", tuple(self.end_tokens))
-        super().__post_init__()
-
-    @property
-    def shape(self) -> LlamaShape:
-        sizes = self.sizes()
-        width, depth = sizes["width"], self.depth
-        wide = self.mlp_width if self.mlp_width > 0 else round_up(8 * width // 3, MLP_MULTIPLE)
-        window = self.sliding_window or None
-        letters = (self.sliding_layers * depth)[:depth]
-        queries, keys = sizes["heads"] * self.head_dim, sizes["kv_heads"] * self.head_dim
-        biases = {"none": 0, "qkv": queries + 2 * keys, "all": queries + 2 * keys + width}[
-            self.attention_bias
-        ]
-        biases += (2 * wide + width) * self.mlp_bias
-        return LlamaShape(
-            **sizes,
-            windows=tuple(window if letter == "S" else None for letter in letters),
-            feed_forward=wide,
-            tied=self.tied_head,
-            vectors=depth * (2 * width + 2 * self.head_dim * self.head_norm + biases) + width,
-        )
-
-    @property
-    def rope(self) -> Rope:
-        return Rope(
-            base=self.rotary_base,
-            type=self.rope_type,
-            factor=self.rope_factor,
-            original_length=self.rope_original_length,
-            low_freq_factor=self.rope_low_freq_factor,
-            high_freq_factor=self.rope_high_freq_factor,
-            beta_fast=self.rope_beta_fast,
-            beta_slow=self.rope_beta_slow,
-            truncate=self.rope_truncate,
-            attention_factor=self.rope_attention_factor,
-            mscale=self.rope_mscale,
-            mscale_all_dim=self.rope_mscale_all_dim,
-        )
-
-
-def check_llama(model: LlamaSettings) -> None:
-    """Raise InputError for the first setting that cannot be built, naming it and the remedy."""
-    check_sizes(model)
-    check_switches(model)
-    require(
-        model.precision != "fp8",
-        "architecture.precision=fp8 is of the gpt family: its bounds rest on norms without weights. Use auto or bf16.",
-    )
-    require(
-        bool(model.sliding_layers) and set(model.sliding_layers) <= set("SL"),
-        f"model.sliding_layers is '{model.sliding_layers}'; it is a pattern of S (sliding) and L (long), such as S.",
-    )
-    require(model.rotary_base > 1, f"architecture.rotary_base is {model.rotary_base}; it must be above 1.")
-    kind, length = model.rope_type, model.rope_original_length
-    require(
-        kind not in ("llama3", "yarn", "dynamic") or length > 0,
-        f"architecture.rope.type={kind} needs architecture.rope.original_length, the context of pretraining.",
-    )
-    require(
-        kind != "dynamic" or model.block_size <= length,
-        f"architecture.rope.type=dynamic is offered up to the pretrained context of {length} tokens, beyond which its "
-        f"angles would change while a text grows; set architecture.block_size={length} or less.",
-    )
-    require(
-        kind != "llama3" or model.rope_high_freq_factor > model.rope_low_freq_factor,
-        "architecture.rope.high_freq_factor must be above architecture.rope.low_freq_factor.",
-    )
-
-
 AXES = {**MATRIX_AXES, "gate": MATRIX_AXES["up"]}
 NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "norm")
 INIT = 0.02  # deviation of fresh matrices and tables, as these models are begun
 BIASED = {"none": (), "qkv": ("q", "k", "v"), "all": ("q", "k", "v", "out")}
 
-Attend = Callable[[Array, Array, Array], Array]
 Params = dict[str, Array]
 
 
@@ -386,15 +208,11 @@ class LayerOptions:
 
 
 def layer(
-    options: LayerOptions,
-    params: Params,
-    x: Array,
-    rotary: tuple[Array, Array],
-    attend: Attend,
-    keys: Array | None,
+    options: LayerOptions, params: Params, x: Array, rotary: tuple[Array, Array], attend: Attend, keys: Array | None
 ) -> Array:
     """x: (B, T, D) → (B, T, D)."""
     first, second = (None, None) if keys is None else (ops.fold_in(keys, 0), ops.fold_in(keys, 1))
+    params = with_keys(params, keys)
     h = norm(x, params["attention_norm"], options.epsilon)
     x = x + ops.dropout(_attention(options, params, h, rotary, attend), options.dropout, first)
     x = checkpoint_name(x, "residual")
@@ -403,15 +221,10 @@ def layer(
     return constrain(x, "batch", "sequence", "embed_act")
 
 
-def _attention(
-    options: LayerOptions, params: Params, h: Array, rotary: tuple[Array, Array], attend: Attend
-) -> Array:
+def _attention(options: LayerOptions, params: Params, h: Array, rotary: tuple[Array, Array], attend: Attend) -> Array:
     q, k, v = (_heads(options, params, name, h) for name in ("q", "k", "v"))
     q, k = (ops.rotate(x, *rotary).astype(x.dtype) for x in (q, k))
-    q = constrain(q, "batch", "sequence", "heads", None)
-    k, v = (constrain(x, "batch", "sequence", "kv", None) for x in (k, v))
-    out = checkpoint_name(attend(q, k, v), "attention")
-    return _linear(options, params, "out", out.reshape(*out.shape[:2], -1))
+    return _linear(options, params, "out", attend_heads(attend, q, k, v))
 
 
 def _heads(options: LayerOptions, params: Params, name: str, h: Array) -> Array:
@@ -423,24 +236,154 @@ def _heads(options: LayerOptions, params: Params, name: str, h: Array) -> Array:
 
 
 def _feed_forward(options: LayerOptions, params: Params, h: Array) -> Array:
-    gate = constrain(_linear(options, params, "gate", h), "batch", "sequence", "mlp")
-    up = constrain(_linear(options, params, "up", h), "batch", "sequence", "mlp")
+    gate, up = (
+        constrain(checkpoint_name(_linear(options, params, name, h), name), "batch", "sequence", "mlp")
+        for name in ("gate", "up")
+    )
     return _linear(options, params, "down", checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden"))
 
 
 def _linear(options: LayerOptions, params: Params, name: str, x: Array) -> Array:
-    y = ops.linear(x, params[name], AXES[name], options.dtype)
+    y = project(x, params[name], AXES[name], options.dtype)
     bias = params.get(f"{name}_bias")
     return y if bias is None else y + bias.astype(y.dtype)
 
 
 @models.register("llama")
-class Llama(LlamaSettings):
-    """Any open model of the family, trained and sampled like a GPT. Methods: see HeadedModel."""
+class Llama(Transformer):
+    """Any open model of the family; llama, mistral, qwen2, qwen3 and smollm differ in settings."""
+
+    projected_groups: ClassVar[tuple[str, ...]] = ("matrix",)
+    remat_with_adapters: ClassVar[tuple[str, ...]] = ("mlp_hidden",)
+    cast_groups: ClassVar[tuple[str, ...]] = ("matrix", "embedding", "head")
+
+    mlp_width: int = field(
+        "model/mlp_width",
+        default=-1,
+        minimum=1,
+        also=(-1,),
+        help="width of the feed-forward layer; -1 = 8/3 of the width, up to 64s",
+    )
+    tied_head: bool = field("model/tied_head", default=False, help="the head is the embedding table")
+    sliding_window: int = field(
+        "model/sliding_window", default=0, minimum=0, help="keys a sliding layer attends to; 0 = all layers see all"
+    )
+    sliding_layers: str = field(
+        "model/sliding_layers", default="S", help="S sliding, L full context; tiled over the layers"
+    )
+    max_positions: int = field(
+        "model/max_positions",
+        default=-1,
+        minimum=1,
+        also=(-1,),
+        help="context an export declares; -1 = architecture.block_size",
+    )
+    end_tokens: list[int] = field(
+        "model/end_tokens", default_factory=list, minimum=0, help="ids that end a text, besides the tokenizer's"
+    )
+    hf_type: str = field(
+        "model/hf_type", default="auto", choices=HF_TYPES, help="model_type of an export; auto: by the settings"
+    )
+    weights_dtype: str = field(
+        "model/weights_dtype", default="float32", choices=DTYPES, help="dtype of exported weights; training is float32"
+    )
+
+    attention_bias: str = field(
+        "architecture/attention_bias", default="none", choices=BIASES, help="biases of attention: qkv (qwen2) or all"
+    )
+    mlp_bias: bool = field("architecture/mlp_bias", default=False, help="biases of the feed-forward layer")
+    head_norm: bool = field(
+        "architecture/head_norm", default=False, help="norm with weights of each query and key (qwen3)"
+    )
+    norm_epsilon: float = field("architecture/norm_epsilon", default=1e-5, minimum=0, help="ε of the norms")
+    rotary_base: float = field("architecture/rotary_base", default=10_000.0, above=1, help="base of rotary frequencies")
+    rope_type: str = field(
+        "architecture/rope/type", default="default", choices=ROPE_TYPES, help="scaling of rotary frequencies"
+    )
+    rope_factor: float = field("architecture/rope/factor", default=1.0, minimum=1, help="context over pretraining's")
+    rope_original_length: int = field(
+        "architecture/rope/original_length", default=0, minimum=0, help="context of pretraining"
+    )
+    rope_low_freq_factor: float = field("architecture/rope/low_freq_factor", default=1.0, above=0, help="llama3's low")
+    rope_high_freq_factor: float = field(
+        "architecture/rope/high_freq_factor", default=4.0, above=0, help="llama3's high"
+    )
+    rope_beta_fast: float = field("architecture/rope/beta_fast", default=32.0, above=0, help="yarn's β_fast")
+    rope_beta_slow: float = field("architecture/rope/beta_slow", default=1.0, above=0, help="yarn's β_slow")
+    rope_truncate: bool = field("architecture/rope/truncate", default=True, help="yarn: whole dimensions only")
+    rope_attention_factor: float = field(
+        "architecture/rope/attention_factor", default=0.0, minimum=0, help="yarn: of queries and keys; 0 = derived"
+    )
+    rope_mscale: float = field("architecture/rope/mscale", default=0.0, minimum=0, help="yarn: strength; 0 = 1")
+    rope_mscale_all_dim: float = field(
+        "architecture/rope/mscale_all_dim", default=0.0, minimum=0, help="yarn: divided by that of this strength"
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "end_tokens", tuple(self.end_tokens))
+        super().__post_init__()
+
+    @property
+    def shape(self) -> LlamaShape:
+        sizes = self.sizes()
+        width, depth = sizes["width"], self.depth
+        wide = self.mlp_width if self.mlp_width > 0 else round_up(8 * width // 3, MLP_MULTIPLE)
+        window = self.sliding_window or None
+        letters = (self.sliding_layers * depth)[:depth]
+        queries, keys = sizes["heads"] * self.head_dim, sizes["kv_heads"] * self.head_dim
+        biases = {"none": 0, "qkv": queries + 2 * keys, "all": queries + 2 * keys + width}[self.attention_bias]
+        biases += (2 * wide + width) * self.mlp_bias
+        return LlamaShape(
+            **sizes,
+            windows=tuple(window if letter == "S" else None for letter in letters),
+            feed_forward=wide,
+            tied=self.tied_head,
+            vectors=depth * (2 * width + 2 * self.head_dim * self.head_norm + biases) + width,
+        )
+
+    @property
+    def rope(self) -> Rope:
+        return Rope(
+            base=self.rotary_base,
+            type=self.rope_type,
+            factor=self.rope_factor,
+            original_length=self.rope_original_length,
+            low_freq_factor=self.rope_low_freq_factor,
+            high_freq_factor=self.rope_high_freq_factor,
+            beta_fast=self.rope_beta_fast,
+            beta_slow=self.rope_beta_slow,
+            truncate=self.rope_truncate,
+            attention_factor=self.rope_attention_factor,
+            mscale=self.rope_mscale,
+            mscale_all_dim=self.rope_mscale_all_dim,
+        )
 
     def check(self) -> None:
-        """Raise InputError when the settings contradict each other; before anything is compiled."""
-        check_llama(self)
+        super().check()
+        require(
+            self.precision != "fp8",
+            "architecture.precision=fp8 is of the gpt family: its bounds rest on norms without weights. Use auto or "
+            "bf16.",
+        )
+        require(
+            bool(self.sliding_layers) and set(self.sliding_layers) <= set("SL"),
+            f"model.sliding_layers is '{self.sliding_layers}'; it is a pattern of S (sliding) and L (long), such as S.",
+        )
+        require(self.rotary_base > 1, f"architecture.rotary_base is {self.rotary_base}; it must be above 1.")
+        kind, length = self.rope_type, self.rope_original_length
+        require(
+            kind not in ("llama3", "yarn", "dynamic") or length > 0,
+            f"architecture.rope.type={kind} needs architecture.rope.original_length, the context of pretraining.",
+        )
+        require(
+            kind != "dynamic" or self.block_size <= length,
+            f"architecture.rope.type=dynamic is offered up to the pretrained context of {length} tokens, beyond which "
+            f"its angles would change while a text grows; set architecture.block_size={length} or less.",
+        )
+        require(
+            kind != "llama3" or self.rope_high_freq_factor > self.rope_low_freq_factor,
+            "architecture.rope.high_freq_factor must be above architecture.rope.low_freq_factor.",
+        )
 
     def group_of(self, path: tuple[str, ...]) -> str:
         """The optimizer group of a parameter: norms and biases train at the rate of scales near 1."""
@@ -461,43 +404,23 @@ class Llama(LlamaSettings):
         self.blocks = [LlamaBlock(s, biased, self.head_norm) for _ in range(s.depth)]
         self.norm = declare(self, "norm", nn.initializers.ones, (None,), (s.width,))
 
-    def hidden(
-        self,
-        input_ids: Array,
-        positions: Array | None = None,
-        segment_ids: Array | None = None,
-        deterministic: bool = True,
-        embedding_noise: float = 0.0,
-        keys: Array | None = None,
+    def _layers(
+        self, x: Array, ids: Array, positions: Array, documents: Array | None, keys: Array | None, training: bool
     ) -> Array:
-        if positions is None:
-            positions = jnp.arange(input_ids.shape[1])[None]
-        documents = segment_ids if self.document_mask else None
-        dropping = self.dropout > 0 and not deterministic
-        if keys is None and (dropping or embedding_noise > 0):
-            keys = ops.row_keys(self.make_rng("dropout"), jnp.arange(len(input_ids)))
-        x = self._embed(input_ids)
-        if keys is not None and embedding_noise > 0:
-            x = ops.add_noise(x, embedding_noise, keys)
-        keys = keys if dropping else None
         x = constrain(x, "batch", "sequence", "embed_act")
         rotary = self.rope.table(positions, max(self.block_size, x.shape[1]), self.head_dim)
         options = self._layer_options()
 
         def step(window: int | None, params: Params, index: Array, stream: Stream) -> Stream:
-            attend = partial(attention, window=window, segment_ids=documents, implementation=self.attention)
+            attend = self._attend(window, documents)
             layer_keys = None if keys is None else ops.fold_in(keys, index)
             return layer(options, params, stream[0], rotary, attend, layer_keys), stream[1]
 
         params = [block() for block in self.blocks]
-        x, _ = run_layers(
-            step, lambda _, x: x, params, self.shape.windows, x, scan=self.scan_layers, remat=self.remat
-        )
+        x, _ = run_layers(step, lambda _, x: x, params, self.shape.windows, x, scan=self.scan_layers, remat=self.remat)
         return norm(x, self.norm, self.norm_epsilon)
 
-    def _decode_layers(
-        self, input_ids: Array, cache: Cache, positions: Array, attend: AttendAt
-    ) -> tuple[Array, Array]:
+    def _decode_layers(self, input_ids: Array, cache: Cache, positions: Array, attend: AttendAt) -> tuple[Array, Array]:
         embedded = x = self._embed(input_ids)
         # Where every layer slides, the cache is shorter than the text; padding may lie beyond either.
         length = max(self.block_size, cache.capacity) + input_ids.shape[1]

@@ -27,6 +27,7 @@ from bessemer.kernels import fp8
 from bessemer.kernels.ops import Axes, linear, rms_norm
 from bessemer.models.allocation import Allocation, allocation_to_bounds, compute_lzw_allocation
 from bessemer.models.layers import declare, symmetric
+from bessemer.models.lora import Adapted
 from bessemer.models.shape import LookupShape, Shape, round_up
 from bessemer.topology.chips import backend
 from bessemer.topology.rules import constrain, mesh_axes, shards
@@ -41,8 +42,7 @@ AXES: dict[str, Axes] = {"table": ("rows", "embed"), "up": ("embed", "mlp"), "mi
 
 
 class LookupSettings(nn.Module):
-    """Settings of the lookup layers, for a model family to inherit; and the rows of each token, which are no
-    setting but state: see `Allocation`."""
+    """Settings of the lookup layers, for a model family to inherit. `allocation` is state, not a setting."""
 
     lookup_after_layers: list[int] = field(
         "architecture/lookup/after_layers",
@@ -59,9 +59,7 @@ class LookupSettings(nn.Module):
     lookup_d_up: int = field(
         "architecture/lookup/d_up", default=0, minimum=0, help="width of W_up's output; 0 = 4 × width"
     )
-    lookup_k_max: int = field(
-        "architecture/lookup/k_max", default=512, minimum=1, help="most rows of one token"
-    )
+    lookup_k_max: int = field("architecture/lookup/k_max", default=512, minimum=1, help="most rows of one token")
     lookup_tied: bool = field("architecture/lookup/tied", default=False, help="one table for keys and values")
     lookup_sample_tokens: int = field(
         "architecture/lookup/sample_tokens",
@@ -83,6 +81,18 @@ class LookupSettings(nn.Module):
         shape: Shape = self.shape
         assert shape.lookup is not None
         return self.lookup_sample_tokens or SAMPLE_PER_ROW * (shape.lookup.rows - shape.vocab_size)
+
+
+def has_lookup(model: nn.Module) -> bool:
+    return isinstance(model, LookupSettings) and bool(model.lookup_after_layers)
+
+
+def allocation_of(model: nn.Module) -> Allocation | None:
+    return model.allocation if isinstance(model, LookupSettings) else None
+
+
+def without_lookup(model: Any) -> Any:
+    return model.clone(lookup_after_layers=()) if isinstance(model, LookupSettings) else model
 
 
 def with_lookup(model: LookupSettings, shape: Shape) -> Shape:
@@ -121,7 +131,7 @@ class LookupParameters(nn.Module):
 
 @dataclass(frozen=True)
 class LookupOptions:
-    """The static part of a lookup layer; tiles None: those of the platform."""
+    """The static options of a lookup layer; tiles None: the platform's."""
 
     dtype: Any
     allocation: Allocation | None
@@ -154,15 +164,17 @@ def _mix(options: LookupOptions, up: Array, h: Array, mix: Array) -> Array:
     return mixed + _product(options, "mix", mix[wide:], h, bounds[1])
 
 
-def _product(options: LookupOptions, name: str, w: Array, x: Array, bound: float | None = None) -> Array:
+def _product(options: LookupOptions, name: str, w: Array | Adapted, x: Array, bound: float | None = None) -> Array:
     """x W for the matrix called `name`, in the precision of the run; `bound` ≥ max|x| where it is known."""
+    if isinstance(w, Adapted):
+        return w.add(_product(options, name, w.w, x, bound), x, AXES[name], options.dtype)
     if options.fp8 is None:
         return linear(x, w, AXES[name], options.dtype)
     return fp8.linear(x, w, AXES[name], options.dtype, options.fp8, bound)
 
 
 def look_up(options: LookupOptions, h: Array, keys: Array, values: Array, ids: Array) -> Array:
-    """e = Σ a_j V_j, (B, T, D). On a mesh every device sorts and reads for the tokens it holds."""
+    """Return e = Σ a_j V_j, (B, T, D). On a mesh every device sorts and reads for its own tokens."""
     allocation = options.allocation
     if allocation is None:
         raise InputError(
@@ -193,18 +205,16 @@ def look_up(options: LookupOptions, h: Array, keys: Array, values: Array, ids: A
     return shared(h, keys, values, ids)
 
 
-# Attention of every token over the rows its id owns: softmax(h·K_j/√d) V_j for j in [b_t, b_{t+1}).
-#
-# Two ways to compute it, with the same results. `gathered` fetches longest = max k rows a token and masks:
-# simple, and right for a few tokens. `tiled` sorts tokens by id, so that the rows of neighbours are
-# neighbours too, and goes over tiles of tokens × rows with a running softmax, like flash attention. Its
-# memory does not depend on k: neither the rows of a token nor the weights over them ever exist as a whole.
+# -- attention over a token's rows, softmax(h·K_j/√d) V_j for j in [b_t, b_{t+1}), in two ways -------------------------
+# `gathered` fetches max k rows per token and masks: simple, and fast for a few tokens. `tiled` sorts tokens by id, so
+# that neighbors read neighboring rows, and goes over tiles of tokens × rows with a running softmax, like flash
+# attention; its memory does not depend on k.
 
 
 GATHERED_ROWS = 1 << 16
-"""Rows `gathered` holds at once (100 MB in bf16 at width 768)."""
+"""Rows that `gathered` holds at once (100 MB in bf16 at width 768)."""
 CPU_GATHERED_ROWS = 1 << 13
-"""On a CPU the tiled path is faster from here on: 8 ms against 92 for 2,048 tokens of up to 59 rows, width 128."""
+"""On a CPU the tiled path is faster above this: 8 ms against 92 for 2,048 tokens of up to 59 rows, width 128."""
 NEVER = -1e30  # finite, so that exp(NEVER − NEVER) is a number
 
 
@@ -240,8 +250,7 @@ class Tiles(NamedTuple):
 
 
 CPU_TILES = Tiles(32, 64, 8)
-"""Little is masked and nobody waits: 57 ms against 276 with the sizes above, which are for accelerators (4,096 tokens,
-8,192 rows, mean k 85, width 256, forward and backward)."""
+"""57 ms against 276 with the sizes of accelerators (4,096 tokens, 8,192 rows, mean k 85, width 256, with backward)."""
 
 
 def default_tiles() -> Tiles:
@@ -257,10 +266,10 @@ def choose_path(path: str, tokens: int, longest: int) -> str:
 
 
 class Layout(NamedTuple):
-    """Where each sorted token stands: G groups of C blocks of S tokens, and which rows it may read.
+    """The place of each sorted token in G groups of C blocks of S tokens, and the rows it may read.
 
-    Blocks are grouped by the length of their range of rows, so that those who go side by side end together. The
-    last block is filled up with repetitions of the last token, whose results are dropped.
+    Blocks are grouped by the length of their range of rows, so that those of a group end together. The last block is
+    padded with the last token, whose results are dropped.
     """
 
     place: Array  # (G, C, S): the token's number before sorting
@@ -286,11 +295,7 @@ def _layout(tiles: Tiles, ids: Array, bounds: Array) -> Layout:
     shape = (-1, group, size)
     owner = ids[place]
     return Layout(
-        place.reshape(shape),
-        real.reshape(shape),
-        bounds[owner].reshape(shape),
-        bounds[owner + 1].reshape(shape),
-        back,
+        place.reshape(shape), real.reshape(shape), bounds[owner].reshape(shape), bounds[owner + 1].reshape(shape), back
     )
 
 
@@ -304,8 +309,8 @@ class _Tile(NamedTuple):
 
 
 def _tile(tiles: Tiles, keys: Array, values: Array, low: Array, high: Array, step: Array) -> _Tile:
-    """Tile number `step` from the first row of each block. Near the table's end a tile is moved back to lie within
-    it, and the rows it then shares with the tile before are masked. low, high: (C, S)."""
+    """Return tile number `step` of each block. Near the table's end a tile is moved back to lie within it, and the rows
+    it then shares with the tile before are masked. low, high: (C, S)."""
     size = min(tiles.rows, keys.shape[0])
     first = low[:, 0] + step * size
     start = jnp.minimum(first, keys.shape[0] - size)
@@ -329,8 +334,7 @@ def _steps(tiles: Tiles, keys: Array, low: Array, high: Array) -> Array:
 def tiled(h: Array, keys: Array, values: Array, ids: Array, bounds: Array, tiles: Tiles) -> Array:
     """The fast path: sorted tokens in blocks against tiles of rows. Shapes as in `gathered`.
 
-    Own gradient, which computes the weights again from the log-sum-exp of the forward pass; the tables' gradients
-    are summed in float32, and rows nobody reads get exactly 0.
+    The gradient recomputes the weights from the forward pass's log-sum-exp and sums in float32; unread rows get 0.
     """
     return _tiled_forward(h, keys, values, ids, bounds, tiles)[0]
 
@@ -341,9 +345,7 @@ def _logits(q: Array, keys: Array, mask: Array) -> Array:
     return jnp.where(mask, product / math.sqrt(q.shape[-1]), NEVER)
 
 
-def _tiled_forward(
-    h: Array, keys: Array, values: Array, ids: Array, bounds: Array, tiles: Tiles
-) -> tuple[Array, Any]:
+def _tiled_forward(h: Array, keys: Array, values: Array, ids: Array, bounds: Array, tiles: Tiles) -> tuple[Array, Any]:
     layout = _layout(tiles, ids, bounds)
     tables = keys.astype(h.dtype), values.astype(h.dtype)
 
@@ -358,9 +360,7 @@ def _tiled_forward(
             new = jnp.maximum(top, logits.max(-1))
             weights = jnp.where(tile.mask, jnp.exp(logits - new[..., None]), 0)
             kept = jnp.exp(top - new)
-            added = jnp.einsum(
-                "csr,crd->csd", weights.astype(h.dtype), tile.values, preferred_element_type=jnp.float32
-            )
+            added = jnp.einsum("csr,crd->csd", weights.astype(h.dtype), tile.values, preferred_element_type=jnp.float32)
             return new, kept * total + weights.sum(-1), kept[..., None] * out + added
 
         start = (jnp.full(low.shape, NEVER), jnp.zeros(low.shape), jnp.zeros(q.shape, jnp.float32))

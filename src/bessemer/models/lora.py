@@ -1,10 +1,14 @@
-"""Low-rank adapters: W' = W + (α/r)·A·B, with W (…, m, n) as it was, A (…, m, r) random and B (…, r, n) zero at first.
+"""Low-rank adapters: y = x·W + (α/r)·(x·A)·B, W (…, m, n) frozen, A (…, m, r) random and B (…, r, n) zero at first.
 
 So training begins at W exactly, and r·(m + n) numbers are trained in place of m·n. Source: Hu et al. 2021 (LoRA); with
 `rank_stabilised` the factor is α/√r (Kalajdzievski 2023).
 
-W' is made inside the step, in float32, before the model casts it: the model knows nothing of it, and float8,
-rematerialisation, scans and every kernel work as they do without.
+`Split.complete` puts an `Adapted` node where the matrix was, and the model's products add the adapter's product to
+that with W. No gradient of W is computed and no merged copy exists. W is stored in `lora.base_dtype`; A and B are
+float32 and cast to the compute dtype at use. In training `lora.dropout` drops entries of the x that A reads. With
+`lora.dora` the result counts m / ‖W + (α/r)·A·B‖ times per column, m trained from ‖W‖ on and the norm a constant in
+the gradient (Liu et al. 2024, DoRA). Matrices that the model does not use in a plain product (tables, the head,
+the layers of a user's own model) are merged inside the step instead: W' = W + (α/r)·A·B in float32.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -21,11 +26,15 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from bessemer.config import declared, field
 from bessemer.errors import InputError, nearest
+from bessemer.kernels.ops import Axes, dropout, fold_in, linear
+from bessemer.models.protocol import Adaptable, GroupOf, group_of
 
-A, B = "lora_a", "lora_b"
+A, B, M = "lora_a", "lora_b", "lora_m"
+ALL_LINEAR = ("all-linear",)
 Path = tuple[str, ...]
 
 
@@ -33,18 +42,25 @@ Path = tuple[str, ...]
 class LoraSettings:
     rank: int = field("lora/rank", default=0, minimum=0, help="r of the low-rank adapters; 0 = no adapters")
     alpha: float = field("lora/alpha", default=16.0, above=0, help="adapters count α/r times")
-    rank_stabilised: bool = field(
-        "lora/rank_stabilised", default=False, help="α/√r in place of α/r, for large ranks"
-    )
+    rank_stabilised: bool = field("lora/rank_stabilised", default=False, help="α/√r in place of α/r, for large ranks")
     targets: tuple[str, ...] = field(
         "lora/targets",
         default=(),
-        help="patterns (* and ?) over the paths of matrices to adapt; none: those of attention and feed-forward",
+        help="patterns (* and ?) over the paths of matrices to adapt; none, or all-linear: those of attention and "
+        "feed-forward",
     )
+    rank_pattern: dict[str, int] = field(
+        "lora/rank_pattern",
+        default_factory=dict,
+        minimum=1,
+        help="pattern → rank of the matrices it matches, in place of lora.rank; of several the longest counts",
+    )
+    dropout: float = field(
+        "lora/dropout", default=0.0, minimum=0.0, below=1.0, help="dropout of the input of the adapters, in training"
+    )
+    dora: bool = field("lora/dora", default=False, help="train the length of each column apart from its direction")
     whole: tuple[str, ...] = field(
-        "lora/whole",
-        default=(),
-        help="patterns of parameters trained whole beside the adapters, such as a new head",
+        "lora/whole", default=(), help="patterns of parameters trained whole beside the adapters, such as a new head"
     )
     init: str = field(
         "lora/init",
@@ -52,27 +68,152 @@ class LoraSettings:
         choices=("kaiming", "gaussian"),
         help="A at first: U(±1/√fan_in), or normal with deviation 1/r; B is 0",
     )
+    base_dtype: str = field(
+        "lora/base_dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16"),
+        help="dtype in memory of frozen matrices and tables; auto = the compute dtype, so bfloat16 on accelerators",
+    )
+    keep_base: bool = field(
+        "lora/keep_base",
+        default=False,
+        help="copy the base model into the run, in its own dtype; default: the run names it by path and sha256",
+    )
+
+    def __hash__(self) -> int:  # a mapping has none
+        return hash(repr(self))
 
     @property
     def scale(self) -> float:
-        return (
-            self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank) if self.rank else 0.0
-        )
+        """The factor of adapters of rank `rank`."""
+        return self.scale_at(self.rank)
+
+    def scale_at(self, rank: int) -> float:
+        return self.alpha / (math.sqrt(rank) if self.rank_stabilised else rank) if rank else 0.0
+
+    def rank_of(self, path: Path) -> int:
+        """The rank of the adapter at `path`."""
+        matching = [pattern for pattern in self.rank_pattern if fnmatchcase("/".join(path), pattern)]
+        return self.rank_pattern[max(matching, key=lambda p: (len(p), p))] if matching else self.rank
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("w", "a", "b", "m", "keys"), meta_fields=("scale", "dropout"))
+@dataclass(frozen=True)
+class Adapted:
+    """A frozen matrix with its adapter, in the place of the matrix in a tree of parameters.
+
+    w: (…, m, n) in its stored dtype; a: (…, m, r) and b: (…, r, n) float32; m: (…, n) float32, the lengths of DoRA, or
+    None; keys: (B,), random keys of the rows where dropout is applied, or None. `w` must stay the first field: flax
+    compares the shape of a parameter's first leaf with the declared one.
+    """
+
+    w: Array
+    a: Array
+    b: Array
+    scale: float
+    m: Array | None = None
+    keys: Array | None = None
+    dropout: float = 0.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.w.shape
+
+    def __getitem__(self, rows: slice) -> Adapted:
+        """The adapted matrix of some rows of W."""
+        if self.m is not None:
+            raise InputError(
+                "lora.dora needs whole columns, which lookup layers split over topology.tensor: set it to 1."
+            )
+        return replace(self, w=self.w[rows], a=self.a[rows])
+
+    def add(self, base: Array, x: Array, axes: Axes, dtype: Any) -> Array:
+        """The adapted product, from base = x W. x: (B, T, m); axes: those of W."""
+        return self.scaled(base + self.update(x, axes, dtype))
+
+    def update(self, x: Array, axes: Axes, dtype: Any) -> Array:
+        """scale·(x A) B in `dtype`."""
+        low = checkpoint_name(linear(dropout(x, self.dropout, self.keys), self.a, (axes[0], None), dtype), "adapter")
+        return linear(low, self.scale * self.b, (None, axes[1]), dtype)
+
+    def scaled(self, y: Array) -> Array:
+        """y as it is; with DoRA its columns times `factor`, in float32: bf16 would round a factor near 1 to it."""
+        return y if self.m is None else (y.astype(jnp.float32) * self.factor()).astype(y.dtype)
+
+    def factor(self) -> Array:
+        """m / ‖W + scale·A·B‖ by column, (…, n); 1 without DoRA. The norm has no gradient."""
+        if self.m is None:
+            return jnp.ones((*self.w.shape[:-2], self.w.shape[-1]), jnp.float32)
+        return self.m / jax.lax.stop_gradient(column_norms(self.w, self.a, self.b, self.scale))
+
+    def merged(self) -> Array:
+        """The matrix that gives the same product, in float32."""
+        whole = merged(self.w, self.a, self.b, self.scale)
+        return whole if self.m is None else whole * self.factor()[..., None, :]
+
+
+def column_norms(w: Array, a: Array, b: Array, scale: float) -> Array:
+    """‖W + s·A·B‖ by column, (…, n) float32, without forming the sum:
+
+    ‖w + s·A b‖² = ‖w‖² + 2s·(Aᵀw)·b + s²·bᵀ(AᵀA)b  for a column w of W and b of B.
+    """
+    exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+    across = jnp.einsum("...mr,...mn->...rn", a.astype(w.dtype), w, **exact)
+    within = jnp.einsum("...rq,...qn->...rn", jnp.einsum("...mr,...mq->...rq", a, a, **exact), b, **exact)
+    square = jnp.sum(jnp.square(w.astype(jnp.float32)), axis=-2)
+    return jnp.sqrt(square + jnp.sum(b * (2 * scale * across + scale**2 * within), axis=-2))
+
+
+def project(x: Array, kernel: Array | Adapted, axes: Axes, dtype: Any) -> Array:
+    """x W in `dtype`, with the product of the adapter if `kernel` has one. x: (B, T, m)."""
+    if isinstance(kernel, Adapted):
+        return kernel.add(linear(x, kernel.w, axes, dtype), x, axes, dtype)
+    return linear(x, kernel, axes, dtype)
+
+
+def with_keys(params: dict[str, Any], keys: Array | None) -> dict[str, Any]:
+    """A layer's parameters with random keys for the dropout of each adapter, from those of the rows: (B,)."""
+    if keys is None:
+        return params
+    return {
+        name: replace(leaf, keys=fold_in(keys, zlib.crc32(name.encode()) >> 1)) if _is_adapted(leaf) else leaf
+        for name, leaf in params.items()
+    }
+
+
+def drops(params: Any) -> bool:
+    """Whether an adapter of `params` has dropout."""
+    leaves = jax.tree.leaves(params, is_leaf=_is_adapted)
+    return any(isinstance(leaf, Adapted) and leaf.dropout > 0 for leaf in leaves)
+
+
+def merge_adapters(params: Any) -> Any:
+    """Return `params` with plain arrays in place of `Adapted` nodes."""
+    return jax.tree.map(lambda leaf: leaf.merged() if _is_adapted(leaf) else leaf, params, is_leaf=_is_adapted)
+
+
+def _is_adapted(leaf: Any) -> bool:
+    return isinstance(leaf, Adapted)
 
 
 def merged(w: Array, a: Array, b: Array, scale: float) -> Array:
-    """W + scale·A·B in the dtype of W. The product is made with all bits of float32: it is small beside W' x."""
+    """W + scale·A·B in float32. The product is made with all bits of float32: it is small beside W' x."""
     product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-    return (w + scale * product).astype(w.dtype)
+    return w.astype(product.dtype) + scale * product
 
 
 def group_of_adapted(group_of: Callable[[Path], str], path: Path) -> str:
-    """An adapter is of the kind of its matrix: what the optimizer does with that one, it does with A and with B."""
+    """An adapter is of the kind of its matrix: what the optimizer does with that one, it does with A and with B. The
+    lengths of DoRA are scalars."""
+    if path[-1] == M:
+        return "scalar"
     return group_of(path[:-1] if path[-1] in (A, B) else path)
 
 
-def adapter_shapes(path: Path, box: Any, rank: int) -> dict[str, Any]:
-    """Abstract A and B of a kernel, boxed with the kernel's own axes: A takes the input's, B the output's."""
+def adapter_shapes(path: Path, box: Any, lora: LoraSettings) -> dict[str, Any]:
+    """Abstract A and B of a kernel, and m with DoRA, boxed with the kernel's own axes: A takes the input's, B and m the
+    output's."""
+    rank = lora.rank_of(path)
     names, leaf = (box.names, box.value) if isinstance(box, nn.Partitioned) else (None, box)
     shape = tuple(leaf.shape)
     stacked = names is not None and all(name == "layers" for name in names[:-2])
@@ -86,23 +227,25 @@ def adapter_shapes(path: Path, box: Any, rank: int) -> dict[str, Any]:
         raise InputError(
             f"lora.rank={rank} is more than the {min(m, n)} that '{'/'.join(path)}' {shape} can use; take less."
         )
-    sizes = {A: (*lead, m, rank), B: (*lead, rank, n)}
-    made = {name: jax.ShapeDtypeStruct(size, leaf.dtype) for name, size in sizes.items()}
+    sizes = {A: (*lead, m, rank), B: (*lead, rank, n)} | ({M: (*lead, n)} if lora.dora else {})
+    made = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
     if names is None:
         return made
-    axes = {A: (*names[:-1], None), B: (*names[:-2], None, names[-1])}
+    axes = {A: (*names[:-1], None), B: (*names[:-2], None, names[-1]), M: (*names[:-2], names[-1])}
     return {name: nn.LogicallyPartitioned(made[name], axes[name]) for name in made}
 
 
-def fresh_adapter(key: Array, path: Path, w: Array, rank: int, init: str) -> dict[str, Array]:
-    """A drawn from (key, the path's name), so that it is the same whatever else is adapted; B zero."""
+def fresh_adapter(key: Array, path: Path, w: Array, lora: LoraSettings) -> dict[str, Array]:
+    """A drawn from (key, the path's name), so that it is the same whatever else is adapted; B zero; m = ‖W‖."""
     *lead, m, n = w.shape
+    rank = lora.rank_of(path)
     own, size = jax.random.fold_in(key, zlib.crc32("/".join(path).encode())), (*lead, m, rank)
-    if init == "gaussian":
-        drawn = jax.random.normal(own, size, w.dtype) / rank
+    if lora.init == "gaussian":
+        drawn = jax.random.normal(own, size, jnp.float32) / rank
     else:
-        drawn = jax.random.uniform(own, size, w.dtype, -1 / math.sqrt(m), 1 / math.sqrt(m))
-    return {A: drawn, B: jnp.zeros((*lead, rank, n), w.dtype)}
+        drawn = jax.random.uniform(own, size, jnp.float32, -1 / math.sqrt(m), 1 / math.sqrt(m))
+    made = {A: drawn, B: jnp.zeros((*lead, rank, n), jnp.float32)}
+    return made | ({M: column_norms(w, made[A], made[B], 0.0)} if lora.dora else {})
 
 
 # Which parameters of a model are trained, and how trained and frozen ones make the whole again.
@@ -114,9 +257,6 @@ def fresh_adapter(key: Array, path: Path, w: Array, rank: int, init: str) -> dic
 # parameters are arguments of the step like any other, so they are sharded alike and never copied.
 
 
-GroupOf = Callable[[Path], str]
-
-
 @dataclass(frozen=True)
 class Split:
     """Paths by what happens to them: trained whole, frozen with an adapter, frozen."""
@@ -125,6 +265,9 @@ class Split:
     adapted: tuple[Path, ...]
     frozen: tuple[Path, ...]  # without those in `adapted`
     lora: LoraSettings
+    tables: frozenset[Path] = frozenset()  # those of `adapted` that are merged inside the step
+    narrow: frozenset[Path] = frozenset()  # those of `frozen` and `adapted` that are stored in `dtype`
+    dtype: str = "float32"
 
     @property
     def everything(self) -> bool:
@@ -138,39 +281,65 @@ class Split:
         flat = flatten_dict(boxed)
         params = {path: flat[path] for path in self.trained}
         for path in self.adapted:
-            made = adapter_shapes(path, flat[path], self.lora.rank)
+            made = adapter_shapes(path, flat[path], self.lora)
             params |= {(*path, name): leaf for name, leaf in made.items()}
-        kept = {path: flat[path] for path in (*self.frozen, *self.adapted)}
+        kept = flatten_dict(self.stored(boxed))
+        kept = {path: kept[path] for path in (*self.frozen, *self.adapted)}
         return unflatten_dict(params), unflatten_dict(kept)
 
+    def stored(self, boxed: Any) -> Any:
+        """The model's abstract, boxed parameters in the dtypes they are kept in: what to read a base model as."""
+        flat = flatten_dict(boxed)
+        return unflatten_dict({path: self._narrowed(path, leaf) for path, leaf in flat.items()})
+
+    def _narrowed(self, path: Path, box: Any) -> Any:
+        if path not in self.narrow:
+            return box
+        if isinstance(box, nn.Partitioned):
+            return box.replace_boxed(self._narrowed(path, box.value))
+        return jax.ShapeDtypeStruct(box.shape, jnp.dtype(self.dtype))
+
     def divide(self, whole: Any, key: jax.Array) -> tuple[Any, Any]:
-        """The same of arrays. Adapters are new, drawn from `key`, and add nothing yet."""
+        """The same of arrays, frozen ones in their stored dtype. Adapters are new, drawn from `key`, and add nothing
+        yet."""
         if self.everything:
             return whole, None
         flat = flatten_dict(whole)
         params = {path: flat[path] for path in self.trained}
-        for path in self.adapted:
-            made = fresh_adapter(key, path, flat[path], self.lora.rank, self.lora.init)
-            params |= {(*path, name): array for name, array in made.items()}
         kept = {path: flat[path] for path in (*self.frozen, *self.adapted)}
+        kept = {path: leaf.astype(self.dtype) if path in self.narrow else leaf for path, leaf in kept.items()}
+        for path in self.adapted:
+            made = fresh_adapter(key, path, kept[path], self.lora)
+            params |= {(*path, name): array for name, array in made.items()}
         return unflatten_dict(params), unflatten_dict(kept)
 
     def complete(self, params: Any, frozen: Any) -> Any:
-        """The model's parameters, from what `divide` gave: adapters are merged into their matrices."""
+        """The model's parameters, from what `divide` gave, with an `Adapted` node in the place of each adapted matrix;
+        tables are merged with their adapters. `merge_adapters` makes plain arrays of the nodes."""
         if self.everything:
             return params
         given, flat = flatten_dict(params), flatten_dict(frozen)
         for path in self.trained:
             flat[path] = given[path]
         for path in self.adapted:
-            flat[path] = merged(flat[path], given[(*path, A)], given[(*path, B)], self.lora.scale)
+            a, b, scale = given[(*path, A)], given[(*path, B)], self.lora.scale_at(self.lora.rank_of(path))
+            node = Adapted(flat[path], a, b, scale, given.get((*path, M)), dropout=self.lora.dropout)
+            flat[path] = node.merged() if path in self.tables else node
         return unflatten_dict(flat)
 
     def idle(self, boxed: Any, group_of: GroupOf | None) -> int:
-        """Parameters in matrix products whose gradient is never made; that of an adapted matrix is, on the way."""
+        """Parameters in matrix products whose gradient is never made; that of a table with an adapter is."""
         flat = flatten_dict(boxed)
+        paths = (*self.frozen, *(path for path in self.adapted if path not in self.tables))
+        return sum(math.prod(_shape(flat[path])) for path in paths if _multiplies(path, flat[path], group_of))
+
+    def adapter_parameters(self, boxed: Any) -> int:
+        """Parameters of the adapters that stand beside their matrices."""
+        flat = flatten_dict(self.shapes(boxed)[0])
         return sum(
-            math.prod(_shape(flat[path])) for path in self.frozen if _multiplies(path, flat[path], group_of)
+            math.prod(_shape(leaf))
+            for path, leaf in flat.items()
+            if path[-1] in (A, B) and path[:-1] not in self.tables
         )
 
     def count(self, boxed: Any) -> tuple[int, int]:
@@ -178,22 +347,18 @@ class Split:
         return _size(self.shapes(boxed)[0]), _size(boxed)
 
 
-def make_split(
-    boxed: Any, freeze: Sequence[str] = (), lora: LoraSettings | None = None, group_of: GroupOf | None = None
-) -> Split:
-    """The split that the settings ask for. boxed: the model's abstract parameters; group_of: the model's own.
+def make_split(boxed: Any, freeze: Sequence[str] = (), lora: LoraSettings | None = None, model: Any = None) -> Split:
+    """The split that the settings ask for. boxed: the abstract parameters of `model`.
 
     A pattern that matches nothing, and a run without anything to train, are errors.
     """
-    lora = lora or LoraSettings()
+    lora, groups = lora or LoraSettings(), group_of(model)
     flat: dict[Path, Any] = flatten_dict(boxed)
     if not lora.rank:
         held = _matching(flat, freeze, "training.freeze")
         trained = tuple(path for path in flat if path not in held)
         if not trained:
-            raise InputError(
-                "training.freeze leaves nothing to train: every parameter matches. Freeze fewer."
-            )
+            raise InputError("training.freeze leaves nothing to train: every parameter matches. Freeze fewer.")
         return Split(trained, (), tuple(held), lora)
     if freeze:
         raise InputError(
@@ -201,23 +366,36 @@ def make_split(
             "training.freeze out; lora.targets says what is adapted and lora.whole what is trained whole."
         )
     whole = _matching(flat, lora.whole, "lora.whole")
-    targets = _matching(flat, lora.targets, "lora.targets") if lora.targets else _matrices(flat, group_of)
+    named = lora.targets and lora.targets != ALL_LINEAR
+    targets = _matching(flat, lora.targets, "lora.targets") if named else _matrices(flat, groups)
     adapted = tuple(path for path in targets if path not in whole)
     if not adapted:
-        raise InputError(
-            "lora.rank: no matrix is left to adapt. Name some with lora.targets, or set lora.rank=0."
-        )
+        raise InputError("lora.rank: no matrix is left to adapt. Name some with lora.targets, or set lora.rank=0.")
+    _matching(dict.fromkeys(adapted), list(lora.rank_pattern), "lora.rank_pattern")
     rest = tuple(path for path in flat if path not in whole and path not in adapted)
-    return Split(tuple(whole), adapted, rest, lora)
+    tables, narrow, dtype = frozenset(adapted), frozenset[Path](), "float32"
+    if isinstance(model, Adaptable):
+        tables = frozenset(path for path in adapted if model.group_of(path) not in model.projected_groups)
+        dtype = jnp.dtype(model.compute_dtype).name if lora.base_dtype == "auto" else lora.base_dtype
+        kept = (path for path in (*rest, *adapted) if path not in tables)
+        narrow = frozenset(path for path in kept if model.group_of(path) in model.cast_groups)
+    if tables and (lora.dora or lora.dropout):
+        raise InputError(
+            f"lora.{'dora' if lora.dora else 'dropout'} is for matrices of plain products, and "
+            f"'{'/'.join(min(tables))}' is not one in this model. Leave it out of lora.targets, or switch the setting "
+            "off."
+        )
+    return Split(tuple(whole), adapted, rest, lora, tables, narrow if dtype != "float32" else frozenset(), dtype)
 
 
-def split_of(config: Mapping[str, Any], boxed: Any, group_of: GroupOf | None = None) -> Split:
-    """The split of a saved configuration (flat: section/name → value); one without these settings trains all."""
+def split_of(config: Mapping[str, Any], boxed: Any, model: Any = None) -> Split:
+    """The split of a saved configuration (flat: section/name → value, mappings too); one without these settings trains
+    all."""
     settings = declared(LoraSettings)
-    given = {
-        name: s.check(config[s.key], "the saved config") for name, s in settings.items() if s.key in config
-    }
-    return make_split(boxed, config.get("training/freeze") or (), LoraSettings(**given), group_of)
+    ranks = settings["rank_pattern"].key
+    config = {**config, ranks: {k.removeprefix(f"{ranks}/"): v for k, v in config.items() if k.startswith(f"{ranks}/")}}
+    given = {name: s.check(config[s.key], "the saved config") for name, s in settings.items() if s.key in config}
+    return make_split(boxed, config.get("training/freeze") or (), LoraSettings(**given), model)
 
 
 def _matching(flat: Mapping[Path, Any], patterns: Sequence[str], setting: str) -> dict[Path, None]:
@@ -227,9 +405,7 @@ def _matching(flat: Mapping[Path, Any], patterns: Sequence[str], setting: str) -
     for pattern in patterns:
         hits = [path for name, path in names.items() if fnmatchcase(name, pattern)]
         if not hits:
-            raise InputError(
-                f"{setting}: '{pattern}' matches no parameter. {_suggestion(pattern, list(names))}"
-            )
+            raise InputError(f"{setting}: '{pattern}' matches no parameter. {_suggestion(pattern, list(names))}")
         found.update(hits)
     return {path: None for path in flat if path in found}
 
@@ -253,9 +429,7 @@ def _matrices(flat: Mapping[Path, Any], group_of: GroupOf | None) -> dict[Path, 
         if group_of is not None:
             return group_of(path) == "matrix"
         words = [name.lower() for name in path]
-        return not any(
-            "embed" in word or word.endswith("head") or word in ("wte", "logits") for word in words
-        )
+        return not any("embed" in word or word.endswith("head") or word in ("wte", "logits") for word in words)
 
     return {path: None for path, leaf in flat.items() if is_matrix(path, leaf)}
 

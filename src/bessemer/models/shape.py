@@ -9,25 +9,6 @@ VOCAB_MULTIPLE = 64  # vocabulary rows are padded to this, so that they divide o
 WINDOW_MULTIPLE = 128  # short windows are rounded up to this, a tile of the attention kernels
 SMEAR_CHANNELS = 24
 VALUE_GATE_CHANNELS = 12
-# The optimizer group of a parameter, by its name; all others are "matrix".
-GROUPS = {
-    "embedding": "embedding",
-    "head": "head",
-    "value_table": "value_embedding",
-    "lookup_keys": "value_embedding",
-    "lookup_values": "value_embedding",
-    "value_gate": "gate",
-    "rho": "rho",
-    "xi": "xi",
-    "smear_gate": "scalar",
-    "smear_scale": "scalar",
-    "backout_scale": "scalar",
-}
-
-
-def group_of(path: tuple[str, ...]) -> str:
-    """The optimizer group of a parameter, by its path in the tree."""
-    return GROUPS.get(path[-1], "matrix")
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -36,8 +17,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class LookupShape:
-    """Lookup layers: after which blocks, rows and columns of their tables, and the rows a training token attends
-    to on average (measured by token frequency)."""
+    """Sizes of the lookup layers. mean_k: rows a training token attends to on average, by token frequency."""
 
     layers: tuple[int, ...]
     rows: int
@@ -89,7 +69,7 @@ class Shape:
 
     @property
     def remembered(self) -> int:
-        """Channels of the last token's embedding that decoding keeps, for smear."""
+        """Channels of the last token's embedding that the KV cache stores, for smear."""
         return self.width
 
     @property
@@ -101,7 +81,7 @@ class Shape:
         return min(VALUE_GATE_CHANNELS, self.width)
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Alternating layers, the last included."""
+        """Whether the layer has one: every other layer, counted from the last."""
         return self.value_embeddings and layer % 2 == (self.depth - 1) % 2
 
     def count_parameters(self) -> dict[str, int]:
@@ -111,9 +91,7 @@ class Shape:
         """
         value_layers = sum(self.has_value_embedding(layer) for layer in range(self.depth))
         per_block = 2 * self.width * (self.query_width + self.kv_width + self.mlp_width)
-        tables, dense = (
-            (self.lookup.tables(self.width), self.lookup.dense(self.width)) if self.lookup else (0, 0)
-        )
+        tables, dense = (self.lookup.tables(self.width), self.lookup.dense(self.width)) if self.lookup else (0, 0)
         counts = {
             "matrix": self.depth * per_block + dense,
             "gate": value_layers * self.gate_channels * self.kv_heads,
@@ -128,15 +106,15 @@ class Shape:
         return {**counts, "total": total, "scaling": counts["matrix"] + counts["head"]}
 
     def matmul_parameters(self) -> int:
-        """Those that are multiplied: all but tables and scalars."""
+        """Parameters in matrix products: all but tables and scalars."""
         counts = self.count_parameters()
         return counts["matrix"] + counts["head"] + counts["gate"] + self.smear_channels * self.smear
 
     def flops_per_token(self, block_size: int, causal: bool = False) -> float:
         """Training FLOPs per token: 6 × (parameters in matmuls) + Σ_layers 12 · width · min(window, T).
 
-        A lookup layer is an attention over the mean k rows of a token. `width` is that of the queries. With
-        `causal` a layer counts the keys its queries really attend to, on average over the row: the causal half.
+        A lookup layer is an attention over a token's mean k rows; `width` is that of the queries. `causal` counts only
+        the keys that queries really attend to, averaged over the row.
         """
         keys = sum(attended_keys(window, block_size, causal) for window in self.windows)
         looked_up = len(self.lookup.layers) * self.lookup.mean_k if self.lookup else 0
@@ -144,15 +122,13 @@ class Shape:
 
 
 def explain_flops(shape: Shape, block_size: int) -> str:
-    """`flops_per_token` with its numbers, in one line."""
+    """Return the formula of `flops_per_token` with its numbers, in one line."""
     keys = sum(attended_keys(window, block_size, causal=False) for window in shape.windows)
     matmul, width = shape.matmul_parameters(), shape.query_width
     words = f"6 · {matmul:,} parameters in matmuls + 12 · {width:,} · {keys:,} keys of all layers"
     if (lookup := shape.lookup) is None:
         return words
-    return (
-        f"{words} + 12 · {shape.width:,} · {lookup.mean_k:,.4g} rows · {len(lookup.layers)} lookup layer(s)"
-    )
+    return f"{words} + 12 · {shape.width:,} · {lookup.mean_k:,.4g} rows · {len(lookup.layers)} lookup layer(s)"
 
 
 def attended_keys(window: int | None, block_size: int, causal: bool) -> float:

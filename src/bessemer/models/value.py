@@ -1,4 +1,4 @@
-"""A value head beside a model's own: one number a token, for reward models."""
+"""Reward models: a family with a value head, one number per token."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from jax import Array
 from bessemer.models.gpt import GPT
 from bessemer.models.layers import declare
 from bessemer.models.llama import Llama
-from bessemer.models.protocol import HeadedModel
+from bessemer.models.transformer import Transformer
 from bessemer.registry import models
 
 VALUE_HEAD = "value_head"
 
 
-class ValueHead(HeadedModel):
-    """A family and a vector v: value = h·v of the normed last hidden state h.
+class ValueHead(Transformer):
+    """Adds a vector v to a family: value = h·v of the normed last hidden state h.
 
-    v begins small but not at 0: blocks of a fresh GPT add nothing, so all answers end in the same h, and at v = 0
+    v starts small but not at 0: blocks of a fresh GPT add nothing, so all answers end in the same h, and at v = 0
     neither would ever get a gradient.
     """
 
     new_parameters: ClassVar[tuple[str, ...]] = (VALUE_HEAD,)
-    """Top-level parameters that the weights of `init` may lack; they then begin as they are made."""
 
     def setup(self) -> None:
         super().setup()
@@ -34,7 +33,7 @@ class ValueHead(HeadedModel):
         self.value_head = declare(self, VALUE_HEAD, small, ("embed",), (self.shape.width,))
 
     def values(self, batch: Mapping[str, Array], deterministic: bool = True) -> Array:
-        """One number a position, (B, T) float32: what the model thinks of the row up to there."""
+        """Return one number per position, (B, T) float32: the value of the row up to there."""
         hidden = self._hidden_of(batch, deterministic).astype(jnp.float32)
         return jnp.einsum("btd,d->bt", hidden, self.value_head)
 
@@ -43,14 +42,14 @@ class ValueHead(HeadedModel):
         return counts | {"scalar": counts.get("scalar", 0) + more, "total": counts["total"] + more}
 
     def group_of(self, path: tuple[str, ...]) -> str:
-        return "scalar" if path[-1] == VALUE_HEAD else super().group_of(path)  # type: ignore[misc]  # of the family
+        return "scalar" if path[-1] == VALUE_HEAD else super().group_of(path)  # type: ignore[safe-super]
 
 
 @models.register("gpt-reward")
 class RewardGPT(ValueHead, GPT):
-    """What starts from the weights of a GPT."""
+    """Starts from the weights of a GPT."""
 
 
 @models.register("llama-reward")
 class RewardLlama(ValueHead, Llama):
-    """What starts from those of a model of the llama family."""
+    """Starts from the weights of a llama-family model."""

@@ -1,6 +1,6 @@
 """GRPO and its family: policy gradients from groups of completions of one prompt.
 
-For completion i of a group, token t, advantage A_i (advantages.py), ρ = π_θ / π_old of the token:
+For completion i of a group, token t, advantage A_i (`group_advantages`), ρ = π_θ / π_old of the token:
 
     L_t = −min(ρ·A, clip(ρ, 1 − ε_lo, 1 + ε_hi)·A) + β·KL_t          d = log π_θ − log π_ref
 
@@ -15,7 +15,6 @@ global batch. Sources: PPO (arXiv 1707.06347), GRPO (2402.03300), Dr. GRPO (2503
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,15 +25,16 @@ from jax import Array
 
 from bessemer.config import field
 from bessemer.errors import InputError
+from bessemer.objectives.base import Apply, Batch, Sums
 from bessemer.registry import objectives
 
 TOKENS = "trained_tokens"
-"""Name of the sum Σ mask: every other metric here is a sum over these tokens, whatever the loss is divided by."""
+"""Name of Σ mask: every other metric is a sum over these tokens, whatever the loss is divided by."""
 
 
 @dataclass(frozen=True)
 class SampledSettings:
-    """How completions are sampled: what every objective with the trait `rollouts` says."""
+    """How completions are sampled; for every objective with the trait `rollouts`."""
 
     temperature: float = field(
         "grpo/temperature", default=1.0, minimum=1e-3, help="of sampling; by rewards that policy is trained"
@@ -46,11 +46,9 @@ class SampledSettings:
 
 @dataclass(frozen=True)
 class GrpoSettings(SampledSettings):
-    """What the loss and the advantages need. A variant is the same class with other defaults."""
+    """Settings of the loss and the advantages. A variant is the same class with other defaults."""
 
-    clip_eps: float = field(
-        "grpo/clip_eps", default=0.2, minimum=0, help="ε of the ratio's clip; 0 = no clip"
-    )
+    clip_eps: float = field("grpo/clip_eps", default=0.2, minimum=0, help="ε of the ratio's clip; 0 = no clip")
     clip_eps_high: float | None = field(
         "grpo/clip_eps_high", default=None, minimum=0, help="ε above 1; none: the same as clip_eps"
     )
@@ -58,10 +56,7 @@ class GrpoSettings(SampledSettings):
         "grpo/kl_coef", default=0.01, minimum=0, help="β of the KL to the reference; 0 = no reference is kept"
     )
     kl_estimator: str = field(
-        "grpo/kl_estimator",
-        default="squared",
-        choices=("squared", "k1", "k3"),
-        help="how the KL is estimated",
+        "grpo/kl_estimator", default="squared", choices=("squared", "k1", "k3"), help="how the KL is estimated"
     )
     ratio: str = field(
         "grpo/ratio",
@@ -81,9 +76,7 @@ class GrpoSettings(SampledSettings):
         choices=("group", "leave_one_out", "rollout", "none"),
         help="what is taken off a reward: mean of its group, of the others in it, of the whole rollout, nothing",
     )
-    scale: bool = field(
-        "grpo/scale", default=True, help="divide advantages by the group's standard deviation"
-    )
+    scale: bool = field("grpo/scale", default=True, help="divide advantages by the group's standard deviation")
     overlong: str = field(
         "grpo/overlong",
         default="keep",
@@ -110,13 +103,8 @@ def needs_reference(settings: GrpoSettings) -> bool:
 
 
 def grpo(
-    apply: Callable[..., Any],
-    params: Any,
-    batch: Mapping[str, Array],
-    key: Array | None,
-    settings: GrpoSettings,
-    reference: Any = None,
-) -> tuple[Array, Array, dict[str, Array]]:
+    apply: Apply, params: Any, batch: Batch, key: Array | None, settings: GrpoSettings, reference: Any = None
+) -> Sums:
     """(Σ loss, Σ weight, sums over tokens) of the module's formula; no dropout, as ρ compares like with like.
 
     batch, (B, T) each: input_ids, target_ids, loss_mask (1 on completion tokens and their end), advantages (the same
@@ -139,13 +127,8 @@ def grpo(
 
 
 def policy_loss(
-    logprobs: Array,
-    old: Array,
-    reference: Array | None,
-    advantages: Array,
-    mask: Array,
-    settings: GrpoSettings,
-) -> tuple[Array, Array, dict[str, Array]]:
+    logprobs: Array, old: Array, reference: Array | None, advantages: Array, mask: Array, settings: GrpoSettings
+) -> Sums:
     """The loss from log-probabilities; all arrays (B, T), float32. Only `logprobs` is differentiated."""
     lengths = jnp.sum(mask, axis=-1, keepdims=True)  # (B, 1)
     shares = mask / jnp.maximum(lengths, 1.0)
@@ -192,9 +175,7 @@ VARIANTS: dict[str, type[GrpoSettings]] = {
     "grpo": GrpoSettings,
     "dr_grpo": variant(scale=False, normalisation="fixed"),
     "dapo": variant(clip_eps_high=0.28, kl_coef=0.0, overlong="mask"),
-    "gspo": variant(
-        ratio="sequence", normalisation="sequence", clip_eps=3e-4, clip_eps_high=4e-4, kl_coef=0.0
-    ),
+    "gspo": variant(ratio="sequence", normalisation="sequence", clip_eps=3e-4, clip_eps_high=4e-4, kl_coef=0.0),
     "rloo": variant(baseline="leave_one_out", scale=False, normalisation="fixed"),
     "reinforce": variant(baseline="rollout", scale=False, normalisation="fixed", clip_eps=0.0),
 }
@@ -207,9 +188,6 @@ for _name, _settings in VARIANTS.items():
         chat=True,
         rate_share=1 / 20,  # DeepSeekMath 7B: 1e-6 (arXiv:2402.03300)
     )(grpo)
-
-
-# How much better a completion was than expected: what its tokens are weighted with.
 
 
 EPSILON = 1e-4
@@ -225,15 +203,15 @@ def group_advantages(rewards: np.ndarray, baseline: str = "group", scale: bool =
     rewards = np.asarray(rewards, np.float64)
     size = rewards.shape[1]
     if baseline == "group":
-        centred = rewards - rewards.mean(axis=1, keepdims=True)
+        centered = rewards - rewards.mean(axis=1, keepdims=True)
     elif baseline == "leave_one_out":
         others = (rewards.sum(axis=1, keepdims=True) - rewards) / max(1, size - 1)
-        centred = rewards - others
+        centered = rewards - others
     elif baseline == "rollout":
-        centred = rewards - rewards.mean()
+        centered = rewards - rewards.mean()
     else:
-        centred = rewards
+        centered = rewards
     if not scale:
-        return centred
+        return centered
     deviation = rewards.std(axis=1, ddof=1, keepdims=True) if size > 1 else np.zeros((len(rewards), 1))
-    return centred / (deviation + EPSILON)
+    return centered / (deviation + EPSILON)

@@ -1,8 +1,7 @@
-"""Cross-entropy with a leash: a penalty for leaving the distribution of a frozen reference."""
+"""Cross-entropy with a KL penalty for leaving the distribution of a frozen reference."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,8 @@ from jax import Array
 from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.losses.cross_entropy import target_weights
-from bessemer.losses.divergence import ESTIMATORS, leashed_loss
+from bessemer.losses.divergence import ESTIMATORS, kl_regularized_loss
+from bessemer.objectives.base import Apply, Batch, Sums, run_model
 from bessemer.objectives.pretrain import PretrainSettings, pretrain
 from bessemer.registry import objectives
 
@@ -51,14 +51,14 @@ def compares(settings: KLConfig) -> bool:
 
 @objectives.register("kl", settings=(KLConfig,), reference=compares)
 def kl(
-    apply: Callable[..., Any],
+    apply: Apply,
     params: Any,
-    batch: Mapping[str, Array],
+    batch: Batch,
     key: Array | None,
     settings: KLConfig,
     reference: Any = None,
     beta: Array | float | None = None,
-) -> tuple[Array, Array, dict[str, Array]]:
+) -> Sums:
     """Σ_t w_t · [loss_t + β · D_t] with D by estimator:
 
         exact    Σ_v p (log p − log q)              KL(policy ‖ reference)
@@ -66,18 +66,17 @@ def kl(
         nll      loss_t − stop_gradient(loss_t of the reference)
 
     p is the policy's distribution at the token, q the reference's (without dropout), loss as in `pretrain`. The
-    gradient of `nll` is (1 + β)·∇loss: the reference does not steer it. Without a reference this is `pretrain`, and
-    costs as much. β is the stage's; None: the only one of the settings. kl (exact) and kl_nll are always logged.
+    gradient of `nll` is (1 + β)·∇loss, independent of the reference. Without a reference this is `pretrain`. β is the
+    stage's; None: the only one of the settings. kl (exact) and kl_nll are always logged.
     Source: KL control, Jaques et al. 2017; exact sums instead of samples, as in distillation (Hinton et al. 2015).
     """
     if reference is None:
         return pretrain(apply, params, batch, key, settings)
     weight = only_beta(settings) if beta is None else beta
-    rngs = None if key is None else {"dropout": key}
-    policy = apply(params, batch, key is None, method="projection", rngs=rngs)
+    policy = run_model(apply, params, batch, key, "projection")
     frozen = apply(jax.lax.stop_gradient(reference), batch, True, method="projection")
     w = target_weights(batch)
-    sums = leashed_loss(
+    sums = kl_regularized_loss(
         policy,
         frozen,
         batch["target_ids"],

@@ -1,8 +1,7 @@
-"""Supervised fine-tuning: cross-entropy of what the assistant says."""
+"""Supervised fine-tuning: cross-entropy of the assistant's tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from jax import Array
 
 from bessemer.config import field
 from bessemer.data.rows.rows import DatasetStyle
+from bessemer.objectives.base import Apply, Batch, Sums
 from bessemer.registry import objectives
 
 NOISE = 1  # purpose folded into the step's key; dropout takes the key itself
@@ -27,20 +27,9 @@ class SftSettings:
 
 
 @objectives.register(
-    "sft",
-    settings=(SftSettings,),
-    style=DatasetStyle.PACKED,
-    document_mask=True,
-    chat=True,
-    rate_share=1.0,
+    "sft", settings=(SftSettings,), style=DatasetStyle.PACKED, document_mask=True, chat=True, rate_share=1.0
 )
-def sft(
-    apply: Callable[..., Any],
-    params: Any,
-    batch: Mapping[str, Array],
-    key: Array | None,
-    settings: SftSettings,
-) -> tuple[Array, Array, dict[str, Array]]:
+def sft(apply: Apply, params: Any, batch: Batch, key: Array | None, settings: SftSettings) -> Sums:
     """Σ_t w_t · (−log p(target_t)), its weight Σ w, and Σ w·nll.
 
     w is `loss_mask`, and 0 where the target is below 0 (−1 here, −100 elsewhere): prompts, tool outputs and padding

@@ -1,15 +1,9 @@
 """Optimizers and schedules: optax transformations and pure functions of the optimizer step, found by name."""
 
-from bessemer.optim.build import (
-    Optimizer,
-    build_optimizer,
-    build_schedule,
-    default_schedule,
-    settings_classes,
-)
-from bessemer.optim.schedules import Schedule, sample_schedule
+from bessemer.optim.build import Optimizer, build_optimizer, build_schedule, default_schedule, settings_classes
+from bessemer.optim.schedules import Schedule
 from bessemer.optim.sharding import Spread, mesh_spread, state_shardings
-from bessemer.optim.transform import Group, GroupRow, apply_rate, freeze, wrap_optax
+from bessemer.optim.transform import Group, GroupRow, apply_rate, wrap_optax
 
 __all__ = [
     "Group",
@@ -21,9 +15,7 @@ __all__ = [
     "build_optimizer",
     "build_schedule",
     "default_schedule",
-    "freeze",
     "mesh_spread",
-    "sample_schedule",
     "settings_classes",
     "state_shardings",
     "wrap_optax",

@@ -37,8 +37,7 @@ AUTO = "auto"
 class Optimizer:
     """`tx.update(grads, state, params, step=step)` takes the 0-based number of the step being taken.
 
-    `rates(step)` is pure: call it inside the compiled step and return it with the metrics, so that nothing
-    waits.
+    `rates(step)` is pure: call it inside the compiled step and return it with the metrics, so that nothing waits.
     """
 
     tx: optax.GradientTransformationExtraArgs
@@ -46,12 +45,8 @@ class Optimizer:
     describe: Callable[[Any], list[GroupRow]]
     schedule: Schedule | None
     groups: tuple[Group, ...]
-    curves: Mapping[str, StepFunction] = field(
-        default_factory=dict
-    )  # all that changes with the step, by name
-    update_flops: Callable[[Any], float] = lambda params: (
-        0.0
-    )  # matrix FLOPs of one update, beside the model's
+    curves: Mapping[str, StepFunction] = field(default_factory=dict)  # all that changes with the step, by name
+    update_flops: Callable[[Any], float] = lambda params: 0.0  # matrix FLOPs of one update, beside the model's
 
 
 def default_schedule(optimizer: str) -> str:
@@ -79,9 +74,7 @@ def _offer(function: Callable[..., Any], *args: Any, **extras: Any) -> Any:
 def _settings(entry: Any, configure: Configure) -> Any:
     """The one settings object an entry is called with; None when it has none."""
     if len(entry.settings) > 1:
-        raise InputError(
-            f"'{entry.name}' registers {len(entry.settings)} settings classes; join them into one."
-        )
+        raise InputError(f"'{entry.name}' registers {len(entry.settings)} settings classes; join them into one.")
     return configure(entry.settings[0]) if entry.settings else None
 
 
@@ -112,9 +105,7 @@ def build_schedule(
     return made if isinstance(made, Schedule) else Schedule(made, steps, steps)
 
 
-def _rates(
-    schedule: Schedule, groups: tuple[Group, ...]
-) -> Callable[[jax.typing.ArrayLike], dict[str, jax.Array]]:
+def _rates(schedule: Schedule, groups: tuple[Group, ...]) -> Callable[[jax.typing.ArrayLike], dict[str, jax.Array]]:
     """lr of the first group, the multiplier, and one lr/GROUP each where the groups' rates differ."""
     several = len({group.lr for group in groups}) > 1
 
@@ -128,9 +119,7 @@ def _rates(
     return rates
 
 
-def _curves(
-    settings: Any, groups: tuple[Group, ...], schedule: Schedule, steps: int
-) -> dict[str, StepFunction]:
+def _curves(settings: Any, groups: tuple[Group, ...], schedule: Schedule, steps: int) -> dict[str, StepFunction]:
     """The rates' multiplier, the weight decay, and what the optimizer's settings add under `curves`."""
     decay = groups[0].weight_decay
     curves: dict[str, StepFunction] = {"lrm": schedule}
@@ -177,11 +166,7 @@ def build_optimizer(
         return replace(given, tx=mute_first_gradient(given.tx, silent)) if silent else given
     entry = optimizers.entry(name)
     settings = _settings(entry, configure)
-    groups = (
-        settings.groups(width)
-        if hasattr(settings, "groups")
-        else (Group("all", getattr(settings, "lr", 1.0)),)
-    )
+    groups = settings.groups(width) if hasattr(settings, "groups") else (Group("all", getattr(settings, "lr", 1.0)),)
     by_step = build_schedule(
         default_schedule(name) if schedule == AUTO else schedule,
         configure,
@@ -190,14 +175,7 @@ def build_optimizer(
         peak=groups[0].lr,
     )
     tx = _offer(
-        entry.value,
-        settings,
-        by_step,
-        steps,
-        group_of,
-        width=width,
-        spread=spread,
-        compute_dtype=compute_dtype,
+        entry.value, settings, by_step, steps, group_of, width=width, spread=spread, compute_dtype=compute_dtype
     )
 
     if silent and not any(group.warmup for group in groups):

@@ -1,9 +1,9 @@
 """Muon for the matrices inside blocks, AdamW groups for everything else.
 
-Muon (Jordan 2024): the momentum of a matrix is replaced by its polar factor. With it: row equalisation,
-rescaling to the exact norm, a second moment per output or input unit (NorMuon, arXiv 2510.05491), and
-cautious decay. Matrices are stored (fan_in, fan_out). Same-shape matrices are stacked inside the update, one
-batched polar step a shape; the state is kept per parameter, so its shardings follow the parameters'.
+Muon (Jordan 2024) replaces the momentum of a matrix by its polar factor. With it: row equalization, rescaling to the
+exact norm, a second moment per output or input unit (NorMuon, arXiv 2510.05491), and cautious decay. Matrices are
+(fan_in, fan_out). Matrices of one shape are stacked for one batched polar step; the state is kept per parameter, so its
+shardings follow the parameters'.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ import optax
 
 from bessemer.config import field
 from bessemer.errors import InputError, nearest
-from bessemer.optim.schedules import Schedule, StepFunction, as_float
+from bessemer.optim.schedules import Schedule, StepFunction, as_float, check_steps, ramp_up
 from bessemer.optim.sharding import Spread
 from bessemer.optim.transform import Group, GroupOf, apply_rate, in_float32, kind_of, path_names
-from bessemer.registry import optimizers
+from bessemer.registry import optimizers, schedules
 from bessemer.topology.chips import backend
 
-# Numbers that belong together: Muon's rates, decay, momentum and its schedule, as two tuned sets.
-#
-# `classic` is the long-used set. `july2026` is the newer one that nanochat reports as better; it also asks
-# for a data ratio of 12 tokens per scaling parameter (`Preset.ratio`), which the depth dial reads.
+# -- presets: rates, decay, momentum and schedule that were tuned together ---------------------------------------------
+# `classic` is the long-used set. `july2026` is newer, and better as nanochat reports; its data ratio is 12 tokens per
+# scaling parameter (`Preset.ratio`), which the depth dial reads.
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name; an unknown one names the nearest."""
+    """Return the preset of that name; the error for an unknown one names the nearest."""
     if name not in PRESETS:
         close = nearest(name, list(PRESETS))
         hint = f" Did you mean '{close}'?" if close else ""
@@ -113,11 +112,9 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-# The polar factor of a stack of matrices, by Polar Express (Amsel et al. 2025, arXiv 2505.16932).
-#
-# For X = U Σ Vᵀ the result is close to U Vᵀ: every direction of a gradient gets the same weight. Five steps
-# of an odd polynomial, each with its own best coefficients, do it with matrix products alone. Singular values
-# of at least 1e-3 of the norm arrive within 1 ± .142; smaller ones stay below.
+# -- the polar factor, by Polar Express (Amsel et al. 2025, arXiv 2505.16932) ------------------------------------------
+# For X = U Σ Vᵀ the result is close to U Vᵀ: every direction of a gradient gets the same weight. Five steps of an odd
+# polynomial need matrix products alone. Singular values of at least 1e-3 of the norm end within 1 ± .142.
 
 
 COEFFICIENTS = (
@@ -129,11 +126,11 @@ COEFFICIENTS = (
 )
 
 EPSILON = 1e-6
-"""Guards every division: a zero matrix (padding, or a layer that had no gradient) stays zero."""
+"""Guards every division: a zero matrix (padding, or a layer without a gradient) stays zero."""
 
 
 def default_dtype() -> jnp.dtype:
-    """bf16 on accelerators, float32 on a CPU, where bf16 products are emulated and slower."""
+    """Return bf16 on accelerators, float32 on a CPU, where bf16 products are emulated and slower."""
     return jnp.dtype(jnp.float32 if backend() == "cpu" else jnp.bfloat16)
 
 
@@ -142,10 +139,10 @@ def _norm(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=axis, keepdims=True))
 
 
-def equalise_rows(x: jax.Array) -> jax.Array:
-    """Each row to the mean row norm, ‖X‖/√rows, for a better conditioned spectrum.
+def equalize_rows(x: jax.Array) -> jax.Array:
+    """Scale each row to the mean row norm, ‖X‖/√rows, for a better conditioned spectrum.
 
-    x: (..., fan_in, fan_out). A row is what feeds one output unit, so it runs along fan_in here.
+    x: (..., fan_in, fan_out). A row feeds one output unit, so it runs along fan_in here.
     """
     target = _norm(x, (-2, -1)) / x.shape[-1] ** 0.5
     scale = target / jnp.maximum(_norm(x, -2), EPSILON)
@@ -155,8 +152,7 @@ def equalise_rows(x: jax.Array) -> jax.Array:
 def polar_express(x: jax.Array) -> jax.Array:
     """X /= 1.01‖X‖ + 1e-6, then five times X ← aX + X(bA + cA²) with A = XᵀX, or its mirror image when wide.
 
-    x: (..., m, n), any float dtype; the products are made in that dtype. The smaller Gram matrix is always
-    taken.
+    x: (..., m, n), any float dtype, in which the products run. The smaller Gram matrix is always taken.
     """
     x = x * (1.0 / (1.01 * _norm(x, (-2, -1)) + EPSILON)).astype(x.dtype)
     tall = x.shape[-2] > x.shape[-1]
@@ -169,24 +165,24 @@ def polar_express(x: jax.Array) -> jax.Array:
 
 
 def polar_flops(shape: tuple[int, ...]) -> float:
-    """FLOPs of the matrix products in `polar_express` of one m × n matrix (m ≤ n): 4m²n + 2m³ a step."""
+    """Return the matrix FLOPs of `polar_express` for one m × n matrix (m ≤ n): 4m²n + 2m³ per step."""
     m, n = sorted(shape[-2:])
     return float(len(COEFFICIENTS) * (4 * m * m * n + 2 * m**3))
 
 
-def orthogonalise(x: jax.Array) -> jax.Array:
-    """Rows equalised, polar factor, then rescaled to ‖·‖_F = √min(m, n), as if exact. float32 out."""
-    y = polar_express(equalise_rows(x)).astype(jnp.float32)
+def orthogonalize(x: jax.Array) -> jax.Array:
+    """Rows equalized, polar factor, then rescaled to ‖·‖_F = √min(m, n), as if exact. float32 out."""
+    y = polar_express(equalize_rows(x)).astype(jnp.float32)
     return y * (min(x.shape[-2:]) ** 0.5 / jnp.maximum(_norm(y, (-2, -1)), EPSILON))
 
 
-# What else changes with the step under Muon: its momentum and the weight decay of the matrices.
+# -- momentum and weight decay by step ---------------------------------------------------------------------------------
 
 
 def momentum_schedule(settings: MuonSettings, schedule: Schedule, steps: int) -> StepFunction:
     """start → peak over the first steps (0 steps: peak from the start); to the final value over the schedule's decay.
 
-    In a run so short that both overlap the smaller of the two holds, so the momentum never jumps.
+    If both overlap in a short run, the smaller of the two holds, so the momentum never jumps.
     """
     start, peak, ramp, final = settings.momentum_values()
     fade = max(steps - schedule.decay_start, 1)
@@ -212,7 +208,7 @@ def decay_schedule(settings: MuonSettings, steps: int) -> StepFunction:
     return weight_decay
 
 
-# Muon's settings. None means the preset's number: one word moves them all, and each can be moved alone.
+# -- settings; None means the preset's number --------------------------------------------------------------------------
 
 
 REFERENCE_WIDTH = 768
@@ -230,22 +226,13 @@ class MuonSettings:
         "optimization/preset", default="classic", choices=tuple(PRESETS), help="tuned set of Muon's numbers"
     )
     matrix_lr: float | None = field(
-        "optimization/matrix_lr",
-        default=None,
-        minimum=0.0,
-        help="peak rate of matrices in blocks (none: by preset)",
+        "optimization/matrix_lr", default=None, minimum=0.0, help="peak rate of matrices in blocks (none: by preset)"
     )
     embedding_lr: float | None = field(
-        "optimization/embedding_lr",
-        default=None,
-        minimum=0.0,
-        help="peak rate of the embedding (none: by preset)",
+        "optimization/embedding_lr", default=None, minimum=0.0, help="peak rate of the embedding (none: by preset)"
     )
     unembedding_lr: float | None = field(
-        "optimization/unembedding_lr",
-        default=None,
-        minimum=0.0,
-        help="peak rate of the head (none: by preset)",
+        "optimization/unembedding_lr", default=None, minimum=0.0, help="peak rate of the head (none: by preset)"
     )
     value_embedding_lr: float | None = field(
         "optimization/value_embedding_lr",
@@ -260,10 +247,7 @@ class MuonSettings:
         help="peak rate of ξ; ρ takes a hundredth of it (none: by preset)",
     )
     smear_lr: float | None = field(
-        "optimization/smear_lr",
-        default=None,
-        minimum=0.0,
-        help="peak rate of smear and backout (none: by preset)",
+        "optimization/smear_lr", default=None, minimum=0.0, help="peak rate of smear and backout (none: by preset)"
     )
     scalar_warmup: int = field(
         "optimization/scalar_warmup",
@@ -272,16 +256,10 @@ class MuonSettings:
         help="steps over which the rates of ρ, ξ, smear and backout rise from 0 (0: no warmup)",
     )
     lr_multiplier: float = field(
-        "optimization/lr_multiplier",
-        default=1.0,
-        minimum=0.0,
-        help="times every rate; the depth dial's √(B/B_ref)",
+        "optimization/lr_multiplier", default=1.0, minimum=0.0, help="times every rate; the depth dial's √(B/B_ref)"
     )
     weight_decay: float | None = field(
-        "optimization/weight_decay",
-        default=None,
-        minimum=0.0,
-        help="cautious decay of matrices (none: by preset)",
+        "optimization/weight_decay", default=None, minimum=0.0, help="cautious decay of matrices (none: by preset)"
     )
     weight_decay_schedule: str | None = field(
         "optimization/weight_decay_schedule",
@@ -290,11 +268,7 @@ class MuonSettings:
         help="how that decay goes to 0 (none: by preset)",
     )
     momentum: float | None = field(
-        "optimization/momentum",
-        default=None,
-        minimum=0.0,
-        below=1.0,
-        help="Muon's momentum (none: by preset)",
+        "optimization/momentum", default=None, minimum=0.0, below=1.0, help="Muon's momentum (none: by preset)"
     )
     momentum_steps: int | None = field(
         "optimization/momentum_steps", default=None, minimum=0, help="steps from .85 to it (none: by preset)"
@@ -310,27 +284,18 @@ class MuonSettings:
         "optimization/muon_beta2", default=0.9, minimum=0.0, below=1.0, help="decay of Muon's second moment"
     )
     adam_beta1: float = field(
-        "optimization/adam_beta1",
-        default=0.8,
-        minimum=0.0,
-        below=1.0,
-        help="AdamW groups without their own",
+        "optimization/adam_beta1", default=0.8, minimum=0.0, below=1.0, help="AdamW groups without their own"
     )
     adam_beta2: float = field(
-        "optimization/adam_beta2",
-        default=0.95,
-        minimum=0.0,
-        below=1.0,
-        help="AdamW groups without their own",
+        "optimization/adam_beta2", default=0.95, minimum=0.0, below=1.0, help="AdamW groups without their own"
     )
     eps: float = field("optimization/eps", default=1e-10, minimum=0.0, help="epsilon of the AdamW groups")
 
     def groups(self, width: int | None = None) -> tuple[Group, ...]:
         """The groups with their peak rates: preset, settings, (width/768)^-½ and the dial's multiplier.
 
-        ρ, ξ, smear and backout start with a rate of 0. While all output projections are 0, the residual stream is a
-        multiple of x0, and the final norm removes any factor: the gradients of ρ, ξ and backout are then 0 up to
-        rounding (about 1e-8), which Adam would turn into a full step of random sign.
+        ρ, ξ, smear and backout start with a rate of 0: while all output projections are 0, the gradients of ρ, ξ and
+        backout are only rounding (about 1e-8), which Adam would turn into a full step of random sign.
         """
         chosen = preset(self.preset)
         narrow = 1.0 if width is None else (width / REFERENCE_WIDTH) ** -0.5
@@ -372,16 +337,12 @@ class MuonSettings:
     def decay_values(self) -> tuple[float, str]:
         """(weight decay of the matrices at step 0, shape of its way to 0)."""
         chosen = preset(self.preset)
-        return _given(
-            self.weight_decay, chosen.weight_decay
-        ), self.weight_decay_schedule or chosen.weight_decay_schedule
+        decay = _given(self.weight_decay, chosen.weight_decay)
+        return decay, self.weight_decay_schedule or chosen.weight_decay_schedule
 
     def curves(self, schedule: Schedule, steps: int) -> dict[str, StepFunction]:
-        """What else changes with the step, by name, for plans and plots."""
-        return {
-            "momentum": momentum_schedule(self, schedule, steps),
-            "weight_decay": decay_schedule(self, steps),
-        }
+        """Return what else changes with the step, by name, for plans and plots."""
+        return {"momentum": momentum_schedule(self, schedule, steps), "weight_decay": decay_schedule(self, steps)}
 
     def update_flops(self, group: str, shape: tuple[int, ...]) -> float:
         """Matrix FLOPs of updating one parameter: the polar factor's."""
@@ -404,10 +365,8 @@ def _second_like(p: jax.Array) -> jax.Array:
     return jnp.zeros(shape, jnp.float32)
 
 
-def orthogonalise_stacked(
-    leaves: list[jax.Array], dtype: jnp.dtype, spread: Spread | None = None
-) -> list[jax.Array]:
-    """`orthogonalise` of each (fan_in, fan_out) leaf, as one batched call a shape; float32 out."""
+def orthogonalize_stacked(leaves: list[jax.Array], dtype: jnp.dtype, spread: Spread | None = None) -> list[jax.Array]:
+    """Return `orthogonalize` of each (fan_in, fan_out) leaf, in one batched call per shape; float32."""
     shapes: dict[tuple[int, ...], list[int]] = {}
     for index, leaf in enumerate(leaves):
         shapes.setdefault(leaf.shape, []).append(index)
@@ -415,19 +374,19 @@ def orthogonalise_stacked(
     for members in shapes.values():
         matrices = [leaves[index].astype(dtype) for index in members]
         if spread is None:
-            stack = orthogonalise(jnp.stack(matrices))  # (n, fan_in, fan_out)
+            stack = orthogonalize(jnp.stack(matrices))  # (n, fan_in, fan_out)
         else:
             layout = spread.over(len(matrices))
             matrices = [spread.align(matrix) for matrix in matrices]
             matrices += [jnp.zeros_like(matrices[0])] * (-len(matrices) % layout.multiple)
-            stack = layout.run(lambda x: orthogonalise(x).astype(dtype), jnp.stack(matrices))
+            stack = layout.run(lambda x: orthogonalize(x).astype(dtype), jnp.stack(matrices))
             stack = stack.astype(jnp.float32)  # travels in the compute dtype
         for position, index in enumerate(members):
             out[index] = stack[position]
     return out
 
 
-def _normalise(g: jax.Array, second: jax.Array, beta2: float) -> tuple[jax.Array, jax.Array]:
+def _normalize(g: jax.Array, second: jax.Array, beta2: float) -> tuple[jax.Array, jax.Array]:
     """v ← lerp(v, mean g², 1-β2); g/√v, rescaled so that ‖g‖_F is kept. Returns (g, v)."""
     axis = _short_axis(g.shape)
     mean_square = jnp.mean(jnp.square(g), axis=axis, keepdims=True)
@@ -439,13 +398,9 @@ def _normalise(g: jax.Array, second: jax.Array, beta2: float) -> tuple[jax.Array
 
 
 def scale_by_muon(
-    momentum: StepFunction,
-    beta2: float = 0.9,
-    *,
-    spread: Spread | None = None,
-    compute_dtype: jnp.dtype | None = None,
+    momentum: StepFunction, beta2: float = 0.9, *, spread: Spread | None = None, compute_dtype: jnp.dtype | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """m ← lerp(m, g, 1-μ); Nesterov lerp(g, m, μ); orthogonalise; second moment. Every leaf must be a matrix.
+    """m ← lerp(m, g, 1-μ); Nesterov lerp(g, m, μ); orthogonalize; second moment. Every leaf must be a matrix.
 
     The polar step runs in `compute_dtype` (bf16 on accelerators, float32 on a CPU unless given).
     """
@@ -469,17 +424,15 @@ def scale_by_muon(
         mu = momentum(step)
         mean = jax.tree.map(lambda m, g: m + (1.0 - mu) * (g - m), state.momentum, updates)
         ahead, tree = jax.tree_util.tree_flatten(jax.tree.map(lambda g, m: g + mu * (m - g), updates, mean))
-        polar = orthogonalise_stacked(ahead, dtype, spread)
-        pairs = [_normalise(g, v, beta2) for g, v in zip(polar, jax.tree.leaves(state.second), strict=True)]
+        polar = orthogonalize_stacked(ahead, dtype, spread)
+        pairs = [_normalize(g, v, beta2) for g, v in zip(polar, jax.tree.leaves(state.second), strict=True)]
         scaled = jax.tree_util.tree_unflatten(tree, [g for g, _ in pairs])
         return scaled, MuonState(mean, jax.tree_util.tree_unflatten(tree, [v for _, v in pairs]))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def apply_cautious_rate(
-    rate: StepFunction, weight_decay: StepFunction
-) -> optax.GradientTransformationExtraArgs:
+def apply_cautious_rate(rate: StepFunction, weight_decay: StepFunction) -> optax.GradientTransformationExtraArgs:
     """u → -lr·√max(1, fan_out/fan_in)·u - lr·wd·p, the second only where u·p ≥ 0 (cautious decay)."""
 
     def update(
@@ -529,8 +482,7 @@ def muon(
         if name != "matrix":
             beta1, beta2 = group.betas
             transforms[name] = optax.chain(
-                optax.scale_by_adam(beta1, beta2, settings.eps),
-                apply_rate(group.rate(schedule), group.weight_decay),
+                optax.scale_by_adam(beta1, beta2, settings.eps), apply_rate(group.rate(schedule), group.weight_decay)
             )
 
     def labels(params: Any) -> Any:
@@ -539,3 +491,73 @@ def muon(
         )
 
     return in_float32(optax.partition(transforms, labels))
+
+
+# -- Muon's default schedule -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrapezoidSettings:
+    """None means the preset's value. warmup_ratio and warmdown_ratio win over training's shares."""
+
+    preset: str = field(
+        "optimization/preset", default="classic", choices=tuple(PRESETS), help="tuned set of Muon's numbers"
+    )
+    warmup_steps: int | None = field(
+        "optimization/warmup_steps", default=None, minimum=0, help="warmup in steps; wins over the shares"
+    )
+    warmup_ratio: float | None = field(
+        "optimization/warmup_ratio", default=None, minimum=0.0, maximum=1.0, help="warmup as a share of the horizon"
+    )
+    warmdown_ratio: float | None = field(
+        "optimization/warmdown_ratio", default=None, minimum=0.0, maximum=1.0, help="warmdown as a share of the horizon"
+    )
+    warmup_pct: float | None = field(
+        "training/warmup_pct",
+        default=None,
+        minimum=0.0,
+        maximum=1.0,
+        help="share of the horizon spent warming up (none: by preset)",
+    )
+    decay_pct: float | None = field(
+        "training/decay_pct",
+        default=None,
+        minimum=0.0,
+        maximum=1.0,
+        help="share of the horizon spent decaying (none: by preset)",
+    )
+    final_lr_frac: float | None = field(
+        "optimization/final_lr_frac",
+        default=None,
+        minimum=0.0,
+        maximum=1.0,
+        help="share of the peak rate at the end (none: by preset)",
+    )
+
+    def parts(self, steps: int) -> tuple[int, int, float]:
+        """(warmup steps W, warmdown steps D, final share), the first given of each winning."""
+        chosen = preset(self.preset)
+        shares = [share for share in (self.warmup_ratio, self.warmup_pct) if share is not None]
+        if self.warmup_steps is not None:
+            warmup = self.warmup_steps
+        else:
+            warmup = round(shares[0] * steps) if shares else chosen.warmup_steps
+        downs = [share for share in (self.warmdown_ratio, self.decay_pct) if share is not None]
+        warmdown = round((downs[0] if downs else chosen.warmdown) * steps)
+        final = chosen.final_lr_frac if self.final_lr_frac is None else self.final_lr_frac
+        return warmup, warmdown, final
+
+
+@schedules.register("trapezoid", settings=(TrapezoidSettings,))
+def trapezoid(settings: TrapezoidSettings, steps: int) -> Schedule:
+    """(i+1)/W for i < W; 1 while i ≤ N-D; then p + (1-p)·final with p = (N-i)/D. W warmup, D warmdown of N steps."""
+    steps = check_steps(steps)
+    warmup, warmdown, final = settings.parts(steps)
+
+    def multiplier(step: jax.typing.ArrayLike) -> jax.Array:
+        i = as_float(step)
+        p = jnp.clip((steps - i) / max(warmdown, 1), 0.0, 1.0)
+        down = jnp.where(i <= steps - warmdown, 1.0, p + (1.0 - p) * final)
+        return jnp.where(i < warmup, ramp_up(i, warmup), down)
+
+    return Schedule(multiplier, steps, steps - warmdown, (warmup, steps - warmdown, steps))

@@ -12,7 +12,7 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-# Axes that only repeat the matrices, and axes that split them at rest. The first come first: a slice makes the stack
+# Axes that replicate the matrices, and axes that split them at rest. The first come first: a slice makes the stack
 # smaller before anything travels.
 REPEATING, SPLITTING = ("data", "context"), ("fsdp", "tensor")
 POLAR_COST = 4.0  # a polar step takes about as long as sending its matrix so many times
@@ -20,9 +20,9 @@ POLAR_COST = 4.0  # a polar step takes about as long as sending its matrix so ma
 
 @dataclass(frozen=True)
 class Stack:
-    """How one stack of matrices (n, m, k) is laid over devices, each of which takes its own ones.
+    """How a stack of matrices (n, m, k) is distributed over devices: `run(function, stack)`.
 
-    `run(function, stack)`; n must be a multiple of `multiple`: the stack is padded with zero matrices.
+    n must be a multiple of `multiple`; the stack is padded with zero matrices.
     """
 
     multiple: int
@@ -31,7 +31,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Spread:
-    """Each device orthogonalises its share of a stack, not everything."""
+    """Distributes a stack over the mesh: each device orthogonalizes its share."""
 
     mesh: Mesh
     axes: tuple[str, ...]  # those with more than one device
@@ -68,10 +68,11 @@ class Spread:
         return math.prod(self.mesh.shape[axis] for axis in axes if axis in kind)
 
     def over(self, count: int) -> Stack:
-        """The stack axis is split over one mesh axis after the other, and joined in the reverse order, with the matrix
-        axes left to the compiler in between. So each move is one collective that it knows: a slice or all-gather over
-        an axis that only replicates, an all-to-all over one that splits the matrices. Asked for everything in a single
-        move, it replicates the stack.
+        """Return the layout of a stack of `count` matrices.
+
+        The stack axis is split over one mesh axis after the other, and joined in reverse order. So each move is one
+        collective: a slice or all-gather over an axis that replicates, an all-to-all over one that splits the matrices.
+        Asked for a single move, the compiler replicates the stack.
         """
         axes = self.chosen(count)
         free = PartitionSpec.UNCONSTRAINED
@@ -117,8 +118,8 @@ def state_shardings(
 ) -> Any:
     """Shardings of `tx.init(params)`, for `jit(tx.init, out_shardings=…)` and for restoring.
 
-    Without them jit leaves the state replicated. A leaf that belongs to a parameter lies as the parameter
-    does; an axis it has reduced to one value is not split; counters and factored moments are replicated.
+    Without them jit leaves the state replicated. A leaf that belongs to a parameter is sharded as the parameter is,
+    except axes it has reduced to one value; counters and factored moments are replicated.
     """
     return optax.tree_utils.tree_map_params(
         tx,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,8 @@ import optax
 from bessemer.errors import InputError
 from bessemer.optim.schedules import StepFunction, as_float
 
-# Which parameter belongs to which group, by its path; and the table that shows it.
-#
-# A model says what each parameter is with `group_of(path)`: "matrix", "gate", "embedding", "head",
-# "value_embedding", "rho", "xi" or "scalar" (its *kind*). An optimizer's settings turn kinds into groups,
-# each with its own rate, decay and betas.
-
-
 GroupOf = Callable[[tuple[str, ...]], str]
+"""A model's word for the kind of a parameter; an optimizer's settings turn kinds into groups with own rates."""
 
 KINDS = ("matrix", "gate", "embedding", "head", "value_embedding", "rho", "xi", "scalar")
 DECAYED = ("matrix", "gate", "head")
@@ -83,35 +77,13 @@ def kind_of(path: tuple[str, ...], leaf: Any, group_of: GroupOf | None) -> str:
         return kind_by_rule(path, leaf)
     kind = group_of(path)
     if kind not in KINDS:
-        raise InputError(
-            f"group_of({'/'.join(path)}) returned '{kind}'; it must be one of {', '.join(KINDS)}."
-        )
+        raise InputError(f"group_of({'/'.join(path)}) returned '{kind}'; it must be one of {', '.join(KINDS)}.")
     return kind
 
 
 def is_decayed(path: tuple[str, ...], leaf: Any, group_of: GroupOf | None) -> bool:
     """Decay on matrices only: at least two axes, and a kind that multiplies activations."""
     return leaf.ndim >= 2 and kind_of(path, leaf, group_of) in DECAYED
-
-
-class MatrixDecay:
-    """Settings of an optimizer with one rate for all and decay on matrices only: all but Muon."""
-
-    default_schedule: ClassVar[str] = "wsd"
-    lr: float
-    weight_decay: float
-
-    def betas(self) -> tuple[float, ...]:
-        return ()
-
-    def groups(self, width: int | None = None) -> tuple[Group, ...]:
-        return (
-            Group("matrices", self.lr, self.weight_decay, self.betas()),
-            Group("rest", self.lr, 0.0, self.betas()),
-        )
-
-    def label(self, path: tuple[str, ...], leaf: Any, group_of: GroupOf | None) -> str:
-        return "matrices" if is_decayed(path, leaf, group_of) else "rest"
 
 
 def describe_groups(
@@ -152,7 +124,7 @@ def apply_rate(
 
 
 def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The same transformation with state and arithmetic in float32, whatever the parameters' dtype.
+    """Return the transformation with state and arithmetic in float32, whatever the parameters' dtype.
 
     A second moment kept in bf16 stops moving: 1 - β2 = .05 of a difference is below its rounding.
     """
@@ -170,10 +142,10 @@ def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformat
 def mute_first_gradient(
     inner: optax.GradientTransformation, names: Sequence[str]
 ) -> optax.GradientTransformationExtraArgs:
-    """The same transformation, given a gradient of exactly 0 at step 0 for the parameters of these names.
+    """Return the transformation with a gradient of exactly 0 at step 0 for the parameters of these names.
 
-    For parameters whose true gradient is 0 in a fresh model: what is computed there is rounding noise, different on
-    every mesh, and an optimizer that normalizes gradients makes a full step of it.
+    Their true gradient is 0 in a fresh model. What is computed is rounding noise, different on every mesh, and an
+    optimizer that normalizes gradients would make a full step of it.
     """
     inner = optax.with_extra_args_support(inner)
 
@@ -191,24 +163,10 @@ def mute_first_gradient(
 
 
 def wrap_optax(tx: Any) -> optax.GradientTransformationExtraArgs:
-    """Any optax transformation, made to accept (and ignore) the `step` argument of `update`."""
+    """Return the optax transformation, made to accept (and ignore) the `step` argument of `update`."""
     if not isinstance(tx, optax.GradientTransformation):
         raise InputError(
             f"an optimizer must be a registered name or an optax.GradientTransformation, got "
             f"{type(tx).__name__}; return for example optax.adamw(3e-4) from `optimizer()`."
         )
     return optax.with_extra_args_support(tx)
-
-
-def freeze(
-    tx: optax.GradientTransformation, trainable: Callable[[tuple[str, ...]], bool]
-) -> optax.GradientTransformationExtraArgs:
-    """Train only the parameters whose path `trainable` accepts; the others get zero updates and no state
-    (LoRA)."""
-
-    def labels(params: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: "trained" if trainable(path_names(path)) else "frozen", params
-        )
-
-    return optax.partition({"trained": wrap_optax(tx), "frozen": optax.set_to_zero()}, labels)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bessemer.config import dotted
 from bessemer.errors import InputError
-from bessemer.plan.absent import MICRO
 from bessemer.plan.build import plan_flops, plan_horizon, plan_model
 from bessemer.plan.collectives import Collective, describe
 from bessemer.plan.compiled import Compiled, Say, compile_step, require_compiler
 from bessemer.plan.estimate import (
     Choice,
     Estimate,
+    Facts,
+    PlannedStep,
     Terms,
     estimate,
     node_of,
@@ -24,89 +25,17 @@ from bessemer.plan.estimate import (
     step_time,
     terms_of,
 )
-from bessemer.plan.facts import Facts, PlannedStep
-from bessemer.plan.target import Target, parse_target
+from bessemer.plan.target import MICRO, Target, parse_target
 from bessemer.plan.trainer import planned_trainer
 from bessemer.topology import AXES, placement
 from bessemer.training.launch import Overrides
-from bessemer.training.setup.compiled import record_micro_batch
 from bessemer.training.setup.microbatch import SPARE, candidates
 
-# Which setting to change: other meshes, micro-batches and remat for the same model on the same chips.
-
-
 BLOCK = ("block",)
-MOST_TENSOR = 8
-"""Tensor parallelism beyond this sends more than it computes on every chip of the table."""
-
-
-def divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def tried(facts: Facts, choice: Choice, terms: Terms) -> Estimate | None:
-    """The estimate, or None where the mesh does not divide the model or the batch."""
-    try:
-        return estimate(facts, choice, terms)
-    except InputError:
-        return None
-
-
-def remedies(facts: Facts, choice: Choice, terms: Terms, limit: float) -> list[dict[str, Any]]:
-    """The smallest change of each kind that fits: micro-batch, fsdp, remat, then two of them. Empty: nothing does."""
-    axes = choice.axes
-    smaller = [n for n in candidates(facts.batch, choice.parallel) if n < choice.rows]
-    meshes = [
-        {**axes, "fsdp": size, "data": axes["data"] * axes["fsdp"] // size}
-        for size in divisors(axes["data"] * axes["fsdp"])
-        if size > axes["fsdp"]
-    ]
-    kinds: list[list[Choice]] = [
-        [Choice(axes, rows, choice.remat) for rows in smaller],
-        [Choice(mesh, choice.rows, choice.remat) for mesh in meshes],
-    ]
-    if choice.remat != BLOCK:
-        kinds.append([Choice(axes, choice.rows, BLOCK)])
-        kinds.append([Choice(axes, rows, BLOCK) for rows in smaller])
-        kinds.append([Choice(mesh, rows, BLOCK) for rows in (choice.rows, *smaller) for mesh in meshes])
-    found: list[dict[str, Any]] = []
-    for kind in kinds:
-        best = next((one for c in kind if (one := tried(facts, c, terms)) and one.fits(limit)), None)
-        if best is not None:
-            found.append({"settings": changes(choice, best.choice), "peak": round(best.memory.peak)})
-        if len(found) == 3:
-            break
-    return found
-
-
-def changes(before: Choice, after: Choice) -> list[str]:
-    """The words that turn one choice into another."""
-    words = [f"topology.{axis}={after.axes[axis]}" for axis in AXES if after.axes[axis] != before.axes[axis]]
-    if after.rows != before.rows:
-        words.append(f"{dotted(MICRO)}={after.rows}")
-    if after.remat != before.remat:
-        words.append(f"architecture.remat={after.remat[0]}")
-    return words
-
-
-def choices(facts: Facts, remat: tuple[str, ...]) -> Iterator[Choice]:
-    """Every mesh of the target's devices that can hold the batch, with every micro-batch.
-
-    Context is tried only where rows do not suffice for all devices: splitting sequences sends keys and values.
-    """
-    devices = facts.target.devices
-    heads = getattr(facts.shape, "heads", 1)
-    for tensor in (size for size in divisors(heads) if size <= MOST_TENSOR and devices % size == 0):
-        rest = devices // tensor
-        crowded = not any(facts.batch % size == 0 and size == rest for size in divisors(rest))
-        for context in divisors(rest) if crowded else (1,):
-            parallel = rest // context
-            if facts.batch % parallel or facts.block % context:
-                continue
-            for fsdp in divisors(parallel):
-                axes = {"data": parallel // fsdp, "fsdp": fsdp, "tensor": tensor, "context": context}
-                for rows in candidates(facts.batch, parallel):
-                    yield Choice(axes, rows, remat)
+MOST_TENSOR = 8  # tensor parallelism beyond this sends more than it computes on every chip of the table
+COMPILED = 2  # how many of a sweep's best plans are compiled
+SHOWN = 10
+SWEPT = (*(f"topology.{axis}" for axis in AXES), dotted(MICRO), "architecture.remat")
 
 
 @dataclass
@@ -130,20 +59,11 @@ class Planned:
         return self.target.chip.memory_gib * 2**30
 
     def time(self, found: tuple[Collective, ...] | None = None) -> dict[str, Any]:
-        """The run's time, with the estimate's collectives or those that a compiler planned."""
+        """Return the run's time, with the estimate's collectives or those that a compiler planned."""
         plan, made = self.facts.step.plan, self.estimate
         step = step_time(self.target, self.terms, made, made.collectives if found is None else found)
         per_token = plan.model.flops_per_token_causal
         return run_time(step, plan.data.steps, plan.tokens, per_token, self.target, self.facts.precision)
-
-
-def asked_of(topology: str, compiles: bool) -> tuple[Target, bool]:
-    """The target of --topology, and whether its step is compiled: a TPU's, with the compiler at hand."""
-    target = parse_target(topology)
-    compiles = compiles and target.platform == "tpu"
-    if compiles:
-        require_compiler(target.name)
-    return target, compiles
 
 
 def make_absent_plan(
@@ -156,27 +76,39 @@ def make_absent_plan(
     prices: Path | None = None,
     say: Say = lambda text: None,
 ) -> dict[str, Any]:
-    """Everything that is known without the hardware. A TPU's step is compiled unless told otherwise."""
+    """Return everything that is known without the hardware. A TPU's step is compiled unless `compiles` is False."""
     target, compiles = asked_of(topology, compiles)
     planned = estimated(recipe, overrides, target, prices)
-    program = None
+    choice = planned.estimate.choice
+    mesh = " × ".join(f"{axis} {size}" for axis, size in choice.axes.items() if size > 1) or "of one device"
+    what = f"the step for {target.name}, mesh {mesh}, {choice.rows} sequence(s) a device"
+    return document(recipe, planned, compiled(planned, what, say, quick) if compiles else None)
+
+
+def asked_of(topology: str, compiles: bool) -> tuple[Target, bool]:
+    """Return the target of --topology, and whether its step is compiled: only a TPU's, with libtpu installed."""
+    target = parse_target(topology)
+    compiles = compiles and target.platform == "tpu"
     if compiles:
-        choice = planned.estimate.choice
-        say(
-            f"compiling the step for {target.name}, mesh {mesh_words(choice)}, {choice.rows} sequence(s) a device"
-        )
-        program = compile_step(planned.facts.step, node_of(target, planned.terms), say, quick)
-        say(f"compiled in {program.seconds:.0f} s")
-    return document(recipe, planned, program)
+        require_compiler(target.name)
+    return target, compiles
+
+
+def compiled(planned: Planned, what: str, say: Say, quick: bool) -> Compiled:
+    """Compile the planned step, with lines before and after."""
+    say(f"compiling {what}")
+    program = compile_step(planned.facts.step, node_of(planned.target, planned.terms), say, quick)
+    say(f"compiled in {program.seconds:.0f} s" + ("" if program.memory else ": does not fit"))
+    return program
 
 
 def estimated(recipe: Any, overrides: Overrides, target: Target, prices: Path | None = None) -> Planned:
-    """Build the trainer for the target; an open micro-batch becomes the largest that fits by the estimate."""
+    """Plan for the target; a micro-batch that the caller did not set becomes the largest that fits."""
     terms = terms_of(target.chip.name, prices)
     trainer = planned_trainer(recipe, overrides, compiles=False, target=target)
     facts = Facts(PlannedStep(trainer.plan, trainer.hooks, trainer.functions), target)
     axes = {axis: int(trainer.topology.mesh.shape[axis]) for axis in AXES}
-    rows = trainer.functions.per_device
+    rows = trainer.config[MICRO]
     first = estimate(facts, Choice(axes, rows, facts.remat), terms)
     planned = Planned(facts, first, terms, trainer.epochs, trainer.wished_rows, trainer.said)
     if not first.fits(planned.limit) and not trainer.config.asked(MICRO):
@@ -185,7 +117,7 @@ def estimated(recipe: Any, overrides: Overrides, target: Target, prices: Path | 
 
 
 def _lower(planned: Planned, rows: int) -> None:
-    """The caller did not set this micro-batch: take the largest that fits, if one does."""
+    """Take the largest micro-batch that fits, if one does."""
     facts, choice = planned.facts, planned.estimate.choice
     for size in (n for n in candidates(facts.batch, choice.parallel) if n < rows):
         made = tried(facts, Choice(choice.axes, size, choice.remat), planned.terms)
@@ -193,13 +125,18 @@ def _lower(planned: Planned, rows: int) -> None:
             room = f"{SPARE:.0%} of a {planned.target.chip.name}"
             wished = "" if planned.wished_rows == -1 else f", in place of {planned.wished_rows}"
             why = f"the largest that fits into {room} by the estimate{wished}"
-            record_micro_batch(facts.step.plan.context, size, why)
-            functions = facts.step.functions._replace(
-                accumulate_steps=made.accumulate, per_device=size, micro=size * choice.parallel
-            )
-            facts.step = replace(facts.step, functions=functions)
+            facts.step = _with_micro_batch(facts.step, made, why)
             planned.estimate = made
             return
+
+
+def _with_micro_batch(step: PlannedStep, made: Estimate, why: str) -> PlannedStep:
+    """Return the step with the micro-batch of `made`, in its configuration and its functions."""
+    context, rows = step.plan.context, made.choice.rows
+    context.notes.derive(dotted(MICRO), rows, why)
+    context = replace(context, config=context.config.replace({MICRO: rows}, why))
+    functions = step.functions._replace(accumulate_steps=made.accumulate, micro=rows * made.choice.parallel)
+    return replace(step, plan=replace(step.plan, context=context), functions=functions)
 
 
 def document(recipe: Any, planned: Planned, program: Compiled | None) -> dict[str, Any]:
@@ -229,7 +166,7 @@ def document(recipe: Any, planned: Planned, program: Compiled | None) -> dict[st
 
 
 def memory_of(planned: Planned, program: Compiled | None) -> dict[str, Any]:
-    """Bytes of one device, what fits, and what to change. A compiler's word replaces the estimate's."""
+    """Return the bytes of one device (a compiler's where there are some), whether they fit, and what to change."""
     made = planned.estimate
     parts: dict[str, Any] = {name: round(value) for name, value in asdict(made.memory).items()}
     limit, estimated_peak = planned.limit, made.memory.peak
@@ -238,12 +175,7 @@ def memory_of(planned: Planned, program: Compiled | None) -> dict[str, Any]:
     elif program.memory is not None:
         memory = program.memory
         kept = parts["parameters"] + parts["optimizer"] + parts["other"]
-        parts |= {
-            "gradients": None,
-            "activations": None,
-            "workspace": None,
-            "temporaries": memory.temporaries,
-        }
+        parts |= {"gradients": None, "activations": None, "workspace": None, "temporaries": memory.temporaries}
         parts |= {"batch": max(0, memory.arguments - kept), "peak": memory.total}
         fits = memory.total <= limit
     else:
@@ -252,20 +184,14 @@ def memory_of(planned: Planned, program: Compiled | None) -> dict[str, Any]:
         parts |= {"compiler": program.message}
         fits = False
     parts |= {"limit": round(limit), "fits": fits, "estimated_peak": round(estimated_peak)}
-    parts["remedies"] = (
-        [] if fits else remedies(planned.facts, made.choice, planned.terms, _room(parts, limit))
-    )
+    if parts["peak"]:  # a compiler may need more than the estimate
+        limit *= min(1.0, parts["estimated_peak"] / parts["peak"])
+    parts["remedies"] = [] if fits else remedies(planned.facts, made.choice, planned.terms, limit)
     return parts
 
 
-def _room(parts: dict[str, Any], limit: float) -> float:
-    """The limit for estimates, where a compiler needed more than the estimate said."""
-    peak = parts["peak"]
-    return limit if not peak else limit * min(1.0, parts["estimated_peak"] / peak)
-
-
 def kept_rows(planned: Planned) -> list[dict[str, Any]]:
-    """What a micro-batch keeps for its backward pass, the largest first; before tensor and context split it."""
+    """Return what a micro-batch keeps for its backward pass, largest first, before tensor and context split it."""
     kept = planned.facts.kept(planned.estimate.choice.remat)
     scale = planned.estimate.choice.rows / kept.rows
     rows = [
@@ -280,5 +206,146 @@ def kept_rows(planned: Planned) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def mesh_words(choice: Choice) -> str:
-    return " × ".join(f"{axis} {size}" for axis, size in choice.axes.items() if size > 1) or "of one device"
+# --- other meshes, micro-batches and remat for the same model on the same chips ---
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def tried(facts: Facts, choice: Choice, terms: Terms) -> Estimate | None:
+    """Return the estimate, or None if the mesh does not divide the model or the batch."""
+    try:
+        return estimate(facts, choice, terms)
+    except InputError:
+        return None
+
+
+def remedies(facts: Facts, choice: Choice, terms: Terms, limit: float) -> list[dict[str, Any]]:
+    """Return the smallest change of each kind that fits: micro-batch, fsdp, remat, then two of them."""
+    axes = choice.axes
+    smaller = [n for n in candidates(facts.batch, choice.parallel) if n < choice.rows]
+    meshes = [
+        {**axes, "fsdp": size, "data": axes["data"] * axes["fsdp"] // size}
+        for size in divisors(axes["data"] * axes["fsdp"])
+        if size > axes["fsdp"]
+    ]
+    kinds: list[list[Choice]] = [
+        [Choice(axes, rows, choice.remat) for rows in smaller],
+        [Choice(mesh, choice.rows, choice.remat) for mesh in meshes],
+    ]
+    if choice.remat != BLOCK:
+        kinds.append([Choice(axes, choice.rows, BLOCK)])
+        kinds.append([Choice(axes, rows, BLOCK) for rows in smaller])
+        kinds.append([Choice(mesh, rows, BLOCK) for rows in (choice.rows, *smaller) for mesh in meshes])
+    found: list[dict[str, Any]] = []
+    for kind in kinds:
+        best = next((one for c in kind if (one := tried(facts, c, terms)) and one.fits(limit)), None)
+        if best is not None:
+            found.append({"settings": changes(choice, best.choice), "peak": round(best.memory.peak)})
+        if len(found) == 3:
+            break
+    return found
+
+
+def changes(before: Choice, after: Choice) -> list[str]:
+    """Return the settings that turn one choice into another."""
+    words = [f"topology.{axis}={after.axes[axis]}" for axis in AXES if after.axes[axis] != before.axes[axis]]
+    if after.rows != before.rows:
+        words.append(f"{dotted(MICRO)}={after.rows}")
+    if after.remat != before.remat:
+        words.append(f"architecture.remat={after.remat[0]}")
+    return words
+
+
+def choices(facts: Facts, remat: tuple[str, ...]) -> Iterator[Choice]:
+    """Yield every mesh of the target's devices that can hold the batch, with every micro-batch. Context is tried only
+    if the rows do not suffice for all devices, since splitting sequences sends keys and values."""
+    devices = facts.target.devices
+    heads = facts.shape.heads if facts.shape else 1
+    for tensor in (size for size in divisors(heads) if size <= MOST_TENSOR and devices % size == 0):
+        rest = devices // tensor
+        for context in divisors(rest) if facts.batch % rest else (1,):
+            parallel = rest // context
+            if facts.batch % parallel or facts.block % context:
+                continue
+            for fsdp in divisors(parallel):
+                axes = {"data": parallel // fsdp, "fsdp": fsdp, "tensor": tensor, "context": context}
+                for rows in candidates(facts.batch, parallel):
+                    yield Choice(axes, rows, remat)
+
+
+# --- --sweep: meshes and micro-batches by the estimate, the best few by the compiler ---
+def make_sweep(
+    recipe: Any,
+    overrides: Sequence[str],
+    *,
+    topology: str,
+    compiles: bool = True,
+    quick: bool = False,
+    prices: Path | None = None,
+    say: Say = lambda text: None,
+) -> dict[str, Any]:
+    """Return the document of the fastest plan that fits, with the ranking and the command that uses it.
+
+    On a TPU the best few by the estimate are compiled, and the fastest that really fits is taken.
+    """
+    target, compiles = asked_of(topology, compiles)
+    fixed = [word for word in overrides if word.partition("=")[0] not in SWEPT]
+    spare = [word for word in overrides if word not in fixed]
+    if spare:
+        raise InputError(f"--sweep chooses {', '.join(spare)} by itself: leave it out, or leave out --sweep.")
+    one_chip = replace(target, slices=1, grid=(1,) * len(target.grid))
+    alone = [f"topology.{axis}={-1 if axis == 'data' else 1}" for axis in AXES]
+    base = estimated(recipe, [*fixed, *alone], one_chip, prices)
+    base = replace(base, facts=Facts(base.facts.step, target))  # the facts of one chip answer for all meshes
+    rows, count = ranked(base)
+    if not rows:
+        raise InputError(
+            f"none of {count} ways to lay this model on {target.name} fits into "
+            f"{target.chip.memory_gib:g} GiB a device: use more devices, a smaller model, "
+            "or a shorter architecture.block_size."
+        )
+    say(f"{count} ways tried by the estimate, {len(rows)} fit")
+    start = Choice(dict.fromkeys(AXES, 0), 0, base.facts.remat)
+    documents = []
+    for choice, _ in rows[: COMPILED if compiles else 1]:
+        words = changes(start, choice)
+        planned = estimated(recipe, [*fixed, *words], target, prices)
+        program = compiled(planned, " ".join(words), say, quick) if compiles else None
+        documents.append(document(recipe, planned, program) | {"settings": words})
+    fitting = [one for one in documents if one["memory"]["fits"]] or documents
+    best = min(fitting, key=lambda one: float(one["time"]["step_seconds"]))
+    best["sweep"] = {"tried": count, "fit": len(rows), "best": [row for _, row in rows[:SHOWN]]}
+    name = recipe if isinstance(recipe, str) else "RECIPE"
+    best["command"] = " ".join(["bessemer train", name, *fixed, *best["settings"]])
+    return best
+
+
+def ranked(base: Planned) -> tuple[list[tuple[Choice, dict[str, Any]]], int]:
+    """Return the choices that fit with their rows, by likely step time, and how many were tried. Blocks are recomputed
+    only if nothing fits without."""
+    count = 0
+    for remat in (base.facts.remat, BLOCK):
+        rows = []
+        for choice in choices(base.facts, remat):
+            made = tried(base.facts, choice, base.terms)
+            count += 1
+            if made is not None and made.fits(base.limit):
+                spent = replace(base, estimate=made).time()
+                row = {
+                    "axes": dict(choice.axes),
+                    "per_device_batch_size": choice.rows,
+                    "remat": choice.remat[0],
+                    "peak": round(made.memory.peak),
+                    "step_seconds": spent["step_seconds"],
+                    "bound_by": spent["bound_by"],
+                }
+                rows.append((choice, row))
+        if rows:
+            return sorted(rows, key=lambda row: _order(*row)), count
+    return [], count
+
+
+def _order(choice: Choice, row: dict[str, Any]) -> tuple[float, ...]:
+    """Faster first; among equals (to 1%) fewer ways of splitting and larger passes."""
+    axes = choice.axes
+    return (float(f"{row['step_seconds']:.2g}"), axes["context"], axes["tensor"], axes["fsdp"], -choice.rows)

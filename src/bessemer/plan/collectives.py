@@ -1,4 +1,4 @@
-"""What devices send each other in a step: one form for what a compiler planned and for what a formula says."""
+"""Collectives of a step, in one form for a compiled program and for the analytic model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective
 
 @dataclass(frozen=True)
 class Collective:
-    """`count` exchanges a step among groups of `group` devices along mesh axes `axes`.
+    """`count` exchanges per step among groups of `group` devices along mesh axes `axes`.
 
-    `payload` is the whole array as one device has it before (reduce) or after (gather), bytes of all together.
-    `nodes` is over how many nodes (or slices) a group is spread.
+    payload: bytes of the whole array as one device has it before (reduce) or after (gather), of all exchanges together.
+    nodes: how many nodes (or slices) a group spans.
     """
 
     kind: str
@@ -30,19 +30,17 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that leave one device, by the algorithms that send least (rings and direct exchange).
-
-        With n devices: gather, scatter and all-to-all payload·(n−1)/n, all-reduce twice that, permute payload.
-        """
+        """Bytes that leave one device, by rings and direct exchange: payload·(n−1)/n for gather, scatter and
+        all-to-all among n devices, twice that for all-reduce, payload for permute."""
         if self.kind == "collective-permute":
             return self.payload
         share = (self.group - 1) / self.group
         return self.payload * share * (2 if self.kind == "all-reduce" else 1)
 
     def seconds(self, link: float, outside: float) -> float:
-        """Time at full bandwidth, bytes/s of one device inside and outside its node. No latency is counted.
+        """Return the time at full bandwidth (bytes/s of one device inside and outside its node), without latency.
 
-        Beyond the node the k members of a group that share one carry its part of the payload together.
+        Outside, the members of a group on one node carry its part of the payload together.
         """
         inside = self.sent / link
         if self.nodes == 1:
@@ -53,7 +51,7 @@ class Collective:
 
 
 def merged(found: Iterable[Collective]) -> list[Collective]:
-    """Counts and bytes of alike exchanges added up, the largest first."""
+    """Return equal exchanges with their counts and bytes added, the largest first."""
     table: dict[tuple[Any, ...], Collective] = {}
     for one in found:
         key = (one.kind, one.axes, one.group, one.nodes)
@@ -65,7 +63,7 @@ def merged(found: Iterable[Collective]) -> list[Collective]:
 
 
 def describe(found: Sequence[Collective]) -> list[dict[str, Any]]:
-    """Rows for JSON and tables."""
+    """Return rows for JSON and tables."""
     return [
         {
             "kind": one.kind,
@@ -92,18 +90,18 @@ class Layout:
         return math.prod(self.sizes[name] for name in names[names.index(axis) + 1 :])
 
     def members(self, axes: Sequence[str]) -> np.ndarray:
-        """The group of device 0 along `axes`."""
+        """Return the group of device 0 along `axes`."""
         places = np.zeros(1, np.int64)
         for axis in axes:
             places = (places[:, None] + self.stride(axis) * np.arange(self.sizes[axis])).ravel()
         return places
 
     def nodes(self, members: Sequence[int] | np.ndarray) -> int:
-        """Over how many nodes a group is spread."""
+        """Return how many nodes a group spans."""
         return len(np.unique(np.asarray(members) // self.node))
 
     def axes_of(self, members: Sequence[int]) -> tuple[str, ...]:
-        """The mesh axes along which the members of a group differ."""
+        """Return the mesh axes along which the members of a group differ."""
         first = members[0]
         found = []
         for axis, size in self.sizes.items():
@@ -113,12 +111,8 @@ class Layout:
         return tuple(found)
 
 
-# Collectives of a compiled program, read from its text; a loop's body counts as often as the loop turns.
-#
-# The compiler's own cost analysis sees a body once, so a scan over layers or micro-batches would look almost
-# free.
-
-
+# --- collectives of a compiled program, read from its text ---
+# A loop's body counts once per iteration; the compiler's own cost analysis counts a scan over layers only once.
 HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
 NAMED = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = ")
 ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
@@ -140,19 +134,13 @@ WIDTHS = {"pred": 1, "bf16": 2, "token": 0, "opaque": 0}
 
 @dataclass
 class Computation:
-    collectives: list[tuple[str, str, str]] = field(
-        default_factory=list
-    )  # kind, type of the result, rest of the line
-    calls: list[tuple[str, str, str | None]] = field(
-        default_factory=list
-    )  # callee, rest of the line, condition
-    bounds: list[int] = field(
-        default_factory=list
-    )  # constants: a loop's bound is the largest of its condition
+    collectives: list[tuple[str, str, str]] = field(default_factory=list)  # kind, type of the result, rest of the line
+    calls: list[tuple[str, str, str | None]] = field(default_factory=list)  # callee, rest of the line, condition
+    bounds: list[int] = field(default_factory=list)  # constants: a loop's bound is the largest of its condition
 
 
 def collectives_of(text: str, layout: Layout) -> list[Collective]:
-    """The exchanges of one execution of the program `text` (HLO after partitioning), merged."""
+    """Return the exchanges of one execution of the program `text` (HLO after partitioning), merged."""
     parts, entry = parse(text)
     found: list[Collective] = []
 
@@ -169,7 +157,7 @@ def collectives_of(text: str, layout: Layout) -> list[Collective]:
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
-    """(computations by name, the entry's name)."""
+    """Return (computations by name, the name of the entry)."""
     parts: dict[str, Computation] = {}
     current, entry = Computation(), ""
     chains: set[tuple[str, ...]] = set()
@@ -183,10 +171,8 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
 
 
 def _read(words: str, into: Computation, chains: set[tuple[str, ...]]) -> None:
-    """One instruction, `TYPE OPCODE(OPERANDS), ATTRIBUTES`.
-
-    A TPU hides an exchange behind several pieces of work and names it in each of them: a chain, which is one exchange.
-    """
+    """Read one instruction, `TYPE OPCODE(OPERANDS), ATTRIBUTES`, into `into`. A TPU hides one exchange behind several
+    operations and names it in each of them: a chain."""
     end = _type_end(words)
     kind, rest = words[:end], words[end:].lstrip()
     opcode = rest.partition("(")[0]
@@ -204,15 +190,14 @@ def _read(words: str, into: Computation, chains: set[tuple[str, ...]]) -> None:
         return
     condition = CONDITION.search(rest)
     into.calls += [
-        (name, rest, condition[1] if condition and opcode == "while" else None)
-        for name in CALLED.findall(rest)
+        (name, rest, condition[1] if condition and opcode == "while" else None) for name in CALLED.findall(rest)
     ]
     if branches := BRANCHES.search(rest):
         into.calls += [(name.strip().lstrip("%"), rest, None) for name in branches[1].split(",")]
 
 
 def _type_end(words: str) -> int:
-    """Where the type ends: at the first space outside of parentheses."""
+    """Return where the type ends: at the first space outside of parentheses."""
     depth = 0
     for place, letter in enumerate(words):
         depth += (letter == "(") - (letter == ")")
@@ -222,7 +207,7 @@ def _type_end(words: str) -> int:
 
 
 def _turns(rest: str, condition: Computation | None) -> int:
-    """How often a loop turns: the compiler's word, else the bound its condition compares with, else once."""
+    """Return a loop's iterations: as the compiler annotates, else the bound in its condition, else 1."""
     if known := TURNS.search(rest):
         return int(known[1])
     return max(condition.bounds, default=1) if condition else 1
@@ -248,7 +233,7 @@ def _bytes(name: str, shape: str) -> int:
 
 
 def _members(rest: str, layout: Layout) -> list[int]:
-    """Device positions of one group."""
+    """Return the device positions of one group."""
     if pair := PAIRS.search(rest):
         return [int(pair[1]), int(pair[2])]
     if named := NAMED_GROUPS.search(rest):
@@ -266,7 +251,7 @@ def _members(rest: str, layout: Layout) -> list[int]:
 
 
 def _named_members(sizes: str, grid: str | None, turned: str | None, along: str) -> list[int]:
-    """Groups along named axes of the compiler's own mesh: `'a'`, or `'a':(4)2`, the part of size 2 after 4 of it."""
+    """Return a group along named axes of the compiler's mesh: `'a'`, or `'a':(4)2`, the part of size 2 after 4."""
     mesh = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
     places = np.arange(math.prod(mesh.values()))
     if grid:

@@ -1,7 +1,7 @@
-"""The real training step, compiled for TPUs that are not here, on any CPU machine (extra `tpu-plan`).
+"""Compile the training step for TPUs that are not here, on any CPU machine (extra `tpu-plan`).
 
-libtpu holds the compiler; `jax.experimental.topologies` makes devices that can be compiled for but not computed on. So
-nothing eager may happen while their mesh is in force.
+libtpu has the compiler; the devices of `jax.experimental.topologies` cannot compute, so nothing may run eagerly while
+their mesh is in force.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
-from bessemer.config import configuration
 from bessemer.errors import InputError, to_install
-from bessemer.plan.absent import AbsentTopology
 from bessemer.plan.collectives import Collective, Layout, collectives_of
-from bessemer.plan.facts import PlannedStep
+from bessemer.plan.estimate import PlannedStep
+from bessemer.plan.target import AbsentTopology
 from bessemer.topology import AXES, Topology, arrange, planned_for
 from bessemer.training.feed import abstract_batch
 from bessemer.training.setup.compiled import abstract_state, jit_train_step, make_optimizer
@@ -41,18 +40,16 @@ QUIET = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-1",
 }
-"""libtpu looks for the machine it is on, complains when there is none, and then compiles all the same."""
+"""Without these, libtpu searches for its machine and prints warnings, then compiles all the same."""
 
 LEAST = -1.0
-PATIENCE = 20.0
-"""Seconds between two signs of life."""
-
+PATIENCE = 20.0  # seconds between two signs of life
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler planned. `memory` is None when it found no room; `needed` and `limit` are then its words."""
+    """What the compiler planned. `memory` is None if it ran out; `needed` and `limit` are then its own figures."""
 
     memory: StepMemory | None
     collectives: tuple[Collective, ...]
@@ -79,7 +76,7 @@ def require_compiler(name: str) -> None:
 def compile_step(step: PlannedStep, node: int | None, say: Say, quick: bool = False) -> Compiled:
     """Compile the step for its absent TPUs. Out of memory is a result; any other error is raised.
 
-    `quick`: at the compiler's least effort, in a fifth of the time; it then needs and sends more than the real program.
+    quick: compile with the least effort, in a fifth of the time; memory and traffic are then overestimated.
     """
     plan, hooks, functions = step.plan, step.hooks, step.functions
     own = plan.context.topology
@@ -90,7 +87,7 @@ def compile_step(step: PlannedStep, node: int | None, say: Say, quick: bool = Fa
     plan = replace(plan, context=replace(plan.context, topology=topology))
     begun = time.monotonic()
     try:
-        with configuration(plan.context.config), planned_for("tpu"), _effort(quick), _signs_of_life(say):
+        with planned_for("tpu"), _effort(quick), _signs_of_life(say):
             abstract, placed = abstract_state(plan, hooks, make_optimizer(plan, hooks))
             fields, sharding = plan.data.fields, topology.batch_sharding(1)
             batch = abstract_batch(fields, functions.micro, functions.accumulate_steps, sharding)
@@ -100,16 +97,15 @@ def compile_step(step: PlannedStep, node: int | None, say: Say, quick: bool = Fa
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return Compiled(
-            None, (), time.monotonic() - begun, *_words_of(str(error)), _sentence(str(error)), notes
-        )
+        message = " ".join(str(error).split())[:300]
+        return Compiled(None, (), time.monotonic() - begun, *_words_of(str(error)), message, notes)
     layout = Layout({axis: int(mesh.shape[axis]) for axis in AXES}, node)
     found = collectives_of(program.as_text(), layout)
     return Compiled(step_bytes(program), tuple(found), time.monotonic() - begun, notes=notes)
 
 
 def compile_mesh(topology: AbsentTopology) -> tuple[Mesh, tuple[str, ...]]:
-    """The mesh over compile-only devices, in the places that a run would give them, and notes on those."""
+    """Return the mesh over compile-only devices, placed as in a run, and notes on the placement."""
     from jax.experimental import topologies
 
     for name, value in QUIET.items():
@@ -131,16 +127,12 @@ def compile_mesh(topology: AbsentTopology) -> tuple[Mesh, tuple[str, ...]]:
 
 
 def _words_of(message: str) -> tuple[float | None, float | None]:
-    """(bytes needed, bytes there) of the compiler's message."""
+    """Return (bytes needed, bytes available) of the compiler's message."""
     found = USED.search(message)
     if found is None:
         return None, None
     needed, unit, limit, other = found.groups()
     return float(needed) * UNITS[unit], float(limit) * UNITS[other]
-
-
-def _sentence(message: str) -> str:
-    return " ".join(message.split())[:300]
 
 
 @contextmanager

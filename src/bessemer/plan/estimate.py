@@ -4,38 +4,214 @@
                    backward  state + G·(1 + [S > 1]) + workspace
                    update    state + G + the optimizer's own matrices
 
-with G the gradients in float32 as they rest, S the micro-batches of a step; on an fsdp mesh the largest parameter is
-there gathered as well, with its gradient.
+G: float32 gradients as they rest. S: micro-batches of a step. With fsdp the largest parameter is also gathered,
+with its gradient.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from bessemer.config.recipes import read_yaml
 from bessemer.errors import InputError, nearest
+from bessemer.models.gpt import GPT
 from bessemer.models.layers import remat_names
+from bessemer.models.shape import Shape
+from bessemer.models.transformer import Transformer
 from bessemer.plan.collectives import Collective, Layout, merged
-from bessemer.plan.facts import Facts
+from bessemer.plan.kept import Kept, kept_tensors
 from bessemer.plan.target import Target
 from bessemer.storage.files import home
-from bessemer.topology import CHIPS
+from bessemer.topology import AXES, CHIPS, placement, shardings, unbox
+from bessemer.training.setup.compiled import Functions
 from bessemer.training.setup.microbatch import SPARE, accumulation
+from bessemer.training.setup.model import precision_of
+from bessemer.training.setup.plan import RunPlan, StepHooks
 
-# prices.yaml: what an hour of a chip costs, and how chips are joined beyond their own links. The user edits
-# it.
+
+# --- what a model and its step need, whatever the mesh ---
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes of one device, at rest."""
+
+    parameters: int
+    optimizer: int
+    other: int  # average, frozen weights, reference, counters
+    trained: int  # of parameters with a gradient, in float32
+    largest: int  # of the largest parameter gathered over fsdp but not over tensor, in float32
 
 
+@dataclass(frozen=True)
+class PlannedStep:
+    """A planned run with the functions of its step, which hold only shapes if the hardware is absent."""
+
+    plan: RunPlan
+    hooks: StepHooks
+    functions: Functions
+
+    @property
+    def model(self) -> Any:
+        return self.plan.model.model
+
+
+@dataclass
+class Facts:
+    """What a planned step needs on any mesh."""
+
+    step: PlannedStep
+    target: Target
+    _state: dict[tuple[int, ...], StateBytes] = field(default_factory=dict)
+    _kept: dict[tuple[str, ...], Kept] = field(default_factory=dict)
+
+    @cached_property
+    def shape(self) -> Shape | None:
+        return self.step.model.shape if isinstance(self.step.model, Transformer) else None
+
+    @property
+    def block(self) -> int:
+        return int(self.step.plan.context.settings.block_size)
+
+    @property
+    def batch(self) -> int:
+        """Sequences of one step."""
+        return int(self.step.plan.data.batch_size)
+
+    @property
+    def precision(self) -> str:
+        return precision_of(self.step.model)
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes per number of the weights in compute precision."""
+        model = self.step.model
+        return int(jax.numpy.dtype(model.compute_dtype if isinstance(model, Transformer) else "float32").itemsize)
+
+    @property
+    def remat(self) -> tuple[str, ...]:
+        return tuple(self.step.model.remat) if isinstance(self.step.model, Transformer) else ("none",)
+
+    @cached_property
+    def float8_flops(self) -> float:
+        """FLOPs per token that run in float8: 6 × the matrices of blocks, and of the head with fp8_head."""
+        model, counts = self.step.model, self.step.plan.model.counts
+        if self.precision != "fp8":
+            return 0.0
+        return 6.0 * (counts["matrix"] + counts["head"] * (isinstance(model, GPT) and model.fp8_head))
+
+    @cached_property
+    def update_flops(self) -> float:
+        functions = self.step.functions
+        return float(functions.optimizer.update_flops(functions.abstract_state.params))
+
+    @cached_property
+    def muon_parameters(self) -> int:
+        """Parameters that Muon updates with matrix products, spread over the mesh."""
+        functions = self.step.functions
+        rows = functions.optimizer.describe(functions.abstract_state.params)
+        name = self.step.plan.context.settings.optimizer or self.step.hooks.optimizer()
+        return sum(row.parameters for row in rows if row.group == "matrix") if name == "muon" else 0
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.step.functions.abstract_state.params))
+
+    def kept(self, remat: tuple[str, ...] | None = None) -> Kept:
+        """Return what a micro-batch keeps for its backward pass."""
+        wanted = self.remat if remat is None else remat
+        if wanted not in self._kept:
+            context, state = self.step.plan.context, self.step.functions.abstract_state
+            with context.topology.scope():
+                self._kept[wanted] = kept_tensors(
+                    state, self.step.model, self.step.plan.data.fields, self.block, wanted
+                )
+        return self._kept[wanted]
+
+    def one_layer(self, remat: tuple[str, ...]) -> float:
+        """Return the bytes per row while one block is recomputed: a layer's share of what is kept without remat."""
+        if remat_names(remat) is None:
+            return 0.0
+        whole = self.kept(("none",))
+        return whole.activations(whole.rows) / whole.rows / (self.shape.depth if self.shape else 1)
+
+    @cached_property
+    def leaves(self) -> Counter[Leaf]:
+        """Arrays of the state, equal ones of all layers counted together."""
+        return Counter(state_leaves(self.step))
+
+    def state(self, axes: Mapping[str, int]) -> StateBytes:
+        """Return the bytes at rest on a mesh of these sizes; InputError if it does not divide the model."""
+        sizes = tuple(axes[name] for name in AXES)
+        if sizes not in self._state:
+            held: dict[str, int] = {"parameters": 0, "optimizer": 0, "other": 0}
+            trained = largest = 0
+            for leaf, count in self.leaves.items():
+                size = leaf.held(axes)
+                if leaf.part == "in use":
+                    largest = max(largest, size)
+                    continue
+                held[leaf.part] += count * size
+                trained += count * size // leaf.itemsize * 4 if leaf.part == "parameters" else 0
+            self._state[sizes] = StateBytes(**held, trained=trained, largest=largest)
+        return self._state[sizes]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of the state: its part, its shape, and the mesh axes that split each dimension."""
+
+    part: str
+    shape: tuple[int, ...]
+    itemsize: int
+    spec: tuple[tuple[str, ...], ...]
+
+    def held(self, axes: Mapping[str, int]) -> int:
+        """Return the bytes on one device; InputError if a size does not divide."""
+        count = 1
+        for size, names in zip(self.shape, self.spec, strict=True):
+            shards = math.prod(axes[name] for name in names)
+            if size % shards:
+                raise InputError(f"{self.part}: {size} is not divided by {' × '.join(names)} = {shards}.")
+            count *= size // shards
+        return count * self.itemsize
+
+
+def leaves_of(part: str, tree: Any, placed: Any) -> list[Leaf]:
+    """Return the arrays of `tree`. Specs name mesh axes whatever their sizes, so they hold for every mesh."""
+    rows = placement(tree, placed)
+    return [Leaf(part, tuple(row["shape"]), jax.numpy.dtype(row["dtype"]).itemsize, _axes(row["spec"])) for row in rows]
+
+
+def _axes(spec: list[Any]) -> tuple[tuple[str, ...], ...]:
+    return tuple(() if names is None else (names,) if isinstance(names, str) else tuple(names) for names in spec)
+
+
+def state_leaves(step: PlannedStep) -> list[Leaf]:
+    state, placed = step.functions.abstract_state, step.functions.state_shardings
+    found = leaves_of("parameters", state.params, placed.params)
+    found += leaves_of("optimizer", state.opt_state, placed.opt_state)
+    rest = (state.replace(params=None, opt_state=None), placed.replace(params=None, opt_state=None))
+    found += leaves_of("other", *rest)
+    boxed, topology = step.plan.model.boxed, step.plan.context.topology
+    in_use = shardings(boxed, topology.mesh, topology.compute_rules)
+    return found + leaves_of("in use", unbox(boxed), in_use)
+
+
+# --- prices.yaml, which users edit: what an hour of a chip costs, and the network beyond its own links ---
 SHIPPED = Path(__file__).with_name("prices.yaml")
 KEYS = ("dollars_hour", "node", "outside_gb_s")
 
 
 @dataclass(frozen=True)
 class Terms:
-    """One chip's line. `source` is the file that was read last for it."""
+    """One chip's entry. `source` is the file that was read last for it."""
 
     dollars_hour: float | None
     node: int | None
@@ -44,7 +220,7 @@ class Terms:
 
 
 def terms_of(chip: str, given: Path | None = None) -> Terms:
-    """The shipped line of a chip, with the user's values (--prices, else BESSEMER_HOME/prices.yaml) in its place."""
+    """Return the shipped entry of a chip with the values of --prices, else of BESSEMER_HOME/prices.yaml, over it."""
     line, source = dict(_read(SHIPPED)[chip]), "the shipped prices.yaml, to be edited"
     own = given or home() / "prices.yaml"
     if given is not None or own.is_file():
@@ -58,7 +234,9 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     table = read_yaml(path, "price table")
     for chip, line in table.items():
         if chip not in CHIPS:
-            raise InputError(f"price table '{path}': unknown chip '{chip}'{_hint(chip)}.")
+            close = nearest(chip, list(CHIPS))
+            hint = f"; did you mean '{close}'?" if close else ""
+            raise InputError(f"price table '{path}': unknown chip '{chip}'{hint}.")
         if not isinstance(line, dict):
             raise InputError(f"price table '{path}': '{chip}' must hold a mapping of {', '.join(KEYS)}.")
         for key, value in line.items():
@@ -75,19 +253,15 @@ def _check(path: Path, chip: str, key: str, value: Any) -> None:
         raise InputError(f"price table '{path}', {chip}: {key}={value!r} must be a number above 0.")
 
 
-def _hint(chip: str) -> str:
-    close = nearest(chip, list(CHIPS))
-    return f"; did you mean '{close}'?" if close else ""
-
-
+# --- the estimate ---
+# How often a tensor travels between chip and memory in elementwise work. Fitted to two measured steps on an H200
+# (docs/scale.md): depth 12 takes 421 ms and depth 20 1,436 ms.
 PASSES = 10.0
-"""How often a kept tensor, or one of its kind that is not kept, travels between chip and memory in elementwise work.
-Fitted to two measured steps on an H200 (docs/scale.md): depth 12 takes 421 ms and depth 20 1,436."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a plan decides: mesh sizes by axis, sequences a device in one pass, what is recomputed."""
+    """What a plan decides: mesh sizes by axis, sequences per device in one pass, what is recomputed."""
 
     axes: Mapping[str, int]
     rows: int
@@ -134,7 +308,7 @@ def estimate(facts: Facts, choice: Choice, terms: Terms) -> Estimate:
 
 
 def node_of(target: Any, terms: Terms) -> int:
-    """Devices that the fast links join: a GPU's node, a TPU's slice."""
+    """Return the number of devices that the fast links join: a GPU's node, a TPU's slice."""
     return terms.node or target.devices // target.slices
 
 
@@ -150,25 +324,18 @@ def _memory(facts: Facts, choice: Choice, steps: int) -> Memory:
     several = steps > 1
     forward = several * state.trained + activations + workspace
     backward = (1 + several) * state.trained + workspace
-    update = state.trained + _update_bytes(facts, axes)
+    # Muon: the update in float32 as it rests, and three stacks of a device's share in the compute dtype
+    matrices = facts.muon_parameters / axes["tensor"]
+    own = matrices * (4 / axes["fsdp"] + 3 * facts.compute_bytes / (axes["fsdp"] * axes["data"]))
+    update = state.trained + own
     above = max(forward, backward, update)
     gradients = {forward: several, backward: 1 + several, update: 1}[above] * state.trained
-    return Memory(
-        state.parameters, state.optimizer, state.other, gradients, activations, workspace, held + above
-    )
-
-
-def _update_bytes(facts: Facts, axes: Mapping[str, int]) -> float:
-    """Muon: the update in float32 as it rests, and three stacks of a device's share in the compute dtype."""
-    matrices = facts.muon_parameters / axes["tensor"]
-    return matrices * (4 / axes["fsdp"] + 3 * facts.compute_bytes / (axes["fsdp"] * axes["data"]))
+    return Memory(state.parameters, state.optimizer, state.other, gradients, activations, workspace, held + above)
 
 
 def step_flops(facts: Facts, choice: Choice) -> tuple[float, float]:
-    """The model's formula with causal attention, a third more where blocks are recomputed, and the optimizer's.
-
-    (all of one device, those of them in float8).
-    """
+    """Return (FLOPs of one device, those of them in float8): the model's formula with causal attention, a third more if
+    blocks are recomputed, and the optimizer's."""
     parts, axes = facts.step.plan.model, choice.axes
     devices = choice.parallel * axes["tensor"] * axes["context"]
     again = 4 / 3 if remat_names(choice.remat) == () else 1.0
@@ -178,7 +345,7 @@ def step_flops(facts: Facts, choice: Choice) -> tuple[float, float]:
 
 
 def _traffic(facts: Facts, choice: Choice, steps: int) -> float:
-    """Elementwise work on what is kept; weights read twice a pass, gradients added up, the state read and written."""
+    """Return bytes: elementwise work on what is kept, weights read twice per pass, gradients added, state updated."""
     state, kept = facts.state(choice.axes), facts.kept(("none",))
     split = (choice.axes["tensor"], choice.axes["context"])
     between = PASSES * kept.activations(choice.rows, *split)
@@ -209,7 +376,7 @@ def _collectives(facts: Facts, choice: Choice, steps: int, layout: Layout) -> li
 
 
 def _activation_collectives(facts: Facts, choice: Choice, steps: int, add: Any) -> None:
-    """Tensor: four sums of the residual stream a layer. Context: keys and values gathered, gradients scattered."""
+    """Tensor: four sums of the residual stream per layer. Context: keys and values gathered, gradients scattered."""
     shape = facts.shape
     if shape is None:
         return
@@ -221,27 +388,23 @@ def _activation_collectives(facts: Facts, choice: Choice, steps: int, add: Any) 
     add("reduce-scatter", ("context",), 2 * shape.depth * steps, keys)
 
 
-# From work to time and money: three rooflines of one step, days, dollars.
+# --- time and cost: three rooflines of one step ---
 #
 #     compute = FLOPs / peak    memory = bytes / bandwidth    network = Σ collectives at full link speed
 #     at best = the largest of them;   likely = max(compute / .72 + memory / .9, network)
 #
-# A large bf16 product reached 655–767 of an H200's 989 TFLOP/s, copies 4.3 of its 4.8 TB/s
-# (benchmarks/LOG.md): that is where .72 and .9 are from. Latency, validation, checkpoints and lost hosts are
-# not counted.
-
-
+# A large bf16 product reached 655–767 of an H200's 989 TFLOP/s, copies 4.3 of its 4.8 TB/s (benchmarks/LOG.md), hence
+# .72 and .9. Latency, validation, checkpoints and lost hosts are not counted.
 MATRIX_SHARE = 0.72
 BANDWIDTH_SHARE = 0.9
 DAY = 86_400
 
 
 def step_time(target: Target, terms: Terms, made: Estimate, found: Sequence[Collective]) -> dict[str, Any]:
-    """Seconds of one step by each roofline, which of them binds, and the likely time."""
+    """Return the seconds of one step by each roofline, which of them binds, and the likely time."""
     chip = target.chip
     seconds = {
-        "compute": (made.flops - made.float8_flops) / chip.bf16_flops
-        + made.float8_flops / chip.peak_flops("fp8"),
+        "compute": (made.flops - made.float8_flops) / chip.bf16_flops + made.float8_flops / chip.peak_flops("fp8"),
         "memory": made.traffic / chip.hbm_bytes_s,
         "network": sum(one.seconds(chip.link_bytes_s, terms.outside_gb_s * 1e9) for one in found),
     }
@@ -257,7 +420,7 @@ def step_time(target: Target, terms: Terms, made: Estimate, found: Sequence[Coll
 def run_time(
     step: dict[str, Any], steps: int, tokens: int, flops_per_token: float, target: Target, precision: str
 ) -> dict[str, Any]:
-    """The whole run at the likely step time; MFU by the causal FLOPs."""
+    """Return the time of the run at the likely step time; MFU is by the causal FLOPs."""
     seconds = step["likely"] * steps
     speed = tokens / seconds
     return {

@@ -1,7 +1,7 @@
-"""What a micro-batch keeps between its forward and backward pass: the tensors themselves, from the traced step.
+"""The tensors that a micro-batch keeps between its forward and backward pass, from the traced step.
 
-`jax.vjp` returns what it will need as leaves; tracing it, for the chip that is planned, gives their shapes without an
-array or a compiler. So the list follows from the model's own code: kernels, precision, remat, objective and all.
+`jax.vjp` returns what it will need as leaves. Tracing it for the planned chip gives their shapes without an array or a
+compiler, so the list follows from the model's own kernels, precision, remat and objective.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ import jax
 import jax.numpy as jnp
 
 from bessemer.data.rows.rows import Fields
+from bessemer.models.shape import Shape
+from bessemer.models.transformer import Transformer
 from bessemer.training.setup.model import make_apply
 from bessemer.training.state import TrainState
-
-# Walking a traced program.
-
 
 CALLS = ("jit", "pjit")  # a call's name in one version of JAX and another
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """The programs inside one operation: of calls, loops, branches and custom rules."""
+    """Yield the programs inside one operation: of calls, loops, branches and custom rules."""
     for value in equation.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             inner = getattr(item, "jaxpr", item)  # closed or open
@@ -43,7 +42,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Equation:
-    """An operation as in a jaxpr; a constant among `invars` is JAX's literal, which has a `val`."""
+    """An operation as in a jaxpr; a constant among `invars` is a literal of JAX, which has a `val`."""
 
     primitive: Any
     params: dict[str, Any]
@@ -61,7 +60,7 @@ class Program:
 
 
 def inlined(closed: Any) -> Program:
-    """Layers of one kind are calls of one program: here each call has variables of its own."""
+    """Return the program with its calls inlined, so that each call has variables of its own."""
     equations: list[Equation] = []
 
     def walk(jaxpr: Any, names: dict[Any, Any]) -> list[Any]:
@@ -85,33 +84,18 @@ def inlined(closed: Any) -> Program:
     return Program(list(given.values()), walk(closed.jaxpr, dict(given)), equations)
 
 
+# operations whose results are in memory; elementwise work is fused into them or into what follows
 MADE = ("dot_general", "pallas_call", "scatter-add", "conv_general_dilated", "ragged_dot_general")
-"""Whose results surely lie in memory; elementwise work is fused into them or into what follows."""
-
 PRIMES = tuple(n for n in range(11, 200) if all(n % divisor for divisor in range(2, n)))
-
-FORMS = (
-    "reshape",
-    "squeeze",
-    "expand_dims",
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "name",
-    "transpose",
-)
-"""Operations whose result is their operand in another form."""
-
+# operations whose result is their operand in another form, and those whose result is a part of it
+FORMS = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type", "copy", "name", "transpose")
 PARTS = ("slice", "dynamic_slice")
-"""And those whose result is a part of it: blocks of keys are parts of the keys."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """`count` arrays of one shape that are kept.
-
-    `rows`: it grows with the micro-batch; `weights`: several parameters in one array, such as a scan's stack.
-    """
+    """`count` kept arrays of one shape. rows: they grow with the micro-batch. weights: several parameters in one array,
+    such as a scan's stack."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -126,7 +110,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Kept:
-    """Of a micro-batch of `rows` sequences on one device.
+    """What a micro-batch of `rows` sequences keeps on one device.
 
     The biggest result of a product or kernel: `largest` of those that grow with the rows, `tile` of the others.
     """
@@ -138,7 +122,7 @@ class Kept:
     width: int  # of the residual stream, which is not split over `tensor`
 
     def activations(self, rows: int, tensor: int = 1, context: int = 1, fsdp: int = 1) -> float:
-        """Bytes for another micro-batch or mesh: all but the residual stream is split over heads, mlp, vocabulary."""
+        """Return the bytes for another micro-batch or mesh: `tensor` splits all but the residual stream."""
         total = 0.0
         for one in self.tensors:
             share = 1.0
@@ -150,14 +134,15 @@ class Kept:
         return total
 
     def workspace(self, rows: int, tensor: int = 1, context: int = 1) -> float:
-        """The largest result and what is being made of it."""
+        """Return the bytes of the largest result and of what is computed from it."""
         return 2.0 * max(self.tile, self.largest * rows / self.rows / context) / tensor
 
 
 def kept_tensors(state: TrainState, model: Any, fields: Fields, block: int, remat: tuple[str, ...]) -> Kept:
     """Trace one micro-batch of rows with `fields` on one device; `remat` replaces the model's own setting."""
-    rows = _telling_rows(state.params, getattr(model, "shape", None), block)
-    if hasattr(model, "remat"):
+    sizes = model.shape if isinstance(model, Transformer) else None
+    rows = _telling_rows(state.params, sizes, block)
+    if isinstance(model, Transformer):
         state = state.replace(apply_fn=make_apply(model.clone(remat=list(remat))))
     state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
     batch = {name: jax.ShapeDtypeStruct((rows, *shape), dtype) for name, (shape, dtype) in fields.items()}
@@ -167,7 +152,7 @@ def kept_tensors(state: TrainState, model: Any, fields: Fields, block: int, rema
         return jax.tree.leaves(jax.vjp(lambda p: state.objective(p, batch, key)[0], params)[1])
 
     kept = inlined(jax.make_jaxpr(residuals)(state.params, state, batch, key))
-    width = getattr(getattr(model, "shape", None), "width", 0)
+    width = sizes.width if sizes else 0
     weights = {tuple(sorted(leaf.shape)) for leaf in jax.tree.leaves(state.params)}
     found = tuple(_tensors(kept, weights, rows))
     largest = {True: 0, False: 0}
@@ -180,7 +165,7 @@ def kept_tensors(state: TrainState, model: Any, fields: Fields, block: int, rema
 
 
 def _tensors(program: Program, weights: set[tuple[int, ...]], rows: int) -> Iterator[Tensor]:
-    """Results that are no arguments, each once: a tensor that two operations need is one tensor."""
+    """Yield the results that are not arguments, each once."""
     wanted = {id(v): v for v in program.outvars if not hasattr(v, "val")}
     makers = {id(v): equation for equation in program.eqns for v in equation.outvars}
     given = {id(variable) for variable in program.invars}
@@ -197,16 +182,16 @@ def _tensors(program: Program, weights: set[tuple[int, ...]], rows: int) -> Iter
             yield Tensor(shape, dtype, count, grows, not grows and tuple(sorted(shape)) not in weights)
 
 
-def _telling_rows(params: Any, shape: Any, block: int) -> int:
-    """Sequences to trace with: a prime that divides no other axis. What it divides grows with the micro-batch."""
+def _telling_rows(params: Any, shape: Shape | None, block: int) -> int:
+    """Return a prime that divides no other axis, to trace with: axes that it divides grow with the micro-batch."""
     sizes = {size for leaf in jax.tree.leaves(params) for size in leaf.shape if size}
-    sizes |= {getattr(shape, name, 1) for name in ("heads", "kv_heads")} | {block}
-    depth = getattr(shape, "depth", 1)
+    sizes |= {block} | ({shape.heads, shape.kv_heads} if shape else {1})
+    depth = shape.depth if shape else 1
     return next(n for n in PRIMES if n > depth / 4 and all(size % n for size in sizes))
 
 
 def _source(variable: Any, wanted: dict[int, Any], makers: dict[int, Any]) -> Any:
-    """The variable that lies in memory for this one: another form or a wider copy is made again when it is used."""
+    """Return the variable that is in memory for this one: another form or a wider copy is recomputed."""
     forms = [variable]
     while (maker := makers.get(id(forms[-1]))) is not None and maker.primitive.name in FORMS:
         if hasattr(maker.invars[0], "val"):
@@ -217,7 +202,7 @@ def _source(variable: Any, wanted: dict[int, Any], makers: dict[int, Any]) -> An
 
 
 def _joined(kept: dict[int, Any], makers: dict[int, Any]) -> dict[int, Any]:
-    """Parts of a tensor that is kept, or that is no larger than they are together, are that tensor."""
+    """Replace parts by their whole tensor if it is kept too, or is no larger than they are together."""
     parts: dict[int, list[Any]] = {}
     wholes: dict[int, Any] = {}
     for variable in kept.values():
@@ -240,7 +225,7 @@ def _is_number(dtype: Any) -> bool:
 
 
 def _results(jaxpr: Any, looped: bool = False) -> Iterator[tuple[tuple[int, ...], int, bool]]:
-    """Shape, bytes, and whether it is made in a loop, of what surely lies in memory."""
+    """Yield (shape, bytes, whether it is made in a loop) of each result that is in memory."""
     for equation in jaxpr.eqns:
         if equation.primitive.name in MADE:
             yield from ((tuple(v.aval.shape), _size(v.aval), looped) for v in equation.outvars)

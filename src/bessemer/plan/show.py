@@ -16,9 +16,6 @@ from bessemer.errors import InputError
 from bessemer.optim import Optimizer
 from bessemer.report.plots import INK, finish, new_figure, save
 
-# The schedules of a run, step by step: as numbers, as a line of blocks in a terminal, as a picture.
-
-
 POINTS = 201
 BLOCKS = "▁▂▃▄▅▆▇█"
 TITLES = {
@@ -30,7 +27,7 @@ TITLES = {
 
 
 def sample_curves(optimizer: Optimizer, steps: int, points: int = POINTS) -> dict[str, list[float]]:
-    """`steps` (0 to the last, the schedule's corners among them) and every curve's value there."""
+    """Return `steps` (the first, the last, the schedule's corners and others) and every curve's values there."""
     at = set(np.linspace(0, steps - 1, min(points, steps)).round().astype(int).tolist())
     if optimizer.schedule is not None:
         at |= {corner for corner in optimizer.schedule.corners if corner < steps}
@@ -41,7 +38,7 @@ def sample_curves(optimizer: Optimizer, steps: int, points: int = POINTS) -> dic
 
 
 def sparkline(steps: list[float], values: list[float], width: int = 48) -> str:
-    """`width` blocks, evenly spaced over the steps; their height is from 0, or from the least when all are alike."""
+    """Return a line of blocks over the steps. Their height is from 0, or from the least value if all are close."""
     at = np.interp(np.linspace(steps[0], steps[-1], min(width, len(steps))), steps, values)
     low, high = (0.0 if at.min() < 0.5 * at.max() else float(at.min())), float(at.max())
     if high <= low:
@@ -51,28 +48,25 @@ def sparkline(steps: list[float], values: list[float], width: int = 48) -> str:
 
 
 def check_picture(path: Path) -> Path:
-    """Refused before anything is compiled, not after."""
+    """Return `path`, or raise InputError before anything is compiled."""
     if path.suffix.lower() != ".png":
         raise InputError(f"--plot writes a PNG, but '{path}' does not end in .png.")
     return path
 
 
 def write_curves(curves: dict[str, list[float]], path: Path) -> Path | None:
-    """One panel a curve; None when there is none (an optax transformation keeps its rate to itself)."""
+    """Draw one panel per curve. None: there is no curve, as an optax transformation does not show its rate."""
     names = [name for name in curves if name != "steps"]
     if not names:
         return None
     figure, panels = new_figure(panels=len(names))
     for name, axes in zip(names, np.atleast_1d(np.asarray(panels, dtype=object)), strict=True):
-        draw(axes, curves["steps"], curves[name])
+        values = curves[name]
+        axes.plot(curves["steps"], values, color=INK, linewidth=1.6)
+        if min(values) >= 0 and min(values) < 0.5 * max(values):
+            axes.set_ylim(bottom=0)
         finish(axes, TITLES.get(name, name))
     return save(figure, check_picture(path))
-
-
-def draw(axes: Any, steps: list[float], values: list[float]) -> None:
-    axes.plot(steps, values, color=INK, linewidth=1.6)
-    if min(values) >= 0 and min(values) < 0.5 * max(values):
-        axes.set_ylim(bottom=0)
 
 
 def render(plan: dict[str, Any]) -> str:
@@ -88,19 +82,18 @@ def render(plan: dict[str, Any]) -> str:
 
 
 def _head(plan: dict[str, Any]) -> str:
-    model, devices = plan["model"], plan["devices"]
-    sizes = [
-        f"{name.replace('_', ' ')} {model[name]:,}"
-        for name in ("depth", "width", "heads", "kv_heads", "head_dim", "vocab_size", "block_size")
-        if model.get(name) is not None
-    ]
-    kind = devices["chip"] or devices["device_kind"]
+    devices, names = plan["devices"], ("depth", "width", "heads", "kv_heads", "head_dim", "vocab_size", "block_size")
     lines = [
         f"plan       {plan['recipe']}",
-        f"model      {model['family']}: {', '.join(sizes)}",
-        f"devices    {devices['devices']} × {kind}",
+        _model(plan["model"], names),
+        f"devices    {devices['devices']} × {devices['chip'] or devices['device_kind']}",
     ]
     return "\n".join([*lines, *(f"note       {note}" for note in plan["notes"])])
+
+
+def _model(model: dict[str, Any], names: tuple[str, ...]) -> str:
+    sizes = (f"{name.replace('_', ' ')} {model[name]:,}" for name in names if model.get(name) is not None)
+    return f"model      {model['family']}: {', '.join(sizes)}"
 
 
 def _derived(derived: dict[str, Any]) -> str:
@@ -150,11 +143,7 @@ def _cost(plan: dict[str, Any]) -> str:
         ("horizon", f"{horizon['steps']:,} steps", f"{horizon['tokens']:,} tokens{epochs}"),
         ("tokens : N", "-" if ratio is None else f"{ratio:.2f}", "tokens : scaling parameters"),
         ("FLOPs a token", f"{flops['per_token']:.4g}", flops["formula"]),
-        (
-            "",
-            f"{flops['per_token_causal']:.4g}",
-            "with the keys that causal attention really reads",
-        ),
+        ("", f"{flops['per_token_causal']:.4g}", "with the keys that causal attention really reads"),
         ("FLOPs in all", f"{flops['total']:.4g}", "FLOPs a token · tokens"),
         _memory(plan["memory"]),
         _time(spent),
@@ -191,26 +180,19 @@ def _time(spent: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def _schedules(curves: dict[str, list[float]]) -> str:
-    names = [name for name in curves if name != "steps"]
     rows = []
-    for name in names:
-        values = curves[name]
-        marks = f"{values[0]:.3g} → {max(values):.3g} → {values[-1]:.3g}"
-        rows.append((TITLES.get(name, name), sparkline(curves["steps"], values), marks))
-    return (
-        table((f"schedules, {curves['steps'][-1] + 1:,} steps", "", "first, largest, last"), rows)
-        if rows
-        else ""
-    )
+    for name, values in curves.items():
+        if name != "steps":
+            marks = f"{values[0]:.3g} → {max(values):.3g} → {values[-1]:.3g}"
+            rows.append((TITLES.get(name, name), sparkline(curves["steps"], values), marks))
+    return table((f"schedules, {curves['steps'][-1] + 1:,} steps", "", "first, largest, last"), rows) if rows else ""
 
 
 def gib(count: int) -> str:
     return f"{count / 2**30:.2f} GiB"
 
 
-# A plan for absent hardware as text.
-
-
+# --- a plan for absent hardware ---
 PARTS = {
     "parameters": "float32, as they rest",
     "optimizer": "moments",
@@ -226,7 +208,7 @@ PARTS = {
 def render_absent(plan: dict[str, Any], with_placement: bool = False) -> str:
     parts = [
         _absent_head(plan),
-        _absent_derived(plan["derived"]),
+        _derived(plan["derived"]),
         _absent_memory(plan),
         _collectives(plan),
         _absent_time(plan),
@@ -240,33 +222,21 @@ def render_absent(plan: dict[str, Any], with_placement: bool = False) -> str:
 
 def _absent_head(plan: dict[str, Any]) -> str:
     model, devices, horizon = plan["model"], plan["devices"], plan["horizon"]
-    sizes = [
-        f"{name.replace('_', ' ')} {model[name]:,}"
-        for name in ("depth", "width", "heads", "vocab_size", "block_size")
-        if model.get(name) is not None
-    ]
+    words = _model(model, ("depth", "width", "heads", "vocab_size", "block_size"))
+    slices = f" in {devices['slices']} slices" if devices["slices"] > 1 else ""
     mesh = " × ".join(f"{axis} {size}" for axis, size in devices["axes"].items())
     how = "the analytic model"
     if plan["method"] == "compiled":
         how = f"the step compiled with libtpu in {plan['compile_seconds']:.0f} s; time by the analytic model"
     lines = [
         f"plan       {plan['recipe']}, not run: {how}",
-        f"model      {model['family']}: {', '.join(sizes)}; {compact(model['parameters']['total'])} parameters",
-        f"devices    {devices['devices']:,} × {devices['chip']}" + _slices(devices) + f", mesh {mesh}",
+        f"{words}; {compact(model['parameters']['total'])} parameters",
+        f"devices    {devices['devices']:,} × {devices['chip']}{slices}, mesh {mesh}",
         f"step       {horizon['batch_size']:,} sequences: {horizon['per_device_batch_size']:,} a device × "
         f"{counted(horizon['accumulate_steps'], 'pass')}; {horizon['steps']:,} steps, "
         f"{compact(horizon['tokens'])} tokens",
     ]
     return "\n".join([*lines, *(f"note       {note}" for note in plan["notes"])])
-
-
-def _slices(devices: dict[str, Any]) -> str:
-    return f" in {devices['slices']} slices" if devices["slices"] > 1 else ""
-
-
-def _absent_derived(derived: dict[str, Any]) -> str:
-    rows = [(dotted(name), figure(entry["value"]), entry["reason"]) for name, entry in derived.items()]
-    return table(("derived", "value", "why"), rows) if rows else ""
 
 
 def _absent_memory(plan: dict[str, Any]) -> str:
@@ -288,13 +258,7 @@ def _absent_memory(plan: dict[str, Any]) -> str:
 
 def _collectives(plan: dict[str, Any]) -> str:
     rows = [
-        (
-            one["kind"],
-            " × ".join(one["axes"]),
-            f"{one['devices']:,}",
-            f"{one['count']:,}",
-            gib(one["bytes_sent"]),
-        )
+        (one["kind"], " × ".join(one["axes"]), f"{one['devices']:,}", f"{one['count']:,}", gib(one["bytes_sent"]))
         for one in plan["collectives"]
     ]
     if not rows:
@@ -307,16 +271,8 @@ def _absent_time(plan: dict[str, Any]) -> str:
     spent, cost = plan["time"], plan["cost"]
     roofline = spent["roofline"]
     rows = [
-        (
-            "compute",
-            seconds(roofline["compute"]),
-            f"{plan['flops']['per_device_step']:.4g} FLOPs a device at its peak",
-        ),
-        (
-            "memory",
-            seconds(roofline["memory"]),
-            "elementwise work, weights, gradients, update at full bandwidth",
-        ),
+        ("compute", seconds(roofline["compute"]), f"{plan['flops']['per_device_step']:.4g} FLOPs a device at its peak"),
+        ("memory", seconds(roofline["memory"]), "elementwise work, weights, gradients, update at full bandwidth"),
         ("network", seconds(roofline["network"]), "collectives at full link speed"),
         ("step at best", seconds(spent["step_seconds_at_best"]), f"bound by {spent['bound_by']}"),
         (
@@ -324,24 +280,17 @@ def _absent_time(plan: dict[str, Any]) -> str:
             seconds(spent["step_seconds"]),
             f"{compact(spent['tokens_per_s'])} tokens/s, MFU {spent['mfu_causal']:.1%} (causal)",
         ),
-        (
-            "run",
-            duration(spent["seconds"]),
-            f"{spent['days']:.3g} days, {cost['chip_hours']:,.0f} chip-hours",
-        ),
-        ("cost", _dollars(cost["dollars"]), _price(cost)),
+        ("run", duration(spent["seconds"]), f"{spent['days']:.3g} days, {cost['chip_hours']:,.0f} chip-hours"),
+        ("cost", *_cost_words(cost)),
     ]
     return table(("time", "value", "how"), rows)
 
 
-def _dollars(value: float | None) -> str:
-    return "unknown" if value is None else f"${value:,.0f}" if value >= 10 else f"${value:,.2f}"
-
-
-def _price(cost: dict[str, Any]) -> str:
-    if cost["dollars_per_chip_hour"] is None:
-        return "no price for this chip: --prices FILE"
-    return f"${cost['dollars_per_chip_hour']:,.2f} a chip and hour ({cost['source']})"
+def _cost_words(cost: dict[str, Any]) -> tuple[str, str]:
+    dollars, price = cost["dollars"], cost["dollars_per_chip_hour"]
+    if price is None:
+        return "unknown", "no price for this chip: --prices FILE"
+    return f"${dollars:,.{0 if dollars >= 10 else 2}f}", f"${price:,.2f} a chip and hour ({cost['source']})"
 
 
 def seconds(value: float) -> str:
@@ -374,12 +323,5 @@ def _sweep(sweep: dict[str, Any]) -> str:
         )
         for row in sweep["best"]
     ]
-    head = (
-        f"{sweep['fit']:,} of {sweep['tried']:,} fit; the best",
-        "a device",
-        "remat",
-        "peak",
-        "step",
-        "bound by",
-    )
+    head = (f"{sweep['fit']:,} of {sweep['tried']:,} fit; the best", "a device", "remat", "peak", "step", "bound by")
     return table(head, rows)

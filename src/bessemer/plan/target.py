@@ -1,24 +1,42 @@
-"""Names of hardware that is not here: `v5e:4x4`, `v5p:2x2x4`, `2xv6e:16x16`, `h200:8`, `h100:64`."""
+"""Hardware that is not here, named as in `v5e:4x4`, `2xv6e:16x16` or `h200:8`: its mesh and the functions of a step."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jax.sharding import AbstractMesh, AxisType
 
 from bessemer.errors import InputError
-from bessemer.topology import CHIPS, Chip, chip_of
+from bessemer.topology import AXES, CHIPS, Chip, Topology, TopologySettings, chip_of, planned_for
+from bessemer.topology.mesh import fill_sizes
+from bessemer.training.context import RunContext
+from bessemer.training.setup import microbatch
+from bessemer.training.setup.compiled import (
+    Functions,
+    abstract_state,
+    check_sequence,
+    make_optimizer,
+    record_micro_batch,
+)
+from bessemer.training.setup.microbatch import KEY as MICRO
+from bessemer.training.setup.plan import RunPlan, StepHooks
 
 NAME = re.compile(r"(?:(?P<slices>\d+)x(?=[a-z]))?(?P<chip>[a-z][a-z0-9 _-]*?):(?P<grid>\d+(?:x\d+)*)")
 FLAT = ("TPU v5e", "TPU v6e")  # a torus of two dimensions; the other TPUs have three
 TWO_DEVICES = ("TPU v7x",)  # JAX shows two devices a chip
-LARGEST = {"TPU v4": 4096, "TPU v5e": 256, "TPU v5p": 8960, "TPU v6e": 256, "TPU v7x": 9216}
-"""Chips of one slice, at most; more are several slices, joined by the data centre's network."""
+LARGEST = {"TPU v4": 4096, "TPU v5e": 256, "TPU v5p": 8960, "TPU v6e": 256, "TPU v7x": 9216}  # chips per slice
 
 
 @dataclass(frozen=True)
 class Target:
-    """Chips of one kind: `slices` times a `grid` of them. A GPU's grid is a plain count, in nodes of prices.yaml."""
+    """Chips of one kind: `slices` times a `grid` of them. A GPU's grid is a plain count."""
 
     name: str
     chip: Chip
@@ -46,7 +64,7 @@ class Target:
 
 
 def parse_target(name: str) -> Target:
-    """The hardware a name stands for, or an InputError that says how names are made."""
+    """Return the hardware that `name` stands for, or raise an InputError that explains the names."""
     found = NAME.fullmatch(name.strip().lower())
     if found is None:
         raise InputError(f"--topology '{name}' is not understood. {_forms()}")
@@ -69,7 +87,7 @@ def _torus(target: Target) -> Target:
             f"several slices, for example {-(-chips // most)}x{_short(target)}:{most}."
         )
     if len(target.grid) == 1:
-        return Target(target.name, target.chip, target.slices, balanced(chips, dimensions))
+        return replace(target, grid=balanced(chips, dimensions))
     if len(target.grid) != dimensions:
         shape = "x".join(map(str, balanced(chips, dimensions)))
         raise InputError(
@@ -93,7 +111,7 @@ def _short(target: Target) -> str:
 
 
 def balanced(count: int, dimensions: int) -> tuple[int, ...]:
-    """`count` chips as the most cubic torus there is, smallest side first: 16 → (4, 4), 32 → (2, 4, 4)."""
+    """Return the most cubic torus of `count` chips, smallest side first: 16 → (4, 4), 32 → (2, 4, 4)."""
     if dimensions == 1:
         return (count,)
     sides = [side for side in range(1, count + 1) if count % side == 0 and side**dimensions <= count]
@@ -107,3 +125,87 @@ def _forms() -> str:
         "A name is CHIP:COUNT or, for a TPU, CHIP:AxB or CHIP:AxBxC with the number of slices in front: h200:8, "
         f"v5e:4x4, v5p:2x2x4, 2xv6e:16x16. Chips: {known}."
     )
+
+
+# --- its mesh and functions ---
+@dataclass(frozen=True)
+class AbsentTopology(Topology):
+    """The mesh of a target. It has shardings and shapes; programs are traced for its platform."""
+
+    target: Target = field(kw_only=True)
+
+    @property
+    def platform(self) -> str:
+        return self.target.platform
+
+    @property
+    def device_kind(self) -> str:
+        return self.target.chip.name
+
+    @property
+    def float8(self) -> bool:
+        return self.target.chip.fp8_flops is not None
+
+    @property
+    def device_count(self) -> int:
+        return math.prod(self.mesh.shape.values())
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Without a mesh: what is traced is the program of one device. compiled.py compiles all of it."""
+        with planned_for(self.platform), nn.logical_axis_rules(list(self.compute_rules)):
+            yield
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "axes": {axis: int(size) for axis, size in self.mesh.shape.items()},
+            "platform": self.platform,
+            "device_kind": self.device_kind,
+            "chip": self.target.chip.name,
+            "chips": self.target.chips,
+            "devices": self.device_count,
+            "slices": self.target.slices,
+            "grid": list(self.target.grid),
+            "jax": jax.__version__,
+        }
+
+
+def absent_topology(settings: TopologySettings, target: Target) -> AbsentTopology:
+    sizes = fill_sizes(settings, target.devices)
+    mesh: Any = AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return AbsentTopology(mesh, target.chip, settings, target=target)
+
+
+def absent_functions(plan: RunPlan, hooks: StepHooks) -> Functions:
+    """Return what `build_functions` does, without a device and without jitted steps."""
+    topology, batch_size = plan.context.topology, plan.data.batch_size
+    check_sequence(plan.context.settings.block_size, topology.mesh.shape["context"])
+    optimizer = make_optimizer(plan, hooks)
+    abstract, placed = abstract_state(plan, hooks, optimizer)
+    per_device = fit_micro_batch(plan.context, batch_size)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    accumulate = microbatch.accumulation(batch_size, per_device, topology.data_parallel)
+    micro = per_device * topology.data_parallel
+    return Functions(optimizer, abstract, placed, key, None, None, accumulate, micro, 1)
+
+
+def fit_micro_batch(context: RunContext[Any], batch: int) -> int:
+    """Return the caller's micro-batch, or the recipe's lowered until it divides this mesh's share of the batch; -1 is
+    the whole share, which the plan then lowers until it fits."""
+    config, parallel = context.config, context.topology.data_parallel
+    asked = int(config[MICRO])
+    if asked != -1 and config.asked(MICRO):
+        microbatch.accumulation(batch, asked, parallel)
+        return asked
+    if batch % parallel:
+        raise InputError(
+            f"a step of {batch:,} sequences cannot be shared by {parallel:,} data-parallel devices "
+            f"(topology.data × topology.fsdp): make training.batch_size a multiple of {parallel:,}, or use fewer and "
+            "put the rest on topology.tensor or topology.context."
+        )
+    size, why = batch // parallel, f"the largest that divides {batch // parallel} sequences a device"
+    if asked != -1:
+        size, why = microbatch.lowered(asked, batch, parallel)
+    if size != asked:
+        record_micro_batch(context, size, why)
+    return size

@@ -1,7 +1,7 @@
 """The trainer of a recipe without its data: everything `bessemer train` would derive, and nothing prepared.
 
-A plan needs only two facts about the data, the vocabulary's size and (for a horizon in epochs) its length. Both are
-read when the data is there already, and assumed, with a line that says so, when it is not.
+A plan needs the vocabulary's size and, for a horizon in epochs, the length of the data. They are read if the data is
+prepared, and otherwise assumed, with a note.
 """
 
 from __future__ import annotations
@@ -12,20 +12,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from bessemer.config import Config, configuration, configure, dotted, resolve
+from bessemer.config import Config, configuration, dotted, resolve
 from bessemer.config.recipes import Layer
-from bessemer.data import (
-    BatchPlan,
-    DatasetStyle,
-    DataSettings,
-    Sampling,
-    Tokenizer,
-    find_source,
-    open_dataset,
-)
+from bessemer.data import BatchPlan, DatasetStyle, DataSettings, Sampling, Tokenizer, find_source, open_dataset
 from bessemer.data.rows.preference import pair_fields
 from bessemer.data.rows.rows import TEXT_TYPES, Fields
 from bessemer.data.rows.store import is_store
+from bessemer.data.sources.hub import must_download
 from bessemer.data.stores.catalog import store_directory, store_place
 from bessemer.data.stores.tokenizers import tokenizer_place, vocabulary_of
 from bessemer.data.tokenize.tokenizer import FILE
@@ -33,8 +26,8 @@ from bessemer.errors import InputError
 from bessemer.generate.load import FAMILY
 from bessemer.job import ExecutionSpec
 from bessemer.models.allocation import Allocation, compute_lzw_allocation
-from bessemer.plan.absent import AbsentTopology, absent_functions, absent_topology
-from bessemer.plan.target import Target
+from bessemer.models.lookup import has_lookup
+from bessemer.plan.target import AbsentTopology, Target, absent_functions, absent_topology
 from bessemer.registry import jobs
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training.context import RunContext
@@ -49,12 +42,10 @@ from bessemer.training.setup.horizon import plan_horizon, target_of
 from bessemer.training.setup.init_recipe import planned_from
 from bessemer.training.setup.initial_weights import begun_from
 from bessemer.training.setup.model import ModelParts, build_model, with_allocation
-from bessemer.training.setup.schema import schema_of, usual_style
+from bessemer.training.setup.schema import apply_objective_defaults, schema_of, usual_style
 from bessemer.training.trainer import BaseTrainer
 
-VOCABULARY = 32_768
-"""Assumed when neither the model nor a tokenizer says: the size the depth dial's reference has."""
-
+VOCABULARY = 32_768  # assumed when neither the model nor a tokenizer says: the size the depth dial's reference has
 OPEN = "???"
 
 
@@ -63,7 +54,7 @@ def planned_trainer(
 ) -> WithoutData:
     """Resolve and build as `bessemer train` does, with assumptions in place of data. Nothing is written.
 
-    `target`: for that hardware in place of the devices here; its functions then hold shapes, and no jitted step.
+    target: the hardware, in place of the devices here; the functions then hold shapes and no jitted step.
     """
 
     def resolved(between: tuple[Layer, ...] = ()) -> Config:
@@ -72,28 +63,28 @@ def planned_trainer(
     config = resolved()
     if FAMILY not in config:
         raise InputError(f"'{recipe}' is a job of phases: plan the recipes of its phases, one at a time.")
-    config = begun_from(resolved, planned_from(resolved, config), "runs")
-    close(config)
+    config = close(begun_from(resolved, planned_from(resolved, config), "runs"))
+    settings = config.make(TopologySettings)
+    topology = make_topology(settings) if target is None else absent_topology(settings, target)
+    base: type[BaseTrainer] = jobs.get(config["job"])
+    planned = type("Planned", (WithoutData, base), {"compiles": compiles})
     with configuration(config):
-        settings = configure(TopologySettings)
-        topology = make_topology(settings) if target is None else absent_topology(settings, target)
-        base: type[BaseTrainer] = jobs.get(config["job"])
-        planned = type("Planned", (WithoutData, base), {"compiles": compiles})
         return cast(WithoutData, planned(ExecutionSpec("plan", root=Path("runs"), topology=topology)))
 
 
-def close(config: Config) -> None:
-    """A recipe may leave its dataset open; anything else that is open is refused as `train` would."""
+def close(config: Config) -> Config:
+    """Return the configuration without data if the recipe leaves it open; raise InputError for other open settings."""
     for key, value in config.values.items():
         if isinstance(value, str) and value == OPEN and key != "training/dataset":
             origin = config.provenance[key].detail
             raise InputError(f"{origin} leaves '{dotted(key)}' open: give {dotted(key)}=… .")
-    if config["training/dataset"] == OPEN:
-        config.set("training/dataset", [], "left open by the recipe")
+    if config["training/dataset"] != OPEN:
+        return config
+    return config.replace({"training/dataset": []}, "left open by the recipe")
 
 
 class WithoutData(BaseTrainer):
-    """Mixed in before a trainer's class: the same build, but no source is opened that is not prepared."""
+    """Mixed in before a trainer's class: the same build, but data that is not prepared is not opened."""
 
     compiles = True
     epochs: float | None = None
@@ -110,15 +101,16 @@ class WithoutData(BaseTrainer):
         own = super().configure_model
         if own.__func__ is not BaseTrainer.configure_model:  # type: ignore[attr-defined]
             return own()  # a trainer that makes its own model knows best
-        return build_model(self.context, self.model_class(), planned_tokenizer(self.context))
+        tokenizer = planned_tokenizer(self.context)
+        self.context = apply_objective_defaults(self.context)
+        self.settings = self.context.settings
+        return build_model(self.context, self.model_class(), tokenizer)
 
     def configure_dataloaders(self) -> DataParts:
         self.model_parts = assume_allocation(self.context, self.model_parts)
-        kinds = getattr(
-            self, "row_types", TEXT_TYPES
-        )  # a trainer that makes its own rows knows what they hold
+        kinds = getattr(self, "row_types", TEXT_TYPES)  # a trainer that makes its own rows knows what they hold
         fields = planned_fields(self.settings, kinds)
-        if wants_logps(self.settings.objective):
+        if wants_logps(self.config):
             fields |= logps_fields(self.settings.block_size)
         if self.teacher is not None and not self.teacher.live:
             fields |= target_fields(self.settings.block_size, self.teacher.top_k)
@@ -153,10 +145,8 @@ def planned_tokenizer(context: RunContext[Any]) -> Tokenizer | None:
     return None
 
 
-def planned_data(
-    context: RunContext[Any], parts: ModelParts, fields: Fields
-) -> tuple[DataParts, float | None]:
-    """Return batch and horizon, with an empty `plan`, as no batch will be read; and the epochs, where known."""
+def planned_data(context: RunContext[Any], parts: ModelParts, fields: Fields) -> tuple[DataParts, float | None]:
+    """Return batch and horizon with an empty `plan`, as no batch will be read, and the epochs if known."""
     settings = context.config.make(DataSettings)
     rows = epoch_rows(context.settings, parts.tokenizer, settings)
     if rows is None and target_of(context.config).given == "epochs":
@@ -196,11 +186,13 @@ def epoch_rows(settings: BaseTrainerConfig, tokenizer: Tokenizer | None, data: D
 def is_prepared(sampling: Sampling, tokenizer: Tokenizer, settings: DataSettings) -> bool:
     if store_directory(sampling) is not None:
         return True
+    if must_download(sampling.name):
+        return False
     return is_store(store_place(sampling, find_source(sampling.name), tokenizer, settings=settings))
 
 
 def assume_micro_batch(context: RunContext[Any], batch_size: int) -> None:
-    """Where finding the largest micro-batch would need the compiler, take what a CPU would take."""
+    """Set an open micro-batch to what a CPU would take, since the largest would need the compiler."""
     if context.config[microbatch.KEY] != -1:
         return
     sizes = microbatch.candidates(batch_size, context.topology.data_parallel)
@@ -210,10 +202,9 @@ def assume_micro_batch(context: RunContext[Any], batch_size: int) -> None:
 
 
 def assume_allocation(context: RunContext[Any], parts: ModelParts) -> ModelParts:
-    """Give a model with lookup layers an even share of rows for every token. Training allocates them by its data; sizes
-    and counts depend only on their number."""
+    """Give a model with lookup layers an even share of rows per token; sizes depend only on their number."""
     model: Any = parts.model
-    if not getattr(model, "lookup_after_layers", ()) or model.allocation is not None:
+    if not has_lookup(model) or model.allocation is not None:
         return parts
     k = compute_lzw_allocation([], model.vocab_size, model.shape.lookup.rows, model.lookup_k_max)
     tokenizer = parts.tokenizer.hash if parts.tokenizer else None

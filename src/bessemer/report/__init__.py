@@ -1,7 +1,7 @@
-"""What a run measured and how it is shown: the metrics file, plots, the report, lists of runs."""
+"""Results of runs: the metrics file, plots, reports, lists of runs."""
 
 from bessemer.report.markdown import write_report
 from bessemer.report.metrics import MetricsFile
-from bessemer.report.summary import Summary, baselines, summarise
+from bessemer.report.summary import Summary, baselines, summarize
 
-__all__ = ["MetricsFile", "Summary", "baselines", "summarise", "write_report"]
+__all__ = ["MetricsFile", "Summary", "baselines", "summarize", "write_report"]

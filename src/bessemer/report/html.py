@@ -1,23 +1,25 @@
-"""report.html: the report as one file that needs nothing beside it, to be mailed or kept.
-
-It is report.md in HTML: the same lines, every one escaped, the curves inside as images, and a box that says how to make
-the run again.
-"""
+"""report.html: report.md as one self-contained HTML file, with the curves as images and how to reproduce the run."""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
-from bessemer.job import RunDirectory, atomic_write
-from bessemer.report.environment import reproduction
-from bessemer.report.markdown import DETAILS, TITLES, render
-from bessemer.report.phases import has_phases, write_phases_report
+from bessemer.config import Origin, OriginKind
+from bessemer.config.bounded import read_json
+from bessemer.console import markdown_table, show
+from bessemer.job import RunDirectory
+from bessemer.job.directory import step_name, step_of_name
+from bessemer.report.markdown import DETAILS, MISSING, TITLES, render, show_or_missing, write_phases_report
 from bessemer.report.plots import write_plots
-from bessemer.report.summary import Summary, summarise
+from bessemer.report.summary import Summary, has_phases, summarize
+from bessemer.storage.files import atomic_write
 
 STYLE = """
 :root { color-scheme: light dark; --ink: light-dark(#17212d, #e8eef5); --muted: light-dark(#566373, #9fb0c2);
@@ -42,19 +44,21 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def write_html(run: RunDirectory) -> Path:
-    """(Re)write RUN/report.html; returns its path."""
-    path = run.path / "report.html"
+    """Rewrite RUN/report.html; return its path."""
     if has_phases(run):
-        atomic_write(path, page(run.name, to_html(write_phases_report(run).read_text(encoding="utf-8"))))
-        return path
-    summary = summarise(run)
-    plots = write_plots(summary)
-    body = [*to_html(render(summary, plots), dict.fromkeys(plots)), *_box(summary)]
+        body = to_html(write_phases_report(run).read_text(encoding="utf-8"))
+    else:
+        summary = summarize(run)
+        plots = write_plots(summary)
+        box = to_html("\n".join(["## How to reproduce it", "", *markdown_table(("", ""), reproduction(summary))]))
+        body = [*to_html(render(summary, plots), plots), '<section class="box">', *box, "</section>"]
+    path = run.path / "report.html"
     atomic_write(path, page(run.name, body))
     return path
 
 
-def page(title: str, body: list[str]) -> str:
+def page(title: str, body: Sequence[str]) -> str:
+    """Return an HTML page that loads nothing."""
     head = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -63,27 +67,13 @@ def page(title: str, body: list[str]) -> str:
     return "\n".join([head, *body, "</body></html>\n"])
 
 
-def _box(summary: Summary) -> list[str]:
-    rows = [f"| {what} | {_cell(value)} |" for what, value in reproduction(summary)]
-    return [
-        '<section class="box">',
-        "<h2>How to reproduce it</h2>",
-        *to_html("\n".join(["| | |", "|---|---|", *rows])),
-        "</section>",
-    ]
-
-
-def _cell(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
-
-
-def to_html(text: str, images: dict[Path, None] | None = None) -> list[str]:
-    """The markdown that our reports are written in; `images` are the files that may be put inside."""
+def to_html(text: str, images: Sequence[Path] = ()) -> list[str]:
+    """Return the Markdown of our reports as HTML, every text escaped; `images` are the files that may be embedded."""
     lines = iter(text.splitlines())
     found: list[str] = []
-    known = {plot.name: plot for plot in images or ()}
+    known = {plot.name: plot for plot in images}
     table: list[str] = []
-    curves = False  # inside the grid of them
+    curves = False  # whether we are inside their grid
     for line in lines:
         if line.startswith("|"):
             table.append(line)
@@ -100,7 +90,10 @@ def to_html(text: str, images: dict[Path, None] | None = None) -> list[str]:
         elif fence := re.match(r"(`{3,})", line):
             found.append(f"<pre>{escape(chr(10).join(_until(lines, fence[1])))}</pre>")
         elif image := re.fullmatch(r"!\[(.*)\]\(plots/([\w.-]+)\)", line):
-            found += _image(image[1], known.get(image[2]))
+            if (path := known.get(image[2])) is not None:
+                data = base64.b64encode(path.read_bytes()).decode()
+                title = escape(TITLES.get(path.stem, image[1]))
+                found.append(f'<figure><img alt="{title}" src="data:image/png;base64,{data}"></figure>')
         elif line == DETAILS[0]:
             found.append("<details><summary>All settings</summary>")
         elif line == DETAILS[1]:
@@ -117,28 +110,71 @@ def _until(lines: Iterator[str], fence: str) -> Iterator[str]:
         yield line
 
 
-def _image(title: str, path: Path | None) -> list[str]:
-    if path is None:
-        return []
-    data = base64.b64encode(path.read_bytes()).decode()
-    name = escape(TITLES.get(path.stem, title))
-    return [f'<figure><img alt="{name}" src="data:image/png;base64,{data}"></figure>']
-
-
 def _table(lines: list[str]) -> list[str]:
-    rows = [[_plain(cell) for cell in re.split(r"(?<!\\)\|", line.strip("|"))] for line in lines]
+    rows = [[_unescape(cell) for cell in re.split(r"(?<!\\)\|", line.strip("|"))] for line in lines]
     head = "".join(f"<th>{_inline(cell)}</th>" for cell in rows[0]) if any(rows[0]) else ""
     body = ["<tr>" + "".join(f"<td>{_inline(cell)}</td>" for cell in row) + "</tr>" for row in rows[2:]]
     return ['<div class="scroll"><table>', f"<tr>{head}</tr>" if head else "", *body, "</table></div>"]
 
 
-def _plain(cell: str) -> str:
-    """A cell without the marks that kept it one."""
+def _unescape(cell: str) -> str:
     return re.sub(r"\\([\\|])", r"\1", cell.strip())
 
 
 def _inline(text: str) -> str:
-    """Bold and code; links of a report lead to files beside it, which this page does not need."""
+    """Return bold and code as HTML. Links lead to files beside the report, which this page does without."""
     safe = escape(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text))
     safe = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", safe)
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", safe)
+
+
+def reproduction(summary: Summary) -> list[tuple[str, str]]:
+    """Return rows of what reproducing the run takes: the command, versions, and hashes to compare."""
+    meta, saved = _newest_meta(summary.run)
+    versions = summary.facts.get("versions")
+    versions = versions if isinstance(versions, Mapping) else meta.get("versions")
+    return [
+        ("command", _command(summary)),
+        ("seed", show(summary.config.get("seed", MISSING))),
+        ("versions", show_or_missing(versions if isinstance(versions, Mapping) else None)),
+        ("devices", show_or_missing(summary.facts.get("devices"))),
+        ("determinism", show_or_missing(summary.facts.get("determinism"))),
+        ("config.yaml, sha256", _file_hash(summary.run.config)),
+        ("tokenizer", str(meta.get("tokenizer_hash") or MISSING)),
+        ("data", str(meta.get("data_fingerprint") or MISSING)),
+        ("newest checkpoint", saved or MISSING),
+        ("its COMMIT, sha256", _file_hash(summary.run.checkpoints / saved / "COMMIT") if saved else MISSING),
+    ]
+
+
+def _command(summary: Summary) -> str:
+    """Return a command that gives these settings, from their origins."""
+    if not summary.config:
+        return MISSING
+    recipe = [] if summary.recipe is None else [summary.recipe]
+    given = [
+        f"{key}={show(summary.config.get(key))}"
+        for key, origin in summary.provenance.items()
+        if Origin.parse(str(origin)).kind is OriginKind.COMMAND_LINE
+    ]
+    return shlex.join(["bessemer", "train", *recipe, *given])
+
+
+def _newest_meta(run: RunDirectory) -> tuple[dict[str, Any], str]:
+    """Return meta.json and directory name of the newest checkpoint; ({}, "") if there is none."""
+    found = run.checkpoints.iterdir() if run.checkpoints.is_dir() else []
+    steps = sorted((step for path in found if (step := step_of_name(path.name)) is not None), reverse=True)
+    for step in steps:
+        try:
+            meta = read_json(run.checkpoints / step_name(step) / "meta.json")
+        except (OSError, ValueError):
+            continue
+        return (meta if isinstance(meta, dict) else {}), step_name(step)
+    return {}, ""
+
+
+def _file_hash(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return MISSING

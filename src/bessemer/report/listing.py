@@ -1,4 +1,4 @@
-"""Many runs at a glance: the list of a directory, and a comparison of a few."""
+"""Tables of runs: the list of a directory, and a comparison of a few."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bessemer.console import NOTHING, compact, duration, number, size, table, with_error
+from bessemer.console import NOTHING, compact, duration, number, show, size, table, with_error
 from bessemer.job import RunDirectory
-from bessemer.job.directory import list_runs
 from bessemer.job.lock import STALE_SECONDS
+from bessemer.job.runs import list_runs
 from bessemer.report.summary import (
     REFUSED,
     Row,
@@ -17,17 +17,16 @@ from bessemer.report.summary import (
     disk_size,
     headline,
     held_out_remarks,
-    percent,
-    show,
-    summarise,
+    summarize,
+    training_seconds,
 )
 
 
 def run_rows(root: str | Path) -> list[Row]:
-    """One row a run under `root`, the most recently active first."""
+    """Return one row per run under `root`, the most recently active first."""
     rows = []
     for name in list_runs(root):
-        summary = summarise(RunDirectory(Path(root) / name))
+        summary = summarize(RunDirectory(Path(root) / name))
         rows.append(
             {
                 "name": name,
@@ -48,7 +47,7 @@ def run_rows(root: str | Path) -> list[Row]:
 
 
 def runs_table(rows: Sequence[Row], width: int | None = None) -> str:
-    """The rows as text; `age` is the time since the run's last sign of life."""
+    """Return the rows as text; `age` is the time since the last heartbeat."""
     cells = [
         (
             row["name"],
@@ -66,31 +65,24 @@ def runs_table(rows: Sequence[Row], width: int | None = None) -> str:
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """Lines below the table, where a state alone would leave the reader with a question."""
-    crashed = [row["name"] for row in rows if row["state"] == "crashed"]
-    silent = [
-        row for row in rows if row["state"] == "running" and (row["age_seconds"] or 0.0) > STALE_SECONDS
-    ]
-    lines = [f"{row['name']} is not read: {row['problem']}" for row in rows if "problem" in row]
-    if crashed:
-        lines.append(
-            f"crashed (resume continues): {', '.join(crashed)}. The status says running, but no process holds the lock."
-        )
-    lines += [
-        f"{row['name']} has been silent for {duration(row['age_seconds'])}, though its process still holds the lock."
-        for row in silent
-    ]
+    """Return lines that explain unusual states, for below the table."""
+    lines = [f"{row['name']} was not read: {row['problem']}" for row in rows if "problem" in row]
+    if crashed := ", ".join(row["name"] for row in rows if row["state"] == "crashed"):
+        lines.append(f"crashed (resume continues): {crashed}. The status says running, but no process holds the lock.")
+    for row in rows:
+        if row["state"] == "running" and (age := row["age_seconds"] or 0.0) > STALE_SECONDS:
+            lines.append(f"{row['name']} has had no heartbeat for {duration(age)}, though its process holds the lock.")
     return lines
 
 
 def labels_of(summaries: Sequence[Summary]) -> list[str]:
-    """Names of the runs; whole paths when two have the same name."""
+    """Return the names of the runs; whole paths if two have the same name."""
     names = [summary.run.name for summary in summaries]
     return names if len(set(names)) == len(names) else [str(summary.run.path) for summary in summaries]
 
 
 def comparison(summaries: Sequence[Summary]) -> str:
-    """Final numbers, and the settings in which the runs differ, one column a run."""
+    """Return tables of final numbers and of settings that differ, one column per run."""
     labels = labels_of(summaries)
     rows = [(title, *(cell(summary) for summary in summaries)) for title, cell in _NUMBERS]
     lines = [table(("", *labels), rows), *held_out_remarks(summaries, labels), ""]
@@ -101,31 +93,26 @@ def comparison(summaries: Sequence[Summary]) -> str:
     if shared:
         cells = [(key, *(show(value) for _, value in row)) for key, row in shared.items()]
         lines += [table(("setting that differs", *labels), cells), ""]
-    for column, label in enumerate(
-        labels
-    ):  # of another objective, optimizer or model: no difference in one setting
-        own = [
-            f"{key}={show(row[column][1])}"
-            for key, row in different.items()
-            if key not in shared and row[column][0]
-        ]
-        lines += [f"Not in all of them, but in {label}: {', '.join(own)}."] if own else []
+    partial = {key: row for key, row in different.items() if key not in shared}  # another objective, optimizer or model
+    for column, label in enumerate(labels):
+        own = [f"{key}={show(row[column][1])}" for key, row in partial.items() if row[column][0]]
+        lines += [f"Only in some runs, {label} among them: {', '.join(own)}."] if own else []
     return "\n".join(lines).rstrip()
 
 
 def differing_settings(summaries: Sequence[Summary]) -> dict[str, list[tuple[bool, Any]]]:
-    """Key → (known, value) of each run, where they are not all the same."""
+    """Return key → (known, value) of each run, for settings that are not the same in all."""
     keys = dict.fromkeys(key for summary in summaries for key in summary.config)
     rows = {key: [(key in summary.config, summary.config.get(key)) for summary in summaries] for key in keys}
     return {key: row for key, row in rows.items() if any(entry != row[0] for entry in row)}
 
 
 def _result(found: Mapping[str, Any] | None) -> str:
-    """The number a run is judged by, with its unit: 1.3142 bpb, 96.1% pref. acc."""
+    """Return a headline with its unit: 1.3142 bpb, 96.1% pref. acc."""
     if found is None:
         return NOTHING
     share = str(found["metric"]).endswith("pref_acc")
-    return f"{percent(found['value']) if share else number(found['value'])} {found['unit']}"
+    return f"{format(found['value'], '.1%') if share else number(found['value'])} {found['unit']}"
 
 
 def _progress(step: int | None, steps: int | None) -> str:
@@ -155,5 +142,5 @@ _NUMBERS = (
     ("tokens", lambda s: compact(s.last("tokens"))),
     ("FLOPs", lambda s: compact(s.last("total_training_flops"))),
     ("tokens per second", lambda s: compact(s.typical("time/tok_per_s"))),
-    ("training time", lambda s: duration(s.training_seconds)),
+    ("training time", lambda s: duration(training_seconds(s.rows))),
 )

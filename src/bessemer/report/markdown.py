@@ -1,34 +1,31 @@
-"""report.md: what a run was told, what it decided, what it did, and how good the result is, on one page."""
+"""report.md: results, curves, settings, decisions, data and machine of a run on one page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bessemer.console import markdown_table, with_error
-from bessemer.job import RunDirectory, atomic_write
-from bessemer.report.environment import machine, peak_memory, utilisation
-from bessemer.report.phases import has_phases, write_phases_report
+from bessemer.config.bounded import read_json
+from bessemer.console import compact, counted, duration, markdown_table, show, with_error
+from bessemer.job import RunDirectory
 from bessemer.report.plots import write_plots
 from bessemer.report.summary import (
-    MISSING,
+    PHASES,
     Row,
     Summary,
-    clock,
-    count,
-    decimal,
+    has_phases,
     is_number,
-    longest_run,
-    percent,
-    share_of_100,
-    short,
-    show,
-    statistic,
-    summarise,
+    phases_of,
+    summarize,
     too_small,
+    training_seconds,
 )
+from bessemer.storage.files import atomic_write
 
+MISSING = "not recorded"
 TITLES = {
     "loss": "Loss",
     "bits_per_byte": "Bits per byte",
@@ -40,16 +37,17 @@ DETAILS = ("<details><summary>All settings</summary>", "</details>")
 
 
 def write_report(run: RunDirectory, curves: bool = True) -> Path:
-    """(Re)write RUN/report.md and, with `curves`, RUN/plots; returns the report's path."""
+    """Rewrite RUN/report.md and, with `curves`, RUN/plots; return the path of the report."""
     if has_phases(run):
         return write_phases_report(run)
-    summary = summarise(run)
+    summary = summarize(run)
     plots = write_plots(summary) if curves else None
     atomic_write(run.report, render(summary, plots))
     return run.report
 
 
 def render(summary: Summary, plots: list[Path] | None) -> str:
+    """Return the report of a run; None for `plots` that were not drawn."""
     parts = [
         _headline(summary),
         _numbers(summary),
@@ -61,10 +59,18 @@ def render(summary: Summary, plots: list[Path] | None) -> str:
         _decisions(summary),
         _data(summary),
         _parameters(summary),
-        machine(summary),
+        _machine(summary),
         _problems(summary),
     ]
     return "\n".join(line for part in parts if part for line in [*part, ""])
+
+
+def _section(title: str, *lines: str) -> list[str]:
+    return [f"## {title}", "", *lines]
+
+
+def _table_section(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    return _section(title, *markdown_table(head, rows))
 
 
 def _headline(summary: Summary) -> list[str]:
@@ -79,127 +85,116 @@ def _headline(summary: Summary) -> list[str]:
         lines += [f"Warning: {small}."] if small else []
     elif is_number(reward := summary.last("val_reward")):
         first = next(row["val_reward"] for row in summary.rows_with("val_reward"))
-        lines.append(
-            f"**Reward {reward:.4f}** of greedy answers to held-out prompts after {done} (first {first:.4f})."
-        )
+        lines.append(f"**Reward {reward:.4f}** of greedy answers to held-out prompts after {done} (first {first:.4f}).")
     elif is_number(right := summary.last("val_pref_acc")):
-        lines.append(f"**{right:.1%} of held-out pairs ranked right** after {done}.")
+        lines.append(f"**{right:.1%} of held-out pairs ranked correctly** after {done}.")
     elif (loss := summary.last("val_loss") or summary.last("loss")) is not None:
         lines.append(f"**Loss {loss:.4f}** after {done}; bits per byte: {MISSING}.")
     else:
         lines.append(f"No result yet after {done}.")
     compressors = ", ".join(f"{name} {value:.4f}" for name, value in sorted(summary.baselines().items()))
     if compressors:
-        lines.append(f"On the same text general compressors need: {compressors} bits per byte.")
-    message = str(summary.status.get("message") or "")
-    lines.append(f"State: {summary.state}{f' ({message})' if message else ''}.")
-    return lines
+        lines.append(f"General compressors on the same text: {compressors} bits per byte.")
+    return [*lines, _state(summary)]
 
 
-def _trained(facts: Mapping[str, Any], parameters: Any) -> list[tuple[str, str]]:
-    """Only where a part of the parameters is frozen."""
-    trained = facts.get("trained_parameters")
-    return [] if trained is None or trained == parameters else [("trained parameters", count(trained))]
-
-
-def _final_bpb(summary: Summary) -> str:
-    final = summary.last("val_bpb")
-    return MISSING if final is None else with_error(final, summary.last("val_bpb_se"))
+def _state(summary: Summary) -> str:
+    message = summary.status.get("message")
+    return f"State: {summary.state}{f' ({message})' if message else ''}."
 
 
 def _numbers(summary: Summary) -> list[str]:
-    facts, best = summary.facts, summary.best("val_bpb")
-    tokens = summary.last("tokens") or facts.get("tokens")
-    parameters = _total(facts.get("parameters"))
-    ratio = f"{tokens / parameters:.2f}" if is_number(tokens) and parameters else MISSING
-    rewards = summary.last("val_reward")
+    facts, last, best = summary.facts, summary.last, summary.best("val_bpb")
+    tokens = last("tokens") or facts.get("tokens")
+    parameters, trained = facts.get("parameters"), facts.get("trained_parameters")
+    if isinstance(parameters, Mapping):
+        parameters = parameters.get("total")
+    ratio = tokens / parameters if is_number(tokens) and is_number(parameters) and parameters else None
+    final = last("val_bpb")
     unit = ", nats per token" if summary.loss_per_token else ""
+    starts = summary.status.get("starts")
+    over = f", over {starts} starts" if is_number(starts) and starts > 1 else ""
+    formula = f" = {facts['flops_formula']}" if facts.get("flops_formula") else ""  # older runs have none
+    waiting = summary.typical("time/data_wait_pct")
     rows = [
-        *([] if rewards is None else [("final reward on held-out prompts", decimal(rewards))]),
-        ("final bits per byte (± standard error)", _final_bpb(summary)),
+        ("final reward on held-out prompts", _if_recorded(last("val_reward"), ".4f")),
+        ("final bits per byte (± standard error)", MISSING if final is None else with_error(final, last("val_bpb_se"))),
         ("minimum bits per byte", MISSING if best is None else f"{best[0]:.4f} (step {best[1]})"),
-        (f"final validation loss{unit}", decimal(summary.last("val_loss"))),
-        (f"final training loss, smoothed{unit}", decimal(summary.last("loss_smooth"))),
+        (f"final validation loss{unit}", recorded(last("val_loss"), ".4f")),
+        (f"final training loss, smoothed{unit}", recorded(last("loss_smooth"), ".4f")),
         ("steps", count(summary.step)),
-        ("skipped steps", count(summary.last("skipped_steps"))),
-        *_guard(summary),
-        *_pairs(summary),
+        ("skipped steps", count(last("skipped_steps"))),
+        ("loss spikes", _if_recorded(last("spikes"), count)),
+        ("rollbacks", _if_recorded(last("rollbacks"), count)),
+        ("held-out pairs ranked correctly", _if_recorded(last("val_pref_acc"), ".1%")),
+        ("margin of held-out pairs", _if_recorded(last("val_margin"), ".4f")),
         ("tokens", count(tokens)),
         ("parameters", count(parameters)),
-        *_trained(facts, parameters),
-        ("tokens : parameters", ratio),
-        ("FLOPs per token", short(facts.get("flops_per_token")) + _formula(facts)),
-        ("FLOPs per token, causal attention only", short(facts.get("flops_per_token_causal"))),
-        ("FLOPs in all", short(summary.last("total_training_flops") or facts.get("total_flops"))),
-        ("tokens per second (median)", short(summary.typical("time/tok_per_s"))),
-        *utilisation(summary),
-        ("waiting for data", share_of_100(summary.typical("time/data_wait_pct"))),
-        ("training time of all steps", clock(summary.training_seconds)),
-        (
-            f"goodput: share of wall time in steps that count{_starts(summary)}",
-            percent(summary.last("time/goodput")),
-        ),
-        ("peak memory of a device", peak_memory(summary)),
+        ("trained parameters", _if_recorded(None if trained == parameters else trained, count)),
+        ("base model of the adapters", _base(facts.get("base"))),
+        ("tokens : parameters", recorded(ratio, ".2f")),
+        ("FLOPs per token", recorded(facts.get("flops_per_token"), compact) + formula),
+        ("FLOPs per token, causal attention only", recorded(facts.get("flops_per_token_causal"), compact)),
+        ("total FLOPs", recorded(last("total_training_flops") or facts.get("total_flops"), compact)),
+        ("tokens per second (median)", recorded(summary.typical("time/tok_per_s"), compact)),
+        *_utilization(summary),
+        ("waiting for data", recorded(waiting / 100 if is_number(waiting) else None, ".1%")),
+        ("training time of all steps", recorded(training_seconds(summary.rows), duration)),
+        (f"goodput: share of wall time in steps that count{over}", recorded(last("time/goodput"), ".1%")),
+        ("peak memory of a device", _peak_memory(summary)),
     ]
-    return ["## Numbers", "", *markdown_table(("", ""), rows)]
+    rows = [(name, text) for name, text in rows if text is not None]
+    return _table_section("Numbers", ("", ""), rows)
 
 
-def _formula(facts: Mapping[str, Any]) -> str:
-    """What FLOPs, and with them MFU, are made of; reports of older runs have none."""
-    return f" = {facts['flops_formula']}" if facts.get("flops_formula") else ""
+def _base(base: Any) -> str | None:
+    """Return the path or hub name of the base that adapters belong to, with its hash; None without one."""
+    return f"{base.get('path')}, sha256 {str(base.get('sha256'))[:16]}…" if isinstance(base, Mapping) else None
 
 
-def _starts(summary: Summary) -> str:
-    starts = summary.status.get("starts")
-    return f", over {starts} starts" if is_number(starts) and starts > 1 else ""
+def _device(summary: Summary, name: str) -> Any:
+    """Return a fact about the devices; None if they were not recorded."""
+    devices = summary.facts.get("devices")
+    return devices.get(name) if isinstance(devices, Mapping) else None
 
 
-def _guard(summary: Summary) -> list[tuple[str, str]]:
-    """Spikes and rollbacks, of a run that looked for them (guard.spike_sigma)."""
-    if summary.last("spikes") is None:
-        return []
+def _utilization(summary: Summary) -> list[tuple[str, str]]:
+    """Return the rows about MFU, or why there is none."""
+    peak, full = summary.facts.get("mfu_peak"), summary.typical("time/mfu")
+    kind = _device(summary, "device_kind")
+    if peak is None and full is None and kind is not None:
+        return [("MFU", f"unknown: the peak of a {kind} is not in the table of chips")]
     return [
-        ("loss spikes", count(summary.last("spikes"))),
-        ("rollbacks", count(summary.last("rollbacks"))),
+        ("MFU (attention counted in full)", recorded(full, ".1%")),
+        ("MFU (causal attention only)", recorded(summary.typical("time/mfu_causal"), ".1%")),
+        ("MFU is a share of", peak or MISSING),
     ]
 
 
-def _pairs(summary: Summary) -> list[tuple[str, str]]:
-    """Of a run that compares answers."""
-    if summary.last("val_pref_acc") is None:
-        return []
-    return [
-        ("held-out pairs ranked right", percent(summary.last("val_pref_acc"))),
-        ("margin of held-out pairs", decimal(summary.last("val_margin"))),
-    ]
+def _peak_memory(summary: Summary) -> str:
+    largest = summary.largest("mem/peak_gib")
+    if largest is None and _device(summary, "platform") == "cpu":
+        return "not reported by a CPU; `bessemer plan` shows what the step needs"
+    return recorded(largest, ".2f") + (" GiB" if largest is not None else "")
 
 
 def _curves(summary: Summary, plots: list[Path] | None) -> list[str]:
     if plots is None:
-        return [
-            "## Curves",
-            "",
-            "Not drawn, as logging.plots=false: `bessemer report` on this run draws them.",
-        ]
-    if not plots:
-        return ["## Curves", "", f"Metrics: {MISSING}."]
-    return [
-        "## Curves",
-        "",
-        *(f"![{TITLES.get(plot.stem, plot.stem)}]({plot.relative_to(summary.run.path)})" for plot in plots),
-    ]
+        return _section("Curves", "Not drawn, as logging.plots=false: `bessemer report` on this run draws them.")
+    images = [f"![{TITLES.get(plot.stem, plot.stem)}]({plot.relative_to(summary.run.path)})" for plot in plots]
+    return _section("Curves", *(images or [f"Metrics: {MISSING}."]))
 
 
 def _samples(summary: Summary) -> list[str]:
-    """The newest previews, prompt and continuation divided by a mark."""
+    """The newest previews, with a mark between prompt and continuation."""
     steps = [row["step"] for row in summary.samples if is_number(row.get("step"))]
     if not steps:
-        return ["## Samples", "", f"Samples: {MISSING}."]
+        return _section("Samples", f"Samples: {MISSING}.")
     newest = [row for row in summary.samples if row.get("step") == max(steps)]
-    lines = ["## Samples", "", f"At step {max(steps)}, temperature 0; the model begins at ▸."]
+    lines = _section("Samples", f"At step {max(steps)}, temperature 0; the model starts at ▸.")
     for row in newest:
         text = f"{row.get('prompt', '')}▸{row.get('completion') or ' (end of document)'}"
-        fence = "`" * max(3, 1 + longest_run(text))
+        fence = "`" * max([3, *(1 + len(ticks) for ticks in re.findall("`+", text))])  # longer than any in the text
         lines += ["", f"{fence}text", *text.splitlines(), fence]
     return lines
 
@@ -208,57 +203,33 @@ def _evaluations(summary: Summary) -> list[str]:
     if not summary.evaluations:
         return []
     rows = [
-        (
-            found.get("task", "?"),
-            count(found.get("step")),
-            found.get("metric", ""),
-            decimal(found.get("value")),
-        )
+        (found.get("task", "?"), count(found.get("step")), found.get("metric", ""), recorded(found.get("value"), ".4f"))
         for found in summary.evaluations
     ]
-    return ["## Evaluations", "", *markdown_table(("task", "step", "metric", "value"), rows)]
+    return _table_section("Evaluations", ("task", "step", "metric", "value"), rows)
 
 
 def _configuration(summary: Summary) -> list[str]:
     if not summary.config:
-        return ["## Configuration", "", f"config.yaml: {MISSING}."]
+        return _section("Configuration", f"config.yaml: {MISSING}.")
     changed = [(key, show(summary.config.get(key)), origin) for key, origin in summary.provenance.items()]
     full = [(key, show(value)) for key, value in summary.config.items()]
-    head = (
-        markdown_table(("setting", "value", "from"), changed) if changed else ["All settings are defaults."]
-    )
-    details = [
-        DETAILS[0],
-        "",
-        *markdown_table(("setting", "value"), full),
-        "",
-        DETAILS[1],
-    ]
-    return ["## Configuration", "", "Settings that are not defaults:", "", *head, "", *details]
+    head = markdown_table(("setting", "value", "from"), changed) if changed else ["All settings are defaults."]
+    details = [DETAILS[0], "", *markdown_table(("setting", "value"), full), "", DETAILS[1]]
+    return _section("Configuration", "Settings that are not defaults:", "", *head, "", *details)
 
 
 def _branches(summary: Summary) -> list[str]:
-    """Where settings or data were changed on the way (`resume --change`): steps before and after do not compare."""
+    """Where `resume --change` changed settings or data: steps before and after do not compare."""
     rows: list[tuple[str, ...]] = []
     for branch in summary.branches:
-        changes = branch.get("changes")
+        step, changes, data = show(branch.get("step")), branch.get("changes"), branch.get("data")
         for name, values in changes.items() if isinstance(changes, Mapping) else ():
             known = values if isinstance(values, Mapping) else {}
-            rows.append((show(branch.get("step")), name, show(known.get("from")), show(known.get("to"))))
-        if isinstance(data := branch.get("data"), Mapping):
-            rows.append(
-                (
-                    show(branch.get("step")),
-                    "training data",
-                    str(data.get("from"))[:12],
-                    str(data.get("to"))[:12],
-                )
-            )
-    return (
-        ["## Branch points", "", *markdown_table(("from step", "what", "before", "after"), rows)]
-        if rows
-        else []
-    )
+            rows.append((step, name, show(known.get("from")), show(known.get("to"))))
+        if isinstance(data, Mapping):
+            rows.append((step, "training data", str(data.get("from"))[:12], str(data.get("to"))[:12]))
+    return _table_section("Branch points", ("from step", "what", "before", "after"), rows) if rows else []
 
 
 def _decisions(summary: Summary) -> list[str]:
@@ -267,42 +238,145 @@ def _decisions(summary: Summary) -> list[str]:
         known = entry if isinstance(entry, Mapping) else {"value": entry}
         rows.append((name, show(known.get("value")), known.get("reason") or MISSING))
     if not rows:
-        return ["## Decisions", "", f"derived.json: {MISSING}."]
-    return ["## Decisions", "", *markdown_table(("what", "value", "why"), rows)]
+        return _section("Decisions", f"derived.json: {MISSING}.")
+    return _table_section("Decisions", ("what", "value", "why"), rows)
 
 
 def _data(summary: Summary) -> list[str]:
     data = summary.facts.get("data")
     if not isinstance(data, Mapping) or not data:
-        return ["## Data", "", f"Counts of the data: {MISSING}."]
+        return _section("Data", f"Counts of the data: {MISSING}.")
     nested = all(isinstance(value, Mapping) for value in data.values())
     sources: dict[str, Row] = {str(k): dict(v) for k, v in data.items()} if nested else {"all": dict(data)}
     first = ["documents", "tokens", "target_tokens", "dropped", "truncated", "cropped_share", "padding_share"]
     others = sorted({key for stats in sources.values() for key in stats} - set(first))
     rows = [
-        (key.replace("_", " "), *(statistic(key, stats.get(key)) for stats in sources.values()))
+        (key.replace("_", " "), *(_statistic(key, stats.get(key)) for stats in sources.values()))
         for key in [*first, *others]
     ]
-    return ["## Data", "", *markdown_table(("", *sources), rows)]
+    return _table_section("Data", ("", *sources), rows)
+
+
+def _statistic(key: str, value: Any) -> str:
+    if is_number(value) and key.endswith("_share"):
+        return f"{value:.2%}"
+    return count(value) if is_number(value) or value is None else show(value)
 
 
 def _parameters(summary: Summary) -> list[str]:
     groups = summary.facts.get("parameters")
     if not isinstance(groups, Mapping):
-        return ["## Parameters", "", f"Parameters by group: {MISSING}."]
-    return [
-        "## Parameters",
-        "",
-        *markdown_table(("group", "parameters"), [(name, count(size)) for name, size in groups.items()]),
+        return _section("Parameters", f"Parameters by group: {MISSING}.")
+    return _table_section("Parameters", ("group", "parameters"), [(name, count(size)) for name, size in groups.items()])
+
+
+def _machine(summary: Summary) -> list[str]:
+    facts = summary.facts
+    versions = facts.get("versions")
+    names = versions if isinstance(versions, Mapping) and versions else {}
+    rows = [
+        ("devices", _devices(facts.get("devices"))),
+        ("determinism", show_or_missing(facts.get("determinism"))),
+        ("first step after", _start_up(facts.get("start_up"))),
+        ("host", show_or_missing(summary.status.get("host"))),
+        ("report written", time.strftime("%Y-%m-%d %H:%M:%S")),
+        *((f"version of {name}", str(version)) for name, version in names.items()),
+        *([] if names else [("versions", MISSING)]),
     ]
+    return _table_section("Machine", ("", ""), rows)
+
+
+def _devices(facts: Any) -> str:
+    """8 × NVIDIA H200, mesh data 8 × fsdp 1 × …, 1 process; then anything else that was recorded about them."""
+    if not isinstance(facts, Mapping):
+        return show_or_missing(facts)
+    axes, kind = facts.get("axes"), facts.get("device_kind") or facts.get("platform")
+    words = [f"{count(facts.get('devices'))} × {kind}"] if kind else []
+    if isinstance(axes, Mapping):
+        words.append(f"mesh {' × '.join(f'{axis} {size}' for axis, size in axes.items())}")
+    if is_number(number := facts.get("processes")):
+        words.append(counted(int(number), "process"))
+    known = ("axes", "device_kind", "platform", "chip", "devices", "processes", "jax", "jaxlib")
+    words += [f"{key} {show(value)}" for key, value in facts.items() if key not in known]
+    return ", ".join(words) or MISSING
+
+
+def _start_up(facts: Any) -> str:
+    """21.3 s: imports and devices 4.1, …; of the run's last start."""
+    parts = facts.get("parts") if isinstance(facts, Mapping) else None
+    if not isinstance(parts, Mapping) or not is_number(facts.get("seconds")):
+        return MISSING
+    words = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items())
+    return f"{facts['seconds']:.1f} s: {words} ({facts.get('cache')})"
 
 
 def _problems(summary: Summary) -> list[str]:
-    return ["## Notes", "", *(f"- {problem}" for problem in summary.problems)] if summary.problems else []
+    return _section("Notes", *(f"- {problem}" for problem in summary.problems)) if summary.problems else []
 
 
-def _total(groups: Any) -> float | None:
-    if not isinstance(groups, Mapping):
-        return groups if is_number(groups) else None
-    total = groups.get("total")
-    return total if is_number(total) else None
+# A job of phases
+
+
+def write_phases_report(run: RunDirectory) -> Path:
+    """Rewrite RUN/report.md of a job of phases: each phase's results, their evaluations, and links to their reports."""
+    phases = phases_of(run)
+    head = ("phase", "state", "steps", "tokens", "training time", "validation loss", "report")
+    table = _table_section("Phases", head, [_phase_row(summarize(phase)) for phase in phases])
+    lines = [f"# {run.name}", "", _state(summarize(run)), "", *table, "", *_phase_evaluations(run, phases)]
+    atomic_write(run.report, "\n".join(lines).rstrip() + "\n")
+    return run.report
+
+
+def _phase_row(phase: Summary) -> tuple[str, ...]:
+    return (
+        phase.run.name,
+        phase.state,
+        count(phase.step),
+        count(phase.last("tokens")),
+        recorded(training_seconds(phase.rows), duration),
+        recorded(phase.last("val_loss"), ".4f"),
+        f"[{phase.run.name}]({PHASES}/{phase.run.name}/report.md)",
+    )
+
+
+def _phase_evaluations(run: RunDirectory, phases: Sequence[RunDirectory]) -> list[str]:
+    """One row per evaluation, one column per phase."""
+    names = [phase.name for phase in phases]
+    values: dict[tuple[str, str], dict[str, Any]] = {}
+    for name in names:
+        try:
+            found = read_json(run.eval / f"{name}.json")
+        except (OSError, ValueError):
+            continue
+        for result in found if isinstance(found, list) else ():
+            if isinstance(result, dict):
+                values.setdefault((str(result.get("task")), str(result.get("metric"))), {})[name] = result.get("value")
+    rows = [(*judged, *(recorded(known.get(name), ".4f") for name in names)) for judged, known in values.items()]
+    return _table_section("Evaluations", ("task", "metric", *names), rows) if rows else []
+
+
+# Values as text
+
+
+def recorded(value: Any, form: str | Callable[[Any], str]) -> str:
+    """Return a number in a format, such as ".4f", or by a function; anything else is `MISSING`."""
+    if not is_number(value):
+        return MISSING
+    return format(value, form) if isinstance(form, str) else form(value)
+
+
+def _if_recorded(value: Any, form: str | Callable[[Any], str]) -> str | None:
+    return None if value is None else recorded(value, form)
+
+
+def count(value: Any) -> str:
+    """33816576 → 33,816,576."""
+    if not is_number(value):
+        return MISSING
+    return f"{int(value):,}" if float(value).is_integer() else f"{value:,.4g}"
+
+
+def show_or_missing(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {show(inner)}" for key, inner in value.items())
+    return MISSING if value is None else show(value)

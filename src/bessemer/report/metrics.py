@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON row a report, flushed as it is written, never doubled by a resume."""
+"""metrics.jsonl: one JSON row per report, flushed as it is written, never duplicated by a resume."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ MOST_BYTES = 1 << 30
 class MetricsFile:
     """Rows of host values. `notes` collects, once each, what a report should mention about the file.
 
-    JSON has no NaN: a non-finite value becomes null, and the row names it under `non_finite`. A last line
-    torn by a kill is dropped with a note; a damaged line anywhere else is an error.
+    JSON has no NaN: a non-finite value becomes null, and the row lists its name under `non_finite`. A last line
+    cut off by a kill is dropped with a note; a damaged line anywhere else is an error.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.notes: list[str] = []
-        self.non_finite = 0
         self._whole = False
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row; it is in the file (not only in a buffer) when this returns."""
-        line = json.dumps(self._plain(row), allow_nan=False) + "\n"
+        """Write one row; it is in the file, not only in a buffer, when this returns."""
+        line = json.dumps(_host_row(row), allow_nan=False) + "\n"
         with storage(f"cannot write {self.path}"):
             if not self._whole:
                 self._drop_torn_line()
@@ -43,7 +42,7 @@ class MetricsFile:
                 file.write(line.encode())
 
     def rows(self) -> list[dict[str, Any]]:
-        """All complete rows, oldest first; [] when there is no file yet."""
+        """Return all complete rows, oldest first; [] if there is no file yet."""
         try:
             size = self.path.stat().st_size
             if size > MOST_BYTES:
@@ -61,7 +60,7 @@ class MetricsFile:
             if row is not None:
                 rows.append(row)
             elif number == len(lines):
-                self._note(f"{self.path.name}: its last line was cut off by a kill and is dropped.")
+                self._note_torn_line()
             else:
                 raise StorageError(
                     f"{self.path}: line {number} is not a JSON object. Remove that line; the run's state "
@@ -70,7 +69,7 @@ class MetricsFile:
         return rows
 
     def truncate_after(self, step: int) -> int:
-        """Remove the rows beyond `step`, atomically; returns how many. Called on resume."""
+        """Remove the rows after `step`, atomically, and return how many. Called on resume."""
         rows = self.rows()
         kept = [row for row in rows if not isinstance(row.get("step"), int | float) or row["step"] <= step]
         if self.path.exists():
@@ -79,7 +78,7 @@ class MetricsFile:
         return len(rows) - len(kept)
 
     def _drop_torn_line(self) -> None:
-        """Before the first append: end the file with a newline, or a row is glued to half of another."""
+        """Before the first append, end the file with a newline."""
         if not self.path.exists():
             return
         data = self.path.read_bytes()
@@ -89,29 +88,24 @@ class MetricsFile:
         if _parse(data[whole:]) is not None:
             atomic_write(self.path, data + b"\n")
             return
-        self._note(f"{self.path.name}: its last line was cut off by a kill and is dropped.")
+        self._note_torn_line()
         atomic_write(self.path, data[:whole])
 
-    def _plain(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        plain: dict[str, Any] = {}
-        lost = []
-        for name, value in row.items():
-            plain[name] = _host_value(name, value)
-            if isinstance(plain[name], float) and not math.isfinite(plain[name]):
-                plain[name] = None
-                lost.append(name)
-        if lost:
-            self.non_finite += len(lost)
-            plain["non_finite"] = lost
-        return plain
-
-    def _note(self, note: str) -> None:
+    def _note_torn_line(self) -> None:
+        note = f"{self.path.name}: its last line was cut off by a kill and is dropped."
         if note not in self.notes:
             self.notes.append(note)
 
 
+def _host_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row as JSON values, non-finite ones as null and named."""
+    plain = {name: _host_value(name, value) for name, value in row.items()}
+    lost = [name for name, value in plain.items() if isinstance(value, float) and not math.isfinite(value)]
+    return {**plain, **dict.fromkeys(lost), "non_finite": lost} if lost else plain
+
+
 def _host_value(name: str, value: Any) -> Any:
-    """Plain JSON values. Device arrays are refused: reading one here would be a hidden wait."""
+    """Return a JSON value. Raise InputError for a device array: reading it here would block."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, np.generic):
@@ -120,9 +114,7 @@ def _host_value(name: str, value: Any) -> Any:
         return int(value)
     if isinstance(value, numbers.Real):
         return float(value)
-    raise InputError(
-        f"metric '{name}' is a {type(value).__name__}; write numbers, text, true, false or null."
-    )
+    raise InputError(f"metric '{name}' is a {type(value).__name__}; write numbers, text, true, false or null.")
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

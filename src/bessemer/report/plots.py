@@ -1,4 +1,4 @@
-"""The curves of a run as PNG files. Matplotlib is loaded when the first one is drawn, never its windows."""
+"""The curves of a run as PNG files. Matplotlib is imported when the first one is drawn."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, PALE, ACCENT, GREY = "#1f3b57", "#a9bccf", "#c8553d", "#777777"
-COLOURS = ("#1f3b57", "#c8553d", "#4c8c4a", "#8a5fa8", "#c99700", "#3a9fbf", "#7f4f24", "#e07aa8")
+TRAINING: dict[str, Any] = {"color": PALE, "linewidth": 1}
+HELD_OUT: dict[str, Any] = {"color": ACCENT, "marker": "o", "markersize": 3.5}
+COLORS = ("#1f3b57", "#c8553d", "#4c8c4a", "#8a5fa8", "#c99700", "#3a9fbf", "#7f4f24", "#e07aa8")
 
 
 def write_plots(summary: Summary) -> list[Path]:
-    """RUN/plots/*.png, one for each curve that has points; returns the files."""
+    """Write RUN/plots/*.png, one for each curve that has points; return the files."""
     drawn = []
     for name, draw in (
         ("loss", _loss),
@@ -42,7 +44,7 @@ OVERLAID = (
     ("val_bpb", "validation bits per byte"),
     ("val_loss", "validation loss"),
     ("val_reward", "reward of greedy answers to held-out prompts"),
-    ("val_pref_acc", "share of held-out pairs ranked right"),
+    ("val_pref_acc", "share of held-out pairs ranked correctly"),
     ("kl", "KL to the reference (nats per token)"),
 )
 AGAINST = {
@@ -56,72 +58,71 @@ AGAINST = {
 def write_overlay(
     summaries: Sequence[Summary], labels: Sequence[str], path: Path, against: str = "step"
 ) -> Path | None:
-    """Several runs in one picture, a panel a metric that any of them has; None if nothing is known."""
+    """Plot several runs in one picture, one panel per metric that any of them has; return None if there is none."""
     axis, title = AGAINST[against]
-    known = [(name, text) for name, text in OVERLAID if any(summary.rows_with(name) for summary in summaries)]
-    if any(name == "val_bpb" for name, _ in known):
-        known = [(name, text) for name, text in known if name != "val_loss"]  # the same curve, in other units
+    known = {name: text for name, text in OVERLAID if any(summary.rows_with(name) for summary in summaries)}
+    if "val_bpb" in known:
+        known.pop("val_loss", None)  # the same curve, in other units
     if not known:
         return None
     figure, axes = new_figure(panels=len(known))
     some = False
-    for panel, (name, text) in zip([axes] if len(known) == 1 else axes, known, strict=True):
+    for panel, (name, text) in zip([axes] if len(known) == 1 else axes, known.items(), strict=True):
         style: dict[str, Any] = {"marker": "o", "markersize": 3} if name.startswith("val_") else {}
         for place, (summary, label) in enumerate(zip(summaries, labels, strict=True)):
-            some |= line(panel, summary, name, label, axis, color=COLOURS[place % len(COLOURS)], **style)
+            some |= line(panel, summary, name, label, axis, color=COLORS[place % len(COLORS)], **style)
         finish(panel, text, title)
     return save(figure, path) if some else None
 
 
 def _loss(axes: Axes, summary: Summary) -> bool:
-    some = line(axes, summary, "loss", "training, one batch", color=PALE, linewidth=1)
+    some = line(axes, summary, "loss", "training, one batch", **TRAINING)
     some |= line(axes, summary, "loss_smooth", "training, smoothed", color=INK)
-    some |= line(axes, summary, "val_loss", "validation", color=ACCENT, marker="o", markersize=3.5)
+    some |= line(axes, summary, "val_loss", "validation", **HELD_OUT)
     finish(axes, "loss (nats per token)" if summary.loss_per_token else "loss of the objective")
     return some
 
 
 def _bits_per_byte(axes: Axes, summary: Summary) -> bool:
-    some = line(axes, summary, "val_bpb", "model", color=ACCENT, marker="o", markersize=3.5)
+    some = line(axes, summary, "val_bpb", "model", **HELD_OUT)
     styles = ("--", ":", "-.")
     for place, (name, value) in enumerate(sorted(summary.baselines().items()) if some else ()):
-        # named in the legend: labels on the lines overlap where two compressors are equally good
+        # in the legend: labels on the lines overlap if two compressors are equally good
         axes.axhline(value, color=GREY, linewidth=1, linestyle=styles[place % 3], label=f"{name} {value:.3f}")
     finish(axes, "validation bits per byte")
     return some
 
 
 def _reward(axes: Axes, summary: Summary) -> bool:
-    some = line(axes, summary, "reward", "sampled, training prompts", color=PALE, linewidth=1)
-    some |= line(
-        axes, summary, "val_reward", "greedy, held-out prompts", color=ACCENT, marker="o", markersize=3.5
-    )
+    some = line(axes, summary, "reward", "sampled, training prompts", **TRAINING)
+    some |= line(axes, summary, "val_reward", "greedy, held-out prompts", **HELD_OUT)
     finish(axes, "reward")
     return some
 
 
 def _preference(axes: Axes, summary: Summary) -> bool:
-    some = line(axes, summary, "pref_acc", "training", color=PALE)
-    some |= line(axes, summary, "val_pref_acc", "held out", color=ACCENT, marker="o", markersize=3.5)
     axes.set_ylim(0, 1.05)
-    finish(axes, "share of pairs whose chosen answer gets the larger reward")
-    return some
+    return _pairs(axes, summary, "pref_acc", "share of pairs whose chosen answer gets the larger reward")
 
 
 def _margin(axes: Axes, summary: Summary) -> bool:
-    some = line(axes, summary, "margin", "training", color=PALE)
-    some |= line(axes, summary, "val_margin", "held out", color=ACCENT, marker="o", markersize=3.5)
-    finish(axes, "margin: reward of the chosen answer less that of the rejected one")
+    return _pairs(axes, summary, "margin", "margin: reward of the chosen answer minus that of the rejected one")
+
+
+def _pairs(axes: Axes, summary: Summary, name: str, title: str) -> bool:
+    some = line(axes, summary, name, "training", color=PALE)
+    some |= line(axes, summary, f"val_{name}", "held out", **HELD_OUT)
+    finish(axes, title)
     return some
 
 
 def _learning_rate(axes: Axes, summary: Summary) -> bool:
-    """By group, where there are any; on a log axis where the smaller would else be one flat line."""
+    """One line per parameter group; on a log axis if the smaller would otherwise be flat."""
     found = {name for row in summary.rows for name in row if name.startswith("lr/")}
     names = sorted(found, key=lambda name: -(summary.largest(name) or 0)) or ["lr"]
     some = False
     for place, name in enumerate(names):
-        some |= line(axes, summary, name, name.removeprefix("lr/"), color=COLOURS[place % len(COLOURS)])
+        some |= line(axes, summary, name, name.removeprefix("lr/"), color=COLORS[place % len(COLORS)])
     peaks = [peak for name in names if (peak := summary.largest(name))]
     if peaks and max(peaks) > 20 * min(peaks):
         axes.set_yscale("log")
@@ -153,8 +154,10 @@ def _throughput(axes: Axes, summary: Summary) -> bool:
 
 
 def line(axes: Axes, summary: Summary, name: str, label: str, axis: str = "step", **style: Any) -> bool:
-    """One metric against an axis; False when it was never recorded. A row without the axis (a validation's) is
-    where the row before it was."""
+    """Plot one metric against an axis; return False if it was never recorded.
+
+    A row without the axis (a validation's) has the position of the row before it.
+    """
     xs, ys, last = [], [], None
     for row in summary.rows:
         last = row[axis] if is_number(row.get(axis)) else last
@@ -170,7 +173,7 @@ def line(axes: Axes, summary: Summary, name: str, label: str, axis: str = "step"
 
 
 def new_figure(panels: int = 1) -> tuple[Figure, Any]:
-    """A figure of its own canvas: no pyplot, so no global state and nothing to close."""
+    """Return a figure without pyplot, so that there is no global state and nothing to close."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.4 * panels), dpi=120, layout="constrained")

@@ -1,8 +1,13 @@
-"""Prompts for reinforcement: rows of a dataset with all their columns, and the tokens a completion is to follow.
+"""The data of RL: prompts with their columns for online runs, and stored groups of completions for offline ones.
 
 A row's prompt is its `prompt` (text or messages), its `messages` up to the last assistant's turn (whose text becomes
-the column `answer` where there is none), or its `question`. Rows are held in memory: they are short, and rewards want
-every column.
+the column `answer` if there is none), or its `question`. Rows are kept in memory: they are short, and rewards need
+every column. A row of an offline run is one group; a completion that is a text gets the model's end token:
+
+    {"prompt": …, "completions": [text or ids, …], "rewards": [number, …],
+     "logprobs": [[number per token, …], …], "masks": [[0 or 1 per token, …], …]}    (the last two are optional)
+
+Without log-probabilities the ratio is to the reference (grpo.offline=reference), renewed every grpo.sync_interval.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import compress
@@ -19,29 +25,29 @@ import numpy as np
 
 from bessemer.data import BatchPlan, DataPlan, Validation
 from bessemer.data.plan.mixture import Sampling
-from bessemer.data.rows.rows import Batch, Fields
+from bessemer.data.rows.rows import Batch, Fields, Rows, fields_of
+from bessemer.data.sources.datasets import hashed_below, own_held_out
 from bessemer.data.sources.files import Files
-from bessemer.data.sources.held_out import hashed_below, own_held_out
 from bessemer.data.sources.readers import Raw, read_file_rows
 from bessemer.data.stores.catalog import find_source
-from bessemer.data.tokenize.chat import can_chat, is_messages, render, stop_ids
+from bessemer.data.tokenize.chat import is_messages
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
-from bessemer.objectives.grpo import GrpoSettings, SampledSettings
-from bessemer.rl.rollout import GRPOTrainerConfig, Passes, row_types
+from bessemer.generate.text import prompt_ids, turn_ends
+from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages
+from bessemer.rl.rollout import FIELDS, TOKEN_FIELDS, GRPOTrainerConfig, Passes, completion_rows, row_types, spread
 from bessemer.training.context import RunContext
 from bessemer.training.setup.data import DataParts
 
 Row = dict[str, Any]
 Horizon = Callable[[int], tuple[int, int]]
 """(rows of one epoch) -> batch size in rows, steps."""
-TAKEN = ("prompts", "completions", "completion_tokens")
-"""Arguments of every reward: no column may have these names."""
+TAKEN = ("prompts", "completions", "completion_tokens")  # arguments of every reward, so not names of columns
 
 
 def read_split(sampling: Sampling, val_fraction: float) -> tuple[list[Row], list[Row]]:
-    """(training rows, held-out rows). A registered dataset may have a held-out part of its own; otherwise rows whose
-    content hash falls below `val_fraction` are held out, whatever their order."""
+    """Return training and held-out rows: the dataset's own held-out part, or rows whose content hash is below
+    `val_fraction`, in any order."""
     rows = list(read_rows(sampling.name))
     held_out = own_held_out(sampling.name)
     if held_out is not None:
@@ -72,52 +78,34 @@ def checked_row(item: Any, where: str) -> Row:
 
 
 def prompt_of(row: Row, where: str) -> tuple[Any, Row]:
-    """(the prompt: a text or messages, the row with what follows from it)."""
-    if "prompt" in row:
-        return _checked_prompt(row["prompt"], where), row
-    if "messages" in row:
-        messages = row["messages"]
-        if not is_messages(messages):
+    """Return the prompt of a row (a text or messages), and the row, with the answer that its messages end with."""
+    column = next((name for name in ("prompt", "messages", "question") if name in row), None)
+    if column is None:
+        raise InputError(
+            f"{where}: a row needs a prompt under 'prompt', 'messages' or 'question'; it has "
+            f"{', '.join(row) or 'nothing'}."
+        )
+    prompt = row[column]
+    if column == "messages":
+        if not is_messages(prompt):
             raise InputError(f"{where}: 'messages' is not a list of messages.")
-        if messages[-1].get("role") == "assistant":
-            row = {"answer": messages[-1].get("content"), **row}
-            messages = messages[:-1]
-        return _checked_prompt(messages, where), row
-    if "question" in row:
-        return _checked_prompt(row["question"], where), row
-    raise InputError(
-        f"{where}: a row needs a prompt under 'prompt', 'messages' or 'question'; it has {', '.join(row) or 'nothing'}."
-    )
-
-
-def _checked_prompt(prompt: Any, where: str) -> Any:
+        if prompt[-1].get("role") == "assistant":
+            row = {"answer": prompt[-1].get("content"), **row}
+            prompt = prompt[:-1]
     if (isinstance(prompt, str) and prompt.strip()) or is_messages(prompt):
-        return prompt
-    raise InputError(
-        f"{where}: a prompt is a text or a list of messages, and not empty; got {prompt!r:.100}."
-    )
-
-
-def prompt_ids(prompt: Any, tokenizer: Tokenizer, chat: bool) -> list[int]:
-    """The tokens before the completion. A text is a user's message, or with `chat` off (or a tokenizer without the
-    tokens of a conversation) plain text."""
-    if not isinstance(prompt, str):
-        return render(prompt, tokenizer)
-    if chat and can_chat(tokenizer):
-        return render([{"role": "user", "content": prompt}], tokenizer)
-    return tokenizer.prompt(prompt)
+        return prompt, row
+    raise InputError(f"{where}: a prompt is a text or a list of messages, and not empty; got {prompt!r:.100}.")
 
 
 def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """What ends a completion: the document token, and the end of the assistant's turn, first where there is one."""
-    turns = stop_ids(tokenizer) if can_chat(tokenizer) else ()
-    return tuple(dict.fromkeys((*turns, tokenizer.bos_id)))
+    """Return the tokens that end a completion: the ends of the assistant's turn, if there are any, and of documents."""
+    return tuple(dict.fromkeys((*turn_ends(tokenizer), tokenizer.bos_id)))
 
 
 class PromptRows:
-    """Prompts of one source by number, as rows of a DataPlan: a "batch" holds where in `sources` each prompt is.
+    """Prompts of one source, as rows of a DataPlan: a "batch" says which prompt of which source each entry is.
 
-    Prompts longer than `longest` tokens are left out and counted.
+    Prompts longer than `longest` tokens are skipped and counted.
     """
 
     def __init__(
@@ -141,9 +129,7 @@ class PromptRows:
         for place, row in enumerate(rows):
             where = f"{name} row {place + 1}"
             if taken := [column for column in TAKEN if column in row]:
-                raise InputError(
-                    f"{where}: the column '{taken[0]}' is an argument of every reward; rename it."
-                )
+                raise InputError(f"{where}: the column '{taken[0]}' is an argument of every reward; rename it.")
             prompt, row = prompt_of(row, where)
             ids = prompt_ids(prompt, tokenizer, chat)
             if len(ids) > longest:
@@ -166,26 +152,19 @@ class PromptRows:
         return len(self.ids)
 
     def get(self, indices: np.ndarray) -> Batch:
-        """(n,) each: which source, and which of its prompts."""
+        """Return the source of each prompt and its number there, (n,) each."""
         numbers = np.asarray(indices, np.int64)
         return {"source": np.full_like(numbers, self.number), "prompt": numbers}
 
-    def column_names(self) -> set[str]:
-        """Columns that every row has."""
-        names = [set(row) for row in self.columns]
-        return set.intersection(*names) if names else set()
-
-
-# --- the plan: which prompts a rollout samples from, a pure function of (data, seed, rollout number) ---
 
 Chosen = list[tuple[PromptRows, int]]
 """Prompts, each as its source and its number there."""
 
 
 class PromptPlan(BatchPlan):
-    """The prompts of every rollout, and the held-out ones: a plan whose entries are prompts, not rows of tokens."""
+    """The prompts of every rollout, a pure function of (data, seed, rollout number), and the held-out ones."""
 
-    validation = None  # rows of tokens are not what is held out here
+    validation = None  # prompts are held out, not rows of tokens
 
     def __init__(
         self,
@@ -197,9 +176,9 @@ class PromptPlan(BatchPlan):
         self.passes = passes
         self.inner = DataPlan([list(mixture)], passes.prompts, passes.seed)
         kept = [(sampling, rows) for sampling, rows in held_out if len(rows)]
-        chosen = Validation(kept, validation_count) if kept else None
         self.held_out: Chosen = []
-        if chosen is not None:
+        if kept:
+            chosen = Validation(kept, validation_count)
             pairs = zip(chosen.source.tolist(), chosen.index.tolist(), strict=True)
             self.held_out = [(kept[source][1], index) for source, index in pairs]
 
@@ -218,39 +197,35 @@ class PromptPlan(BatchPlan):
 
     @cached_property
     def columns(self) -> list[str]:
-        """Columns that every row has: those that rewards are given."""
-        every = [
-            rows.column_names()
-            for rows in {id(r): r for r in [*self.sources, *self._held_sources()]}.values()
-        ]
-        return sorted(set.intersection(*every))
+        """The columns that every row has: those passed to rewards."""
+        return sorted(set.intersection(*(set(row) for row, _ in self._rows)))
 
     @cached_property
     def partial_columns(self) -> dict[str, str]:
-        """Columns that some rows have and others lack, each with how many lack it and the first that does."""
-        sources = {id(rows): rows for rows in [*self.sources, *self._held_sources()]}.values()
-        rows = [
-            (row, f"{source.name} row {source.places[number]}")
-            for source in sources
-            for number, row in enumerate(source.columns)
-        ]
-        some = sorted({column for row, _ in rows for column in row} - set(self.columns))
-        lacking = {column: [where for row, where in rows if column not in row] for column in some}
+        """The columns that only some rows have, each with how many lack it and the first that does."""
+        some = sorted({column for row, _ in self._rows for column in row} - set(self.columns))
+        lacking = {column: [where for row, where in self._rows if column not in row] for column in some}
         return {
-            column: f"{len(where)} of {len(rows)} rows lack it, first {where[0]}"
+            column: f"{len(where)} of {len(self._rows)} rows lack it, first {where[0]}"
             for column, where in lacking.items()
         }
 
-    def _held_sources(self) -> list[PromptRows]:
-        return [rows for rows, _ in self.held_out]
+    @cached_property
+    def _rows(self) -> list[tuple[Row, str]]:
+        """Every row, held-out ones included, with where it is."""
+        sources = {id(rows): rows for rows in [*self.sources, *(rows for rows, _ in self.held_out)]}.values()
+        return [
+            (row, f"{source.name} row {place}")
+            for source in sources
+            for place, row in zip(source.places, source.columns, strict=True)
+        ]
 
     def epoch(self, step: int) -> float:
-        """How often the prompts have been sampled from before the step."""
+        """Return how often the prompts have been used before the step."""
         return self.inner.epoch(1) * step / self.passes.steps
 
     @property
     def stats(self) -> dict[str, dict[str, Any]]:
-        """By dataset alone: prompts are not laid out in rows of some style."""
         pairs = zip(self.inner.samplings, self.sources, strict=True)
         return {"/".join(filter(None, (s.name, s.suffix))): rows.stats for s, rows in pairs}
 
@@ -260,7 +235,7 @@ class PromptPlan(BatchPlan):
 
     @property
     def identity(self) -> str:
-        """All prompts in a few characters, the held-out ones too: what several processes must have in common."""
+        """A short hash of all prompts, held-out ones included, which all processes must have in common."""
         return _digest([self.fingerprint, [(rows.fingerprint, place) for rows, place in self.held_out]])[:16]
 
 
@@ -269,10 +244,7 @@ def _digest(facts: Any) -> str:
 
 
 def build_prompts(
-    context: RunContext[GRPOTrainerConfig],
-    tokenizer: Tokenizer | None,
-    policy: SampledSettings,
-    horizon: Horizon,
+    context: RunContext[GRPOTrainerConfig], tokenizer: Tokenizer | None, policy: SampledSettings, horizon: Horizon
 ) -> tuple[DataParts, Passes]:
     """Return the data of an online run, prompts in place of rows, and how its steps divide a rollout."""
     settings = context.settings
@@ -280,9 +252,7 @@ def build_prompts(
     each = settings.group_size * settings.num_iterations
     batch_size, steps = horizon(sum(len(rows) for _, rows in mixture) * each)
     check_groups(batch_size, settings.group_size, policy)
-    passes = Passes(
-        batch_size, settings.group_size, settings.mini_batches, settings.num_iterations, settings.seed
-    )
+    passes = Passes(batch_size, settings.group_size, settings.mini_batches, settings.num_iterations, settings.seed)
     plan = PromptPlan(mixture, held_out, passes, settings.validation_steps)
     fields = {name: ((settings.block_size,), dtype) for name, dtype in row_types(policy).items()}
     return DataParts(plan, None, batch_size, steps, [0], 0, fields, len(plan.held_out)), passes
@@ -291,7 +261,7 @@ def build_prompts(
 def read_prompts(
     context: RunContext[GRPOTrainerConfig], tokenizer: Tokenizer | None, longest: int
 ) -> tuple[list[Any], list[Any]]:
-    """Return the training and the held-out prompts of every source, those over `longest` tokens left out."""
+    """Return the training and the held-out prompts of every source, without those over `longest` tokens."""
     settings, given = context.settings, context.given
     val_fraction: float = context.config["data/val_fraction"]
     if tokenizer is None:
@@ -308,13 +278,7 @@ def read_prompts(
             parts = list(read_split(sampling, val_fraction if settings.validate else 0.0))
         for rows, into in zip(parts, (mixture, held_out), strict=True):
             made = PromptRows(
-                rows,
-                sampling.name,
-                tokenizer,
-                settings.block_size,
-                longest=longest,
-                chat=settings.chat,
-                number=number,
+                rows, sampling.name, tokenizer, settings.block_size, longest=longest, chat=settings.chat, number=number
             )
             into.append((sampling, made))
             if made.stats["too_long"]:
@@ -346,7 +310,7 @@ def longest_prompt(settings: GRPOTrainerConfig, policy: SampledSettings) -> int:
 
 
 def check_groups(batch_size: int, group_size: int, policy: SampledSettings) -> None:
-    """Groups are whole, and large enough for what is computed within them."""
+    """Raise InputError unless groups are whole, and large enough for what is computed within them."""
     if batch_size % group_size:
         raise InputError(
             f"training.batch_size={batch_size} is not a whole number of groups of grpo.group_size={group_size}: it "
@@ -366,3 +330,136 @@ def check_groups(batch_size: int, group_size: int, policy: SampledSettings) -> N
             f"grpo.scale divides by the deviation within a group, which is 0 where all of its rewards are equal, and "
             f"with grpo.baseline={policy.baseline} such groups count: set grpo.scale=false."
         )
+
+
+# --- stored completions in place of rollouts ---
+
+
+class StoredGroups:
+    """Groups of one source as rows of a DataPlan. groups: arrays (G, T) and rewards (G,) of each."""
+
+    def __init__(self, name: str, groups: Sequence[tuple[Batch, np.ndarray]], block_size: int):
+        if not groups:
+            raise InputError(f"{name} holds no group of completions.")
+        self.block_size, self.groups = block_size, groups
+        self.rewards = np.stack([rewards for _, rewards in self.groups])  # (groups, G)
+        digest = hashlib.sha256()
+        for group, rewards in self.groups:
+            digest.update(b"".join(group[name].tobytes() for name in sorted(group)) + rewards.tobytes())
+        self.fingerprint = digest.hexdigest()
+        self.stats: dict[str, Any] = {"prompts": len(self.groups), "completions": self.rewards.size}
+        self.fields = fields_of(self.get(np.arange(1)))
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def get(self, indices: np.ndarray) -> Batch:
+        """Return arrays (n, G, T), and the rewards (n, G)."""
+        chosen = [self.groups[int(index)][0] for index in indices]
+        batch = {name: np.stack([group[name] for group in chosen]) for name in chosen[0]}
+        return {**batch, "rewards": self.rewards[indices]}
+
+
+class StoredPlan(DataPlan):
+    """`batch(step)` returns the groups of the step, one row per completion."""
+
+    def __init__(self, mixture: Sequence[tuple[Sampling, Rows]], passes: Passes, baseline: str, scale: bool):
+        super().__init__([mixture], passes.prompts, passes.seed)
+        self.baseline, self.scale = baseline, scale
+
+    def groups(self, step: int) -> Batch:
+        return super().batch(step)
+
+    def batch(self, step: int, rows: slice | None = None) -> Batch:
+        found = self.groups(step)
+        advantages = group_advantages(found.pop("rewards"), self.baseline, self.scale)
+        found["advantages"] = np.broadcast_to(advantages[..., None], found["loss_mask"].shape).astype(np.float32)
+        return {name: array.reshape(-1, array.shape[-1])[rows or slice(None)] for name, array in found.items()}
+
+    def metrics(self, step: int) -> dict[str, float]:
+        found = self.groups(step)
+        lengths = (found["target_ids"] >= 0).sum(axis=-1)
+        return {"reward": float(found["rewards"].mean()), "completion_len": float(lengths.mean())}
+
+
+def build_stored(
+    settings: GRPOTrainerConfig,
+    policy: GrpoSettings,
+    tokenizer: Tokenizer,
+    horizon: Horizon,
+    say: Callable[[str], None],
+) -> tuple[DataParts, Passes]:
+    """Return the data of an offline run and how its steps divide it."""
+    if len(settings.datasets) != 1:
+        raise InputError("training.dataset has several stages; stored completions are one mixture.")
+    mixture: list[tuple[Sampling, Rows]] = []
+    for sampling in settings.datasets[0]:
+        name = sampling.name
+        groups = [
+            group_of(row, f"{name} row {number}", settings, policy, tokenizer)
+            for number, row in enumerate(read_rows(name), 1)
+        ]
+        mixture.append((Sampling(name, sampling.rate), StoredGroups(name, groups, settings.block_size)))
+    count = sum(len(rows) for _, rows in mixture) * settings.group_size
+    batch_size, steps = horizon(count)
+    check_groups(batch_size, settings.group_size, policy)
+    for name, value in (("num_iterations", settings.num_iterations), ("mini_batches", settings.mini_batches)):
+        if value > 1:
+            say(f"note: grpo.{name} has no effect on stored completions: training.epochs repeats them")
+    passes = Passes(batch_size, settings.group_size, seed=settings.seed)
+    plan = StoredPlan(mixture, passes, policy.baseline, policy.scale)
+    names = [name for name in FIELDS if name != "old_logprobs" or policy.offline == "logprobs"]
+    fields = {name: ((settings.block_size,), FIELDS[name]) for name in names}
+    return DataParts(plan, None, batch_size, steps, [0], 2, fields), passes
+
+
+def group_of(
+    row: dict[str, Any], where: str, settings: GRPOTrainerConfig, policy: GrpoSettings, tokenizer: Tokenizer
+) -> tuple[Batch, np.ndarray]:
+    """Return the arrays (G, T) and the rewards (G,) of one row."""
+    prompt, row = prompt_of(row, where)
+    size = settings.group_size
+    for column in ("completions", "rewards"):
+        if not isinstance(row.get(column), list) or len(row[column]) != size:
+            found = f"{len(row[column])} of them" if isinstance(row.get(column), list) else "no such list"
+            raise InputError(f"{where}: '{column}' needs grpo.group_size={size} entries, and there is {found}.")
+    ids = prompt_ids(prompt, tokenizer, settings.chat)
+    end = end_ids(tokenizer)[0]
+    completions = [
+        [*tokenizer.encode(one, after=ids), end] if isinstance(one, str) else [int(token) for token in one]
+        for one in row["completions"]
+    ]
+    if any(not 0 <= token < tokenizer.vocab_size for one in completions for token in one):
+        raise InputError(f"{where}: 'completions' has ids outside the tokenizer's {tokenizer.vocab_size} tokens.")
+    longest = max(map(len, completions))
+    if len(ids) > longest_prompt(settings, policy) or not 0 < longest <= policy.max_completion_length:
+        raise InputError(
+            f"{where}: {len(ids)} tokens of prompt and up to {longest} of completion; grpo.max_prompt_length and "
+            f"grpo.max_completion_length={policy.max_completion_length} allow less. Raise them, or shorten it."
+        )
+    rewards = np.asarray(row["rewards"], np.float64)
+    if rewards.shape != (size,) or not all(map(math.isfinite, rewards.tolist())):
+        raise InputError(f"{where}: 'rewards' are {json.dumps(row['rewards'])[:80]}; one finite number each.")
+    masks = per_token(row, "masks", completions, where) or [[1.0] * len(one) for one in completions]
+    block, pad = settings.block_size, tokenizer.pad_id
+    rows = completion_rows([ids] * size, completions, masks, block, pad, TOKEN_FIELDS)
+    stored = per_token(row, "logprobs", completions, where)
+    if policy.offline == "logprobs":
+        if stored is None:
+            raise InputError(f"{where}: no 'logprobs', which grpo.offline=logprobs needs; use grpo.offline=reference.")
+        rows["old_logprobs"] = spread(stored, rows)
+    return rows, rewards
+
+
+def per_token(
+    row: dict[str, Any], column: str, completions: Sequence[Sequence[int]], where: str
+) -> list[list[float]] | None:
+    """Return a column with one number per token of each completion; None if the row lacks it."""
+    values = row.get(column)
+    if values is None:
+        return None
+    found = [len(one) for one in values]
+    wanted = [len(one) for one in completions]
+    if found != wanted:
+        raise InputError(f"{where}: '{column}' has {found} values for completions of {wanted} tokens (end included).")
+    return [[float(value) for value in one] for one in values]

@@ -1,12 +1,12 @@
-"""Rewards: `(prompts, completions, **columns) -> list[float]`, one number a completion, by name, `file.py:function` or
-`module:function`.
+"""Rewards: `(prompts, completions, **columns) -> list[float]`, one number per completion; registered by name, or
+`file.py:function` or `module:function`.
 
-Every column of the dataset reaches them, repeated for each completion of its row, so a reward can know the answer:
+They receive every column of the dataset, repeated for each completion of its row, so a reward can know the answer:
 
     def my_reward(prompts, completions, answer, **columns):
         return [float(text == right) for text, right in zip(completions, answer)]
 
-A reward that raises, or returns something else than one finite number a completion, ends the run with its name.
+A reward that raises, or does not return one finite number per completion, ends the run with an error that names it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Reward = Callable[..., Sequence[float]]
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """One entry of grpo/rewards. `options` go to the function as they are."""
+    """One entry of grpo/rewards. `options` are passed to the function."""
 
     name: str
     weight: float = 1.0
@@ -38,12 +38,11 @@ class RewardSpec:
 
     @classmethod
     def from_string(cls, text: str) -> RewardSpec:
-        """A name with weight 1."""
         return cls(text)
 
     @property
     def label(self) -> str:
-        """What metrics and messages call it: the name, and of a file `file:function`."""
+        """Its name in metrics and messages: the name, or `file:function`."""
         return label(self.name)
 
 
@@ -59,7 +58,7 @@ class Rewards:
         self.functions: list[Reward] = [rewards.get(spec.name) for spec in specs]
 
     def check_columns(self, columns: Sequence[str], partial: Mapping[str, str] | None = None) -> None:
-        """Before anything is sampled: a reward whose column is not in the data, or not in all of it, says so."""
+        """Raise InputError if a reward needs a column that is not in the data, or only in a part of it (`partial`)."""
         for spec, function in zip(self.specs, self.functions, strict=True):
             given = {"prompts", "completions", *columns, *spec.options}
             missing = [
@@ -84,7 +83,7 @@ class Rewards:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """(Σ weight · reward, each reward unweighted), float64 (n,)."""
+        """Return Σ weight · reward, and each reward unweighted, float64 (n,)."""
         each = {
             spec.label: self._score(spec, function, prompts, completions, columns)
             for spec, function in zip(self.specs, self.functions, strict=True)
@@ -102,9 +101,7 @@ class Rewards:
         completions: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
     ) -> np.ndarray:
-        kept = accepted(
-            function, {name: value for name, value in columns.items() if name not in spec.options}
-        )
+        kept = accepted(function, {name: value for name, value in columns.items() if name not in spec.options})
         try:
             found = function(prompts=list(prompts), completions=list(completions), **kept, **spec.options)
         except BessemerError:
@@ -114,31 +111,31 @@ class Rewards:
                 f"the reward '{spec.label}' failed: {type(error).__name__}: {error}. It was called with "
                 f"{len(completions)} completions and the columns {', '.join(sorted(kept)) or '(none)'}."
             ) from error
-        return checked(spec.label, found, len(completions), completions)
+        return checked(spec.label, found, completions)
 
 
 def accepted(function: Reward, columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """All columns; for a function without **columns those that it names."""
+    """Return all columns, or for a function without **columns those that it names."""
     parameters = inspect.signature(function).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     return {name: list(column) for name, column in columns.items() if takes_all or name in parameters}
 
 
-def checked(name: str, found: Any, count: int, completions: Sequence[str]) -> np.ndarray:
-    """The result as float64 (count,), or the error that says what is wrong with it."""
+def checked(name: str, found: Any, completions: Sequence[str]) -> np.ndarray:
+    """Return the result as float64 (n,); raise TrainingError unless it is one finite number per completion."""
     try:
         values = np.asarray(found, np.float64)
     except (TypeError, ValueError) as error:
-        raise TrainingError(f"the reward '{name}' returned no list of numbers ({error}).") from error
-    if values.shape != (count,):
+        raise TrainingError(f"the reward '{name}' did not return a list of numbers ({error}).") from error
+    if values.shape != (len(completions),):
         raise TrainingError(
-            f"the reward '{name}' returned values of shape {values.shape} for {count} completions: one number each."
+            f"the reward '{name}' returned values of shape {values.shape} for {len(completions)} completions: it must "
+            "return one number each."
         )
-    for place, value in enumerate(values.tolist()):
+    for text, value in zip(completions, values.tolist(), strict=True):
         if not math.isfinite(value):
             raise TrainingError(
-                f"the reward '{name}' returned {value} for the completion {completions[place]!r:.200}: rewards are "
-                "finite."
+                f"the reward '{name}' returned {value} for the completion {text!r:.200}: rewards must be finite."
             )
     return values
 
@@ -147,31 +144,25 @@ def checked(name: str, found: Any, count: int, completions: Sequence[str]) -> np
 def exact_match(
     prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any], **columns: Any
 ) -> list[float]:
-    """1 where the completion is the answer, surrounding white space apart."""
-    return [
-        float(text.strip() == str(right).strip()) for text, right in zip(completions, answer, strict=True)
-    ]
+    """1 if the completion is the answer, ignoring surrounding white space."""
+    return [float(text.strip() == str(right).strip()) for text, right in zip(completions, answer, strict=True)]
 
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
-CALCULATION = re.compile(
-    r"<<[^<>]*>>|<\|python_start\|>.*?<\|python_end\|>|<\|output_start\|>.*?<\|output_end\|>"
-)
+CALCULATION = re.compile(r"<<[^<>]*>>|<\|python_start\|>.*?<\|python_end\|>|<\|output_start\|>.*?<\|output_end\|>")
 MARK = "####"
 
 
 def gsm8k_number(text: str) -> float | None:
-    """The number after the last ####; None without one. Calculations in << >> or calculator tokens are left out."""
+    """Return the number after the last ####, or None. Calculations in << >> or calculator tokens are ignored."""
     _, mark, after = CALCULATION.sub("", text).rpartition(MARK)
     found = NUMBER.search(after.replace("$", "")) if mark else None
     return float(found.group().replace(",", "")) if found else None
 
 
 @rewards.register("gsm8k")
-def gsm8k(
-    prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **columns: Any
-) -> list[float]:
-    """1 where the number after #### is that of the answer (1,000 is 1000.0); an answer may be the number alone."""
+def gsm8k(prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+    """1 if the number after #### is that of the answer (1,000 is 1000.0), which may be just the number."""
     scores = []
     for text, right in zip(completions, answer, strict=True):
         marked = str(right) if MARK in str(right) else f"{MARK} {right}"
@@ -184,11 +175,11 @@ def gsm8k(
 
 @rewards.register("regex", aliases=("format",))
 def regex(prompts: Sequence[Any], completions: Sequence[str], pattern: str, **columns: Any) -> list[float]:
-    """1 where the whole completion has the form `pattern` (Python's re, dots match line ends)."""
+    """1 if the whole completion matches `pattern` (Python's re; dots match line ends)."""
     try:
         form = re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise InputError(f"the reward regex: {pattern!r} is no regular expression ({error}).") from error
+        raise InputError(f"the reward regex: {pattern!r} is not a regular expression ({error}).") from error
     return [float(form.fullmatch(text.strip()) is not None) for text in completions]
 
 

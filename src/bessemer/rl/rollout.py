@@ -1,14 +1,13 @@
 """A rollout: completions sampled from the live parameters, their rewards and advantages, as rows to train on.
 
-A row is a prompt with one completion, so they can never be parted:
+A row is a prompt with one completion:
 
     input_ids      prompt … completion … pad        loss_mask   1 where the target is a completion token or its end
     target_ids     the next token, −1 in the prompt and the padding
     old_logprobs   log π of each target under the policy that sampled        advantages   of the row, on every token
 
-The last two are of reinforcement alone.
-
-Of one rollout `iterations × parts` steps are taken: in each pass the groups are shuffled anew and dealt to the parts.
+Only reinforcement has the last two. A rollout is used for `iterations × parts` steps: each pass shuffles the groups and
+splits them into parts.
 """
 
 from __future__ import annotations
@@ -23,13 +22,11 @@ import numpy as np
 
 from bessemer.config import field
 from bessemer.data import key_of, permute
-from bessemer.errors import StorageError
+from bessemer.errors import InputError, StorageError
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings
 from bessemer.rl.rewards import RewardSpec
+from bessemer.storage.weights import WeightFile, to_bytes
 from bessemer.training.settings import BaseTrainerConfig
-
-FILE = "rollout.safetensors"
-"""Beside loop.json in a checkpoint that was taken between two steps of one rollout."""
 
 TOKEN_FIELDS: dict[str, Any] = {
     "input_ids": np.int32,
@@ -53,16 +50,10 @@ class GRPOTrainerConfig(BaseTrainerConfig):
     group_size: int = field("grpo/group_size", default=4, minimum=1, help="completions of one prompt")
     num_iterations: int = field("grpo/num_iterations", default=1, minimum=1, help="passes over one rollout")
     mini_batches: int = field(
-        "grpo/mini_batches",
-        default=1,
-        minimum=1,
-        help="optimizer steps in one pass, batch_size completions each",
+        "grpo/mini_batches", default=1, minimum=1, help="optimizer steps in one pass, batch_size completions each"
     )
     sync_interval: int = field(
-        "grpo/sync_interval",
-        default=200,
-        minimum=0,
-        help="steps after which the reference is taken anew; 0 = never",
+        "grpo/sync_interval", default=200, minimum=0, help="steps after which the reference is taken anew; 0 = never"
     )
     max_prompt_length: int | None = field(
         "grpo/max_prompt_length",
@@ -89,7 +80,7 @@ class GRPOTrainerConfig(BaseTrainerConfig):
 
 @dataclass
 class Rollout:
-    """`rows`: arrays (N, T), groups one after the other. `rewards`: (N,) by name. `metrics`: what its steps report."""
+    """`rows`: arrays (N, T), group by group. `rewards`: (N,) by name. `metrics`: what its steps report."""
 
     number: int
     rows: dict[str, np.ndarray]
@@ -97,34 +88,29 @@ class Rollout:
     metrics: dict[str, float] = plain_field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """As safetensors: exact, and no code is run to read it."""
-        from safetensors.numpy import save
-
+        """Return the rollout as safetensors."""
         arrays = {f"rows/{name}": array for name, array in self.rows.items()}
         arrays |= {f"rewards/{name}": array for name, array in self.rewards.items()}
         about = {"number": str(self.number), "metrics": json.dumps(self.metrics)}
-        return save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, metadata=about)
+        return to_bytes(arrays, about)
 
     @classmethod
     def load(cls, path: Any) -> Rollout:
-        from safetensors import SafetensorError, safe_open
-
         try:
-            with safe_open(path, framework="np") as file:
-                about = file.metadata() or {}
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- not a mapping
+            file = WeightFile(path)
             parts: dict[str, dict[str, np.ndarray]] = {"rows": {}, "rewards": {}}
-            for name, array in arrays.items():
+            for name in file.entries:
                 part, _, rest = name.partition("/")
-                parts[part][rest] = array
+                parts[part][rest] = file.read(name)
+            about = file.metadata
             return cls(int(about["number"]), parts["rows"], parts["rewards"], json.loads(about["metrics"]))
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (InputError, StorageError, ValueError, KeyError) as error:
             raise StorageError(f"the rollout {path} cannot be read ({error}).") from error
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Which rows of a rollout a step takes. `batch_size` rows in each of `parts` parts, `iterations` times over."""
+    """How steps divide a rollout: `parts` parts of `batch_size` rows, `iterations` times."""
 
     batch_size: int
     group_size: int
@@ -134,12 +120,12 @@ class Passes:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of one rollout."""
+        """The optimizer steps per rollout."""
         return self.parts * self.iterations
 
     @property
     def prompts(self) -> int:
-        """Prompts of one rollout."""
+        """The prompts per rollout."""
         return self.batch_size * self.parts // self.group_size
 
     @property
@@ -147,11 +133,11 @@ class Passes:
         return self.batch_size * self.parts
 
     def place(self, position: int) -> tuple[int, int]:
-        """(rollout, step within it) of a data position."""
+        """Return (rollout, step within it) of a data position."""
         return divmod(position, self.steps)
 
     def indices(self, number: int, within: int) -> np.ndarray:
-        """(batch_size,) rows of rollout `number` for step `within` of it: whole groups."""
+        """Return (batch_size,) rows of rollout `number` for its step `within`, in whole groups."""
         turn, part = divmod(within, self.parts)
         groups = permute(range(self.prompts), self.prompts, key_of(self.seed, "pass", number, turn))
         each = self.batch_size // self.group_size
@@ -159,8 +145,8 @@ class Passes:
         return (chosen[:, None] * self.group_size + np.arange(self.group_size)).ravel()
 
     def take(self, rollout: Rollout, within: int) -> dict[str, np.ndarray]:
-        """The rows of one step, (batch_size, T). If none of them has a token left to train on (all were cut and are
-        masked), they are trained with advantage 0: only the KL counts, and the step has a denominator."""
+        """Return the rows of one step, (batch_size, T). If all of their tokens are masked (all completions were cut),
+        they are trained with advantage 0: only the KL counts, and the step has a denominator."""
         chosen = self.indices(rollout.number, within)
         rows = {name: array[chosen] for name, array in rollout.rows.items()}
         if not rows["loss_mask"].any():
@@ -177,9 +163,8 @@ def completion_rows(
     pad_id: int,
     fields: Mapping[str, Any] = FIELDS,
 ) -> dict[str, np.ndarray]:
-    """Rows (N, T) of prompts with their completions (end tokens included); masks: one value a completion token."""
-    shape = (len(prompts), block_size)
-    rows = {name: np.zeros(shape, dtype) for name, dtype in fields.items()}
+    """Return rows (N, T) of prompts with completions (end tokens included); masks: one value per completion token."""
+    rows = {name: np.zeros((len(prompts), block_size), dtype) for name, dtype in fields.items()}
     rows["input_ids"][:] = pad_id
     rows["target_ids"][:] = -1
     for row, (prompt, completion, mask) in enumerate(zip(prompts, completions, masks, strict=True)):
@@ -194,7 +179,7 @@ def completion_rows(
 
 
 def spread(values: Sequence[Sequence[float]], rows: Mapping[str, np.ndarray]) -> np.ndarray:
-    """One value a completion token → (N, T), at the targets of `rows`; 0 elsewhere."""
+    """Return one value per completion token as (N, T), at the targets of `rows`; 0 elsewhere."""
     out = np.zeros(rows["target_ids"].shape, np.float32)
     for row, given in enumerate(values):
         out[row, rows["target_ids"][row] >= 0] = given

@@ -1,11 +1,9 @@
 """Samples and scores completions of the live parameters, for rollouts and for held-out prompts.
 
-While it samples, the engine holds the run's own parameters on their mesh; nothing is copied, and its cache is released
-afterwards. A completion depends only on (seed, rollout, prompt, sample) and the parameters.
-
-Every process sends the engine the same requests, so all run the same programs in the same order and read the same
-completions. Rewards are user code, which may be random or call another machine: only process 0 calls them, and it
-broadcasts what they return.
+The engine uses the run's own parameters on their mesh, without a copy, and frees its cache afterwards. A completion
+depends only on (seed, rollout, prompt, sample) and the parameters. Every process sends the engine the same requests, so
+all run the same programs in the same order. Rewards are user code, which may be random or call another machine, so only
+process 0 calls them and broadcasts the result.
 """
 
 from __future__ import annotations
@@ -27,11 +25,12 @@ from bessemer.errors import InputError
 from bessemer.generate import Engine, Request, Result, Sample, SamplingOptions
 from bessemer.generate.decoder import end_tokens
 from bessemer.generate.engine import round_of
+from bessemer.models.protocol import Decoding
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages
 from bessemer.rl.prompts import Chosen, PromptPlan, end_ids
 from bessemer.rl.rewards import Rewards
 from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, completion_rows, row_types, spread
-from bessemer.topology import CompiledTogether, Topology, agree, forget, share
+from bessemer.topology import CompiledTogether, Topology, agree, broadcast, forget
 from bessemer.training.feed import device_batch, fetch
 from bessemer.training.setup.model import ModelParts
 from bessemer.training.validation import added
@@ -65,7 +64,7 @@ class Sampler:
         model: Any = self.parts.model
         tokenizer = self.parts.tokenizer
         assert tokenizer is not None
-        if not hasattr(model, "decode"):
+        if not isinstance(model, Decoding):
             raise InputError(
                 f"{type(model).__name__} has no `decode` and `init_cache`, so it cannot sample; see docs/extending.md."
             )
@@ -81,11 +80,8 @@ class Sampler:
             scope=self.topology.scope,
         )
 
-    def complete(
-        self, what: str, prompts: Sequence[Sequence[int]], seeds: Sequence[int], **options: Any
-    ) -> list[Result]:
-        """Return `n` samples of each prompt; progress is shown as `what`. The engine starts empty, so nothing depends
-        on what it did before."""
+    def complete(self, what: str, chosen: Chosen, seeds: Sequence[int], **options: Any) -> list[Result]:
+        """Return `n` samples of each prompt; progress is shown as `what`. The engine starts empty."""
         engine = self.engine
 
         def progress(done: int, total: int) -> None:
@@ -93,8 +89,8 @@ class Sampler:
             self.show(f"{what} {done}/{total}{first}")
 
         requests = [
-            Request(tuple(ids), self.policy.max_completion_length, seed=seed, **options)
-            for ids, seed in zip(prompts, seeds, strict=True)
+            Request(tuple(source.ids[place]), self.policy.max_completion_length, seed=seed, **options)
+            for (source, place), seed in zip(chosen, seeds, strict=True)
         ]
         engine.update_params(self.params())
         try:
@@ -146,47 +142,36 @@ class Sampler:
         return Rollout(number, rows, rewards, metrics | times)
 
     def drawn(self, chosen: Chosen, *purpose: Any, **options: Any) -> list[Result]:
-        """Completions sampled as the settings say; each prompt has a seed of its own for the purpose."""
+        """Return completions sampled as configured; each prompt has its own seed for the purpose."""
         settings = self.settings
         sampling = SamplingOptions(self.policy.temperature, settings.top_k, settings.top_p)
         seeds = [key_of(settings.seed, *purpose, row) % 2**32 for row in range(len(chosen))]
-        return self.complete(
-            "rollout" if purpose[0] == ROLLOUT else "validation",
-            [source.ids[place] for source, place in chosen],
-            seeds,
-            sampling=sampling,
-            **options,
-        )
+        what = "rollout" if purpose[0] == ROLLOUT else "validation"
+        return self.complete(what, chosen, seeds, sampling=sampling, **options)
 
     def rows_of(self, results: Sequence[Result]) -> dict[str, np.ndarray]:
         """Return one row per completion, every token of it trained."""
-        pairs = [(result.prompt_ids, sample.ids) for result in results for sample in result.samples]
-        return completion_rows(
-            [prompt for prompt, _ in pairs],
-            [completion for _, completion in pairs],
-            [[1.0] * len(completion) for _, completion in pairs],
-            self.settings.block_size,
-            self.engine.pad_id,
-            row_types(self.policy),
-        )
+        prompts = [result.prompt_ids for result in results for _ in result.samples]
+        completions = [sample.ids for result in results for sample in result.samples]
+        masks = [[1.0] * len(completion) for completion in completions]
+        block, pad = self.settings.block_size, self.engine.pad_id
+        return completion_rows(prompts, completions, masks, block, pad, row_types(self.policy))
 
     def compare(self, where: str, samples: Sequence[Sample]) -> None:
         """Raise if the processes do not hold the same samples."""
         ids = json.dumps([sample.ids for sample in samples])
         agree("the sampled completions", f"{where}: {hashlib.sha256(ids.encode()).hexdigest()[:16]}")
 
-    def judge(
-        self, chosen: Chosen, samples: Sequence[Sample], copies: int
-    ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def judge(self, chosen: Chosen, samples: Sequence[Sample], copies: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return Σ weight · reward and each reward of the samples, `copies` per prompt, as process 0 computes them."""
-        text = share("rewards", lambda: self._rewards(chosen, samples, copies), REWARD_SECONDS)
+        text = broadcast("rewards", lambda: self._rewards(chosen, samples, copies), REWARD_SECONDS)
         agree("the rewards", hashlib.sha256(text.encode()).hexdigest()[:16])
         forget("rewards")  # all have read them
         total, each = json.loads(text)
         return np.array(total), {name: np.array(values) for name, values in each.items()}
 
     def _rewards(self, chosen: Chosen, samples: Sequence[Sample], copies: int) -> str:
-        """As JSON, which keeps every bit of a float. All columns of a prompt's row go along."""
+        """Return the rewards as JSON, which keeps every bit of a float."""
         prompts = [source.prompts[place] for source, place in chosen for _ in range(copies)]
         columns = {
             name: [source.columns[place][name] for source, place in chosen for _ in range(copies)]
@@ -200,8 +185,7 @@ class Sampler:
     def validate(self, step: int) -> dict[str, float]:
         """Return the mean reward of greedy completions of the held-out prompts."""
         chosen = self.plan.held_out
-        ids = [source.ids[place] for source, place in chosen]
-        results = self.complete("validation", ids, [0] * len(ids), sampling=SamplingOptions(0.0))
+        results = self.complete("validation", chosen, [0] * len(chosen), sampling=SamplingOptions(0.0))
         samples = [result.samples[0] for result in results]
         self.compare(f"validation at step {step}", samples)
         total, each = self.judge(chosen, samples, 1)
@@ -223,9 +207,7 @@ class Sampler:
 
     # --- log-probabilities ---
 
-    def old_logprobs(
-        self, rows: dict[str, np.ndarray], sampled: np.ndarray
-    ) -> tuple[np.ndarray, dict[str, float]]:
+    def old_logprobs(self, rows: dict[str, np.ndarray], sampled: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
         """Return log π_old (N, T), and how far the engine's log-probabilities are from those of a training pass."""
         scored, plain = self.score(rows)
         real = rows["target_ids"] >= 0

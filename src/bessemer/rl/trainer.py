@@ -15,17 +15,17 @@ from typing import Any, Generic, cast
 
 import jax
 
-from bessemer.config import configure, dotted
+from bessemer.config import dotted
 from bessemer.data import Prefetcher
 from bessemer.errors import InputError
 from bessemer.job import CheckpointManager, Snapshot
 from bessemer.objectives.grpo import TOKENS, GrpoSettings, SampledSettings
 from bessemer.registry import jobs, objectives
-from bessemer.rl.offline import StoredPlan, build_stored
-from bessemer.rl.prompts import PromptPlan, build_prompts
+from bessemer.rl.prompts import PromptPlan, StoredPlan, build_prompts, build_stored
 from bessemer.rl.rewards import Rewards, RewardSpec
-from bessemer.rl.rollout import FILE, GRPOTrainerConfig, Rollout, row_types
+from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, row_types
 from bessemer.rl.sampler import Sampler
+from bessemer.storage.artifacts import ROLLOUT
 from bessemer.topology import agree
 from bessemer.training import step
 from bessemer.training.feed import device_batch
@@ -80,7 +80,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
     @functools.cached_property
     def policy(self) -> SampledSettings:
         """The objective's settings."""
-        return cast(SampledSettings, configure(objectives.entry(self.settings.objective).settings[0]))
+        return cast(SampledSettings, self.config.make(objectives.entry(self.settings.objective).settings[0]))
 
     @functools.cached_property
     def sampler(self) -> Sampler:
@@ -93,7 +93,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             self.prompts,
             self.rewards,
             self.functions.micro,
-            params=self.full_params,
+            params=lambda: self.state.whole(),
             show=lambda text: self.show_progress(text),
         )
 
@@ -125,22 +125,17 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         """The plan of an online run."""
         return cast(PromptPlan, self.data.plan)
 
-    # --- batches -----------------------------------------------------------------------------------------
+    # --- batches ---
+
     def start_over(self) -> None:
         super().start_over()
         self.rollout = None
 
     def prefetcher(self, step: int) -> Prefetcher:
         """Online, batches are not made ahead of use: a rollout is sampled from the live parameters."""
-        return (
-            super().prefetcher(step)
-            if self.offline
-            else Prefetcher(self.device_part, step + self.data_offset, 0)
-        )
+        return super().prefetcher(step) if self.offline else Prefetcher(self.device_part, step + self.data_offset, 0)
 
-    def batch(
-        self, slice: str = "train", *, step: int | None = None, rows: slice | None = None
-    ) -> Mapping[str, Any]:
+    def batch(self, slice: str = "train", *, step: int | None = None, rows: slice | None = None) -> Mapping[str, Any]:
         """As BaseTrainer's. Online, the first batch of a rollout samples it from the live parameters."""
         if self.offline or slice != "train":
             return super().batch(slice, step=step, rows=rows)
@@ -174,7 +169,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             self.topology.batch_sharding(1),
         )
 
-    # --- steps -------------------------------------------------------------------------------------------
+    # --- steps ---
+
     @classmethod
     def train_step(
         cls, state: TrainState, batch: step.Batch, key: jax.Array, accumulate_steps: int
@@ -198,7 +194,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             known = self.rollout.metrics
         return state, {**metrics, **known}
 
-    # --- validation --------------------------------------------------------------------------------------
+    # --- validation ---
+
     @property
     def validates(self) -> bool:
         return not self.offline and bool(self.prompts.held_out)
@@ -217,17 +214,18 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         self.loop_state.take_validation(score, self.step)
         return row
 
-    # --- checkpoints -------------------------------------------------------------------------------------
+    # --- checkpoints ---
+
     def snapshot(self) -> Snapshot:
         made = super().snapshot()
         number, within = self.passes.place(self.step + self.data_offset)
         if self.rollout is None or within == 0:
             return made
         assert self.rollout.number == number
-        return dataclasses.replace(made, files={**made.files, FILE: self.rollout.to_bytes()})
+        return dataclasses.replace(made, files={**made.files, ROLLOUT.name: self.rollout.to_bytes()})
 
     def accept(self, tree: Any, step: int, files: CheckpointManager) -> None:
         super().accept(tree, step, files)
-        path = files.path(step) / FILE
+        path = ROLLOUT.path(files.path(step))
         self.rollout = Rollout.load(path) if path.is_file() else None
         agree("the rollout in use", "none" if self.rollout is None else f"rollout {self.rollout.number}")

@@ -1,1 +1,1 @@
-"""Trained models in use: a conversation in the terminal, and a local server that speaks OpenAI's protocol."""
+"""Trained models in use: a chat in the terminal, and a server with an OpenAI-compatible API."""

@@ -1,10 +1,11 @@
-"""The endpoints: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics, and / for people."""
+"""`bessemer serve`: the server and its endpoints, /v1/chat/completions and /v1/completions above all."""
 
 from __future__ import annotations
 
 import asyncio
-import html
+import contextlib
 import json
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -15,21 +16,42 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from bessemer.errors import BessemerError
-from bessemer.serve.errors import ApiError, refusal
-from bessemer.serve.net import read_body, refuse_other_names, refuse_without_token
+from bessemer.console import markdown_table
+from bessemer.data.tokenize.templates import stop_rendering
+from bessemer.errors import BessemerError, InputError
+from bessemer.generate import Engine, EngineThread, LoadedModel, QueueFull, SamplingOptions
+from bessemer.generate import Request as Generation
+from bessemer.report.html import page, to_html
+from bessemer.serve.conversation import PREPARING, template_of
+from bessemer.serve.net import (
+    BACKLOG,
+    CONNECTIONS,
+    GRACE,
+    TOKEN_VARIABLE,
+    ApiError,
+    Server,
+    address_of,
+    check_port,
+    is_loopback,
+    listen,
+    read_body,
+    refuse_other_names,
+    refuse_without_token,
+    server_of,
+    wrong,
+)
 from bessemer.serve.replies import Reply
 from bessemer.serve.requests import Ask, parse
 from bessemer.serve.service import Service
 
-LAST_SECONDS = 5  # beyond the request's time, for a slow reader to take what is there
-OPEN = ("/", "/health")  # no token: how to use the server, and what whoever restarts servers asks
+LAST_SECONDS = 5  # beyond the request's time, for a slow client to read the rest
+OPEN = ("/", "/health")  # without a token: usage, and what supervisors of servers ask
 
 Endpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def make_app(service: Service) -> Starlette:
-    """The application of one model."""
+    """Return the application of one model."""
 
     async def chat(request: Request) -> Response:
         return await generation(service, request, chat=True)
@@ -41,17 +63,16 @@ def make_app(service: Service) -> Starlette:
         entry = {"id": service.model, "object": "model", "created": 0, "owned_by": "bessemer"}
         name = request.path_params.get("name")
         if name not in (None, service.model):
-            message = f"the model '{name[:100]}' is not served here; '{service.model}' is."
-            raise ApiError(404, message, param="model", code="model_not_found")
+            raise service.unknown_model(name)
         return JSONResponse(entry if name else {"object": "list", "data": [entry]})
 
     async def health(request: Request) -> Response:
-        state = "ok" if service.failure is None else "the engine failed at its last request"
+        state = "ok" if service.failure is None else "the engine failed on its last request"
         document = {"status": state, "model": service.model, "step": service.step}
         return JSONResponse(document, 200 if service.failure is None else 503)
 
     async def usage(request: Request) -> Response:
-        known = service.token is None  # the page is open to all, the model's name is not
+        known = service.token is None  # the page is public, the model's name is not
         return usage_page(request, service.model if known else None, service.step if known else None)
 
     async def metrics(request: Request) -> Response:
@@ -70,22 +91,22 @@ def make_app(service: Service) -> Starlette:
         route("/health", health),
         route("/metrics", metrics),
     ]
-    return Starlette(
-        routes=routes,
-        exception_handlers={HTTPException: _plain_error, Exception: _bug},
-    )
+    return Starlette(routes=routes, exception_handlers={HTTPException: _plain_error, Exception: _bug})
 
 
 def _guarded(service: Service, path: str, endpoint: Endpoint) -> Endpoint:
-    """The endpoint behind the token, its errors as JSON, every answer counted."""
+    """Return the endpoint behind the token, with errors as JSON and every response counted."""
 
     async def call(request: Request) -> Response:
         try:
             admit(service, request)
             response = await endpoint(request)
-        except (ApiError, BessemerError) as error:
-            said = error if isinstance(error, ApiError) else refusal(error)
-            response = JSONResponse(said.document(), said.status, said.headers)
+        except ApiError as error:
+            response = error.response()
+        except QueueFull as error:
+            response = ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"}).response()
+        except BessemerError as error:  # refused by the engine or the template
+            response = wrong(None, str(error)).response()
         except ClientDisconnect:
             service.metrics.gone += 1
             response = Response(status_code=499)  # nobody reads it
@@ -96,7 +117,7 @@ def _guarded(service: Service, path: str, endpoint: Endpoint) -> Endpoint:
 
 
 def admit(service: Service, request: Request) -> None:
-    """The token where one is set; without one only names of this machine are answered."""
+    """Raise ApiError without the token; if none is set, unless the request names this machine."""
     if service.token is None:
         refuse_other_names(request)
     elif request.url.path not in OPEN:
@@ -104,7 +125,7 @@ def admit(service: Service, request: Request) -> None:
 
 
 async def generation(service: Service, request: Request, chat: bool) -> Response:
-    """Both generating endpoints: whole, or as a stream of server-sent events."""
+    """Answer both generating endpoints, as one document or a stream of server-sent events."""
     tree = parse(await read_body(request, service.body_limit))
     try:
         ask = await service.ask(tree, chat)
@@ -114,9 +135,7 @@ async def generation(service: Service, request: Request, chat: bool) -> Response
     if not ask.options.stream:
         return await or_disconnect(request.receive, _whole(service, ask, reply))
     pieces = _pieces(service, ask, reply)
-    first = await anext(
-        pieces
-    )  # a full queue or a refused prompt is a status of its own, not a broken stream
+    first = await anext(pieces)  # so that a full queue or a refused prompt has its own status
     return EventStream(service, first, pieces)
 
 
@@ -127,25 +146,23 @@ async def _whole(service: Service, ask: Ask, reply: Reply) -> Response:
                 reply.add(index, event)
         except TimeoutError:
             raise _late(service) from None
-    _check_whole(reply)
+    if any(choice.finish == "cancelled" for choice in reply.choices):
+        raise _going_down()
     return JSONResponse(reply.document(sum(map(len, ask.prompts)), ask.options.logprobs))
 
 
-def _check_whole(reply: Reply) -> None:
-    if any(choice.finish == "cancelled" for choice in reply.choices):
-        raise ApiError(503, "the server is going down.", code="shutdown")
+def _going_down() -> ApiError:
+    return ApiError(503, "the server is shutting down.", code="shutdown")
 
 
 def _late(service: Service) -> ApiError:
     service.metrics.late += 1
-    message = (
-        f"the answer was not ready within {service.timeout:g} seconds; what was being written is dropped."
-    )
+    message = f"the answer was not complete within {service.timeout:g} seconds and was dropped."
     return ApiError(504, message, code="timeout")
 
 
 async def _pieces(service: Service, ask: Ask, reply: Reply) -> AsyncIterator[str]:
-    """The answer as the data of server-sent events. The first piece comes when the request is in the queue."""
+    """Yield the answer as server-sent events. The first piece comes once the request is in the queue."""
     options = ask.options
     with service.submitted(ask) as handles:
         yield "".join(_sse(reply.chunk([choice])) for choice in reply.opening())
@@ -153,14 +170,11 @@ async def _pieces(service: Service, ask: Ask, reply: Reply) -> AsyncIterator[str
             async for index, event in service.events(handles, options.n):
                 new = reply.add(index, event)
                 if event.finish == "cancelled":
-                    raise ApiError(503, "the server is going down.", code="shutdown")
+                    raise _going_down()
                 if new.finish or "".join(new.text) or new.logprobs:
                     yield _sse(reply.chunk([reply.delta(new, options.logprobs)]))
-        except TimeoutError:
-            yield _sse(_late(service).document())
-            return
-        except ApiError as error:
-            yield _sse(error.document())
+        except (TimeoutError, ApiError) as error:
+            yield _sse((error if isinstance(error, ApiError) else _late(service)).document())
             return
     if options.usage:
         yield _sse(reply.chunk([], reply.usage(sum(map(len, ask.prompts)))))
@@ -172,8 +186,7 @@ def _sse(document: dict[str, Any]) -> str:
 
 
 class EventStream(Response):
-    """Pieces sent as they come. When the client leaves, or does not read, the generator is closed: that frees its
-    slots."""
+    """Sends pieces as they come. If the client disconnects or does not read, closing the generator frees its slots."""
 
     media_type = "text/event-stream"
 
@@ -200,7 +213,7 @@ class EventStream(Response):
 
 
 async def or_disconnect(receive: Callable[[], Awaitable[Any]], work: Coroutine[Any, Any, Any]) -> Any:
-    """The work's result; ClientDisconnect, and the work is cancelled, when the client leaves first."""
+    """Return the work's result. If the client disconnects first, cancel the work and raise ClientDisconnect."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -219,24 +232,120 @@ async def or_disconnect(receive: Callable[[], Awaitable[Any]], work: Coroutine[A
 
 
 async def _plain_error(request: Request, error: Exception) -> Response:
-    """404 and 405 in the protocol's shape."""
+    """Answer 404 and 405 in the protocol's format."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:100]}: {error.detail}."
     if error.status_code == 404:
         message += (
-            " Programs talk to /v1/chat/completions and /v1/completions, see GET /. For a page: bessemer dash"
+            " The endpoints are /v1/chat/completions and /v1/completions, see GET /. For a web page: bessemer dash"
         )
-    return JSONResponse(ApiError(error.status_code, message).document(), error.status_code, error.headers)
+    return ApiError(error.status_code, message, headers=error.headers).response()
 
 
 async def _bug(request: Request, error: Exception) -> Response:
-    """A bug here; the traceback is in the server's own output, not in the answer."""
-    return JSONResponse(ApiError(500, "an error inside the server; its log says more.").document(), 500)
+    """Answer a bug; its traceback is in the server's own output."""
+    return ApiError(500, "internal error; the server's log has the traceback.").response()
 
 
-# `GET /`: how to use this server, as a page for browsers and as text for everyone else.
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where the server listens and how much it takes at once."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = None
+    slots: int = 16
+    queue: int = 256
+    timeout: float = 300.0
+    template: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_port(self.port)
+        for name, value in (("slots", self.slots), ("queue", self.queue)):
+            if value < 1:
+                raise InputError(f"--{name} must be at least 1; got {value}.")
+        if self.timeout <= 0:
+            raise InputError(f"--timeout must be above 0; got {self.timeout:g}.")
+        if self.token is None and not is_loopback(self.host):
+            raise InputError(
+                f"--host {self.host} is open to other machines, so it needs a token: set {TOKEN_VARIABLE} or pass "
+                "--token-file FILE. Without one, serve on 127.0.0.1 only."
+            )
 
 
+def make_server(service: Service, grace: int = GRACE) -> Server:
+    """Return a server; `run(sockets=[…])` it. A request waiting in the queue keeps its connection open."""
+    rows = service.engine.slots + (service.engine.queue or 0)
+    return server_of(make_app(service), grace, CONNECTIONS + rows)
+
+
+def warm_up(engine: Engine) -> None:
+    """Compile the programs of a short prompt with the protocol's default sampling, to fail before the first client."""
+    assert engine.tokenizer is not None
+    engine.generate([Generation([engine.tokenizer.bos_id], 1, SamplingOptions(temperature=1.0))])
+
+
+def serve(load: Callable[[], LoadedModel], options: ServerOptions, say: Callable[[str], None]) -> None:
+    """Serve a model until SIGTERM or Ctrl-C; `say` prints lines."""
+    with contextlib.closing(listen(options.host, options.port)) as bound:
+        loaded = load()
+        template = template_of(loaded, options.template)
+        engine = Engine.of(loaded, slots=options.slots, queue=options.queue, seed=secrets.randbits(32))
+        service = Service(
+            engine,
+            template,
+            model=loaded.run.name if loaded.run else "model",
+            step=loaded.step,
+            timeout=options.timeout,
+            token=options.token,
+        )
+        say(PREPARING)
+        warm_up(engine)
+        bound.listen(BACKLOG)  # clients that connect after the line below wait instead of being refused
+        guard = "a token is required" if options.token else "this machine only"
+        say(
+            f"serving {service.model}, step {service.step}, at http://{address_of(bound)}/v1 ({guard}; conversations: "
+            f"{template.name}; Ctrl-C stops)"
+        )
+        with EngineThread(engine):
+            make_server(service).run(sockets=[bound])
+        service.renders.shutdown(wait=False, cancel_futures=True)
+        stop_rendering()
+        say("stopped.")
+
+
+# `GET /`: how to use this server, as HTML for browsers and as Markdown for everyone else
+
+
+USAGE = """\
+# {title}
+
+{about}
+
+## Try it
+
+```
+curl {address}/chat/completions -H 'Content-Type: application/json'{header} \\
+  -d '{{"messages": [{{"role": "user", "content": "Hello"}}], "max_tokens": 50}}'
+```
+
+## From Python
+
+```
+from openai import OpenAI
+
+client = OpenAI(base_url="{address}", api_key="{key}")
+messages = [{{"role": "user", "content": "Hello"}}]
+for chunk in client.chat.completions.create(model="{model}", messages=messages, stream=True):
+    print(chunk.choices[0].delta.content or "", end="", flush=True)
+```
+
+## Endpoints
+
+{endpoints}
+
+To chat in a browser, run `bessemer dash`.
+"""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -245,88 +354,32 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Vary": "Accept",
 }
-STYLE = """
-:root { color-scheme: light dark; --back: light-dark(#f6f7f9, #0e141b); --card: light-dark(#fff, #161e28);
-  --ink: light-dark(#17212d, #e8eef5); --muted: light-dark(#566373, #9fb0c2); --line: light-dark(#dde3ea, #2a3645); }
-body { margin: 0 auto; max-width: 52rem; padding: 2rem 1rem 3rem; background: var(--back); color: var(--ink);
-  font: 16px/1.55 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.5rem; margin: 0 0 .2rem; } h2 { font-size: 1.05rem; margin: 1.8rem 0 .5rem; }
-p { margin: .3rem 0; } .muted { color: var(--muted); }
-pre { margin: 0; padding: .8rem 1rem; background: var(--card); border: 1px solid var(--line); border-radius: 10px;
-  font: 13px/1.5 ui-monospace, Menlo, Consolas, monospace; white-space: pre-wrap; }
-table { border-collapse: collapse; width: 100%; } td { padding: .35rem .8rem .35rem 0; vertical-align: top; }
-tr + tr { border-top: 1px solid var(--line); } code { font: 13px ui-monospace, Menlo, Consolas, monospace; }
-@media (max-width: 560px) { td { display: block; padding: .1rem 0; } tr { display: block; padding: .4rem 0; } }
-"""
 ENDPOINTS = (
     ("POST /v1/chat/completions", "messages in, an answer out; stream, n, logprobs, penalties, tools"),
     ("POST /v1/completions", "a text to continue"),
-    ("GET /v1/models", "the model that is served"),
-    ("GET /health", "200 while it answers, 503 after a failure"),
+    ("GET /v1/models", "the served model"),
+    ("GET /health", "200 while it works, 503 after a failure"),
     ("GET /metrics", "counters for Prometheus"),
 )
 
 
-@dataclass(frozen=True)
-class Usage:
-    """What the page says. `model` is None where only who has the token may know it."""
-
-    address: str  # http://host:port
-    model: str | None
-    step: int | None
-
-    @property
-    def title(self) -> str:
-        return "Bessemer server" if self.model is None else f"{self.model}, step {self.step}"
-
-    @property
-    def about(self) -> str:
-        token = "" if self.model is not None else " Requests need a token: Authorization: Bearer TOKEN."
-        return f"This server speaks OpenAI's protocol at {self.address}/v1.{token}"
-
-    @property
-    def curl(self) -> str:
-        token = "" if self.model is not None else ' -H "Authorization: Bearer $BESSEMER_API_TOKEN"'
-        body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50}'
-        return f"curl {self.address}/v1/chat/completions -H 'Content-Type: application/json'{token} \\\n  -d '{body}'"
-
-    @property
-    def python(self) -> str:
-        key, model = ("none", self.model) if self.model is not None else ("TOKEN", "MODEL")
-        return (
-            "from openai import OpenAI\n\n"
-            f'client = OpenAI(base_url="{self.address}/v1", api_key="{key}")\n'
-            'messages = [{"role": "user", "content": "Hello"}]\n'
-            f'for chunk in client.chat.completions.create(model="{model}", messages=messages, stream=True):\n'
-            '    print(chunk.choices[0].delta.content or "", end="", flush=True)'
-        )
-
-    def text(self) -> str:
-        width = max(len(name) for name, _ in ENDPOINTS)
-        listed = "\n".join(f"  {name:<{width}}  {what}" for name, what in ENDPOINTS)
-        head, chat = f"{self.title}\n{self.about}", "To chat on a page: bessemer dash"
-        return "\n\n".join((head, self.curl, self.python, listed, chat)) + "\n"
-
-    def html(self) -> str:
-        escape = html.escape
-        rows = "".join(
-            f"<tr><td><code>{escape(name)}</code></td><td>{escape(what)}</td></tr>"
-            for name, what in ENDPOINTS
-        )
-        return (
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escape(self.title)} · Bessemer</title><style>{STYLE}</style></head><body>"
-            f'<h1>{escape(self.title)}</h1><p class="muted">{escape(self.about)}</p>'
-            f"<h2>Try it</h2><pre>{escape(self.curl)}</pre><h2>From Python</h2><pre>{escape(self.python)}</pre>"
-            f"<h2>Endpoints</h2><table>{rows}</table>"
-            "<h2>In a browser</h2><p>To chat with a model on a page, run <code>bessemer dash</code>.</p></body></html>"
-        )
-
-
 def usage_page(request: Request, model: str | None, step: int | None) -> Response:
-    """The page, in the form that the client asks for."""
-    usage = Usage(str(request.base_url).rstrip("/"), model, step)
+    """Return how to use the server, as HTML or Markdown. `model` is None if only clients with the token may know it."""
+    address = f"{str(request.base_url).rstrip('/')}/v1"
+    title, need, header, key = f"{model}, step {step}", "", "", "none"
+    if model is None:
+        title, key = "Bessemer server", "TOKEN"
+        need = " Requests need a token: Authorization: Bearer TOKEN."
+        header = ' -H "Authorization: Bearer $BESSEMER_API_TOKEN"'
+    text = USAGE.format(
+        title=title,
+        about=f"This server speaks OpenAI's protocol at {address}.{need}",
+        address=address,
+        header=header,
+        key=key,
+        model=model or "MODEL",
+        endpoints="\n".join(markdown_table(("endpoint", "what it does"), ENDPOINTS)),
+    )
     if "text/html" in request.headers.get("accept", ""):
-        return HTMLResponse(usage.html(), headers=HEADERS)
-    return PlainTextResponse(usage.text(), headers=HEADERS)
+        return HTMLResponse(page(f"{title} · Bessemer", to_html(text)), headers=HEADERS)
+    return PlainTextResponse(text, headers=HEADERS)

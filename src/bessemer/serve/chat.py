@@ -1,7 +1,8 @@
-"""`bessemer chat`: a conversation in the terminal, streamed, with a calculator for models that know how to ask it."""
+"""`bessemer chat`: a conversation in the terminal, streamed, with a calculator for models that can call it."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,18 +14,18 @@ from bessemer.generate.calculator import CALLS, call_id, output_ids
 from bessemer.serve.conversation import Exchange, Template
 
 HELP = """\
-/clear     forget the conversation
-/seed N    answers repeat with the same seed (/seed alone shows it)
+/clear     start a new conversation
+/seed N    the same seed gives the same answers (/seed alone shows it)
 /help      this list
 /quit      leave (so do /exit and Ctrl-D)
-Ctrl-C     stop the answer that is being written"""
+Ctrl-C     stop the answer"""
 SEEDS = 2**32
 GREETING = "Hello!"
 
 
 @dataclass
 class Chat:
-    """The state of a conversation: token by token as the model saw it, so that the engine's cache goes on."""
+    """A conversation, kept token by token as the model saw it, so that the engine can reuse its cache."""
 
     engine: Engine
     template: Template
@@ -34,18 +35,12 @@ class Chat:
     system: str | None = None
     write: Callable[[str], None] = lambda text: print(text, end="", flush=True)
     turns: list[Exchange] = field(default_factory=list)
-    asked: int = 0  # requests since the seed was set: each draws from a seed of its own
+    asked: int = 0  # requests since the seed was set; each has its own seed
 
     @property
     def exchanges(self) -> list[list[int]]:
         """The tokens of each question with its answer."""
         return [turn.ids for turn in self.turns]
-
-    def clear(self) -> None:
-        self.turns.clear()
-
-    def reseed(self, seed: int) -> None:
-        self.seed, self.asked = seed, 0
 
     def warm_up(self) -> None:
         """Compile the programs of a first question and of one that follows it; call it before an EngineThread runs."""
@@ -58,14 +53,14 @@ class Chat:
         self.engine.reset()
 
     def say(self, text: str) -> str | None:
-        """Answer a message, streamed to `write`. Returns a line for the user where there is something to know."""
+        """Answer a message, streamed to `write`. Return a remark for the user, or None."""
         template = self.template
         question = template.question(text)
         room = self.engine.capacity - 1
         if len(template.conversation(self.system, [], text)) > room:
             return (
-                f"the message has {len(question)} tokens and the model's context {self.engine.capacity}: too long, so "
-                "it is not part of the conversation."
+                f"the message is too long ({len(question)} tokens; the model's context has {self.engine.capacity}), so "
+                "it was not added to the conversation."
             )
         room -= min(self.max_tokens or room, room // 4)  # for the answer
         dropped = 0
@@ -77,7 +72,7 @@ class Chat:
         return _remark(finish, dropped)
 
     def _answer(self, prompt: list[int]) -> tuple[str, list[int], str]:
-        """(text, tokens, why it ended). A call of the calculator interrupts it, and its value is part of it."""
+        """Return text, tokens and why the answer ended. Results of calculator calls are part of it."""
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None
         call = call_id(tokenizer) if self.template.name == "chat" else None
@@ -110,7 +105,7 @@ class Chat:
         )
 
     def _stream(self, prompt: list[int], call: int | None, used: int) -> Sample:
-        """One request, shown as it comes. Ctrl-C cancels it; what was shown by then is the answer."""
+        """Send one request and show it as it comes. Ctrl-C cancels it; what was shown by then is the answer."""
         left = None if self.max_tokens is None else self.max_tokens - used
         handle = self.engine.submit(self._request(prompt, left, call))
         self.asked += 1
@@ -128,18 +123,18 @@ class Chat:
 
 def _remark(finish: str, dropped: int) -> str | None:
     ends = {
-        "length": "cut off at the most tokens of one answer (--max-tokens)",
+        "length": "cut off at the maximum length of an answer (--max-tokens)",
         "context": "cut off: the model's context is full; /clear makes room",
         "cancelled": "stopped",
     }
     lines = [ends[finish]] if finish in ends else []
     if dropped:
-        lines.append(f"the context is full: the oldest {dropped} exchange(s) are forgotten")
+        lines.append(f"the context is full: the oldest {dropped} exchange(s) were dropped")
     return "; ".join(lines) or None
 
 
 class Repl:
-    """Reads lines until /quit, /exit or the end of input. `read` raises EOFError there, KeyboardInterrupt at Ctrl-C."""
+    """Reads lines until /quit, /exit or the end of input, where `read` raises EOFError."""
 
     def __init__(self, chat: Chat, read: Callable[[], str], note: Callable[[str], None]):
         self.chat, self.read, self.note = chat, read, note
@@ -171,33 +166,31 @@ class Repl:
         try:
             remark = self.chat.say(line)
         except KeyboardInterrupt:  # before the first token, or a second time
-            remark = "stopped; the message is not part of the conversation"
+            remark = "stopped; the message was not added to the conversation"
         self.chat.write("\n")
         if remark:
             self.note(f"({remark})")
 
     def command(self, line: str) -> str:
-        """Obey a line that begins with a slash; returns what to show."""
+        """Run a command that starts with a slash; return what to show."""
         word, _, rest = line.partition(" ")
         if word == "/clear":
-            self.chat.clear()
-            return "the conversation is forgotten."
+            self.chat.turns.clear()
+            return "the conversation was cleared."
         if word == "/seed":
             if rest.strip().isdecimal() and int(rest) < SEEDS:
-                self.chat.reseed(int(rest))
+                self.chat.seed, self.chat.asked = int(rest), 0
             elif rest:
-                return f"a seed is a number between 0 and {SEEDS - 1}."
+                return f"a seed must be between 0 and {SEEDS - 1}."
             return f"seed {self.chat.seed}"
         return HELP if word == "/help" else f"unknown command {word}.\n{HELP}"
 
 
 def read_line(prompt: str = "> ") -> str:
-    """A line of the terminal, with editing and history; of a pipe, without a prompt."""
+    """Read a line, on a terminal with editing and history."""
     if sys.stdin.isatty():
-        import contextlib
-
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401 -- input() uses it from then on
+            import readline  # noqa: F401 -- input() uses it once imported
         return input(prompt)
     try:
         line = sys.stdin.readline()

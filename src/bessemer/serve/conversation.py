@@ -1,7 +1,7 @@
-"""How a conversation is put to a model: with the tokens of its turns, or as a plain transcript.
+"""How a conversation becomes a prompt: with the special tokens of its turns, or as a plain transcript.
 
-A tokenizer of ours always has the tokens `<|user_start|>` …, but only fine-tuning teaches a model what they mean. A
-model that has seen nothing but documents is given what it knows: a text with names and colons.
+Our tokenizers always have `<|user_start|>` and the like, but only a fine-tuned model knows them. A model trained on
+documents alone gets a text with names and colons.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from bessemer.errors import InputError
 from bessemer.generate import LoadedModel
 
 ROLES = ("system", "user", "assistant")
-TEMPLATES = ("auto", "chat", "plain")
 ON_DOCUMENTS = ("pretrain", "kl")  # objectives that train on text without turns
 
 Message = Mapping[str, Any]  # role, content; of a template that takes tools also tool_calls and the like
@@ -25,7 +24,7 @@ Tool = Mapping[str, Any]
 
 
 class Exchange(NamedTuple):
-    """A question and its answer, and the tokens they stay in the conversation as."""
+    """A question, its answer, and their tokens in the conversation."""
 
     question: str
     answer: str
@@ -33,12 +32,12 @@ class Exchange(NamedTuple):
 
 
 PREPARING = "preparing the model; the first start also compiles its programs"
-"""Said before a model answers for the first time."""
+"""Printed before a model answers for the first time."""
 
 
 @dataclass(frozen=True)
 class Template(ABC):
-    """Messages to the tokens before the answer, at once or turn by turn; what ends the answer."""
+    """Turns messages into the tokens before an answer, at once or turn by turn; says what ends the answer."""
 
     tokenizer: Tokenizer
     name: ClassVar[str]
@@ -50,7 +49,7 @@ class Template(ABC):
 
     @property
     def takes_tools(self) -> bool:
-        """Whether descriptions of tools have a place in it."""
+        """Whether it can describe tools."""
         return False
 
     @abstractmethod
@@ -61,14 +60,14 @@ class Template(ABC):
 
     @abstractmethod
     def question(self, text: str) -> list[int]:
-        """A message of the user, and what opens the answer."""
+        """Return the tokens of a user message and of the start of the answer."""
 
     @abstractmethod
     def answer(self, text: str, ids: Sequence[int]) -> list[int]:
-        """An answer as it stays in the conversation, closed."""
+        """Return the tokens of a complete answer in the conversation."""
 
     def conversation(self, system: str | None, before: Sequence[Exchange], question: str) -> list[int]:
-        """All that was said so far and a new question, token by token as the model saw it."""
+        """Return the conversation so far, token by token as the model saw it, and a new question."""
         history = [token for exchange in before for token in exchange.ids]
         return [*self.beginning(system), *history, *self.question(question)]
 
@@ -86,22 +85,21 @@ class Turns(Template):
         return render(messages, self.tokenizer, generation_prompt=True, tools=tools)
 
     def beginning(self, system: str | None) -> list[int]:
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        return render(messages, self.tokenizer, generation_prompt=False)
+        return render(_system(system), self.tokenizer, generation_prompt=False)
 
     def question(self, text: str) -> list[int]:
         ids = self.prompt([{"role": "user", "content": text}])
         return ids[len(self.beginning(None)) :]
 
     def answer(self, text: str, ids: Sequence[int]) -> list[int]:
-        """The very tokens that were written: the engine finds them in its cache."""
+        """Return the generated tokens themselves, which the engine finds in its cache."""
         kept = [token for token in ids if token != self.tokenizer.bos_id]
         return kept if kept[-1:] == list(self.stop_ids) else [*kept, *self.stop_ids]
 
 
 class Foreign(Turns):
-    """The tokenizer's own chat template. It may write the first turn differently from the others (a system message
-    inside the first question, say), so a conversation is written anew as a whole each time."""
+    """The tokenizer's own chat template. It may render the first turn differently (a system message inside the first
+    question, say), so the whole conversation is rendered each time."""
 
     @property
     def takes_tools(self) -> bool:
@@ -118,11 +116,15 @@ class Foreign(Turns):
         return list(ids)
 
     def conversation(self, system: str | None, before: Sequence[Exchange], question: str) -> list[int]:
-        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages = _system(system)
         for exchange in before:
             messages.append({"role": "user", "content": exchange.question})
             messages.append({"role": "assistant", "content": exchange.answer})
         return self.prompt([*messages, {"role": "user", "content": question}])
+
+
+def _system(text: str | None) -> list[dict[str, str]]:
+    return [] if text is None else [{"role": "system", "content": text}]
 
 
 class Transcript(Template):
@@ -150,12 +152,12 @@ class Transcript(Template):
         return self._continued(f"{text.rstrip()}\n")
 
     def _continued(self, text: str) -> list[int]:
-        """Encode a text that goes on after a line."""
+        """Encode a text that follows a line."""
         return self.tokenizer.encode(text, after=self.tokenizer.encode("\n"))
 
 
 def template_of(loaded: LoadedModel, wanted: str = "auto") -> Template:
-    """`auto`: the tokens of turns for a model that was trained on conversations, else a transcript."""
+    """Return the template; `auto` is "chat" for a model trained on conversations, else "plain"."""
     tokenizer = loaded.tokenizer
     if tokenizer is None:
         raise InputError("this model was trained on token ids without a tokenizer, so it cannot read text.")
@@ -172,10 +174,10 @@ def template_of(loaded: LoadedModel, wanted: str = "auto") -> Template:
 
 
 def remark(template: Template, wanted: str) -> str | None:
-    """What a user should know about a template that was chosen for him."""
+    """Return a remark if a transcript was chosen automatically."""
     if wanted != "auto" or template.name == "chat":
         return None
     return (
-        "this model was trained on documents, not on conversations: it is given a plain transcript (User: … "
-        "Assistant: …) to continue. --template chat uses the tokens of turns instead."
+        "this model was trained on documents, not on conversations, so it gets a plain transcript (User: … "
+        "Assistant: …) to continue. --template chat uses the special tokens of turns instead."
     )

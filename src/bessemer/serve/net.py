@@ -1,5 +1,7 @@
-"""What every server of this package shares: the socket, the token, whose names are answered, how bodies arrive, how it
-stops. Nothing here needs a model, so a server that shows files starts without one."""
+"""What the servers share: errors, sockets, tokens, allowed host names, request bodies, time limits, shutdown.
+
+Nothing here needs a model, so `bessemer dash` starts without one.
+"""
 
 from __future__ import annotations
 
@@ -11,41 +13,62 @@ import ipaddress
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bessemer.errors import InputError, to_install
-from bessemer.serve.errors import ApiError
 
 try:
     import h11
     import uvicorn
     from starlette.requests import Request
+    from starlette.responses import JSONResponse
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ModuleNotFoundError as error:
-    raise InputError(
-        f"the server needs {error.name}, which is not installed: {to_install('dash')}"
-    ) from error
+    raise InputError(f"the server needs {error.name}, which is not installed: {to_install('dash')}") from error
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 TOKEN_VARIABLE = "BESSEMER_API_TOKEN"
-GRACE = 10  # seconds for open answers after SIGTERM or Ctrl-C
+GRACE = 10  # seconds for open responses after SIGTERM or Ctrl-C
 BACKLOG = 1024
 HEADER_SECONDS = 10  # for a request's headers to arrive, from the connection or the first byte after a reply
 BODY_SECONDS = 30  # for a body to arrive
-READ_SECONDS = 60  # for a client to take anything of what waits for it
+READ_SECONDS = 60  # for a client to read anything of what waits for it
 CONNECTIONS = 256  # open at once
-
-
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-"""The reply to a connection beyond the limit when every other one has a request that is being answered."""
+"""The reply to a connection beyond the limit, if every other one has a request in progress."""
+
+Headers = Mapping[str, str] | None
+
+
+class ApiError(Exception):
+    """An error response, as OpenAI's clients read it: {"error": {message, type, param, code}}."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: Headers = None
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers
+
+    def document(self) -> dict[str, Any]:
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.document(), self.status, self.headers)
+
+
+def wrong(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """Return status 400 for a field of the body."""
+    return ApiError(400, message, param=param, code=code)
 
 
 def read_token(file: str | None, variable: str | None) -> str | None:
-    """The token of a file, or of the environment; never of the command line, which everyone on a machine sees."""
+    """Return the token of a file or an environment variable; every user of the machine can read command lines."""
     token = variable or None
     if file is not None:
         try:
@@ -55,12 +78,12 @@ def read_token(file: str | None, variable: str | None) -> str | None:
         if not token:
             raise InputError(f"the token file {file} is empty.")
     if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
-        raise InputError("a token is one word of printable ASCII characters.")
+        raise InputError("a token must be one word of printable ASCII characters.")
     return token
 
 
 def has_token(request: Request, token: str) -> bool:
-    """Whether the request bears it: Authorization: Bearer TOKEN. Compared in constant time."""
+    """Return whether the request has the header Authorization: Bearer TOKEN; compared in constant time."""
     kind, _, given = request.headers.get("authorization", "").partition(" ")
     right = hmac.compare_digest(given.strip().encode(), token.encode())
     return kind.lower() == "bearer" and right
@@ -73,14 +96,13 @@ def refuse_without_token(request: Request, token: str) -> None:
 
 
 def refuse_other_names(request: Request) -> None:
-    """Only names of this machine are answered: a web page that a browser here shows cannot make its own name point
-    at us and read along."""
+    """Raise ApiError unless the request names this machine: another site could point its own name here."""
     if not is_loopback(host_name(request.headers.get("host", ""))):
         raise ApiError(421, "without a token this server answers to localhost and 127.0.0.1 only.")
 
 
 def host_name(header: str) -> str:
-    """A Host header without its port."""
+    """Return a Host header without its port."""
     return header[1:].partition("]")[0] if header.startswith("[") else header.partition(":")[0]
 
 
@@ -92,7 +114,7 @@ def is_loopback(host: str) -> bool:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body, as long as it is no longer than `limit` bytes and arrives in time."""
+    """Return the body. Raise ApiError if it is longer than `limit` bytes or does not arrive in time."""
     declared = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if declared != "application/json":
         raise ApiError(415, "send JSON with the header Content-Type: application/json.")
@@ -114,11 +136,11 @@ async def read_body(request: Request, limit: int) -> bytes:
 
 def check_port(port: int) -> None:
     if not 0 <= port < 2**16:
-        raise InputError(f"--port is between 0 (any that is free) and 65535; got {port}.")
+        raise InputError(f"--port must be between 0 (any free one) and 65535; got {port}.")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; who else uses the port is found out before anything is loaded."""
+    """Return a bound socket, before anything is loaded: a port in use is an error at once."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -126,22 +148,22 @@ def listen(host: str, port: int) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         raise InputError(
-            f"cannot listen on {host}:{port} ({error.strerror or error}). Choose another --port (0 takes any that "
-            "is free)."
+            f"cannot listen on {host}:{port} ({error.strerror or error}). Choose another --port (0 picks a free one)."
         ) from error
     return bound
 
 
 def address_of(bound: socket.socket) -> str:
-    """host:port, as a browser takes it."""
+    """Return host:port, as a browser takes it."""
     host, port = bound.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Connection(H11Protocol):
-    """A connection that cannot be held open for nothing: it is closed when headers do not arrive in time, or when a
-    client does not read what it asked for; and of at most `most` connections the one that has waited longest without a
-    request makes room for a new one."""
+    """A connection that is closed if headers do not arrive in time or the client does not read its response.
+
+    Beyond `most` connections, the one that has been idle longest is closed for a new one.
+    """
 
     def __init__(self, *arguments: Any, most: int = CONNECTIONS, **options: Any):
         super().__init__(*arguments, **options)
@@ -152,7 +174,7 @@ class Connection(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """No request is being answered."""
+        """Whether no request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -160,11 +182,7 @@ class Connection(H11Protocol):
         self._idle_since = self.loop.time()
         self._watch_headers()
         if len(self.connections) > self.most:
-            others = (
-                one
-                for one in self.connections
-                if isinstance(one, Connection) and one is not self and one.idle
-            )
+            others = (one for one in self.connections if isinstance(one, Connection) and one is not self and one.idle)
             oldest = min(others, key=lambda one: one._idle_since, default=None)
             if oldest is not None:
                 oldest._drop()
@@ -186,44 +204,44 @@ class Connection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_waiting()
+        self._cancel_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_watching()
-        self._stop_waiting()
+        self._cancel_headers()
+        self._cancel_reading()
         super().connection_lost(exc)
 
     def _watch_headers(self) -> None:
-        """Time the headers while they are incomplete; a keep-alive connection without a byte has uvicorn's time-out."""
+        """Time the headers while they are incomplete; uvicorn times idle keep-alive connections."""
         if self.conn.their_state is not h11.IDLE or self.transport.is_closing():
-            self._stop_watching()
+            self._cancel_headers()
         elif self._header_timer is None:
             self._header_timer = self.loop.call_later(HEADER_SECONDS, self._drop)
 
-    def _stop_watching(self) -> None:
+    def _cancel_headers(self) -> None:
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
 
-    def _stop_waiting(self) -> None:
+    def _cancel_reading(self) -> None:
         if self._reading_timer is not None:
             self._reading_timer.cancel()
             self._reading_timer = None
 
     def _drop(self) -> None:
-        self._stop_watching()
-        self._stop_waiting()
+        self._cancel_headers()
+        self._cancel_reading()
         self.connections.discard(self)
         self.transport.abort()
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, except that a signal that was obeyed is not raised again: the exit code is 0."""
+    """uvicorn's server, except that it does not raise a handled signal again: the exit code is 0."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         previous: dict[Any, Any] = {}
-        with contextlib.suppress(ValueError):  # not the main thread: whoever runs us there sets should_exit
+        with contextlib.suppress(ValueError):  # not the main thread, whose caller sets should_exit
             for number in (signal.SIGINT, signal.SIGTERM):
                 previous[number] = signal.signal(number, self.handle_exit)
         try:
@@ -234,7 +252,7 @@ class Server(uvicorn.Server):
 
 
 def server_of(app: Starlette, grace: int = GRACE, connections: int = CONNECTIONS) -> Server:
-    """A server of the application; `run(sockets=[…])` it."""
+    """Return a server of the application; `run(sockets=[…])` it."""
     config = uvicorn.Config(
         app,
         http=functools.partial(Connection, most=connections),  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Answers in the protocol's shapes, built from the engine's events: whole, or chunk by chunk of the same events."""
+"""Answers in the protocol's formats, built from the engine's events: as one document or as chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bessemer.generate import Event
 from bessemer.generate.request import Ranking
 
 IMPOSSIBLE = -9999.0
-# "context": the row is full. Nothing else is left to say in the protocol's words.
+# "context": the context is full, for which the protocol has no word of its own
 FINISH = {"stop": "stop", "length": "length", "context": "length"}
 
 
@@ -28,23 +28,21 @@ class Choice:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: str | None = None
-    top: list[Ranking] = field(default_factory=list)  # the most likely tokens at each place, where asked for
+    top: list[Ranking] = field(default_factory=list)  # the most likely tokens at each position, if requested
 
     def places(self) -> Iterator[tuple[int, float, Ranking]]:
-        """(token, log p, the most likely ones) of each token that has text."""
+        """Yield (token, log p, the most likely tokens) of each token that has text."""
         yield from zip_longest(self.ids[: len(self.logprobs)], self.logprobs, self.top, fillvalue=())
 
 
 class Reply(ABC):
-    """Base of the two shapes. `end_ids` are tokens that end an answer; they carry no text, so no log-probability."""
+    """Base of the two formats. `end_ids` end an answer; they have no text, so no log-probability."""
 
     prefix = ""
     whole = ""
     part = ""
 
-    def __init__(
-        self, model: str, fingerprint: str, tokenizer: Tokenizer, end_ids: Sequence[int], echo: Sequence[str]
-    ):
+    def __init__(self, model: str, fingerprint: str, tokenizer: Tokenizer, end_ids: Sequence[int], echo: Sequence[str]):
         self.tokenizer = tokenizer
         self.end_ids = frozenset(end_ids)
         self.choices = [Choice(index, [text]) for index, text in enumerate(echo)]
@@ -56,7 +54,7 @@ class Reply(ABC):
         }
 
     def add(self, index: int, event: Event) -> Choice:
-        """Take an event into its choice; returns what is new of it."""
+        """Add an event to its choice; return what is new."""
         finish = None if event.finish is None else FINISH.get(event.finish, event.finish)
         shown = len(event.logprobs)
         if event.finish == "stop" and event.ids and event.ids[-1] in self.end_ids:
@@ -72,14 +70,10 @@ class Reply(ABC):
 
     def usage(self, prompt_tokens: int) -> dict[str, int]:
         made = sum(len(choice.ids) for choice in self.choices)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": made,
-            "total_tokens": prompt_tokens + made,
-        }
+        return {"prompt_tokens": prompt_tokens, "completion_tokens": made, "total_tokens": prompt_tokens + made}
 
     def document(self, prompt_tokens: int, logprobs: bool) -> dict[str, Any]:
-        """The whole answer."""
+        """Return the complete answer."""
         choices = [self.message(choice, logprobs) for choice in self.choices]
         return {**self.head, "object": self.whole, "choices": choices, "usage": self.usage(prompt_tokens)}
 
@@ -88,7 +82,7 @@ class Reply(ABC):
         return {**self.head, "object": self.part, "choices": choices, **more}
 
     def opening(self) -> list[dict[str, Any]]:
-        """Chunks before the first token."""
+        """Return the chunks before the first token."""
         return []
 
     @abstractmethod
@@ -102,7 +96,7 @@ class Reply(ABC):
 
     @staticmethod
     def score(logprob: float) -> float:
-        """A log-probability as JSON can hold it: what is impossible is -9999, as in the protocol."""
+        """Return a log-probability as JSON can hold it; minus infinity is -9999, as in the protocol."""
         return max(logprob, IMPOSSIBLE)
 
 
@@ -116,12 +110,7 @@ class CompletionReply(Reply):
 
     def message(self, choice: Choice, logprobs: bool) -> dict[str, Any]:
         table = self._table(choice) if logprobs else None
-        return {
-            "index": choice.index,
-            "text": "".join(choice.text),
-            "logprobs": table,
-            "finish_reason": choice.finish,
-        }
+        return {"index": choice.index, "text": "".join(choice.text), "logprobs": table, "finish_reason": choice.finish}
 
     def delta(self, new: Choice, logprobs: bool) -> dict[str, Any]:
         return self.message(new, logprobs)
@@ -136,7 +125,7 @@ class CompletionReply(Reply):
         }
 
     def _most_likely(self, token_id: int, logprob: float, ranking: Ranking) -> dict[str, float]:
-        """By text; the token that was chosen is always among them. Of tokens with one text the likeliest counts."""
+        """Return log-probabilities by text, the chosen token included; of equal texts, the likeliest counts."""
         found: dict[str, float] = {}
         for other, score in (*ranking, (token_id, logprob)):
             found.setdefault(self.token(other), self.score(score))
@@ -151,8 +140,7 @@ class ChatReply(Reply):
     def opening(self) -> list[dict[str, Any]]:
         role = {"role": "assistant", "content": ""}
         return [
-            {"index": choice.index, "delta": role, "logprobs": None, "finish_reason": None}
-            for choice in self.choices
+            {"index": choice.index, "delta": role, "logprobs": None, "finish_reason": None} for choice in self.choices
         ]
 
     def message(self, choice: Choice, logprobs: bool) -> dict[str, Any]:
@@ -181,9 +169,5 @@ class ChatReply(Reply):
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         token = self.token(token_id)
-        return {"token": token, "logprob": self.score(logprob), "bytes": self._bytes(token)}
-
-    @staticmethod
-    def _bytes(token: str) -> list[int] | None:
-        """UTF-8 of a token; none where it is part of a character."""
-        return None if "\ufffd" in token else list(token.encode())
+        data = None if "\ufffd" in token else list(token.encode())  # None for a part of a character
+        return {"token": token, "logprob": self.score(logprob), "bytes": data}

@@ -1,6 +1,4 @@
-"""A request's JSON object, read field by field: types are exact, null is "not given", and a field nobody reads is an
-error, so that no setting is dropped in silence.
-"""
+"""Request bodies, read field by field: types are exact, null means absent, and an unknown field is an error."""
 
 from __future__ import annotations
 
@@ -16,11 +14,11 @@ from bessemer.errors import nearest
 from bessemer.generate import Request, SamplingOptions
 from bessemer.generate.request import TOP
 from bessemer.serve.conversation import ROLES, Template, Tool
-from bessemer.serve.errors import ApiError, wrong
+from bessemer.serve.net import ApiError, wrong
 
-# Fields that say who asks, not what is written.
+# Fields about the caller, which do not change the answer.
 ABOUT_THE_CALLER = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
-# Fields of the protocol that this server has not, with the values at which they ask for nothing.
+# Unsupported fields of the protocol, with the values at which they have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
@@ -36,7 +34,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """The JSON object of a body; NaN and Infinity are not JSON."""
+    """Return the JSON object of a body; NaN and Infinity are not JSON."""
     try:
         tree = json.loads(data, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
@@ -52,29 +50,29 @@ def _refuse(word: str) -> NoReturn:
 
 
 def kind(value: Any) -> str:
-    """A value's type in JSON's words."""
+    """Return the JSON name of a value's type."""
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a string", list: "an array"}
     return "null" if value is None else names.get(type(value), "an object")
 
 
 def text(value: Any, param: str) -> str:
-    """A string that can be written as UTF-8 (half a surrogate pair cannot)."""
+    """Return a string. Raise ApiError if it is not one or cannot be encoded as UTF-8 (half a surrogate pair)."""
     if not isinstance(value, str):
         raise wrong(param, f"'{param}' must be a string, not {kind(value)}.")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise wrong(param, f"'{param}' holds half a surrogate pair, which is no character.") from None
+        raise wrong(param, f"'{param}' has half a surrogate pair, which is not a character.") from None
     return value
 
 
 def unsupported(name: str, remedy: str) -> ApiError:
-    """400: a field of the protocol that this server has not."""
+    """Return status 400 for a field of the protocol that this server does not have."""
     return wrong(name, f"'{name}' is not supported by this server. {remedy}", "unsupported_parameter")
 
 
 class Fields:
-    """The fields of one body. Each is taken once; `finish` complains about what is left."""
+    """The fields of one body. Each is taken once; `finish` raises ApiError if any is left."""
 
     def __init__(self, tree: dict[str, Any]):
         self._left = {name: value for name, value in tree.items() if value is not None}
@@ -97,7 +95,7 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int):
             raise wrong(name, f"'{name}' must be an integer, not {kind(value)}.")
         if not low <= value <= high:
-            raise wrong(name, f"'{name}' is between {low} and {high}; got {_short(value)}.")
+            raise wrong(name, f"'{name}' must be between {low} and {high}; got {_short(value)}.")
         return value
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
@@ -105,22 +103,22 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise wrong(name, f"'{name}' must be a number, not {kind(value)}.")
         if not (low <= value <= high and math.isfinite(value)):
-            raise wrong(name, f"'{name}' is between {low:g} and {high:g}; got {_short(value)}.")
+            raise wrong(name, f"'{name}' must be between {low:g} and {high:g}; got {_short(value)}.")
         return float(value)
 
     def strings(self, name: str, most: int) -> tuple[str, ...]:
-        """A string, or an array of up to `most`; none is empty."""
+        """Return a string or an array of up to `most`, none empty, as a tuple."""
         value = self.take(name, [])
         values = value if isinstance(value, list) else [value]
         if len(values) > most:
-            raise wrong(name, f"'{name}' holds at most {most} strings; got {len(values)}.")
+            raise wrong(name, f"'{name}' takes at most {most} strings; got {len(values)}.")
         given = tuple(text(item, name) for item in values)
         if "" in given:
-            raise wrong(name, f"'{name}' holds an empty string.")
+            raise wrong(name, f"'{name}' has an empty string.")
         return given
 
     def finish(self) -> None:
-        """What nobody took: fine if it asks for nothing, else an error."""
+        """Raise ApiError if a field is left that would have an effect."""
         for name, value in self._left.items():
             if name in ABOUT_THE_CALLER or (name in NEUTRAL and value in NEUTRAL[name]):
                 continue
@@ -135,35 +133,30 @@ def _short(value: float) -> str:
     return f"{value:.6g}" if isinstance(value, float) or abs(value) < 2**63 else "a much larger number"
 
 
-# Tools and formats of /v1/chat/completions: what a model's template can be told, and what nobody here can
-# enforce.
+# Tools and response formats of /v1/chat/completions
 
 
-TOOLS = 128  # most in one body
+TOOLS = 128  # maximum per body
 DEEPEST = 32  # levels of a tool's description
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def tools_of(fields: Fields, template: Template) -> list[Tool]:
-    """The tools to tell the model of. A template without a place for them is an error: dropped in silence they would be
-    answered as if nobody had given them."""
+    """Return the tools for the prompt. Raise ApiError if the template cannot describe any, rather than drop them."""
     given, choice = fields.take("tools", []), fields.take("tool_choice", "auto")
-    fields.flag("parallel_tool_calls")  # how many calls a model writes is its own affair
+    fields.flag("parallel_tool_calls")  # the model decides how many calls it makes
     if not isinstance(given, list):
         raise wrong("tools", f"'tools' must be an array, not {kind(given)}.")
     if given and not template.takes_tools:
         raise unsupported(
             "tools",
-            "The chat template of this model has no place for them. Describe the tools in a system message instead, or "
+            "The chat template of this model cannot describe them. Describe the tools in a system message instead, or "
             "serve a model whose template takes tools.",
         )
     if len(given) > TOOLS:
-        raise wrong("tools", f"'tools' holds at most {TOOLS} tools; got {len(given)}.")
+        raise wrong("tools", f"'tools' takes at most {TOOLS} tools; got {len(given)}.")
     if choice not in ("auto", "none"):
-        raise unsupported(
-            "tool_choice",
-            'Nothing here can force a call: give "auto" or "none", and ask for the call in the prompt.',
-        )
+        raise unsupported("tool_choice", 'Calls cannot be forced: use "auto" or "none", and ask for one in the prompt.')
     tools = [_tool(item, f"tools[{number}]") for number, item in enumerate(given)]
     return [] if choice == "none" else tools
 
@@ -174,20 +167,17 @@ def _tool(item: Any, where: str) -> Tool:
         raise wrong(where, f'\'{where}\' must be an object {{"type": "function", "function": {{…}}}}.')
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise wrong(
-            f"{where}.function.name",
-            f"'{where}.function.name' is 1 to 64 letters, digits, underscores and dashes.",
-        )
+        where = f"{where}.function.name"
+        raise wrong(where, f"'{where}' must be 1 to 64 letters, digits, underscores and dashes.")
     if not isinstance(function.get("parameters", {}), dict):
-        raise wrong(
-            f"{where}.function.parameters", f"'{where}.function.parameters' must be a JSON Schema object."
-        )
+        where = f"{where}.function.parameters"
+        raise wrong(where, f"'{where}' must be a JSON Schema object.")
     _check_tree(item, where)
     return item
 
 
 def _check_tree(value: Any, where: str, depth: int = 0) -> None:
-    """Refuse what a template could not write: text that is not Unicode, and nesting without end."""
+    """Raise ApiError for what a template could not render: text that is not Unicode, and deep nesting."""
     if depth > DEEPEST:
         raise wrong(where, f"'{where}' is nested more than {DEEPEST} levels deep.")
     if isinstance(value, str):
@@ -202,7 +192,7 @@ def _check_tree(value: Any, where: str, depth: int = 0) -> None:
 
 
 def message_fields(item: dict[str, Any], role: str, where: str) -> dict[str, Any]:
-    """What a message has beside its text where there are tools: the assistant's calls, and whose result a tool's is."""
+    """Return a message's fields about tools: the assistant's calls, and which call a tool's result belongs to."""
     found: dict[str, Any] = {}
     if role == "assistant" and item.get("tool_calls"):
         calls = item["tool_calls"]
@@ -217,7 +207,7 @@ def message_fields(item: dict[str, Any], role: str, where: str) -> dict[str, Any
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:
-    """A call as templates take it: its arguments, which the protocol writes as text, are an object."""
+    """Return a call as templates take it: its arguments, a string in the protocol, become an object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise wrong(where, f"'{where}' must be an object with a function, its name and its arguments.")
@@ -234,31 +224,31 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def refuse_response_format(fields: Fields) -> None:
-    """Text is what a model writes; that it is JSON cannot be promised without deciding which tokens may follow."""
+    """Raise ApiError for anything but text: JSON cannot be guaranteed without constrained decoding."""
     given = fields.take("response_format", {"type": "text"})
     if not isinstance(given, dict) or not isinstance(given.get("type"), str):
         raise wrong("response_format", "'response_format' must be an object with a type.")
     if given["type"] != "text":
         raise unsupported(
             "response_format",
-            f"Type '{given['type'][:40]}' cannot be enforced here: ask for JSON in the prompt, and check the answer.",
+            f"Type '{given['type'][:40]}' cannot be enforced: ask for JSON in the prompt, and check the answer.",
         )
 
 
-# A request body as what it asks of the engine.
+# Bodies as requests to the engine
 
 
-SAMPLES = 128  # most of n
-PROMPTS = 128  # most in one body
+SAMPLES = 128  # maximum of n
+PROMPTS = 128  # maximum per body
 STOPS = 8
 SEEDS = 2**32
-RANKED, RANKED_IN_CHAT = 5, TOP  # most likely tokens that may be asked for beside each
-COMPLETION_TOKENS = 16  # of /v1/completions when max_tokens is not given, as the protocol has it
+RANKED, RANKED_IN_CHAT = 5, TOP  # maximum of alternatives per token
+COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in the protocol
 
 
 @dataclass(frozen=True)
 class Options:
-    """What both endpoints share."""
+    """Options of both endpoints."""
 
     model: str | None
     n: int
@@ -269,12 +259,12 @@ class Options:
     logprobs: bool
     top_logprobs: int
     stream: bool
-    usage: bool  # a last chunk with the counts, when streaming
+    usage: bool  # whether a stream ends with a chunk of token counts
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Prompts (ids), how to continue each, and what is repeated before the answers (`echo`)."""
+    """Prompts (token ids), how to continue each, and what is repeated before the answers (`echo`)."""
 
     options: Options
     prompts: list[list[int]]
@@ -282,7 +272,7 @@ class Ask:
     stop_ids: tuple[int, ...] = ()
 
     def requests(self) -> list[Request]:
-        """One for each prompt. Prompt i draws from seed + i, so that equal prompts get different samples."""
+        """Return one request per prompt. Prompt i has seed + i, so that equal prompts get different samples."""
         options = self.options
         return [
             Request(
@@ -303,42 +293,36 @@ class Ask:
 
 @dataclass(frozen=True)
 class Room:
-    """What the engine can hold: ids below `vocab_size`, `capacity` tokens a row, `queue` rows waiting."""
+    """What the engine can take: ids below `vocab_size`, `capacity` tokens per row, `queue` waiting rows."""
 
     vocab_size: int
     capacity: int
     queue: int | None
 
     def check_text(self, value: str, tokenizer: Tokenizer) -> str:
-        """A text too long even in the longest tokens is refused unread: tokenizing it would hold up everyone."""
-        most = self.capacity * int(tokenizer.token_bytes.max())
-        if len(value) > most:
-            raise wrong(
-                None,
-                f"a text of {len(value)} characters cannot fit this model's context of {self.capacity} tokens.",
-                "context_length_exceeded",
-            )
+        """Raise ApiError for a text too long even in the longest tokens: tokenizing it would delay everyone."""
+        if len(value) > self.capacity * int(tokenizer.token_bytes.max()):
+            message = f"a text of {len(value)} characters cannot fit this model's context of {self.capacity} tokens."
+            raise wrong(None, message, "context_length_exceeded")
         return value
 
     def check(self, ask: Ask) -> Ask:
-        """What could never be served is refused at once, rather than answered with "try again"."""
+        """Raise ApiError for what could never be served, rather than answer "try again"."""
         longest = max(len(ids) for ids in ask.prompts)
         if longest >= self.capacity:
-            raise wrong(
-                None,
-                f"the prompt has {longest} tokens and this model's context {self.capacity}, which must hold at least "
-                "one more. Shorten the prompt.",
-                "context_length_exceeded",
+            message = (
+                f"the prompt has {longest} tokens and this model's context {self.capacity}, which must leave room for "
+                "at least one more. Shorten the prompt."
             )
+            raise wrong(None, message, "context_length_exceeded")
         wanted = len(ask.prompts) * ask.options.n
         if self.queue is not None and wanted > self.queue:
-            message = f"{wanted} continuations at once are more than this server's queue holds, {self.queue}."
-            raise wrong("n", message)
+            raise wrong("n", f"{wanted} continuations at once are more than this server's queue of {self.queue} takes.")
         return ask
 
 
 def completion_ask(tree: dict[str, Any], tokenizer: Tokenizer, room: Room) -> Ask:
-    """Body of /v1/completions. A prompt is the beginning of a document; an array of ids is taken as it is."""
+    """Parse the body of /v1/completions. A prompt is the start of a document; an array of ids is taken as it is."""
     fields = Fields(tree)
     prompt = fields.take("prompt")
     echo = fields.flag("echo")
@@ -347,20 +331,20 @@ def completion_ask(tree: dict[str, Any], tokenizer: Tokenizer, room: Room) -> As
     options = _options(fields, most, ranked)
     fields.finish()
     if echo and options.logprobs:
-        raise wrong("echo", "'echo' with 'logprobs' is not supported: the prompt's are not computed.")
+        raise wrong("echo", "'echo' with 'logprobs' is not supported: those of the prompt are not computed.")
     prompts = _prompts(prompt, tokenizer, room)
     shown = [_shown(ids, tokenizer) for ids in prompts] if echo else [""] * len(prompts)
     return room.check(Ask(options, prompts, shown))
 
 
 def _prompts(prompt: Any, tokenizer: Tokenizer, room: Room) -> list[list[int]]:
-    """A string, ids, or an array of either."""
+    """Parse a string, ids, or an array of either."""
     if prompt is None:
         raise wrong("prompt", "'prompt' is missing.")
     several = isinstance(prompt, list) and prompt and not all(_is_id(item) for item in prompt)
     given = prompt if several else [prompt]
     if len(given) > PROMPTS:
-        raise wrong("prompt", f"'prompt' holds at most {PROMPTS} prompts; got {len(given)}.")
+        raise wrong("prompt", f"'prompt' takes at most {PROMPTS} prompts; got {len(given)}.")
     return [_prompt(item, tokenizer, room) for item in given]
 
 
@@ -372,29 +356,25 @@ def _prompt(item: Any, tokenizer: Tokenizer, room: Room) -> list[int]:
     if isinstance(item, str):
         return tokenizer.prompt(room.check_text(text(item, "prompt"), tokenizer))
     if not isinstance(item, list) or not item or not all(_is_id(token) for token in item):
-        raise wrong("prompt", f"a prompt is a string or an array of token ids, not {_named(item)}.")
+        raise wrong("prompt", f"a prompt must be a string or an array of token ids, not {_named(item)}.")
     if not all(0 <= token < room.vocab_size for token in item):
-        raise wrong("prompt", f"token ids are between 0 and {room.vocab_size - 1}.")
+        raise wrong("prompt", f"token ids must be between 0 and {room.vocab_size - 1}.")
     return item
 
 
 def _named(item: Any) -> str:
-    return (
-        "an empty array"
-        if item == []
-        else "an array of other things"
-        if isinstance(item, list)
-        else kind(item)
-    )
+    if item == []:
+        return "an empty array"
+    return "an array of other things" if isinstance(item, list) else kind(item)
 
 
 def _shown(ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """A prompt as text, without the token that begins a document."""
+    """Return a prompt as text, without the token that starts a document."""
     return tokenizer.decode(ids[1:] if ids[0] == tokenizer.bos_id else ids)
 
 
 def chat_ask(tree: dict[str, Any], template: Template, room: Room) -> Ask:
-    """Body of /v1/chat/completions."""
+    """Parse the body of /v1/chat/completions."""
     fields = Fields(tree)
     messages = _messages(fields.take("messages"), template.takes_tools)
     ranked = _ranked(fields)
@@ -403,9 +383,7 @@ def chat_ask(tree: dict[str, Any], template: Template, room: Room) -> Ask:
     given = [fields.integer(name, None, 1, 2**31 - 1) for name in ("max_completion_tokens", "max_tokens")]
     options = _options(fields, next((most for most in given if most is not None), None), ranked, template)
     fields.finish()
-    room.check_text(
-        "".join(map(str, (*(message["content"] for message in messages), *tools))), template.tokenizer
-    )
+    room.check_text("".join(map(str, (*(message["content"] for message in messages), *tools))), template.tokenizer)
     return room.check(Ask(options, [template.prompt(messages, tools)], [""], template.stop_ids))
 
 
@@ -432,13 +410,11 @@ def _message(item: Any, where: str, tools: bool) -> dict[str, Any]:
     role = "system" if item.get("role") == "developer" else item.get("role")
     roles = (*ROLES, "tool") if tools else ROLES
     if not isinstance(role, str) or role not in roles:
-        raise wrong(f"{where}.role", f"'{where}.role' is one of {', '.join(roles)}.")
+        raise wrong(f"{where}.role", f"'{where}.role' must be one of {', '.join(roles)}.")
     beside = message_fields(item, role, where) if tools else {}
     for name, value in item.items():
         if name not in ("role", "content", *beside) and value not in (None, []):
-            raise wrong(
-                f"{where}.{name[:60]}", f"'{where}' has a field that is not supported: '{name[:60]}'."
-            )
+            raise wrong(f"{where}.{name[:60]}", f"'{where}' has a field that is not supported: '{name[:60]}'.")
     content = item.get("content")
     if content is None and "tool_calls" in beside:
         content = ""
@@ -450,18 +426,16 @@ def _message(item: Any, where: str, tools: bool) -> dict[str, Any]:
     return {"role": role, "content": said, **beside}
 
 
-def _options(
-    fields: Fields, most: int | None, ranked: int | None, template: Template | None = None
-) -> Options:
-    """`ranked`: how many tokens are ranked beside each log-probability; None: no log-probabilities."""
+def _options(fields: Fields, most: int | None, ranked: int | None, template: Template | None = None) -> Options:
+    """Return the options. `ranked`: how many alternatives per token; None: no log-probabilities."""
     model = fields.take("model")
     stream = fields.flag("stream")
     about = fields.take("stream_options")
     if about is not None and not (stream and isinstance(about, dict)):
-        raise wrong("stream_options", "'stream_options' is an object, given together with \"stream\": true.")
+        raise wrong("stream_options", "'stream_options' must be an object and needs \"stream\": true.")
     shares = Fields(about or {})
     usage = shares.flag("include_usage")
-    shares.flag("include_obfuscation")  # padding against listeners of encrypted lines; there is none here
+    shares.flag("include_obfuscation")  # padding against eavesdroppers; there is none here
     shares.finish()
     sampling = SamplingOptions(
         temperature=fields.number("temperature", 1.0, 0, 2),
@@ -490,5 +464,5 @@ def _options(
 def _share(fields: Fields, name: str) -> float:
     value = fields.number(name, 1.0, 0, 1)
     if value == 0:
-        raise wrong(name, f"'{name}' is above 0; for the most likely token set temperature to 0.")
+        raise wrong(name, f"'{name}' must be above 0; for the most likely token set temperature to 0.")
     return value

@@ -13,19 +13,17 @@ from typing import Any
 
 from bessemer.generate import Engine, Event, Handle
 from bessemer.serve.conversation import Template
-from bessemer.serve.errors import ApiError
+from bessemer.serve.net import ApiError
 from bessemer.serve.replies import ChatReply, CompletionReply, Reply
 from bessemer.serve.requests import Ask, Room, chat_ask, completion_ask
 
-# Counters of the server, as the text that Prometheus reads.
-
 
 class Metrics:
-    """Counted by the server itself; the engine's own numbers are read when they are asked for."""
+    """Counters of the server in Prometheus' text format; the engine's own are read on request."""
 
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()  # (endpoint, status)
-        self.gone = 0  # clients that left before their answer was whole
+        self.gone = 0  # clients that disconnected before their answer was complete
         self.late = 0  # requests that ran out of time
         self.seconds = Timer()
         self.first_token = Timer()
@@ -46,28 +44,28 @@ class Metrics:
         add(
             "disconnects_total",
             "counter",
-            "Clients that left before their answer was whole.",
+            "Clients that disconnected before their answer was complete.",
             [("", self.gone)],
         )
         add("timeouts_total", "counter", "Requests that ran out of time.", [("", self.late)])
-        add("request_seconds", "summary", "Time of a generation request.", self.seconds.values())
+        add("request_seconds", "summary", "Duration of a generation request.", self.seconds.values())
         add("first_token_seconds", "summary", "Time to the first token.", self.first_token.values())
-        add("rows_active", "gauge", "Continuations being written.", [("", engine.active)])
+        add("rows_active", "gauge", "Continuations still generating.", [("", engine.active)])
         add("rows_waiting", "gauge", "Continuations in the queue.", [("", engine.waiting)])
-        add("slots", "gauge", "Continuations that can be written at once.", [("", engine.slots)])
-        add("prompt_tokens_total", "counter", "Tokens read.", [("", engine.prompt_tokens)])
-        add("tokens_total", "counter", "Tokens written.", [("", engine.tokens)])
+        add("slots", "gauge", "Continuations that can generate at once.", [("", engine.slots)])
+        add("prompt_tokens_total", "counter", "Prompt tokens processed.", [("", engine.prompt_tokens)])
+        add("tokens_total", "counter", "Tokens generated.", [("", engine.tokens)])
         add("rounds_total", "counter", "Rounds of the engine.", [("", engine.rounds)])
         add("compilations_total", "counter", "Programs compiled.", [("", engine.compilations)])
         return "\n".join(lines) + "\n"
 
 
+@dataclass
 class Timer:
     """Sum and number of durations."""
 
-    def __init__(self) -> None:
-        self.total = 0.0
-        self.count = 0
+    total: float = 0.0
+    count: int = 0
 
     def add(self, seconds: float) -> None:
         self.total += seconds
@@ -79,7 +77,7 @@ class Timer:
 
 @dataclass
 class Service:
-    """What the endpoints share. `timeout`: seconds a request may take, waiting included."""
+    """What the endpoints share. `timeout`: seconds per request, waiting included."""
 
     engine: Engine
     template: Template
@@ -88,25 +86,19 @@ class Service:
     timeout: float = 300.0
     token: str | None = None
     metrics: Metrics = field(default_factory=Metrics)
-    failure: Exception | None = None  # of the engine, until a later answer is whole
-    renders: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(2, "bessemer-template"), repr=False
-    )
-
-    @property
-    def fingerprint(self) -> str:
-        return f"{self.model}-step-{self.step}"
+    failure: Exception | None = None  # of the engine, until a later answer is complete
+    renders: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "bessemer-template"), repr=False)
 
     @property
     def body_limit(self) -> int:
-        """Bytes of a body: far above any prompt that fits the context."""
+        """Maximum bytes of a body, far above any prompt that fits the context."""
         return max(1 << 20, 32 * self.engine.capacity)
 
     async def ask(self, tree: dict[str, Any], chat: bool) -> Ask:
-        """A body as what it asks for; TimeoutError when the request's time is up.
+        """Return what a body asks for. Raise TimeoutError when the request's time is up.
 
-        Texts are tokenized in a thread, so that streams go on meanwhile; conversations in threads of their own, since a
-        chat template from elsewhere may take all the time it is allowed.
+        Texts are tokenized in a thread, so that streams continue meanwhile; conversations in their own threads, since a
+        foreign chat template may use all of its time limit.
         """
         room = Room(self.engine.vocab_size, self.engine.capacity, self.engine.queue)
         if chat:
@@ -116,24 +108,22 @@ class Service:
         else:
             ask = await asyncio.to_thread(completion_ask, tree, self.template.tokenizer, room)
         if ask.options.model not in (None, self.model):
-            raise ApiError(
-                404,
-                f"the model '{ask.options.model[:100]}' is not served here; '{self.model}' is.",
-                param="model",
-                code="model_not_found",
-            )
+            raise self.unknown_model(ask.options.model)
         return ask
 
+    def unknown_model(self, name: str) -> ApiError:
+        message = f"the model '{name[:100]}' is not served here; '{self.model}' is."
+        return ApiError(404, message, param="model", code="model_not_found")
+
     def reply(self, ask: Ask, chat: bool) -> Reply:
-        tokenizer = self.template.tokenizer
         echo = [text for text in ask.echo for _ in range(ask.options.n)]
         shape = ChatReply if chat else CompletionReply
         ends = (*self.engine.end_ids, *ask.stop_ids)
-        return shape(self.model, self.fingerprint, tokenizer, ends, echo)
+        return shape(self.model, f"{self.model}-step-{self.step}", self.template.tokenizer, ends, echo)
 
     @contextlib.contextmanager
     def submitted(self, ask: Ask) -> Iterator[list[Handle]]:
-        """The ask's handles, all or none; whatever ends the block, what is not finished then is cancelled."""
+        """Submit all requests or none and yield their handles; cancel those not finished at the end of the block."""
         handles: list[Handle] = []
         started = time.monotonic()
         try:
@@ -148,14 +138,14 @@ class Service:
                     handle.cancel()
 
     async def events(self, handles: Sequence[Handle], samples: int) -> AsyncIterator[tuple[int, Event]]:
-        """(choice, event) of all handles as they come; TimeoutError when the request's time is up.
+        """Yield (choice, event) of all handles as they come. Raise TimeoutError when the request's time is up.
 
-        The engine's thread says that there is news; the events are then taken without waiting.
+        The engine's thread notifies us of new events, which are then taken without waiting.
         """
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
         def notify() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop has closed
                 loop.call_soon_threadsafe(news.set)
 
         for handle in handles:
@@ -163,7 +153,7 @@ class Service:
         started, first = time.monotonic(), True
         going = dict(enumerate(handles))
         while going:
-            news.clear()  # before looking, so that what comes while we look wakes us again
+            news.clear()  # before looking, so that a later event wakes us again
             for number, handle in list(going.items()):
                 for event in self._ready(handle):
                     if event is None:
@@ -178,17 +168,15 @@ class Service:
                 await asyncio.wait_for(news.wait(), max(0.0, left))
 
     def _ready(self, handle: Handle) -> Iterator[Event | None]:
-        """Events that are there; None after the last one of all."""
+        """Yield the events that have arrived; None after the last of all."""
         while True:
             try:
                 event = handle.next_event(timeout=0)
             except TimeoutError:
                 return
-            except (
-                Exception
-            ) as error:  # of a round: the engine has given it to all who were in it, and goes on
+            except Exception as error:  # of one round; the engine continues
                 self.failure = error
-                message = "the engine failed while it wrote this answer; the server's log says more."
+                message = "the engine failed while generating this answer; the server's log has the error."
                 raise ApiError(500, message, code="engine") from error
             yield event
             if event is None:

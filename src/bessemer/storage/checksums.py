@@ -9,7 +9,8 @@ folder holds the sizes and the SHA-256 of sums.bin itself. Files are in the orde
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,17 @@ from bessemer.errors import StorageError
 CHUNK = 1 << 13
 FILE = "sums.bin"
 SAMPLE = 64  # chunks of a file that are read when it is opened: 512 KiB
+
+
+def json_digest(facts: Any) -> str:
+    """Return the SHA-256 of what JSON can say, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class ChunkSums:
@@ -39,15 +51,6 @@ class ChunkSums:
         """Return the checksums, (chunks,) uint64."""
         last = [_sum(memoryview(self._rest))] if self._rest else []
         return np.frombuffer(b"".join(self._sums + last), "<u8")
-
-
-def file_sums(path: Path) -> np.ndarray:
-    """Return the checksums of a file."""
-    sums = ChunkSums()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            sums.update(block)
-    return sums.finish()
 
 
 def _sum(chunk: memoryview) -> bytes:
@@ -86,9 +89,7 @@ class VerifiedFile:
     def __init__(self, path: Path, data: np.ndarray, sums: np.ndarray) -> None:
         """`data`: the bytes of the whole file, (n,) uint8."""
         if len(sums) != -(-len(data) // CHUNK):
-            raise StorageError(
-                f"'{path}' has {len(data)} bytes and its checksums are of another length: {REMEDY}"
-            )
+            raise StorageError(f"'{path}' has {len(data)} bytes and its checksums are of another length: {REMEDY}")
         self.path, self._data, self._sums = path, data, sums.astype("<u8").view("S8")
         self._verified = np.zeros(len(sums), bool)
 
@@ -104,12 +105,9 @@ class VerifiedFile:
         if len(self._verified):
             self._verify(np.unique(np.linspace(0, len(self._verified) - 1, count).astype(np.int64)))
 
-    def verify(self, progress: Callable[[int], None] | None = None) -> None:
-        """Verify every chunk; `progress` gets the bytes of each."""
-        for chunk in range(len(self._verified)):
-            self._verify(np.array([chunk]))
-            if progress is not None:
-                progress(CHUNK)
+    def verify(self) -> None:
+        """Verify every chunk."""
+        self._verify(np.arange(len(self._verified)))
 
     def _verify(self, chunks: np.ndarray) -> None:
         for chunk in chunks.tolist():

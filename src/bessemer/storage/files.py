@@ -1,21 +1,25 @@
-"""Atomic files and directories, and storage errors with a remedy."""
+"""Atomic files and directories, locks, and storage errors with a remedy."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import shutil
+import socket
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
-from bessemer.errors import StorageError
+from bessemer.errors import InputError, StorageError
 
 TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")
-"""The neighbor that `atomic_write` renames."""
+"""The neighbor that `atomic_file` renames."""
 
 _REMEDIES = {
     errno.ENOSPC: "The disk is full: free space (or delete old runs) and continue with `bessemer resume`.",
@@ -45,50 +49,73 @@ def storage(what: str) -> Iterator[None]:
         raise storage_error(what, error) from error
 
 
-def atomic_write(path: str | Path, data: str | bytes, *, sync: bool = False) -> None:
-    """Write a neighbor and rename it over `path`: readers see the old file or the new one, never a part.
+@contextmanager
+def atomic_file(
+    path: str | Path, *, sync: bool = False, overwrite: bool = True, mode: int = 0o666
+) -> Iterator[BinaryIO]:
+    """Yield a new neighbor of `path` to write to, and rename it over `path` when the block ends: readers see the old
+    file or the new one, never a part.
 
-    `sync=True` also survives a power cut; without it only a killed process.
+    sync: survive a power cut, not only a killed process. overwrite=False: a file that is there already stays.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+        with open(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            yield file
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):  # the disk that failed the write may fail this too
-            temporary.unlink(missing_ok=True)
-        raise storage_error(f"cannot write {path}", error) from error
+        if overwrite:
+            os.replace(temporary, path)
+        else:
+            with contextlib.suppress(FileExistsError):
+                os.link(temporary, path)
+            temporary.unlink()
+    except BaseException:
+        discard(temporary)
+        raise
     if sync:
         sync_directory(path.parent)
 
 
-@contextmanager
-def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield a new neighbor of `path` and rename it when the block ends: `path` is whole or absent.
+def atomic_write(path: str | Path, data: str | bytes, *, sync: bool = False) -> None:
+    """Write a whole file with `atomic_file`. Raise StorageError if the disk fails."""
+    with storage(f"cannot write {path}"), atomic_file(path, sync=sync) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
 
-    If another process has committed the same directory in the meantime, that one is kept and ours is deleted.
+
+@contextmanager
+def atomic_directory(path: Path, *, exist_ok: bool = False) -> Iterator[Path]:
+    """Yield a new neighbor of `path` and rename it when the block ends: `path` is whole or absent. If the block deletes
+    the neighbor, nothing is renamed.
+
+    exist_ok: a directory that another process has committed in the meantime is kept, and ours is deleted.
     """
     unique = uuid.uuid4().hex[:12]  # process ids repeat on shared disks
-    temporary = path.with_name(f"{path.name}.{unique}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{unique}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        try:
-            os.rename(temporary, path)
-        except OSError:
-            if not path.is_dir():
-                raise
+        if temporary.is_dir():
+            commit_directory(temporary, path, exist_ok=exist_ok)
     finally:
         discard(temporary)
 
 
+def commit_directory(temporary: Path, path: Path, *, exist_ok: bool = False) -> None:
+    """Rename a finished directory to its final name, durably. exist_ok: see `atomic_directory`."""
+    try:
+        os.rename(temporary, path)
+    except OSError:
+        if not (exist_ok and path.is_dir()):
+            raise
+        discard(temporary)
+    sync_directory(path.parent)
+
+
 def remove_leftovers(directory: str | Path) -> None:
-    """Delete what processes killed inside `atomic_write` left. Only the holder of the directory's lock may call it."""
+    """Delete what processes killed inside `atomic_file` left. Only the holder of the directory's lock may call it."""
     for path in Path(directory).glob(".*.tmp"):
         owner = TEMPORARY.fullmatch(path.name)
         if owner and int(owner.group(1)) != os.getpid():  # our own may be the heartbeat's, at this moment
@@ -123,3 +150,58 @@ def home() -> Path:
         return Path(given).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "bessemer"
+
+
+# Locks: one writer per directory.
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
+
+
+def try_lock(handle: int, shared: bool = False) -> bool | None:
+    """Lock an open file without waiting. True: locked. False: another process holds it. None: this file system has no
+    locks. An exclusive lock is tried for 0.6 s, because whoever asks for the owner holds a shared one for a moment."""
+    for attempt in range(3):
+        try:
+            fcntl.flock(handle, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return None
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            if shared:
+                return False
+            time.sleep(0.1 * (attempt + 1))
+    return False
+
+
+@contextmanager
+def exclusive(
+    directory: Path, what: str, *, name: str = ".lock", wait: bool = False, on_wait: Callable[[str], None] | None = None
+) -> Iterator[None]:
+    """Hold the lock file `name` in `directory`. The kernel releases it when its owner dies.
+
+    If another process has it: wait (`on_wait` gets the owner, once) or raise InputError.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = os.open(directory / name, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise StorageError(f"cannot write to '{directory}': {error.strerror}.") from error
+    try:
+        while not (locked := try_lock(file)):
+            if locked is None:
+                raise StorageError(f"the file system of '{directory}' has no locks: choose a directory on another.")
+            owner = os.pread(file, 200, 0).decode(errors="replace") or "another process"
+            if wait and on_wait is not None:
+                on_wait(owner)
+                on_wait = None
+            if not wait:
+                raise InputError(
+                    f"{what} '{directory}' is already running ({owner}): wait for it, or choose another directory."
+                )
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        os.close(file)

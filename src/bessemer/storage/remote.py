@@ -78,11 +78,7 @@ def find(name: str) -> list[Entry]:
         if not infos and system.get_file_info(bucket).type == FileType.NotFound:
             raise FileNotFoundError(f"there is no bucket '{bucket}', or it may not be seen")
     wanted = pattern(path) if magic else None
-    files = [
-        info
-        for info in infos
-        if info.type == FileType.File and (wanted is None or wanted.fullmatch(info.path))
-    ]
+    files = [info for info in infos if info.type == FileType.File and (wanted is None or wanted.fullmatch(info.path))]
     return sorted(Entry(prefix + info.path, info.size, info.mtime_ns or 0) for info in files)
 
 
@@ -113,11 +109,7 @@ def read_bytes(name: str) -> bytes | None:
 def upload(path: Path, name: str) -> None:
     """A local file to a store, where it appears as a whole."""
     system, target = _system(name)
-    with (
-        reaching(name),
-        open(path, "rb") as source,
-        system.open_output_stream(target, compression=None) as out,
-    ):
+    with reaching(name), open(path, "rb") as source, system.open_output_stream(target, compression=None) as out:
         while block := source.read(BLOCK):
             out.write(block)
 

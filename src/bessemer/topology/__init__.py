@@ -1,7 +1,7 @@
-"""Where a run computes: chips and their peaks, the mesh, the rule tables, the processes.
+"""Where a run computes: chips and their peaks, the mesh, axis rules, processes.
 
-Model code knows nothing of devices: it names the axes of its arrays, and the tables here say on which mesh
-axis each named axis rests (parameters, optimizer state) and computes (weights in use, activations).
+Model code knows nothing of devices: it names the axes of its arrays, and rule tables map each name to a mesh axis, for
+storage (parameters, optimizer state) and for computing (weights in use, activations).
 """
 
 from bessemer.topology.bootstrap import keep_stdout_clean, start_distributed
@@ -11,57 +11,12 @@ from bessemer.topology.distributed import (
     StepAgreement,
     agree,
     barrier,
+    broadcast,
     first_line,
     forget,
     process_count,
     process_index,
-    share,
 )
 from bessemer.topology.lost_peer import absent_processes, farewell
-from bessemer.topology.mesh import Topology, arrange, init_sharded, make_topology, placement
-from bessemer.topology.rules import (
-    COMPUTE_RULES,
-    REST_RULES,
-    Rules,
-    check_rules,
-    shardings,
-    unbox,
-    validate_divisible,
-)
-from bessemer.topology.settings import AXES, TopologySettings
-
-__all__ = [
-    "AXES",
-    "CHIPS",
-    "COMPUTE_RULES",
-    "REST_RULES",
-    "Chip",
-    "CompiledTogether",
-    "Rules",
-    "StepAgreement",
-    "Topology",
-    "TopologySettings",
-    "absent_processes",
-    "agree",
-    "arrange",
-    "backend",
-    "barrier",
-    "check_rules",
-    "chip_of",
-    "farewell",
-    "first_line",
-    "forget",
-    "has_float8",
-    "init_sharded",
-    "keep_stdout_clean",
-    "make_topology",
-    "placement",
-    "planned_for",
-    "process_count",
-    "process_index",
-    "shardings",
-    "share",
-    "start_distributed",
-    "unbox",
-    "validate_divisible",
-]
+from bessemer.topology.mesh import AXES, Topology, TopologySettings, arrange, init_sharded, make_topology, placement
+from bessemer.topology.rules import COMPUTE_RULES, REST_RULES, Rules, check_rules, shardings, unbox, validate_divisible

@@ -1,4 +1,4 @@
-"""How the processes of a run find each other. Called once, by the command line, never on import."""
+"""Connects the processes of a run. Called once, by the command line, never on import."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ import jax
 
 from bessemer.errors import InputError, StorageError
 from bessemer.topology.distributed import client, first_line, process_count
-from bessemer.topology.lost_peer import answer_roll_calls, catch_aborts, leave_without
-from bessemer.topology.settings import TopologySettings
+from bessemer.topology.lost_peer import answer_roll_calls, catch_aborts
+from bessemer.topology.mesh import TopologySettings
 
-LAST_SECONDS = 3600
-"""For which the first process to end waits for the last: process 0 writes the report, and copies it to a store. Nobody
-waits for one that is dead: its heartbeats say so."""
+# The first process to end waits this long for the last: process 0 writes the report and copies it to a store. Nobody
+# waits for a dead one, which heartbeats reveal.
+SHUTDOWN_SECONDS = 3600
 
 _stdout_kept = False
 
 
 def start_distributed(settings: TopologySettings | None = None) -> bool:
-    """Join the other processes, if there are any; True when this run has more than one.
+    """Join the other processes, if there are any; return whether this run has more than one.
 
-    Explicit settings (or BESSEMER_COORDINATOR, BESSEMER_PROCESSES, BESSEMER_PROCESS_ID, read now) come
-    first, else JAX recognises SLURM, Open MPI, Kubernetes jobs and TPU pods by itself. Called once, by the
-    command line, before any device is touched; a second call does nothing.
+    Settings (or BESSEMER_COORDINATOR, BESSEMER_PROCESSES, BESSEMER_PROCESS_ID) come first; otherwise JAX recognizes
+    SLURM, Open MPI, Kubernetes jobs and TPU pods. Call it before any device is used; a second call does nothing.
     """
     settings = settings or TopologySettings()
     if settings.platform != "auto":
@@ -44,20 +43,19 @@ def start_distributed(settings: TopologySettings | None = None) -> bool:
         _check_kubernetes()
     keep_stdout_clean()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # It would catch SIGTERM in native code; stopping is our loop's and StepAgreement's business.
+    # It would catch SIGTERM in native code; our loop and StepAgreement handle stopping.
     jax.config.update("jax_enable_preemption_service", False)
     where = f"the coordinator {explicit['coordinator_address']}" if explicit else f"{found}'s coordinator"
-    arguments: dict[str, Any] = explicit or {"local_device_ids": slurm_local_devices()}
-    _connect(arguments, where, settings)
+    _connect(explicit or {"local_device_ids": slurm_local_devices()}, where, settings)
     catch_aborts()
-    answer_roll_calls(leave_without)
+    answer_roll_calls()
     return process_count() > 1
 
 
 def keep_stdout_clean() -> None:
-    """Send what native code prints on stdout to stderr; Python's `sys.stdout` still reaches the real one.
+    """Send what native code prints on stdout to stderr, since gloo's messages would break `--json`.
 
-    Gloo announces itself on stdout at unforeseeable moments, which would break `--json`.
+    Python's `sys.stdout` still reaches the real stdout.
     """
     global _stdout_kept
     if _stdout_kept:
@@ -70,9 +68,9 @@ def keep_stdout_clean() -> None:
 
 
 def _connect(arguments: dict[str, Any], where: str, settings: TopologySettings) -> None:
-    """`jax.distributed.initialize` in a thread, with a time limit that raises.
+    """Call `jax.distributed.initialize` in a thread, and raise StorageError after the time limit.
 
-    At its own limit it aborts the process (134). The thread is left behind: the caller reports and exits.
+    At its own limit it would abort the process (134). The thread is left behind: the caller reports and exits.
     """
     failures: list[BaseException] = []
 
@@ -82,7 +80,7 @@ def _connect(arguments: dict[str, Any], where: str, settings: TopologySettings) 
                 **arguments,
                 initialization_timeout=settings.start_timeout + 60,
                 heartbeat_timeout_seconds=settings.peer_timeout,
-                shutdown_timeout_seconds=LAST_SECONDS,
+                shutdown_timeout_seconds=SHUTDOWN_SECONDS,
             )
         except (RuntimeError, ValueError, TypeError, OSError) as error:
             failures.append(error)
@@ -100,7 +98,7 @@ def _connect(arguments: dict[str, Any], where: str, settings: TopologySettings) 
 
 
 def _check_kubernetes() -> None:
-    """JAX asks the cluster's interface who the others are, for which it needs a package of its own and a permission."""
+    """Raise InputError if JAX cannot ask the cluster for the peers: that needs a package and a permission."""
     if importlib.util.find_spec("kubernetes") is None:
         raise InputError(
             "this is a pod of an indexed Kubernetes job, and nothing says where process 0 is. Set BESSEMER_COORDINATOR "
@@ -110,7 +108,7 @@ def _check_kubernetes() -> None:
 
 
 def _explicit(settings: TopologySettings) -> dict[str, Any] | None:
-    """The arguments given by settings or environment: all three, or None, or an error."""
+    """Return the arguments given by settings or environment: all three, or None, or an error."""
     coordinator = settings.coordinator or os.environ.get("BESSEMER_COORDINATOR") or None
     processes = settings.processes if settings.processes is not None else _number("BESSEMER_PROCESSES")
     process_id = settings.process_id if settings.process_id is not None else _number("BESSEMER_PROCESS_ID")
@@ -118,18 +116,16 @@ def _explicit(settings: TopologySettings) -> dict[str, Any] | None:
     missing = [f"topology.{name}" for name, value in given.items() if value is None]
     if len(missing) == len(given):
         return None
-    if missing:
+    if coordinator is None or processes is None or process_id is None:
         raise InputError(
-            f"{' and '.join(missing)} missing: a run of many processes needs topology.coordinator "
+            f"{' and '.join(missing)} missing: a run of several processes needs topology.coordinator "
             "(host:port of process 0), topology.processes and topology.process_id together."
         )
-    assert coordinator is not None and processes is not None and process_id is not None
-    if not coordinator.rpartition(":")[2].isdigit() or not coordinator.rpartition(":")[0]:
+    host, _, port = coordinator.rpartition(":")
+    if not port.isdigit() or not host:
         raise InputError(f"topology.coordinator='{coordinator}' is not host:port.")
     if not 0 <= process_id < processes:
-        raise InputError(
-            f"topology.process_id={process_id} is not in 0..{processes - 1} (topology.processes)."
-        )
+        raise InputError(f"topology.process_id={process_id} is not in 0..{processes - 1} (topology.processes).")
     return {
         "coordinator_address": coordinator,
         "num_processes": processes,
@@ -147,38 +143,31 @@ def _number(variable: str) -> int | None:
     return int(text)
 
 
-# Which launcher started this process. JAX reads the details itself; here we decide whether to ask it.
-
-
 def cluster() -> str | None:
-    """SLURM, Open MPI, Kubernetes or TPU pod when this is one of several processes; None when alone.
+    """Return the launcher (SLURM, Open MPI, Kubernetes, TPU pod) if this is one of several processes, else None.
 
-    A batch script's shell or a notebook pod is inside a cluster too, but alone: those are not asked to wait
-    for peers.
+    A batch script's shell or a notebook pod is inside a cluster too, but alone: it must not wait for peers.
     """
     env = os.environ
+    tpu = bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
     if _count("SLURM_NTASKS") > 1 and "SLURM_PROCID" in env and "SLURM_STEP_NODELIST" in env:
         return "SLURM"
     if _count("OMPI_COMM_WORLD_SIZE") > 1:
         return "Open MPI"
-    if _tpu_host() and (
-        "," in env.get("TPU_WORKER_HOSTNAMES", "") or "," in env.get("TPU_PROCESS_ADDRESSES", "")
-    ):
-        return "TPU pod"
-    if _tpu_host() and _count("MEGASCALE_NUM_SLICES") > 1:
+    listed = "," in env.get("TPU_WORKER_HOSTNAMES", "") or "," in env.get("TPU_PROCESS_ADDRESSES", "")
+    if tpu and (listed or _count("MEGASCALE_NUM_SLICES") > 1):
         return "TPU pod"
     if "KUBERNETES_SERVICE_HOST" in env and "JOB_COMPLETION_INDEX" in env:
         return "Kubernetes"
-    if _tpu_host() and "TPU_SKIP_MDS_QUERY" not in env and "TPU_WORKER_HOSTNAMES" not in env:
-        return "TPU pod"  # a cloud TPU VM keeps its peers in the metadata server, which JAX asks
+    if tpu and "TPU_SKIP_MDS_QUERY" not in env and "TPU_WORKER_HOSTNAMES" not in env:
+        return "TPU pod"  # a cloud TPU VM finds its peers through the metadata server, which JAX asks
     return None
 
 
 def slurm_local_devices() -> list[int] | None:
-    """GPUs of this SLURM task where JAX's rule (local task number) is wrong; None where it is right.
+    """Return the GPUs of this SLURM task where JAX's rule (local task number) is wrong; None where it is right.
 
-    One task a node gets every GPU of the node, not only the first; tasks that each see just one GPU use
-    number 0.
+    One task per node gets every GPU of the node; tasks that each see one GPU use number 0.
     """
     if "SLURM_PROCID" not in os.environ:
         return None
@@ -190,10 +179,6 @@ def slurm_local_devices() -> list[int] | None:
     if int(tasks.group()) == 1:
         return list(range(gpus))
     return [0] if gpus == 1 else None
-
-
-def _tpu_host() -> bool:
-    return bool(glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*"))
 
 
 def _count(variable: str) -> int:

@@ -1,4 +1,4 @@
-"""Accelerators and their published peaks: the denominators of MFU and of plans for absent hardware."""
+"""Accelerators and their published peaks, for MFU and for plans, and the backend that programs are traced for."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ import jax
 
 @dataclass(frozen=True)
 class Chip:
-    """Peaks of one JAX device, dense (no structured sparsity), as the vendor publishes them.
+    """Published peaks of one JAX device, dense (no structured sparsity).
 
-    `link_bytes_s` is one direction, all links of the device together. `fp8_flops` is None where float8 has
-    no faster unit. Consumer cards are listed with float32 accumulation, the only mode training uses (half
-    of the headline).
+    `link_bytes_s` is one direction, all links of the device together. `fp8_flops` is None where float8 is not faster.
+    Consumer cards are listed with float32 accumulation, which training uses (half of the advertised figure).
     """
 
     name: str
@@ -29,7 +28,7 @@ class Chip:
     link_bytes_s: float
 
     def peak_flops(self, precision: str = "bf16") -> float:
-        """The denominator of MFU. fp8 runs are divided by the fp8 peak, or their MFU would flatter them."""
+        """Return the denominator of MFU: for fp8 runs the fp8 peak, or their MFU would be too high."""
         if precision == "fp8" and self.fp8_flops is not None:
             return self.fp8_flops
         return self.bf16_flops
@@ -56,14 +55,12 @@ CHIPS: dict[str, Chip] = {
         Chip("TPU v5e", 16, 197 * _T, None, 0.819 * _T, 200 * _G),
         Chip("TPU v5p", 95, 459 * _T, None, 2.765 * _T, 600 * _G),
         Chip("TPU v6e", 32, 918 * _T, None, 1.64 * _T, 448 * _G),
-        # JAX shows each of a v7x chip's two chiplets as a device: half of the published 2307/4614 TFLOP/s,
-        # 192 GiB.
+        # JAX shows each of a v7x chip's two chiplets as a device: half of the published 2307/4614 TFLOP/s, 192 GiB.
         Chip("TPU v7x", 96, 1153.5 * _T, 2307 * _T, 3.69 * _T, 300 * _G),
     )
 }
 
-# First match wins, so the narrower name stands before the wider one. Matched against the lower-case device
-# kind.
+# Matched against the lower-case device kind; the first match wins, so narrower names come first.
 _KINDS: tuple[tuple[str, str], ...] = (
     (r"\bh200\b.*\bnvl\b", "H200 NVL"),
     (r"\bh200\b", "H200"),
@@ -85,7 +82,7 @@ _KINDS: tuple[tuple[str, str], ...] = (
 
 
 def chip_of(device: Any) -> Chip | None:
-    """The chip of a device or device-kind string; None when unknown: MFU is then unknown, never a guess."""
+    """Return the chip of a device or device-kind string; None if it is unknown, and then MFU is too."""
     kind = device if isinstance(device, str) else str(getattr(device, "device_kind", ""))
     kind = kind.lower().replace("-", " ").replace("_", " ")
     for pattern, name in _KINDS:
@@ -94,36 +91,26 @@ def chip_of(device: Any) -> Chip | None:
     return None
 
 
-FLOAT8_CAPABILITY = 8.9
-"""NVIDIA's compute capability from which on there are float8 units (Ada, Hopper, Blackwell)."""
-
-
 def has_float8(device: Any) -> bool:
-    """Whether a device multiplies in float8: by its compute capability, or by the table where it has none."""
+    """Return whether a device multiplies in float8, by its compute capability, or by the table if it has none."""
     capability = getattr(device, "compute_capability", None)
     if capability is not None:
-        return float(capability) >= FLOAT8_CAPABILITY
+        return float(capability) >= 8.9  # Ada, Hopper, Blackwell
     chip = chip_of(device)
     return chip is not None and chip.fp8_flops is not None
-
-
-# For which kind of device a program is traced: JAX's own, unless a plan says otherwise.
-#
-# Dtypes, tiles and kernels are chosen by this. A plan for hardware that is not here traces the very program
-# that would run there, on a machine whose own backend is a CPU.
 
 
 _planned: ContextVar[str | None] = ContextVar("planned_backend", default=None)
 
 
 def backend() -> str:
-    """cpu, gpu or tpu."""
+    """Return `cpu`, `gpu` or `tpu`: what programs are traced for, which chooses dtypes, tiles and kernels."""
     return _planned.get() or jax.default_backend()
 
 
 @contextmanager
 def planned_for(platform: str) -> Iterator[None]:
-    """Trace as for `platform`. What is traced can be compiled for such devices, but not run here."""
+    """Trace programs as for `platform`, so that a plan compiles what would run there; they cannot run here."""
     token = _planned.set(platform)
     try:
         yield

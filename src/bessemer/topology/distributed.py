@@ -1,17 +1,16 @@
-"""Many processes: how they wait for each other, share a value, make sure that they have the same one, and agree on a
-step at which to stop.
+"""Coordination between processes: barriers, broadcast, agreement on values and on a step, joint compilation.
 
-Everything here rests on JAX's coordination service (a small key-value store with barriers on process 0), so
-none of it runs a device computation and all of it has a time limit. `_state` is the one place that touches
-a private JAX name.
+Everything uses JAX's coordination service (a key-value store with barriers on process 0), so nothing runs a device
+computation and every wait has a time limit. `_state` is the only access to a private JAX name.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,16 +18,15 @@ import jax
 from bessemer import errors
 from bessemer.errors import BessemerError, StorageError
 
-LINGER = 3.0
-"""Seconds for which process 0 stays after a failure that the others read from it: the service goes with it."""
-
-OK = "ok:"  # before a value that is shared; a failure has the name of its error there
+LINGER = 3.0  # seconds that process 0, which hosts the service, stays up so that the others can read its failure
+COMPILE_SECONDS = 3600.0  # the most that processes wait for each other's compilers
+OK = "ok:"  # prefix of a broadcast value; a failure has the name of its error there
 
 _uses: Counter[str] = Counter()
 
 
 def process_index() -> int:
-    """This process's number. Asks the coordination service, so it never starts a backend."""
+    """Return the number of this process, from the coordination service: no backend is started."""
     return int(_state().process_id)
 
 
@@ -37,29 +35,27 @@ def process_count() -> int:
 
 
 def barrier(name: str, timeout: float = 300.0) -> None:
-    """Wait until every process has come here; after `timeout` seconds name those that have not."""
-    service = client()
-    if service is not None and process_count() > 1:
+    """Wait until every process is here; after `timeout` seconds raise StorageError that names the missing ones."""
+    service = _service()
+    if service is not None:
         _meet(service, name, _numbered(f"bessemer/barrier/{name}"), "here", timeout)
 
 
 def agree(name: str, value: str, timeout: float = 1800.0) -> None:
-    """Every process has the same `value`, or each of them ends with an error that names those which do not.
+    """Raise StorageError on every process, naming those that differ, unless all have the same `value`.
 
-    All must call it in the same order, from one thread: `name` may come again, and the values of its last time go.
+    All processes must call it in the same order, from one thread. A repeated `name` deletes its previous values.
     """
-    service = client()
-    if service is None or process_count() == 1:
+    service = _service()
+    if service is None:
         return
     before = _latest(f"bessemer/agree/{name}")
     key = _numbered(f"bessemer/agree/{name}")
     _meet(service, name, key, value, timeout)
-    try:
+    with _coordination():
         found = {int(entry.rpartition("/")[2]): given for entry, given in service.key_value_dir_get(key)}
         if before is not None and process_index() == 0:
             service.key_value_delete(before)  # all are here, so all have read it
-    except (RuntimeError, ValueError) as error:
-        raise _lost(error) from error
     others = sorted(index for index, given in found.items() if given != found[0])
     if others:
         _linger()
@@ -70,16 +66,16 @@ def agree(name: str, value: str, timeout: float = 1800.0) -> None:
         )
 
 
-def share(name: str, make: Callable[[], str], timeout: float = 1800.0) -> str:
-    """Process 0 computes `make()`; all processes return its value, and all must call this in the same order.
+def broadcast(name: str, make: Callable[[], str], timeout: float = 1800.0) -> str:
+    """Return `make()` as computed by process 0, on every process; all must call this in the same order.
 
-    When `make` raises, process 0 raises it as it is and the others an error of the same kind with its message
-    (StorageError, if it is none of ours).
+    When `make` raises, process 0 raises that error and the others one of the same class with its message
+    (StorageError, if it is not one of ours).
     """
-    service = client()
-    if service is None or process_count() == 1:
+    service = _service()
+    if service is None:
         return make()
-    key = _numbered(f"bessemer/share/{name}")
+    key = _numbered(f"bessemer/broadcast/{name}")
     if process_index() == 0:
         outcome = "StorageError:process 0 ended before it had a result"
         try:
@@ -107,23 +103,19 @@ def share(name: str, make: Callable[[], str], timeout: float = 1800.0) -> str:
 
 
 def forget(name: str) -> None:
-    """Process 0 drops what was last shared as `name`, which is large or comes often. To be called when every process
-    has read it: after `agree` or `barrier`."""
-    service, key = client(), _latest(f"bessemer/share/{name}")
-    if service is None or process_count() == 1 or process_index() != 0 or key is None:
-        return
-    try:
-        service.key_value_delete(key)
-    except (RuntimeError, ValueError) as error:
-        raise _lost(error) from error
+    """Delete the value last broadcast as `name`, once every process has read it (after `agree` or `barrier`)."""
+    service, key = _service(), _latest(f"bessemer/broadcast/{name}")
+    if service is not None and process_index() == 0 and key is not None:
+        with _coordination():
+            service.key_value_delete(key)
 
 
 class StepAgreement:
-    """All processes do something after the same step: stop, or save.
+    """Makes all processes do something once after the same step: stop, or save.
 
-    The first to propose at step s writes s + 3. That is far enough: the loop keeps at most two steps in flight, so
-    nobody can have passed s + 3 before the proposer, which the collectives wait for, has written it. Each process
-    creates it at the same point of the program; alone, a proposal is due at once. It serves once.
+    The first to propose at step s writes s + 3. The loop keeps at most two steps in flight, and collectives wait for
+    the proposer, so nobody has passed s + 3 by then. Every process must create it at the same point of the program;
+    with one process, a proposal is due at once.
     """
 
     MARGIN = 3
@@ -134,24 +126,27 @@ class StepAgreement:
         self._at: int | None = None
 
     def propose(self, step: int) -> None:
-        """Ask for it. Only the first proposal, of whichever process, counts."""
-        service = client()
+        """Ask for it at `step`. Only the first proposal of any process counts."""
+        service = _service()
         if self._at is not None:
             return
-        if service is None or process_count() == 1:
+        if service is None:
             self._at = step
             return
-        try:
-            service.key_value_set(self._key, str(step + self.MARGIN))
-        except (RuntimeError, ValueError) as error:
-            if "ALREADY_EXISTS" not in str(error):
-                raise _lost(error) from error
+        with _coordination():
+            try:
+                service.key_value_set(self._key, str(step + self.MARGIN))
+            except (RuntimeError, ValueError) as error:
+                if "ALREADY_EXISTS" not in str(error):
+                    raise
 
     def due(self, step: int) -> bool:
         """Return whether it is time after `step`; every process asks once per step, after dispatching it."""
-        service = client()
-        if self._at is None and service is not None and process_count() > 1:
-            self._at = self._poll(service)
+        service = _service()
+        if self._at is None and service is not None:
+            with _coordination():
+                found = read_key(service, self._key)
+            self._at = None if found is None else int(found)
             if self._at is not None and step > self._at:
                 raise StorageError(
                     f"process {process_index()} was told at step {step} to {self.purpose} at step {self._at}: the "
@@ -159,13 +154,45 @@ class StepAgreement:
                 )
         return self._at is not None and step >= self._at
 
-    def _poll(self, service: Any) -> int | None:
-        try:
-            return int(service.key_value_try_get(self._key))
-        except (RuntimeError, ValueError) as error:
-            if "NOT_FOUND" in str(error):
-                return None
-            raise _lost(error) from error
+
+class CompiledTogether:
+    """A `jax.jit` program that all processes compile for new shapes before any of them runs it.
+
+    Between CPU processes, the first collective of a group waits at most 30 s (gloo's handshake), while another process
+    may compile for minutes. So all compile, meet at a barrier without a collective, and then run. With arrays that
+    span processes, all must call it in the same order, from one thread. `static`: names of static arguments.
+    """
+
+    def __init__(self, program: Any, name: str, static: tuple[str, ...] = ()):
+        self.program, self.name, self.static = program, name, static
+        self._made: dict[Any, Callable[..., Any]] = {}
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if process_count() == 1:
+            return self.program(*args, **named)
+        leaves, form = jax.tree.flatten((args, named))
+        if all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
+            return self.program(*args, **named)  # a model of this process alone, such as a judge in a reward
+        key = (form, *map(_signature, leaves))
+        if key not in self._made:
+            self._made[key] = self.program.lower(*args, **named).compile()
+            barrier(f"every process has compiled {self.name}", COMPILE_SECONDS)
+        return self._made[key](*args, **{name: value for name, value in named.items() if name not in self.static})
+
+    @property
+    def compilations(self) -> int:
+        """The number of shapes it was compiled for."""
+        return len(self._made) + int(self.program._cache_size())
+
+
+def _signature(leaf: Any) -> Any:
+    """Return what the compiler knows of an argument; of a static one, its value."""
+    if not hasattr(leaf, "dtype"):
+        return leaf
+    return leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", False), getattr(leaf, "sharding", None)
+
+
+# --- the coordination service ---
 
 
 def _state() -> Any:
@@ -175,23 +202,50 @@ def _state() -> Any:
 
 
 def coordinator() -> str:
-    """host:port of process 0."""
+    """Return host:port of process 0."""
     return str(_state().coordinator_address)
 
 
 def client() -> Any | None:
-    """The coordination service's client; None in a run of one process."""
+    """Return the coordination service's client; None if the run was not started as one of several processes."""
     return _state().client
 
 
+def _service() -> Any | None:
+    """Return the client if there are other processes to coordinate with."""
+    return client() if process_count() > 1 else None
+
+
+@contextlib.contextmanager
+def _coordination() -> Iterator[None]:
+    """Turn an error of the coordination service into a StorageError."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise StorageError(
+            f"process {process_index()} lost the coordination service on process 0 ({first_line(error)}). "
+            "`bessemer resume` continues from the last checkpoint."
+        ) from error
+
+
+def read_key(service: Any, key: str) -> str | None:
+    """Return the value of a key, or None if nobody has set it."""
+    try:
+        return str(service.key_value_try_get(key))
+    except (RuntimeError, ValueError) as error:
+        if "NOT_FOUND" in str(error):
+            return None
+        raise
+
+
 def _numbered(name: str) -> str:
-    """Keys are used once: the same call on every process gets the same number. Names become short."""
+    """Return a new key: keys are used once, and the same call gets the same number on every process."""
     _uses[name] += 1
     return _key(name)
 
 
 def _latest(name: str) -> str | None:
-    """The key of the last call."""
+    """Return the key of the previous call."""
     return _key(name) if _uses[name] else None
 
 
@@ -199,9 +253,9 @@ def _key(name: str) -> str:
     return f"{name[:60]}-{zlib.crc32(name.encode()):08x}/{_uses[name]}"
 
 
-def _meet(service: Any, name: str, key: str, word: str, timeout: float) -> None:
-    """Sign in below `key` with a word, and wait for the others."""
-    service.key_value_set(f"{key}/{process_index()}", word)
+def _meet(service: Any, name: str, key: str, value: str, timeout: float) -> None:
+    """Write `value` below `key`, and wait for the other processes to do the same."""
+    service.key_value_set(f"{key}/{process_index()}", value)
     try:
         service.wait_at_barrier(key, int(timeout * 1000))
     except (RuntimeError, ValueError) as error:
@@ -212,7 +266,7 @@ def _meet(service: Any, name: str, key: str, word: str, timeout: float) -> None:
 
 
 def _missing(service: Any, key: str) -> str:
-    """Which processes have not signed in at a barrier, for its error message."""
+    """Say which processes have not arrived at a barrier."""
     try:
         here = {int(entry.rpartition("/")[2]) for entry, _ in service.key_value_dir_get(key)}
     except (RuntimeError, ValueError):
@@ -226,63 +280,6 @@ def _linger() -> None:
         time.sleep(LINGER)
 
 
-def _lost(error: BaseException) -> StorageError:
-    return StorageError(
-        f"process {process_index()} lost the coordination service on process 0 ({first_line(error)}). "
-        "`bessemer resume` continues from the last checkpoint."
-    )
-
-
 def first_line(error: BaseException) -> str:
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:300]
-
-
-# Programs that are compiled at their first call, run by several processes.
-#
-# Between processes on CPUs a collective waits for half a minute at most when it is the first of its group
-# (gloo's handshake; later ones have no such limit). A process that found its program in the cache would stand
-# there while another compiles for minutes. So all compile first, wait for each other without a collective,
-# and then run.
-
-
-SECONDS = 3600.0
-"""The most that processes wait for each other's compilers."""
-
-
-class CompiledTogether:
-    """`program` (of `jax.jit`) as it is, except that all processes have compiled it for new shapes before one runs it.
-
-    With arrays over several processes, all of them must call it in the same order, from one thread. `static`: its
-    static arguments, given by name.
-    """
-
-    def __init__(self, program: Any, name: str, static: tuple[str, ...] = ()):
-        self.program, self.name, self.static = program, name, static
-        self._made: dict[Any, Callable[..., Any]] = {}
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        if process_count() == 1:
-            return self.program(*args, **named)
-        leaves, form = jax.tree.flatten((args, named))
-        if all(getattr(leaf, "is_fully_addressable", True) for leaf in leaves):
-            return self.program(*args, **named)  # a model of this process alone, such as a judge in a reward
-        key = (form, *map(_kind, leaves))
-        if key not in self._made:
-            self._made[key] = self.program.lower(*args, **named).compile()
-            barrier(f"every process has compiled {self.name}", SECONDS)
-        return self._made[key](
-            *args, **{name: value for name, value in named.items() if name not in self.static}
-        )
-
-    @property
-    def compilations(self) -> int:
-        """For how many shapes it has been compiled."""
-        return len(self._made) + int(self.program._cache_size())
-
-
-def _kind(leaf: Any) -> Any:
-    """What the compiler knows of an argument; of a static one, its value."""
-    if not hasattr(leaf, "dtype"):
-        return leaf
-    return leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", False), getattr(leaf, "sharding", None)

@@ -1,10 +1,10 @@
-"""A process that is lost ends the others: with exit code 4 and a word, whatever they are waiting in.
+"""Ends this process with exit code 4 and a message when another process of the run is lost.
 
-A collective that fails raises in the main thread, which reports (`absent_processes`). One that hangs, on GPUs and TPUs
-or with a frozen peer, never does; there JAX's coordination service counts heartbeats (topology.peer_timeout), and its
-client aborts the process, as it does at once when process 0 is gone. That abort is caught here. It comes from native
-code in a thread of JAX's, where Python's own signal handlers never run, so the handler is one of C that calls back;
-JAX has an argument for a callback of its own, which cannot be used from Python (0.10: its argument is not converted).
+A collective that fails raises in the main thread, which reports (`absent_processes`). One that hangs (on accelerators,
+or with a frozen peer) never does: there JAX's coordination service counts heartbeats (topology.peer_timeout), and its
+client aborts the process, at once if process 0 is gone. The abort comes from a native thread, where Python's signal
+handlers never run, so the handler is a C function that calls back. JAX's own callback argument cannot be used from
+Python (0.10: its argument is not converted).
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bessemer.errors import StorageError
-from bessemer.topology.distributed import client, coordinator, first_line, process_count, process_index
+from bessemer.topology.distributed import client, coordinator, first_line, process_count, process_index, read_key
 
 ANSWER_SECONDS = 3.0
+POLL_SECONDS = 2.0  # between two looks at whether somebody asks
+ASKED, ALIVE, LOST = "bessemer/roll-call", "bessemer/alive", "bessemer/lost"
+
 _record: Callable[[str], str] | None = None
 _kept: list[Any] = []  # the C function must live as long as the process
+_known: list[int] = []  # whom process 0 has declared lost
 
 
 @contextlib.contextmanager
 def farewell(record: Callable[[str], str]) -> Iterator[None]:
-    """`record(what happened)` is called, in another thread, before a loss ends this process; it gives the last
-    words."""
+    """Call `record(what happened)`, in another thread, before a lost peer ends this process; it returns the message."""
     global _record
     before, _record = _record, record
     try:
@@ -41,7 +44,7 @@ def farewell(record: Callable[[str], str]) -> Iterator[None]:
 
 
 def catch_aborts() -> None:
-    """From now on an abort because of a lost process is exit code 4; any other stays what it is (134)."""
+    """From now on, turn an abort caused by a lost process into exit code 4; any other abort stays 134."""
     if not _kept:
         _kept.append(ctypes.CFUNCTYPE(None, ctypes.c_int)(_aborted))
         install = ctypes.CDLL(None).signal
@@ -50,15 +53,9 @@ def catch_aborts() -> None:
 
 
 def _aborted(number: int) -> None:
-    """Called by C in the thread that aborts; when it returns, the abort goes on."""
-    gone = who_is_gone()
-    if gone is not None:
+    """Called by C in the aborting thread; when it returns, the abort continues."""
+    if (gone := _who_is_gone()) is not None:
         _end(gone)
-
-
-def leave_without(absent: list[int]) -> None:
-    """Leave because others are lost, from whatever thread."""
-    _end(_silent(absent))
 
 
 def _silent(absent: list[int]) -> str:
@@ -71,7 +68,7 @@ def _end(gone: str) -> None:
     try:
         if _record is not None:
             words = _record(what)
-    except BaseException as error:  # noqa: BLE001 -- the end is certain; what hindered the record is said with it
+    except BaseException as error:  # noqa: BLE001 -- the process ends in any case; the message includes the error
         words = f"{words} It could not be written down: {first_line(error)}."
     with contextlib.suppress(OSError, ValueError):
         print(f"error: {words}", file=sys.stderr, flush=True)
@@ -79,15 +76,13 @@ def _end(gone: str) -> None:
     os._exit(StorageError.exit_code)
 
 
-def who_is_gone() -> str | None:
-    """What the coordination service still says; None: all is well with the others."""
-    if known := known_lost():
-        return _silent(known)
+def _who_is_gone() -> str | None:
+    """Say which process is gone, as far as the coordination service knows; None if the others are well."""
+    if _known:
+        return _silent(_known)
     if process_index() != 0 and not _listens(coordinator()):
         return "process 0, which leads the others, gives no sign of life"
-    if (
-        _is_well()
-    ):  # the service knows nothing yet: gloo may have aborted because of a connection that was cut
+    if _is_well():  # the service knows nothing yet: gloo may have aborted because of a cut connection
         absent = absent_processes()
         return _silent(absent) if absent else None
     return "another process gives no sign of life (JAX's own lines, above or on process 0, name it)"
@@ -103,14 +98,12 @@ def _listens(address: str) -> bool:
 
 
 def _is_well() -> bool:
-    """Asked in a thread: the one that aborts may hold a lock of the client, which then never answers."""
+    """Ask the service from a new thread: the aborting one may hold a lock of the client, which then never answers."""
     answers: list[bool] = []
 
     def ask() -> None:
-        try:
-            client().key_value_try_get("bessemer/well")  # type: ignore[union-attr]
-        except (RuntimeError, ValueError) as error:
-            answers.append("NOT_FOUND" in str(error))
+        with contextlib.suppress(RuntimeError, ValueError):
+            answers.append(read_key(client(), "bessemer/well") is None)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
@@ -118,23 +111,14 @@ def _is_well() -> bool:
     return answers == [True]
 
 
-# Who is still there: asked by a process whose collective has failed, answered by a thread of every other.
-#
-# Of a collective between many, only the neighbours of a lost process hear at once; the others wait for those,
-# and would be taken for lost themselves. So a thread answers, whatever the main thread waits in. Process 0,
-# where the service lives, is the last to leave: it says who is lost, waits until the others have read it, and
-# its own end ends the rest.
+# --- roll call ---
+# When one of many processes is lost, only its neighbors' collectives fail at once; the others wait for those. So a
+# thread of every process answers, whatever its main thread waits in. Process 0, which hosts the service, leaves last:
+# it declares who is lost, waits until the others have read it, and its own end ends the rest.
 
 
-ASKED, ALIVE, LOST = "bessemer/roll-call", "bessemer/alive", "bessemer/lost"
-SECONDS = 2.0
-"""Between two looks of the thread at whether somebody asks."""
-
-_known: list[int] = []
-
-
-def absent_processes(patience: float = 4 * SECONDS) -> list[int]:
-    """Who gives no sign of life within `patience` seconds; without the service, who was said to be, or process 0."""
+def absent_processes(patience: float = 4 * POLL_SECONDS) -> list[int]:
+    """Return who does not answer within `patience` seconds; without the service, the known lost, or process 0."""
     service = client()
     if service is None:
         return []
@@ -149,47 +133,29 @@ def absent_processes(patience: float = 4 * SECONDS) -> list[int]:
             absent = everyone - {int(name.rpartition("/")[2]) for name, _ in service.key_value_dir_get(ALIVE)}
         if process_index() == 0 and 0 < len(absent) < len(everyone) - 1:
             service.key_value_set(LOST, ",".join(map(str, sorted(absent))), allow_overwrite=True)
-            time.sleep(6 * SECONDS)  # the others read it, say so and leave
+            time.sleep(6 * POLL_SECONDS)  # the others read it, report and leave
     except (RuntimeError, ValueError):
-        return known_lost() or [0]
+        return list(_known) or [0]
     return sorted(absent)
 
 
-def known_lost() -> list[int]:
-    """Whom process 0 has said to be lost."""
-    return list(_known)
-
-
-def answer_roll_calls(leave: Callable[[list[int]], None]) -> None:
-    """Begin to answer, for the life of the process. `leave(absent)` is called on process 0 when somebody is missing."""
+def answer_roll_calls() -> None:
+    """Start the thread that answers, for the life of the process. Process 0 leaves when somebody is missing."""
     service: Any = client()
 
     def answer() -> None:
         try:
-            while _read(service, ASKED) is None:
-                time.sleep(SECONDS)
+            while read_key(service, ASKED) is None:
+                time.sleep(POLL_SECONDS)
             service.key_value_set(f"{ALIVE}/{process_index()}", "here", allow_overwrite=True)
             if process_index() == 0:
                 if absent := absent_processes():
-                    leave(absent)
+                    _end(_silent(absent))
                 return
-            while (said := _read(service, LOST)) is None:
-                time.sleep(SECONDS / 4)
-            _known.extend(int(number) for number in said.split(","))
-        except (
-            RuntimeError,
-            ValueError,
-            AttributeError,
-        ):  # the service has ended, with the run or with process 0
+            while (lost := read_key(service, LOST)) is None:
+                time.sleep(POLL_SECONDS / 4)
+            _known.extend(int(number) for number in lost.split(","))
+        except (RuntimeError, ValueError, AttributeError):  # the service has ended, with the run or with process 0
             return
 
     threading.Thread(target=answer, name="bessemer-roll-call", daemon=True).start()
-
-
-def _read(service: Any, key: str) -> str | None:
-    try:
-        return str(service.key_value_try_get(key))
-    except (RuntimeError, ValueError) as error:
-        if "NOT_FOUND" in str(error):
-            return None
-        raise

@@ -1,4 +1,4 @@
-"""The mesh of a run and what follows from it: shardings of batches, the scope models are traced in."""
+"""The `topology/*` settings, the mesh they describe, and what follows from it: shardings, placement, tracing scope."""
 
 from __future__ import annotations
 
@@ -15,32 +15,85 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.topology.chips import Chip, chip_of, has_float8
 from bessemer.topology.distributed import process_index
 from bessemer.topology.rules import COMPUTE_RULES, REST_RULES, Rules, check_rules, shardings, unbox
-from bessemer.topology.settings import AXES, TopologySettings
+
+# Outermost first: neighbors in the device order share a tensor/context group, where links are fastest.
+AXES: tuple[str, ...] = ("data", "fsdp", "tensor", "context")
+
+
+@dataclass(frozen=True)
+class TopologySettings:
+    """The `topology/*` settings. Mesh sizes multiply to the device count; one of them may be -1 to fill the rest."""
+
+    platform: str = field(
+        "topology/platform",
+        default="auto",
+        choices=("auto", "cpu", "gpu", "tpu"),
+        help="which devices to use; auto takes JAX's default",
+    )
+    data: int = field(
+        "topology/data", default=-1, minimum=1, also=(-1,), help="replicas of the model; -1 fills what is left"
+    )
+    fsdp: int = field(
+        "topology/fsdp", default=1, minimum=1, also=(-1,), help="shards of parameters and optimizer state; -1 fills"
+    )
+    tensor: int = field(
+        "topology/tensor", default=1, minimum=1, also=(-1,), help="shards of heads, mlp and vocabulary; -1 fills"
+    )
+    context: int = field("topology/context", default=1, minimum=1, also=(-1,), help="shards of the sequence; -1 fills")
+    deterministic: bool = field(
+        "topology/deterministic",
+        default=False,
+        help="bit-exact kernels on a GPU, at a cost in speed (a CPU is always exact)",
+    )
+    coordinator: str | None = field(
+        "topology/coordinator",
+        default=None,
+        help="host:port of process 0; also BESSEMER_COORDINATOR. SLURM, Kubernetes and TPU pods need none",
+    )
+    processes: int | None = field(
+        "topology/processes", default=None, minimum=1, help="number of processes; also BESSEMER_PROCESSES"
+    )
+    process_id: int | None = field(
+        "topology/process_id", default=None, minimum=0, help="number of this process from 0; also BESSEMER_PROCESS_ID"
+    )
+    start_timeout: int = field(
+        "topology/start_timeout", default=300, minimum=1, help="seconds to wait for all processes to connect"
+    )
+    peer_timeout: int = field(
+        "topology/peer_timeout",
+        default=45,
+        minimum=5,
+        help="seconds without a sign of life after which a process counts as lost and the others leave (exit 4)",
+    )
+
+    def sizes(self) -> dict[str, int]:
+        """Return axis name -> requested size, in mesh order."""
+        return {axis: getattr(self, axis) for axis in AXES}
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A mesh of data, fsdp, tensor, context, all `AxisType.Auto`: linen constraints raise under Explicit."""
+    """A mesh of AXES, all `AxisType.Auto`: linen constraints raise under Explicit."""
 
     mesh: Mesh
     chip: Chip | None
     settings: TopologySettings
     rest_rules: Rules = REST_RULES
     compute_rules: Rules = COMPUTE_RULES
-    notes: tuple[str, ...] = ()  # what the devices' own wiring makes of this mesh
+    notes: tuple[str, ...] = ()  # how the mesh fits the wiring of the devices
 
     @property
     def platform(self) -> str:
-        """cpu, gpu or tpu."""
+        """`cpu`, `gpu` or `tpu`."""
         return str(self.mesh.devices.flat[0].platform)
 
     @property
     def device_kind(self) -> str:
-        """The vendor's name of the devices."""
         return str(self.mesh.devices.flat[0].device_kind)
 
     @property
@@ -54,7 +107,7 @@ class Topology:
 
     @property
     def data_parallel(self) -> int:
-        """Devices that see different rows of the batch: data · fsdp."""
+        """The number of devices with different rows of the batch: data · fsdp."""
         return int(math.prod(self.mesh.shape[axis] for axis in self.batch_axes))
 
     @property
@@ -70,16 +123,15 @@ class Topology:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def batch_sharding(self, ndim_leading: int = 0) -> NamedSharding:
-        """For (B, T) arrays, or (S, B, T) with `ndim_leading=1`: rows over data·fsdp, T over context."""
-        spec = PartitionSpec(*([None] * ndim_leading), self.batch_axes, "context")
-        return NamedSharding(self.mesh, spec)
+        """Return the sharding of (B, T), or (S, B, T) with `ndim_leading=1`: B over data and fsdp, T over context."""
+        return NamedSharding(self.mesh, PartitionSpec(*[None] * ndim_leading, self.batch_axes, "context"))
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:
-        """For `jax.jit(..., compiler_options=)`: what is asked of XLA on a GPU.
+        """The `compiler_options` of `jax.jit` on a GPU.
 
-        Products go to cuBLAS alone: trying Triton's as well gained nothing on an H200 and took a quarter of the
-        compile time. `topology.deterministic` also ends autotuning, which may choose otherwise in another process.
+        Matrix products use cuBLAS only: Triton's gained nothing on an H200 and took a quarter of the compile time.
+        `topology.deterministic` also ends autotuning, which may choose differently in another process.
         """
         if self.platform != "gpu":
             return None
@@ -90,16 +142,16 @@ class Topology:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Mesh and compute rules for init, tracing and calls.
+        """Set mesh and compute rules for init, tracing and calls.
 
-        Both are thread-local and the rules are not in jit's cache key: enter it in every thread that
-        traces, and around calls as well, or a later retrace silently loses all constraints.
+        Both are thread-local, and the rules are not in jit's cache key: enter it in every thread that traces, and
+        around calls as well, or a later retrace silently loses all constraints.
         """
         with jax.set_mesh(self.mesh), nn.logical_axis_rules(list(self.compute_rules)):
             yield
 
     def describe(self) -> dict[str, Any]:
-        """Facts for meta.json on which bit-exactness rests; when they differ on resume, one line says so."""
+        """Return what bit-exactness depends on, for meta.json; resume reports any difference."""
         import jaxlib
 
         return {
@@ -119,11 +171,10 @@ class Topology:
 
 
 def make_topology(settings: TopologySettings | None = None, devices: Sequence[Any] | None = None) -> Topology:
-    """Build the mesh over `devices` (default: all of the platform); sizes multiply to their count."""
+    """Return the topology over `devices` (default: all of the platform)."""
     settings = settings or TopologySettings()
     chosen = list(_devices(settings.platform) if devices is None else devices)
-    sizes = _fill(settings, len(chosen))
-    placed, notes = arrange(sizes, chosen)
+    placed, notes = arrange(fill_sizes(settings, len(chosen)), chosen)
     mesh = Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
     topology = Topology(mesh, chip_of(chosen[0]), settings, notes=notes)
     check_rules(topology.rest_rules, mesh)
@@ -132,10 +183,9 @@ def make_topology(settings: TopologySettings | None = None, devices: Sequence[An
 
 
 def init_sharded(init_fn: Callable[[Any], Any], key: Any, topology: Topology) -> tuple[Any, Any]:
-    """Variables born on their devices: shapes by `eval_shape`, shardings from axis names, one jitted init.
+    """Return (variables, shardings), both unboxed, from one jitted init that creates each shard on its device.
 
-    `init_fn(key)` returns boxed variables; returns `(variables, shardings)`, both unboxed and of the same
-    structure. Inside a program (a traced key) it becomes part of that program, whose scope is in force already.
+    `init_fn(key)` returns boxed variables. With a traced key it becomes part of the surrounding program and its scope.
     """
     traced = isinstance(key, jax.core.Tracer)
     with nullcontext() if traced else topology.scope():
@@ -150,46 +200,38 @@ def _devices(platform: str) -> list[Any]:
     try:
         return jax.devices(platform)
     except (RuntimeError, AssertionError) as error:  # the latter: no plugin of that platform is installed
+        try:
+            found = f" (found: {', '.join(sorted({device.platform for device in jax.devices()}))})"
+        except (RuntimeError, AssertionError):  # JAX was told to look for this platform only
+            found = ""
         raise InputError(
-            f"topology.platform={platform}: JAX sees no such device here{_found()}. "
+            f"topology.platform={platform}: JAX sees no such device here{found}. "
             f"Set topology.platform=auto, or install JAX for {platform}."
         ) from error
 
 
-def _found() -> str:
-    """What is there instead, where JAX can say it: not when it was told to look for one platform alone."""
-    try:
-        return f" (found: {', '.join(sorted({device.platform for device in jax.devices()}))})"
-    except (RuntimeError, AssertionError):
-        return ""
-
-
-def _fill(settings: TopologySettings, count: int) -> tuple[int, ...]:
-    """Requested sizes with the -1 replaced; their product is exactly `count`."""
+def fill_sizes(settings: TopologySettings, count: int) -> tuple[int, ...]:
+    """Return the requested mesh sizes with -1 replaced, so that their product is `count`."""
     sizes = settings.sizes()
     written = ", ".join(f"topology.{axis}={size}" for axis, size in sizes.items())
     bad = [axis for axis, size in sizes.items() if size < 1 and size != -1]
     if bad:
-        raise InputError(
-            f"topology.{bad[0]}={sizes[bad[0]]}: a mesh size is at least 1, or -1 to fill what is left."
-        )
+        raise InputError(f"topology.{bad[0]}={sizes[bad[0]]}: a mesh size is at least 1, or -1 to fill what is left.")
     open_axes = [axis for axis, size in sizes.items() if size == -1]
     if len(open_axes) > 1:
         names = " and ".join(f"topology.{axis}" for axis in open_axes)
         raise InputError(f"{names} are both -1; only one mesh size can fill what is left ({written}).")
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if count % fixed or (not open_axes and fixed != count):
-        remedy = (
-            f"Choose sizes whose product divides {count}."
-            if open_axes
-            else f"Make the product {count}, or set topology.data=-1."
-        )
+        remedy = f"Make the product {count}, or set topology.data=-1."
+        if open_axes:
+            remedy = f"Choose sizes whose product divides {count}."
         raise InputError(f"the mesh does not fit the {count} device(s) here: {written}. {remedy}")
     return tuple(count // fixed if size == -1 else size for size in sizes.values())
 
 
 def _xla_cpu_threads() -> int:
-    """Size of XLA's CPU thread pool, which decides how sums are split and so their bits."""
+    """Return the size of XLA's CPU thread pool, which decides how sums are split and so their bits."""
     try:
         cores = int(os.environ.get("NPROC", ""))
     except ValueError:
@@ -197,14 +239,11 @@ def _xla_cpu_threads() -> int:
     return max(cores, jax.local_device_count("cpu"))
 
 
-# Which device takes which place of the mesh: neighbours on a TPU's torus, slices on the outermost axes.
-
-
 def arrange(sizes: Sequence[int], devices: Sequence[Any]) -> tuple[np.ndarray, tuple[str, ...]]:
-    """(devices in the shape of the mesh, notes on what that costs), for devices that are here or only compiled for.
+    """Return the devices in the shape of the mesh, and notes on what that costs; the devices may be absent ones.
 
-    Not `jax.make_mesh`: it refuses several slices, and most meshes whose sizes are no products of a torus's sides.
-    The innermost axes send most, so they are neighbours: on a GPU, devices of one node are.
+    The innermost axes send most, so they get neighbors (on GPUs, one node); TPU slices go to the outermost axes.
+    `jax.make_mesh` refuses several slices, and most meshes whose sizes are not products of the torus's sides.
     """
     platform = str(devices[0].platform)
     if platform != "tpu":
@@ -214,9 +253,7 @@ def arrange(sizes: Sequence[int], devices: Sequence[Any]) -> tuple[np.ndarray, t
     for device in devices:
         slices[getattr(device, "slice_index", 0)].append(device)
     if len({len(members) for members in slices.values()}) > 1:
-        raise InputError(
-            f"the {len(slices)} slices here differ in size: a mesh takes as many devices of each."
-        )
+        raise InputError(f"the {len(slices)} slices here differ in size: a mesh takes as many devices of each.")
     across = across_slices(sizes, len(slices))
     inside = [size // count for size, count in zip(sizes, across, strict=True)]
     placed, notes = zip(*(_on_torus(inside, slices[index]) for index in sorted(slices)), strict=True)
@@ -227,7 +264,7 @@ def arrange(sizes: Sequence[int], devices: Sequence[Any]) -> tuple[np.ndarray, t
 
 
 def across_slices(sizes: Sequence[int], slices: int) -> list[int]:
-    """How many slices each axis spans: as many as divide it, from the outermost on, which sends least."""
+    """Return how many slices each axis spans: as many as divide it, starting with the outermost, which sends least."""
     across = []
     for size in sizes:
         across.append(math.gcd(size, slices))
@@ -237,7 +274,7 @@ def across_slices(sizes: Sequence[int], slices: int) -> list[int]:
 
 def _far(across: Sequence[int]) -> list[str]:
     return [
-        f"topology.{axis} spans {count} slices: what it exchanges goes over the data centre's network. "
+        f"topology.{axis} spans {count} slices: what it exchanges goes over the data center's network. "
         "A topology.data that is a multiple of the slices keeps it inside of them."
         for axis, count in zip(AXES, across, strict=True)
         if count > 1 and axis != "data"
@@ -245,7 +282,7 @@ def _far(across: Sequence[int]) -> list[str]:
 
 
 def _on_torus(sizes: Sequence[int], devices: list[Any]) -> tuple[np.ndarray, str]:
-    """One slice: mesh axes on whole sides of the torus, else on parts of sides, else in plain order; and a note."""
+    """Place one slice: axes on whole sides of the torus, else on parts of sides, else in plain order. Also a note."""
     from jax.experimental import mesh_utils
 
     for split in (False, True):
@@ -255,7 +292,7 @@ def _on_torus(sizes: Sequence[int], devices: list[Any]) -> tuple[np.ndarray, str
             continue
         return placed, _note(sizes, devices, "two mesh axes share a side of it") if split else ""
     ordered = sorted(devices, key=lambda device: device.id)
-    return _shaped(ordered, sizes), _note(sizes, devices, "devices are in plain order, neighbours or not")
+    return _shaped(ordered, sizes), _note(sizes, devices, "devices are in plain order, neighbors or not")
 
 
 def _note(sizes: Sequence[int], devices: list[Any], how: str) -> str:
@@ -274,12 +311,8 @@ def _shaped(devices: list[Any], sizes: Sequence[int]) -> np.ndarray:
     return placed.reshape(tuple(sizes))
 
 
-# Where each array of a tree lies on the mesh, and what it takes of one device: the table behind `bessemer
-# plan`.
-
-
 def placement(abstract_tree: Any, shardings: Any) -> list[dict[str, Any]]:
-    """One row an array: name, shape, dtype, spec (mesh axes by dimension), bytes, bytes_per_device.
+    """Return one row per array: name, shape, dtype, spec (mesh axes by dimension), bytes, bytes_per_device.
 
     abstract_tree: arrays or ShapeDtypeStructs; shardings: NamedShardings in the same structure. No array is read.
     """
@@ -302,20 +335,17 @@ def placement(abstract_tree: Any, shardings: Any) -> list[dict[str, Any]]:
     return rows
 
 
-# Random numbers that compile quickly: on one GPU their bits come from JAX's own kernel.
-#
-# Otherwise each draw is a program of a hundred instructions: the 54 of a model of depth 12 took 24 s to
-# compile on an H200, with the kernel .8 s. The bits are the same.
-
-
 SETTING = "jax_threefry_gpu_kernel_lowering"
 
 
 @contextmanager
 def quick_draws(mesh: Mesh) -> Iterator[None]:
-    """What is lowered inside draws by the kernel, if one device holds all: of several, each would draw everything."""
+    """Lower random draws to JAX's GPU kernel if there is one device (with several, each would draw everything).
+
+    The 54 draws of a depth-12 model took 24 s to compile on an H200 without the kernel, 0.8 s with it; same bits.
+    """
     before = getattr(jax.config, SETTING)
-    jax.config.update(SETTING, mesh.size == 1)  # no other platform has the kernel, so none heeds this
+    jax.config.update(SETTING, mesh.size == 1)  # other platforms ignore it
     try:
         yield
     finally:

@@ -1,8 +1,7 @@
 """From logical axis names to shardings, strictly.
 
-Flax is silent about three mistakes here: a misspelt logical name (the axis stays unsharded), one mesh axis
-used twice in an array (the second use is dropped), and a dimension the mesh does not divide (replicated).
-Each is an error below.
+Flax silently accepts a misspelled logical name (the axis stays unsharded), one mesh axis used twice in an array (the
+second use is dropped), and a dimension the mesh does not divide (it is replicated). Here each is an error.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _SIZED_BY = {
 
 
 def check_rules(rules: Rules, mesh: Mesh) -> dict[str, MeshAxes]:
-    """The table as a dict; a logical name given twice or a mesh axis that does not exist is an error."""
+    """Return the table as a dict; raise InputError for a repeated logical name or an unknown mesh axis."""
     table: dict[str, MeshAxes] = {}
     for name, axes in rules:
         if name in table:
@@ -58,18 +57,16 @@ def check_rules(rules: Rules, mesh: Mesh) -> dict[str, MeshAxes]:
         for axis in _as_tuple(axes):
             if axis not in mesh.axis_names:
                 known = ", ".join(map(str, mesh.axis_names))
-                raise InputError(
-                    f"axis rules: '{name}' is placed on mesh axis '{axis}'; the mesh has {known}."
-                )
+                raise InputError(f"axis rules: '{name}' is placed on mesh axis '{axis}'; the mesh has {known}.")
         table[name] = axes
     return table
 
 
 def shardings(tree: Any, mesh: Mesh, rules: Rules | None = None) -> Any:
-    """NamedShardings for `tree`, in the structure of the unboxed tree.
+    """Return NamedShardings for `tree`, in the structure of the unboxed tree; `rules` defaults to REST_RULES.
 
-    Leaves: `nn.LogicallyPartitioned` boxes (arrays or abstract arrays inside), `PartitionSpec`s of logical
-    names or mesh axes, or plain arrays, which are replicated. `rules` defaults to where weights rest.
+    Leaves are `nn.LogicallyPartitioned` boxes of (abstract) arrays, `PartitionSpec`s of logical names or mesh axes, or
+    plain arrays, which are replicated.
     """
     table = check_rules(REST_RULES if rules is None else rules, mesh)
 
@@ -78,26 +75,21 @@ def shardings(tree: Any, mesh: Mesh, rules: Rules | None = None) -> Any:
         if isinstance(leaf, PartitionSpec):
             return NamedSharding(mesh, _spec(where, tuple(leaf), None, table, mesh))
         if isinstance(leaf, nn.Partitioned):
-            shape = tuple(leaf.value.shape)
-            return NamedSharding(mesh, _spec(where, leaf.names, shape, table, mesh))
+            return NamedSharding(mesh, _spec(where, leaf.names, tuple(leaf.value.shape), table, mesh))
         return NamedSharding(mesh, PartitionSpec())
 
     return jax.tree_util.tree_map_with_path(place, tree, is_leaf=_is_spec)
 
 
 def validate_divisible(tree: Any, topology: Any) -> None:
-    """An InputError naming parameter, dimension and setting when `tree` cannot rest or compute there."""
+    """Raise InputError, naming parameter, dimension and setting, if `tree` cannot be stored or computed with there."""
     shardings(tree, topology.mesh, topology.rest_rules)
     shardings(tree, topology.mesh, topology.compute_rules)
 
 
 def unbox(tree: Any) -> Any:
-    """Boxes replaced by their arrays, without `nn.unbox`'s constraint, which gathers fsdp shards."""
-
-    def open_box(leaf: Any) -> Any:
-        return leaf.value if isinstance(leaf, nn.Partitioned) else leaf
-
-    return jax.tree.map(open_box, tree, is_leaf=_is_spec)
+    """Replace boxes by their arrays, without `nn.unbox`'s constraint, which gathers fsdp shards."""
+    return jax.tree.map(lambda leaf: leaf.value if isinstance(leaf, nn.Partitioned) else leaf, tree, is_leaf=_is_spec)
 
 
 def _is_spec(leaf: Any) -> bool:
@@ -115,8 +107,7 @@ def _spec(
 ) -> PartitionSpec:
     if shape is not None and len(names) != len(shape):
         raise InputError(
-            f"parameter '{where}' has shape {shape} but {len(names)} axis names {tuple(names)}: "
-            "name each axis."
+            f"parameter '{where}' has shape {shape} but {len(names)} axis names {tuple(names)}: name each axis."
         )
     entries: list[MeshAxes] = []
     used: dict[str, Any] = {}
@@ -165,47 +156,40 @@ def _check_divides(where: str, name: Any, size: int, axes: tuple[str, ...], mesh
     )
 
 
-# Logical axes in use: constraints and shard counts under the ambient mesh and rule table.
-#
-# Model code names axes ("batch", "vocab", …); which mesh axis they live on is the rule table's matter.
-# Without a mesh everything here does nothing, so the same code runs on one device.
+# --- logical axes in model code, under the ambient mesh and rules; without a mesh these do nothing ---
 
 
 def rule_axes(name: str | None, size: int | None = None) -> tuple[str, ...]:
-    """The mesh axes of the logical axis `name`, those of one device included; none where they do not divide `size`.
+    """Return the mesh axes of the logical axis `name`, those of size 1 included; none if they do not divide `size`.
 
-    For the specs of `shard_map`: of an axis that no spec names it takes every input for a copy, and sums gradients
-    over it, even of one device.
+    For the specs of `shard_map`, which sums gradients over any axis that no spec names, even one of size 1.
     """
     mesh = jax.sharding.get_abstract_mesh()
     rules = nn.get_logical_axis_rules()
     if name is None or mesh.empty or not rules:
         return ()
     axes = dict(reversed([(rule[0], rule[1]) for rule in rules])).get(name)  # the first rule of a name wins
-    names = (axes,) if isinstance(axes, str) else axes or ()
-    found = tuple(axis for axis in names if axis in mesh.shape)
+    found = tuple(axis for axis in _as_tuple(axes) if axis in mesh.shape)
     return found if size is None or size % math.prod(mesh.shape[axis] for axis in found) == 0 else ()
 
 
 def mesh_axes(name: str | None, size: int | None = None) -> tuple[str, ...]:
-    """The mesh axes that split the logical axis `name`; none without a mesh, or where they do not divide `size`."""
+    """Return the mesh axes that split the logical axis `name`; none without a mesh, or if they do not divide `size`."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(axis for axis in rule_axes(name, size) if mesh.shape[axis] > 1)
 
 
 def shards(name: str | None) -> int:
-    """Over how many devices the ambient rules split the logical axis `name` (1 without a mesh)."""
+    """Return the number of devices over which the logical axis `name` is split (1 without a mesh)."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in mesh_axes(name))
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Ask for `x` to be laid out by its logical axes.
+    """Constrain the layout of `x` by its logical axes.
 
-    A dimension that its mesh axes do not divide (a batch of one prompt, say) is left free: jax 0.10 would
-    replicate it silently and 0.11 may fail.
+    A dimension that its mesh axes do not divide (such as a batch of one prompt) is left free: jax 0.10 would replicate
+    it silently, and 0.11 may fail.
     """
-    divisible = tuple(
-        name if size % shards(name) == 0 else None for name, size in zip(names, x.shape, strict=True)
-    )
+    divisible = tuple(name if size % shards(name) == 0 else None for name, size in zip(names, x.shape, strict=True))
     return nn.with_logical_constraint(x, divisible)

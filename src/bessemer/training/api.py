@@ -36,18 +36,17 @@ class Run:
         """All rows of metrics.jsonl, in order."""
         return list(MetricsFile(self.directory.metrics).rows())
 
-    def load(self, step: int | str | None = None) -> LoadedModel:
-        """The model of a checkpoint (default: the newest valid one): `.model`, `.params`, `.tokenizer`."""
-        return load_model(self.directory, step)
+    def load(self, step: int | str | None = None, *, base: str | Path | None = None) -> LoadedModel:
+        """The model of a checkpoint (default: the newest valid one): `.model`, `.params`, `.tokenizer`.
 
-    def sample(
-        self, prompt: str, *, max_tokens: int = 100, step: int | str | None = None, **options: Any
-    ) -> str:
+        base: where the base of a run with adapters lies, in place of where the run says.
+        """
+        return load_model(self.directory, step, base=base)
+
+    def sample(self, prompt: str, *, max_tokens: int = 100, step: int | str | None = None, **options: Any) -> str:
         """The model's continuation of `prompt`. Options: temperature (0 = greedy), top_k, top_p, min_p, seed."""
         loaded = self.load(step)
-        completions, notices = sample(
-            loaded, [prompt], max_tokens=max_tokens, sampling=SamplingOptions(**options)
-        )
+        completions, notices = sample(loaded, [prompt], max_tokens=max_tokens, sampling=SamplingOptions(**options))
         for notice in [*loaded.notes, *notices]:
             print(notice, file=sys.stderr)
         return completions[0].text
@@ -67,9 +66,7 @@ def take_parts(settings: dict[str, Any]) -> dict[str, Any]:
     given = settings.get("callbacks")
     names = [given] if isinstance(given, str) else list(given or ())
     by_name = all(isinstance(name, str) for name in names)
-    return {
-        key: settings.pop(key) for key in PARTS if key in settings and not (key == "callbacks" and by_name)
-    }
+    return {key: settings.pop(key) for key in PARTS if key in settings and not (key == "callbacks" and by_name)}
 
 
 def train(
@@ -105,7 +102,5 @@ def resume(
         or not launch.is_finished(run, runs, trust=trust)
         or launch.changes_finished(run, settings, root=runs, trust=trust, change=change)
     ):
-        launch.reopen(
-            run, settings, root=runs, step=step, trust=trust, change=change, base=base, **parts
-        ).run()
+        launch.reopen(run, settings, root=runs, step=step, trust=trust, change=change, base=base, **parts).run()
     return Run(find_run(run, runs, trust=trust))

@@ -40,7 +40,7 @@ class Notes:
 
 @dataclass(frozen=True)
 class RunContext(Generic[C]):
-    """The resolved settings, the mesh, the run directory and what the caller brought."""
+    """The resolved settings, the mesh, the run directory and what the caller passed."""
 
     config: Config
     settings: C
@@ -51,3 +51,8 @@ class RunContext(Generic[C]):
     directory: RunDirectory
     given: GivenParts
     notes: Notes
+
+    @property
+    def has_recipe_data(self) -> bool:
+        """Whether it trains on data that a recipe names, as opposed to the caller's."""
+        return self.given.dataset_train is None and self.config.provenance["training/dataset"].is_recipe

@@ -16,11 +16,7 @@ ReadRows = Callable[[int, int], Rows]
 
 
 def device_batch(
-    read: ReadRows,
-    fields: Mapping[str, tuple[tuple[int, ...], Any]],
-    micro: int,
-    count: int,
-    sharding: NamedSharding,
+    read: ReadRows, fields: Mapping[str, tuple[tuple[int, ...], Any]], micro: int, count: int, sharding: NamedSharding
 ) -> dict[str, jax.Array]:
     """Global rows 0..count·micro as device arrays (count, micro, …); micro-batch s holds rows s·micro … (s+1)·micro.
 
@@ -32,8 +28,7 @@ def device_batch(
         outer, inner, *rest = index
         first, end, _ = inner.indices(micro)
         blocks = [
-            cached(s * micro + first, s * micro + end)[name][(slice(None), *rest)]
-            for s in range(*outer.indices(count))
+            cached(s * micro + first, s * micro + end)[name][(slice(None), *rest)] for s in range(*outer.indices(count))
         ]
         return np.stack(blocks)
 
@@ -44,6 +39,11 @@ def device_batch(
         place = field_sharding(sharding, shape)
         arrays[name] = jax.make_array_from_callback(shape, place, callback, dtype=dtype)
     return arrays
+
+
+def place_rows(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """An array that every process has read in full, sharded over the mesh."""
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def abstract_batch(
@@ -58,23 +58,21 @@ def abstract_batch(
 
 
 def field_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """Where a field of shape (count, micro, …) lies: as tokens do, and whole along an axis that does not divide, such
-    as a few numbers a row on more context devices."""
+    """The sharding of a field of shape (count, micro, …): that of tokens, without axes that do not divide it, such as
+    a few numbers per row on more context devices."""
     names = tuple(sharding.spec)[: len(shape)]
     whole = [i for i in range(2, len(names)) if names[i] and shape[i] % sharding.mesh.shape[names[i]]]
     spec = (None if i in whole else name for i, name in enumerate(names))
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
-# `fetch`: the only place in the package that reads device values during training (promise 6).
-
-
 calls = 0
-"""How often `fetch` was called in this process; tests hold it to the number of report points."""
+"""How often `fetch` was called in this process; tests compare it with the number of reports."""
 
 
 def fetch(tree: Any) -> Any:
-    """Device arrays to NumPy, in one bulk read. Blocks until the values exist."""
+    """Device arrays to NumPy, in one bulk read that blocks until the values exist. Nothing else in the package reads
+    device values during training."""
     global calls
     calls += 1
     return jax.device_get(tree)

@@ -14,20 +14,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from bessemer.data import Tokenizer
 from bessemer.data.tokenize.chat import can_chat, is_messages, render, stop_ids
 from bessemer.errors import InputError
-from bessemer.generate.decoder import (
-    GenerationConfig,
-    GenerationResults,
-    bucket,
-    crop,
-    end_tokens,
-    generate_rows,
-)
+from bessemer.generate.decoder import GenerationConfig, GenerationResults, bucket, crop, end_tokens, generate_rows
 from bessemer.generate.load import check_scores
 from bessemer.generate.rows import Output, stop_table
 from bessemer.generate.sampling import Filters, way_of
+from bessemer.models.protocol import Decoding
 from bessemer.models.shape import round_up
 from bessemer.topology import CompiledTogether, Topology
-from bessemer.training.feed import fetch
+from bessemer.training.feed import fetch, place_rows
 
 Generated = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -56,7 +50,7 @@ class Generator:
 
     @functools.cached_property
     def program(self) -> CompiledTogether:
-        if not hasattr(self.model, "decode"):
+        if not isinstance(self.model, Decoding):
             raise InputError(
                 f"{type(self.model).__name__} has no `decode` and `init_cache`, so it cannot write text; see "
                 "docs/extending.md."
@@ -81,11 +75,11 @@ class Generator:
     def function(self, config: GenerationConfig) -> GenerateFunction:
         """See BaseTrainer.create_generate_function."""
         call, stops = self.program, stop_table([self.stops(config)])
-        filters = Filters.of(config.sampling, self.model.vocab_size)
-        how = {"tokens": config.max_tokens, "way": way_of([config.sampling])}
+        filters = Filters.of(config, self.model.vocab_size)
+        how = {"tokens": config.max_tokens, "way": way_of([config])}
 
         def rows(state: Any, ids: Any, mask: Any) -> tuple[jax.Array, jax.Array, jax.Array, Output]:
-            streams = config.sampling.streams(ids.shape[0] * config.n)
+            streams = config.streams(ids.shape[0] * config.n)
             with self.topology.scope():
                 return call(state.whole(), state.step, ids, mask, streams, filters, stops, **how)
 
@@ -116,26 +110,21 @@ class Generator:
         width = bucket(max(map(len, cropped)), self.model.block_size)
         height = round_up(1 << (len(cropped) - 1).bit_length(), self.topology.data_parallel if sharded else 1)
         ids, mask = left_padded(cropped, (height, width), self.pad_id)
-        with self.topology.scope():
-            placed = [place(self.topology, array, sharded) for array in (ids, mask)]
-        found = function.rows(state, *placed)
+        sharding = NamedSharding(self.topology.mesh, PartitionSpec(self.topology.batch_axes if sharded else None))
+        found = function.rows(state, place_rows(ids, sharding), place_rows(mask, sharding))
         output = fetch(found[3])
         total = len(cropped) * config.n
         sequences, prompt_ids, prompt_mask = (
             array[:total] for array in (fetch(found[:3]) if all_gather else found[:3])
         )
-        output = Output(
-            output.ids.T[:total], output.logprobs.T[:total], output.made[:total], output.live[:total]
-        )
+        output = Output(output.ids.T[:total], output.logprobs.T[:total], output.made[:total], output.live[:total])
         check_scores(output.logprobs)  # 0 where no token is
         real = (np.arange(config.max_tokens) < output.made[:, None]).astype(np.int32)
         stops = self.stops(config)
         tokens = [output.ids[row, : output.made[row]].tolist() for row in range(total)]
         ended = [bool(row) and row[-1] in stops for row in tokens]
         return GenerationResults(
-            generation_results=[
-                self.text(row[:-1] if end else row) for row, end in zip(tokens, ended, strict=True)
-            ],
+            generation_results=[self.text(row[:-1] if end else row) for row, end in zip(tokens, ended, strict=True)],
             prompt_ids=prompt_ids,
             prompt_mask=prompt_mask,
             sequences=sequences,
@@ -161,9 +150,7 @@ class Generator:
         """Return the prompts as a list and their tokens. prompts: a text, chat messages, or a list of either."""
         tokenizer = self.tokenizer
         if tokenizer is None:
-            raise InputError(
-                "this run has no tokenizer, so it cannot read text: give input_ids instead of prompts."
-            )
+            raise InputError("this run has no tokenizer, so it cannot read text: give input_ids instead of prompts.")
         given = [prompts] if isinstance(prompts, str) or is_messages(prompts) else list(prompts)
         if not given:
             raise ValueError("generate needs at least one prompt")
@@ -176,26 +163,18 @@ class Generator:
             elif is_messages(prompt):
                 rows.append(render(prompt, tokenizer))
             else:
-                raise InputError(
-                    f"a prompt is a text or a list of chat messages; got {type(prompt).__name__}."
-                )
+                raise InputError(f"a prompt is a text or a list of chat messages; got {type(prompt).__name__}.")
         return given, rows
 
     def unpadded(self, ids: np.ndarray, mask: Any) -> list[list[int]]:
         """Return the rows of left-padded ids (B, T). Without a mask, leading padding tokens are the padding."""
         if ids.ndim == 1:
             ids = ids[None]
-        real = (
-            np.cumsum(ids != self.pad_id, axis=1) > 0
-            if mask is None
-            else np.asarray(mask).reshape(ids.shape) > 0
-        )
+        real = np.cumsum(ids != self.pad_id, axis=1) > 0 if mask is None else np.asarray(mask).reshape(ids.shape) > 0
         if not real[:, -1].all() or (np.diff(real.astype(np.int8), axis=1) < 0).any():
             raise InputError("input_ids are padded on the left, and every row has at least one token.")
         if ids.min() < 0 or ids.max() >= self.model.vocab_size:
-            raise InputError(
-                f"a prompt token lies outside the model's vocabulary of {self.model.vocab_size}."
-            )
+            raise InputError(f"a prompt token lies outside the model's vocabulary of {self.model.vocab_size}.")
         return [row[keep].tolist() for row, keep in zip(ids, real, strict=True)]
 
     def text(self, ids: Sequence[int]) -> str:
@@ -203,38 +182,22 @@ class Generator:
         return "" if self.tokenizer is None else self.tokenizer.decode(ids)
 
 
-def metadata(
-    config: GenerationConfig, output: Any, ended: Sequence[bool], notices: list[str]
-) -> dict[str, Any]:
+def metadata(config: GenerationConfig, output: Any, ended: Sequence[bool], notices: list[str]) -> dict[str, Any]:
     """Return the log-probabilities of each row under the model itself, its length, and why it ended."""
     finish = [
         "stop" if end else "length" if made == config.max_tokens else "context"
         for end, made in zip(ended, output.made, strict=True)
     ]
-    return {
-        "config": config,
-        "logprobs": output.logprobs,
-        "lengths": output.made,
-        "finish": finish,
-        "notices": notices,
-    }
+    return {"config": config, "logprobs": output.logprobs, "lengths": output.made, "finish": finish, "notices": notices}
 
 
-def left_padded(
-    rows: Sequence[Sequence[int]], shape: tuple[int, int], pad: int
-) -> tuple[np.ndarray, np.ndarray]:
+def left_padded(rows: Sequence[Sequence[int]], shape: tuple[int, int], pad: int) -> tuple[np.ndarray, np.ndarray]:
     ids, mask = np.full(shape, pad, np.int32), np.zeros(shape, np.int32)
     width = shape[1]
     for index, row in enumerate(rows):
         ids[index, width - len(row) :] = row
         mask[index, width - len(row) :] = 1
     return ids, mask
-
-
-def place(topology: Topology, array: np.ndarray, sharded: bool) -> Any:
-    """Put rows on the mesh's batch axes, or all of them on every device."""
-    sharding = NamedSharding(topology.mesh, PartitionSpec(topology.batch_axes if sharded else None))
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def settings_of(

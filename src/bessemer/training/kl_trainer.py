@@ -1,4 +1,4 @@
-"""KLDivergenceTrainer: pretraining, then training on other data while held near what was learnt first.
+"""KLDivergenceTrainer: pretraining, then training on other data with a KL penalty to the first model.
 
     L = CE + β_k · D(policy, reference)        in stage k; β is 0 in the first
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import struct
 
-from bessemer.config import Config, configure, field
+from bessemer.config import Config, field
 from bessemer.data.plan.mixture import Sampling
 from bessemer.data.rows.rows import DatasetStyle
 from bessemer.data.stores.catalog import store_directory
@@ -42,7 +42,7 @@ EMBEDDED_TOKENIZER = "train:8192"
 
 @dataclass
 class KLDivergenceTrainerConfig(BaseTrainerConfig):
-    """Two stages of the same data unless told otherwise."""
+    """By default two stages of the same data."""
 
     job: str = field("job", default="KLDivergenceTrainer", help="trainer class")
     objective: str = field("objective", default="kl", help="which loss: a name from the objectives registry")
@@ -55,7 +55,7 @@ class KLDivergenceTrainerConfig(BaseTrainerConfig):
     datasets: list[list[Sampling]] = field(
         "training/dataset",
         default_factory=lambda: [list(mixture) for mixture in DEFAULT_DATA],
-        help="what to train on, one list of samplings a stage",
+        help="what to train on, one list of samplings per stage",
     )
 
 
@@ -76,7 +76,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @jobs.register("KLDivergenceTrainer")
 class KLDivergenceTrainer(BaseTrainer[C, M], Generic[C, M]):
-    """A run whose later stages pay for leaving what the earlier ones learnt."""
+    """A run whose later stages are penalized for moving away from the earlier ones."""
 
     state_class = KLDivergenceTrainState
 
@@ -104,7 +104,7 @@ class KLDivergenceTrainer(BaseTrainer[C, M], Generic[C, M]):
         if len(starts) == 1 and self.settings.init is None and any(kl.beta):
             raise InputError(
                 "a single stage from fresh weights has nothing to be held to: give training.tokens (and "
-                "training.dataset) one entry a stage, or the weights to begin with (init=RUN)."
+                "training.dataset) one entry per stage, or the weights to begin with (init=RUN)."
             )
         betas = stages.one_each("optimization.kl.beta", kl.beta, len(starts), 0.0)
         refresh = stages.one_each("optimization.kl.refresh", kl.refresh, len(starts), False)
@@ -120,7 +120,7 @@ class KLDivergenceTrainer(BaseTrainer[C, M], Generic[C, M]):
                 f"job=KLDivergenceTrainer is for objective=kl, but objective={entry.name}. Leave that setting out, or "
                 "take job=BaseTrainer."
             )
-        return configure(entry.settings[0])
+        return self.config.make(entry.settings[0])
 
     def describe_step(self, step: int) -> dict[str, Any]:
         stage = stages.current(self.stages, step)

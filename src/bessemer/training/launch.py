@@ -6,45 +6,32 @@ import contextlib
 import importlib.util
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.config import (
-    COMMAND_LINE,
-    Config,
-    configuration,
-    configure,
-    dotted,
-    load_saved,
-    resolve,
-    slashed,
-)
+from bessemer.config import COMMAND_LINE, Config, configuration, dotted, load_saved, resolve, slashed
 from bessemer.config.recipes import Layer, override_layer, raw_values
 from bessemer.config.values import plain
 from bessemer.data import DataSettings, Tokenizer
 from bessemer.data.stores.tokenizers import tokenizer_place
 from bessemer.data.tokenize.tokenizer import FILE as TOKENIZER
 from bessemer.errors import InputError, to_install
-from bessemer.job import (
-    GIVEN,
-    ExecutionSpec,
-    RunDirectory,
-    RunLock,
-    check_run_name,
-    default_run_name,
-    find_run,
-)
-from bessemer.job.trust import adopt, check_trust
+from bessemer.generate.base import BaseRecord, given_place, read_record, write_record
+from bessemer.generate.load import base_arrays
+from bessemer.job import GIVEN, ExecutionSpec, RunDirectory, RunLock, check_run_name, default_run_name, find_run
+from bessemer.job.trust import adopt, check_trust, mark_origin
 from bessemer.registry import jobs
+from bessemer.storage.files import atomic_write
 from bessemer.storage.remote import is_remote
-from bessemer.topology import AXES, TopologySettings, make_topology, share, start_distributed
-from bessemer.training.persistence import checkpoints
+from bessemer.topology import AXES, TopologySettings, broadcast, make_topology, start_distributed
 from bessemer.training.persistence.checkpoints import (
     RESUMABLE,
     SELECTORS,
     Changes,
+    branch_off,
     changes_between,
     check_changeable,
     replace_horizon,
@@ -57,7 +44,7 @@ from bessemer.training.trainer import BaseTrainer
 
 PERMISSION = "training/allow_data_change"
 DATA = (PERMISSION, "training/dataset", "data/")
-"""Settings that `resume` accepts with that permission: the run goes on as another one, and says so."""
+"""Settings that `resume` accepts with that permission; the run is then another one from there on."""
 
 Overrides = Sequence[str] | Mapping[str, Any]
 
@@ -81,15 +68,25 @@ def build_trainer(
     config = resolved()
     check_trackers(config)
     topology_settings = _topology_settings(config, distributed)
-    name = share("run name", lambda: new_name(recipe, name, root))
+    name = broadcast("run name", lambda: new_name(recipe, name, root))
     begun = time.monotonic()
-    config = trained_first(config, root)
+    config = trained_first(config, root, train_base)
     elsewhere = time.monotonic() - begun
     with configuration(pinned(begun_from(resolved, config, root))):
         spec = ExecutionSpec.local(root, name, make_topology(topology_settings))
         trainer = jobs.get(config["job"])(spec, **parts)
     trainer.startup.elsewhere = elsewhere
     return trainer
+
+
+def train_base(recipe: str, directory: RunDirectory, passed: dict[str, Any], begun: bool) -> None:
+    """Train the run that `init=recipe:NAME` begins from, or continue it if it was begun before."""
+    root = directory.path.parent
+    if begun:
+        resumable = {key: value for key, value in passed.items() if key.startswith(RESUMABLE)}
+        reopen(directory.path, resumable, root=root).run()
+    else:
+        build_trainer(recipe, passed, name=directory.name, root=root).run()
 
 
 def check_trackers(config: Config) -> None:
@@ -104,9 +101,7 @@ def check_trackers(config: Config) -> None:
 def new_name(recipe: Any, name: str | None, root: str | Path) -> str:
     """The run's name, given or made of recipe and time, and not taken. Process 0 decides for all."""
     label = Path(recipe).stem if isinstance(recipe, str | Path) else "run"
-    directory = RunDirectory(
-        Path(root) / (name or default_run_name(re.sub(r"[^A-Za-z0-9._-]", "-", label)[:60]))
-    )
+    directory = RunDirectory(Path(root) / (name or default_run_name(re.sub(r"[^A-Za-z0-9._-]", "-", label)[:60])))
     if directory.exists():
         raise InputError(
             f"a run named '{directory.name}' already exists at {directory.path}. Continue it with "
@@ -116,8 +111,7 @@ def new_name(recipe: Any, name: str | None, root: str | Path) -> str:
 
 
 def _topology_settings(config: Config, distributed: bool) -> TopologySettings:
-    with configuration(config):
-        settings = configure(TopologySettings)
+    settings = config.make(TopologySettings)
     if distributed:
         start_distributed(settings)
     return settings
@@ -150,13 +144,13 @@ def reopen(
     mirror = str(run).rstrip("/").rpartition("/")[0] if is_remote(run) else None
     check_trust(directory, trust, given=given, mirror=mirror)
     config, changes = overridden(directory.config, overrides, change=change)
-    if change:  # also what config.yaml says already: it may have been edited since the checkpoint
+    if change:  # also values already in config.yaml: it may have been edited since the checkpoint
         for key in given_keys(overrides):
             if key in config and not key.startswith(RESUMABLE):
                 same = {"from": plain(config[key]), "to": plain(config[key])}
                 changes.setdefault(dotted(key), same)
     if base is not None:
-        config.set(INIT, str(find_start(base, root, "--base")[0]), "given with --base")
+        config.set(INIT, str(base_given(directory, base, root)), "given with --base")
     check_trackers(config)
     if change:
         changes |= keep_tokenizer(directory, config, step)
@@ -166,16 +160,41 @@ def reopen(
             f"{', '.join(changes)}: job={config['job']} has no checkpoints to branch off from. Resume one of its runs "
             f"with --change ({directory.path}/phases/NAME)."
         )
-    check_given(directory, trainer)
-    trainer.change = changes if change or config.get(PERMISSION) else None
+    check_given(directory, trainer.derived.get(GIVEN, {}).get("value", []), trainer.say)
+    if isinstance(trainer, BaseTrainer):
+        asked = changes if change or config.get(PERMISSION) else None
+        trainer.lineage = replace(trainer.lineage, change=asked)
     if not trainer.load(None if step is None else str(step)):
         if step is not None:
             raise InputError(f"{directory.path} has no checkpoint at step {step}.")
-        checkpoints.branch_off(trainer, 0, {})
+        trainer.lineage = branch_off(trainer.plan, trainer.lineage, 0, {})
         trainer.say("no checkpoint was committed yet: the run starts again from step 0, as the same run")
     elif isinstance(trainer, BaseTrainer):
         trainer.say(f"resume     from the checkpoint of step {trainer.step:,} of {trainer.steps:,}")
     return trainer
+
+
+def base_given(directory: RunDirectory, base: str, root: str | Path) -> Path:
+    """The weights that --base names; of adapters, those of the checkpoint that their base was."""
+    record = read_record(directory)
+    return find_start(base, root, "--base")[0] if record is None else given_place(base, record, root)
+
+
+def point_to_base(run: str | Path, base: str, *, root: str | Path = "runs") -> list[str]:
+    """Record where the base of a finished run's adapters lies now, after every tensor was verified; lines to show."""
+    directory = find_run(run, root)
+    if (record := read_record(directory)) is None:
+        return []
+    check_trust(directory, given=[INIT])
+    arrays = base_arrays(directory, record, base_given(directory, base, root))
+    for name in arrays.names:
+        arrays.read(name)
+    config = overridden(directory.config)[0]
+    config.set(INIT, str(arrays.where), "given with --base")
+    atomic_write(directory.config, config.to_yaml(), sync=True)
+    mark_origin(directory, config.tree())
+    write_record(directory, BaseRecord.of(arrays.where, record.tensors, directory))
+    return [f"base       {arrays.where} is verified, and recorded"]
 
 
 def keep_tokenizer(directory: RunDirectory, config: Config, step: int | None) -> Changes:
@@ -188,19 +207,17 @@ def keep_tokenizer(directory: RunDirectory, config: Config, step: int | None) ->
     if step is None or not (manager.path(step) / TOKENIZER).is_file():
         return {}
     own = Tokenizer.load(manager.path(step))
-    with contextlib.suppress(InputError), configuration(config):
+    with contextlib.suppress(InputError):
         samplings = [sampling for mixture in config["training/dataset"] for sampling in mixture]
-        if Tokenizer.load(tokenizer_place(configure(DataSettings), samplings)).hash == own.hash:
+        if Tokenizer.load(tokenizer_place(config.make(DataSettings), samplings)).hash == own.hash:
             return {}
     kept = own.save(directory.path / "tokenizer").parent
     config.set(key, str(kept), "the run's own, kept when its data changed")
     return {dotted(key): {"from": named, "to": str(kept)}}
 
 
-def rebuild(
-    directory: RunDirectory, config: Config, *, distributed: bool = False, **parts: Any
-) -> BaseTrainer:
-    """The trainer of an existing run as its configuration says, before any checkpoint is read."""
+def rebuild(directory: RunDirectory, config: Config, *, distributed: bool = False, **parts: Any) -> BaseTrainer:
+    """The trainer of an existing run, before any checkpoint is read."""
     settings = _topology_settings(config, distributed)
     with configuration(config):
         spec = ExecutionSpec(directory.name, root=directory.path.parent, topology=make_topology(settings))
@@ -209,13 +226,14 @@ def rebuild(
     return trainer
 
 
-def check_given(directory: RunDirectory, trainer: BaseTrainer) -> None:
-    """Parts that were given from Python are not in the configuration: without them it would be another run."""
-    missing = directory.given_parts() - set(trainer.derived.get(GIVEN, {}).get("value", []))
+def check_given(directory: RunDirectory, given: Sequence[str], say: Callable[[str], None]) -> None:
+    """Raise InputError if parts that the run was started with from Python are not `given` again: without them it would
+    be another run."""
+    missing = directory.given_parts() - set(given)
     missing.discard("model_state")  # the checkpoint holds the weights
     if "callbacks" in missing:
         missing.discard("callbacks")
-        trainer.say("note: this run was started with callbacks given from Python; it continues without them")
+        say("note: this run was started with callbacks given from Python; it continues without them")
     if missing:
         raise InputError(
             f"{directory.path} was started from Python with its own {', '.join(sorted(missing))}; give the same again: "
@@ -224,12 +242,7 @@ def check_given(directory: RunDirectory, trainer: BaseTrainer) -> None:
 
 
 def changes_finished(
-    run: str | Path,
-    overrides: Overrides,
-    *,
-    root: str | Path = "runs",
-    trust: bool = False,
-    change: bool = False,
+    run: str | Path, overrides: Overrides, *, root: str | Path = "runs", trust: bool = False, change: bool = False
 ) -> bool:
     """Whether the overrides give a finished run something to do; an InputError for those it cannot accept."""
     if not overrides:
@@ -252,11 +265,10 @@ def overridden(path: Path, overrides: Overrides = (), *, change: bool = False) -
     given = raw_values([override_layer(overrides, COMMAND_LINE)])
     check_changeable(key for key in SELECTORS if key in given and given[key] != saved.get(key))
     config = pinned(load_saved(path, schema_of, overrides))
-    if (
-        DATASET in config
-    ):  # data that is given again without a style has the objective's, as it had at the start
-        for one in (saved, config):
-            one.values[DATASET] = styled(one[DATASET], usual_style(one["objective"]))
+    if DATASET in config:  # data that is given again without a style has the objective's, as it had at the start
+        saved, config = (
+            one.replace({DATASET: styled(one[DATASET], usual_style(one["objective"]))}) for one in (saved, config)
+        )
     changed = [key for key, value in config.values.items() if saved.get(key) != value]
     other = {key: why for key in changed if (why := why_another(config, key)) is not None}
     if change:
@@ -289,9 +301,7 @@ def why_another(config: Config, key: str) -> str | None:
             "another run"
         )
     if key == "logging/validation_interval" and "early_stopping" in config["callbacks"]:
-        return (
-            "with callbacks=[early_stopping] it decides when the run ends, so the result would be another run"
-        )
+        return "with callbacks=[early_stopping] it decides when the run ends, so the result would be another run"
     if key.startswith((*RESUMABLE, *DATA) if config.get(PERMISSION) else RESUMABLE):
         return None
     return (

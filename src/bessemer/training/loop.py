@@ -1,6 +1,6 @@
-"""The loop: feed the compiled step, and after each step do what is due, in a fixed order.
+"""The loop: next batch → step → metrics → validation → checkpoint.
 
-It never reads a device value itself; at most two steps are in flight, so processes stay within reach of each other.
+It never reads a device value itself. At most two steps are in flight, so that processes stay close to each other.
 """
 
 from __future__ import annotations
@@ -8,28 +8,64 @@ from __future__ import annotations
 import collections
 import contextlib
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 
+from bessemer.checkpoint import Checkpoints
 from bessemer.data import Prefetcher
 from bessemer.errors import BessemerError, Stopped, StorageError
-from bessemer.topology import StepAgreement, share
+from bessemer.job import CheckpointManager, RunLock
+from bessemer.topology import StepAgreement, broadcast
 from bessemer.training import stages
-from bessemer.training.callbacks.base import Callbacks
-from bessemer.training.console.output import compile_shown
+from bessemer.training.callbacks.base import Callback, Callbacks
 from bessemer.training.metrics import StepClock, StepLog, Waits
 from bessemer.training.outcome import doing, together
 from bessemer.training.persistence import frozen, reference, teacher
-from bessemer.training.persistence.checkpoints import rollback_target
+from bessemer.training.persistence.checkpoints import Branch, rollback_target
+from bessemer.training.setup.compiled import Functions
+from bessemer.training.setup.plan import RunPlan, Stage
 from bessemer.training.signals import stop_signals
-from bessemer.training.state import Unstable, final_problem
-
-if TYPE_CHECKING:
-    from bessemer.training.trainer import BaseTrainer
+from bessemer.training.state import LoopState, RunState, TrainState, Unstable, final_problem
+from bessemer.training.step import Meta
 
 IN_FLIGHT = 2
+
+
+class LoopHooks(Protocol):
+    """What the loop asks of a trainer; a subclass of BaseTrainer may override any of it."""
+
+    functions: Functions
+    lock: RunLock | None
+    rollout_seconds: float | None
+
+    @property
+    def branches(self) -> Sequence[Branch]: ...
+    @property
+    def checkpoint_manager(self) -> Checkpoints: ...
+    @property
+    def validates(self) -> bool: ...
+    def flops_share(self, causal: bool) -> float | None: ...
+    def wall_seconds(self) -> float: ...
+    def describe_step(self, step: int) -> dict[str, Any]: ...
+    def prefetcher(self, step: int) -> Prefetcher: ...
+    def needs_rollout(self, step: int) -> bool: ...
+    def on_step_start(self, state: TrainState, step: int) -> TrainState: ...
+    def on_step_end(self, state: TrainState, metrics: Meta, step: int) -> tuple[TrainState, Meta]: ...
+    def validate(self) -> dict[str, Any]: ...
+    def save(self) -> None: ...
+    def finish(self) -> None: ...
+    def use_stage(self, stage: Stage) -> None: ...
+    def prepare_steps(self) -> None: ...
+    def take_reference(self) -> None: ...
+    def start_over(self) -> None: ...
+    def abstract_state(self) -> Any: ...
+    def accept(self, tree: Any, step: int, files: CheckpointManager) -> None: ...
+    def move_data(self, position: int) -> None: ...
+
+
+T = TypeVar("T", bound=LoopHooks)
 
 
 class Running(NamedTuple):
@@ -40,33 +76,35 @@ class Running(NamedTuple):
     report: bool
 
 
-class Loop:
-    """One call of `run`. Callbacks see it whole: step, state, trainer, loop state, and the requests below."""
+class Loop(Generic[T]):
+    """One call of `run`. Callbacks get it: step, loop state, trainer, and the requests below."""
 
-    def __init__(self, trainer: BaseTrainer):
-        self.trainer = trainer
-        self.steps = trainer.steps
-        self.callbacks = Callbacks(trainer.make_callbacks())
-        trainer.show_progress = self.show_progress
+    def __init__(self, plan: RunPlan, run: RunState, hooks: T, callbacks: Iterable[Callback]):
+        self.plan, self.run_state, self.trainer = plan, run, hooks
+        self.steps, self.say = plan.data.steps, plan.context.notes.say
+        self.callbacks = Callbacks(callbacks)
         self._stop_reason: str | None = None
         self._begin()
 
     def _begin(self) -> None:
-        """Take up the trainer's state: at the start, and again after a rollback."""
-        trainer = self.trainer
-        self.loop_state = trainer.loop_state
-        self.clock = StepClock(
-            self.loop_state, trainer.tokens_per_step, trainer.steps, trainer.flops_share, trainer.wall_seconds
-        )
-        self.log = StepLog(self.loop_state, trainer.describe_step, self.clock, trainer.guard, trainer.say)
+        """Start to measure and report from the current step: at the start, and again after a rollback."""
+        plan, trainer, loop_state = self.plan, self.trainer, self.loop_state
+        tokens = plan.tokens_per_step
+        self.clock = StepClock(loop_state, tokens, self.steps, trainer.flops_share, trainer.wall_seconds)
+        self.log = StepLog(loop_state, trainer.describe_step, self.clock, plan.context.guard, self.say)
+        self.stop_agreement = StepAgreement()
         self.want_checkpoint = False
         self._running: collections.deque[Running] = collections.deque()
         self._validated: dict[int, float | None] = {}  # the last validation: its step and loss or reward
 
     @property
     def step(self) -> int:
-        """Updates that were dispatched. It is the trainer's own count, so the two never disagree."""
-        return self.trainer.step
+        """Updates dispatched."""
+        return self.run_state.step
+
+    @property
+    def loop_state(self) -> LoopState:
+        return self.run_state.loop_state
 
     # --- what callbacks may ask for ---
     def request_stop(self, reason: str) -> None:
@@ -81,14 +119,13 @@ class Loop:
         self.want_checkpoint = True
 
     def show_progress(self, text: str) -> None:
-        """Say how far something besides the steps has come."""
+        """Report the progress of something besides the steps."""
         self.callbacks.fire("on_progress", self, text)
 
     # --- the run ---
     def run(self) -> None:
-        trainer = self.trainer
         try:
-            with trainer.topology.scope(), stop_signals(self.request_stop):
+            with self.plan.context.topology.scope(), stop_signals(self.request_stop):
                 self.callbacks.fire("on_train_begin", self)
                 together("made its state")
                 while not self._train():
@@ -97,11 +134,11 @@ class Loop:
             self.callbacks.fire("on_error", self, error)
             if isinstance(error, BessemerError) or jax.process_count() == 1:
                 with contextlib.suppress(StorageError):  # the first error is the one to report
-                    trainer.finish()
+                    self.trainer.finish()
             raise  # with a peer lost, a save in progress can never be committed: do not wait for it
 
     def _train(self) -> bool:
-        """From where the trainer stands to the end; False when it was rolled back on the way."""
+        """Train from the current step to the end; return False after a rollback."""
         try:
             self._complete_state()
             if self.step == 0:
@@ -110,87 +147,71 @@ class Loop:
                 self._steps(batches)
             self._finish()
         except Unstable as cause:
-            if not self.trainer.guard.rolls_back:
+            if not self.plan.context.guard.rolls_back:
                 raise
             self._roll_back(cause)
             return False
         return True
 
-    def _complete_state(self) -> None:
-        """Add what neither a fresh state nor a checkpoint holds, and write it before the first step uses it."""
-        trainer, run = self.trainer, self.trainer.run_state
-        context, functions, topology = trainer.context, trainer.functions, trainer.topology
-        frozen.save_frozen(context, run.state.frozen)
-        if run.step == 0:
-            run.state = stages.weighted(run.state, trainer.stages[0], topology.replicated)
-        if functions.abstract_state.reference is not None and run.state.reference is None:
-            trainer.take_reference()
-        reference.ensure_logps(context, run, trainer.data.plan, trainer.model_parts.apply, functions.micro)
-        teacher.record(trainer.teacher, context.directory, topology.is_process_zero)
-
-    def _roll_back(self, cause: Unstable) -> None:
-        """Drop the steps in flight, restore the target and skip the batches up to the poisoned one; processes
-        renegotiate a requested stop. Every process calls it at the same step: all it depends on is replicated."""
-        trainer, run, limit = self.trainer, self.trainer.run_state, self.trainer.guard.max_rollbacks
-        if self.loop_state.rollbacks >= limit:
-            raise Unstable(cause.step, f"{cause} {limit} rollbacks (guard.max_rollbacks) have not helped.")
-        manager, interval = trainer.checkpoint_manager, trainer.logging.checkpoint_interval
-        first, before = run.data_offset, run.loop_state
-        manager.wait()  # the save of the last regular checkpoint may still be in progress
-
-        def find_target() -> str:
-            return str(rollback_target(manager, trainer.branches, interval, cause.step, trainer.say))
-
-        step = int(share("rollback", find_target))
-        manager.set_aside_after(step)
-        reference.drop_after(trainer.context, step)
-        trainer.start_over()  # release the poisoned state first: there may be no memory for two
-        if step > 0:
-            trainer.accept(manager.restore(step, trainer.abstract_state()), step, manager)
-        run.loop_state.carry_over(before)
-        trainer.move_data(cause.step + first)
-        self._begin()
-        trainer.stop_agreement = StepAgreement()
-        position = self.step + trainer.data_offset
-        trainer.say(
-            f"rollback {self.loop_state.rollbacks} of at most {limit}: {cause} Back to step {self.step}; "
-            f"batches {self.step + first} to {position - 1} are passed over"
-        )
-        self.callbacks.fire("on_rollback", self)
-
     def _steps(self, batches: Prefetcher) -> None:
         self._batches = batches
         self.clock.start(self.step, self._waits())
-        agreement = self.trainer.stop_agreement
         while self.step < self.steps and self.loop_state.finished is None:
             if self._stop_reason is not None:
-                agreement.propose(self.step)
-            if agreement.due(self.step):
+                self.stop_agreement.propose(self.step)
+            if self.stop_agreement.due(self.step):
                 self._stop()
             self._one_step()
             self._after_step()
 
     def _one_step(self) -> None:
-        trainer = self.trainer
-        if stages.begins(trainer.stages, self.step):
+        """Next batch → step. What it computes is read later, in `drain`."""
+        run, trainer = self.run_state, self.trainer
+        if stages.begins(self.plan.stages, run.step):
             with self.paused():
                 self._begin_stage()
-        new_epoch = trainer.starts_epoch(self.step)
-        if new_epoch:
+        if self.plan.data.starts_epoch(run.position):
             self.callbacks.fire("on_epoch_begin", self)
-        trainer.state = trainer.on_step_start(trainer.state, self.step)
+        run.state = trainer.on_step_start(run.state, run.step)
         self.callbacks.fire("on_batch_begin", self)
-        if trainer.needs_rollout(self.step):
+        if trainer.needs_rollout(run.step):
             self.flush()  # sampling waits for the parameters anyway; rows that are due need not wait for it
-        batch = self._batches.get(self.step + trainer.data_offset)
-        trainer.state, loss, meta = trainer.functions.train_step(trainer.state, batch, trainer.key)
-        trainer.step += 1
-        trainer.state, meta = trainer.on_step_end(trainer.state, meta, self.step)
-        report = self.due(trainer.logging.report_interval)
-        self._running.append(Running(self.step, loss, report))
-        self.log.add(self.step, meta, report)
+        batch = self._batches.get(run.position)
+        run.state, loss, meta = trainer.functions.train_step(run.state, batch, trainer.functions.key)
+        run.step += 1
+        run.state, meta = trainer.on_step_end(run.state, meta, run.step)
+        report = self.due(self.plan.context.logging.report_interval)
+        self._running.append(Running(run.step, loss, report))
+        self.log.add(run.step, meta, report)
         self.callbacks.fire("on_optimizer_step", self)
         self._complete(IN_FLIGHT)
+
+    def _after_step(self) -> None:
+        """Metrics → validation → evaluations and previews (callbacks) → checkpoint."""
+        logging, last = self.plan.context.logging, self.step == self.steps
+        boundary = stages.begins(self.plan.stages, self.step)
+        validate = self.trainer.validates and (boundary or self.due(logging.validation_interval)) and not last
+        checkpoint = (boundary or self.due(logging.checkpoint_interval)) and not last
+        if validate or checkpoint or last:
+            self.flush()
+        elif (due := self.log.ready(self.step)) is not None:
+            self.drain(due)
+        if validate:
+            self.validate()
+        self.callbacks.fire("on_batch_end", self)
+        if (checkpoint or self.want_checkpoint) and not last:
+            self.checkpoint()
+        if self.plan.data.starts_epoch(self.run_state.position) or last or self.loop_state.finished is not None:
+            self.callbacks.fire("on_epoch_end", self)  # the run's end also ends the epoch in progress
+
+    def due(self, interval: int | None) -> bool:
+        return self.step == self.steps or (interval is not None and interval > 0 and self.step % interval == 0)
+
+    # --- metrics ---
+    def flush(self) -> None:
+        """Complete and read everything that is pending, so that the loop state is that of the current step."""
+        self._complete(0)
+        self.drain()
 
     def _complete(self, in_flight: int) -> None:
         """Wait until at most `in_flight` steps are running, and note when each reported one was completed."""
@@ -203,62 +224,8 @@ class Loop:
     def _waits(self) -> Waits:
         return Waits.so_far(self._batches.waited, self.trainer.rollout_seconds)
 
-    def _begin_stage(self) -> None:
-        """Begin the stage whose first update comes next. Every process calls it, at the same step."""
-        trainer, run = self.trainer, self.trainer.run_state
-        stage = next(stage for stage in trainer.stages if stage.start == run.step)
-        words = [f"stage      {stage.number} of {len(trainer.stages)} begins after step {run.step:,}"]
-        trainer.use_stage(stage)
-        functions = trainer.functions
-        run.state = stages.weighted(run.state, stage, trainer.topology.replicated)
-        if trainer.settings.stage_reset:
-            words.append("the optimizer's moments are reset")
-            run.state = stages.with_fresh_moments(run.state, functions.state_shardings.opt_state)
-        if stage.reference is None:
-            run.state = run.state.replace(reference=None)
-        elif stage.reference == run.step:
-            trainer.take_reference()
-        elif run.state.reference is None:
-            abstract = functions.abstract_state.reference
-            held = reference.restore(trainer.context, abstract, trainer.stages, run.step)
-            run.state = run.state.replace(reference=held)
-        if stage.beta > 0:
-            words.append(f"β {stage.beta:g} to the parameters of step {stage.reference:,}")
-        trainer.say("; ".join(words))
-        compile_shown(trainer)
-
-    def due(self, interval: int | None) -> bool:
-        return self.step == self.steps or (
-            interval is not None and interval > 0 and self.step % interval == 0
-        )
-
-    def _after_step(self) -> None:
-        """metrics → validation → evaluation, previews (callbacks) → checkpoint."""
-        trainer, last = self.trainer, self.step == self.steps
-        boundary = stages.begins(trainer.stages, self.step)
-        validate = (
-            trainer.validates and (boundary or self.due(trainer.logging.validation_interval)) and not last
-        )
-        checkpoint = (boundary or self.due(trainer.logging.checkpoint_interval)) and not last
-        if validate or checkpoint or last:
-            self.flush()
-        elif (due := self.log.ready(self.step)) is not None:
-            self.drain(due)
-        if validate:
-            self.validate()
-        self.callbacks.fire("on_batch_end", self)
-        if (checkpoint or self.want_checkpoint) and not last:
-            self.checkpoint()
-        if trainer.starts_epoch(self.step) or last or self.loop_state.finished is not None:
-            self.callbacks.fire("on_epoch_end", self)  # the run's end also ends the epoch in progress
-
-    def flush(self) -> None:
-        """Complete and read everything that is pending, so that the loop state is that of the current step."""
-        self._complete(0)
-        self.drain()
-
     def drain(self, upto: int | None = None) -> None:
-        """Report the rows that are due; those before a fatal step are reported all the same."""
+        """Report the rows that are due, also those before a fatal step."""
         try:
             rows = self.log.drain(upto)
         except Unstable as error:
@@ -278,17 +245,17 @@ class Loop:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep what happens inside out of the step time."""
+        """Exclude what happens inside from the step time."""
         start = time.monotonic()
         yield
         self.clock.pause(time.monotonic() - start)
 
+    # --- validation and checkpoint ---
     def validate(self) -> dict[str, Any] | None:
         """Loss on the fixed held-out sequences; the row goes to on_validation."""
         if not self.trainer.validates:
             return None
-        where = f"the validation at step {self.step}"
-        with self.paused(), doing(self.trainer.run_state, where):
+        with self.paused(), doing(self.run_state, f"the validation at step {self.step}"):
             self.callbacks.fire("on_validation_begin", self)
             row = {"step": self.step, **self.trainer.validate()}
             self._validated = {self.step: row.get("val_loss", row.get("val_reward"))}
@@ -296,7 +263,7 @@ class Loop:
         return row
 
     def checkpoint(self, wait: bool = False) -> None:
-        """Save the state after the update whose number it bears."""
+        """Save the state after the current step."""
         self.flush()
         self._check_directory()
         with self.paused():
@@ -306,12 +273,75 @@ class Loop:
                 self.trainer.checkpoint_manager.wait()
             self.callbacks.fire("on_checkpoint", self, self.step)
 
+    # --- beginnings and ends ---
+    def _complete_state(self) -> None:
+        """Add what neither a fresh state nor a checkpoint holds, and write it before the first step uses it."""
+        plan, run, functions = self.plan, self.run_state, self.trainer.functions
+        context, topology = plan.context, plan.context.topology
+        frozen.save_frozen(context, run)
+        if run.step == 0:
+            run.state = stages.weighted(run.state, plan.stages[0], topology.replicated)
+        if functions.abstract_state.reference is not None and run.state.reference is None:
+            self.trainer.take_reference()
+        reference.ensure_logps(context, run, plan.data.plan, plan.model.apply, functions.micro)
+        teacher.record(plan.teacher, context.directory, topology.is_process_zero)
+
+    def _begin_stage(self) -> None:
+        """Begin the stage whose first update comes next. Every process calls it, at the same step."""
+        context, run, planned = self.plan.context, self.run_state, self.plan.stages
+        stage = next(stage for stage in planned if stage.start == run.step)
+        words = [f"stage      {stage.number} of {len(planned)} begins after step {run.step:,}"]
+        self.trainer.use_stage(stage)
+        functions = self.trainer.functions
+        run.state = stages.weighted(run.state, stage, context.topology.replicated)
+        if context.settings.stage_reset:
+            words.append("the optimizer's moments are reset")
+            run.state = stages.with_fresh_moments(run.state, functions.state_shardings.opt_state)
+        if stage.reference is None:
+            run.state = run.state.replace(reference=None)
+        elif stage.reference == run.step:
+            self.trainer.take_reference()
+        elif run.state.reference is None:
+            held = reference.restore(context, functions.abstract_state.reference, planned, run.step)
+            run.state = run.state.replace(reference=held)
+        if stage.beta > 0:
+            words.append(f"β {stage.beta:g} to the parameters of step {stage.reference:,}")
+        self.say("; ".join(words))
+        self.trainer.prepare_steps()
+
+    def _roll_back(self, cause: Unstable) -> None:
+        """Drop the steps in flight, restore the target and skip the batches up to the poisoned one; processes
+        renegotiate a requested stop. Every process calls it at the same step: all it depends on is replicated."""
+        trainer, run, context = self.trainer, self.run_state, self.plan.context
+        limit, interval = context.guard.max_rollbacks, context.logging.checkpoint_interval
+        if self.loop_state.rollbacks >= limit:
+            raise Unstable(cause.step, f"{cause} {limit} rollbacks (guard.max_rollbacks) have not helped.")
+        manager, branches = trainer.checkpoint_manager, trainer.branches
+        first, before = run.data_offset, run.loop_state
+        manager.wait()  # the save of the last regular checkpoint may still be in progress
+        step = int(
+            broadcast("rollback", lambda: str(rollback_target(manager, branches, interval, cause.step, self.say)))
+        )
+        manager.set_aside_after(step)
+        reference.drop_after(context, step)
+        trainer.start_over()  # release the poisoned state first: there may be no memory for two
+        if step > 0:
+            trainer.accept(manager.restore(step, trainer.abstract_state()), step, manager)
+        run.loop_state.carry_over(before)
+        trainer.move_data(cause.step + first)
+        self._begin()
+        self.say(
+            f"rollback {self.loop_state.rollbacks} of at most {limit}: {cause} Back to step {step}; "
+            f"batches {step + first} to {run.position - 1} are skipped"
+        )
+        self.callbacks.fire("on_rollback", self)
+
     def _stop(self) -> None:
         self.checkpoint(wait=True)
         reason = self._stop_reason or "another process asked to stop"
         raise Stopped(
             f"{reason}: stopped after step {self.step} of {self.steps} with a checkpoint. "
-            f"Continue with: bessemer resume {self.trainer.run_directory.word}"
+            f"Continue with: bessemer resume {self.plan.context.directory.word}"
         )
 
     def _finish(self) -> None:
@@ -324,9 +354,9 @@ class Loop:
             *(["validation"] if validates else []),
             *(callback.finishing for callback in self.callbacks.all if callback.finishing),
             "weights",
-            "report and curves" if self.trainer.logging.plots else "report",
+            "report and curves" if self.plan.context.logging.plots else "report",
         ]
-        self.trainer.say(f"finishing  all steps are done; now {', '.join(rest)}")
+        self.say(f"finishing  all steps are done; now {', '.join(rest)}")
         self.checkpoint(wait=True)
         if validates:
             self.validate()
@@ -334,7 +364,6 @@ class Loop:
         if problem:
             self.trainer.checkpoint_manager.set_aside_after(self.step - 1)
             raise Unstable(
-                self.step,
-                f"step {self.step} was the last, but {problem}; its checkpoint is set aside (.aside).",
+                self.step, f"step {self.step} was the last, but {problem}; its checkpoint is set aside (.aside)."
             )
         self.callbacks.fire("on_train_end", self)

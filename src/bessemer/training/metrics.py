@@ -1,10 +1,11 @@
-"""From unread device values to metrics rows: kept until due, read late and in bulk, one row per report."""
+"""From device values to metrics rows: read late and in bulk, one row per report."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 from bessemer.training.feed import fetch, start_copy
 from bessemer.training.settings import GuardSettings
@@ -20,24 +21,17 @@ INTERNAL = ("finite", WEIGHTS_FINITE, "clipped", "target_tokens", "spike", "spik
 COUNTED = ("loss", *INTERNAL)
 
 
+@dataclass
 class StepLog:
     """Collects each step's device values; `drain` reads them, updates the loop state and makes the due rows."""
 
-    def __init__(
-        self,
-        loop: LoopState,
-        describe: Callable[[int], dict[str, Any]],
-        clock: StepClock,
-        guard: GuardSettings,
-        say: Callable[[str], None],
-    ):
-        self.loop = loop
-        self.describe = describe
-        self.clock = clock
-        self.guard = guard
-        self.say = say
-        self._pending: list[tuple[int, dict[str, Any]]] = []
-        self._due: list[int] = []
+    loop: LoopState
+    describe: Callable[[int], dict[str, Any]]
+    clock: StepClock
+    guard: GuardSettings
+    say: Callable[[str], None]
+    _pending: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    _due: list[int] = field(default_factory=list)
 
     def add(self, step: int, meta: dict[str, Any], report: bool) -> None:
         """Keep what the loop state needs of every step, and everything of a step that is reported."""
@@ -68,7 +62,7 @@ class StepLog:
         return rows
 
     def _take(self, step: int, meta: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-        """Count one step. A bad one is said; raises Unstable when the run must not go on from it."""
+        """Count one step and warn of a bad one. Raise Unstable if the run cannot continue from it."""
         loss, finite, spike = float(meta["loss"]), bool(meta["finite"]), bool(meta.get("spike", False))
         updated = finite and not (spike and self.guard.spike_action != "warn")
         self.loop.count(loss, float(meta["target_tokens"]), updated, bool(meta["clipped"]), spike)
@@ -83,9 +77,7 @@ class StepLog:
         limit = float(meta["spike_limit"]) if spike else None
         what = f"step {step}: the loss is {described(loss, finite, limit)}"
         if float(meta["target_tokens"]) == 0:
-            what = (
-                f"step {step}: no token of the batch is a target (every one is masked), so there is no loss"
-            )
+            what = f"step {step}: no token of the batch is a target (every one is masked), so there is no loss"
         if spike and self.guard.rolls_back:
             raise Unstable(step, f"{what}.", rows)
         count = self.loop.bad_steps_in_row
@@ -125,33 +117,26 @@ class Waits(NamedTuple):
         return cls(waited - (rollouts or 0.0), rollouts)
 
 
+@dataclass
 class StepClock:
     """Measures the time of steps, from completion to completion (time/*): outside the bit-for-bit promise.
 
-    Steps are dispatched ahead, so the time of a dispatch says nothing. The loop waits for a step's completion anyway,
+    Steps are dispatched ahead, so the time of a dispatch means nothing. The loop waits for a step's completion anyway,
     two steps later, and marks the reported ones then. The first ten steps of a process are left out of time/total, as
     they include cold caches.
     """
 
-    WARM_UP = 10
+    WARM_UP: ClassVar = 10
 
-    def __init__(
-        self,
-        loop: LoopState,
-        tokens_per_step: int,
-        steps: int,
-        flops: Callable[[bool], float | None],
-        wall: Callable[[], float],
-    ):
-        self.loop = loop
-        self.tokens_per_step = tokens_per_step
-        self.steps = steps
-        self.flops = flops
-        self.wall = wall
-        self._paused = 0.0
-        self._first = 0
-        self._marks: dict[int, tuple[float, Waits]] = {}
-        self._last = 0
+    loop: LoopState
+    tokens_per_step: int
+    steps: int
+    flops: Callable[[bool], float | None]  # BaseTrainer.flops_share
+    wall: Callable[[], float]  # seconds of all starts so far
+    _paused: float = 0.0
+    _first: int = 0
+    _marks: dict[int, tuple[float, Waits]] = field(default_factory=dict)
+    _last: int = 0
 
     def start(self, step: int, waits: Waits) -> None:
         """Begin to measure, `step` steps into the run."""

@@ -76,7 +76,7 @@ def doing(run: RunState, what: str, change: str | None = None) -> Iterator[None]
 class Owner:
     """Owns the directory of a run while it runs.
 
-    micro: sequences of one forward pass. memory_remedy: says what to change if the steps run out of memory.
+    micro: sequences of one forward pass. memory_remedy: returns what to change if the steps run out of memory.
     """
 
     context: RunContext
@@ -87,9 +87,7 @@ class Owner:
     lock: RunLock | None = None  # process 0 holds it
 
     @contextlib.contextmanager
-    def opened(
-        self, mirror: Mirror | None, continues: bool, set_up: Callable[[], None]
-    ) -> Iterator[RunLock | None]:
+    def opened(self, mirror: Mirror | None, continues: bool, set_up: Callable[[], None]) -> Iterator[RunLock | None]:
         """Hold the run directory; process 0 locks it, calls `set_up` to write the first files, and records the end."""
         if not self.context.topology.is_process_zero:
             with self.explained(), leaving(self.leave), farewell(self.lose_peer):
@@ -143,14 +141,9 @@ class Owner:
         Called in another thread than the run's, which is ended after this.
         """
         steps = committed_steps(self.context.directory)
-        after = (
-            f"with the checkpoint of step {steps[-1]}"
-            if steps
-            else "before the first checkpoint: it starts again"
-        )
+        after = f"with the checkpoint of step {steps[-1]}" if steps else "before the first checkpoint: it starts again"
         error = Stopped(
-            f"{reason}: stopped {after}, as the same run. "
-            f"Continue with: bessemer resume {self.context.directory.word}"
+            f"{reason}: stopped {after}, as the same run. Continue with: bessemer resume {self.context.directory.word}"
         )
         self._release(error)
         return error.exit_code, str(error)
@@ -187,9 +180,7 @@ class Owner:
     def _runtime_error(self, error: Exception) -> Exception:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             what, remedy = self._explain_memory(error)
-            return TrainingError(
-                f"out of memory in {what} ({first_line(error)}). {self._last_checkpoint()} {remedy}"
-            )
+            return TrainingError(f"out of memory in {what} ({first_line(error)}). {self._last_checkpoint()} {remedy}")
         if jax.process_count() > 1:
             absent = ", ".join(map(str, absent_processes()))
             lost = f"process {absent} gives no sign of life" if absent else "all processes still answer"
@@ -209,10 +200,7 @@ class Owner:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # a device that can no longer even compile
                 return activity.what, self.memory_remedy()
             change = "Set a smaller training.per_device_batch_size (the update stays the same)"
-        return (
-            activity.what,
-            f"{change}, then continue with: bessemer resume {self.context.directory.word}",
-        )
+        return (activity.what, f"{change}, then continue with: bessemer resume {self.context.directory.word}")
 
     def _remedy(self, error: Unstable) -> str:
         """Return what to try. If no step ever updated the weights, the learning rate is not the cause."""

@@ -2,9 +2,8 @@
 
     phases: {pretrain: {recipe: toy}, sft: {recipe: sft, training: {steps: 100}}}
 
-What is done is in the phases' own directories, so a job that was killed anywhere goes on there: a finished phase is
-passed over, a begun one resumed. At the end every phase is judged by `eval.evaluations`, and the last one's weights
-become those of the whole.
+The state is in the phases' own directories: after a kill, finished phases are skipped and the current one is resumed.
+At the end every phase is evaluated with `eval.evaluations`, and the last one's weights become those of the job.
 """
 
 from __future__ import annotations
@@ -18,17 +17,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bessemer.config import Config, Schema, configure, current, field, gather, resolve
-from bessemer.errors import BessemerError, InputError, Stopped, runnable
+from bessemer.config import Config, Schema, current, field, gather, resolve
+from bessemer.errors import BessemerError, InputError, Stopped
 from bessemer.evaluate import Evaluator, check_tasks
-from bessemer.job import BasicJob, ExecutionSpec, RunDirectory, RunLock, atomic_write
-from bessemer.job.trust import mark_origin
+from bessemer.job import BasicJob, ExecutionSpec, RunDirectory, RunLock
 from bessemer.registry import jobs
 from bessemer.report import write_report
-from bessemer.report.phases import FOLDER
-from bessemer.storage.files import storage
+from bessemer.report.summary import PHASES
+from bessemer.storage.files import atomic_write, storage
 from bessemer.topology import TopologySettings
-from bessemer.training.console.output import Output, shown
+from bessemer.training.console.output import Output, closing_lines, shown, write_config
 from bessemer.training.console.progress import StartUp
 from bessemer.training.setup.schema import schema_of
 from bessemer.training.signals import afterwards, setting_up
@@ -41,12 +39,8 @@ PASSED = ("topology/", "data/root", "logging/progress", "plugins", "seed")
 class PhasesConfig:
     job: str = field("job", default="phases", help="the job: several runs in a row")
     plugins: list[str] = field("plugins", default_factory=list, help="modules or .py files imported first")
-    init: str | None = field(
-        "init", default=None, help="what the first phase starts from: a run or checkpoint"
-    )
-    seed: int = field(
-        "seed", default=1337, minimum=0, maximum=2**32 - 1, help="the only source of randomness"
-    )
+    init: str | None = field("init", default=None, help="what the first phase starts from: a run or checkpoint")
+    seed: int = field("seed", default=1337, minimum=0, maximum=2**32 - 1, help="the only source of randomness")
     root: str | None = field("data/root", default=None, help="where prepared data is kept")
     progress: str = field("logging/progress", default="auto", help="how progress is shown, as in a run")
     phases: dict[str, Any] = field(
@@ -55,21 +49,21 @@ class PhasesConfig:
         help="by name and in order: recipe, and settings of that phase; null leaves a phase of the recipe out",
     )
     evaluations: list[str] = field(
-        "eval/evaluations", default_factory=list, help="how every phase is judged at the end"
+        "eval/evaluations", default_factory=list, help="evaluations of every phase, at the end"
     )
     limit: int = field("eval/limit", default=500, minimum=1, help="examples of one evaluation")
 
 
 @jobs.register("phases")
 class Phases(BasicJob):
-    """`run` goes through the phases; `load` only says that there is something to continue, as nothing is held here."""
+    """A job that runs the phases in order. It holds no state, so `load` reads nothing."""
 
     def __init__(self, spec: ExecutionSpec):
         super().__init__(spec)
         config = current()
         assert config is not None, "a job of phases is made from a configuration"
         self.config: Config = config
-        self.settings: PhasesConfig = configure(PhasesConfig)
+        self.settings: PhasesConfig = config.make(PhasesConfig)
         self.phases = {name: phase for name, phase in self.settings.phases.items() if phase is not None}
         self.continues = False
         self.startup = StartUp()
@@ -89,7 +83,7 @@ class Phases(BasicJob):
         return gather(PhasesConfig, TopologySettings)
 
     def check_phases(self) -> None:
-        """Every phase is resolved before the first one begins: a wrong word in the last should not cost hours."""
+        """Resolve every phase before the first one begins: an error in the last should not cost hours."""
         if not self.phases:
             raise InputError("the job has no phases: give phases.NAME.recipe=RECIPE for each, in order.")
         for name, phase in self.phases.items():
@@ -111,7 +105,7 @@ class Phases(BasicJob):
         return self.spec.run_directory
 
     def directory(self, name: str) -> RunDirectory:
-        return RunDirectory(self.run_directory.path / FOLDER / name)
+        return RunDirectory(self.run_directory.path / PHASES / name)
 
     @property
     def done(self) -> bool:
@@ -120,9 +114,7 @@ class Phases(BasicJob):
 
     def load(self, suffix: str | None = None) -> bool:
         if suffix is not None:
-            raise InputError(
-                "a job of phases has no checkpoint of its own: resume a phase with --step, then the job."
-            )
+            raise InputError("a job of phases has no checkpoint of its own: resume a phase with --step, then the job.")
         return True
 
     # --- running -------------------------------------------------------------------------------------------
@@ -140,14 +132,7 @@ class Phases(BasicJob):
             self.run_directory.write_status(state="done", message="")
             write_report(self.run_directory)
             path = shown(self.run_directory.path)
-            for line in (
-                "",
-                f"run     {path}",
-                f"report  {path}/report.md",
-                "",
-                "next",
-                runnable(f"  bessemer chat {shlex.quote(path)}"),
-            ):
+            for line in ("", *closing_lines(path, [f"  bessemer chat {shlex.quote(path)}"])):
                 self.say(line)
 
     def run_phase(self, name: str, before: RunDirectory | None, which: str) -> None:
@@ -164,14 +149,12 @@ class Phases(BasicJob):
         else:
             shutil.rmtree(directory.path, ignore_errors=True)  # killed before its configuration was written
             root = directory.path.parent
-            trainer = launch.build_trainer(
-                phase["recipe"], self.overrides(phase, before), name=name, root=root
-            )
+            trainer = launch.build_trainer(phase["recipe"], self.overrides(phase, before), name=name, root=root)
         trainer.run()
         self.say(f"phase {which}: {name} took {time.monotonic() - begun:.0f} s")
 
     def evaluate(self) -> None:
-        """RUN/eval/PHASE-TASK_stepN.json; what was judged before a kill is not judged again."""
+        """Write RUN/eval/PHASE.json for phases that have none yet."""
         for name in self.phases if self.settings.evaluations else ():
             marker = self.run_directory.eval / f"{name}.json"
             if marker.is_file():
@@ -179,10 +162,7 @@ class Phases(BasicJob):
             topology = self.spec.topology
             several = topology if topology is not None and topology.device_count > 1 else None
             evaluator: Evaluator[Any] = Evaluator.from_run(
-                self.directory(name),
-                topology=several,
-                tasks=self.settings.evaluations,
-                limit=self.settings.limit,
+                self.directory(name), topology=several, tasks=self.settings.evaluations, limit=self.settings.limit
             )
             results = [{"phase": name, **result} for result in evaluator.run().values()]
             for result in results:
@@ -191,14 +171,14 @@ class Phases(BasicJob):
                 atomic_write(marker, json.dumps(results, indent=1) + "\n")
 
     def take_weights(self, last: RunDirectory) -> None:
-        """RUN/model is the last phase's: chat, sample, serve and export take the job for that run."""
+        """Copy the last phase's weights to RUN/model, for chat, sample, serve and export."""
         if self.output.enabled:
             with storage("cannot copy the final weights"):
                 shutil.copytree(last.model, self.run_directory.model, dirs_exist_ok=True)
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Own the directory; status.json says how it ended, whatever the end."""
+        """Own the directory; record in status.json how the job ended."""
         directory = self.run_directory
         if not self.output.enabled:
             yield
@@ -208,11 +188,7 @@ class Phases(BasicJob):
                 directory.create(exist_ok=self.continues)
                 lock = stack.enter_context(RunLock(directory))
                 self.output.open_log()
-                atomic_write(directory.config, self.config.to_yaml(), sync=True)
-                if problem := mark_origin(directory, self.config.tree()):
-                    self.say(
-                        f"note: this run cannot be marked as started here, so resume may ask for --trust: {problem}"
-                    )
+                write_config(directory, self.config, self.say)
                 directory.write_status(state="running", exit_code=None, step=0, message="")
             stack.enter_context(afterwards(lambda code, words: self.left(code, words, lock)))
             try:
@@ -228,13 +204,13 @@ class Phases(BasicJob):
 
     def record(self, code: int, words: str) -> str:
         if code == Stopped.exit_code:
-            words += f" The whole goes on with: bessemer resume {self.run_directory.word}"
+            words += f" Continue the whole job with: bessemer resume {self.run_directory.word}"
         state = "stopped" if code == Stopped.exit_code else "failed"
         self.run_directory.write_status(state=state, exit_code=code, message=words)
         return words
 
     def left(self, code: int, words: str, lock: RunLock) -> str:
-        """A signal ended a phase outside its loop, and the process with it."""
-        said = self.record(code, words)
+        """Record that a signal ended a phase outside its loop, and the process with it."""
+        words = self.record(code, words)
         lock.release()
-        return said
+        return words

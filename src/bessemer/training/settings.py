@@ -1,4 +1,4 @@
-"""What a training run can be told: the settings of the trainer, its log, its guard and its checkpoints."""
+"""Settings of a training run: trainer, logging and checkpoints, guard."""
 
 from __future__ import annotations
 
@@ -15,22 +15,16 @@ class BaseTrainerConfig:
     """Settings of every trainer. Subclass it to add or to change a default."""
 
     job: str = field(
-        "job",
-        default="BaseTrainer",
-        help="trainer class: a registered name, file.py:Class or module:Class of your own",
+        "job", default="BaseTrainer", help="trainer class: a registered name, file.py:Class or module:Class of your own"
     )
     plugins: list[str] = field(
-        "plugins",
-        default_factory=list,
-        help="modules or .py files imported first; they register your own parts",
+        "plugins", default_factory=list, help="modules or .py files imported first; they register your own parts"
     )
-    objective: str = field(
-        "objective", default="pretrain", help="which loss: a name from the objectives registry"
-    )
+    objective: str = field("objective", default="pretrain", help="which loss: a name from the objectives registry")
     allow_data_change: bool = field(
         "training/allow_data_change",
         default=False,
-        help="let resume go on with other data or another tokenizer; it is then another run from there on",
+        help="let resume continue with other data or another tokenizer; it is then another run from there on",
     )
     init: str | None = field(
         "init",
@@ -38,13 +32,9 @@ class BaseTrainerConfig:
         help="start from the weights of a run or checkpoint, whose tokenizer and shapes it takes over; recipe:NAME "
         "trains that recipe first, once",
     )
-    seed: int = field(
-        "seed", default=1337, minimum=0, maximum=2**32 - 1, help="the only source of randomness"
-    )
+    seed: int = field("seed", default=1337, minimum=0, maximum=2**32 - 1, help="the only source of randomness")
     family: str = field("model/family", default="gpt", help="model family: a name from the models registry")
-    block_size: int = field(
-        "architecture/block_size", default=512, minimum=2, help="sequence length in tokens"
-    )
+    block_size: int = field("architecture/block_size", default=512, minimum=2, help="sequence length in tokens")
 
     batch_size: int = field(
         "training/batch_size",
@@ -73,9 +63,7 @@ class BaseTrainerConfig:
     total_tokens: list[int] | None = field(
         "training/tokens", default=None, minimum=1, help="horizon: tokens; a list gives one horizon per stage"
     )
-    epochs: float | None = field(
-        "training/epochs", default=None, above=0, help="horizon: passes over the data"
-    )
+    epochs: float | None = field("training/epochs", default=None, above=0, help="horizon: passes over the data")
     ratio: float | None = field(
         "training/ratio",
         default=None,
@@ -102,23 +90,15 @@ class BaseTrainerConfig:
     max_grad_norm: float = field(
         "training/max_grad_norm", default=1.0, minimum=0, help="clip the global gradient norm; 0 = off"
     )
-    ema: float = field(
-        "training/ema", default=0.0, minimum=0, below=1, help="decay of a weight average; 0 = off"
-    )
+    ema: float = field("training/ema", default=0.0, minimum=0, below=1, help="decay of a weight average; 0 = off")
     optimizer: str | None = field(
-        "optimization/name",
-        default=None,
-        help="a name from the optimizers registry; none: the trainer's (adamw)",
+        "optimization/name", default=None, help="a name from the optimizers registry; none: the trainer's (adamw)"
     )
     schedule: str | None = field(
-        "optimization/schedule",
-        default=None,
-        help="a name from the schedules registry; none: the optimizer's own",
+        "optimization/schedule", default=None, help="a name from the schedules registry; none: the optimizer's own"
     )
     stage_reset: bool = field(
-        "optimization/stage_reset",
-        default=False,
-        help="begin every stage after the first with fresh optimizer moments",
+        "optimization/stage_reset", default=False, help="begin every stage after the first with fresh optimizer moments"
     )
     freeze: list[str] = field(
         "training/freeze",
@@ -126,9 +106,7 @@ class BaseTrainerConfig:
         help="patterns (* and ?) over parameter paths that are not trained, such as embedding or blocks_0/*",
     )
     callbacks: list[str] = field(
-        "callbacks",
-        default_factory=list,
-        help="extra callbacks: registered names, file.py:Class or module:Class",
+        "callbacks", default_factory=list, help="extra callbacks: registered names, file.py:Class or module:Class"
     )
 
 
@@ -167,10 +145,7 @@ class LoggingSettings:
     )
     keep_last: int = field("logging/keep_last", default=3, minimum=1, help="newest checkpoints that are kept")
     keep_every: int = field(
-        "logging/keep_every",
-        default=0,
-        minimum=0,
-        help="also keep checkpoints at multiples of this step; 0 = none",
+        "logging/keep_every", default=0, minimum=0, help="also keep checkpoints at multiples of this step; 0 = none"
     )
     progress: str = field(
         "logging/progress",
@@ -179,9 +154,7 @@ class LoggingSettings:
         help="how progress is shown; auto: rich on a terminal, plain lines otherwise",
     )
     plots: bool = field(
-        "logging/plots",
-        default=True,
-        help="draw the curves when the run ends; `bessemer report` does at any time",
+        "logging/plots", default=True, help="draw the curves when the run ends; `bessemer report` does at any time"
     )
     mirror: str | None = field(
         "logging/mirror",
@@ -189,9 +162,7 @@ class LoggingSettings:
         help="s3://bucket/runs or gs://…: checkpoints and files of the run are copied there as they are committed",
     )
     wandb: bool = field("logging/wandb", default=False, help="also log to Weights & Biases (extra: track)")
-    tensorboard: bool = field(
-        "logging/tensorboard", default=False, help="also log to TensorBoard (extra: track)"
-    )
+    tensorboard: bool = field("logging/tensorboard", default=False, help="also log to TensorBoard (extra: track)")
 
 
 @dataclass

@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from bessemer.errors import Stopped, runnable
 
@@ -24,7 +25,7 @@ PATIENCE = 10.0
 """Seconds that a signal waits for the run directory to be set up: half of it could not be resumed."""
 
 Leave = Callable[[str], tuple[int, str]]
-"""What a signal does outside the loop: (reason) -> exit code and last words."""
+"""What a signal does outside the loop: (reason) -> exit code and last message."""
 
 
 class Watch:
@@ -70,19 +71,14 @@ class Watch:
         request_stop = self.request_stop  # once: the loop may end meanwhile
         if request_stop is not None:
             request_stop(f"received {number.name}")
-            _say(
-                f"\n{number.name}: stopping after this step, with a checkpoint (Ctrl-C again: leave at once)"
-            )
+            _say(f"\n{number.name}: stopping after this step, with a checkpoint (Ctrl-C again: leave at once)")
         elif self.leave is not None:
             try:
                 code, words = self.leave(f"received {number.name}")
                 if self.afterwards is not None:
                     words = self.afterwards(code, words)
-            except BaseException as error:  # noqa: BLE001 -- leaving is what was asked for, whatever the disk says
-                code, words = (
-                    128 + number,
-                    f"received {number.name}; its record could not be written: {error}",
-                )
+            except BaseException as error:  # noqa: BLE001 -- leave even if the disk fails
+                code, words = (128 + number, f"received {number.name}; its record could not be written: {error}")
             _end(code, words)
         if waited:
             self.set_up.release()
@@ -92,7 +88,7 @@ _watch: Watch | None = None
 
 
 def _say(words: str) -> None:
-    """A terminal that is gone keeps nobody from stopping."""
+    """Print to stderr, unless the terminal is gone."""
     with contextlib.suppress(OSError, ValueError):
         print(words, file=sys.stderr, flush=True)
 
@@ -106,7 +102,7 @@ def _end(code: int, words: str) -> None:
 
 @contextlib.contextmanager
 def watched(leave: Leave | None) -> Iterator[None]:
-    """Watch for signals; outside the main thread, or when somebody watches already, they are his affair."""
+    """Watch for signals, unless this is not the main thread or a watch is running already."""
     global _watch
     if _watch is not None or threading.current_thread() is not threading.main_thread():
         yield
@@ -121,17 +117,24 @@ def watched(leave: Leave | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _replaced(attribute: str, value: Callable[..., Any]) -> Iterator[None]:
+    """Give the watch, if there is one, another handler for the time inside."""
+    if (watch := _watch) is None:
+        yield
+        return
+    before = getattr(watch, attribute)
+    setattr(watch, attribute, value)
+    try:
+        yield
+    finally:
+        setattr(watch, attribute, before)
+
+
+@contextlib.contextmanager
 def stop_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
-    """For the time of the loop, signals ask it to stop."""
-    with watched(None):
-        if _watch is None:
-            yield
-            return
-        _watch.request_stop = request_stop
-        try:
-            yield
-        finally:
-            _watch.request_stop = None
+    """During the loop, signals ask it to stop."""
+    with watched(None), _replaced("request_stop", request_stop):
+        yield
 
 
 @contextlib.contextmanager
@@ -141,35 +144,19 @@ def setting_up() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def leaving(leave: Leave) -> Iterator[None]:
-    """What a signal outside the loop does from here on, where a command watches for signals."""
-    if _watch is None:
-        yield
-        return
-    before, _watch.leave = _watch.leave, leave
-    try:
-        yield
-    finally:
-        _watch.leave = before
+def leaving(leave: Leave) -> contextlib.AbstractContextManager[None]:
+    """What a signal outside the loop does from here on, if a command watches for signals."""
+    return _replaced("leave", leave)
 
 
-@contextlib.contextmanager
-def afterwards(record: Callable[[int, str], str]) -> Iterator[None]:
-    """Around several runs: `record(exit code, last words)` is called after a run was left by a signal, and gives the
-    words that are said."""
-    if _watch is None:
-        yield
-        return
-    _watch.afterwards = record
-    try:
-        yield
-    finally:
-        _watch.afterwards = None
+def afterwards(record: Callable[[int, str], str]) -> contextlib.AbstractContextManager[None]:
+    """Around several runs: `record(exit code, message)` is called after a signal ended one, and returns the message
+    to print."""
+    return _replaced("afterwards", record)
 
 
 def before_a_run(reason: str) -> tuple[int, str]:
-    """There is no run directory yet, so nothing to resume: the shell's own code for a signal."""
+    """Without a run directory there is nothing to resume: use the shell's exit code for a signal."""
     number = signal.Signals[reason.split()[-1]]
     return 128 + number, (
         f"{reason} before the run began: there is nothing to resume. Start it again with the same command; data "
@@ -178,8 +165,8 @@ def before_a_run(reason: str) -> tuple[int, str]:
 
 
 def before_resuming(run: str, reason: str) -> tuple[int, str]:
-    """The run is as it was."""
+    """Nothing has changed in the run."""
     return (
         Stopped.exit_code,
-        f"{reason} before the run went on: it is as it was. Continue with: bessemer resume {shlex.quote(run)}",
+        f"{reason} before the run continued; nothing has changed. Continue with: bessemer resume {shlex.quote(run)}",
     )

@@ -1,9 +1,9 @@
 """Stages: one run through several mixtures, each with its own number of tokens.
 
 Stage k makes the updates start+1 … end. Data and its cross-fades follow from the batch's number (data/plan/batches.py),
-schedules from the step (optim/wsd.py: `rewarm`). At the end of a stage the run validates and saves a checkpoint that
-retention never deletes. The next stage may begin with fresh optimizer moments, another weight of the penalty, and a new
-reference: the parameters as they are at that step.
+schedules from the step (optim/schedules.py: `rewarm`). At the end of a stage the run validates and saves a checkpoint
+that retention never deletes. The next stage may begin with fresh optimizer moments, another weight of the penalty, and
+a new reference: the parameters as they are at that step.
 
 No state of its own is saved: a restart at a stage's first step begins the stage again, anywhere else it has begun. A
 stage without a reference runs a program that knows of none, so it never pays for one.

@@ -18,6 +18,7 @@ from flax.training import train_state
 
 from bessemer.config.bounded import parse_json
 from bessemer.errors import TrainingError
+from bessemer.generate.base import BaseRecord
 from bessemer.models.lora import Split
 from bessemer.training.settings import GuardSettings
 
@@ -158,7 +159,8 @@ class TrainState(train_state.TrainState):
     rules: StepRules = struct.field(pytree_node=False, default=None)
 
     def whole(self, params: Any = None) -> Any:
-        """Return all parameters of the model: the trained ones (or `params` in their place) and the frozen ones."""
+        """Return all parameters of the model: the trained ones (or `params` in their place) and the frozen ones, with
+        adapters beside their matrices (`lora.Adapted`)."""
         return self.rules.complete(self.params if params is None else params, self.frozen)
 
     def objective(self, params: Any, rows: Any, key: jax.Array | None) -> tuple[jax.Array, jax.Array, Any]:
@@ -183,7 +185,7 @@ class StepRules:
     rates: Callable[[jax.Array], dict[str, jax.Array]] = lambda step: {}
     split: Split | None = None  # None: every parameter is trained
     teacher: bool = False  # `reference` is another model's parameters
-    own_validation: bool = False  # held-out rows are judged by the objective, not by plain likelihood
+    own_validation: bool = False  # held-out rows are measured by the objective, not by plain likelihood
 
     def complete(self, params: Any, frozen: Any) -> Any:
         """Return all parameters of the model, from the trained and the frozen ones."""
@@ -250,9 +252,7 @@ class LoopState:
     tracker_id: str | None = None
     finished: str | None = None
 
-    def count(
-        self, loss: float, target_tokens: float, updated: bool, clipped: bool, spike: bool = False
-    ) -> None:
+    def count(self, loss: float, target_tokens: float, updated: bool, clipped: bool, spike: bool = False) -> None:
         """Add one step's results. A skipped step changes the counters, not the averages."""
         self.spikes += int(spike)
         self.non_finite_in_row = 0 if updated or spike else self.non_finite_in_row + 1
@@ -322,6 +322,7 @@ class RunState:
     step: int = 0  # optimizer steps dispatched
     data_offset: int = 0  # number of the next batch − step; rollbacks move it past poisoned batches
     activity: Activity | None = None
+    base: BaseRecord | None = None  # what names the frozen parameters, where they stay outside the run
     _state: TrainState | None = None
 
     @property

@@ -2,7 +2,7 @@
 
     g = Σ_micro ∇ Σ_tokens w·loss  /  Σ_micro Σ_tokens w        (float32, divided once)
 
-so the number of micro-batches, devices and masks never change what is optimised.
+so the number of micro-batches, devices and masks never change what is optimized.
 """
 
 from __future__ import annotations

@@ -21,31 +21,30 @@ import numpy as np
 from flax import linen as nn
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.config import Config, configuration, configure
+from bessemer.config import Config, configuration
 from bessemer.data import Prefetcher, Tokenizer
 from bessemer.evaluate import Evaluator
-from bessemer.generate import Completion
+from bessemer.generate import Completion, LoadedModel
 from bessemer.generate.decoder import GenerationConfig, GenerationResults
 from bessemer.job import GIVEN, CheckpointManager, ExecutionSpec, RestoreableJob, RunLock, Snapshot, is_path
-from bessemer.models.lora import LoraSettings
+from bessemer.models.lora import LoraSettings, merge_adapters
 from bessemer.registry import jobs
-from bessemer.topology import StepAgreement, Topology, TopologySettings, init_sharded, shardings
+from bessemer.topology import Topology, TopologySettings, init_sharded, shardings
 from bessemer.training import generation, outcome, stages, step, validation
 from bessemer.training.callbacks.base import Callback, Callbacks
 from bessemer.training.console import output
 from bessemer.training.console.header import header
-from bessemer.training.console.output import Output
 from bessemer.training.console.progress import NoBar, ProgressBar, StartUp, make_progress
 from bessemer.training.context import GivenParts, Notes, RunContext
 from bessemer.training.loop import Loop
 from bessemer.training.persistence import checkpoints, reference, teacher
-from bessemer.training.persistence.checkpoints import Branch, Changes
+from bessemer.training.persistence.checkpoints import Branch, Lineage
 from bessemer.training.persistence.mirror import make_mirror
 from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings, seconds_of
 from bessemer.training.setup import compiled, data, horizon, initial_weights, microbatch, schema
 from bessemer.training.setup.compiled import Functions, keep_compiled_programs
 from bessemer.training.setup.data import CollectFunction, DataParts
-from bessemer.training.setup.model import ModelParts, allocate, build_model, flops_share, peak_memory
+from bessemer.training.setup.model import ModelParts, allocate, build_model, flops_share, limit_documents, peak_memory
 from bessemer.training.setup.plan import RunPlan, StepHooks
 from bessemer.training.state import LoopState, RunState, TrainState
 from bessemer.training.step import Batch, Meta
@@ -56,8 +55,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @jobs.register("BaseTrainer")
 class BaseTrainer(RestoreableJob[C], Generic[C, M]):
-    """One training run as a job. With the spec alone everything comes from the configuration in force;
-    the keywords give parts directly."""
+    """One training run as a job. Everything comes from the configuration in force; the keywords pass parts directly."""
 
     default_callbacks: ClassVar[tuple[str, ...]] = (
         "checkpoint",
@@ -73,17 +71,10 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         "garbage_collector",
     )
 
-    config: Config
-    topology: Topology
     settings: C
-    logging: LoggingSettings
-    given: GivenParts
-    output: Output
     model_parts: ModelParts
     data: DataParts
     functions: Functions
-    continues: bool
-    _checkpoints: Checkpoints | None
 
     state_class: ClassVar[type[TrainState]] = TrainState
     rolls_out: ClassVar[bool] = False  # samples what it trains on
@@ -117,22 +108,19 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         named = [*(part for part, value in self.given._asdict().items() if value is not None)]
         named += ["callbacks"] if self.given_callbacks else []
         if named:
-            self.note_derived(GIVEN, named, "brought by the caller, not by the configuration")
+            self.note_derived(GIVEN, named, "passed by the caller, not in the configuration")
         self.preview: Any = None  # made at first use
-        self.continues = False
-        self.data_change = ""
-        self.change: Changes | None = None  # what `resume --change` asks for
-        self.branches: list[Branch] = []
+        self.lineage = Lineage()
         self.run_state = RunState(self._initial_state)
-        self._checkpoints = None
+        self._checkpoints: Checkpoints | None = None
         self.stages: tuple[stages.Stage, ...] = ()
         self.other_functions: Functions | None = None  # of the stages of the other kind
         self.output = output.Output(spec.run_directory, self.topology.is_process_zero)
         with self.configured():
-            self.settings = configure(self.config_class())
-            self.logging = configure(LoggingSettings)
-            self.guard = configure(GuardSettings)
-            self.lora = configure(LoraSettings)
+            self.settings = self.config.make(self.config_class())
+            self.logging = self.config.make(LoggingSettings)
+            self.guard = self.config.make(GuardSettings)
+            self.lora = self.config.make(LoraSettings)
             self.context: RunContext[C] = RunContext(
                 self.config,
                 self.settings,
@@ -147,10 +135,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.mirror = make_mirror(self.context)
             self.time_limit = seconds_of(self.settings.time_limit)
             self.model_parts = self.configure_model()
-            if (
-                self.settings.init is not None
-                and (taken := initial_weights.describe(self.config)) is not None
-            ):
+            if self.settings.init is not None and (taken := initial_weights.describe(self.config)) is not None:
                 self.note_derived("init", self.settings.init, taken)
             self.lora = self.model_parts.split.lora
             self.teacher = teacher.find_teacher(self.context, self.model_parts)
@@ -168,8 +153,10 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.functions = self.configure_functions()
             boxed = self.model_parts.boxed
             initial_weights.check_start(self.config, lambda: self.checkpoint_manager, self.model, boxed)
+        self.settings = self.config.freeze().make(self.config_class())
+        self.context = dataclasses.replace(self.context, settings=self.settings)
+        self.plan = dataclasses.replace(self.plan, context=self.context)
         self.show_progress: Callable[[str], None] = lambda text: None  # the loop's, while it runs
-        self.stop_agreement = StepAgreement()
         self.lock: RunLock | None = None  # of the run directory, while it runs; process 0 holds it
         self.start_over()
 
@@ -204,7 +191,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         return "auto"
 
     def evaluator(self) -> type[Evaluator[Any]] | None:
-        """The class that judges the model with each validation, and for CORE; None: no evaluations.
+        """The class that evaluates the model with each validation, and for CORE; None: no evaluations.
 
         It is made with `from_trainer` and the tasks of eval.evaluations; the `value` of every result that its `run`
         returns becomes the metric eval/NAME.
@@ -215,7 +202,10 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def configure_model(self) -> ModelParts:
         """Tokenizer, module and its counts. No arrays yet."""
         with self.configured():
-            return build_model(self.context, self.model_class(), data.choose_tokenizer(self.context))
+            tokenizer = data.choose_tokenizer(self.context)
+            self.context = schema.apply_objective_defaults(self.context)
+            self.settings = self.context.settings
+            return build_model(self.context, self.model_class(), tokenizer)
 
     def configure_dataloaders(self) -> DataParts:
         """The pure `batch(step)`, the validation rows, and the horizon."""
@@ -225,14 +215,15 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
                 self.tokenizer,
                 self.data_collator,
                 self.output.preparing,
-                attach=functools.partial(reference.attach_logps, self.settings.objective),
+                attach=functools.partial(reference.attach_logps, self.config),
                 distill=functools.partial(teacher.with_targets, self.context, self.teacher),
             )
             mixtures = source.train()
-            self.model_parts = allocate(
-                self.context, self.model_parts, mixtures[0], lambda: self.checkpoint_manager
-            )
-            return data.build_data(self.context, self.model_parts, source, mixtures)
+            self.model_parts = allocate(self.context, self.model_parts, mixtures[0], lambda: self.checkpoint_manager)
+            built = data.build_data(self.context, self.model_parts, source, mixtures)
+            held_out = [] if built.plan.validation is None else built.plan.validation.rows
+            self.model_parts = limit_documents(self.context, self.model_parts, [*built.plan.sources, *held_out])
+            return built
 
     def configure_functions(self) -> Functions:
         """Optimizer, state shardings and the jitted steps."""
@@ -263,17 +254,15 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     def plan_stages(self) -> tuple[stages.Stage, ...]:
         """What each stage of training.tokens is; one stage is the whole run."""
-        taught = self.teacher is not None and self.teacher.live
-        return stages.plan(self.data.stage_starts, self.steps, referred=taught or self.wants_reference())
+        distilled = self.teacher is not None and self.teacher.live
+        return stages.plan(self.data.stage_starts, self.steps, referred=distilled or self.wants_reference())
 
     def wants_reference(self) -> bool:
         """Whether the step compares with frozen reference weights (`state.reference`)."""
-        return reference.wants_weights(self.settings.objective)
+        return reference.wants_weights(self.config)
 
     @staticmethod
-    def sharded_init(
-        model: nn.Module, key: jax.Array, *args: Any, mesh: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
+    def sharded_init(model: nn.Module, key: jax.Array, *args: Any, mesh: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Draw the model's variables on their devices: (variables, var_sharding), both unboxed.
 
         The run calls it for the parameters of step 0, inside the program that creates the state, so an override
@@ -351,13 +340,14 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         return self.full_params()
 
     def full_params(self, state: TrainState | None = None) -> Any:
-        """The model's parameters, trained and frozen ones together, of `state` (default: the live one)."""
-        return (self.state if state is None else state).whole()
+        """The model's parameters as plain arrays, trained and frozen ones together with adapters merged, of `state`
+        (default: the live one)."""
+        return merge_adapters((self.state if state is None else state).whole())
 
     @property
     def has_recipe_data(self) -> bool:
         """Whether it trains on data that a recipe names, as opposed to the caller's."""
-        return self.given.dataset_train is None and self.config.provenance["training/dataset"].is_recipe
+        return self.context.has_recipe_data
 
     # --- sizes ------------------------------------------------------------------------------------------
     @property
@@ -392,9 +382,6 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def validates(self) -> bool:
         return self.data.validation is not None
 
-    def starts_epoch(self, step: int) -> bool:
-        return self.data.starts_epoch(step + self.data_offset)
-
     # --- counting ---------------------------------------------------------------------------------------
     def count_model_parameters(self, params: Any) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -413,7 +400,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         return self.wall_before + self.startup.age
 
     def describe_step(self, step: int) -> dict[str, Any]:
-        """What a row says about its step without reading the device: tokens, epoch, rates, FLOPs so far."""
+        """The part of a metrics row that needs no device value: tokens, epoch, FLOPs so far, memory."""
         tokens = step * self.tokens_per_step
         return {
             "tokens": tokens,
@@ -428,7 +415,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         return self.notes.derived
 
     def note_derived(self, name: str, value: Any, reason: str) -> None:
-        """Remember a derived or chosen number with its reason: shown at the start, saved in derived.json."""
+        """Record a derived or chosen number with its reason: shown at the start, saved in derived.json."""
         self.notes.derive(name, value, reason)
 
     # --- showing ----------------------------------------------------------------------------------------
@@ -441,11 +428,9 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             return NoBar()
         return make_progress(self.logging.progress, self.output.console, self.output.say, total, desc)
 
-    def log_metrics(
-        self, metrics: Mapping[str, Any], pbar: ProgressBar | None, step: int, mode: str = "train"
-    ) -> None:
-        """Show `metrics`, any names and numbers, on the bar or lines of `pbar`; None: nowhere. The run calls it for the
-        row of every report. `mode` says what the metrics are of, for an override."""
+    def log_metrics(self, metrics: Mapping[str, Any], pbar: ProgressBar | None, step: int, mode: str = "train") -> None:
+        """Show `metrics`, any names and numbers, with `pbar`; None: nowhere. The run calls it for the row of every
+        report. `mode` names the source of the metrics, for an override."""
         if pbar is not None:
             pbar.update(step, dict(metrics))
 
@@ -457,9 +442,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         return append_weights(path, state.params, step, write=self.is_process_zero)
 
     # --- batches and steps --------------------------------------------------------------------------------
-    def batch(
-        self, slice: str = "train", *, step: int | None = None, rows: slice | None = None
-    ) -> Mapping[str, Any]:
+    def batch(self, slice: str = "train", *, step: int | None = None, rows: slice | None = None) -> Mapping[str, Any]:
         """Host arrays (B, T) of one batch: input_ids, target_ids, positions, segment_ids, loss_mask.
 
         slice: "train" or "validation". step: the number of the batch; by default the one that the next update takes
@@ -517,11 +500,14 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         new = not self.functions.compiled
         if new:
             with self.topology.scope():
-                self.functions = compiled.compile_steps(
-                    self.plan, self.hooks, self.functions, self.draws_state
-                )
+                self.functions = compiled.compile_steps(self.plan, self.hooks, self.functions, self.draws_state)
         self.startup.lap("compile")
         return new
+
+    def prepare_steps(self) -> None:
+        """Compile the steps of the current stage, report it, and check that they fit in memory."""
+        output.compile_shown(self.compile_aot, self.functions.compiled, self.say)
+        compiled.check_step(self.plan, self.hooks, self.functions)
 
     # --- where it starts --------------------------------------------------------------------------------
     def start_over(self) -> None:
@@ -544,16 +530,18 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     @property
     def draws_state(self) -> bool:
-        """Whether a state is still to be made, all of it from the seed."""
+        """Whether the state is still to be created, all of it from the seed."""
         return not self.run_state.is_created and self.given.model_state is None and self.settings.init is None
 
     def given_params(self) -> Any:
-        """The starting weights: those given, or those of `init`; what is not among them is drawn from the seed."""
+        """The starting weights: those passed, or those of `init`; the rest is drawn from the seed."""
         if self.given.model_state is not None:
             placed = shardings(self.model_parts.boxed, self.topology.mesh, self.topology.rest_rules)
-            # a copy: the step donates its state, and these are the caller's, and needed again to start over
+            # a copy: the step donates its state, and these are needed again to start over
             return jax.device_put(self.given.model_state, placed, may_alias=False)
-        return {} if self.settings.init is None else checkpoints.initial_params(self)
+        if self.settings.init is None:
+            return {}
+        return checkpoints.initial_params(self.context, self.model_parts, self.run_state, self.checkpoint_manager)
 
     def take_reference(self) -> None:
         """Make the trained parameters as they are (or the teacher's) the reference, in the state and on disk."""
@@ -578,17 +566,41 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             checkpoints.protect_best(self.context, self.run_state, self.checkpoint_manager)
         super().save(suffix)
 
+    @property
+    def continues(self) -> bool:
+        """Whether the run was started before."""
+        return self.lineage.continues
+
+    @continues.setter
+    def continues(self, continues: bool) -> None:
+        self.lineage = dataclasses.replace(self.lineage, continues=continues)
+
+    @property
+    def branches(self) -> Sequence[Branch]:
+        """The branch points before the current step, oldest first."""
+        return self.lineage.branches
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """meta.json of a checkpoint of `step`."""
+        return checkpoints.meta(self.plan, self.run_state, self.functions, self.branches, step)
+
     def snapshot(self) -> Snapshot:
-        return checkpoints.snapshot(self)
+        return checkpoints.snapshot(self.plan, self.run_state, self.meta(self.step))
 
     def abstract_state(self) -> Any:
         return checkpoints.saved_tree(self.functions.abstract_state)
 
     def admit(self, step: int, files: CheckpointManager | None = None) -> None:
-        checkpoints.check_same_run(self, step, files or self.checkpoint_manager)
+        own = self.checkpoint_manager
+        self.use_stage(stages.current(self.stages, step))
+        self.lineage = checkpoints.check_same_run(self.plan, self.lineage, self.meta(step), files or own, own)
 
     def accept(self, tree: Any, step: int, files: CheckpointManager) -> None:
-        checkpoints.accept(self, tree, step, files)
+        self.use_stage(stages.current(self.stages, step))
+        checkpoints.restore_state(self.plan, self.run_state, self.functions.abstract_state, tree, step)
+        loop, own = files.read(step, "loop.json"), self.checkpoint_manager
+        checkpoints.continue_from(self.run_state, loop, step, self.branches, own)
+        checkpoints.protect_target(self.context, own, step)
 
     def note(self, message: str) -> None:
         self.say(f"warning: {message}")
@@ -610,11 +622,31 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def save_pretrained(self, state: TrainState, save_directory: Any = None, to_torch: bool = False) -> Path:
         """Weights, config and tokenizer as plain files: model.safetensors, config.json, tokenizer.json, and the run's
         description in information.md (`save_information`). `run` writes them to RUN/model."""
-        return output.save_pretrained(self, state, save_directory, to_torch)
+        files = output.WeightFiles(self.plan, self.step, self.gather, self.save_information)
+        return files.save_for_torch(state, save_directory) if to_torch else files.save(state, save_directory)
 
     def save_information(self, path: Any) -> None:
         """Write a markdown description of the run: parameters, derived numbers, optimizer groups."""
-        output.save_information(self, path)
+        Path(path).write_text(output.information(self.spec.name, self.plan, self.functions), encoding="utf-8")
+
+    def loaded(self, fetch: Callable[[Any], Any], programs: dict[str, Any]) -> LoadedModel:
+        """The live model as evaluations take one: the parameters as they are now, not copied.
+
+        fetch: reads device values. programs: keeps what is compiled from one evaluation to the next.
+        """
+        own = self.data.validation
+        return LoadedModel(
+            self.model,
+            self.state.whole(),
+            self.tokenizer,
+            self.step,
+            self.config.tree(),
+            self.run_directory,
+            self.topology,
+            fetch=fetch,
+            programs=programs,
+            held_out=None if self.dataset_train is None or own is None else own.rows.rows[0],
+        )
 
     # --- text from the live model ---------------------------------------------------------------------------
     def generate(
@@ -680,8 +712,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         from bessemer.training.callbacks.preview import Preview
 
         if self.preview is None:
-            with self.configured():
-                self.preview = configure(Preview)
+            self.preview = self.config.make(Preview)
             self.preview.prepare(self)
         return self.preview.show_if_due(self, state, step, metrics)
 
@@ -716,23 +747,38 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         owner = outcome.Owner(self.context, self.run_state, self.output, functions.micro, remedy)
         with owner.opened(self.mirror, self.continues, self._write_first_files) as self.lock:
             outcome.take_over(self.context, self.run_state, self.checkpoint_manager, self.continues)
-            header(self)
-            output.compile_shown(self)
+            for line in header(self.plan, self.functions):
+                self.say(line)
+            self.prepare_steps()
             outcome.together("compiled")
-            loop = Loop(self)
+            loop = Loop(self.plan, self.run_state, self, self.make_callbacks())
+            self.show_progress = loop.show_progress
             loop.run()
             try:
                 self.save_pretrained(self.state)
-                output.conclude(self)
+                if self.is_process_zero:
+                    if self.lock is not None:
+                        self.lock.check_intact()
+                    output.conclude(self.plan, self.step, self.facts(), self.output.console.width)
             finally:
                 self.finish()
 
     def _write_first_files(self) -> None:
-        output.write_setup(self)
+        output.write_setup(self.plan, self.branches)
+        self.write_facts()
         fields = outcome.goodput_fields(self.run_directory, self.continues, self.startup.age)
         self.wall_before = fields["wall_before"]
-        fields |= {"data_change": self.data_change} if self.data_change else {}
+        fields |= {"data_change": self.lineage.data_change} if self.lineage.data_change else {}
         self.run_directory.write_status(state="running", step=self.step, exit_code=None, message="", **fields)
+
+    def facts(self) -> dict[str, Any]:
+        """Counts, FLOPs, devices and versions, for facts.json."""
+        trained = self.count_model_parameters(self.functions.abstract_state.params)
+        flops = self.calculate_number_total_flops()
+        return output.run_facts(self.plan, self.functions, trained, flops, self.startup.facts())
+
+    def write_facts(self) -> None:
+        output.write_facts(self.run_directory, self.facts())
 
     def make_callbacks(self) -> list[Callback]:
         """Those given in code, those of the setting, then the default ones: what the first add to a row is logged."""

@@ -52,9 +52,15 @@ class ValidationSet:
             if self.tokenizer is not None and {"target_ids", "loss_mask"} <= batch.keys():
                 counts = (batch["target_ids"] >= 0) & (batch["loss_mask"] > 0)
                 size += int(batch["target_bytes"][counts].sum())
-                documents += int((batch["input_ids"] == self.tokenizer.bos_id)[counts].sum())
+                documents += _documents(batch["input_ids"] == self.tokenizer.bos_id, counts)
         found = {"fingerprint": digest.hexdigest(), "sequences": self.count}
         return found | ({"documents": documents, "bytes": size} if size else {})
+
+
+def _documents(begins: np.ndarray, counts: np.ndarray) -> int:
+    """Return how many documents that begin in a row have a target there. begins, counts: (B, T) bool."""
+    number = np.cumsum(begins, axis=1) + np.arange(len(begins))[:, None] * (begins.shape[1] + 1)
+    return len(np.intersect1d(number[begins], number[counts]))
 
 
 READ_ROWS = 256
@@ -129,15 +135,10 @@ def validation_batches(
     batch: ReadBatch, held_out: ValidationSet, micro: int, count: int, sharding: NamedSharding
 ) -> Iterator[dict[str, Any]]:
     """Yield device batches (count, micro, T) of one shape that cover the set, the last padded with blank rows."""
-    fields = validation_fields(batch)
+    fields = fields_of(batch("validation", step=0, rows=slice(0, 1)))
     for number in range(held_out.rows.batches(micro * count)):
 
         def read(first: int, end: int, number: int = number) -> Mapping[str, np.ndarray]:
             return batch("validation", step=number, rows=slice(first, end))
 
         yield device_batch(read, fields, micro, count, sharding)
-
-
-def validation_fields(batch: ReadBatch) -> dict[str, Any]:
-    """Return the fields of a held-out row, as `BaseTrainer.batch` returns them."""
-    return fields_of(batch("validation", step=0, rows=slice(0, 1)))

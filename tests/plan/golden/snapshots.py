@@ -20,14 +20,7 @@ from bessemer.training.feed import abstract_batch
 
 SMALL = ["model.depth=2", "model.width=64", "model.head_dim=32", "architecture.block_size=32"]
 BATCH = ["training.batch_size=16", "training.per_device_batch_size=1"]
-PRETRAIN = [
-    "pretrain",
-    "training.batch_tokens=512",
-    "training.steps=10",
-    "model.vocab_size=256",
-    *SMALL,
-    BATCH[1],
-]
+PRETRAIN = ["pretrain", "training.batch_tokens=512", "training.steps=10", "model.vocab_size=256", *SMALL, BATCH[1]]
 MIXED = {"data": 2, "fsdp": 2, "tensor": 2}
 
 # name -> (recipe and settings, mesh)
@@ -71,9 +64,7 @@ def snapshot(name: str) -> dict[str, Any]:
     words = [*settings, *(f"topology.{axis}={size}" for axis, size in sizes.items())]
     trainer: Any = planned_trainer(recipe, words, compiles=False)
     functions, topology = trainer.functions, trainer.topology
-    batch = abstract_batch(
-        trainer.data.fields, functions.micro, functions.accumulate_steps, topology.batch_sharding(1)
-    )
+    batch = abstract_batch(trainer.data.fields, functions.micro, functions.accumulate_steps, topology.batch_sharding(1))
     with topology.scope():
         program = functions.train_step.lower(functions.abstract_state, batch, functions.key).compile()
     found = collectives_of(program.as_text(), Layout(sizes, None))

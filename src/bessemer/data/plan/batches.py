@@ -14,7 +14,6 @@ walking), which keeps it a bijection on [0, n).
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ import numpy as np
 from bessemer.data.plan.mixture import Sampling, Shares, check_mixture, shares_of
 from bessemer.data.rows.rows import Batch, Fields, Rows, fields_of
 from bessemer.errors import InputError
+from bessemer.storage.checksums import json_digest
 
 ROUNDS = 6
 _M1, _M2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -88,10 +88,7 @@ class Validation:
         sizes = [min(quota, len(rows)) for quota, rows in zip(quotas, self.rows, strict=True)]
         self.source = np.repeat(np.arange(len(sizes)), sizes)  # (count,)
         self.index = np.concatenate(
-            [
-                permute(np.arange(size), len(r), key_of("validation"))
-                for size, r in zip(sizes, self.rows, strict=True)
-            ]
+            [permute(np.arange(size), len(r), key_of("validation")) for size, r in zip(sizes, self.rows, strict=True)]
         )
 
     def __len__(self) -> int:
@@ -156,13 +153,8 @@ def gather(sources: Sequence[Rows], fields: Fields, source: np.ndarray, index: n
         places = np.flatnonzero(source == number)
         if len(places):
             found = rows.get(index[places])
-            assert fields_of(found) == fields, (
-                f"{type(rows).__name__} declares {fields}, returns {fields_of(found)}"
-            )
-            for (
-                name,
-                values,
-            ) in out.items():  # every place belongs to one source, so all of `values` is written
+            assert fields_of(found) == fields, f"{type(rows).__name__} declares {fields}, returns {fields_of(found)}"
+            for name, values in out.items():  # every place belongs to one source, so all of `values` is written
                 values[places] = found[name]
     return out
 
@@ -182,7 +174,7 @@ FADES = ("none", "linear", "cosine", "sigmoid")
 
 class BatchPlan(Protocol):
     """What training needs of its data: token plans (DataPlan), prompts (rl/prompts.py) and stored completions
-    (rl/offline.py) provide it."""
+    (StoredPlan there) provide it."""
 
     @property
     def sources(self) -> Sequence[Rows]:
@@ -318,11 +310,9 @@ class DataPlan:
     def fingerprint(self) -> str:
         """Equal for two plans whose batches are equal."""
         facts = {key: value for key, value in self.description.items() if key != "names"}
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        return json_digest(facts)
 
-    def _describe(
-        self, rates: list[list[float]], crossfade: str, share: float, steps: int | None
-    ) -> dict[str, Any]:
+    def _describe(self, rates: list[list[float]], crossfade: str, share: float, steps: int | None) -> dict[str, Any]:
         return {
             "names": ["/".join(filter(None, s.identity)) for s in self.samplings],
             "rows": [rows.fingerprint for rows in self.sources],
@@ -335,9 +325,7 @@ class DataPlan:
         }
 
 
-def _check(
-    stages: Sequence[Mixture], batch_size: int, boundaries: Sequence[int], crossfade: str, share: float
-) -> None:
+def _check(stages: Sequence[Mixture], batch_size: int, boundaries: Sequence[int], crossfade: str, share: float) -> None:
     if not stages:
         raise InputError("training.dataset is empty: name at least one dataset.")
     for mixture in stages:

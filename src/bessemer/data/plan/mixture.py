@@ -1,4 +1,4 @@
-"""What is sampled and how: `Sampling`, the row styles, and checks on a mixture."""
+"""Mixtures: `Sampling` names a source, `Shares` counts the rows drawn of each."""
 
 from __future__ import annotations
 
@@ -76,17 +76,15 @@ def check_mixture(mixture: Sequence[Sampling]) -> None:
         seen.add(sampling.identity)
 
 
-# How many rows of each source have been drawn before any step: exact shares, as a function of the step.
+# How many rows of each source are drawn before any step.
 #
-# With rates r_s(t) and B rows a step, the ideal count is x_s(t) = B Σ_{u<t} r_s(u). The counts C_s(t) here
-# are integers that never decrease, sum to tB, and are floor(x_s) or ceil(x_s) at every step: within one row
-# of the ideal, for ever. Rounding x_s(t) by largest remainder at each step does not do that (a count may have
-# to shrink), so the remainder is dealt as in scheduling: row j of a source may be drawn once x_s > j − 1 and
-# must be once x_s >= j; of those that may, the ones due first are drawn. Earliest-deadline-first meets every
-# deadline if any order does, and x itself is one.
+# With rates r_s(t) and B rows per step, the ideal count is x_s(t) = B Σ_{u<t} r_s(u). The counts C_s(t) are integers
+# that never decrease, sum to tB, and are floor(x_s) or ceil(x_s) at every step. Rounding by largest remainder may
+# shrink a count, so the remainder is scheduled: row j of a source may be drawn once x_s > j − 1 and must be once
+# x_s >= j; of those that may, the ones due first are. Earliest-deadline-first meets every deadline if any order does.
 #
-# All numbers are integers (rates over a common denominator), so there is no drift. Constant rates repeat
-# after a period, so any step is found at once; elsewhere the table is extended once up to the step asked for.
+# All numbers are integers (rates over a common denominator), so nothing drifts. Constant rates repeat after a period,
+# so any step is found at once; elsewhere a table is extended up to the step asked for.
 
 
 GRID = 1 << 24  # resolution of a cross-fade
@@ -100,9 +98,7 @@ class Span:
     `after`, of GRID, None = constant.
     """
 
-    def __init__(
-        self, start: int, stop: int, before: list[int], after: list[int], fades: list[int] | None
-    ) -> None:
+    def __init__(self, start: int, stop: int, before: list[int], after: list[int], fades: list[int] | None) -> None:
         self.start, self.stop = start, stop
         self.base: list[int] = []  # ideal counts at `start`, in units of 1 / denominator
         self.constant = [w * GRID for w in before] if fades is None else None
@@ -198,8 +194,7 @@ class Shares:
             return np.array(table.flat[at : at + self.sources], np.int64)
 
     def _period(self) -> int:
-        """Steps after which all ideal counts of the first span are whole numbers, so that the dealing
-        repeats."""
+        """Steps after which all ideal counts of the first span are whole numbers, so that the dealing repeats."""
         assert self.spans[0].constant is not None
         gains = [self.batch * w for w in self.spans[0].constant]
         period = math.lcm(*(self.denominator // math.gcd(self.denominator, g) for g in gains))
@@ -229,9 +224,7 @@ class Shares:
         """The first step before which the source's `count`-th row must have been drawn."""
         wanted = count * self.denominator
         for span in self.spans:
-            if span.stop <= step or (
-                span.stop < FOREVER and span.ideal(source, span.stop, self.batch) < wanted
-            ):
+            if span.stop <= step or (span.stop < FOREVER and span.ideal(source, span.stop, self.batch) < wanted):
                 continue
             if span.constant is not None:
                 gain = span.constant[source] * self.batch
@@ -242,17 +235,14 @@ class Shares:
 
 
 def _common(stages: Sequence[Sequence[float]]) -> tuple[list[list[int]], int]:
-    """Rates as integer weights over one denominator; `str` gives the decimal the user wrote, so 0.1 is
-    1/10."""
+    """Rates as integer weights over one denominator; `str` gives the decimal the user wrote, so 0.1 is 1/10."""
     exact = [[Fraction(str(float(rate))) for rate in stage] for stage in stages]
     normal = [[rate / sum(stage) for rate in stage] for stage in exact]
     total = math.lcm(*(rate.denominator for stage in normal for rate in stage))
     return [[int(rate * total) for rate in stage] for stage in normal], total
 
 
-def _spans(
-    weights: list[list[int]], boundaries: list[int], fade: str, share: float, last: int | None
-) -> list[Span]:
+def _spans(weights: list[list[int]], boundaries: list[int], fade: str, share: float, last: int | None) -> list[Span]:
     edges = [0, *boundaries, FOREVER if last is None else max(last, boundaries[-1] if boundaries else 0)]
     spans: list[Span] = []
     begun = 0
@@ -271,8 +261,7 @@ def _spans(
 
 
 def fade_at(shape: str, u: float) -> float:
-    """Weight of the later mixture at u in [0, 1] of the fade: 0 at its beginning, 1/2 in the middle, 1 at its
-    end."""
+    """Weight of the later mixture at u in [0, 1] of the fade: 0 at its beginning, 1/2 in the middle, 1 at its end."""
     if shape == "linear":
         return u
     if shape == "cosine":

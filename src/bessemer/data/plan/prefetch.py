@@ -12,9 +12,8 @@ from typing import Any
 class Prefetcher:
     """`get(step)` returns `make(step)`; up to `depth` following batches are made while the caller works.
 
-    depth 0 makes each batch when asked. Batches are functions of the step, so asking for another step than
-    the next one (after a rollback) just starts over from there. `waited` is the seconds `get` could not
-    return at once.
+    depth 0 makes each batch when asked. Batches are functions of the step, so asking for another step than the next one
+    (after a rollback) just starts over from there. `waited` is the seconds `get` could not return at once.
     """
 
     def __init__(self, make: Callable[[int], Any], start: int, depth: int) -> None:
@@ -26,9 +25,7 @@ class Prefetcher:
         self._generation = 0
         self._closed = False
         self._changed = threading.Condition()
-        self._thread = (
-            threading.Thread(target=self._work, name="prefetch", daemon=True) if depth > 0 else None
-        )
+        self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True) if depth > 0 else None
         if self._thread is not None:
             self._thread.start()
 

@@ -1,10 +1,7 @@
-"""`make_rows`: a store, or documents from Python, in one of the styles. Plans of rows are built once and
-kept.
-"""
+"""`make_rows`: rows of a store, or of documents from Python, in one of the styles."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Sequence
@@ -20,6 +17,7 @@ from bessemer.data.rows.store import ArrayStore, Store, TokenStore, kind_of
 from bessemer.data.tokenize.documents import PAIRS, Bad, document_of
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
+from bessemer.storage.checksums import file_digest
 from bessemer.storage.files import atomic_directory
 
 VERSION = 3  # of the plans; raised when packing changes, or what is kept of them
@@ -41,8 +39,7 @@ def make_rows(
     "loss_mask"}), which is encoded into memory with `tokenizer`.
 
     truncation: which end of a PADDED example too long for a row stays; on_empty: what to do with a PADDED or
-    CONTRASTIVE example that has no trained token (fail, skip); allow_short: accept less data than one row
-    (validation).
+    CONTRASTIVE example that has no trained token (fail, skip); allow_short: accept less data than one row (validation).
     """
     store = data if isinstance(data, (TokenStore, ArrayStore)) else store_of(data, tokenizer, text_key)
     if len(store.tokens) < 2:
@@ -97,9 +94,7 @@ def store_of(items: Any, tokenizer: Tokenizer | None, text_key: str | None = Non
         ids = [tokenizer.bos_id, *tokenizer.encode(read.text)] if read.text is not None else read.ids or []
         arrays.append(np.array(ids, np.int64))
         if len(ids) and not 0 <= arrays[-1].min() <= arrays[-1].max() < tokenizer.vocab_size:
-            raise InputError(
-                f"example {number} has ids outside the tokenizer's {tokenizer.vocab_size} tokens."
-            )
+            raise InputError(f"example {number} has ids outside the tokenizer's {tokenizer.vocab_size} tokens.")
         masked = masked or read.mask is not None
         masks.append(np.ones(len(ids), np.uint8) if read.mask is None else np.array(read.mask, np.uint8))
     info = {"vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id, "tokenizer": tokenizer.hash}
@@ -141,17 +136,12 @@ def _padded(store: Store, block_size: int, truncation: str, on_empty: str) -> Ro
         raise InputError(f"no example has anything to train on in {block_size} tokens ({truncation}).")
     cut = (pairs - lengths)[keep]
     plan = Plan(starts[keep].astype(np.int64), lengths[keep].astype(np.int32), np.arange(keep.sum() + 1))
-    stats = {
-        "truncated": int(np.count_nonzero(cut)),
-        "truncated_tokens": int(cut.sum()),
-        "without_targets": len(lost),
-    }
+    stats = {"truncated": int(np.count_nonzero(cut)), "truncated_tokens": int(cut.sum()), "without_targets": len(lost)}
     return PieceRows(store, block_size, plan, f"PADDED {truncation}", stats)
 
 
 def _kept_plan(store: Store, name: str, build: Callable[[], Plan]) -> Plan:
-    """The plan beside the store, built when missing; a store in memory or on a read-only disk builds it each
-    time."""
+    """The plan beside the store, built when missing; a store in memory or on a read-only disk builds it each time."""
     if store.path is None:
         return build()
     folder = store.path / ".plans" / f"{name}-v{VERSION}-{store.fingerprint[:16]}"
@@ -169,23 +159,18 @@ def _is_whole(folder: Path, fields: Sequence[str]) -> bool:
     """Whether the files of a plan are those that were written."""
     try:
         written = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
-        return written == {field: _digest(folder / f"{field}.npy") for field in fields}
+        return written == {field: file_digest(folder / f"{field}.npy") for field in fields}
     except (OSError, ValueError):
         return False
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _keep(folder: Path, arrays: dict[str, np.ndarray]) -> bool:
     """Write a plan; return whether it is there. On a disk that cannot be written it stays in memory."""
     try:
-        with atomic_directory(folder) as temporary:
+        with atomic_directory(folder, exist_ok=True) as temporary:
             for name, values in arrays.items():
                 np.save(temporary / f"{name}.npy", values)
-            digests = {name: _digest(temporary / f"{name}.npy") for name in arrays}
+            digests = {name: file_digest(temporary / f"{name}.npy") for name in arrays}
             (temporary / DIGESTS).write_text(json.dumps(digests), encoding="utf-8")
     except OSError:
         return folder.is_dir()

@@ -1,8 +1,4 @@
-"""Which pieces of documents share a row: best fit for PACKED, nanochat's best fit with cropping for CROPPED.
-
-A plan is three arrays: where each piece begins in the token stream, its length, and the first piece of each
-row.
-"""
+"""Which pieces of documents share a row: best fit for PACKED, nanochat's best fit with cropping for CROPPED."""
 
 from __future__ import annotations
 
@@ -12,16 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bessemer.data.rows.rows import (
-    Batch,
-    base_stats,
-    fingerprint_of,
-    finish,
-    padding,
-    ragged,
-    supervised,
-    text_fields,
-)
+from bessemer.data.rows.rows import Batch, base_stats, fingerprint_of, finish, padding, ragged, supervised, text_fields
 from bessemer.data.rows.store import Store
 
 BUFFER = 1000  # documents CROPPED chooses among
@@ -29,9 +16,9 @@ BUFFER = 1000  # documents CROPPED chooses among
 
 @dataclass(frozen=True)
 class Plan:
-    """pieces of row i: first[i] … first[i + 1] − 1."""
+    """The pieces of row i are first[i] … first[i + 1] − 1."""
 
-    starts: np.ndarray  # (pieces,) int64
+    starts: np.ndarray  # (pieces,) int64, in the token stream
     lengths: np.ndarray  # (pieces,) int32
     first: np.ndarray  # (rows + 1,) int64
 
@@ -40,13 +27,10 @@ class Plan:
 
 
 def pack(offsets: np.ndarray, block_size: int, mask: np.ndarray | None = None) -> Plan:
-    """Best fit: each row takes the longest piece that fits, then the longest that fits what is left, and so
-    on.
+    """Best fit: each row takes the longest piece that fits, then the longest that fits what is left, and so on.
 
-    A document of L tokens is L − 1 (input, target) pairs. More than a row of them is split: full rows, and a
-    rest. Rows filled alike are dealt together: a filling is computed once and repeated while all its lengths
-    last, so the work grows with the number of different lengths, not of documents. With a mask, pieces without a
-    trained token are left out.
+    A document of L tokens is L − 1 (input, target) pairs. More than a row of them is split into full rows and a rest.
+    With a mask, pieces without a trained token are left out.
     """
     pairs = np.maximum(np.diff(offsets) - 1, 0)
     full, rest = np.divmod(pairs, block_size)
@@ -68,7 +52,10 @@ def pack(offsets: np.ndarray, block_size: int, mask: np.ndarray | None = None) -
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pieces in the order of their rows, and how many pieces each row has. All sizes are in [1, capacity]."""
+    """Return the pieces in the order of their rows, and how many each row has. All sizes are in [1, capacity].
+
+    A filling is repeated while all its sizes last, so the work grows with the number of different sizes.
+    """
     by_size = np.argsort(sizes, kind="stable")
     counts = np.bincount(sizes, minlength=capacity + 1).tolist()
     cursor = (np.cumsum(counts) - counts).tolist()  # next unused piece of each size, in by_size
@@ -109,17 +96,11 @@ def _filling(available: list[int], counts: list[int], capacity: int) -> list[tup
 
 
 def crop(offsets: np.ndarray, block_size: int, buffer: int = BUFFER) -> Plan:
-    """nanochat's rule: rows of block_size + 1 tokens from a buffer of documents; the longest that fits, and
-    when none does, the shortest, cropped to fill the row exactly. Every row is full; the rest of a cropped
-    document is dropped.
-
-    A document longer than a row is cropped when it is the shortest of the buffer, so the buffer cannot clog.
-    """
+    """nanochat's rule: fill rows of block_size + 1 tokens from a buffer of documents with the longest that fits; where
+    none does, with the shortest, cropped to fill the row. The rest of a cropped document is dropped."""
     capacity = block_size + 1
     lengths = np.diff(offsets).tolist()
-    held: list[
-        tuple[int, int]
-    ] = []  # (length, −document), sorted: of equals, the oldest counts as the longest
+    held: list[tuple[int, int]] = []  # (length, −document), sorted: of equals, the oldest counts as the longest
     upcoming = 0
     chosen: list[int] = []
     taken: list[int] = []
@@ -145,14 +126,13 @@ def crop(offsets: np.ndarray, block_size: int, buffer: int = BUFFER) -> Plan:
     return Plan(starts.astype(np.int64), np.array(taken[:used], np.int32), np.array(first, np.int64))
 
 
-# Rows made of pieces of documents: PACKED and PADDED (pieces that do not see each other's targets) and
-# CROPPED.
+# Rows made of pieces of documents
 
 
 class PieceRows:
-    """Each piece of n pairs at `start` is inputs start … start+n−1 and targets start+1 … start+n.
+    """PACKED and PADDED rows. A piece of n pairs at `start` has inputs start … start+n−1 and targets start+1 … start+n.
 
-    The last token of a piece is a target only; that is the overlap by one token with the piece after it.
+    The last token of a piece is a target only: it overlaps by one token with the piece after it.
     """
 
     def __init__(self, store: Store, block_size: int, plan: Plan, name: str, stats: dict[str, Any]) -> None:
@@ -161,60 +141,50 @@ class PieceRows:
         self.tokens, self.mask = store.tokens, store.mask
         self.fingerprint = fingerprint_of(store, name, block_size)
         used = int(plan.lengths.sum(dtype=np.int64))
-        targets = (
-            used if self.mask is None else int(supervised(self.mask, plan.starts + 1, plan.lengths).sum())
-        )
-        self.stats = {
-            **base_stats(store, len(plan), targets),
-            **padding(len(plan) * block_size, used),
-            **stats,
-        }
+        counts = base_stats(store, len(plan), self._target_tokens())
+        self.stats = {**counts, **padding(len(plan) * block_size, used), **stats}
 
     def __len__(self) -> int:
         return len(self.plan)
+
+    @property
+    def most_pieces(self) -> int:
+        """The most pieces that a row holds."""
+        return int(np.diff(self.plan.first).max(initial=0))
 
     def get(self, indices: np.ndarray) -> Batch:
         self.store.require(*extent(self.plan, indices))
         shape = (len(indices), self.block_size)
         used, source, segment, position = spread(self.plan, indices)
-        targets = self.tokens[source + 1].astype(np.int32)
-        if self.mask is not None:
-            targets[self.mask[source + 1] == 0] = -1
-        target_ids = lay_out(targets, used, shape, -1)
+        target_ids = lay_out(self._targets(source, position), used, shape, -1)
         return {
-            "input_ids": lay_out(
-                self.tokens[source].astype(np.int32), used, shape, self.store.info["pad_id"]
-            ),
+            "input_ids": lay_out(self.tokens[source].astype(np.int32), used, shape, self.store.info["pad_id"]),
             "target_ids": target_ids,
             "positions": lay_out(position.astype(np.int32), used, shape, 0),
             "segment_ids": lay_out(segment, used, shape, 0),
             "loss_mask": (target_ids >= 0).astype(np.float32),
         }
 
+    def _targets(self, source: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """Return the target of each token at place `source` of the store, −1 for none: int32."""
+        targets = self.tokens[source + 1].astype(np.int32)
+        if self.mask is not None:
+            targets[self.mask[source + 1] == 0] = -1
+        return targets
 
-class CroppedRows:
+    def _target_tokens(self) -> int:
+        if self.mask is None:
+            return int(self.plan.lengths.sum(dtype=np.int64))
+        return int(supervised(self.mask, self.plan.starts + 1, self.plan.lengths).sum())
+
+
+class CroppedRows(PieceRows):
     """Full rows of block_size + 1 tokens; as in nanochat the next document's bos is a target too."""
 
     def __init__(self, store: Store, block_size: int, plan: Plan) -> None:
-        self.store, self.block_size, self.plan = store, block_size, plan
-        self.fields = text_fields(block_size)
-        self.tokens, self.mask = store.tokens, store.mask
-        self.fingerprint = fingerprint_of(store, "CROPPED", block_size)
-        total = len(self.tokens)
-        kept = int(plan.lengths.sum(dtype=np.int64))
-        targets = len(plan) * block_size
-        if self.mask is not None:
-            inside = supervised(self.mask, plan.starts + 1, plan.lengths - 1).sum()
-            targets = int(inside + self.mask[plan.starts[_later(plan)]].sum(dtype=np.int64))
-        self.stats = {
-            **base_stats(store, len(plan), targets),
-            "padding_share": 0.0,
-            "cropped_share": 1 - kept / total,
-            "cropped_tokens": total - kept,
-        }
-
-    def __len__(self) -> int:
-        return len(self.plan)
+        total, kept = len(store.tokens), int(plan.lengths.sum(dtype=np.int64))
+        stats = {"padding_share": 0.0, "cropped_share": 1 - kept / total, "cropped_tokens": total - kept}
+        super().__init__(store, block_size, plan, "CROPPED", stats)
 
     def get(self, indices: np.ndarray) -> Batch:
         self.store.require(*extent(self.plan, indices))
@@ -225,23 +195,33 @@ class CroppedRows:
         segments = segment.reshape(shape)[:, :-1].copy()
         return finish(self.tokens[source].reshape(shape), full, segments, trained, self.store.info["pad_id"])
 
+    def _target_tokens(self) -> int:
+        plan = self.plan
+        if self.mask is None:
+            return len(plan) * self.block_size
+        later = np.ones(len(plan.starts), bool)  # pieces that are not the first of their row: all tokens are targets
+        later[plan.first[:-1]] = False
+        inside = supervised(self.mask, plan.starts + 1, plan.lengths - 1).sum()
+        return int(inside + self.mask[plan.starts[later]].sum(dtype=np.int64))
+
+
+def _pieces(plan: Plan, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return for every piece of the rows its row, its number in the row and its number in the plan."""
+    first = plan.first[np.asarray(indices, np.int64)]
+    row, number = ragged(plan.first[np.asarray(indices, np.int64) + 1] - first)
+    return row, number, first[row] + number
+
 
 def extent(plan: Plan, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return where each piece of the rows begins in the store, and where it ends with the token after its last."""
-    indices = np.asarray(indices, np.int64)
-    row, number = ragged(plan.first[indices + 1] - plan.first[indices])
-    piece = plan.first[indices][row] + number
+    piece = _pieces(plan, indices)[2]
     return plan.starts[piece], plan.starts[piece] + plan.lengths[piece] + 1
 
 
 def spread(plan: Plan, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(n,) tokens in each row; and for every token of the rows, in order: its place in the store, its
-    segment, its position in the piece."""
-    indices = np.asarray(indices, np.int64)
-    first = plan.first[indices]
-    counts = plan.first[indices + 1] - first
-    row, number = ragged(counts)  # one entry a piece
-    piece = first[row] + number
+    """Return (n,) tokens in each row; and for every token of the rows, in order, its place in the store, its segment,
+    and its position in the piece."""
+    row, number, piece = _pieces(plan, indices)
     lengths = plan.lengths[piece].astype(np.int64)
     before = np.cumsum(lengths) - lengths  # tokens of all pieces before, over the batch
     used = np.bincount(row, weights=lengths, minlength=len(indices)).astype(np.int64)
@@ -251,16 +231,9 @@ def spread(plan: Plan, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def lay_out(values: np.ndarray, used: np.ndarray, shape: tuple[int, int], fill: int) -> np.ndarray:
-    """Values of the rows one after the other → (n, T), each row filled from the left."""
+    """Return the values of consecutive rows as (n, T), each row filled from the left."""
     if len(values) == shape[0] * shape[1]:
         return values.reshape(shape)
     out = np.full(shape, fill, values.dtype)
     out[np.arange(shape[1]) < used[:, None]] = values
     return out
-
-
-def _later(plan: Plan) -> np.ndarray:
-    """Pieces that are not the first of their row: their first token is a target."""
-    later = np.ones(len(plan.starts), bool)
-    later[plan.first[:-1]] = False
-    return later

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bessemer.data.rows.packing import Plan, best_fit, extent, lay_out, spread
-from bessemer.data.rows.rows import Batch, Fields, base_stats, fingerprint_of, padding, ragged, text_fields
+from bessemer.data.rows.packing import PieceRows, Plan, best_fit
+from bessemer.data.rows.rows import Batch, Fields, ragged
 from bessemer.data.rows.store import Store
 from bessemer.data.tokenize.documents import ANSWER, BEGINS
 from bessemer.errors import InputError
@@ -55,16 +55,13 @@ def sides_of(store: Store) -> Sides:
     return Sides(starts, stops - starts, np.minimum(first, stops) - starts)
 
 
-class PairRows:
-    """Rows of whole pairs. A pair too long for a row loses the beginning of its prompt, as many tokens on both
-    sides (counted); one whose answers do not fit, or are empty, is refused or, with on_empty=skip, left out
-    (counted)."""
+class PairRows(PieceRows):
+    """Rows of whole pairs. A pair too long for a row loses the beginning of its prompt, as many tokens on both sides
+    (counted); one whose answers do not fit, or are empty, is refused or, with on_empty=skip, left out (counted)."""
+
+    mask: np.ndarray
 
     def __init__(self, store: Store, block_size: int, on_empty: str = "fail") -> None:
-        self.store, self.block_size = store, block_size
-        self.fields = text_fields(block_size) | pair_fields(block_size)
-        assert store.mask is not None
-        self.tokens, self.mask = store.tokens, store.mask
         sides = sides_of(store)
         self.pairs = len(sides.starts)
         cut = np.maximum(-((block_size - sides.lengths.sum(1)) // 2), 0)  # ceil(excess / 2)
@@ -72,43 +69,33 @@ class PairRows:
         kept = np.flatnonzero(fits)
         _check_lost(np.flatnonzero(~fits), self.pairs, block_size, on_empty)
         starts, lengths = (sides.starts + cut[:, None])[kept], (sides.lengths - cut[:, None])[kept]
-        used = lengths.sum(1)
-        order, widths = best_fit(np.minimum(np.maximum(used, SMALLEST), max(block_size, 1)), block_size)
+        order, widths = best_fit(np.minimum(np.maximum(lengths.sum(1), SMALLEST), max(block_size, 1)), block_size)
         first = np.cumsum(np.concatenate([[0], widths]))
-        self.plan = Plan(starts[order].ravel(), lengths[order].ravel().astype(np.int32), 2 * first)
+        plan = Plan(starts[order].ravel(), lengths[order].ravel().astype(np.int32), 2 * first)
         self.numbers = kept[order].astype(np.int32)  # of the pairs, in the order of their rows
-        self.fingerprint = fingerprint_of(store, "CONTRASTIVE", block_size)
-        self.stats = {
-            **base_stats(store, len(self.plan), self._answer_tokens()),
-            **padding(len(self.plan) * block_size, int(used.sum())),
+        stats = {
             "pairs": len(kept),
             "truncated": int(np.count_nonzero(cut[kept])),
             "truncated_tokens": int(2 * cut[kept].sum()),
             "without_targets": self.pairs - len(kept),
         }
-
-    def __len__(self) -> int:
-        return len(self.plan)
+        super().__init__(store, block_size, plan, "CONTRASTIVE", stats)
+        self.fields |= pair_fields(block_size)
 
     def get(self, indices: np.ndarray) -> Batch:
         indices = np.asarray(indices, np.int64)
-        self.store.require(*extent(self.plan, indices))
-        shape = (len(indices), self.block_size)
-        used, source, segment, position = spread(self.plan, indices)
+        return super().get(indices) | {"pair_ids": self._numbers(indices)}
+
+    def _targets(self, source: np.ndarray, position: np.ndarray) -> np.ndarray:
         last = np.append(position[1:] == 0, True)  # of its sequence
         following = np.minimum(source + 1, len(self.tokens) - 1)
         targets = self.tokens[following].astype(np.int32)
         targets[last | (self.mask[following] & ANSWER == 0)] = -1
-        target_ids = lay_out(targets, used, shape, -1)
-        inputs = self.tokens[source].astype(np.int32)
-        return {
-            "input_ids": lay_out(inputs, used, shape, self.store.info["pad_id"]),
-            "target_ids": target_ids,
-            "positions": lay_out(position.astype(np.int32), used, shape, 0),
-            "segment_ids": lay_out(segment, used, shape, 0),
-            "loss_mask": (target_ids >= 0).astype(np.float32),
-            "pair_ids": self._numbers(indices),
-        }
+        return targets
+
+    def _target_tokens(self) -> int:
+        count = np.append(0, np.cumsum(self.mask & ANSWER, dtype=np.int64))
+        return int((count[self.plan.starts + self.plan.lengths] - count[self.plan.starts]).sum())
 
     def _numbers(self, indices: np.ndarray) -> np.ndarray:
         first, end = self.plan.first[indices] // 2, self.plan.first[indices + 1] // 2
@@ -117,17 +104,10 @@ class PairRows:
         out[row, place] = self.numbers[first[row] + place]
         return out
 
-    def _answer_tokens(self) -> int:
-        count = np.append(0, np.cumsum(self.mask & ANSWER, dtype=np.int64))
-        starts = self.plan.starts
-        return int((count[starts + self.plan.lengths] - count[starts]).sum())
-
 
 def _check_lost(lost: np.ndarray, pairs: int, block_size: int, on_empty: str) -> None:
     if len(lost) == pairs:
-        raise InputError(
-            f"none of the {pairs} pairs fits into a row of {block_size} tokens: use a larger block size."
-        )
+        raise InputError(f"none of the {pairs} pairs fits into a row of {block_size} tokens: use a larger block size.")
     if len(lost) and on_empty == "fail":
         raise InputError(
             f"{len(lost)} of {pairs} pairs have an empty answer, or answers that do not fit into {block_size} tokens "

@@ -1,9 +1,8 @@
 """Rows: fixed-size training examples made of a store, addressed by number.
 
-A row has `block_size` positions with an input and a target each, already shifted: the target of a token is
-the next one, −1 where there is none to learn. PMD cuts the whole stream into windows of block_size + 1 tokens
-that overlap by one, so every token but the very first is a target exactly once an epoch; the last row is
-padded.
+A row has `block_size` positions with an input and a target each: the target of a token is the next one, −1 where there
+is no loss. PMD cuts the whole stream into windows of block_size + 1 tokens that overlap by one, so every token but the
+very first is a target exactly once per epoch; the last row is padded.
 
 | field | shape (n, T) | meaning |
 |---|---|---|
@@ -16,8 +15,6 @@ padded.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, Protocol
@@ -27,6 +24,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from bessemer.data.rows.store import Store
 from bessemer.errors import InputError
+from bessemer.storage.checksums import json_digest
 
 Batch = dict[str, np.ndarray]
 Fields = dict[str, tuple[tuple[int, ...], np.dtype]]
@@ -137,8 +135,7 @@ def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def supervised(mask: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """(pieces,) how many of the `counts` tokens from each start are trained on; in blocks of bounded
-    memory."""
+    """(pieces,) how many of the `counts` tokens from each start are trained on; in blocks of bounded memory."""
     out = np.zeros(len(starts), np.int64)
     for block in np.array_split(np.arange(len(starts)), max(1, len(starts) // 4096)):
         piece, offset = ragged(counts[block].astype(np.int64))
@@ -147,9 +144,7 @@ def supervised(mask: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.n
     return out
 
 
-def finish(
-    windows: np.ndarray, left: np.ndarray, segments: np.ndarray, trained: np.ndarray | None, pad: int
-) -> Batch:
+def finish(windows: np.ndarray, left: np.ndarray, segments: np.ndarray, trained: np.ndarray | None, pad: int) -> Batch:
     """windows (n, T + 1) with `left` real targets each → the five fields, positions counted along the row."""
     n, width = windows.shape[0], windows.shape[1] - 1
     inputs = windows[:, :-1].astype(np.int32)
@@ -193,7 +188,7 @@ def padding(positions: int, used: int) -> dict[str, float]:
 
 def fingerprint_of(store: Store, *facts: Any) -> str:
     """Names the rows by the content of the store and how they are cut."""
-    return hashlib.sha256(json.dumps([store.fingerprint, *facts]).encode()).hexdigest()
+    return json_digest([store.fingerprint, *facts])
 
 
 def check_length(store: Store, block_size: int) -> None:
@@ -203,6 +198,5 @@ def check_length(store: Store, block_size: int) -> None:
     if len(store.tokens) < block_size + 1:
         raise InputError(
             f"architecture.block_size={block_size} needs at least {block_size + 1} tokens, but the data has "
-            f"{len(store.tokens)} in {len(store.offsets) - 1} documents: use a smaller block size or more "
-            f"data."
+            f"{len(store.tokens)} in {len(store.offsets) - 1} documents: use a smaller block size or more data."
         )

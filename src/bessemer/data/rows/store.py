@@ -24,9 +24,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from bessemer.config.bounded import read_json
-from bessemer.data.tokenize.documents import PAIRS
+from bessemer.data.tokenize.documents import ANSWER, BEGINS, PAIRS
+from bessemer.data.tokenize.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError
-from bessemer.storage.checksums import VerifiedFile, load_sums
+from bessemer.storage.checksums import VerifiedFile, json_digest, load_sums
+from bessemer.storage.files import atomic_file
 
 FORMAT = 1
 CHECK = "check"  # the key of a store.json's checksum over all others
@@ -52,9 +54,7 @@ class Store(Protocol):
 class ArrayStore:
     """A store held in memory, of documents given from Python."""
 
-    def __init__(
-        self, tokens: np.ndarray, offsets: np.ndarray, mask: np.ndarray | None, info: dict[str, Any]
-    ):
+    def __init__(self, tokens: np.ndarray, offsets: np.ndarray, mask: np.ndarray | None, info: dict[str, Any]):
         self.tokens, self.offsets, self.mask, self.info = tokens, offsets, mask, info
         self.path: Path | None = None
 
@@ -66,18 +66,14 @@ class ArrayStore:
         """Memory needs no checksums."""
 
     @classmethod
-    def of(
-        cls, documents: Iterable[np.ndarray], masks: list[np.ndarray] | None, info: dict[str, Any]
-    ) -> ArrayStore:
+    def of(cls, documents: Iterable[np.ndarray], masks: list[np.ndarray] | None, info: dict[str, Any]) -> ArrayStore:
         listed = list(documents)
         lengths = np.array([len(d) for d in listed], np.int64)
         dtype = token_dtype(info["vocab_size"])
         tokens = np.concatenate([np.empty(0, dtype), *listed]).astype(dtype)
         mask = None if masks is None else np.concatenate([np.empty(0, np.uint8), *masks]).astype(np.uint8)
         offsets = offsets_of(lengths)
-        digest = hashlib.sha256(
-            tokens.tobytes() + offsets.tobytes() + (b"" if mask is None else mask.tobytes())
-        )
+        digest = hashlib.sha256(tokens.tobytes() + offsets.tobytes() + (b"" if mask is None else mask.tobytes()))
         facts = {"documents": len(listed), "tokens": len(tokens), "sha256": digest.hexdigest(), **info}
         return cls(tokens, offsets, mask, facts)
 
@@ -100,13 +96,9 @@ class TokenStore:
         try:
             self.tokens = _map(leaf / "tokens.bin", np.dtype(self.info["dtype"]), int(self.info["tokens"]))
             self.offsets = _map(leaf / "docs.idx", np.dtype(np.int64), int(self.info["documents"]) + 1)
-            self.mask = (
-                _map(leaf / "mask.bin", np.dtype(np.uint8), len(self.tokens)) if self.info["mask"] else None
-            )
+            self.mask = _map(leaf / "mask.bin", np.dtype(np.uint8), len(self.tokens)) if self.info["mask"] else None
         except (KeyError, TypeError, ValueError) as error:
-            raise StorageError(
-                f"'{leaf / 'store.json'}' is damaged ({error!r}); prepare the store again."
-            ) from error
+            raise StorageError(f"'{leaf / 'store.json'}' is damaged ({error!r}); prepare the store again.") from error
         self.verified = _verified(leaf, self.info.get("checksums"), self._files())
         for name, file in self.verified.items():
             file.sample() if name == "tokens.bin" else file.verify()
@@ -177,7 +169,8 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
 
 
 def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    with atomic_file(path) as file:
+        file.write(f"{json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False)}\n".encode())
 
 
 def write_facts(path: Path, facts: dict[str, Any]) -> None:
@@ -187,8 +180,7 @@ def write_facts(path: Path, facts: dict[str, Any]) -> None:
 
 
 def _digest(facts: dict[str, Any]) -> str:
-    text = json.dumps({name: value for name, value in facts.items() if name != CHECK}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return json_digest({name: value for name, value in facts.items() if name != CHECK})
 
 
 def read_facts(path: Path, given: Path) -> dict[str, Any]:
@@ -210,9 +202,7 @@ def read_facts(path: Path, given: Path) -> dict[str, Any]:
             "again."
         )
     if value.get("format") != FORMAT:
-        raise InputError(
-            f"'{path}' has store format {value.get('format')}; this version reads format {FORMAT}."
-        )
+        raise InputError(f"'{path}' has store format {value.get('format')}; this version reads format {FORMAT}.")
     return value
 
 
@@ -232,18 +222,14 @@ def _map(path: Path, dtype: np.dtype, length: int) -> np.ndarray:
     return np.asarray(np.memmap(path, dtype, mode="r"))
 
 
-def _verified(
-    leaf: Path, facts: dict[str, Any] | None, files: dict[str, np.ndarray]
-) -> dict[str, VerifiedFile]:
+def _verified(leaf: Path, facts: dict[str, Any] | None, files: dict[str, np.ndarray]) -> dict[str, VerifiedFile]:
     """Return the files of a split with their checksums; none for a store made before there were any."""
     if facts is None:
         return {}
     sums = load_sums(leaf, facts)
     if set(sums) != set(files):
         raise StorageError(f"'{leaf / 'store.json'}' is damaged: it lists checksums of {', '.join(sums)}.")
-    return {
-        name: VerifiedFile(leaf / name, values.view(np.uint8), sums[name]) for name, values in files.items()
-    }
+    return {name: VerifiedFile(leaf / name, values.view(np.uint8), sums[name]) for name, values in files.items()}
 
 
 def _check_offsets(offsets: np.ndarray, tokens: int, path: Path) -> None:
@@ -253,3 +239,54 @@ def _check_offsets(offsets: np.ndarray, tokens: int, path: Path) -> None:
             f"'{path}' is damaged: its offsets do not lead from 0 to the {tokens} tokens of the store. Copy the store "
             "again, or delete it and prepare it again."
         )
+
+
+# What a store holds, for `bessemer data inspect`.
+
+SHOWN = 3
+WIDTH = 24  # tokens of each document shown
+
+
+def describe_store(path: str | Path, verify: bool = False) -> dict[str, Any]:
+    """Return the root store.json, with the lengths and first tokens of the documents of each split. `verify`: read
+    every byte first, and raise StorageError if one is not as it was prepared."""
+    store = TokenStore(path)
+    tokenizer = Tokenizer.load(store.root / FILE)
+    if tokenizer.hash != store.info["tokenizer"]:
+        raise StorageError(
+            f"'{store.root / FILE}' is damaged or was replaced: its tokenizer is {tokenizer.hash[:12]}, the store's "
+            f"{store.info['tokenizer'][:12]}. Copy the store again, or prepare it again."
+        )
+    facts: dict[str, Any] = {**store.about, "path": str(store.root), "lengths": {}, "examples": {}, "checksums": {}}
+    for name in store.splits:
+        part = store.split(name)
+        facts["checksums"][name] = part.has_checksums
+        if verify:
+            part.verify()
+        lengths = np.diff(part.offsets)
+        marks = np.quantile(lengths, (0, 0.5, 0.9, 1), method="lower").tolist() if len(lengths) else [0] * 4
+        facts["lengths"][name] = dict(zip(("min", "median", "p90", "max"), marks, strict=True))
+        show = _pair if part.info["kind"] == PAIRS else _beginning
+        facts["examples"][name] = [show(part, n, tokenizer) for n in range(min(SHOWN, len(lengths)))]
+    if verify:
+        facts["verified"] = True
+    return facts
+
+
+def _beginning(part: TokenStore, number: int, tokenizer: Tokenizer) -> str:
+    start, end = part.offsets[number], part.offsets[number + 1]
+    part.require(np.array([start]), np.array([min(end, start + WIDTH)]))
+    return tokenizer.decode(part.tokens[start : min(end, start + WIDTH)])
+
+
+def _pair(part: TokenStore, number: int, tokenizer: Tokenizer) -> str:
+    """The end of the prompt and the beginning of both answers."""
+    assert part.mask is not None
+    start, end = part.offsets[number], part.offsets[number + 1]
+    ids, marks = part.tokens[start:end], part.mask[start:end]
+    cut = int(np.flatnonzero(marks & BEGINS)[0])
+    sides = [(ids[:cut], marks[:cut] & ANSWER), (ids[cut:], marks[cut:] & ANSWER)]
+    first = int(np.argmax(sides[0][1]))
+    prompt = tokenizer.decode(ids[max(0, first - WIDTH) : first])
+    chosen, rejected = (tokenizer.decode(side[mask == 1][:WIDTH]) for side, mask in sides)
+    return f"{prompt} ▸ chosen: {chosen} ▸ rejected: {rejected}"

@@ -1,16 +1,13 @@
-"""Where text comes from: names, globs and directories become a list of files, and files become shards of
-pieces.
+"""Names, globs and directories become a list of files, and files become shards of pieces.
 
-A piece is a part of a file that can be read on its own: a range of bytes of a .jsonl or .txt, a row group of
-a parquet file, or a whole compressed file (which cannot be entered in the middle). The list of shards
-depends on the files alone, never on the number of workers, so any number of workers writes the same store.
+A piece is a part of a file that can be read on its own: a range of bytes of a .jsonl or .txt, a row group of a parquet
+file, or a whole compressed file. The shards depend on the files alone, so any number of workers writes the same store.
 """
 
 from __future__ import annotations
 
 import codecs
 import glob
-import hashlib
 import io
 import json
 import lzma
@@ -24,6 +21,7 @@ from typing import Any, BinaryIO, cast
 
 from bessemer.errors import InputError, nearest
 from bessemer.storage import remote
+from bessemer.storage.checksums import json_digest
 from bessemer.storage.remote import arrow_source, is_remote, open_read
 
 SHARD_BYTES = 8 << 20
@@ -44,8 +42,7 @@ class File:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one read covers: bytes [start, stop) of a text file, or row groups [start, stop) of a parquet
-    file."""
+    """What one read covers: bytes [start, stop) of a text file, or row groups [start, stop) of a parquet file."""
 
     path: str
     kind: str
@@ -67,8 +64,7 @@ class Files:
     @property
     def key(self) -> str:
         """Changes whenever a file is added, removed, resized or touched."""
-        facts = [[f.path, f.kind, f.size, f.modified] for f in self.files]
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        return json_digest([[f.path, f.kind, f.size, f.modified] for f in self.files])
 
 
 @dataclass(frozen=True)
@@ -81,8 +77,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Stream:
-    """Documents that can be read only once, in order. `key` names the content, since it cannot be looked
-    at."""
+    """Documents that can be read only once, in order. `key` names the content, since it cannot be looked at."""
 
     items: Iterator[Any] = field(repr=False)
     key: str
@@ -112,9 +107,7 @@ def remote_files(name: str) -> tuple[list[File], Counter[str]]:
     """Return the files of an object store that a name stands for, and what was left out of a directory."""
     entries = remote.find(name)
     if f"{name.rstrip('/')}/store.json" in {entry.name for entry in entries}:
-        raise InputError(
-            f"'{name}' is a prepared store, which is mapped into memory: copy it to a local disk first."
-        )
+        raise InputError(f"'{name}' is a prepared store, which is mapped into memory: copy it to a local disk first.")
     if not entries:
         raise InputError(f"'{name}': no file is there; check the bucket and the path or pattern.")
     files = [(entry.name, entry.size, entry.modified) for entry in entries]
@@ -252,11 +245,9 @@ def _parquet_pieces(file: File) -> list[Piece]:
     return [Piece(file.path, file.kind, g, g + 1, share) for g in range(groups)]
 
 
-# What a file of texts is, by its first bytes: parquet, JSON lines or plain text, compressed or not.
-#
-# The name decides only between JSON lines and text, which look alike: `.jsonl`, `.ndjson` and `.json` hold
-# rows, a file without an extension what its first line looks like, and any other (`.txt`, `.md`, `.py`, …)
-# plain text.
+# The kind of a file, by its first bytes: parquet, JSON lines or plain text, compressed or not. The name decides only
+# between JSON lines and text: `.jsonl`, `.ndjson` and `.json` hold rows, a file without an extension what its first
+# line looks like, and any other (`.txt`, `.md`, `.py`, …) plain text.
 
 
 PROBE = 1 << 14  # bytes that are looked at
@@ -312,9 +303,7 @@ def detect(path: str) -> str:
             head = stream.read(PROBE)
     except UNPACKING as error:
         if not name.endswith((*ROWS, ".txt")):
-            raise _refused(
-                path, f"a {packing} file that cannot be unpacked ({error})", "Copy it again"
-            ) from error
+            raise _refused(path, f"a {packing} file that cannot be unpacked ({error})", "Copy it again") from error
         head = b""  # the reader says how far it came
     return f"{_kind(head, path, name, f' compressed with {packing}')}+{packing}"
 

@@ -130,12 +130,7 @@ def _sizes(array: Any) -> np.ndarray:
         inner = sum((_sizes(part) for part in parts), np.zeros(len(parts[0]), np.int64))
         before = np.concatenate([[0], np.cumsum(inner)])
         return np.diff(before[array.offsets.to_numpy(zero_copy_only=False)])
-    if (
-        types.is_binary(kind)
-        or types.is_string(kind)
-        or types.is_large_binary(kind)
-        or types.is_large_string(kind)
-    ):
+    if types.is_binary(kind) or types.is_string(kind) or types.is_large_binary(kind) or types.is_large_string(kind):
         return pc.fill_null(pc.binary_length(array), 0).to_numpy(zero_copy_only=False).astype(np.int64)
     width = kind.bit_width // 8 if isinstance(kind, pa.DataType) and _has_width(kind) else 8
     return np.full(len(array), max(1, width), np.int64)

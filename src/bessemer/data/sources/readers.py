@@ -51,9 +51,7 @@ class Raw:
 
 
 def read_rows(
-    piece: Piece,
-    columns: Callable[[list[str]], list[str] | None] = lambda names: None,
-    most_unpacked: float = math.inf,
+    piece: Piece, columns: Callable[[list[str]], list[str] | None] = lambda names: None, most_unpacked: float = math.inf
 ) -> Iterator[Raw | Bad]:
     """Yield every row of a piece of JSON lines or parquet, here or in an object store.
 
@@ -238,17 +236,14 @@ def _decoded(block: bytes, path: str, begin: int) -> str | Bad:
     try:
         return block.decode("utf-8-sig" if begin == 0 else "utf-8")
     except UnicodeDecodeError as error:
-        return Bad(
-            f"{path} byte {begin + error.start}", f"not UTF-8 ({error.reason}); convert the file to UTF-8"
-        )
+        return Bad(f"{path} byte {begin + error.start}", f"not UTF-8 ({error.reason}); convert the file to UTF-8")
 
 
 def _boundary(file: BinaryIO, mark: int, window: int, size: int) -> int:
-    """Where the document that holds byte `mark` of a long text begins: after the first line end at or past
-    the mark.
+    """Where the document that holds byte `mark` of a long text begins: after the first line end at or past the mark.
 
-    Without a line end in the next `window` bytes it is the next character. Only bytes near the mark decide,
-    so a text of any length is cut in bounded memory and by any number of workers alike.
+    Without a line end in the next `window` bytes it is the next character. Only bytes near the mark decide, so a text
+    of any length is cut in bounded memory and by any number of workers alike.
     """
     if mark == 0 or mark >= size:
         return min(mark, size)

@@ -1,29 +1,30 @@
-"""From the name in a `Sampling` to its rows: registered dataset, store directory, file or glob.
+"""From the name in a `Sampling` to its rows: registered dataset, store directory, hub dataset, file or glob.
 
-What is not a store yet is prepared once under the data root and found again by a key of its sources (paths,
-sizes, times), the tokenizer and the settings. A changed file is a new key, so a stale store is never used.
+What is not a store yet is prepared once under the data root and found again by a key of its sources (paths, sizes,
+times), the tokenizer and the settings, so a stale store is never used.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 from bessemer.data.plan.mixture import Sampling
-from bessemer.data.progress import Callback
 from bessemer.data.rows.build import make_rows
 from bessemer.data.rows.rows import DatasetStyle, Rows
 from bessemer.data.rows.store import ArrayStore, TokenStore, is_store
 from bessemer.data.settings import DataSettings, data_root
+from bessemer.data.sources.datasets import own_held_out
 from bessemer.data.sources.files import Source, Stream, find_files
-from bessemer.data.sources.held_out import own_held_out
+from bessemer.data.sources.hub import hub_files, is_hub_dataset
 from bessemer.data.stores.prepare import Options, as_source, content_key, prepare
+from bessemer.data.stores.shards import Callback
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.registry import datasets
+from bessemer.storage.files import commit_directory
 from bessemer.storage.remote import is_remote
 
 
@@ -37,15 +38,14 @@ def open_dataset(
     settings: DataSettings | None = None,
     progress: Callback | None = None,
 ) -> Rows:
-    """Rows of one split of the dataset a sampling names; prepared first where needed."""
+    """Return the rows of one split of the dataset a sampling names; prepare it first if needed."""
     chosen = settings or DataSettings()
     path = open_store(sampling, tokenizer, root, settings=chosen, progress=progress)
     store = TokenStore(path, split)
     if store.info["tokenizer"] != tokenizer.hash:
         raise InputError(
             f"store '{path}' was made with tokenizer {store.info['tokenizer'][:12]}, but the run uses "
-            f"{tokenizer.hash[:12]} ({tokenizer.origin}): set data.tokenizer={path}, or prepare the store "
-            f"again."
+            f"{tokenizer.hash[:12]} ({tokenizer.origin}): set data.tokenizer={path}, or prepare the store again."
         )
     return make_rows(
         store,
@@ -65,7 +65,7 @@ def open_store(
     settings: DataSettings | None = None,
     progress: Callback | None = None,
 ) -> Path:
-    """The store directory of a sampling, prepared when it is not there yet."""
+    """Return the store directory of a sampling; prepare it if it is not there yet."""
     chosen = settings or DataSettings()
     existing = store_directory(sampling)
     if existing is not None:
@@ -91,14 +91,9 @@ def open_store(
 
 
 def store_place(
-    sampling: Sampling,
-    source: Source,
-    tokenizer: Tokenizer,
-    root: str | Path | None = None,
-    *,
-    settings: DataSettings,
+    sampling: Sampling, source: Source, tokenizer: Tokenizer, root: str | Path | None = None, *, settings: DataSettings
 ) -> Path:
-    """Where the store of a source is, or will be once it is prepared."""
+    """Return where the store of a source is, or will be once it is prepared."""
     held_out = held_out_source(sampling.name)
     groups = {"train": source} if held_out is None else {"train": source, "val": held_out}
     share = settings.val_fraction if held_out is None else 0.0
@@ -117,8 +112,8 @@ def rows_of(
     settings: DataSettings | None = None,
     allow_short: bool = False,
 ) -> Rows:
-    """Rows of documents given from Python: directly when they have `len` and `[i]`, else by way of a store
-    under the data root, since only random access can be resumed exactly."""
+    """Return the rows of documents from Python. Those without `len` and `[i]` are first written to a store under the
+    data root, since only random access can be resumed exactly."""
     chosen = settings or DataSettings()
     indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if not indexed and not isinstance(data, (TokenStore, ArrayStore)):
@@ -140,10 +135,7 @@ def _written(data: Any, tokenizer: Tokenizer, stores: Path, settings: DataSettin
     temporary = stores / f".stream-{os.getpid()}-{id(data)}"
     info = prepare(data, temporary, tokenizer, on_error=settings.on_error, text_key=settings.text_key)
     final = stores / f"stream-{info.splits['train']['sha256'][:16]}"
-    if is_store(final):
-        shutil.rmtree(temporary)
-    else:
-        os.rename(temporary, final)
+    commit_directory(temporary, final, exist_ok=True)
     return final
 
 
@@ -162,7 +154,9 @@ def store_directory(sampling: Sampling) -> Path | None:
 
 
 def find_source(name: str) -> Source:
-    """A registered dataset by its name, else files. A name that is neither says what both would be."""
+    """A registered dataset by its name, a dataset of the hub, else files. Another name says what these would be."""
+    if is_hub_dataset(name):
+        return hub_files(name)
     if name in datasets or is_code(name):
         source = as_source(datasets.get(name)())
         return Stream(source.items, f"registered {name}", name) if isinstance(source, Stream) else source
@@ -176,6 +170,8 @@ def find_source(name: str) -> Source:
 
 def is_code(name: str) -> bool:
     """Whether a dataset's name is `module:function` or `file.py:function`, not a registered name, a file or an URL."""
+    if is_hub_dataset(name):
+        return False
     return ":" in name and name not in datasets and not Path(name).exists() and not is_remote(name)
 
 

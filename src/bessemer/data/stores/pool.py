@@ -1,4 +1,4 @@
-"""Running shards on worker processes: any failure of any of them fails the preparation."""
+"""Encode shards on worker processes or a Ray cluster; any failure of any worker fails the preparation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from bessemer.data.progress import Tally
 from bessemer.data.sources.files import Piece
-from bessemer.data.stores.shards import read_counts
+from bessemer.data.stores.shards import Tally, read_counts
+from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError, StorageError, to_install
 from bessemer.job.process import module_command, module_environment
 
@@ -25,7 +25,7 @@ Task = tuple[Path, list[Piece]]  # where the shard goes, what it holds
 
 
 def message(task: Task) -> dict[str, Any]:
-    """A shard as a worker is told of it."""
+    """Return a shard as a worker gets it."""
     out, pieces = task
     return {"out": str(out), "pieces": [astuple(piece) for piece in pieces]}
 
@@ -50,9 +50,7 @@ class Pool:
         """Encode all shards; raises the first failure after stopping the other workers."""
         for task in tasks:
             self.tasks.put(task)
-        threads = [
-            threading.Thread(target=self._drive, daemon=True) for _ in range(min(self.workers, len(tasks)))
-        ]
+        threads = [threading.Thread(target=self._drive, daemon=True) for _ in range(min(self.workers, len(tasks)))]
         try:
             for thread in threads:
                 thread.start()
@@ -120,17 +118,13 @@ class Pool:
 
     def _died(self, process: subprocess.Popen[str], where: str) -> StorageError:
         return StorageError(
-            f"a preparation worker ended with code {process.wait()} {where} (out of memory?). Nothing "
-            f"partial is used; run the same command again to continue, with fewer --workers if memory was "
-            f"short."
+            f"a preparation worker ended with code {process.wait()} {where} (out of memory?). Nothing partial is "
+            "used; run the same command again to continue, with fewer --workers if memory was short."
         )
 
 
-# Running shards on a Ray cluster (extra `ray`): the same shards, so the same store, whoever encodes them.
-#
-# A shard is a task without state, committed by one rename on a file system that all nodes share. So a task
-# whose worker or node died is simply run again, by Ray; a bad line or a full disk is an answer, not a
-# failure, and ends everything.
+# Ray (extra `ray`). A shard is a task without state, committed by one rename on a file system that all nodes share, so
+# Ray runs it again if its worker or node died. An invalid line or a full disk is an answer, which ends everything.
 
 
 RETRIES = 5  # of a shard whose worker died
@@ -187,15 +181,11 @@ def encode_shard(shard: dict[str, Any], settings: dict[str, Any]) -> dict[str, A
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a task
     with contextlib.suppress(OSError):  # sources may be named relative to it
         os.chdir(settings["directory"])
-    reply = encode(shard, settings, _tokenizer(settings["tokenizer"]), lambda documents, tokens: None)
+    reply = encode(shard, settings, _load_tokenizer(settings["tokenizer"]), lambda documents, tokens: None)
     return {**reply, "host": socket.gethostname()}
 
 
-@functools.cache
-def _tokenizer(path: str) -> Any:
-    from bessemer.data.tokenize.tokenizer import Tokenizer
-
-    return Tokenizer.load(path)
+_load_tokenizer = functools.cache(Tokenizer.load)
 
 
 @contextmanager

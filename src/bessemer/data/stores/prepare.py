@@ -1,14 +1,12 @@
-"""From sources to a store, shard by shard: can be killed at any moment and continues where it stopped.
+"""From sources to a store, shard by shard; a killed preparation continues where it stopped.
 
-Finished shards live in `DIR/.work-KEY/`, where KEY names the sources, the tokenizer and the settings; a
-second call with the same inputs finds them and encodes only the rest. When all shards are there they are
-joined, and the store exists from the moment its `store.json` is written.
+Finished shards are in `DIR/.work-KEY/`, where KEY names the sources, the tokenizer and the settings. When all are there
+they are joined, and the store exists once its `store.json` is written.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,16 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from bessemer.data.progress import Callback, Tally
 from bessemer.data.rows.store import FORMAT, is_store, read_facts, write_facts
-from bessemer.data.sources.files import SHARD_BYTES, Documents, Files, Source, Stream, find_files, plan_shards
+from bessemer.data.sources.files import SHARD_BYTES, Documents, Files, Source, Stream, plan_shards
+from bessemer.data.sources.hub import find_named
 from bessemer.data.stores import shards as merge
 from bessemer.data.stores.pool import Pool, RayPool, Task
-from bessemer.data.stores.shards import SHOWN, ShardWriter
+from bessemer.data.stores.shards import SHOWN, Callback, ShardWriter, Tally
 from bessemer.data.tokenize.documents import Bad, Document, document_of, read_piece
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError, StorageError
-from bessemer.storage.lock import exclusive
+from bessemer.storage.checksums import json_digest
+from bessemer.storage.files import exclusive
 from bessemer.storage.remote import refuse_remote
 
 SHARD_DOCUMENTS = 4096  # documents of one shard when they come from Python
@@ -46,9 +45,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if not 0 <= self.val_fraction < 1:
-            raise InputError(
-                f"the validation fraction is {self.val_fraction}; it must be at least 0 and below 1."
-            )
+            raise InputError(f"the validation fraction is {self.val_fraction}; it must be at least 0 and below 1.")
         if self.on_error not in ("fail", "skip"):
             raise InputError(f"on_error is '{self.on_error}'; it must be 'fail' or 'skip'.")
 
@@ -82,21 +79,19 @@ def prepare(
     wait: bool = False,
     shard_bytes: int = SHARD_BYTES,
 ) -> StoreInfo:
-    """Encode `sources` (files, globs, directories, `Files`, `Documents`, or an iterable of documents) into
-    the directory `out`. The bytes written do not depend on `workers` (1 = in this process), nor on `engine`
-    (local, or ray: on a Ray cluster whose nodes share `out`), nor on interruptions.
+    """Encode `sources` (files, globs, directories, `Files`, `Documents`, or an iterable of documents) into the store
+    `out`. The bytes written do not depend on `workers` (1: in this process), `engine` (local, or ray: a Ray cluster
+    whose nodes share `out`) or interruptions.
 
-    Validation documents come from `val`, or are those whose content hash falls below `val_fraction`. `wait`
-    waits for another preparation of the same directory instead of refusing.
+    Validation documents come from `val`, or are those whose content hash is below `val_fraction`. wait: wait for
+    another preparation of the same directory instead of raising InputError.
     """
     options = Options(val_fraction, on_error, text_key, dedup, shard_bytes)
     if val is not None and val_fraction:
         raise InputError("both validation files and a validation fraction were given; give one of them.")
     if workers < 1:
         raise InputError(f"workers is {workers}; at least 1 is needed.")
-    refuse_remote(
-        out, "a store is mapped into memory, so its directory must be local", "prepare it here, then copy it"
-    )
+    refuse_remote(out, "a store is mapped into memory, so its directory must be local", "prepare it here, then copy it")
     groups = {"train": as_source(sources)}
     if val is not None:
         groups["val"] = as_source(val)
@@ -119,9 +114,9 @@ def as_source(value: Any) -> Source:
     if isinstance(value, (Files, Documents, Stream)):
         return value
     if isinstance(value, (str, Path)):
-        return find_files(value)
+        return find_named(value)
     if isinstance(value, Sequence) and all(isinstance(item, (str, Path)) for item in value):
-        return find_files(value)
+        return find_named(value)
     if hasattr(value, "__len__") and hasattr(value, "__getitem__"):
         return Documents(value)
     if isinstance(value, Iterable):
@@ -139,7 +134,7 @@ def content_key(groups: dict[str, Source], tokenizer: Tokenizer, options: Option
     }
     if tokenizer.prefix_space:  # answers that go on after a prompt got a space of their own before
         facts["continued"] = 1
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return json_digest(facts)
 
 
 def source_key(source: Source) -> str:
@@ -152,9 +147,7 @@ def source_key(source: Source) -> str:
     return digest.hexdigest()
 
 
-def documents_of(
-    items: Any, text_key: str | None, tokenizer: Tokenizer | None = None
-) -> Iterator[Document | Bad]:
+def documents_of(items: Any, text_key: str | None, tokenizer: Tokenizer | None = None) -> Iterator[Document | Bad]:
     """Documents from Python, by index where there is one."""
     length = len(items) if hasattr(items, "__len__") else None
     values = items if length is None else (items[i] for i in range(length))
@@ -176,13 +169,7 @@ class _Preparation:
     """One preparation under way; the lock is held."""
 
     def __init__(
-        self,
-        target: Path,
-        groups: dict[str, Source],
-        tokenizer: Tokenizer,
-        options: Options,
-        key: str,
-        engine: str,
+        self, target: Path, groups: dict[str, Source], tokenizer: Tokenizer, options: Options, key: str, engine: str
     ) -> None:
         self.target, self.groups, self.tokenizer, self.options = target, groups, tokenizer, options
         self.key, self.engine = key, engine
@@ -196,9 +183,7 @@ class _Preparation:
         self.tokenizer.save(self.work)
         shards = {name: self._encode(name, source, workers, progress) for name, source in self.groups.items()}
         about = self._join(shards)
-        temporary = self.target / "store.json.tmp"
-        write_facts(temporary, about)
-        os.replace(temporary, self.target / "store.json")
+        write_facts(self.target / "store.json", about)
         shutil.rmtree(self.work, ignore_errors=True)
         return StoreInfo(self.target, about)
 
@@ -234,11 +219,7 @@ class _Preparation:
             pool(workers, settings, tally).run(missing)
         else:
             for shard, pieces in missing:
-                reads = (
-                    read
-                    for piece in pieces
-                    for read in read_piece(piece, self.options.text_key, self.tokenizer)
-                )
+                reads = (read for piece in pieces for read in read_piece(piece, self.options.text_key, self.tokenizer))
                 self._writer(shard, tally).write(reads)
                 tally.add(done=sum(p.size for p in pieces))
         return [shard for shard, _ in tasks]
@@ -271,12 +252,8 @@ class _Preparation:
         self.tokenizer.save(self.target)
         return self._about(shards, splits, duplicates)
 
-    def _about(
-        self, shards: dict[str, list[Path]], splits: dict[str, Any], duplicates: int
-    ) -> dict[str, Any]:
-        counts = [
-            merge.read_counts(path) for path in sorted({p for listed in shards.values() for p in listed})
-        ]
+    def _about(self, shards: dict[str, list[Path]], splits: dict[str, Any], duplicates: int) -> dict[str, Any]:
+        counts = [merge.read_counts(path) for path in sorted({p for listed in shards.values() for p in listed})]
         where = [line for count in counts for line in count["where"]]
         return {
             "format": FORMAT,

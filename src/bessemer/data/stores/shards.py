@@ -1,7 +1,7 @@
-"""Encoding one shard of documents into a directory that appears by a single rename.
+"""Encode one shard of documents into a directory, and join shards into a store.
 
-A shard keeps every document with its content hash; which split it belongs to, and whether it is a duplicate,
-is decided when shards are joined, because only then are all documents known.
+A shard keeps every document with its content hash. Splits and duplicates are decided when shards are joined, because
+only then are all documents known.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from bessemer import console
 from bessemer.data.rows.store import FORMAT, kind_of, offsets_of, token_dtype, write_facts, write_json
-from bessemer.data.sources.held_out import hashed_below
+from bessemer.data.sources.datasets import hashed_below
 from bessemer.data.tokenize.documents import Bad, Document
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
@@ -27,6 +30,57 @@ from bessemer.storage.files import atomic_directory
 BATCH_BYTES = 1 << 20  # text encoded at a time
 SHOWN = 5  # skipped lines quoted in the report
 Report = Callable[[int, int], None]  # documents, tokens since the last call
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a preparation is. Counts are of this process; shards that were there already are only in `done`."""
+
+    label: str
+    documents: int = 0
+    tokens: int = 0
+    done: int = 0  # source bytes finished, in whole shards
+    total: int = 0
+    seconds: float = 0.0
+
+    @property
+    def line(self) -> str:
+        span = max(self.seconds, 1e-9)
+        share = f"{100 * self.done / max(self.total, 1):.0f}%, " if self.done else ""
+        return (
+            f"{self.label}: {share}{self.documents:,} documents ({self.documents / span:,.0f}/s), "
+            f"{self.tokens:,} tokens ({self.tokens / span:,.0f}/s)"
+        )
+
+
+Callback = Callable[[Progress], None]
+
+
+@contextmanager
+def show_progress(stream: Any = None) -> Iterator[Callback]:
+    """Yield a callback that shows a preparation's progress on stderr."""
+    with console.show_progress(stream=stream) as display:
+        yield lambda state: display.update(state.label, state.done, state.total, state.line)
+
+
+class Tally:
+    """Adds up the workers' reports and passes the sum to the callback."""
+
+    def __init__(self, label: str, total: int, callback: Callback | None) -> None:
+        self.begun = time.monotonic()
+        self.state = Progress(label, total=total)
+        self.callback = callback
+
+    def add(self, documents: int = 0, tokens: int = 0, done: int = 0) -> None:
+        self.state = replace(
+            self.state,
+            documents=self.state.documents + documents,
+            tokens=self.state.tokens + tokens,
+            done=self.state.done + done,
+            seconds=time.monotonic() - self.begun,
+        )
+        if self.callback is not None:
+            self.callback(self.state)
 
 
 @dataclass
@@ -54,7 +108,7 @@ class ShardWriter:
 
     def write(self, documents: Iterable[Document | Bad]) -> Counts:
         """Encode everything and commit; a crash at any moment leaves either the whole shard or none of it."""
-        with atomic_directory(self.directory) as temporary:
+        with atomic_directory(self.directory, exist_ok=True) as temporary:
             with open(temporary / "tokens.bin", "wb") as tokens, open(temporary / "mask.bin", "wb") as mask:
                 self._stream(documents, tokens, mask)
                 for file in (tokens, mask):
@@ -140,7 +194,7 @@ class ShardWriter:
             mask.write(bytes(document.mask) if document.mask is not None else b"\x01" * int(length))
 
 
-# Joining shards into the final store: duplicates out, validation apart, every byte in source order.
+# Joining shards into the final store
 
 
 Shards = Sequence[Path]

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +9,6 @@ from typing import Any
 
 from bessemer.data.plan.batches import permute
 from bessemer.data.plan.mixture import Sampling
-from bessemer.data.progress import Callback
 from bessemer.data.rows.store import ArrayStore, TokenStore
 from bessemer.data.settings import DataSettings, data_root
 from bessemer.data.sources.files import Documents, Files, Piece, Source, plan_shards
@@ -22,19 +17,16 @@ from bessemer.data.stores.prepare import documents_of, source_key
 from bessemer.data.tokenize.chat import spoken
 from bessemer.data.tokenize.documents import Bad, Document, read_piece, texts_of
 from bessemer.data.tokenize.tokenizer import FILE, Tokenizer
-from bessemer.errors import InputError, StorageError
-from bessemer.storage.lock import exclusive
+from bessemer.errors import InputError
+from bessemer.storage.checksums import json_digest
+from bessemer.storage.files import exclusive
 
 
 def tokenizer_for(
-    settings: DataSettings | str,
-    sources: Sequence[Sampling | str],
-    root: str | Path | None = None,
-    *,
-    progress: Callback | None = None,
+    settings: DataSettings | str, sources: Sequence[Sampling | str], root: str | Path | None = None
 ) -> Tokenizer:
-    """The tokenizer of the setting data/tokenizer: a path; `train:N`, trained once on (a bounded sample of)
-    the sources and kept; or `auto`, the one the stores among the sources were made with."""
+    """Return the tokenizer of the setting data/tokenizer: a path; `train:N`, trained once on a bounded sample of the
+    sources and kept; or `auto`, the one the stores among the sources were made with."""
     chosen = DataSettings(tokenizer=settings) if isinstance(settings, str) else settings
     samplings = [Sampling.from_string(s) if isinstance(s, str) else s for s in sources]
     if not chosen.tokenizer.startswith("train:"):
@@ -44,8 +36,8 @@ def tokenizer_for(
 
 
 def tokenizer_on(items: Any, settings: DataSettings, root: str | Path | None = None) -> Tokenizer:
-    """The tokenizer of the setting data/tokenizer for documents given from Python: `train:N` is trained on (a bounded
-    sample of) them, once, and kept; anything else is a path."""
+    """Return the tokenizer of the setting data/tokenizer for documents from Python: `train:N` is trained once on a
+    bounded sample of them and kept; anything else is a path."""
     if not settings.tokenizer.startswith("train:"):
         return Tokenizer.load(Path(settings.tokenizer).expanduser())
     vocab_size = vocabulary_of(settings.tokenizer)
@@ -62,9 +54,7 @@ def tokenizer_on(items: Any, settings: DataSettings, root: str | Path | None = N
     return _trained([Documents(items)], vocab_size, data_root(root or settings.root), settings.text_key)
 
 
-def tokenizer_place(
-    settings: DataSettings, samplings: Sequence[Sampling], root: str | Path | None = None
-) -> Path:
+def tokenizer_place(settings: DataSettings, samplings: Sequence[Sampling], root: str | Path | None = None) -> Path:
     """Where the tokenizer of the setting is, or will be once it is trained."""
     wanted = settings.tokenizer
     if wanted == "auto":
@@ -93,9 +83,7 @@ def vocabulary_of(wanted: str) -> int:
     try:
         return int(float(wanted.removeprefix("train:").replace("_", "")))
     except (ValueError, OverflowError):
-        raise InputError(
-            f"data.tokenizer={wanted}: expected train:N with a number of tokens, as train:8192."
-        ) from None
+        raise InputError(f"data.tokenizer={wanted}: expected train:N with a number of tokens, as train:8192.") from None
 
 
 def _store_with_tokenizer(samplings: Sequence[Sampling]) -> Path:
@@ -111,10 +99,8 @@ def _store_with_tokenizer(samplings: Sequence[Sampling]) -> Path:
 
 
 def _trained_place(sources: Sequence[Source], vocab_size: int, root: Path, text_key: str | None) -> Path:
-    facts = json.dumps(
-        ["bpe", 1, [source_key(source) for source in sources], vocab_size, SAMPLE_BYTES, text_key]
-    )
-    return root / "tokenizers" / f"bpe-{vocab_size}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    key = json_digest(["bpe", 1, [source_key(source) for source in sources], vocab_size, SAMPLE_BYTES, text_key])
+    return root / "tokenizers" / f"bpe-{vocab_size}-{key[:16]}"
 
 
 def _trained(sources: Sequence[Source], vocab_size: int, root: Path, text_key: str | None) -> Tokenizer:
@@ -124,19 +110,11 @@ def _trained(sources: Sequence[Source], vocab_size: int, root: Path, text_key: s
         return Tokenizer.load(folder)
     with exclusive(folder, "training the tokenizer", wait=True):
         if not (folder / FILE).exists():
-            made = Tokenizer.train(texts, vocab_size)
-            temporary = folder / f"{os.getpid()}.tmp"
-            try:
-                made.save(temporary)
-                os.replace(temporary / FILE, folder / FILE)
-            except OSError as error:
-                raise StorageError(f"cannot write the tokenizer to '{folder}': {error.strerror}.") from error
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+            Tokenizer.train(texts, vocab_size).save(folder)
     return Tokenizer.load(folder)
 
 
-# What a tokenizer is trained on: the texts of the sources, or of large ones an even sample.
+# What a tokenizer is trained on: the texts of the sources, or an even sample of large ones.
 
 
 SAMPLE_BYTES = 32 << 20  # text a tokenizer is trained on
@@ -148,9 +126,7 @@ file may be one endless line."""
 MOST_UNPACKED = 128 << 20  # bytes of what one compressed file expands to
 
 
-def sample_texts(
-    sources: Sequence[Source], text_key: str | None = None, limit: int = SAMPLE_BYTES
-) -> Iterator[str]:
+def sample_texts(sources: Sequence[Source], text_key: str | None = None, limit: int = SAMPLE_BYTES) -> Iterator[str]:
     """Texts of the sources, about `limit` bytes in all; of larger ones a sample of pieces spread over them.
 
     Files that cannot be read are skipped here, since preparing the data reports them; if none is left, it is an error.
@@ -183,9 +159,7 @@ def _nothing_in(sources: Sequence[Source]) -> str:
 def _texts(source: Source, text_key: str | None) -> Iterator[str | Bad]:
     if isinstance(source, Files):
         reads: Iterator[Document | Bad] = (
-            read
-            for piece in _sampled(source)
-            for read in read_piece(piece, text_key, most_unpacked=MOST_UNPACKED)
+            read for piece in _sampled(source) for read in read_piece(piece, text_key, most_unpacked=MOST_UNPACKED)
         )
     else:
         reads = documents_of(source.items, text_key)
@@ -207,10 +181,7 @@ def _sampled(source: Files) -> Iterator[Piece]:
     read = 0
     for index in permute(range(len(shards)), len(shards), 0).tolist():
         for piece in shards[index]:
-            if piece.kind in (
-                "txt",
-                "jsonl",
-            ):  # a larger one only in a corpus of more than MOST_SHARDS pieces
+            if piece.kind in ("txt", "jsonl"):  # a larger one only in a corpus of more than MOST_SHARDS pieces
                 piece = replace(piece, stop=min(piece.stop, piece.start + SAMPLE_SHARD))
             yield piece
             read += min(piece.size, piece.stop - piece.start) if piece.kind != "parquet" else piece.size

@@ -1,8 +1,7 @@
-"""A preparation worker: a process of its own that encodes the shards it is handed, one JSON line each.
+"""`python -m bessemer.data.stores.worker`: encode the shards that standard input names, one JSON line each.
 
-Started as `python -m bessemer.data.stores.worker` and spoken to over its standard input and output. A plain child
-process, rather than `multiprocessing`, never re-imports the user's script (which may train at module level)
-and never inherits JAX's threads; it imports numpy and the tokenizer, nothing of JAX.
+A plain child process, rather than `multiprocessing`, never re-imports the user's script (which may train at module
+level) and never inherits JAX's threads.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from bessemer.errors import InputError, StorageError
 
 
 def serve(requests: TextIO, replies: TextIO) -> None:
-    """First line: the settings. Then one line a shard, answered with `done` or `error`; end of input ends
-    it."""
+    """Read the settings from the first line, then one shard per line; answer each with `done` or `error`."""
 
     def reply(**message: Any) -> None:
         replies.write(json.dumps(message) + "\n")
@@ -34,9 +32,7 @@ def serve(requests: TextIO, replies: TextIO) -> None:
         reply(**encode(shard, settings, tokenizer, lambda d, t: reply(documents=d, tokens=t)))
 
 
-def encode(
-    shard: dict[str, Any], settings: dict[str, Any], tokenizer: Tokenizer, report: Report
-) -> dict[str, Any]:
+def encode(shard: dict[str, Any], settings: dict[str, Any], tokenizer: Tokenizer, report: Report) -> dict[str, Any]:
     """Write one shard: {"out": directory, "pieces": [values of a Piece]}; `done`, or `error` and its kind."""
     pieces = [Piece(*values) for values in shard["pieces"]]
     documents = (read for piece in pieces for read in read_piece(piece, settings["text_key"], tokenizer))

@@ -24,7 +24,13 @@ from bessemer.data.tokenize import chat
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 
-CONVERSATIONS = (("messages",), ("prompt", "completion"), ("instruction", "output"))  # columns that make one
+CONVERSATIONS = (  # columns that make one
+    ("messages",),
+    ("conversations",),
+    ("prompt", "completion"),
+    ("instruction", "output"),
+    ("question", "answer"),
+)
 ANSWER, BEGINS = 1, 2  # bits of the mask
 PAIRS = "pairs"  # the kind of a store of such documents
 PAIR_COLUMNS = ("prompt", "chosen", "rejected", "chosen_mask", "rejected_mask")
@@ -59,10 +65,7 @@ class Document:
 
 
 def read_piece(
-    piece: Piece,
-    text_key: str | None = None,
-    tokenizer: Tokenizer | None = None,
-    most_unpacked: float = math.inf,
+    piece: Piece, text_key: str | None = None, tokenizer: Tokenizer | None = None, most_unpacked: float = math.inf
 ) -> Iterator[Document | Bad]:
     """Yield every document of the piece, in order. most_unpacked: bytes after which a compressed file is left."""
     if piece.kind.startswith("txt"):
@@ -138,8 +141,6 @@ def _missing(text_key: str | None, columns: list[str]) -> str:
         return f"no '{text_key}' (it has {there}); {name}"
     known = [("chosen", "rejected"), *CONVERSATIONS]
     others = "; ".join(" and ".join(f"'{column}'" for column in group) for group in known)
-    if "conversations" in columns:  # as ShareGPT's files have it
-        name = "write it as 'messages', each {'role': 'user' or 'assistant', 'content': text}"
     return f"no 'text' (it has {there}), nor {others}; {name}"
 
 
@@ -211,9 +212,7 @@ def read_pair(row: Mapping[str, Any]) -> Pair | str:
 
 
 def is_ids(value: Any) -> bool:
-    return (
-        isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(i, int) for i in value)
-    )
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(i, int) for i in value)
 
 
 def _messages(value: Any, role: str) -> Messages:

@@ -100,10 +100,7 @@ class ChatTemplate:
         return self.render_prefixes(messages, [(len(messages), generation_prompt)], tools)[0]
 
     def render_prefixes(
-        self,
-        messages: Sequence[Message],
-        prefixes: Sequence[tuple[int, bool]],
-        tools: Sequence[Mapping[str, Any]] = (),
+        self, messages: Sequence[Message], prefixes: Sequence[tuple[int, bool]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[str]:
         """The texts of beginnings of the conversation: (how many messages, whether the answer is opened) each."""
         request = {
@@ -189,9 +186,7 @@ class Worker:
             replies = self._exchange(process, data, count)
         except (OSError, ValueError, EOFError):
             self._end()
-            replies = [
-                {"problem": f"it took more than {CPU_SECONDS:.0f} s, or too much memory", "exceeded": True}
-            ]
+            replies = [{"problem": f"it took more than {CPU_SECONDS:.0f} s, or too much memory", "exceeded": True}]
         if "exceeded" in replies[-1]:
             self._exceeded[source] = self._exceeded.get(source, 0) + 1
         return replies

@@ -1,10 +1,9 @@
 """Text to token ids and back: byte-level BPE, trained here or loaded from any Hugging Face `tokenizer.json`.
 
-The split before BPE is GPT-4's with one change: digits come in groups of one or two, because with a small
-vocabulary every three-digit number as a token of its own wastes a thousand rows of the embedding. There is no
-normaliser, and every byte has a token, so `decode(encode(text)) == text` for any text. Ordinary text never
-becomes a special token: a document that contains the characters `<|bos|>` is encoded as those seven
-characters. A chat template that lies beside the file (tokenizer_config.json) is part of the tokenizer.
+The split before BPE is GPT-4's with one change: digits come in groups of one or two, since three-digit numbers would
+take a thousand tokens of a small vocabulary. There is no normalizer, and every byte has a token, so
+`decode(encode(text)) == text` for any text. Text never becomes a special token: `<|bos|>` in a document is encoded as
+those seven characters. A chat template beside the file (tokenizer_config.json) is part of the tokenizer.
 """
 
 from __future__ import annotations
@@ -72,9 +71,7 @@ BOS_NAMES = (
 )
 PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<｜▁pad▁｜>", "<|endoftext|>")
 FILE = "tokenizer.json"
-NOT_UNICODE = (
-    "the text is no valid Unicode (half of a surrogate pair, or bytes that are not UTF-8): write it as UTF-8."
-)
+NOT_UNICODE = "the text is no valid Unicode (half of a surrogate pair, or bytes that are not UTF-8): write it as UTF-8."
 
 
 class Tokenizer:
@@ -85,12 +82,7 @@ class Tokenizer:
     """
 
     def __init__(
-        self,
-        text: str,
-        origin: str = FILE,
-        chat_template: ChatTemplate | None = None,
-        *,
-        published: bool = False,
+        self, text: str, origin: str = FILE, chat_template: ChatTemplate | None = None, *, published: bool = False
     ) -> None:
         self._text = text
         self.origin = origin
@@ -100,19 +92,13 @@ class Tokenizer:
         self._plain.encode_special_tokens = True  # "<|bos|>" in a document is text, not a control token
         described = json.loads(text)
         self._decoder_kinds = set(re.findall(r'"type": ?"(\w+)"', json.dumps(described.get("decoder"))))
-        added = (
-            self._plain.get_added_tokens_decoder()
-        )  # the ids in use; the file's may be renumbered on loading
-        self.specials: dict[str, int] = {
-            token.content: index for index, token in added.items() if token.special
-        }
+        added = self._plain.get_added_tokens_decoder()  # the ids in use; the file's may be renumbered on loading
+        self.specials: dict[str, int] = {token.content: index for index, token in added.items() if token.special}
         self._added = added
         self._vocabulary: dict[str, int] = self._plain.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(self._vocabulary.values(), default=-1) + 1
         self.bos_id: int = self._required(BOS_NAMES)
-        self.pad_id: int = next(
-            (self._vocabulary[n] for n in PAD_NAMES if n in self._vocabulary), self.bos_id
-        )
+        self.pad_id: int = next((self._vocabulary[n] for n in PAD_NAMES if n in self._vocabulary), self.bos_id)
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -129,14 +115,11 @@ class Tokenizer:
                 f"`bessemer tokenizer train FILES -o DIR --vocab-size N`."
             ) from None
         except UnicodeDecodeError as error:
-            raise InputError(
-                f"'{file}' is not a tokenizer: it is not UTF-8 text ({error.reason})."
-            ) from error
+            raise InputError(f"'{file}' is not a tokenizer: it is not UTF-8 text ({error.reason}).") from error
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Byte-level BPE of at most `vocab_size` tokens, specials included (fewer when the text has fewer
-        pairs)."""
+        """Byte-level BPE of at most `vocab_size` tokens, specials included (fewer when the text has fewer pairs)."""
         from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
         from tokenizers import Tokenizer as Backend
 

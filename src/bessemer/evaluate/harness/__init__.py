@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on any run: `harness:TASK,TASK` (extra `eval`). The adapter itself is in `model`."""
+"""lm-evaluation-harness on any run: `harness:TASK,TASK` (extra `eval`)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ PREFERRED = ("acc_norm", "acc", "exact_match", "bits_per_byte", "word_perplexity
 
 @evaluations.register("harness")
 def harness(
-    loaded: LoadedModel,
-    *,
-    limit: int | None = None,
-    batch_size: int | None = None,
-    source: str | None = None,
+    loaded: LoadedModel, *, limit: int | None = None, batch_size: int | None = None, source: str | None = None
 ) -> dict[str, Any]:
-    """Tasks by the harness's names, or paths of its YAML files. The value is the mean of the tasks' main metrics."""
+    """Return the mean of the tasks' main metrics. `source`: the harness's task names, or paths of its YAML files."""
     names = [name.strip() for name in (source or "").split(",") if name.strip()]
     if not names:
         raise InputError("name the tasks of lm-evaluation-harness: harness:TASK, or harness:TASK,TASK.")
@@ -32,9 +28,11 @@ def harness(
         raise InputError(
             f"lm-evaluation-harness is not installed ({error}). Install it with: {to_install('eval')}"
         ) from error
+    # an absolute path: its directory is the base of what a YAML file includes
+    files: list[Any] = [str(Path(name).resolve()) if name.endswith((".yaml", ".yml")) else name for name in names]
     model = HarnessModel(loaded, batch_size=batch_size)
     try:
-        found = simple_evaluate(model, tasks=_tasks(names), limit=limit, log_samples=False, bootstrap_iters=0)
+        found = simple_evaluate(model, tasks=files, limit=limit, log_samples=False, bootstrap_iters=0)
     except (ValueError, KeyError, FileNotFoundError, ConnectionError) as error:
         raise InputError(f"lm-evaluation-harness cannot run {', '.join(names)}: {error}") from error
     assert found is not None
@@ -50,13 +48,8 @@ def harness(
     }
 
 
-def _tasks(names: list[str]) -> list[Any]:
-    """A path of a YAML file is read as it is; its directory stays the base of what it includes."""
-    return [str(Path(name).resolve()) if name.endswith((".yaml", ".yml")) else name for name in names]
-
-
 def _plain(result: dict[str, Any]) -> dict[str, Any]:
-    """`acc,none` → `acc`; numbers only."""
+    """Return the numbers of a result, with `acc,none` as `acc`."""
     return {
         name.removesuffix(",none"): float(value)
         for name, value in result.items()

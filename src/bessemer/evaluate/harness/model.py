@@ -1,4 +1,4 @@
-"""A loaded model as lm-evaluation-harness sees it: likelihoods of continuations and of texts, and greedy writing."""
+"""A loaded model for lm-evaluation-harness: likelihoods of continuations and of texts, and generation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = 16
 
 
 class HarnessModel(TemplateLM):
-    """`simple_evaluate(HarnessModel(load_model(run)), tasks=[...])`. `cropped`: texts cut to the context so far."""
+    """`simple_evaluate(HarnessModel(load_model(run)), tasks=[...])`. `cropped` counts texts cut to the context."""
 
     def __init__(self, loaded: LoadedModel, batch_size: int | None = None):
         super().__init__()
@@ -42,7 +42,7 @@ class HarnessModel(TemplateLM):
         return self.tokenizer_of_run.hash[:12]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """A text begins like a document, unless asked otherwise."""
+        """Encode a text as the beginning of a document, unless add_special_tokens is False."""
         tokenizer = self.tokenizer_of_run
         return tokenizer.encode(string) if add_special_tokens is False else tokenizer.prompt(string)
 
@@ -57,7 +57,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Each token once: windows of the whole context, the last one reaching back as far as it can."""
+        """Score each token once, in windows of the whole context."""
         found = []
         for request in requests:
             (text,) = request.args
@@ -68,7 +68,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy, or sampled where the task asks for it; cut before the first stop string."""
+        """Generate greedily, or sampled if the task asks for it, up to the first stop string."""
         found: list[str] = []
         while len(found) < len(requests):
             options = dict(requests[len(found)].args[1])
@@ -100,13 +100,13 @@ class HarnessModel(TemplateLM):
 
 
 def before_any(text: str, stops: str | Sequence[str]) -> str:
-    """The text up to the first stop string."""
+    """Return the text up to the first stop string."""
     places = [text.find(stop) for stop in ([stops] if isinstance(stops, str) else stops)]
     return text[: min((place for place in places if place >= 0), default=len(text))]
 
 
 def windows(ids: Sequence[int], block: int) -> list[Row]:
-    """Rows that score ids[1:] once each, `block` inputs at most in a row."""
+    """Return rows of at most `block` inputs that score each of ids[1:] once."""
     rows, done = [], 1
     while done < len(ids):
         end = min(len(ids), done + block)

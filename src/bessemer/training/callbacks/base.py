@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from bessemer.generate import Completion
-    from bessemer.training.loop import Loop
+    from bessemer.training import loop as running
     from bessemer.training.trainer import BaseTrainer
+
+    Loop = running.Loop[BaseTrainer]
 
 
 class Callback:
@@ -21,7 +23,7 @@ class Callback:
     A row of on_metrics is a step's, with its loss; one of on_evaluation has a step and a score (CORE).
     on_weights: histograms of every parameter, where weight_distribution is on.
     on_epoch_end fires after the last step of each pass over the data, and at the end of the run.
-    on_progress says how far something that takes long besides the steps has come, as "rollout 12/128".
+    on_progress: progress of something slow besides the steps, as "rollout 12/128".
     on_rollback fires when the run has gone back to an earlier step: forget what is known of later ones.
     """
 
@@ -79,9 +81,7 @@ class Callbacks:
         if hook not in self._hooks:
             base = getattr(Callback, hook)
             self._hooks[hook] = [
-                getattr(callback, hook)
-                for callback in self.all
-                if getattr(type(callback), hook, base) is not base
+                getattr(callback, hook) for callback in self.all if getattr(type(callback), hook, base) is not base
             ]
         for call in self._hooks[hook]:
             call(*args)

@@ -15,11 +15,10 @@ from bessemer.registry import callbacks, datasets
 from bessemer.report.metrics import MetricsFile
 from bessemer.training.callbacks.base import Callback
 from bessemer.training.feed import fetch
-from bessemer.training.loop import Loop
 from bessemer.training.outcome import doing
 
 if TYPE_CHECKING:
-    from bessemer.training.trainer import BaseTrainer
+    from bessemer.training.callbacks.base import BaseTrainer, Loop
 
 CORE = "core_metric"
 
@@ -32,17 +31,10 @@ class Evaluation(Callback):
     The final save comes before the last ones. What is compiled is kept from one evaluation to the next.
     """
 
-    tasks: list[str] = field(
-        "eval/evaluations", default_factory=list, help="evaluations run with each validation"
-    )
-    limit: int = field(
-        "eval/limit", default=500, minimum=1, help="examples of one evaluation during training"
-    )
+    tasks: list[str] = field("eval/evaluations", default_factory=list, help="evaluations run with each validation")
+    limit: int = field("eval/limit", default=500, minimum=1, help="examples of one evaluation during training")
     core_interval: int = field(
-        "eval/core_interval",
-        default=0,
-        minimum=-1,
-        help="steps between CORE scores; 0 = none, -1 = at the end",
+        "eval/core_interval", default=0, minimum=-1, help="steps between CORE scores; 0 = none, -1 = at the end"
     )
     core_bundle: str = field("eval/core_bundle", default="", help="directory of the CORE tasks")
     enabled: bool = field("training/evaluate", default=True, help="run the evaluations of eval.evaluations")
@@ -72,28 +64,21 @@ class Evaluation(Callback):
     def on_train_begin(self, loop: Loop) -> None:
         self.programs: dict[str, Any] = {}
         self.on_rollback(loop)
-        self.leave_out_the_demonstration(loop)
+        meant = self.meant(loop.trainer)
+        if own := [task for task in self.tasks if task not in meant]:
+            loop.trainer.say(f"note       the recipe's {', '.join(own)} is left out, as this run has data of its own")
+        self.tasks = meant
         if self.core_interval and self.enabled:
             missing = [task.name for task in read_bundle(self.core_bundle) if task.path is None]
             if missing:
                 loop.trainer.say(f"CORE: the bundle lacks {', '.join(missing)}")
 
     def meant(self, trainer: BaseTrainer) -> list[str]:
-        """The tasks, but for a recipe's evaluation of its own dataset, which means nothing to a run whose data the
-        caller named."""
+        """The tasks without a recipe's evaluation of its own dataset, if the run trains on other data."""
         evaluations = trainer.config.provenance["eval/evaluations"]
         if not evaluations.is_recipe or trainer.has_recipe_data:
             return self.tasks
         return [task for task in self.tasks if task.partition(":")[2] not in datasets]
-
-    def leave_out_the_demonstration(self, loop: Loop) -> None:
-        meant = self.meant(loop.trainer)
-        own = [task for task in self.tasks if task not in meant]
-        self.tasks = meant
-        if own:
-            loop.trainer.say(
-                f"note       the recipe's {', '.join(own)} is left out, as this run has data of its own"
-            )
 
     def on_rollback(self, loop: Loop) -> None:
         self.scored: set[int] = set()
@@ -117,7 +102,7 @@ class Evaluation(Callback):
             self.score_core(loop)
 
     def score_core(self, loop: Loop) -> None:
-        """One row a step: a run killed after its last one scores it again on resume, and does not write it twice."""
+        """One row per step: a run killed after its last one scores it again on resume, and does not write it twice."""
         if not self.enabled:
             return
         loop.flush()

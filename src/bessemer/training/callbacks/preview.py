@@ -13,17 +13,17 @@ from bessemer.console import fit
 from bessemer.data import Tokenizer
 from bessemer.data.tokenize.chat import can_chat, render, stop_ids
 from bessemer.generate import Completion
+from bessemer.models.protocol import Decoding
 from bessemer.registry import callbacks, objectives
 from bessemer.report.metrics import MetricsFile
 from bessemer.training.callbacks.base import Callback
 from bessemer.training.generation import left_padded
-from bessemer.training.loop import Loop
 from bessemer.training.outcome import doing
 
 if TYPE_CHECKING:
+    from bessemer.training.callbacks.base import BaseTrainer, Loop
     from bessemer.training.setup.data import DataParts
     from bessemer.training.state import TrainState
-    from bessemer.training.trainer import BaseTrainer
     from bessemer.training.validation import ValidationSet
 
 TOKENS = 16
@@ -48,9 +48,7 @@ PROMPTS_KEY = "logging/preview_prompts"
 PROMPT_TOKENS = 12
 
 
-def held_out_prompts(
-    held_out: ValidationSet | None, tokenizer: Tokenizer, count: int = len(PROMPTS)
-) -> list[str]:
+def held_out_prompts(held_out: ValidationSet | None, tokenizer: Tokenizer, count: int = len(PROMPTS)) -> list[str]:
     """Return the first words of lines of held-out text, so that prompts resemble the training data."""
     if held_out is None:
         return []
@@ -121,7 +119,7 @@ class Preview(Callback):
         self.file: MetricsFile | None = None
         if self.interval == 0:
             return
-        if trainer.tokenizer is None or not hasattr(trainer.model, "decode"):
+        if trainer.tokenizer is None or not isinstance(trainer.model, Decoding):
             missing = "tokenizer" if trainer.tokenizer is None else "model that can decode"
             trainer.say(f"no previews: they need a {missing}")
             return
@@ -158,9 +156,7 @@ class Preview(Callback):
             found = trainer.maybe_generate(trainer.state, loop.step)
             loop.callbacks.fire("on_samples", loop, found or [])
 
-    def show_if_due(
-        self, trainer: BaseTrainer, state: TrainState, step: int, metrics: Any
-    ) -> list[Completion]:
+    def show_if_due(self, trainer: BaseTrainer, state: TrainState, step: int, metrics: Any) -> list[Completion]:
         """See BaseTrainer.maybe_generate."""
         if not self.due(trainer, step):
             return []
@@ -189,9 +185,7 @@ class Preview(Callback):
         given = self.prompts != config[PROMPTS_KEY] or bool(config.asked(PROMPTS_KEY))
         return self.prompts if given or trainer.has_recipe_data else [HELD_OUT]
 
-    def starts(
-        self, trainer: BaseTrainer, tokenizer: Tokenizer
-    ) -> tuple[dict[str, list[int]], tuple[int, ...]]:
+    def starts(self, trainer: BaseTrainer, tokenizer: Tokenizer) -> tuple[dict[str, list[int]], tuple[int, ...]]:
         """Return prompts with their tokens, and what ends an answer. Objectives of the trait `chat` get questions."""
         prompts = self.chosen(trainer)
         held_out = prompts == [HELD_OUT]
@@ -201,9 +195,7 @@ class Preview(Callback):
             texts = [] if asked else list(PROMPTS) if held_out or not prompts else prompts
             asked |= {text: render([{"role": "user", "content": text}], tokenizer) for text in texts}
             return asked, stop_ids(tokenizer)
-        texts = (held_out_prompts(trainer.data.validation, tokenizer) if held_out else prompts) or list(
-            PROMPTS
-        )
+        texts = (held_out_prompts(trainer.data.validation, tokenizer) if held_out else prompts) or list(PROMPTS)
         return {text: tokenizer.prompt(text) for text in texts}, ()
 
     def continued(
@@ -211,9 +203,7 @@ class Preview(Callback):
     ) -> list[Completion]:
         """A few greedy tokens after each prompt, from the trainer's own `generate`."""
         shape = len(asked), max(map(len, asked.values()))
-        ids, mask = left_padded(
-            list(asked.values()), shape, trainer.tokenizer.pad_id if trainer.tokenizer else 0
-        )
+        ids, mask = left_padded(list(asked.values()), shape, trainer.tokenizer.pad_id if trainer.tokenizer else 0)
         results = trainer.generate(
             ids,
             mask,

@@ -10,7 +10,7 @@ import importlib
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,7 +18,9 @@ from bessemer.errors import InputError, Stopped, to_install
 from bessemer.generate import Completion
 from bessemer.registry import callbacks
 from bessemer.training.callbacks.base import Callback
-from bessemer.training.loop import Loop
+
+if TYPE_CHECKING:
+    from bessemer.training.callbacks.base import Loop
 
 SAMPLES = "samples"
 WEIGHTS = "weights"
@@ -35,13 +37,13 @@ def _require(module: str, setting: str) -> Any:
 
 
 def edges(row: dict[str, Any]) -> list[float]:
-    """The bounds of the histogram's pieces, which are equal parts of min … max (or of ±½ where those are one)."""
+    """The edges of the histogram's bins, equal parts of min … max (± ½ if both are the same)."""
     return [float(edge) for edge in np.histogram_bin_edges([row["min"], row["max"]], len(row["counts"]))]
 
 
 class WandbSink:
-    """Their own step may not go backwards: rows after a rollback would be dropped. So `step` is a column of
-    ours, and every curve is drawn against it."""
+    """wandb drops rows whose step goes backwards, as after a rollback; so `step` is a column that curves are drawn
+    against."""
 
     def __init__(self, loop: Loop):
         self.wandb = _require("wandb", "logging.wandb")
@@ -74,13 +76,12 @@ class WandbSink:
 
     def write_weights(self, step: int, rows: list[dict[str, Any]]) -> None:
         histograms = {
-            f"{WEIGHTS}/{row['name']}": self.wandb.Histogram(np_histogram=(row["counts"], edges(row)))
-            for row in rows
+            f"{WEIGHTS}/{row['name']}": self.wandb.Histogram(np_histogram=(row["counts"], edges(row))) for row in rows
         }
         self.run.log({"step": step, **histograms})
 
     def go_back(self, step: int) -> None:
-        """What was undone stays there; the rows that follow say `rollbacks`."""
+        """Rows of undone steps stay; later ones count `rollbacks`."""
 
     def close(self, failed: bool = False) -> None:
         self.run.finish(exit_code=int(failed))
@@ -131,7 +132,7 @@ class TensorboardSink:
         self._add(step, values)
 
     def go_back(self, step: int) -> None:
-        """Their readers forget what was written from the step of such a mark on."""
+        """Write a mark: readers drop what was written for that step and later ones."""
         mark = self.events.SessionLog(status=self.events.SessionLog.START)
         first = step + 1 if step > 0 else 0
         self.writer.add_event(self.events.Event(wall_time=time.time(), step=first, session_log=mark))
@@ -153,18 +154,11 @@ class Tracker(Callback):
             if logging.tensorboard:
                 self.sinks.append(TensorboardSink(loop))
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def on_metrics(self, loop: Loop, row: dict[str, Any]) -> None:
         for sink in self.sinks:
             sink.write(row)
 
-    def on_metrics(self, loop: Loop, row: dict[str, Any]) -> None:
-        self._write(row)
-
-    def on_evaluation(self, loop: Loop, row: dict[str, Any]) -> None:
-        self._write(row)
-
-    def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
-        self._write(row)
+    on_evaluation = on_validation = on_metrics
 
     def on_samples(self, loop: Loop, samples: Sequence[Completion]) -> None:
         for sink in self.sinks:

@@ -22,31 +22,32 @@ from bessemer.errors import InputError
 from bessemer.registry import callbacks
 from bessemer.report.metrics import MetricsFile
 from bessemer.storage.files import storage
+from bessemer.storage.weights import flatten_names
 from bessemer.training.callbacks.base import Callback
 from bessemer.training.feed import fetch
-from bessemer.training.loop import Loop
 
 if TYPE_CHECKING:
-    from bessemer.training.trainer import BaseTrainer
+    from bessemer.training.callbacks.base import BaseTrainer, Loop
 
 
 def root_mean_square(array: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.mean(jnp.square(array.astype(jnp.float32))))
 
 
+def by_path(params: Any) -> dict[str, jax.Array]:
+    return dict(zip(flatten_names(params), jax.tree.leaves(params), strict=True))
+
+
 def matching(params: Any, pattern: str) -> dict[str, jax.Array]:
     """Parameters whose path (joined by /) matches the regular expression from its start."""
-    flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    named = {"/".join(str(part.key) for part in path): leaf for path, leaf in flat}
+    named = by_path(params)
     try:
         found = {name: leaf for name, leaf in named.items() if re.match(pattern, name)}
     except re.error as error:
-        raise InputError(f"watch pattern '{pattern}' is no regular expression: {error}.") from error
+        raise InputError(f"watch pattern '{pattern}' is not a regular expression: {error}.") from error
     if not found:
         examples = ", ".join(list(named)[:3])
-        raise InputError(
-            f"watch pattern '{pattern}' matches no parameter. Parameters are named like: {examples}."
-        )
+        raise InputError(f"watch pattern '{pattern}' matches no parameter. Parameters are named like: {examples}.")
     return found
 
 
@@ -90,46 +91,25 @@ class Watchers(Callback):
             row.update({name: float(value) for name, value in fetch(values).items()})
 
 
-# Histograms of every parameter at validation points (callbacks=[weight_distribution]): RUN/weights.jsonl,
-# trackers.
-
-
 BINS = 32
 
 
 @jax.jit
-def distribution(params: Any) -> Any:
-    """Per leaf: mean, standard deviation, smallest, largest, and a histogram between the last two."""
+def distribution(arrays: dict[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
+    """Per array: mean, standard deviation, smallest, largest, and a histogram between the last two."""
 
     def one(array: jax.Array) -> dict[str, jax.Array]:
         values = array.astype(jnp.float32).ravel()
         counts, _ = jnp.histogram(values, bins=BINS)
-        return {
-            "mean": values.mean(),
-            "std": values.std(),
-            "min": values.min(),
-            "max": values.max(),
-            "counts": counts,
-        }
+        return {"mean": values.mean(), "std": values.std(), "min": values.min(), "max": values.max(), "counts": counts}
 
-    return jax.tree.map(one, params)
-
-
-def weight_rows(params: Any, step: int) -> list[dict[str, Any]]:
-    """One row a parameter, read in one fetch."""
-    summary = fetch(distribution(params))
-    flat = jax.tree_util.tree_flatten_with_path(
-        summary, is_leaf=lambda node: isinstance(node, dict) and "counts" in node
-    )
-    return [
-        {"step": step, "name": "/".join(str(part.key) for part in path)}
-        | {name: value.tolist() for name, value in leaf.items()}
-        for path, leaf in flat[0]
-    ]
+    return {name: one(array) for name, array in arrays.items()}
 
 
 @callbacks.register("weight_distribution")
 class WeightDistribution(Callback):
+    """Writes histograms of every parameter to RUN/weights.jsonl at each validation, and to trackers."""
+
     def on_train_begin(self, loop: Loop) -> None:
         trainer = loop.trainer
         if trainer.is_process_zero:
@@ -137,8 +117,7 @@ class WeightDistribution(Callback):
             again = loop.step == 0 or (trainer.done and loop.loop_state.last_validation != loop.step)
             MetricsFile(trainer.run_directory.weights).truncate_after(loop.step - 1 if again else loop.step)
 
-    def on_rollback(self, loop: Loop) -> None:
-        self.on_train_begin(loop)
+    on_rollback = on_train_begin
 
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
         rows = loop.trainer.log_weight_distribution(loop.trainer.state, row["step"])
@@ -146,8 +125,13 @@ class WeightDistribution(Callback):
 
 
 def append_weights(path: Any, params: Any, step: int, write: bool = True) -> list[dict[str, Any]]:
-    """The rows. Every process takes part in the measuring; process 0 writes (JSON has no NaN: null)."""
-    rows = weight_rows(params, step)
+    """Return one row per parameter, and append them to `path` on the process that writes (JSON has no NaN: null).
+    Every process takes part in the measuring."""
+    named = by_path(params)
+    found = fetch(distribution(named))
+    rows = [
+        {"step": step, "name": name, **{key: value.tolist() for key, value in found[name].items()}} for name in named
+    ]
     if write:
         with storage(f"cannot write {path}"), open(path, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(_plain(row), allow_nan=False) + "\n" for row in rows)
@@ -156,6 +140,5 @@ def append_weights(path: Any, params: Any, step: int, write: bool = True) -> lis
 
 def _plain(row: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
     }

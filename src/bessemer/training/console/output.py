@@ -1,4 +1,4 @@
-"""What a run shows and leaves behind: log.txt, derived.json, the final weights."""
+"""What a run prints and leaves behind: log.txt, facts.json, derived.json, the last lines, the final weights."""
 
 from __future__ import annotations
 
@@ -9,45 +9,44 @@ import re
 import shlex
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 from rich.console import Console
 
+from bessemer.config import Config
 from bessemer.config.bounded import read_json
 from bessemer.config.values import plain
-from bessemer.console import duration, fit, wrapped
+from bessemer.console import compact, duration, fit, markdown_table, wrapped
 from bessemer.data import show_progress
 from bessemer.errors import InputError, runnable
+from bessemer.generate.base import read_record
 from bessemer.interop.config import TreeArrays
 from bessemer.interop.export_hf import export_folder
-from bessemer.job import RunDirectory, atomic_write
+from bessemer.job import RunDirectory
 from bessemer.job.trust import mark_origin
-from bessemer.models.allocation import FILE as ALLOCATION
-from bessemer.models.llama import LlamaSettings
+from bessemer.models.llama import Llama
+from bessemer.models.lora import merge_adapters
+from bessemer.models.protocol import Decoding, ValueModel
 from bessemer.registry import objectives
 from bessemer.report import baselines, write_report
 from bessemer.report.metrics import MetricsFile
 from bessemer.report.summary import too_small, training_seconds
-from bessemer.storage.files import storage
+from bessemer.storage.files import atomic_write, storage
 from bessemer.storage.weights import OURS, flatten, write_file
 from bessemer.training import stages
-from bessemer.training.console.progress import compact
+from bessemer.training.context import RunContext
 from bessemer.training.feed import fetch
-from bessemer.training.persistence.checkpoints import versions, write_branches
-from bessemer.training.setup.compiled import Functions, check_step, programs_so_far
+from bessemer.training.persistence.checkpoints import Branch, asset_files, versions, write_branches
+from bessemer.training.setup.compiled import Functions, programs_so_far
 from bessemer.training.setup.model import flops_formula, mfu_peak
+from bessemer.training.setup.plan import RunPlan
+from bessemer.training.state import TrainState
 
-if TYPE_CHECKING:
-    from bessemer.training.trainer import BaseTrainer
-
-
-# The end of a run on the screen: what it reached, against what, a sample, and what to do next.
-
-
+# --- the last lines: what the run reached, against what, a sample, and what to do next ---
 BAR = "  | "
 SAMPLE_LINES = 8
 WATCH = "  bessemer dash                              # all runs in a browser"
@@ -55,41 +54,44 @@ OWN_TEXT = "  bessemer train training.dataset=my.txt     # the same on your own 
 TEACH = "  bessemer train sft init={} training.dataset=chats.jsonl"
 
 
-def final_lines(trainer: BaseTrainer, compressors: dict[str, float]) -> list[str]:
-    rows = list(MetricsFile(trainer.run_directory.metrics).rows())
+def final_lines(plan: RunPlan, compressors: dict[str, float], width: int) -> list[str]:
+    directory, held_out = plan.context.directory, plan.data.validation
+    rows = list(MetricsFile(directory.metrics).rows())
+    samples = list(MetricsFile(directory.samples).rows())
     validations = [row for row in rows if row.get("val_loss") is not None]
-    before = "untrained" if trainer.settings.init is None else "before"
-    table = result_table(validations, compressors, before)
-    held_out = trainer.data.validation
+    before = "untrained" if plan.context.settings.init is None else "before"
     error = validations[-1].get("val_bpb_se") if validations else None
     small = None if held_out is None else too_small(held_out.description, error)
-    table += [f"warning: {small}"] if small else []
-    results = [*reward_line(rows), *table, *evaluated(validations)]
-    lines = ["", *results, *speed_lines(rows), ""]
-    lines += sample_lines(trainer)
-    path = shown(trainer.run_directory.path)
-    curves = f", curves in {path}/plots" if trainer.logging.plots else ""
+    path = shown(directory.path)
+    curves = f", curves in {path}/plots" if plan.context.logging.plots else ""
     return [
-        *lines,
-        f"run     {path}",
-        f"report  {path}/report.md{curves}",
         "",
-        "next",
-        *map(runnable, next_commands(trainer, shlex.quote(path))),
+        *reward_line(rows),
+        *result_table(validations, compressors, before),
+        *([f"warning: {small}"] if small else []),
+        *evaluated(validations),
+        *speed_lines(rows),
+        "",
+        *(sample_lines(samples[-1], width, trains_chat(plan)) if samples else []),
+        *closing_lines(path, next_commands(plan, samples, shlex.quote(path)), curves),
     ]
 
 
-def next_commands(trainer: BaseTrainer, path: str) -> list[str]:
-    if teaches_chat(trainer):
+def closing_lines(path: str, commands: Iterable[str], curves: str = "") -> list[str]:
+    return [f"run     {path}", f"report  {path}/report.md{curves}", "", "next", *map(runnable, commands)]
+
+
+def next_commands(plan: RunPlan, samples: list[dict[str, Any]], path: str) -> list[str]:
+    if trains_chat(plan):
         return [f"  bessemer chat {path}", f"  bessemer serve {path}", WATCH]
-    if hasattr(trainer.model, "values"):  # it judges answers and was not taught to write them
+    if isinstance(plan.model.model, ValueModel):  # a reward model writes no text
         return [f"  bessemer report {path} --html", WATCH]
-    can_sample = trainer.tokenizer is not None and hasattr(trainer.model, "decode")
+    can_sample = plan.model.tokenizer is not None and isinstance(plan.model.model, Decoding)
     return [
-        *([f"  bessemer sample {path} --prompt {shlex.quote(a_prompt(trainer))}"] if can_sample else []),
+        *([f"  bessemer sample {path} --prompt {shlex.quote(prompt_to_try(samples))}"] if can_sample else []),
         f"  bessemer eval {path} --tasks bpb",
         WATCH,
-        OWN_TEXT if trainer.has_recipe_data else f"{TEACH.format(path)}     # teach it to answer",
+        OWN_TEXT if plan.context.has_recipe_data else f"{TEACH.format(path)}     # teach it to answer",
     ]
 
 
@@ -105,9 +107,9 @@ def reward_line(rows: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def teaches_chat(trainer: BaseTrainer) -> bool:
-    """Whether the objective teaches conversations, so that compressing text is not what it is about."""
-    return "chat" in objectives.entry(trainer.settings.objective).traits
+def trains_chat(plan: RunPlan) -> bool:
+    """Whether the objective trains on conversations, so that compressing text is not its goal."""
+    return "chat" in objectives.entry(plan.context.settings.objective).traits
 
 
 def shown(path: str | Path) -> str:
@@ -122,10 +124,7 @@ def result_table(
     """Bits per byte of the held-out text, worst first, with a bar each: shorter is better."""
     known = [row for row in validations if row.get("val_bpb") is not None]
     if not known:
-        return [
-            f"validation loss {row['val_loss']:.4f} at step {row['step']}{ranked(row)}"
-            for row in validations[-1:]
-        ]
+        return [f"validation loss {row['val_loss']:.4f} at step {row['step']}{ranked(row)}" for row in validations[-1:]]
     values = {f"this model, {before}": known[0]["val_bpb"]} if known[0]["step"] == 0 else {}
     values |= {{"gzip": "gzip -9", "xz": "xz -9e"}[name]: value for name, value in compressors.items()}
     values["this model, trained"] = known[-1]["val_bpb"]
@@ -173,53 +172,50 @@ def speed_lines(rows: list[dict[str, Any]]) -> list[str]:
     return [f"  {compact(timed[-1]['tokens'])} tokens in {spent} of training, {compact(speed)} tokens/s"]
 
 
-def a_prompt(trainer: BaseTrainer) -> str:
-    """Something to try: the first line of the last preview's prompt, cut to fit the screen."""
-    samples = list(MetricsFile(trainer.run_directory.samples).rows())
+def prompt_to_try(samples: list[dict[str, Any]]) -> str:
+    """The first line of the last preview's prompt, cut to fit the screen."""
     lines = samples[-1]["prompt"].strip().splitlines() if samples else []
     return lines[0][:32].strip() if lines else "Once upon a time"
 
 
-def sample_lines(trainer: BaseTrainer) -> list[str]:
-    samples = list(MetricsFile(trainer.run_directory.samples).rows())
-    if not samples:
-        return []
-    last, width = samples[-1], trainer.output.console.width - len(BAR)
-    between = "▸" if teaches_chat(trainer) else ""
-    text = fit(last["prompt"], 3 * width) + between + last["completion"]
+def sample_lines(sample: dict[str, Any], width: int, chat: bool) -> list[str]:
+    width -= len(BAR)
+    text = fit(sample["prompt"], 3 * width) + ("▸" if chat else "") + sample["completion"]
     lines = [part for line in text.splitlines() for part in wrapped(line, width)]
     return ["sample", *(f"{BAR}{line}" for line in lines[:SAMPLE_LINES]), ""]
 
 
-# facts.json: what a report says about a run that its configuration and metrics do not.
-
-
+# --- the first files: facts.json holds what a report needs beyond configuration and metrics ---
 BASELINE_BYTES = 16 << 20
-"""Held-out text up to this size is also given to gzip and xz; more would take them minutes."""
+"""Held-out text up to this size is also compressed with gzip and xz; more would take minutes."""
 
 
-def run_facts(trainer: BaseTrainer) -> dict[str, Any]:
-    """Counts, FLOPs, devices and versions, known before the first step."""
-    parts, topology = trainer.model_parts, trainer.topology.describe()
+def run_facts(
+    plan: RunPlan, functions: Functions, trained: int, total_flops: float, start_up: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Counts, FLOPs, devices and versions. trained: number of trained parameters. start_up: StartUp.facts()."""
+    parts, held_out, topology = plan.model, plan.data.validation, plan.context.topology.describe()
+    base = read_record(plan.context.directory)
     return {
-        "data": trainer.data.plan.stats,
-        "validation_sequences": trainer.data.validation_count,
-        "validation": trainer.data.validation.description if trainer.data.validation is not None else {},
+        "data": plan.data.plan.stats,
+        "validation_sequences": plan.data.validation_count,
+        "validation": {} if held_out is None else held_out.description,
         "parameters": parts.counts,
-        "trained_parameters": trainer.count_model_parameters(trainer.functions.abstract_state.params),
+        "trained_parameters": trained,
+        "base": None if base is None else {"path": base.source or base.path, "sha256": base.sha256},
         "flops_per_token": parts.flops_per_token,
         "flops_per_token_causal": parts.flops_per_token_causal,
-        "flops_formula": flops_formula(parts, trainer.settings.block_size),
-        "mfu_peak": mfu_peak(trainer.topology, parts.model),
-        "total_flops": trainer.calculate_number_total_flops(),
-        "optimizer": optimizer_groups(trainer.functions),
-        "steps": trainer.steps,
-        "tokens": trainer.steps * trainer.tokens_per_step,
-        "accumulate_steps": trainer.functions.accumulate_steps,
+        "flops_formula": flops_formula(parts, plan.context.settings.block_size),
+        "mfu_peak": mfu_peak(plan.context.topology, parts.model),
+        "total_flops": total_flops,
+        "optimizer": optimizer_groups(functions),
+        "steps": plan.data.steps,
+        "tokens": plan.tokens,
+        "accumulate_steps": functions.accumulate_steps,
         "devices": topology,
         "determinism": "bit-exact" if topology["deterministic"] else "fast (not bit-repeatable)",
         "versions": versions(),
-        "start_up": trainer.startup.facts(),
+        "start_up": start_up,
     }
 
 
@@ -239,34 +235,51 @@ def optimizer_groups(functions: Functions) -> list[dict[str, Any]]:
     ]
 
 
-def derivation(trainer: BaseTrainer) -> dict[str, Any]:
-    """Derived numbers with their reasons. A resumed run finds most of them in its configuration and derives them no
-    more: the rows of its first start stay, as long as they are the same numbers."""
+def derivation(context: RunContext) -> dict[str, Any]:
+    """Derived numbers with their reasons. A resumed run reads most of them from its configuration instead of deriving
+    them: the rows of its first start stay, as long as the numbers are the same."""
+    derived = context.notes.derived
     try:
-        saved = read_json(trainer.run_directory.derived)
-    except (OSError, ValueError):  # a first start, or a file that is damaged
+        saved = read_json(context.directory.derived)
+    except (OSError, ValueError):  # a first start, or a damaged file
         saved = {}
     rows = saved.items() if isinstance(saved, dict) else ()
-    return trainer.derived | {name: row for name, row in rows if still_holds(trainer, name, row)}
+    return derived | {name: row for name, row in rows if still_holds(context.config, derived.get(name), name, row)}
 
 
-def still_holds(trainer: BaseTrainer, name: str, row: Any) -> bool:
-    """Whether this start says no more about the number than that it is given, and it is the same."""
+def still_holds(config: Config, now: dict[str, Any] | None, name: str, row: Any) -> bool:
+    """Whether `now`, this start's row of a derived number, adds nothing to the saved `row` of the same value."""
     if not isinstance(row, dict) or "value" not in row:
         return False
-    if (now := trainer.derived.get(name)) is not None:
+    if now is not None:
         return bool(now["reason"].endswith("given") and now["value"] == row["value"])
-    return bool(name not in trainer.config or plain(trainer.config[name]) == row["value"])
+    return bool(name not in config or plain(config[name]) == row["value"])
 
 
-def write_facts(trainer: BaseTrainer, **more: Any) -> None:
-    facts = run_facts(trainer) | more
-    atomic_write(trainer.run_directory.facts, json.dumps(facts, indent=1, default=str))
+def write_facts(directory: RunDirectory, facts: Mapping[str, Any]) -> None:
+    atomic_write(directory.facts, json.dumps(facts, indent=1, default=str))
 
 
-def validation_text(trainer: BaseTrainer) -> bytes | None:
-    """The held-out bytes the validation measures, in their order; None without text or when there are too many."""
-    held_out, tokenizer = trainer.data.validation, trainer.tokenizer
+def write_setup(plan: RunPlan, branches: Sequence[Branch]) -> None:
+    """Write config.yaml with every key, and derived.json with each derived or chosen number and its reason."""
+    context, directory = plan.context, plan.context.directory
+    write_branches(directory, branches)  # first: it explains why config.yaml is not as it was
+    write_config(directory, context.config, context.notes.say)
+    atomic_write(directory.derived, json.dumps(derivation(context), indent=1))
+    if len(plan.stages) > 1:
+        atomic_write(directory.stages, json.dumps(stages.described(plan.stages, plan.tokens_per_step), indent=1))
+
+
+def write_config(directory: RunDirectory, config: Config, say: Callable[[str], None]) -> None:
+    """Write config.yaml, and mark the run as started here."""
+    atomic_write(directory.config, config.to_yaml(), sync=True)
+    if problem := mark_origin(directory, config.tree()):
+        say(f"note: this run cannot be marked as started here, so resume may ask for --trust: {problem}")
+
+
+def validation_text(plan: RunPlan) -> bytes | None:
+    """The held-out bytes the validation measures, in their order; None without text or if there are too many."""
+    held_out, tokenizer = plan.data.validation, plan.model.tokenizer
     if held_out is None or tokenizer is None:
         return None
     order = np.lexsort((held_out.rows.index, held_out.rows.source))
@@ -281,16 +294,31 @@ def validation_text(trainer: BaseTrainer) -> bytes | None:
     return b"".join(pieces)
 
 
-def compressor_baselines(trainer: BaseTrainer) -> dict[str, float]:
-    """Bits per byte of gzip -9 and xz -9e on the validation text; empty when it is not known."""
-    text = None if teaches_chat(trainer) else validation_text(trainer)
-    return baselines(text) if text else {}
+def conclude(plan: RunPlan, step: int, facts: Mapping[str, Any], width: int) -> None:
+    """Write the report and print the last lines; process 0 only."""
+    context, text = plan.context, None if trains_chat(plan) else validation_text(plan)
+    compressors = baselines(text) if text else {}
+    write_facts(context.directory, {**facts, "baselines": compressors})
+    context.directory.write_status(state="done", step=step)
+    write_report(context.directory, curves=context.logging.plots)
+    for line in final_lines(plan, compressors, width):
+        context.notes.say(line)
 
 
-INFORMATION = "information.md"
-"""What `save_information` writes beside the weights."""
+def compile_shown(compile_steps: Callable[[], bool], compiled: bool, say: Callable[[str], None]) -> None:
+    """Call `compile_steps`; print how long it took and whether the compiler or the cache made the programs."""
+    start, before = time.monotonic(), programs_so_far()
+    if not compiled:
+        say("programs   preparing the training and validation steps")
+    if compile_steps():
+        made, seconds = programs_so_far() - before, time.monotonic() - start
+        if made.all_found:
+            say(f"loaded     from the cache in {seconds:.1f} s")
+        else:
+            say(f"compiled   in {seconds:.1f} s ({made.words}); the next start is quick")
 
 
+# --- the screen and log.txt ---
 COMMAND = re.compile(r"  (\S+/)?(python\S* -m )?bessemer ")
 
 
@@ -347,136 +375,109 @@ class Output:
             self._early = []
 
 
-def write_setup(trainer: BaseTrainer) -> None:
-    """config.yaml with every key, and derived.json with each derived or chosen number and its reason."""
-    write_branches(
-        trainer.run_directory, trainer.branches
-    )  # first: it explains why config.yaml is not as it was
-    atomic_write(trainer.run_directory.config, trainer.config.to_yaml(), sync=True)
-    atomic_write(trainer.run_directory.derived, json.dumps(derivation(trainer), indent=1))
-    if len(trainer.stages) > 1:
-        atomic_write(
-            trainer.run_directory.stages,
-            json.dumps(stages.described(trainer.stages, trainer.tokens_per_step), indent=1),
-        )
-    if problem := mark_origin(trainer.run_directory, trainer.config.tree()):
-        trainer.say(
-            f"note: this run cannot be marked as started here, so resume may ask for --trust: {problem}"
-        )
-    write_facts(trainer)
+# --- the final weights as plain files ---
+INFORMATION = "information.md"
+"""What `save_information` writes beside the weights."""
 
 
-def conclude(trainer: BaseTrainer) -> None:
-    """The report, and the last lines on the screen: what was reached, against what, and what to do next."""
-    if not trainer.is_process_zero:
-        return
-    if trainer.lock is not None:
-        trainer.lock.check_intact()
-    compressors = compressor_baselines(trainer)
-    write_facts(trainer, baselines=compressors)
-    trainer.run_directory.write_status(state="done", step=trainer.step)
-    write_report(trainer.run_directory, curves=trainer.logging.plots)
-    for line in final_lines(trainer, compressors):
-        trainer.say(line)
+@dataclasses.dataclass(frozen=True)
+class WeightFiles:
+    """Writes the parameters of a state of `step`, and what is needed to use them elsewhere.
+
+    gather: replicates an array over all devices. save_information: writes a description of the run to a path.
+    """
+
+    plan: RunPlan
+    step: int
+    gather: Callable[[Any], Any]
+    save_information: Callable[[Path], None]
+
+    @property
+    def writes(self) -> bool:
+        return self.plan.context.topology.is_process_zero
+
+    def save(self, state: TrainState, directory: str | Path | None) -> Path:
+        """Write model.safetensors, config.json, tokenizer.json. With LoRA: adapters alone where the base stays outside
+        the run, else the merged model, and the adapters beside it."""
+        target = self.plan.context.directory.model if directory is None else Path(directory)
+        texts, split = model_texts(self.plan), self.plan.model.split
+        alone = read_record(self.plan.context.directory) is not None
+        beside = split.adapted and not alone
+        if self.writes:
+            with storage("cannot create the directory for the weights"):  # the run's own directory is there
+                target.mkdir(parents=directory is not None, exist_ok=True)
+            about = {**dataclasses.asdict(split.lora), "scale": split.lora.scale}
+            about |= {"base": self.plan.context.settings.init, "adapted": ["/".join(path) for path in split.adapted]}
+            adapters = {"adapters.json": json.dumps(about, indent=1)} if beside else {}
+            for name, text in (texts | adapters).items():
+                (target / name).write_text(text, encoding="utf-8")
+        # after the texts, whose checksums they hold
+        for name, params in (("model", state.params), ("ema", state.ema)):
+            if params is not None:
+                self._write(params if alone else state.whole(params), target / f"{name}.safetensors", texts)
+        if beside:
+            self._write(state.params, target / "adapters.safetensors", ["adapters.json"])
+        if self.writes:
+            self.save_information(target / INFORMATION)
+        return target
+
+    def save_for_torch(self, state: TrainState, directory: str | Path | None) -> Path:
+        """Write the layout that transformers loads, in `model.weights_dtype`; RUN/model-hf unless a directory is
+        given."""
+        model: Any = self.plan.model.model
+        if not isinstance(model, Llama):
+            raise InputError(
+                f"the {self.plan.context.settings.family} family has no Hugging Face layout; "
+                "save_pretrained(to_torch=False) writes plain safetensors."
+            )
+        target = self.plan.context.directory.path / "model-hf" if directory is None else Path(directory)
+        arrays = self._arrays(state.whole())
+        if self.writes:
+            export_folder(arrays, model, self.plan.model.tokenizer, target, dtype=model.weights_dtype)
+            self.save_information(target / INFORMATION)
+        return target
+
+    def _write(self, params: Any, path: Path, beside: Iterable[str]) -> None:
+        """Parameters by path, written by process 0 one at a time."""
+        arrays = self._arrays(params)
+        if self.writes:
+            about = {"format": OURS, "step": str(self.step)}
+            write_file(path, arrays.signature(), arrays.read, about, beside=beside)
+
+    def _arrays(self, params: Any) -> TreeArrays:
+        """Parameters by path, for process 0 to read. Several processes gather them first, before anything is written:
+        a full disk on process 0 must not leave the others waiting."""
+        leaves = flatten(merge_adapters(params))
+        if jax.process_count() > 1:
+            leaves = {name: fetch(self.gather(leaf)) for name, leaf in leaves.items()}
+        return TreeArrays(leaves, fetch)
 
 
-def compile_shown(trainer: BaseTrainer) -> None:
-    """Make the programs ahead of the loop, and say how long it took and whether the compiler or the cache made them."""
-    start, before = time.monotonic(), programs_so_far()
-    if not trainer.functions.compiled:
-        trainer.say("programs   preparing the training and validation steps")
-    if trainer.compile_aot():
-        made, seconds = programs_so_far() - before, time.monotonic() - start
-        if made.all_found:
-            trainer.say(f"loaded     from the cache in {seconds:.1f} s")
-        else:
-            trainer.say(f"compiled   in {seconds:.1f} s ({made.words}); the next start is quick")
-    check_step(trainer.plan, trainer.hooks, trainer.functions)
-
-
-def save_pretrained(trainer: BaseTrainer, state: Any, directory: Any, to_torch: bool) -> Path:
-    """model.safetensors, config.json, tokenizer.json: what is needed to use the model elsewhere."""
-    if to_torch:
-        return save_for_torch(trainer, state, directory)
-    target = Path(directory) if directory is not None else trainer.run_directory.model
-    if trainer.is_process_zero:
-        with storage("cannot create the directory for the weights"):  # never the run's own, which is there
-            target.mkdir(parents=directory is not None, exist_ok=True)
-    texts = model_texts(trainer)
-    split = trainer.model_parts.split
-    if trainer.is_process_zero:
-        about = {**dataclasses.asdict(split.lora), "scale": split.lora.scale, "base": trainer.settings.init}
-        about |= {"adapted": ["/".join(path) for path in split.adapted]}
-        adapters = {"adapters.json": json.dumps(about, indent=1)} if split.adapted else {}
-        for name, text in (texts | adapters).items():
-            (target / name).write_text(text, encoding="utf-8")
-    # After the texts, whose checksums they hold.
-    for name, params in (("model", state.whole()), ("ema", state.ema and state.whole(state.ema))):
-        if params is not None:
-            write_weights(trainer, params, target / f"{name}.safetensors", texts)
-    if split.adapted:
-        write_weights(trainer, state.params, target / "adapters.safetensors", ["adapters.json"])
-    if trainer.is_process_zero:
-        trainer.save_information(target / INFORMATION)
-    return target
-
-
-def model_texts(trainer: BaseTrainer) -> dict[str, str]:
-    """The files beside the weights: the model's settings, the tokenizer, the rows of lookup layers."""
-    tree = trainer.config.tree()
+def model_texts(plan: RunPlan) -> dict[str, str]:
+    """The files beside the weights: the model's settings, which name the base of adapters, and those of
+    `asset_files`."""
+    tree = plan.context.config.tree()
     shape = {name: tree.get(name, {}) for name in ("model", "architecture")}
-    texts = {"config.json": json.dumps(shape, indent=1)}
-    if trainer.tokenizer is not None:
-        texts |= trainer.tokenizer.files
-    if (allocation := getattr(trainer.model, "allocation", None)) is not None:
-        texts[ALLOCATION] = allocation.to_json()
-    return texts
+    if (base := read_record(plan.context.directory)) is not None:
+        shape |= {"lora": tree.get("lora", {}), "base": base.as_json()}
+    return {"config.json": json.dumps(shape, indent=1), **asset_files(plan.model)}
 
 
-def save_for_torch(trainer: BaseTrainer, state: Any, directory: Any) -> Path:
-    """The layout that transformers loads, in `model.weights_dtype`; RUN/model-hf unless a directory is given."""
-    model: Any = trainer.model
-    if not isinstance(model, LlamaSettings):
-        raise InputError(
-            f"the {trainer.settings.family} family has no Hugging Face layout; save_pretrained(to_torch=False) writes "
-            "plain safetensors."
-        )
-    target = Path(directory) if directory is not None else trainer.run_directory.path / "model-hf"
-    arrays = TreeArrays(readable(trainer, state.whole()), fetch)
-    if trainer.is_process_zero:
-        export_folder(arrays, model, trainer.tokenizer, target, dtype=model.weights_dtype)
-        trainer.save_information(target / INFORMATION)
-    return target
-
-
-def write_weights(trainer: BaseTrainer, params: Any, path: Path, beside: Iterable[str]) -> None:
-    """Parameters by path, written by process 0 one at a time."""
-    arrays = TreeArrays(readable(trainer, params), fetch)
-    if trainer.is_process_zero:
-        about = {"format": OURS, "step": str(trainer.step)}
-        write_file(path, arrays.signature(), arrays.read, about, beside=beside)
-
-
-def readable(trainer: BaseTrainer, params: Any) -> dict[str, Any]:
-    """Parameters by path, for process 0 to read. Of several processes all take part, and before anything is written: a
-    disk that fails the one must not leave the others waiting."""
-    leaves = flatten(params)
-    if jax.process_count() == 1:
-        return leaves
-    return {name: fetch(trainer.gather(leaf)) for name, leaf in leaves.items()}
-
-
-def save_information(trainer: BaseTrainer, path: Any) -> None:
-    """A short markdown description: shape, horizon, data, optimizer groups."""
-    counts = trainer.model_parts.counts
-    lines = [f"# {trainer.spec.name}", "", "| parameters | count |", "|---|---|"]
-    lines += [f"| {group} | {count:,} |" for group, count in counts.items()]
-    lines += ["", "| derived | value | why |", "|---|---|---|"]
-    lines += [f"| {name} | {entry['value']} | {entry['reason']} |" for name, entry in trainer.derived.items()]
-    lines += ["", "| group | tensors | parameters | rate | decay |", "|---|---|---|---|---|"]
-    for row in optimizer_groups(trainer.functions):
+def information(name: str, plan: RunPlan, functions: Functions) -> str:
+    """A short Markdown description: parameters, derived numbers, optimizer groups."""
+    counts = [(group, f"{count:,}") for group, count in plan.model.counts.items()]
+    derived = [(number, row["value"], row["reason"]) for number, row in plan.context.notes.derived.items()]
+    groups = []
+    for row in optimizer_groups(functions):
         rate = "-" if row["lr"] is None else f"{row['lr']:g}"
-        lines.append(
-            f"| {row['group']} | {row['tensors']} | {row['parameters']:,} | {rate} | {row['weight_decay']:g} |"
-        )
-    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        groups.append((row["group"], row["tensors"], f"{row['parameters']:,}", rate, f"{row['weight_decay']:g}"))
+    lines = [
+        f"# {name}",
+        "",
+        *markdown_table(("parameters", "count"), counts),
+        "",
+        *markdown_table(("derived", "value", "why"), derived),
+        "",
+        *markdown_table(("group", "tensors", "parameters", "rate", "decay"), groups),
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""How progress is shown: a rich bar on a terminal, plain lines in a file, JSON rows for programs, tqdm by wish."""
+"""How steps are shown: a rich bar on a terminal, plain lines in a file, JSON rows for programs, or tqdm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from bessemer.console import duration
+from bessemer.console import compact, duration
 from bessemer.training.setup.compiled import Programs, programs_so_far
 
 
@@ -39,19 +39,9 @@ def clock(seconds: float | None) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
-def compact(number: float | None) -> str:
-    """1234567 -> 1.23M; three digits that matter."""
-    if number is None:
-        return "-"
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"
-
-
 def facts(row: dict[str, Any]) -> str:
-    """The few numbers worth a glance; what is unknown (MFU on an unknown chip) is left out, never guessed. Of a row
-    that is not a step's, its first numbers under their own names."""
+    """The numbers worth a glance, without those that are unknown (MFU on an unknown chip); of a row that is not a
+    step's, its first numbers under their own names."""
     if "loss" not in row:
         return "  ".join(f"{name} {compact(value)}" for name, value in numbers(row).items())
     parts = [f"loss {float(row.get('loss_smooth') or row['loss']):.4f}"]
@@ -85,6 +75,14 @@ def as_json(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
+class NoBar:
+    def update(self, step: int, row: dict[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class RichBar:
     """One line that fits 80 columns."""
 
@@ -112,7 +110,7 @@ class RichBar:
         self.progress.stop()
 
 
-class PlainLines:
+class PlainLines(NoBar):
     """One line per report: for files, pipes and continuous integration."""
 
     PATIENCE = 10.0  # seconds without a line after which an activity gets one
@@ -133,19 +131,13 @@ class PlainLines:
         self._last = time.monotonic()
         self.say(text)
 
-    def close(self) -> None:
-        pass
 
-
-class JsonLines:
-    """Every report as one JSON document a line on stdout."""
+class JsonLines(NoBar):
+    """One line of JSON per report, on stdout."""
 
     def update(self, step: int, row: dict[str, Any]) -> None:
         if row:
             print(json.dumps(row, default=as_json), flush=True)
-
-    def close(self) -> None:
-        pass
 
 
 class TqdmBar:
@@ -166,17 +158,7 @@ class TqdmBar:
         self.bar.close()
 
 
-class NoBar:
-    def update(self, step: int, row: dict[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-def make_progress(
-    kind: str, console: Console, say: Callable[[str], None], total: int, desc: str
-) -> ProgressBar:
+def make_progress(kind: str, console: Console, say: Callable[[str], None], total: int, desc: str) -> ProgressBar:
     """`kind` is the setting logging/progress; auto looks at the terminal."""
     if kind == "auto":
         kind = "rich" if console.is_terminal else "plain"
@@ -189,34 +171,29 @@ def make_progress(
     return PlainLines(say, total, desc) if kind == "plain" else NoBar()
 
 
-# Where the time before the first step goes: laps of one clock, so that the parts add up to the whole.
-
-
 SLOW = 2.0
-"""Seconds of a first step; in shorter ones much is what only the first has."""
+"""Seconds of a first step that a forecast is made from; a shorter one is mostly one-time work."""
 
 
 class StartUp:
-    """`lap(name)` gives the time since the last lap to a part. The clock stands still once the first step is done."""
+    """Where the time before the first step goes: `lap(name)` adds the time since the last lap to a part."""
 
     def __init__(self) -> None:
         self.parts: dict[str, float] = {}
         self.compiled = Programs()
         self.done = False
-        self.elsewhere = (
-            0.0  # seconds before there was a trainer that another run took: one that is started from
-        )
+        self.elsewhere = 0.0  # seconds that the run of `init=recipe:NAME` took before this trainer was made
         self._made = self._last = self._first = time.monotonic()
         self._programs = programs_so_far()
 
     def began(self, moment: float, name: str = "imports and devices") -> None:
-        """The program began at `moment` (of time.monotonic), before there was a trainer to be timed."""
+        """The program began at `moment` (of time.monotonic), before the trainer was made."""
         self._first = moment
         self.parts = {name: max(0.0, self._made - moment - self.elsewhere), **self.parts}
 
     @property
     def age(self) -> float:
-        """Seconds since the program began, or since the trainer was made where nobody said when it did."""
+        """Seconds since the program began, or, if that is unknown, since the trainer was made."""
         return time.monotonic() - self._first
 
     def lap(self, name: str) -> None:
@@ -239,14 +216,14 @@ class StartUp:
         return f"first step after {self.seconds:.1f} s: {', '.join(parts)}"
 
     def forecast(self, steps: int) -> str | None:
-        """A word where `steps` like the first would take more than an hour: reports may be many minutes apart."""
+        """A note if `steps` like the first would take more than an hour: reports may be many minutes apart."""
         one = self.parts.get("first step", 0.0)
         if one < SLOW or one * steps < 3600:
             return None
         return (
             f"at the pace of the first step the run takes {duration(one * steps)} ({steps:,} steps of {one:.0f} s). "
             "Fewer training.steps, a smaller model.depth or a shorter architecture.block_size take less; "
-            "`bessemer plan` with the same words says it beforehand"
+            "`bessemer plan` with the same arguments estimates it beforehand"
         )
 
     def facts(self) -> dict[str, Any] | None:

@@ -1,12 +1,13 @@
-"""Branch points: steps after which a run went on with other settings or data (`bessemer resume --change`).
+"""Save and restore a run, check that a checkpoint belongs to it, roll it back, and record its branch points.
+
+A branch point is a step after which a run went on with other settings or data (`bessemer resume --change`):
 
     RUN/branches.json    [{"step": 100, "time": "2026-11-16T16:20:00Z",
                            "changes": {"training.steps": {"from": 100, "to": 200}},
                            "data": {"from": FINGERPRINT, "to": FINGERPRINT}}]        data: only where it changed
 
-Every checkpoint after a branch point holds the list in its meta.json, so a checkpoint says under which settings each
-part of its run was made. A branch whose first checkpoint is not committed yet is in the file alone; there it explains
-why config.yaml differs from the checkpoint of that step.
+Every checkpoint after a branch point holds the list in its meta.json. A branch whose first checkpoint is not committed
+yet is in the file alone; there it explains why config.yaml differs from the checkpoint of that step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.config import Config, dotted
@@ -28,22 +29,21 @@ from bessemer.config.recipes import flat_values, parse_saved
 from bessemer.config.recipes import saved_tree as tree_of
 from bessemer.config.values import plain
 from bessemer.errors import InputError, StorageError
-from bessemer.job import CheckpointManager, RunDirectory, Snapshot, atomic_write
-from bessemer.models.allocation import FILE as ALLOCATION
-from bessemer.training import stages
+from bessemer.job import CheckpointManager, RunDirectory, Snapshot
+from bessemer.models.lookup import allocation_of
+from bessemer.storage.artifacts import ALLOCATION
+from bessemer.storage.files import atomic_write
 from bessemer.training.context import RunContext
 from bessemer.training.feed import fetch
 from bessemer.training.persistence import frozen, reference
 from bessemer.training.persistence.mirror import Mirror
+from bessemer.training.setup.compiled import Functions
 from bessemer.training.setup.horizon import HORIZONS, REPORTS
 from bessemer.training.setup.initial_weights import read_weights
+from bessemer.training.setup.model import ModelParts
+from bessemer.training.setup.plan import RunPlan, Stage
 from bessemer.training.setup.schema import PATHS
-from bessemer.training.stages import Stage
 from bessemer.training.state import LoopState, RunState, TrainState, added_fields
-
-if TYPE_CHECKING:
-    from bessemer.training.trainer import BaseTrainer
-
 
 RESUMABLE = ("logging/", "topology/", "eval/", "training/per_device_batch_size", "training/time_limit")
 """Settings that cannot change the run, so `resume` accepts them."""
@@ -79,7 +79,7 @@ Changes = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Branch:
-    """The run goes on from `step` with `changes`. `data`: fingerprints, where the training data is not the same."""
+    """The run continues from `step` with `changes`. `data`: fingerprints, if the training data changed."""
 
     step: int
     changes: Changes = field(default_factory=dict)
@@ -97,8 +97,18 @@ class Branch:
         return "; ".join(words)
 
 
-def now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+@dataclass(frozen=True)
+class Lineage:
+    """How this start of a run follows from the ones before.
+
+    continues: it is not the first. change: what `resume --change` asks for; None: nothing may change.
+    data_change: describes training data that is not the checkpoint's; empty: it is the same.
+    """
+
+    continues: bool = False
+    change: Changes | None = None
+    branches: tuple[Branch, ...] = ()
+    data_change: str = ""
 
 
 def changes_between(before: Config, after: Config) -> Changes:
@@ -203,14 +213,10 @@ def branches_at(
 
 
 # --- rollback ----------------------------------------------------------------------------------------------
-# Return to the last regular checkpoint before a poisoned step, and continue with the batch after the poisoned one:
-#
-#     restored step r, poisoned step s, offset o = data_step − step:    data position r + o  →  s + o
-#
-# The target must not depend on chance, or a run that was stopped on its way would become another one: only
-# checkpoints at multiples of logging.checkpoint_interval and at branch points count, not those that a stop or a
-# callback asked for; without one it is step 0. Nothing is recorded: a run killed before its next checkpoint meets
-# the same spike again and decides the same.
+# Return to the last regular checkpoint before a poisoned step, and continue with the batch after the poisoned one.
+# The target must be reproducible: only checkpoints at multiples of logging.checkpoint_interval and at branch points
+# count, not those that a stop or a callback asked for. Nothing is recorded: a run killed before its next checkpoint
+# meets the same spike again and decides the same.
 
 
 def rollback_target(
@@ -238,9 +244,7 @@ def protect_target(context: RunContext, manager: Checkpoints, step: int) -> None
         manager.protect(regular_step(context.logging.checkpoint_interval, step), "rollback")
 
 
-# Saving and restoring a run: state tree, loop state, configuration, tokenizer, the fingerprint of the data.
-
-
+# --- saving and restoring ----------------------------------------------------------------------------------
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 SAVED = ("step", "data_step", "params", "opt_state", "ema", "guard")
 META_KEYS = ("tokenizer_hash", "data_fingerprint", "versions", "topology")
@@ -260,7 +264,7 @@ def open_checkpoints(context: RunContext, mirror: Mirror | None, planned: Sequen
 
 
 def protect_stages(manager: Checkpoints, planned: Sequence[Stage]) -> None:
-    """Exempt the checkpoint at the end of every stage from retention."""
+    """Exempt the checkpoints between stages from retention."""
     for stage in planned[:-1]:
         manager.protect(stage.end, stage.name)
 
@@ -275,46 +279,43 @@ def saved_tree(state: Any) -> dict[str, Any]:
     return {name: getattr(state, name) for name in names if getattr(state, name) is not None}
 
 
-def meta(trainer: BaseTrainer, step: int) -> dict[str, Any]:
-    """Facts that say which run this is, and on what its bits rest."""
+def meta(plan: RunPlan, run: RunState, functions: Functions, branches: Sequence[Branch], step: int) -> dict[str, Any]:
+    """meta.json of a checkpoint of `step`: which run this is, and what its bits depend on."""
+    context, tokenizer, abstract = plan.context, plan.model.tokenizer, functions.abstract_state
+    if abstract.reference is None:
+        compared = reference.logps_identity(context.directory)
+    else:
+        compared = reference.weights_identity(context, plan.stages, step)
     return {
         "step": step,
-        "tokens": step * trainer.tokens_per_step,
-        "epoch": trainer.data.plan.epoch(step + trainer.data_offset),
-        "iteration": step * trainer.functions.accumulate_steps,
+        "tokens": step * plan.tokens_per_step,
+        "epoch": plan.data.plan.epoch(step + run.data_offset),
+        "iteration": step * functions.accumulate_steps,
         "timestamp": time.time(),
         "versions": versions(),
-        "config_hash": hashlib.sha256(trainer.config.to_yaml().encode()).hexdigest(),
-        "tokenizer_hash": trainer.tokenizer.hash if trainer.tokenizer else None,
-        "data_fingerprint": trainer.data.plan.fingerprint,
-        "topology": trainer.topology.describe(),
-        **untrained_identity(trainer.context, trainer.functions.abstract_state, trainer.stages, step),
-        "branches": [branch.as_json() for branch in trainer.branches],
-        "val_loss": trainer.loop_state.best_val_loss if trainer.loop_state.best_step == step else None,
-    }
-
-
-def untrained_identity(
-    context: RunContext, abstract: TrainState, planned: Sequence[Stage], step: int
-) -> dict[str, Any]:
-    """Return which reference and frozen weights a state of `step` belongs with."""
-    with_weights = abstract.reference is not None
-    return {
-        "reference": reference.weights_identity(context, planned, step)
-        if with_weights
-        else reference.logps_identity(context.directory),
+        "config_hash": hashlib.sha256(context.config.to_yaml().encode()).hexdigest(),
+        "tokenizer_hash": tokenizer.hash if tokenizer else None,
+        "data_fingerprint": plan.data.plan.fingerprint,
+        "topology": context.topology.describe(),
+        "reference": compared,
         "frozen": None if abstract.frozen is None else frozen.frozen_identity(context),
+        "branches": [branch.as_json() for branch in branches],
+        "val_loss": run.loop_state.best_val_loss if run.loop_state.best_step == step else None,
     }
 
 
-def snapshot(trainer: BaseTrainer) -> Snapshot:
-    """Everything a checkpoint holds, as of the current step."""
-    files = {"loop.json": trainer.loop_state.to_json(), "config.yaml": trainer.config.to_yaml()}
-    if trainer.tokenizer is not None:
-        files |= trainer.tokenizer.files
-    if (allocation := getattr(trainer.model, "allocation", None)) is not None:
-        files[ALLOCATION] = allocation.to_json()
-    return Snapshot(trainer.step, saved_tree(trainer.state), files, meta(trainer, trainer.step))
+def asset_files(parts: ModelParts) -> dict[str, str]:
+    """The tokenizer and the rows of lookup layers, by file name."""
+    files = {} if parts.tokenizer is None else dict(parts.tokenizer.files)
+    if (allocation := allocation_of(parts.model)) is not None:
+        files[ALLOCATION.name] = allocation.to_json()
+    return files
+
+
+def snapshot(plan: RunPlan, run: RunState, about: dict[str, Any]) -> Snapshot:
+    """Everything a checkpoint of the current step holds; `about`: its meta.json."""
+    files = {"loop.json": run.loop_state.to_json(), "config.yaml": plan.context.config.to_yaml()}
+    return Snapshot(run.step, saved_tree(run.state), files | asset_files(plan.model), about)
 
 
 def protect_best(context: RunContext, run: RunState, manager: Checkpoints) -> None:
@@ -325,92 +326,92 @@ def protect_best(context: RunContext, run: RunState, manager: Checkpoints) -> No
     protect_target(context, manager, run.step)
 
 
-def accept(trainer: BaseTrainer, tree: Any, step: int, files: CheckpointManager) -> None:
-    """Go on from a restored tree; `files` holds what was saved beside it."""
-    trainer.use_stage(stages.current(trainer.stages, step))
-    abstract = trainer.functions.abstract_state
-    against = reference.restore(trainer.context, abstract.reference, trainer.stages, step)
-    trainer.state = abstract.replace(
-        **tree, reference=against, frozen=frozen.restore_frozen(trainer.context, abstract.frozen)
-    )
-    trainer.run_state.loop_state = LoopState.from_json(files.read(step, "loop.json"))
-    manager = trainer.checkpoint_manager
-    manager.protect(trainer.loop_state.best_checkpoint)
-    for branch in trainer.branches:
+def restore_state(plan: RunPlan, run: RunState, abstract: TrainState, tree: Any, step: int) -> None:
+    """Set the train state to a restored `tree`, with the reference and frozen weights that belong to `step`."""
+    held = reference.restore(plan.context, abstract.reference, plan.stages, step)
+    kept, run.base = frozen.restore_frozen(plan.context, abstract.frozen)
+    run.state = abstract.replace(**tree, reference=held, frozen=kept)
+
+
+def continue_from(run: RunState, loop: str, step: int, branches: Sequence[Branch], manager: Checkpoints) -> None:
+    """Set the host's state to that of `step`; `loop`: the checkpoint's loop.json. run.state is restored already."""
+    run.loop_state = LoopState.from_json(loop)
+    manager.protect(run.loop_state.best_checkpoint)
+    for branch in branches:
         manager.protect(branch.step, f"branch-{branch.step}")
         if branch.step == step:
-            trainer.loop_state.branch_off(other_data=branch.data is not None)
-    trainer.step = step
-    protect_target(trainer.context, manager, step)
-    trainer.run_state.data_offset = int(fetch(trainer.state.data_step)) - step
+            run.loop_state.branch_off(other_data=branch.data is not None)
+    run.step = step
+    run.data_offset = int(fetch(run.state.data_step)) - step
 
 
-def check_same_run(trainer: BaseTrainer, step: int, files: CheckpointManager) -> None:
-    """Other data or another tokenizer is an error; another machine is one line, as only rounding changes."""
+def check_same_run(
+    plan: RunPlan, lineage: Lineage, current: Mapping[str, Any], files: CheckpointManager, own: Checkpoints
+) -> Lineage:
+    """Return how a start from the checkpoint of current["step"] in `files` continues the run. Raise InputError for
+    other data or another tokenizer; another machine is one line, as only rounding changes.
+
+    current: what meta.json would hold now. own: the run's own checkpoints.
+    """
+    context, step = plan.context, current["step"]
+    directory, say = context.directory, context.notes.say
     saved = parse_json(files.read(step, "meta.json"))
-    trainer.use_stage(stages.current(trainer.stages, step))
-    current = meta(trainer, step)
     changes = [
-        f"{what} ({_short(saved[name])} then, {_short(current[name])} now)"
+        f"{what} ({str(saved[name])[:12]} then, {str(current[name])[:12]} now)"
         for name, what in (("tokenizer_hash", "tokenizer"), ("data_fingerprint", "training data"))
         if saved[name] != current[name]
     ]
-    edited = edited_since(trainer, step, files) if trainer.continues else {}
-    for name, values in edited.items():
-        if (
-            trainer.change is not None and name in trainer.change
-        ):  # given now: a change from what was trained with
-            trainer.change[name]["from"] = values["from"]
-    branch_off(trainer, step, saved)
-    refuse_edits(trainer, step, edited)
-    tokenizer_changed = saved["tokenizer_hash"] != current["tokenizer_hash"]
-    explained = not tokenizer_changed and any(
-        branch.step == step and branch.data is not None for branch in trainer.branches
-    )
-    if changes and not explained and not trainer.settings.allow_data_change:
+    copy = own.path(step) / "config.yaml"
+    edited = edited_since(context.config, copy) if lineage.continues and files is own and copy.is_file() else {}
+    if lineage.change is not None:  # given now: a change from what was trained with
+        given = {
+            name: {**values, "from": edited[name]["from"]} if name in edited else values
+            for name, values in lineage.change.items()
+        }
+        lineage = dataclasses.replace(lineage, change=given)
+    lineage = branch_off(plan, lineage, step, saved)
+    refuse_edits(directory, copy, step, edited, recorded_changes(lineage.branches, step))
+    other_data = any(branch.step == step and branch.data is not None for branch in lineage.branches)
+    explained = other_data and saved["tokenizer_hash"] == current["tokenizer_hash"]
+    if changes and not explained and not context.settings.allow_data_change:
         raise InputError(
-            f"the checkpoint at step {saved['step']} of {trainer.run_directory.path} was made with another "
+            f"the checkpoint at step {saved['step']} of {directory.path} was made with another "
             f"{' and another '.join(changes)}, so continuing would not be the same run. Restore the data (a tokenizer "
             "train:N is trained on it) or the tokenizer, or start a new run from these weights with "
-            f"init={trainer.run_directory.path}, or go on with the new data with --change, which records a branch "
+            f"init={directory.path}, or continue with the new data with --change, which records a branch "
             "point in the run (with another tokenizer, too: training.allow_data_change=true)."
         )
     for name, use in (("reference", "trained against"), ("frozen", "trained with")):
         if saved.get(name) != current[name]:
             raise StorageError(
-                f"the {name} weights of {trainer.run_directory.path} are not those that checkpoint {step} was {use}: "
+                f"the {name} weights of {directory.path} are not those that checkpoint {step} was {use}: "
                 "the folder reference/ was changed or deleted. Put it back from a copy."
             )
     if changes:
-        trainer.data_change = f"from step {step} on other data: {'; '.join(changes)}"
-        trainer.say(f"note: {trainer.data_change}; not the same run any more")
-    differences = machine_differences(saved, current)
-    if differences:
-        trainer.say(
-            "note: bits can differ from the uninterrupted run, which is the same to rounding: "
-            + "; ".join(differences)
+        lineage = dataclasses.replace(lineage, data_change=f"from step {step} on other data: {'; '.join(changes)}")
+        say(f"note: {lineage.data_change}; not the same run any more")
+    if differences := machine_differences(saved, current):
+        say(
+            "note: bits can differ from the uninterrupted run, which is the same to rounding: " + "; ".join(differences)
         )
+    return lineage
 
 
-def edited_since(trainer: BaseTrainer, step: int, files: CheckpointManager) -> Changes:
-    """The settings that are not those which the run's checkpoint of `step` was made with."""
-    copy = trainer.checkpoint_manager.path(step) / "config.yaml"
-    if files is not trainer.checkpoint_manager or not copy.is_file():
-        return {}
+def edited_since(config: Config, copy: Path) -> Changes:
+    """The settings that are not those of `copy`, the checkpoint's config.yaml."""
     saved = flat_values(tree_of(copy))
-    current = flat_values(parse_saved(trainer.config.to_yaml(), "this run"))
-    return edited_settings({key: value for key, value in saved.items() if key in trainer.config}, current)
+    current = flat_values(parse_saved(config.to_yaml(), "this run"))
+    return edited_settings({key: value for key, value in saved.items() if key in config}, current)
 
 
-def refuse_edits(trainer: BaseTrainer, step: int, edited: Changes) -> None:
-    """Raise InputError for settings of config.yaml that changed although no branch point says so."""
-    unexplained = {n: v for n, v in edited.items() if n not in recorded_changes(trainer.branches, step)}
+def refuse_edits(directory: RunDirectory, copy: Path, step: int, edited: Changes, recorded: set[str]) -> None:
+    """Raise InputError for settings of config.yaml that changed although no branch point records it."""
+    unexplained = {name: values for name, values in edited.items() if name not in recorded}
     if not unexplained:
         return
-    directory, (first, values) = trainer.run_directory, next(iter(unexplained.items()))
+    first, values = next(iter(unexplained.items()))
     shown = "; ".join(f"{name} is {v['to']} and was {v['from']}" for name, v in list(unexplained.items())[:5])
     more = f" and {len(unexplained) - 5} more" if len(unexplained) > 5 else ""
-    copy = trainer.checkpoint_manager.path(step) / "config.yaml"
     raise InputError(
         f"{directory.config} is not what the checkpoint of step {step} was made with: {shown}{more}. It was edited or "
         "damaged since, and continuing with it would be another run. Put the original back: "
@@ -419,36 +420,38 @@ def refuse_edits(trainer: BaseTrainer, step: int, edited: Changes) -> None:
     )
 
 
-def branch_off(trainer: BaseTrainer, step: int, saved: Mapping[str, Any]) -> None:
-    """Set the branch points of a run that continues from `step`: those of the checkpoint, whose meta.json is `saved`,
-    those that began there before a first checkpoint was committed, and the one that `--change` begins now."""
+def branch_off(plan: RunPlan, lineage: Lineage, step: int, saved: Mapping[str, Any]) -> Lineage:
+    """Return the lineage with the branch points of a run that continues from `step`: those of the checkpoint, whose
+    meta.json is `saved`, those that began there before a first checkpoint was committed, and the one that `--change`
+    begins now."""
     known = known_branches(saved)
-    pending, changes = branches_at(trainer.run_directory, step, known, trainer.change)
-    trainer.branches = [*known, *pending]
+    pending, changes = branches_at(plan.context.directory, step, known, lineage.change)
+    branches = [*known, *pending]
     past = saved.get("data_fingerprint")
-    data = {"from": past, "to": trainer.data.plan.fingerprint} if past else None
+    data = {"from": past, "to": plan.data.plan.fingerprint} if past else None
     if data is not None and (data["from"] == data["to"] or any(branch.data == data for branch in pending)):
         data = None
-    if trainer.change is None or not (changes or data):
-        return
-    trainer.branches.append(Branch(step, changes, data, now()))
-    if step >= trainer.steps:
-        raise InputError(
-            f"the checkpoint is of step {step} and the run would end at step {trainer.steps}: give a longer horizon "
-            f"(training.steps={2 * step}), or an earlier checkpoint with --step."
-        )
-    check_past_stages(trainer, step)
-    trainer.say(f"branch     from step {step} on: {trainer.branches[-1].describe()} (--change)")
+    if lineage.change is not None and (changes or data):
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        branches.append(Branch(step, changes, data, now))
+        if step >= plan.data.steps:
+            raise InputError(
+                f"the checkpoint is of step {step} and the run would end at step {plan.data.steps}: give a longer "
+                f"horizon (training.steps={2 * step}), or an earlier checkpoint with --step."
+            )
+        check_past_stages(plan, step)
+        plan.context.notes.say(f"branch     from step {step} on: {branches[-1].describe()} (--change)")
+    return dataclasses.replace(lineage, branches=tuple(branches))
 
 
-def check_past_stages(trainer: BaseTrainer, step: int) -> None:
-    """Stages that are over stay as they were."""
+def check_past_stages(plan: RunPlan, step: int) -> None:
+    """Raise InputError if stages that are over would end at other steps."""
     try:
-        before = read_json(trainer.run_directory.stages)
+        before = read_json(plan.context.directory.stages)
         ends = [stage["end"] for stage in before if stage["end"] <= step]
     except (OSError, ValueError, TypeError, KeyError):
         return
-    if ends != [stage.end for stage in trainer.stages if stage.end <= step]:
+    if ends != [stage.end for stage in plan.stages if stage.end <= step]:
         raise InputError(
             f"the stages that ended up to step {step} would end elsewhere: leave their numbers in training.tokens as "
             "they are."
@@ -466,15 +469,19 @@ def machine_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) ->
     return list(dict.fromkeys(words))  # jax is in both parts
 
 
-def _short(value: Any) -> str:
-    return str(value)[:12]
-
-
-def initial_params(trainer: BaseTrainer) -> Any:
-    """The weights of the pinned `init`."""
-    assert trainer.settings.init is not None
-    path, boxed = Path(trainer.settings.init), trainer.model_parts.boxed
-    taken = read_weights(path, trainer.checkpoint_manager, trainer.model, boxed, trainer.topology)
-    new = [name for name in boxed if name not in taken]
-    trainer.say(f"weights    from {path}{'; new: ' + ', '.join(new) if new else ''}")
+def initial_params(context: RunContext, parts: ModelParts, run: RunState, manager: Checkpoints) -> Any:
+    """The weights of the pinned `init`; run.base names them where they stay outside the run."""
+    assert context.settings.init is not None
+    path = Path(context.settings.init)
+    base, why_copied = frozen.find_base(context, parts.split)
+    if base is not None:
+        taken, run.base = frozen.read_start(context, parts, base)
+        stays = "is copied into the run (lora.keep_base)" if context.lora.keep_base else "stays where it is"
+        context.notes.say(f"base       {run.base.path} {stays}; sha256 {run.base.sha256[:16]}…")
+    else:
+        taken = read_weights(path, manager, parts.model, parts.boxed, context.topology, parts.split)
+        if why_copied:
+            context.notes.say(f"base       {path} is copied into the run: {why_copied}")
+    new = [name for name in parts.boxed if name not in taken]
+    context.notes.say(f"weights    from {path}{'; new: ' + ', '.join(new) if new else ''}")
     return taken

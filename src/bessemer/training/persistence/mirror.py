@@ -10,18 +10,15 @@ The run itself stays on a local disk, where it can be locked, renamed and append
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint.manifest import COMMIT, content_problems
 from bessemer.errors import BessemerError, InputError, StorageError
-from bessemer.job import RunDirectory, check_run_name, sync_directory
+from bessemer.job import RunDirectory, check_run_name
 from bessemer.job.directory import step_name, step_of_name
-from bessemer.storage.files import storage
+from bessemer.storage.files import atomic_directory, discard, exclusive, storage
 from bessemer.storage.remote import check_writable, download, find, is_remote, read_bytes, remove, upload
 from bessemer.training.context import RunContext
 
@@ -65,9 +62,7 @@ class Mirror:
         self.send_files()
         there = mirrored_steps(self.name)
         for step in manager.committed():
-            self._send_checkpoint(
-                manager.path(step), f"{self.name}/{FOLDER}/{step_name(step)}", there=step in there
-            )
+            self._send_checkpoint(manager.path(step), f"{self.name}/{FOLDER}/{step_name(step)}", there=step in there)
         known = sorted({*there, newest})
         later = {step for step in known if step > newest}  # of an abandoned branch of the run
         doomed = manager.superfluous([step for step in known if step <= newest], newest)
@@ -170,12 +165,8 @@ def fetched(run: str | Path, root: str | Path) -> str | Path:
     directory = RunDirectory(Path(root) / check_run_name(url.rpartition("/")[2]))
     steps = mirrored_steps(url)
     if not steps:
-        raise InputError(
-            f"there is no mirrored run at {url}: no complete checkpoint is below {url}/{FOLDER}."
-        )
-    with storage("cannot make the directory for runs"):
-        Path(root).mkdir(parents=True, exist_ok=True)
-    with _alone(Path(root) / f".{directory.name}.fetch"):
+        raise InputError(f"there is no mirrored run at {url}: no complete checkpoint is below {url}/{FOLDER}.")
+    with exclusive(Path(root), "downloading into", name=f".{directory.name}.fetch", wait=True):
         if (Checkpoints(directory.checkpoints).latest() or -1) < steps[-1]:
             _fetch(url, steps, directory)
     return directory.path
@@ -184,9 +175,7 @@ def fetched(run: str | Path, root: str | Path) -> str | Path:
 def _fetch(url: str, steps: list[int], directory: RunDirectory) -> None:
     directory.create(exist_ok=True)
     for step in reversed(steps):
-        problems = _fetch_checkpoint(
-            f"{url}/{FOLDER}/{step_name(step)}", directory.checkpoints / step_name(step)
-        )
+        problems = _fetch_checkpoint(f"{url}/{FOLDER}/{step_name(step)}", directory.checkpoints / step_name(step))
         if not problems:
             break
         print(f"warning: {url}: checkpoint {step} is damaged and not used: {'; '.join(problems[:3])}")
@@ -207,9 +196,7 @@ def inner_name(key: str, url: str) -> str:
     """
     name = key.removeprefix(f"{url}/")
     parts = name.split("/")
-    if name == key or any(
-        part in ("", ".", "..") or "\\" in part or not part.isprintable() for part in parts
-    ):
+    if name == key or any(part in ("", ".", "..") or "\\" in part or not part.isprintable() for part in parts):
         raise InputError(
             f"{url} holds an object that no run of ours writes, with the key {key!r}. Nothing further is fetched: "
             "look at the bucket, and delete the object if it is not yours."
@@ -219,28 +206,9 @@ def inner_name(key: str, url: str) -> str:
 
 def _fetch_checkpoint(name: str, path: Path) -> list[str]:
     """Download one checkpoint; return its problems, or none if it is in place."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    with storage("cannot write a checkpoint"):
+    with storage("cannot write a checkpoint"), atomic_directory(path) as temporary:
         for entry in find(name):
             download(entry.name, temporary / inner_name(entry.name, name))
         problems = content_problems(temporary)
-        if problems:
-            shutil.rmtree(temporary, ignore_errors=True)
-            return problems
-        shutil.rmtree(path, ignore_errors=True)  # damaged, or it would be ahead of the mirror
-        os.rename(temporary, path)
-        sync_directory(path.parent)
-    return []
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    with storage("cannot lock the directory for runs"):
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        with storage("cannot lock the directory for runs"):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
+        discard(temporary if problems else path)  # the one in place is damaged, or it would be ahead of the mirror
+    return problems

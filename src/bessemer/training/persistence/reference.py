@@ -1,27 +1,20 @@
 """What the objective compares with: reference weights, or log-probabilities that were computed with them once.
 
 Reference weights are the trained parameters at one step, or a teacher's. They stay on the devices as `state.reference`
-and are written once to RUN/reference/step_N, not in each checkpoint:
+and are written once to RUN/reference/step_N, before the first step that uses them. In force at step s is the newest
+taken at a step ≤ s, so a restart finds the right one. A reference taken where a stage begins comes after that step's
+checkpoint, whose state was still trained against the one before.
 
-    reference in force at step s  =  the newest taken at a step ≤ s
-
-so a restart at any step finds the right one. It is on disk before the first step that uses it. A reference taken where
-a stage begins comes after that step's checkpoint, whose state was still trained against the one before.
-
-Reference log-probabilities, log π_ref of every answer, are computed with the starting weights and written to
-RUN/reference/logps-DATA.safetensors before the first step, so no reference weights are in memory while training. An
-objective asks for them with the trait `reference_logps`; its rows then have one more field:
-
-| field | shape | meaning |
-|---|---|---|
-| reference_logps | (n, P, 2) float32 | log π_ref of the chosen and the rejected answer of pair p, 0 for none |
+Reference log-probabilities are computed with the starting weights and written to RUN/reference/logps-DATA.safetensors
+before the first step, so no reference weights are in memory while training. An objective asks for them with the trait
+`reference_logps`; its rows then have the field reference_logps, (n, P, 2) float32: log π_ref of the chosen and the
+rejected answer of pair p, 0 for none.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -34,16 +27,18 @@ from jax.sharding import NamedSharding
 from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint import store as retention
 from bessemer.checkpoint.manifest import COMMIT
-from bessemer.config import configure
+from bessemer.config import Config
 from bessemer.data import Batch, BatchPlan, Rows
 from bessemer.data.rows.preference import most_pairs
 from bessemer.data.rows.rows import Fields
 from bessemer.errors import InputError, StorageError
 from bessemer.job import RunDirectory
-from bessemer.objectives.pairs import answer_logps
+from bessemer.objectives.preference import answer_logps
 from bessemer.registry import objectives
+from bessemer.storage.artifacts import REFERENCE_LOGPS, REFERENCE_WEIGHTS
 from bessemer.storage.files import storage
-from bessemer.topology import CompiledTogether, share
+from bessemer.storage.weights import WeightFile, write_file
+from bessemer.topology import CompiledTogether, broadcast
 from bessemer.training import stages
 from bessemer.training.context import RunContext
 from bessemer.training.feed import device_batch, fetch
@@ -58,30 +53,28 @@ IN_FLIGHT = 8
 UNLIMITED = 1 << 30  # only `_prune` deletes references
 
 
-def _trait(objective: str, name: str) -> bool:
-    """Return a trait of an objective: True, or a function of its settings."""
-    entry = objectives.entry(objective)
+def _trait(config: Config, name: str) -> bool:
+    """Return a trait of the objective: True, or a function of its settings."""
+    entry = objectives.entry(config["objective"])
     trait = entry.traits.get(name, False)
-    return bool(trait(configure(entry.settings[0])) if callable(trait) else trait)
+    return bool(trait(config.make(entry.settings[0])) if callable(trait) else trait)
 
 
-def wants_weights(objective: str) -> bool:
-    return _trait(objective, "reference")
+def wants_weights(config: Config) -> bool:
+    return _trait(config, "reference")
 
 
-def wants_logps(objective: str) -> bool:
-    return _trait(objective, LOGPS)
+def wants_logps(config: Config) -> bool:
+    return _trait(config, LOGPS)
 
 
 # --- weights -----------------------------------------------------------------------------------------------
 def open_references(context: RunContext) -> Checkpoints:
-    folder = context.directory.path / "reference"
+    folder = REFERENCE_WEIGHTS.path(context.directory.path)
     return Checkpoints(folder, keep_last=UNLIMITED, process_zero=context.topology.is_process_zero)
 
 
-def take(
-    context: RunContext, run: RunState, abstract: Any, source: Teacher | None, manager: Checkpoints
-) -> None:
+def take(context: RunContext, run: RunState, abstract: Any, source: Teacher | None, manager: Checkpoints) -> None:
     """Make the trained parameters as they are (or those of the teacher `source`) the reference, placed as `abstract`,
     in the state and on disk. Every process calls it. `manager`: the run's checkpoints."""
     if source is not None:
@@ -181,9 +174,9 @@ class ReferencedRows:
         self.table, self.complete = table, True
 
 
-def attach_logps(objective: str, rows: Any) -> Any:
+def attach_logps(config: Config, rows: Any) -> Any:
     """Return the rows as the objective needs them."""
-    return ReferencedRows(rows) if wants_logps(objective) else rows
+    return ReferencedRows(rows) if wants_logps(config) else rows
 
 
 def ensure_logps(context: RunContext, run: RunState, plan: BatchPlan, apply: Any, micro: int) -> None:
@@ -194,17 +187,19 @@ def ensure_logps(context: RunContext, run: RunState, plan: BatchPlan, apply: Any
     for rows in dict.fromkeys([*plan.sources, *held_out]):
         if not isinstance(rows, ReferencedRows) or rows.complete:
             continue
-        path = context.directory.path / "reference" / f"logps-{rows.fingerprint[:16]}.safetensors"
+        path = REFERENCE_LOGPS.path(context.directory.path, rows.fingerprint[:16])
         table = None
         if _is_there(path):
             table = read(path, rows, None if run.step else weights_key(run.state.whole()))
         if table is None:
-            check_starting_weights(run.step, path)
+            if run.step > 0:
+                raise StorageError(
+                    f"{path} is gone: it held the log-probabilities of the starting weights, which the first "
+                    f"{run.step} steps were trained against. Put it back from a copy, or start a new run with init=."
+                )
             context.notes.say(f"reference  log-probabilities of {rows.stats['pairs']:,} pairs, computed once")
             params = run.state.whole()
-            table = compute(
-                functools.partial(program, params), rows, micro, context.topology.batch_sharding(1)
-            )
+            table = compute(functools.partial(program, params), rows, micro, context.topology.batch_sharding(1))
             facts = {"rows": rows.fingerprint, "weights": weights_key(params), "sha256": digest(table)}
             if context.topology.is_process_zero:
                 write(path, table, facts)
@@ -213,16 +208,7 @@ def ensure_logps(context: RunContext, run: RunState, plan: BatchPlan, apply: Any
 
 def _is_there(path: Path) -> bool:
     """Return whether process 0 sees the file."""
-    return share(f"look for {path.name}", lambda: "yes" if path.is_file() else "no") == "yes"
-
-
-def check_starting_weights(step: int, path: Path) -> None:
-    """Raise StorageError if the starting weights, which `path` was computed with, are gone."""
-    if step > 0:
-        raise StorageError(
-            f"{path} is gone: it held the log-probabilities of the starting weights, which the first {step} "
-            "steps were trained against. Put it back from a copy, or start a new run with init=."
-        )
+    return broadcast(f"look for {path.name}", lambda: "yes" if path.is_file() else "no") == "yes"
 
 
 def _logps(apply: Any, params: Any, batch: Any) -> jax.Array:
@@ -279,23 +265,17 @@ def digest(table: np.ndarray) -> str:
 
 
 def write(path: Path, table: np.ndarray, facts: dict[str, str]) -> None:
-    from safetensors.numpy import save_file
-
     with storage(f"cannot write {path}"):
         path.parent.mkdir(exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        save_file({LOGPS: table}, temporary, metadata=facts)
-        temporary.replace(path)
+    write_file(path, {LOGPS: ("float32", table.shape)}, lambda name: table, facts)
 
 
 def read(path: Path, rows: ReferencedRows, weights: str | None) -> np.ndarray | None:
     """Return the table, or None if it was computed with other weights than `weights`."""
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
     try:
-        facts, table = facts_of(path), load_file(path)[LOGPS]
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        file = WeightFile(path)
+        facts, table = file.metadata, file.read(LOGPS)
+    except (InputError, StorageError, KeyError) as error:
         raise StorageError(f"{path} cannot be read ({error}). {BACK}") from error
     if facts.get("rows") != rows.fingerprint or facts.get("sha256") != digest(table):
         raise StorageError(f"{path} is damaged: its content is not what was written. {BACK}")
@@ -305,14 +285,7 @@ def read(path: Path, rows: ReferencedRows, weights: str | None) -> np.ndarray | 
 BACK = "Put it back from a copy; before the first step it can be deleted, and is then computed again."
 
 
-def facts_of(path: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file: a length, then that many bytes of JSON."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        return json.loads(file.read(size))["__metadata__"]
-
-
 def logps_identity(directory: RunDirectory) -> dict[str, str] | None:
     """Return names and hashes of the tables in force, for meta.json."""
-    found = sorted((directory.path / "reference").glob("logps-*.safetensors"))
-    return {path.name: facts_of(path)["sha256"] for path in found} or None
+    found = REFERENCE_LOGPS.all(directory.path)
+    return {path.name: WeightFile(path).metadata["sha256"] for path in found} or None

@@ -9,7 +9,6 @@ gone finds what was stored of it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -22,7 +21,6 @@ import jax
 import numpy as np
 
 from bessemer.checkpoint import Checkpoints
-from bessemer.config import configure
 from bessemer.config.bounded import read_json
 from bessemer.data import data_root
 from bessemer.data.rows.rows import Batch, Fields, Rows, fields_of
@@ -30,23 +28,19 @@ from bessemer.data.tokenize.tokenizer import FILE as TOKENIZER
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError, StorageError
 from bessemer.generate import load
-from bessemer.job import RunDirectory, atomic_write
+from bessemer.job import RunDirectory
 from bessemer.losses.distillation import top_tokens
-from bessemer.models.allocation import FILE as ALLOCATION
-from bessemer.objectives.distill import TOP_IDS, TOP_LOGPROBS, DistillSettings
-from bessemer.objectives.on_policy import OnPolicySettings
+from bessemer.objectives.distill import TOP_IDS, TOP_LOGPROBS, DistillSettings, OnPolicySettings
 from bessemer.registry import objectives
-from bessemer.storage.checksums import ChunkSums, VerifiedFile, load_sums, save_sums
-from bessemer.storage.files import storage
-from bessemer.storage.lock import exclusive
-from bessemer.topology import Topology, share
+from bessemer.storage.artifacts import ALLOCATION, REFERENCE_WEIGHTS, TEACHER_RECORD, TEACHER_TARGETS
+from bessemer.storage.checksums import ChunkSums, VerifiedFile, json_digest, load_sums, save_sums
+from bessemer.storage.files import atomic_write, exclusive, storage
+from bessemer.topology import Topology, broadcast
 from bessemer.training.context import RunContext
-from bessemer.training.feed import fetch
+from bessemer.training.feed import fetch, place_rows
 from bessemer.training.setup.init_recipe import PREFIX, planned_recipe
 from bessemer.training.setup.initial_weights import read_weights, tree_in, weights_digest
 from bessemer.training.setup.model import ModelParts, Teacher, make_apply
-
-RECORD = "teacher.json"
 
 
 def find_teacher(context: RunContext, student: ModelParts) -> Teacher | None:
@@ -54,7 +48,7 @@ def find_teacher(context: RunContext, student: ModelParts) -> Teacher | None:
     entry = objectives.entry(context.settings.objective)
     if not entry.traits.get("teacher"):
         return None
-    settings: DistillSettings | OnPolicySettings = configure(entry.settings[0])
+    settings: DistillSettings | OnPolicySettings = context.config.make(entry.settings[0])
     if settings.teacher is None:
         raise InputError(f"objective={entry.name} learns from another run: give distill.teacher=RUN.")
     vocabulary: int = student.model.vocab_size
@@ -71,7 +65,16 @@ def find_teacher(context: RunContext, student: ModelParts) -> Teacher | None:
             f"distill.teacher={place} was trained with another tokenizer, so its ids mean other words. Use that one: "
             f"data.tokenizer={place / TOKENIZER}"
         )
-    check_shapes(model, place, vocabulary, context.settings.block_size)
+    if model.vocab_size != vocabulary:
+        raise InputError(
+            f"the teacher {place} has a vocabulary of {model.vocab_size} and this model one of {vocabulary}: "
+            f"set model.vocab_size={model.vocab_size}."
+        )
+    if model.block_size < (block_size := context.settings.block_size):
+        raise InputError(
+            f"the teacher {place} reads {model.block_size} tokens at most, and architecture.block_size is "
+            f"{block_size}. Use a shorter one here."
+        )
     context.notes.derive(
         "distill.teacher",
         place.parent.parent.name if place.name.startswith("step_") else str(place),
@@ -91,7 +94,7 @@ def identity(teacher: Teacher, directory: RunDirectory) -> str:
     if teacher.model is None:
         assert known is not None
         return known
-    found = share("the teacher's weights", lambda: weights_digest(teacher.place))
+    found = broadcast("the teacher's weights", lambda: weights_digest(teacher.place))
     if known is not None and known != found:
         raise InputError(
             f"distill.teacher={teacher.place} holds other weights ({found[:12]}) than those this run began with "
@@ -102,7 +105,7 @@ def identity(teacher: Teacher, directory: RunDirectory) -> str:
 
 def recorded(directory: RunDirectory) -> str | None:
     """Return the SHA-256 of the stored teacher's weights that the run began with; None before its first step."""
-    path = directory.path / "reference" / RECORD
+    path = TEACHER_RECORD.path(directory.path)
     try:
         return str(read_json(path)["sha256"])
     except FileNotFoundError:
@@ -117,15 +120,12 @@ def record(teacher: Teacher | None, directory: RunDirectory, process_zero: bool)
         return
     facts = {"teacher": str(teacher.place), "sha256": identity(teacher, directory)}
     if process_zero:
-        path = directory.path / "reference" / RECORD
-        with storage("cannot record the teacher"):
-            path.parent.mkdir(exist_ok=True)
-        atomic_write(path, json.dumps(facts, indent=1))
+        TEACHER_RECORD.write(directory.path, json.dumps(facts, indent=1))
 
 
 def own_copy(directory: RunDirectory) -> Path | None:
     """Return the run's own copy of the teacher, once it is written."""
-    store = Checkpoints(directory.path / "reference")
+    store = Checkpoints(REFERENCE_WEIGHTS.path(directory.path))
     return store.path(0) if 0 in store.committed() and (store.path(0) / "config.yaml").is_file() else None
 
 
@@ -135,24 +135,8 @@ def teacher_config(place: Path, vocabulary: int) -> dict[str, Any]:
         tree = planned_recipe(str(place).removeprefix(PREFIX)).tree()
         return {**tree, "model": {**tree["model"], "vocab_size": vocabulary}}
     if not place.is_dir():
-        raise InputError(
-            f"distill.teacher={place} is gone, and the run holds no copy of it yet. Put it back."
-        )
+        raise InputError(f"distill.teacher={place} is gone, and the run holds no copy of it yet. Put it back.")
     return tree_in(place)
-
-
-def check_shapes(model: Any, place: Path, vocabulary: int, block_size: int) -> None:
-    """Raise InputError if the teacher has another vocabulary, or cannot read the student's rows."""
-    if model.vocab_size != vocabulary:
-        raise InputError(
-            f"the teacher {place} has a vocabulary of {model.vocab_size} and this model one of {vocabulary}: "
-            f"set model.vocab_size={model.vocab_size}."
-        )
-    if model.block_size < block_size:
-        raise InputError(
-            f"the teacher {place} reads {model.block_size} tokens at most, and architecture.block_size is "
-            f"{block_size}. Use a shorter one here."
-        )
 
 
 def read_params(teacher: Teacher, topology: Topology) -> Any:
@@ -163,20 +147,14 @@ def read_params(teacher: Teacher, topology: Topology) -> Any:
 
 def files_of(teacher: Teacher) -> dict[str, str]:
     """Return the files written beside the parameters, so that they can be used without the teacher's run."""
-    place, found = teacher.place, {}
-    if (place / TOKENIZER).is_file():
-        found = Tokenizer.load(place).files
-    if (place / ALLOCATION).is_file():
-        found = {**found, ALLOCATION: (place / ALLOCATION).read_text("utf-8")}
-    return {**found, "config.yaml": whole_config(teacher.config)}
-
-
-def whole_config(config: dict[str, Any]) -> str:
-    """Return the teacher's configuration as that of a model whose parameters are all in one place."""
     from omegaconf import OmegaConf
 
-    shape = {name: value for name, value in config.items() if name in load.SECTIONS}
-    return OmegaConf.to_yaml(OmegaConf.create(shape))
+    place = teacher.place
+    shape = {name: value for name, value in teacher.config.items() if name in load.SECTIONS}
+    found = Tokenizer.load(place).files if (place / TOKENIZER).is_file() else {}
+    if (allocation := ALLOCATION.path(place)).is_file():
+        found = {**found, ALLOCATION.name: allocation.read_text("utf-8")}
+    return {**found, "config.yaml": OmegaConf.to_yaml(OmegaConf.create(shape))}
 
 
 # --- stored targets ----------------------------------------------------------------------------------------
@@ -244,10 +222,9 @@ def with_targets(context: RunContext, teacher: Teacher | None, rows: Rows) -> Ro
         "rows": rows.fingerprint,
         "teacher": identity(teacher, context.directory),
         "k": teacher.top_k,
-        "temperature": configure(DistillSettings).temperature,
+        "temperature": context.config.make(DistillSettings).temperature,
     }
-    name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:24]
-    folder = data_root(context.config["data/root"]) / "taught" / name
+    folder = TEACHER_TARGETS.path(data_root(context.config["data/root"]), json_digest(about)[:24])
     if stored(folder) != "yes":
         with written_by_one(context, folder):
             if (found := stored(folder)) == "older":
@@ -272,7 +249,7 @@ def stored(folder: Path) -> str:
             raise StorageError(f"{folder / ABOUT} is damaged ({error}): delete {folder}.") from error
         return "yes" if isinstance(found, dict) and found.get("format") == FORMAT else "older"
 
-    return share(f"taught {folder.name}", look, WAIT)
+    return broadcast(f"taught {folder.name}", look, WAIT)
 
 
 @contextlib.contextmanager
@@ -297,9 +274,7 @@ def write(context: RunContext, teacher: Teacher, rows: Rows, folder: Path, about
             f"distill.teacher={teacher.place} is gone, and so are the tokens stored of it ({folder}). Put one of them "
             "back, or start a new run with init=."
         )
-    context.notes.say(
-        f"teacher    its {k} likeliest tokens for {len(rows):,} rows are stored first: {folder}"
-    )
+    context.notes.say(f"teacher    its {k} likeliest tokens for {len(rows):,} rows are stored first: {folder}")
     params = read_params(teacher, topology)
 
     @jax.jit
@@ -317,11 +292,11 @@ def write(context: RunContext, teacher: Teacher, rows: Rows, folder: Path, about
             for first in range(0, len(rows), size):
                 chosen = np.minimum(np.arange(first, first + size), len(rows) - 1)
                 batch = {name: column for name, column in rows.get(chosen).items() if column.ndim == 2}
-                placed = {name: place_rows(column, topology) for name, column in batch.items()}
+                placed = {name: place_rows(column, topology.batch_sharding()) for name, column in batch.items()}
                 for name, values in zip(FILES, fetch(score(params, placed)), strict=True):
                     if name in outputs:
                         outputs[name].append(values[: len(rows) - first])
-        share(f"written {folder.name}", lambda: finish(folder, outputs, about))
+        broadcast(f"written {folder.name}", lambda: finish(folder, outputs, about))
     context.notes.say(f"teacher    stored in {time.monotonic() - begun:.1f} s")
 
 
@@ -336,11 +311,7 @@ class Column:
 
     def __enter__(self) -> Column:
         header = io.BytesIO()
-        facts = {
-            "descr": np.lib.format.dtype_to_descr(self.dtype),
-            "fortran_order": False,
-            "shape": self.shape,
-        }
+        facts = {"descr": np.lib.format.dtype_to_descr(self.dtype), "fortran_order": False, "shape": self.shape}
         np.lib.format.write_array_header_1_0(header, facts)
         with storage("cannot store the teacher's tokens"):
             self.file = open(self.temporary, "wb")
@@ -374,8 +345,3 @@ def finish(folder: Path, outputs: dict[str, Column], about: dict[str, Any]) -> s
         facts = {**about, "format": FORMAT, "checksums": save_sums(folder, sums)}
     atomic_write(folder / ABOUT, json.dumps(facts, indent=1), sync=True)
     return "written"
-
-
-def place_rows(column: np.ndarray, topology: Topology) -> jax.Array:
-    """Return rows, which every process has read in full, sharded over the mesh's batch axes."""
-    return jax.make_array_from_callback(column.shape, topology.batch_sharding(), lambda index: column[index])

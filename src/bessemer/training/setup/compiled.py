@@ -14,9 +14,11 @@ from bessemer.config import dotted
 from bessemer.data import data_root
 from bessemer.errors import InputError, TrainingError
 from bessemer.models.lora import group_of_adapted
+from bessemer.models.protocol import SilentAtStart, group_of
+from bessemer.models.transformer import Transformer
 from bessemer.optim import Optimizer, build_optimizer, mesh_spread, state_shardings
 from bessemer.registry import objectives
-from bessemer.topology import shardings, share, unbox, validate_divisible
+from bessemer.topology import broadcast, shardings, unbox, validate_divisible
 from bessemer.topology.mesh import quick_draws
 from bessemer.training.context import RunContext
 from bessemer.training.feed import abstract_batch, device_batch
@@ -40,8 +42,8 @@ MAX_VALIDATION_BATCHES = 8
 
 
 class Functions(NamedTuple):
-    """What the loop calls. A batch is accumulate_steps · micro sequences; micro is per_device on every data-parallel
-    device."""
+    """What the loop calls. A batch is accumulate_steps · micro sequences; micro is training.per_device_batch_size on
+    every data-parallel device."""
 
     optimizer: Optimizer
     abstract_state: TrainState
@@ -50,7 +52,6 @@ class Functions(NamedTuple):
     train_step: Any  # jitted, or the executable once compiled
     val_step: Any
     accumulate_steps: int
-    per_device: int
     micro: int
     validation_batches: int
     compiled: bool = False
@@ -82,13 +83,12 @@ def build_functions(plan: RunPlan, hooks: StepHooks) -> Functions:
         jit_train_step(plan, hooks, placed, accumulate),
         jit_val_step(plan, hooks),
         accumulate,
-        per_device,
         micro,
         max(1, validation_batches),
     )
 
 
-# --- the micro-batch: its size is in Functions.per_device from here on ---
+# --- the micro-batch: its size is in the configuration from here on ---
 def derive_micro_batch(plan: RunPlan, hooks: StepHooks, abstract: Any, placed: Any) -> int:
     """Return the sequences of a pass on one device: as the caller set; as a recipe set, or fewer where that does not
     divide the batch over this mesh; or the most that fit."""
@@ -96,7 +96,7 @@ def derive_micro_batch(plan: RunPlan, hooks: StepHooks, abstract: Any, placed: A
     per_device = int(config[microbatch.KEY])
     if per_device == -1:
         per_device, why = largest_that_fits(plan, hooks, abstract, placed)
-        per_device = int(share("per-device batch size", lambda: str(per_device)))  # process 0 decides
+        per_device = int(broadcast("per-device batch size", lambda: str(per_device)))  # process 0 decides
     elif per_device > 0 and batch % (per_device * parallel) and not config.asked(microbatch.KEY):
         per_device, why = microbatch.lowered(per_device, batch, parallel)
     else:
@@ -106,9 +106,8 @@ def derive_micro_batch(plan: RunPlan, hooks: StepHooks, abstract: Any, placed: A
 
 
 def record_micro_batch(context: RunContext[Any], per_device: int, why: str) -> None:
-    """Write a derived micro-batch to the configuration and the settings."""
+    """Write a derived micro-batch to the configuration."""
     context.config.set(microbatch.KEY, per_device, why)
-    context.settings.per_device_batch_size = per_device
     context.notes.derive(dotted(microbatch.KEY), per_device, why)
 
 
@@ -129,17 +128,13 @@ def largest_that_fits(plan: RunPlan, hooks: StepHooks, abstract: Any, placed: An
     raise InputError(microbatch.without_a_fit(context.config, state, needed, limit))
 
 
-def planned_memory(
-    plan: RunPlan, hooks: StepHooks, abstract: Any, placed: Any, per_device: int
-) -> int | None:
+def planned_memory(plan: RunPlan, hooks: StepHooks, abstract: Any, placed: Any, per_device: int) -> int | None:
     """Bytes of the compiled step: arguments + outputs - aliased + temporaries. None: it did not even compile."""
     memory = step_memory(plan, hooks, abstract, placed, per_device)
     return None if memory is None else memory.total
 
 
-def step_memory(
-    plan: RunPlan, hooks: StepHooks, abstract: Any, placed: Any, per_device: int
-) -> StepMemory | None:
+def step_memory(plan: RunPlan, hooks: StepHooks, abstract: Any, placed: Any, per_device: int) -> StepMemory | None:
     """Compile the step with that micro-batch, from shapes alone."""
     topology = plan.context.topology
     steps = microbatch.accumulation(plan.data.batch_size, per_device, topology.data_parallel)
@@ -172,7 +167,7 @@ def memory_remedy(plan: RunPlan, hooks: StepHooks, functions: Functions) -> str:
     limit = microbatch.device_limit(topology)
     abstract, placed = functions.abstract_state, functions.state_shardings
     sizes = microbatch.candidates(plan.data.batch_size, topology.data_parallel)
-    sizes = [size for size in sizes if size < functions.per_device]
+    sizes = [size for size in sizes if size < context.config[microbatch.KEY]]
     planned: dict[int, int | None] = {}
 
     def fits(size: int) -> bool:
@@ -246,30 +241,24 @@ def check_sequence(block_size: int, context: int) -> None:
 def make_optimizer(plan: RunPlan, hooks: StepHooks) -> Optimizer:
     """Build the optimizer of the settings, else of the class; Muon's polar steps are spread over the mesh."""
     settings, model = plan.context.settings, plan.model.model
-    shape = getattr(model, "shape", None)
-    group_of = getattr(model, "group_of", None)
+    groups = group_of(model)
     fresh = settings.init is None and plan.context.given.model_state is None
     return build_optimizer(
         settings.optimizer or hooks.optimizer(),
         plan.context.config.make,
         plan.data.steps,
-        None if group_of is None else functools.partial(group_of_adapted, group_of),
+        None if groups is None else functools.partial(group_of_adapted, groups),
         schedule=settings.schedule or hooks.schedule(),
         boundaries=plan.data.stage_starts,
-        width=getattr(shape, "width", None),
+        width=model.shape.width if isinstance(model, Transformer) else None,
         spread=mesh_spread(plan.context.topology.mesh),
-        silent=getattr(model, "silent_at_start", ()) if fresh else (),
+        silent=model.silent_at_start if fresh and isinstance(model, SilentAtStart) else (),
     )
 
 
 def abstract_state(plan: RunPlan, hooks: StepHooks, optimizer: Optimizer) -> tuple[TrainState, TrainState]:
     """Return the state as shapes with shardings, and the shardings alone. No array is made."""
-    topology, settings, teacher, split = (
-        plan.context.topology,
-        plan.context.settings,
-        plan.teacher,
-        plan.model.split,
-    )
+    topology, settings, teacher, split = (plan.context.topology, plan.context.settings, plan.teacher, plan.model.split)
     validate_divisible(plan.model.boxed, topology)
     boxed, kept = split.shapes(plan.model.boxed)  # trained, frozen
     param_shardings = shardings(boxed, topology.mesh, topology.rest_rules)
@@ -284,9 +273,7 @@ def abstract_state(plan: RunPlan, hooks: StepHooks, optimizer: Optimizer) -> tup
         own_validation=bool(objectives.entry(settings.objective).traits.get("own_validation")),
     )
     loss_fn, kind = objective_function(plan, hooks.rolls_out), hooks.state_class
-    create = functools.partial(
-        create_state, plan.model.apply, loss_fn, tx=optimizer.tx, rules=rules, kind=kind
-    )
+    create = functools.partial(create_state, plan.model.apply, loss_fn, tx=optimizer.tx, rules=rules, kind=kind)
     state = jax.eval_shape(create, unbox(boxed))
     placed = state.replace(
         step=topology.replicated,
@@ -407,10 +394,7 @@ def compile_steps(plan: RunPlan, hooks: StepHooks, functions: Functions, draws: 
 
 
 # --- compiled programs are cached on disk, so that the second start of a run skips the compiler ---
-REQUESTED, FOUND = (
-    "/jax/compilation_cache/compile_requests_use_cache",
-    "/jax/compilation_cache/cache_hits",
-)
+REQUESTED, FOUND = ("/jax/compilation_cache/compile_requests_use_cache", "/jax/compilation_cache/cache_hits")
 
 
 @dataclass(frozen=True)

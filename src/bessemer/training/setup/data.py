@@ -1,4 +1,4 @@
-"""The data of a run: tokenizer, the pure `batch(step)`, the held-out rows, and how many steps it makes."""
+"""The data of a run: tokenizer, the pure `batch(step)`, the held-out rows and the horizon."""
 
 from __future__ import annotations
 
@@ -40,14 +40,10 @@ from bessemer.training.setup.schema import usual_style
 from bessemer.training.validation import ValidationSet
 
 Collator = Callable[[list[Any]], Mapping[str, Any]]
-Stages = list[list[tuple[Sampling, Any]]]
-"""Each stage's sources with their rows."""
-
+Stages = list[list[tuple[Sampling, Any]]]  # each stage's sources with their rows
+# settings that only the preparation of a store reads
 PREPARING = ("data/val_fraction", "data/text_key", "data/on_error", "data/dedup", "data/workers")
-"""Settings that only the preparation of a store reads."""
-
-VALIDATION = ("validation", "val", "eval")
-"""Names of the held-out slice in `BaseTrainer.batch`."""
+VALIDATION = ("validation", "val", "eval")  # names of the held-out slice in `BaseTrainer.batch`
 
 
 @dataclass(frozen=True)
@@ -71,10 +67,10 @@ class DataParts:
 
 @dataclass(frozen=True)
 class RowSource:
-    """How a run opens rows: its settings, and what it does to them.
+    """How a run opens rows.
 
-    attach: adds the fields that the objective reads, to training and held-out rows; distill: adds a stored teacher's
-    columns to training rows; preparing: shows progress while a store is written.
+    attach: adds the fields that the objective reads. distill: adds a stored teacher's columns to training rows.
+    preparing: shows progress while a store is written.
     """
 
     context: RunContext[Any]
@@ -145,8 +141,7 @@ class RowSource:
 
 
 def choose_tokenizer(context: RunContext[Any]) -> Tokenizer | None:
-    """Return the caller's, or the one that data.tokenizer names: a directory, a file, or `train:VOCAB` on the training
-    sources."""
+    """Return the caller's tokenizer, or the one that data.tokenizer names or trains."""
     given, datasets = context.given, context.settings.datasets
     for mixture in datasets:
         check_mixture(mixture)  # before minutes of preparation, not after
@@ -194,9 +189,7 @@ def batch_fields(batch: Callable[..., Mapping[str, Any]], part: str = "train") -
     return fields_of(batch(part, step=0, rows=slice(0, 1)))
 
 
-def validation_batch(
-    data: DataParts, part: str, number: int, size: int, rows: slice | None
-) -> Mapping[str, Any]:
+def validation_batch(data: DataParts, part: str, number: int, size: int, rows: slice | None) -> Mapping[str, Any]:
     """Return batch `number` of the held-out rows; `part` must name them. size: rows in one batch."""
     if part not in VALIDATION:
         raise InputError(f"batch('{part}'): there is no such slice; write 'train' or 'validation'.")
@@ -209,7 +202,7 @@ def validation_batch(
 
 
 def check_batch_method(method: Callable[..., Any]) -> None:
-    """TypeError for an override of BaseTrainer.batch that cannot be told which batch the run needs."""
+    """Raise TypeError for an override of BaseTrainer.batch without the keywords step and rows."""
     try:
         inspect.signature(method).bind(None, "train", step=0, rows=None)
     except TypeError as error:
@@ -220,14 +213,13 @@ def check_batch_method(method: Callable[..., Any]) -> None:
 
 
 def stage_count(settings: BaseTrainerConfig) -> int:
-    """As many as there are mixtures, or numbers of tokens for a single mixture."""
+    """Return the number of mixtures, or for a single mixture the number of entries in training.tokens."""
     mixtures, tokens = settings.datasets, settings.total_tokens or []
     return len(mixtures) if len(mixtures) > 1 else max(1, len(tokens))
 
 
 def stage_boundaries(context: RunContext[Any], stages: int, batch_tokens: int, steps: int) -> list[int]:
-    """Return the first step of each stage. Several stages need one horizon each; a horizon of another kind
-    (training.steps=…) is divided in the proportions of training.tokens."""
+    """Return the first step of each stage. A horizon other than training.tokens is divided in its proportions."""
     tokens = context.settings.total_tokens or []
     if stages == 1:
         return [0]
@@ -249,18 +241,16 @@ def stage_boundaries(context: RunContext[Any], stages: int, batch_tokens: int, s
     return starts
 
 
-# --- examples that the caller passes from Python: into rows by our own collator, or by the caller's ---
-FINGERPRINTED = 10_000
-"""Examples that name a data set whose content only the caller's collator understands."""
-
+# --- examples that the caller passes from Python ---
+FINGERPRINTED = 10_000  # examples that name a data set whose content only the caller's collator understands
 REQUIRED = ("input_ids", "target_ids", "loss_mask")
 
 
 @dataclass(frozen=True)
 class CollectFunction:
-    """Examples (texts, {"text"}, {"input_ids", "loss_mask"}) -> one padded row each, too long ones truncated.
+    """Examples (texts, {"text"}, {"input_ids", "loss_mask"}) -> one padded row each, truncated if too long.
 
-    `rows` makes rows of a whole data set, in any style: encoded once, with counts of what was left out.
+    `rows` encodes a whole dataset once, in any style, and counts what was skipped.
     """
 
     tokenizer: Tokenizer | None
@@ -287,7 +277,7 @@ class CollectFunction:
 
 
 class CollatedRows:
-    """Any random-access source through the caller's collator; row i is example i."""
+    """Rows of a random-access source, made by the caller's collator; row i is example i."""
 
     def __init__(self, source: Any, collator: Callable[[list[Any]], Mapping[str, Any]], block_size: int):
         if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
@@ -321,8 +311,7 @@ class CollatedRows:
 
     def _collate(self, indices: np.ndarray) -> Batch:
         return {
-            name: np.asarray(value)
-            for name, value in self.collator([self.source[int(i)] for i in indices]).items()
+            name: np.asarray(value) for name, value in self.collator([self.source[int(i)] for i in indices]).items()
         }
 
     def _check(self, rows: Batch) -> None:

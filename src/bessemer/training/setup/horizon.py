@@ -1,21 +1,25 @@
-"""How long and how large: batch size and steps from the settings, the model's counts and the data."""
+"""Derive batch size, steps, rates and report interval from the settings, the model's counts and the data."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bessemer.config import Config, Origin, OriginKind, dotted
 from bessemer.config.recipes import recipe_names
 from bessemer.console import counted
 from bessemer.errors import InputError
+from bessemer.models.lookup import without_lookup
+from bessemer.models.transformer import Transformer
 from bessemer.optim.muon import preset
 from bessemer.registry import objectives
 from bessemer.scaling import (
+    FLOOR_DEPTH,
     RATIO,
     REFERENCE_BATCH,
-    Derived,
+    REFERENCE_DEPTH,
+    Derivation,
     Dial,
     Reference,
     Sizes,
@@ -37,9 +41,7 @@ HORIZONS = {
     "training/epochs": "epochs",
     "training/ratio": "ratio",
 }
-MANY = (
-    8  # epochs of one text; up to about four, repeating it is nearly as good as new text (arXiv:2305.16264)
-)
+MANY = 8  # epochs of one text; up to about four, repeating it is nearly as good as new text (arXiv:2305.16264)
 REPORTS = "logging/report_interval"
 FEWEST_ROWS = 50
 MOST_APART = 32  # steps between two reports of a long run: a loss is never far away
@@ -49,7 +51,7 @@ MULTIPLIER, DECAY, RATE = "optimization/lr_multiplier", "optimization/weight_dec
 
 
 def target_of(config: Config) -> Target:
-    """The horizon in force. One on the command line wins over any of the recipe's; two there contradict."""
+    """Return the horizon. One that the caller set wins over the recipe's; two from the caller are an InputError."""
     given = config.asked(*HORIZONS)
     if len(given) > 1:
         names = " and ".join(dotted(key) for key in given)
@@ -60,7 +62,7 @@ def target_of(config: Config) -> Target:
 
 
 def ratio_of(config: Config) -> float:
-    """Tokens per scaling parameter: training.ratio, or where it is -1 or open the optimizer preset's."""
+    """Return tokens per scaling parameter: training.ratio, or if it is -1 or None the optimizer preset's."""
     if (ratio := config["training/ratio"]) not in (None, -1):
         return float(ratio)
     name = config.get("optimization/preset")
@@ -68,23 +70,23 @@ def ratio_of(config: Config) -> float:
 
 
 def decay_of(config: Config) -> float:
-    """The weight decay that the dial scales: the setting, or the preset's; 0 where the optimizer has none."""
+    """Return the weight decay that the dial scales: the setting, the preset's, or 0."""
     decay, name = config.get(DECAY), config.get("optimization/preset")
     return float(preset(name).weight_decay if decay is None and name is not None else decay or 0.0)
 
 
 def repeats(config: Config, epochs: float) -> list[str]:
-    """A word about data that a recipe's horizon repeats many times; who chose the horizon knows."""
+    """Return a warning if a recipe's horizon repeats the data many times and the caller set no horizon."""
     if epochs < MANY or config["objective"] not in ("pretrain", "sft") or config.asked(*HORIZONS):
         return []
     return [
-        f"the same data {epochs:.0f} times: when validation gets worse, it is being learnt by heart. "
-        f"training.epochs={MANY // 2} is shorter; more data is better"
+        f"the data is repeated {epochs:.0f} times: if the validation loss rises, the model overfits. "
+        f"Set training.epochs={MANY // 2}, or add data"
     ]
 
 
 def check_batch_settings(config: Config) -> bool:
-    """True when the batch is given in tokens. Both forms from the same hand contradict."""
+    """Return whether the batch is set in tokens; both forms from the same source are an InputError."""
     keys = ("training/batch_size", "training/batch_tokens")
     given = config.asked(*keys) or [key for key in keys if config.is_set(key) and config[key] is not None]
     if len(given) > 1:
@@ -103,23 +105,48 @@ def check_sizes(context: RunContext[Any]) -> None:
         return  # the dial derives both
     if target.given in (None, "steps"):
         horizon(target, 1)
-    per_device = context.settings.per_device_batch_size
+    per_device = config["training/per_device_batch_size"]
     if not in_tokens and per_device != -1:
         wished = per_device if config.asked("training/per_device_batch_size") else min(1, per_device)
         accumulation(config["training/batch_size"], wished, context.topology.data_parallel)
 
 
+@dataclass(frozen=True)
+class Derived:
+    """What the program chooses by the sizes of model and data: the configuration with these values, the batch size in
+    sequences, the steps, and each derived number with its reason."""
+
+    config: Config
+    batch_size: int
+    steps: int
+    rows: tuple[Derivation, ...]
+
+
 def plan_horizon(context: RunContext[Any], parts: ModelParts, epoch_rows: int) -> tuple[int, int]:
-    """Return (batch size in sequences, steps); record each with its reason."""
-    config, notes, block = context.config, context.notes, context.settings.block_size
-    target = target_of(config)
-    dialled = config["training/ratio"] == -1 or target.given == "ratio"
+    """Return (batch size in sequences, steps); record what `derive` chose."""
+    derived = derive(context.config, parts, epoch_rows, own_rows=context.given.dataset_train is not None)
+    for key, value in derived.config.values.items():
+        origin = derived.config.provenance[key]
+        if (value, origin) != (context.config[key], context.config.provenance[key]):
+            context.config.set(key, value, origin)
+    for row in derived.rows:
+        note(context.notes, row)
+    return derived.batch_size, derived.steps
+
+
+def derive(config: Config, parts: ModelParts, epoch_rows: int, own_rows: bool = False) -> Derived:
+    """Derive batch size, steps, rates and weight decay; `config` is not written to.
+
+    epoch_rows: rows of one epoch. own_rows: the data was passed in Python.
+    """
+    block, target, counts = config["architecture/block_size"], target_of(config), parts.counts
+    rows: list[Derivation] = []
+    dialed = config["training/ratio"] == -1 or target.given == "ratio"
     if config["training/ratio"] == -1:
-        config.set("training/ratio", ratio_of(config), "the optimizer preset's")
-    counts, own_rows = parts.counts, context.given.dataset_train is not None
+        config = config.replace({"training/ratio": ratio_of(config)}, "the optimizer preset's")
     if (rate := rate_for_weights(config, counts["total"], own_rows)) is not None:
-        config.set(rate.name, rate.value, rate.reason)
-        note(notes, rate)
+        config = config.replace({rate.name: rate.value}, rate.reason)
+        rows.append(rate)
     sizes = Sizes(counts.get("scaling"), parts.flops_per_token, epoch_rows * block)
     in_tokens = check_batch_settings(config)
     tokens = config["training/batch_tokens"] if in_tokens else config["training/batch_size"] * block
@@ -130,53 +157,46 @@ def plan_horizon(context: RunContext[Any], parts: ModelParts, epoch_rows: int) -
         )
     # On resume these hold what the dial chose at the start, so nothing is scaled twice.
     given_rates = [key for key in (MULTIPLIER, RATE) if key in config and config.is_set(key)]
-    if tokens == -1 or (dialled and hasattr(parts.model, "depth") and not given_rates):
-        derived = turn_dial(config, parts.model, target, sizes, tokens)
-        for row in derived.rows:
-            note(notes, row)
-        return derived.batch_tokens // block, derived.steps
+    if tokens == -1 or (dialed and isinstance(parts.model, Transformer) and not given_rates):
+        config, dial = turn_dial(config, parts.model, target, sizes, tokens)
+        return Derived(config, dial.batch_tokens // block, dial.steps, (*rows, *dial.rows))
     steps = horizon(target, tokens, sizes)
-    note(notes, steps)
-    if dialled and given_rates and config.provenance[given_rates[0]] != DIALED:
+    rows.append(steps)
+    if dialed and given_rates and config.provenance[given_rates[0]] != DIALED:
         why = (
             f"given: rates and weight decay do not follow the batch (√(B/B_ref) is "
             f"{math.sqrt(tokens / REFERENCE_BATCH):.3g})"
         )
-        note(notes, Derived(given_rates[0], config[given_rates[0]], why))
-    return tokens // block, steps.value
+        rows.append(Derivation(given_rates[0], config[given_rates[0]], why))
+    return Derived(config, tokens // block, steps.value, tuple(rows))
 
 
-def turn_dial(config: Config, model: Any, target: Target, sizes: Sizes, batch_tokens: int) -> Dial:
-    """Turn the depth dial for the given batch (-1: derive it too); what it derives goes into the configuration."""
-    if not hasattr(model, "depth"):
-        raise InputError(
-            "training.batch_tokens=-1 derives the batch from model.depth, which this model has not."
-        )
-
-    plain = {"lookup_after_layers": ()} if hasattr(model, "lookup_after_layers") else {}
+def turn_dial(config: Config, model: Any, target: Target, sizes: Sizes, batch_tokens: int) -> tuple[Config, Dial]:
+    """Return (the configuration with what the depth dial derives, the dial). batch_tokens: -1 derives it too."""
+    if not isinstance(model, Transformer):
+        raise InputError("training.batch_tokens=-1 derives the batch from model.depth, which this model has not.")
 
     def count(depth: int) -> int:
-        member = model.clone(depth=depth, width=-1, heads=-1, kv_heads=-1, **plain)
+        member = without_lookup(model).clone(depth=depth, width=-1, heads=-1, kv_heads=-1)
         return member.count_parameters()["scaling"]
 
     derived = dial(
         target,
         depth=model.depth,
         sizes=sizes,
-        reference=Reference(count(12), count(8), ratio_of(config)),
+        reference=Reference(count(REFERENCE_DEPTH), count(FLOOR_DEPTH), ratio_of(config)),
         block_size=config["architecture/block_size"],
         batch_tokens=batch_tokens,
         weight_decay=decay_of(config),
     )
-    derived = replace(derived, rows=settle_rates(config, derived))
+    shown, chosen = scaled_rates(config, derived)
     if batch_tokens == -1:
-        config.set("training/batch_tokens", derived.batch_tokens, DIALED)
-        config.set("training/steps", derived.steps, DIALED)
-    return derived
+        chosen |= {"training/batch_tokens": derived.batch_tokens, "training/steps": derived.steps}
+    return config.replace(chosen, DIALED), replace(derived, rows=shown)
 
 
-def settle_rates(config: Config, derived: Dial) -> list[Derived]:
-    """The dial's rates and decay go into the configuration; its rows, as they then hold.
+def scaled_rates(config: Config, derived: Dial) -> tuple[list[Derivation], dict[str, Any]]:
+    """Return (the dial's rows as they hold for this optimizer, the settings among them that it changes).
 
     An optimizer with one rate has no multiplier: the rate itself is scaled. One brought by the caller has neither.
     A multiplier or a rate that the caller set stays as it is.
@@ -185,30 +205,26 @@ def settle_rates(config: Config, derived: Dial) -> list[Derived]:
     scaled = []
     if MULTIPLIER in config and config.asked(MULTIPLIER):
         why = f"given, in place of {multiplier.value:.4g} = {multiplier.reason}"
-        rows.append(Derived(MULTIPLIER, config[MULTIPLIER], why))
+        rows.append(Derivation(MULTIPLIER, config[MULTIPLIER], why))
     elif MULTIPLIER in config:
         scaled.append(multiplier)
     elif RATE in config and config.asked(RATE):
-        rows.append(Derived(RATE, config[RATE], f"given: not scaled by {multiplier.reason}"))
+        rows.append(Derivation(RATE, config[RATE], f"given: not scaled by {multiplier.reason}"))
     elif config.get(RATE) is not None:
         rate = config[RATE]
-        scaled.append(Derived(RATE, rate * derived.lr_multiplier, f"{rate:g} · {multiplier.reason}"))
+        scaled.append(Derivation(RATE, rate * derived.lr_multiplier, f"{rate:g} · {multiplier.reason}"))
     if DECAY in config:
         scaled.append(decay)
-    for row in scaled:
-        config.set(row.name, row.value, DIALED)
-    return [*rows, *scaled]
+    return [*rows, *scaled], {row.name: row.value for row in scaled}
 
 
-def report_interval(steps: int) -> Derived:
-    """Steps between reports: every step in a short run, 50 to 100 rows in a longer one, at most 32 steps apart."""
+def report_interval(steps: int) -> Derivation:
+    """Return the steps between reports: 1 in a short run, 50 to 100 rows in a longer one, at most 32 apart."""
     nice = (multiple * 10**power for power in range(9) for multiple in (1, 2, 4, 5))
     interval = max([1, *(number for number in nice if steps // number >= FEWEST_ROWS)])
     if interval > MOST_APART:
-        return Derived(
-            REPORTS, MOST_APART, f"{steps:,} steps: {steps // MOST_APART:,} rows, never further apart"
-        )
-    return Derived(REPORTS, interval, f"{steps:,} steps: {counted(steps // interval, 'row')}")
+        return Derivation(REPORTS, MOST_APART, f"{steps:,} steps: {steps // MOST_APART:,} rows, never further apart")
+    return Derivation(REPORTS, interval, f"{steps:,} steps: {counted(steps // interval, 'row')}")
 
 
 def settle_reports(context: RunContext[Any], steps: int) -> LoggingSettings:
@@ -222,22 +238,22 @@ def settle_reports(context: RunContext[Any], steps: int) -> LoggingSettings:
 
 
 def is_shipped(config: Config, key: str) -> bool:
-    """True when a shipped recipe or a default set `key`, not the caller, a recipe of the caller's or the program."""
+    """Return whether `key` has its default or a shipped recipe's value."""
     origin = config.provenance[key]
     return origin.is_default or (origin.is_recipe and origin.detail in SHIPPED)
 
 
 def starts_from_real_weights(config: Config, own_rows: bool = False) -> bool:
-    """True when the run starts from weights and trains on data of the caller's: it is no recipe's demonstration."""
+    """Return whether the run starts from weights and trains on the caller's data, unlike a recipe's demo."""
     if config["init"] is None or is_recipes_run(config, "init"):
         return False
     return own_rows or bool(config.asked("training/dataset"))
 
 
-def rate_for_weights(config: Config, parameters: int, own_rows: bool = False) -> Derived | None:
-    """AdamW's rate by the size of the weights that the caller starts from; None where another one holds.
+def rate_for_weights(config: Config, parameters: int, own_rows: bool = False) -> Derivation | None:
+    """Return AdamW's rate for the size of the weights that the caller starts from; None if another one holds.
 
-    A recipe's own rate is for its demonstration with a tiny model: on real weights it undoes what they know.
+    A recipe's own rate is for its demonstration with a tiny model and would destroy real weights.
     own_rows: the data was passed in Python, not named by training.dataset.
     """
     share = objectives.entry(config["objective"]).traits.get("rate_share")
@@ -248,5 +264,5 @@ def rate_for_weights(config: Config, parameters: int, own_rows: bool = False) ->
     return fine_tuning_rate(parameters, share, adapters=config["lora/rank"] > 0)
 
 
-def note(notes: Notes, row: Derived) -> None:
+def note(notes: Notes, row: Derivation) -> None:
     notes.derive(dotted(row.name), row.value, row.reason)

@@ -1,11 +1,12 @@
-"""`init=recipe:NAME`: the run to start from is that recipe's own, trained first and once, beside this run.
+"""`init=recipe:NAME`: train that recipe first, once, and start from its weights.
 
-It is an ordinary run, RUNS/NAME-base: the next that asks for it finds it finished, and one that was stopped is
-continued. Recipes may begin from each other in a row (dpo from sft, sft from a tiny pretrained model).
+It is an ordinary run, RUNS/NAME-base: later runs find it finished, and one that was stopped is continued. Recipes may
+start from each other (dpo from sft, sft from a tiny pretrained model).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,53 +16,51 @@ from bessemer.config.values import plain
 from bessemer.errors import InputError, Stopped
 from bessemer.generate.load import FAMILY, flat
 from bessemer.job import RunDirectory
-from bessemer.topology import process_index, share
-from bessemer.training.setup.initial_weights import (
-    INIT,
-    TEACHER,
-    Resolve,
-    inherited,
-)
+from bessemer.topology import broadcast, process_index
+from bessemer.training.setup.initial_weights import INIT, TEACHER, Resolve, inherited
 from bessemer.training.setup.schema import pinned, schema_of
 
 PREFIX = "recipe:"
-PASSED = ("topology/", "data/root", "logging/progress", "plugins")
-"""What that run takes from the one that asks for it, since it cannot change its weights."""
+PASSED = ("topology/", "data/root", "logging/progress", "plugins")  # passed on, since they do not change the weights
 
 
-def trained_first(config: Config, root: str | Path) -> Config:
-    """`config` with `init` (and a teacher) naming a finished run where it named a recipe."""
+TrainBase = Callable[[str, RunDirectory, dict[str, Any], bool], None]
+"""Trains a recipe in a run directory, with settings that are passed on; the bool: the run was begun before."""
+
+
+def trained_first(config: Config, root: str | Path, train: TrainBase) -> Config:
+    """Return `config` with finished runs in place of the recipes that `init` and a teacher name."""
     if FAMILY not in config:  # a job without a model hands it on to those that have one
         return config
     for key in (INIT, TEACHER):
         if str(config.get(key)).startswith(PREFIX):
-            _train_first(config, key, root)
+            origin = Origin(OriginKind.BASE_RUN, config[key].removeprefix(PREFIX))
+            config = config.replace({key: str(_train_first(config, key, root, train))}, origin)
     return config
 
 
-def _train_first(config: Config, key: str, root: str | Path) -> None:
+def _train_first(config: Config, key: str, root: str | Path, train: TrainBase) -> Path:
+    """Train the recipe that `key` names unless that is done, and return its run."""
     init = config[key]
     recipe = init.removeprefix(PREFIX)
     check_circle(recipe)
     directory = RunDirectory(Path(root) / f"{Path(recipe).stem}-base")
     passed = {key: config[key] for key in config.given() if key.startswith(PASSED)}
-    state = share(f"the run of {init}", lambda: state_of(directory, recipe))
+    state = broadcast(f"the run of {init}", lambda: state_of(directory, recipe))
     if state != "done":
         word = "continued" if state == "begun" else "trained"
         what = "teacher" if key == TEACHER else "init"
         say(f"{what:<10} {init} is {word} first, once: {directory.path}")
         try:
-            _train(recipe, directory, passed, state, root)
+            train(recipe, directory, passed, state == "begun")
         except Stopped as error:
-            raise Stopped(
-                f"{error} Or run the same command again: it goes on there, then with its own run."
-            ) from None
+            raise Stopped(f"{error} Or run the same command again: it goes on there, then with its own run.") from None
         say(f"{what:<10} {init} is done; now the run itself")
-    config.set(key, str(directory.path), Origin(OriginKind.BASE_RUN, recipe))
+    return directory.path
 
 
 def check_circle(recipe: str, seen: tuple[str, ...] = ()) -> None:
-    """A recipe that begins from itself (or learns from itself), by way of others or not, could never begin."""
+    """Raise InputError for a recipe that starts from itself or learns from itself, also by way of others."""
     if recipe in seen:
         way = " from ".join([*seen, recipe])
         raise InputError(f"recipes begin from each other in a circle: {way}. Change one `init`, or teacher.")
@@ -72,7 +71,7 @@ def check_circle(recipe: str, seen: tuple[str, ...] = ()) -> None:
 
 
 def planned_from(resolved: Resolve, config: Config) -> Config:
-    """`config` as it would be once the recipes it begins from were trained; nothing is trained."""
+    """Return `config` as it would be once the recipes it starts from were trained; nothing is trained."""
     layers: list[Layer] = []
     named = {key: str(config.get(key)) for key in (TEACHER, INIT)}
     planned = {key: word for key, word in named.items() if word.startswith(PREFIX)}
@@ -85,14 +84,14 @@ def planned_from(resolved: Resolve, config: Config) -> Config:
         return config
     found = resolved(tuple(layers))
     if TEACHER in planned:
-        found.set(TEACHER, planned[TEACHER], Origin(OriginKind.UNTRAINED))
+        found = found.replace({TEACHER: planned[TEACHER]}, Origin(OriginKind.UNTRAINED))
     if INIT in planned:
-        found.set(INIT, None, f"{planned[INIT]} is not trained for a plan")
+        found = found.replace({INIT: None}, f"{planned[INIT]} is not trained for a plan")
     return found
 
 
 def planned_recipe(recipe: str) -> Config:
-    """The configuration of a recipe's run, with what it would inherit."""
+    """Return the configuration of a recipe's run, with what it would inherit."""
     check_circle(recipe)
 
     def of_recipe(between: tuple[Layer, ...] = ()) -> Config:
@@ -102,7 +101,7 @@ def planned_recipe(recipe: str) -> Config:
 
 
 def state_of(directory: RunDirectory, recipe: str) -> str:
-    """ "new", "begun" or "done"; a run there that is not of this recipe is refused."""
+    """Return "new", "begun" or "done"; raise InputError if the run there is not of this recipe."""
     if not directory.config.is_file():
         return "new"
     wanted, tree = pinned(resolve(schema_of, recipe)), saved_tree(directory.config)
@@ -128,24 +127,12 @@ def state_of(directory: RunDirectory, recipe: str) -> str:
 
 
 def _unstyled(saved: Any, wanted: Any) -> Any:
-    """`saved` without the styles that the objective chose (wishes.py) for data which `wanted` names without one."""
+    """Return `saved` without the styles that the objective chose for data which `wanted` names without one."""
     if isinstance(saved, list) and isinstance(wanted, list) and len(saved) == len(wanted):
         return [_unstyled(*both) for both in zip(saved, wanted, strict=True)]
     if isinstance(saved, dict) and isinstance(wanted, dict) and wanted.get("style") is None:
         return saved | {"style": None}
     return saved
-
-
-def _train(
-    recipe: str, directory: RunDirectory, passed: dict[str, Any], state: str, root: str | Path
-) -> None:
-    from bessemer.training import launch  # which begins every run, this one too
-
-    if state == "begun":
-        kept = {key: value for key, value in passed.items() if key.startswith(launch.RESUMABLE)}
-        launch.reopen(directory.path, kept, root=root).run()
-    else:
-        launch.build_trainer(recipe, passed, name=directory.name, root=root).run()
 
 
 def say(text: str) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint.manifest import COMMIT
@@ -20,15 +21,16 @@ from bessemer.config.values import plain
 from bessemer.data import data_root
 from bessemer.data.tokenize.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError
-from bessemer.generate.load import FAMILY, SECTIONS, WEIGHTS, check_whole, flat, located, read_whole
+from bessemer.generate.load import FAMILY, SECTIONS, WEIGHTS, check_whole, flat, located, open_arrays, read_whole
 from bessemer.interop.folder import CONFIG, Folder, fetched, is_folder, is_hub, read_object
-from bessemer.job import RunDirectory, atomic_write, find_run
+from bessemer.job import RunDirectory, find_run
 from bessemer.job.jobs import step_of
 from bessemer.job.trust import check_folder, names_own_code
-from bessemer.models.lora import split_of
+from bessemer.models.lora import Split, merge_adapters, split_of
+from bessemer.models.protocol import new_parameters
 from bessemer.registry import models
-from bessemer.report.phases import FOLDER, has_phases, phases_of
-from bessemer.storage.files import storage
+from bessemer.report.summary import has_phases, phases_of
+from bessemer.storage.files import atomic_write, storage
 from bessemer.storage.weights import Arrays, DamagedFile, WeightFile, check_fits, place, select
 from bessemer.topology import Topology, unbox
 
@@ -50,7 +52,7 @@ def find_start(named: str, root: str | Path, setting: str = INIT) -> tuple[Path,
     is_step = re.fullmatch(r"step_\d+", path.name) is not None
     run = find_run(path.parent.parent if is_step else named, root)
     if has_phases(run) and (phases := phases_of(run)):
-        run = RunDirectory(run.path / FOLDER / phases[-1])
+        run = phases[-1]
     checkpoints = Checkpoints(run.checkpoints)
     try:
         if is_step:
@@ -90,10 +92,8 @@ def tree_in(start: Path) -> dict[str, Any]:
 
 
 def files_in(start: Path) -> Arrays | None:
-    """The weights of a start that is no checkpoint."""
-    if is_folder(start):
-        return Folder(start)
-    return WeightFile(start / WEIGHTS) if (start / WEIGHTS).is_file() else None
+    """The weights of a start that is no checkpoint; adapters merged into their base."""
+    return open_arrays(start) if is_folder(start) or (start / WEIGHTS).is_file() else None
 
 
 def weights_digest(start: Path) -> str:
@@ -116,27 +116,30 @@ def check_weights(start: Path, checkpoints: Checkpoints, model: Any, boxed: Any)
         return
     manager, step = checkpoints.at(start.parent), step_of(start.name)
     boxed = taken_over(model, boxed, _names(manager, step))
-    check_whole(manager, step, tree_in(start), boxed, getattr(model, "group_of", None))
+    check_whole(manager, step, tree_in(start), boxed, model)
 
 
 def read_weights(
-    start: Path, checkpoints: Checkpoints, model: Any, boxed: Any, topology: Topology
+    start: Path, checkpoints: Checkpoints, model: Any, boxed: Any, topology: Topology, split: Split | None = None
 ) -> dict[str, Any]:
-    """The parameters that are there, where `topology` rests them; adapters merged."""
+    """Return the parameters that are there, where `topology` rests them; adapters merged. split: of the run that takes
+    them, in whose dtypes they come."""
     files, manager = files_in(start), checkpoints.at(start.parent)
     saved = _names(manager, step_of(start.name)) if files is None else files.signature()
     boxed = taken_over(model, boxed, saved)
+    wanted = located(boxed if split is None else split.stored(boxed), topology)
     if files is not None:
-        return place(files, located(boxed, topology), str(start))
-    split = split_of(flat(tree_in(start)), boxed, getattr(model, "group_of", None))
-    return read_whole(manager, step_of(start.name), split, boxed, partial(located, topology=topology))
+        return place(files, wanted, str(start))
+    theirs = split_of(flat(tree_in(start)), boxed, model)
+    whole = read_whole(manager, step_of(start.name), theirs, boxed, topology)
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), merge_adapters(whole), wanted)
 
 
 def taken_over(model: Any, params: Any, saved: Iterable[str]) -> Any:
     """The parameters to take from weights with the arrays `saved`: all but those that the model declares as new
     (`new_parameters`) and that are not there."""
     there = {name.split("/")[0] for name in saved}
-    new = set(getattr(model, "new_parameters", ())) - there
+    new = set(new_parameters(model)) - there
     return {name: part for name, part in params.items() if name not in new}
 
 

@@ -1,4 +1,4 @@
-"""The micro-batch: the largest number of sequences that fits in one pass, found by compiling, never by crashing."""
+"""The micro-batch: how many sequences fit in one pass, from the memory that the compiler plans."""
 
 from __future__ import annotations
 
@@ -14,23 +14,19 @@ from bessemer.topology import Topology, placement
 
 KEY = "training/per_device_batch_size"
 
-CPU_TOKENS = 4096
-"""On a CPU a pass of a few thousand tokens keeps the cores busy; more only takes memory and cache."""
-
-SPARE = 0.9
-"""Share of the device's memory a step may plan to use."""
+CPU_TOKENS = 4096  # on a CPU a pass of a few thousand tokens keeps the cores busy; more only takes memory and cache
+SPARE = 0.9  # share of the device's memory a step may plan to use
 
 
 def accumulation(batch_size: int, per_device: int, data_parallel: int) -> int:
-    """S = batch_size / (per_device · data-parallel devices), exactly."""
+    """Return batch_size / (per_device · data-parallel devices); raise InputError if it does not divide."""
     micro = per_device * data_parallel
     if per_device < 1 or batch_size % micro:
         fits = [n for n in range(1, batch_size + 1) if batch_size % (n * data_parallel) == 0]
-        choice = (
-            f"choose training.per_device_batch_size from {_some(fits)}"
-            if fits
-            else (f"make training.batch_size a multiple of {data_parallel}")
-        )
+        some = ", ".join(map(str, fits[:12])) + (" …" if len(fits) > 12 else "")
+        choice = f"choose training.per_device_batch_size from {some}"
+        if not fits:
+            choice = f"make training.batch_size a multiple of {data_parallel}"
         raise InputError(
             f"training.batch_size={batch_size} is not divisible into micro-batches of "
             f"{per_device} sequences on {data_parallel} data-parallel device(s); {choice}."
@@ -38,12 +34,8 @@ def accumulation(batch_size: int, per_device: int, data_parallel: int) -> int:
     return batch_size // micro
 
 
-def _some(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers[:12])) + (" …" if len(numbers) > 12 else "")
-
-
 def candidates(batch_size: int, data_parallel: int) -> list[int]:
-    """Per-device sizes that divide the batch, largest first."""
+    """Return the per-device sizes that divide the batch, largest first."""
     if batch_size % data_parallel:
         accumulation(batch_size, 1, data_parallel)
     share = batch_size // data_parallel
@@ -51,33 +43,33 @@ def candidates(batch_size: int, data_parallel: int) -> list[int]:
 
 
 def lowered(wished: int, batch_size: int, data_parallel: int) -> tuple[int, str]:
-    """(the largest that divides the batch here and is no more than a recipe wishes for, why)."""
+    """Return (the largest size that divides the batch and is at most `wished`, why)."""
     size = next((n for n in candidates(batch_size, data_parallel) if n <= wished), 1)
     why = f"the largest that divides {batch_size // data_parallel} sequences a device"
     return size, f"{why}, in place of {wished}"
 
 
 def within_tokens(sizes: list[int], block_size: int) -> int:
-    """Return the first of `sizes` (largest first) whose pass is no longer than a CPU needs."""
+    """Return the first of `sizes` (largest first) with at most CPU_TOKENS tokens per pass."""
     return next((n for n in sizes if n * block_size <= CPU_TOKENS), sizes[-1])
 
 
 def memory_limit(device: Any) -> int | None:
-    """Bytes the allocator may use; None where the backend does not say (a CPU)."""
+    """Return the bytes that the allocator may use; None if the backend does not report them (a CPU)."""
     stats = device.memory_stats()
     return None if not stats else stats.get("bytes_limit")
 
 
 def machine_memory() -> int | None:
-    """Bytes that a device has of the machine's own memory, which is all a CPU has."""
+    """Return the bytes of main memory per CPU device; None on other backends."""
     if jax.default_backend() != "cpu" or "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
 
 
 def check_machine(state: int) -> None:
-    """Raise InputError if the state alone is larger than the memory of a CPU's machine. Allocating it would end with
-    the kernel's OOM killer, after minutes in which nothing else on the machine answers."""
+    """Raise InputError if the state alone is larger than the memory of a CPU's machine, before the kernel's OOM killer
+    ends the run."""
     limit = machine_memory()
     if limit is not None and state > limit:
         raise InputError(
@@ -88,17 +80,17 @@ def check_machine(state: int) -> None:
 
 
 def state_bytes(abstract: Any, placed: Any) -> int:
-    """Bytes of the parameters and the optimizer's state on one device."""
+    """Return the bytes of the parameters and the optimizer's state on one device."""
     return sum(row["bytes_per_device"] for row in placement(abstract, placed))
 
 
 def device_limit(topology: Topology) -> int | None:
-    """Bytes a device may use; None where the backend does not report it."""
+    """Return the bytes that a device may use; None if the backend does not report them."""
     return memory_limit(topology.mesh.local_devices[0]) or machine_memory()
 
 
 def largest_fitting(sizes: list[int], fits: Callable[[int], bool]) -> int | None:
-    """The first of `sizes` (largest first) that fits, by bisection: what is smaller than one that fits fits too."""
+    """Return the first of `sizes` (largest first) that fits, by bisection; None: none does."""
     low, high = 0, len(sizes)  # sizes[high:] fit
     while low < high:
         middle = (low + high) // 2
@@ -110,7 +102,7 @@ def largest_fitting(sizes: list[int], fits: Callable[[int], bool]) -> int | None
 
 
 def without_a_fit(config: Config, state: int, needed: int | None, limit: int | None) -> str:
-    """What to say when a single sequence per pass does not fit. Only changes that can help are named."""
+    """Return the error for a single sequence that does not fit; it names only changes that can help."""
     smaller = ["a smaller model (model.depth, model.width)", "adapters (lora.rank=8 with init=RUN)"]
     spread = "more devices with topology.fsdp=-1"
     if limit is not None and state > limit:
@@ -136,7 +128,7 @@ def step_total(step: Any) -> int | None:
 
 
 class StepMemory(NamedTuple):
-    """Bytes on one device, as the compiler plans them. What is donated is counted once."""
+    """Bytes on one device as the compiler plans them. Donated arguments are counted once."""
 
     arguments: int
     outputs: int
@@ -149,7 +141,7 @@ class StepMemory(NamedTuple):
 
 
 def step_bytes(compiled: Any) -> StepMemory:
-    """The memory analysis of a compiled step."""
+    """Return the memory analysis of a compiled step."""
     memory = compiled.memory_analysis()
     return StepMemory(
         memory.argument_size_in_bytes,

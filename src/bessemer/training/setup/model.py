@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,18 +14,24 @@ from bessemer.checkpoint import Checkpoints
 from bessemer.config import Config
 from bessemer.data import Tokenizer
 from bessemer.data.plan.batches import Mixture, sample_tokens
+from bessemer.data.rows.packing import PieceRows
 from bessemer.errors import InputError, StorageError
 from bessemer.generate.load import tokenizer_of
 from bessemer.kernels.fp8 import GPU_OPTIONS as FLOAT8_OPTIONS
-from bessemer.models.allocation import FILE, Allocation, compute_lzw_allocation
-from bessemer.models.lookup import choose_path
+from bessemer.models.allocation import Allocation, compute_lzw_allocation
+from bessemer.models.lookup import allocation_of, choose_path, has_lookup
 from bessemer.models.lora import LoraSettings, Split, make_split
-from bessemer.models.shape import Shape, explain_flops
+from bessemer.models.protocol import Checked, HasPrecision, KernelChoice, group_of, new_parameters
+from bessemer.models.shape import explain_flops, round_up
+from bessemer.models.transformer import Transformer
 from bessemer.registry import models
+from bessemer.storage.artifacts import ALLOCATION
 from bessemer.topology import Topology
 from bessemer.training.context import RunContext
 from bessemer.training.setup.initial_weights import check_tokenizer
-from bessemer.training.setup.schema import apply_objective_defaults
+
+REMAT, DOCUMENTS = "architecture/remat", "architecture/max_documents"
+MOST_DOCUMENTS = 64  # cuDNN keeps a row of softmax statistics for each: above, the table of pairs costs less
 
 
 class ModelParts(NamedTuple):
@@ -40,6 +46,7 @@ class ModelParts(NamedTuple):
     boxed: Any  # the parameters as shapes, with their axes
     split: Split  # which of them are trained
     idle: int  # parameters in matrix products that get no gradient
+    added: int  # parameters of adapters whose products are made beside the model's own
 
 
 class Teacher(NamedTuple):
@@ -63,54 +70,83 @@ class Teacher(NamedTuple):
 
 def build_model(context: RunContext[Any], kind: type[Any] | None, tokenizer: Tokenizer | None) -> ModelParts:
     """Make the module and count its parameters. kind: its class; None: the family that model.family names."""
-    apply_objective_defaults(context)
     check_tokenizer(context.settings.init, tokenizer)
     config, topology, model = context.config, context.topology, context.given.model
     if model is None:
         fit_vocabulary(config, tokenizer)
         fit_attention(config, topology)
         model = config.make(kind or models.get(context.settings.family))
-    if hasattr(model, "check"):
+    if isinstance(model, Checked):
         model.check()
     note_shape(context, model)
     lora = train_new_parameters(context, model)
+    if lora.rank:
+        model = recompute_with_adapters(context, model)
     if precision_of(model) == "fp8":
         check_float8(context, model)
-    if hasattr(model, "chosen_kernels") and (
-        topology.platform != "cpu" or topology.mesh.shape["context"] > 1
-    ):
+    if isinstance(model, KernelChoice) and (topology.platform != "cpu" or topology.mesh.shape["context"] > 1):
         for name, (kernel, why) in model.chosen_kernels().items():
             context.notes.derive(f"architecture.{name}", kernel, why)
     return describe_model(context, model, tokenizer, lora)
 
 
-def describe_model(
-    context: RunContext[Any], model: Any, tokenizer: Tokenizer | None, lora: LoraSettings
-) -> ModelParts:
+def recompute_with_adapters(context: RunContext[Any], model: Any) -> Any:
+    """Let a run with adapters recompute what costs little, unless architecture.remat is set.
+
+    The frozen weights need no gradient, so activations are most of the memory: an 8B Llama with 4 rows of 2,048 tokens
+    takes 50.3 GiB without this on an H200 (2026-11-16).
+    """
+    config, names = context.config, model.remat_with_adapters if isinstance(model, Transformer) else ()
+    if not names or REMAT not in config or config.is_set(REMAT):
+        return model
+    why = "with adapters, activations are most of the memory, and these cost little to recompute"
+    config.set(REMAT, list(names), why)
+    context.notes.derive("architecture.remat", ", ".join(names), why)
+    return model.clone(remat=names)
+
+
+def limit_documents(context: RunContext[Any], parts: ModelParts, sources: Sequence[Any]) -> ModelParts:
+    """Tell a model with cuDNN attention how many documents a row of `sources` holds at most, if that is known."""
+    model, config = parts.model, context.config
+    if not isinstance(model, Transformer) or not model.document_mask or DOCUMENTS not in config or config[DOCUMENTS]:
+        return parts
+    if model.chosen_kernels()["attention"][0] != "cudnn" or not all(type(rows) is PieceRows for rows in sources):
+        return parts
+    most = round_up(1 + max(rows.most_pieces for rows in sources), 8)  # padding counts as a document
+    if most > MOST_DOCUMENTS:
+        return parts
+    why = "the packed rows hold no more, padding included: attention skips what is masked"
+    config.set(DOCUMENTS, most, why)
+    context.notes.derive("architecture.max_documents", most, why)
+    return describe_model(context, model.clone(max_documents=most), parts.tokenizer, parts.split.lora)
+
+
+def describe_model(context: RunContext[Any], model: Any, tokenizer: Tokenizer | None, lora: LoraSettings) -> ModelParts:
     """Return the parts of `model`: its shapes, which of them are trained, and its FLOPs."""
     block = context.settings.block_size
     boxed = jax.eval_shape(lambda key: init_variables(model, block, key), jax.random.key(0))["params"]
-    group_of = getattr(model, "group_of", None)
-    split = make_split(boxed, context.settings.freeze, lora, group_of)
-    idle = split.idle(boxed, group_of)
+    split = make_split(boxed, context.settings.freeze, lora, model)
+    idle, added = split.idle(boxed, group_of(model)), split.adapter_parameters(boxed)
     return ModelParts(
         model,
         None if tokenizer is None else tokenizer_of(model, tokenizer),
         make_apply(model),
         model.count_parameters(),
-        model.flops_per_token(block) - 2 * idle,
-        model.flops_per_token(block, causal=True) - 2 * idle,
+        model.flops_per_token(block) - 2 * idle + 6 * added,
+        model.flops_per_token(block, causal=True) - 2 * idle + 6 * added,
         boxed,
         split,
         idle,
+        added,
     )
 
 
 def note_shape(context: RunContext[Any], model: Any) -> None:
     """Record width and heads that follow from the depth, with their reasons."""
-    config, notes, shape = context.config, context.notes, getattr(model, "shape", None)
-    if shape is None or "model/aspect" not in config or config["model/width"] != -1:
+    config, notes = context.config, context.notes
+    if not isinstance(model, Transformer) or "model/aspect" not in config or config["model/width"] != -1:
         return
+    shape = model.shape
     why = f"depth {model.depth} · aspect {model.aspect}, up to a multiple of head_dim {model.head_dim}"
     notes.derive("model.width", shape.width, why)
     if config["model/heads"] == -1:
@@ -121,7 +157,7 @@ def train_new_parameters(context: RunContext[Any], model: Any) -> LoraSettings:
     """Return the adapter settings; lora.whole names the model's `new_parameters` unless it is set, since a head that
     begins at random would otherwise stay random."""
     config, lora = context.config, context.lora
-    new = [name for name in getattr(model, "new_parameters", ()) if name not in lora.whole]
+    new = [name for name in new_parameters(model) if name not in lora.whole]
     if not lora.rank or not new or config.is_set("lora/whole"):
         return lora
     config.set("lora/whole", new, f"{context.settings.family}: new parameters")
@@ -146,9 +182,7 @@ def fit_vocabulary(config: Config, tokenizer: Tokenizer | None) -> None:
     size = config["model/vocab_size"]
     if tokenizer is None:
         if size < 1:
-            raise InputError(
-                "model.vocab_size is not set and there is no tokenizer to take it from; give one of them."
-            )
+            raise InputError("model.vocab_size is not set and there is no tokenizer to take it from; give one of them.")
         return
     if size == -1:
         config.set("model/vocab_size", tokenizer.vocab_size, "the tokenizer's")
@@ -181,7 +215,7 @@ def make_apply(model: nn.Module) -> Callable[..., Any]:
 
 def precision_of(model: nn.Module) -> str:
     """A model without the setting counts as bf16."""
-    return getattr(model, "precision", "bf16")
+    return model.precision if isinstance(model, HasPrecision) else "bf16"
 
 
 def check_float8(context: RunContext[Any], model: Any) -> None:
@@ -228,11 +262,11 @@ def flops_share(topology: Topology, parts: ModelParts, causal: bool) -> float | 
 
 def flops_formula(parts: ModelParts, block_size: int) -> str:
     """The formula of FLOPs per token, which MFU is computed from, with its numbers."""
-    shape = getattr(parts.model, "shape", None)
-    words = (
-        explain_flops(shape, block_size) if isinstance(shape, Shape) else "the model's own flops_per_token"
-    )
-    return words + (f", less 2 · {parts.idle:,} frozen parameters without a gradient" if parts.idle else "")
+    model, words = parts.model, "the model's own flops_per_token"
+    if isinstance(model, Transformer):
+        words = explain_flops(model.shape, block_size)
+    words += f", less 2 · {parts.idle:,} frozen parameters without a gradient" if parts.idle else ""
+    return words + (f", plus 6 · {parts.added:,} of adapters" if parts.added else "")
 
 
 def peak_memory() -> dict[str, float]:
@@ -250,7 +284,7 @@ def allocate(
 ) -> ModelParts:
     """Give a model with lookup layers its allocation: from the run's own checkpoints, from `init`, or a new one."""
     model: Any = parts.model
-    if not getattr(model, "lookup_after_layers", ()):
+    if not has_lookup(model):
         return parts
     allocation, origin = model.allocation, "the model's own allocation"
     if allocation is None:
@@ -261,9 +295,7 @@ def allocate(
     return with_allocation(context, parts, allocation, origin)
 
 
-def with_allocation(
-    context: RunContext[Any], parts: ModelParts, allocation: Allocation, origin: str
-) -> ModelParts:
+def with_allocation(context: RunContext[Any], parts: ModelParts, allocation: Allocation, origin: str) -> ModelParts:
     """Return the parts of the model with `allocation`; record its sizes, and write derived ones to the configuration,
     so that a saved run does not depend on the rule."""
     model: Any = parts.model
@@ -286,7 +318,7 @@ def saved_allocation(init: str | None, manager: Checkpoints) -> tuple[Allocation
     """Return what this run, or the one it starts from, has saved; a resumed run never allocates again."""
     places = [manager.path(step) for step in reversed(manager.committed())]
     if not places and init is not None:
-        places = [Path(init)] if (Path(init) / FILE).is_file() else []
+        places = [Path(init)] if ALLOCATION.path(Path(init)).is_file() else []
     problem: StorageError | None = None
     for place in places:
         try:
@@ -327,7 +359,7 @@ def note_allocation(context: RunContext[Any], model: Any, origin: str) -> None:
 
 def note_path(context: RunContext[Any], model: Any, per_device: int) -> None:
     """Record which way the lookup attention is computed in training."""
-    allocation = getattr(model, "allocation", None)
+    allocation = allocation_of(model)
     if allocation is None:
         return
     tokens = per_device * context.settings.block_size // context.topology.mesh.shape.get("context", 1)

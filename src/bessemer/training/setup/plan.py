@@ -1,4 +1,4 @@
-"""RunPlan: what setup resolves a recipe into. The compiled side is built from it and from the trainer's StepHooks."""
+"""RunPlan: what setup resolves a recipe into. The compiled functions are built from it and from StepHooks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bessemer.training.state import TrainState
 
 @dataclass(frozen=True)
 class Stage:
-    """reference: the step whose parameters it is held against; None: nothing."""
+    """Steps `start` to `end`. reference: the step whose parameters regularize it; None: no reference."""
 
     number: int
     start: int
@@ -24,7 +24,7 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """Of the checkpoint at its end."""
+        """The name of the checkpoint at its end."""
         return f"stage-{self.number}"
 
 
@@ -44,12 +44,12 @@ class RunPlan:
 
     @property
     def tokens(self) -> int:
-        """Of the whole horizon."""
+        """Tokens of the run."""
         return self.data.steps * self.tokens_per_step
 
     @property
     def flops(self) -> float:
-        """Of the whole horizon, by the model's own formula."""
+        """FLOPs of the run by the model's own formula."""
         return self.model.flops_per_token * self.tokens_per_step * self.data.steps
 
 

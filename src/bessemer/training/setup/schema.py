@@ -1,4 +1,4 @@
-"""Which settings a run has: those of the trainer and of every part it names."""
+"""The settings of a run: those of the trainer and of every part that it names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from bessemer import config as config_room
-from bessemer.config import PYTHON, Config, Schema, dotted, gather, slashed
+from bessemer.config import PYTHON, Config, Schema, current, dotted, gather, load_saved, resolve, slashed
 from bessemer.config.recipes import Layer
 from bessemer.config.values import plain
 from bessemer.data import DatasetStyle, DataSettings, Sampling, check_mixture, shares_of
@@ -22,15 +21,7 @@ from bessemer.errors import InputError
 from bessemer.evaluate.evaluator import names_code
 from bessemer.models.lora import LoraSettings
 from bessemer.optim import settings_classes
-from bessemer.registry import (
-    SELECTORS,
-    callbacks,
-    explain_unselected,
-    import_plugin,
-    jobs,
-    models,
-    objectives,
-)
+from bessemer.registry import SELECTORS, callbacks, explain_unselected, import_plugin, jobs, models, objectives
 from bessemer.topology import TopologySettings
 from bessemer.training.callbacks.base import Callback
 from bessemer.training.context import Notes, RunContext
@@ -53,7 +44,7 @@ class TrainerClass(Protocol):
 
 
 def schema_of(values: Mapping[str, Any]) -> Schema:
-    """The schema of a run whose recipe and overrides gave `values` (flat, unchecked)."""
+    """Return the schema of a run whose recipe and overrides set `values` (flat, unchecked)."""
     for plugin in _words(values.get("plugins")):
         import_plugin(plugin)
     job = jobs.get(str(values.get("job") or DEFAULT_JOB))
@@ -61,13 +52,13 @@ def schema_of(values: Mapping[str, Any]) -> Schema:
     return trainer_schema(job, values) if own is None else own(values)
 
 
-def trainer_schema(trainer: TrainerClass, values: Mapping[str, Any]) -> Schema:
-    """Unite the settings of the trainer class with those of the parts that `values` select."""
-    defaults = gather(trainer.config_class())
+def trainer_schema(cls: TrainerClass, values: Mapping[str, Any]) -> Schema:
+    """Return the settings of the trainer class and of the parts that `values` select."""
+    defaults = gather(cls.config_class())
     chosen = {key: setting.default for key, setting in defaults.settings.items()} | dict(values)
-    model = trainer.model_class() or models.get(str(chosen["model/family"]))
+    model = cls.model_class() or models.get(str(chosen["model/family"]))
     classes: list[type] = [
-        trainer.config_class(),
+        cls.config_class(),
         LoggingSettings,
         GuardSettings,
         DataSettings,
@@ -75,78 +66,68 @@ def trainer_schema(trainer: TrainerClass, values: Mapping[str, Any]) -> Schema:
         LoraSettings,
         model,
     ]
-    classes += settings_classes(*optimizer_names(trainer, chosen))
+    classes += settings_classes(*optimizer_names(cls, chosen))
     classes += objectives.entry(str(chosen["objective"])).settings
-    for name in [*trainer.default_callbacks, *_words(chosen.get("callbacks"))]:
+    for name in [*cls.default_callbacks, *_words(chosen.get("callbacks"))]:
         if _has_settings(name):
             classes.append(callbacks.get(name))
     return gather(*dict.fromkeys(classes), explain=explain_unselected)
 
 
-def optimizer_names(trainer: TrainerClass, values: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """(optimizer, schedule) as registry names for their settings; None where the class gives an optax object."""
-    optimizer = values.get("optimization/name") or trainer.optimizer()
-    schedule = values.get("optimization/schedule") or trainer.schedule() or "constant"
-    return (optimizer if isinstance(optimizer, str) else None), (
-        schedule if isinstance(schedule, str) else None
-    )
+def optimizer_names(cls: TrainerClass, values: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the registry names of (optimizer, schedule); None if the class returns an optax object."""
+    optimizer = values.get("optimization/name") or cls.optimizer()
+    schedule = values.get("optimization/schedule") or cls.schedule() or "constant"
+    return (optimizer if isinstance(optimizer, str) else None), (schedule if isinstance(schedule, str) else None)
 
 
-def config_for(
-    trainer: TrainerClass, arguments: Mapping[str, Any] | None, root: str | Path = "runs"
-) -> Config:
-    """The configuration in force, or the class's defaults; `arguments` override either. `root`: where `init` is."""
-    ambient = config_room.current()
+def config_for(cls: TrainerClass, arguments: Mapping[str, Any] | None, root: str | Path = "runs") -> Config:
+    """Return the configuration in force, or the class's defaults; `arguments` override both. root: of `init`."""
+    ambient = current()
     if ambient is not None and not arguments and is_begun(ambient):
-        record_class(ambient, trainer)
-        return ambient
+        config = ambient.copy()
+        record_class(config, cls)
+        return config
     origins = {} if ambient is None else ambient.provenance
     given = {} if ambient is None else ambient.given()
     recipe = {key: given.pop(key) for key in list(given) if origins[key].is_recipe}
     given |= {slashed(key): value for key, value in (arguments or {}).items()}
 
     def resolved(between: tuple[Layer, ...] = ()) -> Config:
-        schema = functools.partial(trainer_schema, trainer)
-        return config_room.resolve(schema, recipe, given, source=PYTHON, between=between)
+        schema = functools.partial(trainer_schema, cls)
+        return resolve(schema, recipe, given, source=PYTHON, between=between)
 
     config = pinned(begun_from(resolved, resolved(), root))
-    record_class(config, trainer)
+    record_class(config, cls)
     return config
 
 
-def record_class(config: Config, trainer: TrainerClass) -> None:
-    """Write `job`, `plugins` and `model.family` as they are when the caller used a class directly.
-
-    So `resume` finds the trainer again, from its file, and nothing takes the model for one of another family.
-    """
-    model, job = trainer.model_class(), config["job"]
+def record_class(config: Config, cls: TrainerClass) -> None:
+    """Record `job`, `plugins` and `model.family` if the caller used a class directly, so that `resume` finds it."""
+    model, job = cls.model_class(), config["job"]
     if model is not None:
-        name = next(
-            (entry.name for entry in models if entry.value is model), f"{model.__module__}:{model.__name__}"
-        )
+        name = next((entry.name for entry in models if entry.value is model), f"{model.__module__}:{model.__name__}")
         config.set("model/family", name, "the trainer's model class")
-    if (":" in job or job in jobs) and jobs.get(job) is trainer:
+    if (":" in job or job in jobs) and jobs.get(job) is cls:
         return
-    cls = typing.cast(type[Any], trainer)
-    module = sys.modules[cls.__module__]
+    own = typing.cast(type[Any], cls)
+    module = sys.modules[own.__module__]
     file, name = getattr(module, "__file__", None), module.__name__
-    if file is not None and not cls.__module__.startswith("bessemer."):
+    if file is not None and not own.__module__.startswith("bessemer."):
         why = "the file of the trainer's class"
         config.set("plugins", [*config["plugins"], str(Path(file).resolve())], why)
         name = Path(file).stem
-    config.set("job", f"{name}:{cls.__qualname__}", "the trainer's class")
+    config.set("job", f"{name}:{own.__qualname__}", "the trainer's class")
 
 
 def saved_config(path: Path) -> Config:
-    """A run's config.yaml, whatever trainer it names."""
-    return refound(config_room.load_saved(path, schema_of))
+    """Return a run's config.yaml, whatever trainer it names."""
+    return refound(load_saved(path, schema_of))
 
 
 def make_callbacks(config: Config, names: Iterable[str]) -> list[Callback]:
-    """Make the named callbacks, with their settings where they declare some."""
-    return [
-        config.make(callbacks.get(name)) if _has_settings(name) else callbacks.get(name)() for name in names
-    ]
+    """Return the named callbacks, made with their settings if they declare some."""
+    return [config.make(callbacks.get(name)) if _has_settings(name) else callbacks.get(name)() for name in names]
 
 
 def _has_settings(name: str) -> bool:
@@ -154,8 +135,8 @@ def _has_settings(name: str) -> bool:
 
 
 def generic_argument(cls: type, base: type, position: int) -> Any:
-    """Argument number `position` of `base[...]` in the class statement of `cls` or the nearest ancestor; a generic
-    subclass of `base` takes the same arguments."""
+    """Return argument `position` of `base[...]`, or of a generic subclass, in the class statement of `cls` or of its
+    nearest ancestor."""
     for ancestor in cls.__mro__:
         for generic in getattr(ancestor, "__orig_bases__", ()):
             origin = typing.get_origin(generic)
@@ -167,7 +148,7 @@ def generic_argument(cls: type, base: type, position: int) -> Any:
 
 
 def _words(value: Any) -> list[str]:
-    """A setting that is a list of names, before it has been checked."""
+    """Return an unchecked setting as a list of names."""
     if value is None:
         return []
     if isinstance(value, str):
@@ -177,7 +158,7 @@ def _words(value: Any) -> list[str]:
     raise InputError(f"expected a name or a list of names, got {value!r}.")
 
 
-# --- what an objective's registration asks of the rest of a run (traits `style` and `document_mask`) ---
+# --- defaults that an objective's traits `style` and `document_mask` set ---
 MASK = "architecture/document_mask"
 DATASET = "training/dataset"
 
@@ -189,23 +170,20 @@ def usual_style(objective: str) -> DatasetStyle:
 
 def styled(datasets: list[list[Sampling]], style: DatasetStyle) -> list[list[Sampling]]:
     """Return the datasets with `style` for those that are named without one."""
-    return [
-        [dataclasses.replace(sampling, style=sampling.style or style) for sampling in mixture]
-        for mixture in datasets
-    ]
+    return [[replace(sampling, style=sampling.style or style) for sampling in mixture] for mixture in datasets]
 
 
-def apply_objective_defaults(context: RunContext[Any]) -> None:
-    """Apply the objective's row style and document mask where the user set neither, and record them."""
+def apply_objective_defaults(context: RunContext[Any]) -> RunContext[Any]:
+    """Return the context with the objective's row style and document mask where the user set neither; record them."""
     config, settings, notes = context.config, context.settings, context.notes
     entry, style = objectives.entry(settings.objective), usual_style(settings.objective)
     for mixture in settings.datasets:
         check_mixture(mixture)
         note_shares(notes, mixture)
     if any(sampling.style is None for mixture in settings.datasets for sampling in mixture):
-        settings.datasets = styled(settings.datasets, style)
-        # The origin stays the user's: who reads the configuration again must find the data as it was trained on.
-        config.values[DATASET] = settings.datasets
+        settings = replace(settings, datasets=styled(settings.datasets, style))
+        # the origin stays the user's, so that a resumed run finds the data as it was trained on
+        config.set(DATASET, settings.datasets, config.provenance[DATASET])
         if style is not DatasetStyle.PMD:
             why = f"objective {entry.name}: windows of PMD would cut examples apart"
             notes.derive("training.dataset style", style.name, why)
@@ -218,6 +196,7 @@ def apply_objective_defaults(context: RunContext[Any]) -> None:
             "architecture.document_mask=false would let the answers of a row see each other, and objective "
             f"{entry.name} compares them: leave the setting out."
         )
+    return replace(context, settings=settings)
 
 
 def note_shares(notes: Notes, mixture: Sequence[Sampling]) -> None:
@@ -232,23 +211,19 @@ def note_shares(notes: Notes, mixture: Sequence[Sampling]) -> None:
 
 
 # --- settings that the caller set and that have no effect in this configuration ---
-NEEDS = {
+NEEDS = {  # prefix of settings -> the setting that must not be 0 or empty for them to have an effect
     "lora/": "lora/rank",
     "architecture/lookup/": "architecture/lookup/after_layers",
     "guard/spike_": "guard/spike_sigma",
     "guard/max_rollbacks": "guard/spike_sigma",
     "eval/core_bundle": "eval/core_interval",
 }
-"""Prefix of settings -> the setting that must not be 0 or empty for them to have an effect."""
-
 OF_STAGES = ("data/crossfade", "optimization/stage_reset")
 
 
 def without_effect(config: Config, stages: int) -> Iterator[str]:
     """Yield a line for each setting that the caller set and that has no effect."""
-    given = [
-        key for key in config.asked(*config.values) if plain(config[key]) != plain(config.schema[key].default)
-    ]
+    given = [key for key in config.asked(*config.values) if plain(config[key]) != plain(config.schema[key].default)]
     for key in given:
         for beginning, needed in NEEDS.items():
             if key.startswith(beginning) and not config[needed]:
@@ -257,8 +232,8 @@ def without_effect(config: Config, stages: int) -> Iterator[str]:
             yield f"{dotted(key)} has no effect, as the run has one stage"
 
 
-# --- settings that name local files or code (see data/settings.py and user_code.py) ---
-# Data in `eval.evaluations` (core:DIR) stays as written, since its words name results; a resume may set it again.
+# --- settings that name local files or code ---
+# Data in `eval.evaluations` (core:DIR) stays as written, since it names results; a resume may set it again.
 
 
 def _dataset(value: list[list[Sampling]], find: Find) -> list[list[Sampling]]:
@@ -270,7 +245,7 @@ def _dataset(value: list[list[Sampling]], find: Find) -> list[list[Sampling]]:
 
 
 def _parts(value: str | list[str], find: Find) -> str | list[str]:
-    """Names of registered parts stay; `module:attribute` and `file.py:attribute` are located."""
+    """Locate `module:attribute` and `file.py:attribute`; names of registered parts stay."""
     if isinstance(value, str):
         return located(value) if ":" in value else value
     return [located(word) if ":" in word else word for word in value]
@@ -292,26 +267,25 @@ PATHS: dict[str, Callable[[Any, Find], Any]] = {
     "eval/evaluations": lambda value, find: [located(word) if names_code(word) else word for word in value],
     "grpo/rewards": lambda value, find: [replace(spec, name=_parts(spec.name, find)) for spec in value],
 }
+# settings that name code, which is never searched for elsewhere: another file is other code
 CODE = ("plugins", *SELECTORS, "eval/evaluations", "grpo/rewards")
-"""Settings that name code, which is never looked for elsewhere: another file is other code."""
 
 
 def pinned(config: Config) -> Config:
-    """The configuration of a new run, with full paths. Each origin stays: the values are the caller's."""
-    for key in PATHS:
-        if config.get(key):
-            config.values[key] = PATHS[key](config[key], full_path)
-    return config
+    """Return the configuration with full paths. Origins stay: the values are the caller's."""
+    return config.replace({key: find(config[key], full_path) for key, find in PATHS.items() if config.get(key)})
 
 
 def refound(config: Config, given: Collection[str] = ()) -> Config:
-    """A saved configuration, with paths that are gone found again, each with a note; those `given` now are meant as
-    they are, and code is never looked for."""
-    for key in PATHS:
+    """Return a saved configuration in which paths that are gone are found again, each with a note. Paths that are
+    `given` now stay as they are, and code is never searched for."""
+    found: dict[str, Any] = {}
+    notes: list[str] = []
+    for key, find in PATHS.items():
         if key not in (*CODE, *given) and config.get(key):
-            as_saved, config.values[key] = (PATHS[key](config[key], find) for find in (str, found_again))
-            if config[key] != as_saved:
-                config.notes.append(
-                    f"{dotted(key)}: what it names is gone, and found again below {Path.cwd()}"
-                )
-    return config
+            found[key] = find(config[key], found_again)
+            if found[key] != find(config[key], str):
+                notes.append(f"{dotted(key)}: what it names is gone, and found again below {Path.cwd()}")
+    changed = config.replace(found)
+    changed.notes += notes
+    return changed

@@ -1,0 +1,20 @@
+"""What every objective takes and returns: `objective(apply, params, batch, key, settings) → (Σ loss, Σ weight, sums)`.
+
+`apply(params, *args, method=…, rngs=…)` is the model. Without a key (evaluation) there is no dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jax import Array
+
+Apply = Callable[..., Any]
+Batch = Mapping[str, Array]
+Sums = tuple[Array, Array, dict[str, Array]]
+
+
+def run_model(apply: Apply, params: Any, batch: Batch, key: Array | None, method: str) -> Any:
+    """Return the result of the model's `method`, with dropout where there is a key."""
+    return apply(params, batch, key is None, method=method, rngs=None if key is None else {"dropout": key})
