@@ -31,7 +31,7 @@ from bessemer.data.plan.mixture import Sampling
 from bessemer.data.stores.catalog import open_dataset
 from bessemer.errors import BessemerError, Stopped, StorageError
 from bessemer.generate import load_model
-from bessemer.interop.import_hf import import_folder
+from bessemer.interop.folder import import_folder
 from bessemer.job import RunDirectory
 from bessemer.topology import TopologySettings, make_topology
 from bessemer.training import launch
@@ -97,17 +97,7 @@ def bad_value(setting: Setting, draw: random.Random) -> str | None:
         return draw.choice([junk, f"[{junk}, {junk}]", "{a: 1}", "12345"])
     if kind is None:
         return None
-    values = [
-        junk,
-        "[[1]]",
-        "{a: 1}",
-        "!!python/object:os.system",
-        "1e5000",
-        "'",
-        "[1, 2",
-        "1 2",
-        "true or false",
-    ]
+    values = [junk, "[[1]]", "{a: 1}", "!!python/object:os.system", "1e5000", "'", "[1, 2", "1 2", "true or false"]
     if kind is bool:
         return draw.choice([*values, "2", "0.5", "-1"])
     least, most = setting.range.minimum, setting.range.maximum
@@ -129,9 +119,7 @@ def bad_key(key: str, known: Schema, draw: random.Random) -> str:
                 key[:place] + draw.choice(string.ascii_letters + "._-/$ {}[]é\x1b") + key[place + 1 :],
                 f"{draw.choice(['model', 'data', 'x'])}.{key}",
                 f"{key}.{draw.choice(['x', 'lr', 'steps'])}",
-                draw.choice(
-                    ["", ".", "..", "a.b.c.d", "training", "training.", ".steps", "__class__", "*", "[0]"]
-                ),
+                draw.choice(["", ".", "..", "a.b.c.d", "training", "training.", ".steps", "__class__", "*", "[0]"]),
             ]
         )
         if changed.replace(".", "/").strip() not in known.settings:
@@ -227,12 +215,7 @@ READERS: dict[str, list[tuple[str, ...]]] = {
     "store/store.json": [("data", "inspect", "store"), ("data", "inspect", "store", "--json")],
     "tok/tokenizer.json": [("data", "prepare", "corpus.jsonl", "-o", "out", "--tokenizer", "tok")],
     **{
-        f"runs/tiny/{name}": [
-            ("runs",),
-            ("report", "tiny"),
-            ("compare", "tiny", "tiny"),
-            ("doctor", "tiny", "--json"),
-        ]
+        f"runs/tiny/{name}": [("runs",), ("report", "tiny"), ("compare", "tiny", "tiny"), ("doctor", "tiny", "--json")]
         for name in (
             "config.yaml",
             "status.json",
@@ -247,9 +230,7 @@ READERS: dict[str, list[tuple[str, ...]]] = {
 
 
 @ROUNDS
-def test_damaged_files_never_end_in_a_traceback(
-    seeds: range, call: Callable[..., Outcome], place: Path
-) -> None:
+def test_damaged_files_never_end_in_a_traceback(seeds: range, call: Callable[..., Outcome], place: Path) -> None:
     wrong = []
     for seed in seeds:
         draw = random.Random(f"files {seed}")
@@ -279,9 +260,7 @@ def flip(path: Path, draw: random.Random) -> tuple[int, int]:
     return where, bit
 
 
-def silent_flips(
-    files: list[Path], result: Callable[[], Any], draws: typing.Iterable[random.Random]
-) -> list[Any]:
+def silent_flips(files: list[Path], result: Callable[[], Any], draws: typing.Iterable[random.Random]) -> list[Any]:
     """Flips of a bit after which `result` returned something else than before. One that raises an expected error, or
     after which the result is the same, is not silent; any other exception is a bug and ends the test."""
     sound, silent = result(), []
@@ -372,6 +351,7 @@ def test_no_flipped_bit_of_config_yaml_is_accepted_by_resume(
     """Settings of a run that was stopped after two steps are those of its checkpoint, or resume refuses. Settings that
     cannot change the run (logging.*, topology.* and the like) may be edited, so they are not compared; nor are paths,
     but what they lead to is."""
+    monkeypatch.chdir(tmp_path)  # a flipped path is relative
     one = make_topology(TopologySettings(), devices=jax.devices()[:1])
     monkeypatch.setattr(launch, "make_topology", lambda settings: one)
     trainer = launch.build_trainer("quickstart", tiny, name="a", root=tmp_path, callbacks=[StopAt(2)])
@@ -380,9 +360,7 @@ def test_no_flipped_bit_of_config_yaml_is_accepted_by_resume(
 
     def resumed() -> list[Any]:
         again = launch.reopen(tmp_path / "a")
-        values = {
-            key: str(value) for key, value in again.config.values.items() if not key.startswith(EDITABLE)
-        }
+        values = {key: str(value) for key, value in again.config.values.items() if not key.startswith(EDITABLE)}
         return [again.step, again.data.plan.fingerprint, values]
 
     draws = (random.Random(f"config {seed}") for seed in seeds)

@@ -1,7 +1,9 @@
-"""The command line: one file a command, loaded when it is called, so that `bessemer --help` is instant."""
+"""The command line: one file per command, imported when it is called, so that `bessemer --help` is instant."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import importlib
 import keyword
 import os
@@ -17,34 +19,34 @@ from bessemer.cli.options import keep_memory, outlive_readers
 from bessemer.errors import BessemerError, InputError, Stopped, nearest, printable, runnable
 
 BEGAN = time.monotonic()
-"""When the program began, for the time to the first step; only the interpreter's own start comes before."""
+"""When the program started, for the time to the first step."""
 
 COMMANDS = {
     "train": "Train a model; with no arguments, the quickstart.",
-    "resume": "Continue a stopped or killed run, exactly.",
+    "resume": "Continue a stopped or killed run, bit for bit.",
     "runs": "List runs with their state.",
     "doctor": "Check a run and say what can be resumed.",
     "rm": "Delete a run.",
-    "report": "Write a run's report again: tables and curves.",
-    "compare": "Put runs side by side: results, settings that differ, curves.",
-    "sample": "Let a trained model continue a prompt.",
-    "chat": "Talk to a trained model.",
-    "serve": "Serve a trained model to OpenAI's clients.",
-    "dash": "Watch runs in a browser: live curves, overlays, chat, stop and resume.",
-    "eval": "Measure a trained model.",
-    "import": "Make a run of a Hugging Face model.",
-    "export": "Write a trained model for other programs.",
+    "report": "Rewrite a run's report: tables and curves.",
+    "compare": "Compare runs: results, settings that differ, curves.",
+    "sample": "Continue a prompt with a trained model.",
+    "chat": "Chat with a trained model.",
+    "serve": "Serve a trained model over an OpenAI-compatible API.",
+    "dash": "Watch runs in a browser: live curves, comparison, chat, stop and resume.",
+    "eval": "Evaluate a trained model.",
+    "import": "Import a Hugging Face model as a run.",
+    "export": "Export a trained model for other programs.",
     "recipes": "List the shipped recipes.",
-    "plan": "Say what a recipe will take: sizes, schedules, memory, time.",
-    "launch": "Write the job file of a recipe for SLURM or Kubernetes.",
+    "plan": "Show what a recipe will take: sizes, schedules, memory, time.",
+    "launch": "Write a job file for SLURM or Kubernetes.",
     "config": "Show the resolved settings of a recipe, each with its origin.",
     "tokenizer": "Train a tokenizer.",
-    "data": "Prepare text for training, and look at what was prepared.",
+    "data": "Prepare text for training, and inspect prepared data.",
 }
 
 
 class LazyGroup(click.Group):
-    """Commands are modules `bessemer.cli.NAME` (`import_` for import) with a click command called `command`."""
+    """Each command is a module `bessemer.cli.NAME` (`import_` for import) with a click command called `command`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -72,7 +74,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="bessemer")
 def cli() -> None:
-    """Train language models: from raw text to a model you can talk to, on a CPU, a GPU or many hosts.
+    """Train language models, from raw text to a model you can chat with, on a CPU, a GPU or many hosts.
 
     \b
     Start here (no GPU, no download, a few minutes):
@@ -80,57 +82,78 @@ def cli() -> None:
     Then:
       bessemer train training.dataset=my.txt            on your own text
       bessemer dash                                     all runs in a browser
-      bessemer plan pretrain model.depth=12             what a larger model takes
+      bessemer plan pretrain model.depth=12             what a larger model needs
       bessemer resume runs/NAME
     """
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Entry point: errors become one plain paragraph on stderr and the exit code of their kind."""
-    if arguments is None and sys.argv[1:2] in (["train"], ["resume"]):
-        keep_memory()
-        outlive_readers()
+    """Run the command line. An expected error is one paragraph on stderr and the exit code of its class."""
+    if arguments is None:
+        atexit.register(_skip_finalization)  # first, hence run last: jax and trackers have ended their own work
+        if sys.argv[1:2] in (["train"], ["resume"]):
+            keep_memory()
+            outlive_readers()
     try:
         code = cli.main(arguments, prog_name="bessemer", standalone_mode=False)
-        sys.exit(code if isinstance(code, int) else 0)
+        _exit(code if isinstance(code, int) else 0)
     except click.exceptions.Abort:
-        sys.exit(130)
+        _exit(130)
     except click.ClickException as error:
         error.show()
-        sys.exit(2)
+        _exit(2)
     except BessemerError as error:
         text = f"error: {error}" if error.exit_code != 75 else str(error)
         print(runnable(printable(text)), file=sys.stderr)
         _leave(error.exit_code)
     except BrokenPipeError:
-        # the reader of our output has gone (`bessemer runs | head`): nothing is wrong with us
+        # nobody reads our output any more (`bessemer runs | head`), which is not an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    except Exception as error:  # noqa: BLE001 -- the last line of defence: a bug, said in one paragraph
+        _exit(0)
+    except Exception as error:  # noqa: BLE001 -- a bug, reported in one paragraph
         _report_bug(error)
         _leave(1)
 
 
 def _report_bug(error: Exception) -> None:
-    """The traceback goes to the run's log where there is one, else to the screen."""
+    """Print a bug. Its traceback is in the run's log if there is one, else on the screen."""
     log = getattr(error, "logged_in", None)
     if log is None:
         traceback.print_exception(error)
     where = f" The traceback is in {log}." if log else ""
-    print(
-        f"error: a bug in bessemer: {type(error).__name__}: {error}.{where} Please report it.",
-        file=sys.stderr,
-    )
+    print(f"error: a bug in bessemer: {type(error).__name__}: {error}.{where} Please report it.", file=sys.stderr)
 
 
 def _leave(code: int) -> None:
-    """Exit; in a multi-process run at once, as jax's exit barrier waits for a dead peer for minutes.
+    """Exit. In a multi-process run exit at once, as jax's exit barrier waits minutes for a dead peer.
 
-    At an agreed stop all peers are alive, and leaving in order keeps process 0 from cutting them off.
+    At an agreed stop all peers are alive, and a regular exit keeps process 0 from cutting them off.
     """
     jax = sys.modules.get("jax")
     if code != Stopped.exit_code and jax is not None and jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    _exit(code)
+
+
+_exit_code: int | None = None
+
+
+def _exit(code: int) -> None:
+    global _exit_code
+    _exit_code = code
     sys.exit(code)
+
+
+def _skip_finalization() -> None:
+    """End the process once all other exit functions have run, before the interpreter is taken apart.
+
+    Before Python 3.14 a daemon thread that returns from native code during finalization is ended by unwinding through
+    C++ frames, which aborts the process: a finished run of two processes ended with -11.
+    """
+    if _exit_code is not None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(_exit_code)
