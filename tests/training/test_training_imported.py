@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from bessemer.generate.export import export_run, export_run_adapters
 from bessemer.interop.folder import import_folder
 from bessemer.storage.weights import WeightFile, flatten
 from bessemer.training import launch
+from bessemer.training.persistence import checkpoints
+from bessemer.training.setup import compiled
 from bessemer.training.setup.initial_weights import weights_digest
 
 NUMBERS = range(40)
@@ -78,6 +81,27 @@ def assert_equal(one: Any, other: Any) -> None:
     assert set(one) == set(other)
     for name in one:
         np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+
+
+def test_weights_are_read_while_the_steps_compile(
+    folder: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that waits for the weights would wait forever if they were read after it."""
+    read, compile_steps, initial_params = threading.Event(), compiled.compile_steps, checkpoints.initial_params
+
+    def read_params(*given: Any) -> Any:
+        found = initial_params(*given)
+        read.set()
+        return found
+
+    def compile_late(*given: Any) -> Any:
+        assert read.wait(60), "the weights are not being read"
+        return compile_steps(*given)
+
+    monkeypatch.setattr(checkpoints, "initial_params", read_params)
+    monkeypatch.setattr(compiled, "compile_steps", compile_late)
+    trainer, losses = trained(settings_of(folder, pairs, objective="dpo", training__steps=1), tmp_path, "ahead")
+    assert len(losses) == 1 and trainer.step == 1
 
 
 def check_adapters(trainer: Any, folder: Path, out: Path) -> None:

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
@@ -29,7 +30,7 @@ from bessemer.generate.decoder import GenerationConfig, GenerationResults
 from bessemer.job import GIVEN, CheckpointManager, ExecutionSpec, RestoreableJob, RunLock, Snapshot, is_path
 from bessemer.models.lora import LoraSettings, merge_adapters
 from bessemer.registry import jobs
-from bessemer.topology import Topology, TopologySettings, init_sharded, shardings
+from bessemer.topology import Topology, TopologySettings, init_sharded, process_count, shardings
 from bessemer.training import generation, outcome, stages, step, validation
 from bessemer.training.callbacks.base import Callback, Callbacks
 from bessemer.training.console import output
@@ -113,6 +114,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         self.lineage = Lineage()
         self.run_state = RunState(self._initial_state)
         self._checkpoints: Checkpoints | None = None
+        self._reading: Future[checkpoints.InitialParams] | None = None  # of weights that are read while steps compile
         self.stages: tuple[stages.Stage, ...] = ()
         self.other_functions: Functions | None = None  # of the stages of the other kind
         self.output = output.Output(spec.run_directory, self.topology.is_process_zero)
@@ -505,7 +507,12 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         return new
 
     def prepare_steps(self) -> None:
-        """Compile the steps of the current stage, report it, and check that they fit in memory."""
+        """Compile the steps of the current stage, report it, and check that they fit in memory.
+
+        The weights of `init` are read meanwhile.
+        """
+        if not self.functions.compiled:
+            self._read_ahead()
         output.compile_shown(self.compile_aot, self.functions.compiled, self.say)
         compiled.check_step(self.plan, self.hooks, self.functions)
 
@@ -541,7 +548,24 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             return jax.device_put(self.given.model_state, placed, may_alias=False)
         if self.settings.init is None:
             return {}
-        return checkpoints.initial_params(self.context, self.model_parts, self.run_state, self.checkpoint_manager)
+        reading, self._reading = self._reading, None
+        found = self._read_initial_params() if reading is None else reading.result()
+        self.run_state.base = found.base
+        for line in found.lines:
+            self.say(line)
+        return found.params
+
+    def _read_initial_params(self) -> checkpoints.InitialParams:
+        with self.topology.scope():
+            return checkpoints.initial_params(self.context, self.model_parts, self.checkpoint_manager)
+
+    def _read_ahead(self) -> None:
+        """Begin to read the weights of `init` in another thread: the compiler needs shapes alone."""
+        needed = self.settings.init is not None and self.given.model_state is None and not self.run_state.is_created
+        if needed and process_count() == 1:  # several processes talk about the base, in one order
+            pool = ThreadPoolExecutor(1, thread_name_prefix="bessemer-weights")
+            self._reading = pool.submit(self._read_initial_params)
+            pool.shutdown(wait=False)
 
     def take_reference(self) -> None:
         """Make the trained parameters as they are (or the teacher's) the reference, in the state and on disk."""

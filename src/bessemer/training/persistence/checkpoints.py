@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.config import Config, dotted
@@ -29,6 +29,7 @@ from bessemer.config.recipes import flat_values, parse_saved
 from bessemer.config.recipes import saved_tree as tree_of
 from bessemer.config.values import plain
 from bessemer.errors import InputError, StorageError
+from bessemer.generate.base import BaseRecord
 from bessemer.job import CheckpointManager, RunDirectory, Snapshot
 from bessemer.models.lookup import allocation_of
 from bessemer.storage.artifacts import ALLOCATION
@@ -469,19 +470,27 @@ def machine_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) ->
     return list(dict.fromkeys(words))  # jax is in both parts
 
 
-def initial_params(context: RunContext, parts: ModelParts, run: RunState, manager: Checkpoints) -> Any:
-    """The weights of the pinned `init`; run.base names them where they stay outside the run."""
+class InitialParams(NamedTuple):
+    """The starting weights on their devices; base: what names them where they stay outside the run."""
+
+    params: Any
+    base: BaseRecord | None
+    lines: list[str]  # to show
+
+
+def initial_params(context: RunContext, parts: ModelParts, manager: Checkpoints) -> InitialParams:
+    """Read the weights of the pinned `init`."""
     assert context.settings.init is not None
-    path = Path(context.settings.init)
+    path, record, lines = Path(context.settings.init), None, []
     base, why_copied = frozen.find_base(context, parts.split)
     if base is not None:
-        taken, run.base = frozen.read_start(context, parts, base)
+        taken, record = frozen.read_start(context, parts, base)
         stays = "is copied into the run (lora.keep_base)" if context.lora.keep_base else "stays where it is"
-        context.notes.say(f"base       {run.base.path} {stays}; sha256 {run.base.sha256[:16]}…")
+        lines.append(f"base       {record.path} {stays}; sha256 {record.sha256[:16]}…")
     else:
         taken = read_weights(path, manager, parts.model, parts.boxed, context.topology, parts.split)
         if why_copied:
-            context.notes.say(f"base       {path} is copied into the run: {why_copied}")
+            lines.append(f"base       {path} is copied into the run: {why_copied}")
     new = [name for name in parts.boxed if name not in taken]
-    context.notes.say(f"weights    from {path}{'; new: ' + ', '.join(new) if new else ''}")
-    return taken
+    lines.append(f"weights    from {path}{'; new: ' + ', '.join(new) if new else ''}")
+    return InitialParams(taken, record, lines)
