@@ -51,6 +51,10 @@ class Proof:
 
 PROOFS = {
     "sft": Proof("sft", "eval/exact:toy-reverse", before=0.05, after=0.95, first=("toy",)),
+    **{
+        name: Proof(name, "eval/exact:toy-reverse", before=0.05, after=0.95, first=("toy", "toy-start"))
+        for name in ("finetune-lora", "finetune-full")
+    },
     # At first the policy is its reference: margins are 0 but for rounding, so right or wrong is chance.
     "dpo": Proof("dpo", "val_pref_acc", before=0.6, after=0.9, first=("toy", "sft")),
     "grpo": Proof("grpo", "val_reward", before=0.3, after=0.8, first=("toy", "toy-start"), logged=("clip_frac", "kl")),

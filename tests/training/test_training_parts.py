@@ -25,7 +25,7 @@ from bessemer.training.console.output import write_setup
 from bessemer.training.setup import microbatch
 from bessemer.training.setup.compiled import check_step, planned_memory
 from bessemer.training.setup.data import CollatedRows
-from bessemer.training.setup.horizon import derive, rate_for_weights, repeats
+from bessemer.training.setup.horizon import derive, rate_for_weights, repeats, sizes_for_own_data
 from bessemer.training.setup.schema import schema_of, without_effect
 from bessemer.training.trainer import BaseTrainer
 
@@ -172,6 +172,53 @@ def test_rates_of_a_demonstration_on_weights_of_ones_own_get_a_note() -> None:
     assert not shipped_rates(
         resolve(schema_of, "sft", [*OWN, "optimization.name=muon", "optimization.lr_multiplier=0.1"]), 10**9
     )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "rows", "parallel", "expected"),
+    [
+        ("sft", [], 100_000, 1, {"training/steps": None, "training/epochs": 2, "training/batch_size": 16}),
+        ("finetune-lora", [], 100_000, 8, {"training/steps": None, "training/epochs": 2, "training/batch_size": 16}),
+        ("sft", [], 300, 1, {"training/steps": None, "training/epochs": 2, "training/batch_size": 4}),
+        ("sft", [], 10, 8, {"training/steps": None, "training/epochs": 2, "training/batch_size": 8}),
+        ("sft", ["training.steps=7"], 300, 1, {"training/batch_size": 16}),
+        ("sft", ["training.batch_size=3"], 300, 1, {"training/steps": None, "training/epochs": 2}),
+        ("sft", ["training.steps=7", "training.batch_tokens=4096"], 300, 1, {}),
+        ("dpo", [], 300, 1, {}),
+    ],
+)
+def test_own_data_decides_passes_and_batch(
+    recipe: str, words: list[str], rows: int, parallel: int, expected: dict[str, object]
+) -> None:
+    """The recipes' own 200 steps of 32 rows are for the demonstration with a tiny model."""
+    config = resolve(schema_of, recipe, [*OWN, "architecture.block_size=2048", *words])
+    derived = sizes_for_own_data(config, rows, own_rows=False, parallel=parallel)
+    assert {row.name: row.value for row in derived} == expected
+    assert all("your own data" in row.reason for row in derived)
+
+
+def test_a_demonstration_keeps_its_own_steps_and_batch() -> None:
+    config = resolve(schema_of, "finetune-lora", [])
+    config.set("init", "runs/toy-start-base", Origin(OriginKind.BASE_RUN, "toy-start"))
+    assert sizes_for_own_data(config, 10_000, own_rows=False, parallel=1) == []
+
+
+def test_a_fine_tuning_run_derives_passes_and_resumes_with_them(tiny: dict[str, object], tmp_path: Path) -> None:
+    base = launch.build_trainer("quickstart", {**tiny, "training.steps": 1}, name="base", root=tmp_path)
+    base.run()
+    data = tmp_path / "chats.jsonl"
+    turns = [("user", "hello"), ("assistant", "good day")]
+    rows = [{"messages": [{"role": r, "content": f"{c} {n}"} for r, c in turns]} for n in range(200)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = {"init": str(tmp_path / "base"), "training.dataset": str(data), "eval.evaluations": []}
+    trainer = launch.build_trainer("finetune-lora", words, name="tuned", root=tmp_path)
+    epoch = trainer.data.plan.rows
+    assert trainer.config["training/epochs"] == 2 and trainer.config["training/steps"] is None
+    assert trainer.steps == 2 * epoch // trainer.training_batch_size
+    trainer.run_directory.create()
+    write_setup(trainer.plan, trainer.branches)
+    again = launch.reopen(tmp_path / "tuned")
+    assert (again.steps, again.training_batch_size) == (trainer.steps, trainer.training_batch_size)
 
 
 def test_a_fine_tuning_run_derives_its_rate_and_resumes_with_it(tiny: dict[str, object], tmp_path: Path) -> None:

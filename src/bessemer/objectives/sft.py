@@ -27,7 +27,13 @@ class SftSettings:
 
 
 @objectives.register(
-    "sft", settings=(SftSettings,), style=DatasetStyle.PACKED, document_mask=True, chat=True, rate_share=1.0
+    "sft",
+    settings=(SftSettings,),
+    style=DatasetStyle.PACKED,
+    document_mask=True,
+    chat=True,
+    rate_share=1.0,
+    own_epochs=2,
 )
 def sft(apply: Apply, params: Any, batch: Batch, key: Array | None, settings: SftSettings) -> Sums:
     """Σ_t w_t · (−log p(target_t)), its weight Σ w, and Σ w·nll.

@@ -46,6 +46,8 @@ REPORTS = "logging/report_interval"
 FEWEST_ROWS = 50
 MOST_APART = 32  # steps between two reports of a long run: a loss is never far away
 SHIPPED = frozenset(recipe_names())
+OWN_TOKENS = 2**15  # of a step on the caller's own weights and data: as large a batch as fine-tuning usually needs
+OWN_STEPS = 100  # smaller batches than that, rather than fewer steps
 DIALED = Origin(OriginKind.DEPTH_DIAL)
 MULTIPLIER, DECAY, RATE = "optimization/lr_multiplier", "optimization/weight_decay", "optimization/lr"
 
@@ -124,7 +126,8 @@ class Derived:
 
 def plan_horizon(context: RunContext[Any], parts: ModelParts, epoch_rows: int) -> tuple[int, int]:
     """Return (batch size in sequences, steps); record what `derive` chose."""
-    derived = derive(context.config, parts, epoch_rows, own_rows=context.given.dataset_train is not None)
+    own_rows, parallel = context.given.dataset_train is not None, context.topology.data_parallel
+    derived = derive(context.config, parts, epoch_rows, own_rows=own_rows, parallel=parallel)
     for key, value in derived.config.values.items():
         origin = derived.config.provenance[key]
         if (value, origin) != (context.config[key], context.config.provenance[key]):
@@ -134,13 +137,16 @@ def plan_horizon(context: RunContext[Any], parts: ModelParts, epoch_rows: int) -
     return derived.batch_size, derived.steps
 
 
-def derive(config: Config, parts: ModelParts, epoch_rows: int, own_rows: bool = False) -> Derived:
+def derive(config: Config, parts: ModelParts, epoch_rows: int, own_rows: bool = False, parallel: int = 1) -> Derived:
     """Derive batch size, steps, rates and weight decay; `config` is not written to.
 
-    epoch_rows: rows of one epoch. own_rows: the data was passed in Python.
+    epoch_rows: rows of one epoch. own_rows: the data was passed in Python. parallel: devices that split a batch.
     """
+    own = sizes_for_own_data(config, epoch_rows, own_rows, parallel)
+    for row in own:
+        config = config.replace({row.name: row.value}, row.reason)
+    rows = [row for row in own if row.value is not None]
     block, target, counts = config["architecture/block_size"], target_of(config), parts.counts
-    rows: list[Derivation] = []
     dialed = config["training/ratio"] == -1 or target.given == "ratio"
     if config["training/ratio"] == -1:
         config = config.replace({"training/ratio": ratio_of(config)}, "the optimizer preset's")
@@ -262,6 +268,28 @@ def rate_for_weights(config: Config, parameters: int, own_rows: bool = False) ->
     if not starts_from_real_weights(config, own_rows):
         return None
     return fine_tuning_rate(parameters, share, adapters=config["lora/rank"] > 0)
+
+
+def sizes_for_own_data(config: Config, epoch_rows: int, own_rows: bool, parallel: int) -> list[Derivation]:
+    """Return passes over the data and batch size of a run on the caller's own weights and data, where a shipped recipe
+    has the numbers of its demonstration. Empty if the caller gave them, or for objectives without `own_epochs`."""
+    epochs = objectives.entry(config["objective"]).traits.get("own_epochs")
+    if epochs is None or not starts_from_real_weights(config, own_rows):
+        return []
+    rows, seen = [], None
+    if not config.asked(*HORIZONS) and is_shipped(config, "training/steps"):
+        rows += [Derivation(key, None, "your own data: training.epochs") for key in HORIZONS if config[key] is not None]
+        rows.append(Derivation("training/epochs", epochs, "your own data: passes that rarely overfit"))
+        seen = epochs * epoch_rows
+    keys = ("training/batch_size", "training/batch_tokens")
+    if not config.asked(*keys) and all(is_shipped(config, key) for key in keys):
+        block = config["architecture/block_size"]
+        most, why = OWN_TOKENS // block, f"about {OWN_TOKENS:,} tokens per step"
+        if seen is not None and seen // OWN_STEPS < most:
+            most, why = seen // OWN_STEPS, f"so that {epochs} epochs make about {OWN_STEPS} steps or more"
+        batch = max(1, 2 ** int(math.log2(max(1, most // parallel)))) * parallel
+        rows.append(Derivation("training/batch_size", batch, f"your own data: {why}"))
+    return rows
 
 
 def note(notes: Notes, row: Derivation) -> None:
