@@ -54,3 +54,19 @@ def test_rollouts_are_useful_time_and_not_waiting_for_data() -> None:
     row = clock.row(4)
     assert row["time/data_wait_pct"] == 10.0 and loop.useful_seconds == 9.0
     assert row["time/step_ms"] == 2500.0 and row["time/train_s"] == 0.75
+
+
+def test_the_speed_of_short_steps_is_averaged_over_a_second() -> None:
+    """Steps of 10 ms whose completion is seen late and in bursts: no row shows thirty times the speed."""
+    clock = StepClock(LoopState(), 8, 1000, lambda causal: None, lambda: 100.0)
+    seen = [0.01 * (step - step % 10) + 1e-5 * (step % 10) for step in range(1001)]
+    clock._marks = {step: (moment, Waits(0.0, None)) for step, moment in enumerate(seen)}
+    rates = [clock.row(step)["time/tok_per_s"] for step in range(1, 1001)]
+    assert all(700 < rate < 900 for rate in rates[200:])
+    assert clock.loop.training_seconds == pytest.approx(seen[-1] - seen[10])
+
+
+def test_the_speed_of_long_steps_is_that_of_the_row() -> None:
+    clock = StepClock(LoopState(), 8, 100, lambda causal: None, lambda: 100.0)
+    clock._marks = {step: (moment, Waits(0.0, None)) for step, moment in enumerate([0.0, 2.0, 6.0, 7.5])}
+    assert [clock.row(step)["time/step_ms"] for step in (1, 2, 3)] == [2000.0, 4000.0, 1500.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -122,11 +123,13 @@ class StepClock:
     """Measures the time of steps, from completion to completion (time/*): outside the bit-for-bit promise.
 
     Steps are dispatched ahead, so the time of a dispatch means nothing. The loop waits for a step's completion anyway,
-    two steps later, and marks the reported ones then. The first ten steps of a process are left out of time/total, as
-    they include cold caches.
+    two steps later, and marks the reported ones then. Where several short steps completed before one look, the moments
+    are those of the looks, so speeds are averaged over rows that together take SPAN. The first ten steps of a process
+    are left out of time/total, as they include cold caches.
     """
 
     WARM_UP: ClassVar = 10
+    SPAN: ClassVar = 1.0  # seconds that a speed is averaged over at least: steps of 10 ms were shown at 3M tokens/s
 
     loop: LoopState
     tokens_per_step: int
@@ -137,6 +140,7 @@ class StepClock:
     _first: int = 0
     _marks: dict[int, tuple[float, Waits]] = field(default_factory=dict)
     _last: int = 0
+    _rows: deque[tuple[int, float]] = field(default_factory=deque)  # steps and moments that a speed can start from
 
     def start(self, step: int, waits: Waits) -> None:
         """Begin to measure, `step` steps into the run."""
@@ -160,17 +164,22 @@ class StepClock:
         counted = max(0, step - max(self._last, self._first + self.WARM_UP))
         self.loop.training_seconds += seconds * counted / count
         self.loop.useful_seconds += max(0.0, seconds - waited)
+        self._rows.append((self._last, begun))
+        while len(self._rows) > 1 and now - self._rows[1][1] >= self.SPAN:
+            self._rows.popleft()
+        first, since = self._rows[0]
+        step_seconds = max(1e-9, now - since) / (step - first)
         self._last = step
-        rate = self.tokens_per_step * count / seconds
+        rate = self.tokens_per_step / step_seconds
         row = {
-            "time/step_ms": seconds / count * 1e3,
+            "time/step_ms": step_seconds * 1e3,
             "time/tok_per_s": rate,
             "time/mfu": _ratio(rate, self.flops(False)),
             "time/mfu_causal": _ratio(rate, self.flops(True)),
             "time/data_wait_pct": 100 * waited / seconds,
             "time/total": self.loop.training_seconds,
             "time/goodput": self.loop.useful_seconds / max(self.loop.useful_seconds, self.wall(), 1e-9),
-            "time/eta": seconds / count * (self.steps - step),
+            "time/eta": step_seconds * (self.steps - step),
         }
         if waits.rollouts is not None and before.rollouts is not None:
             row["time/train_s"] = (seconds - waited - (waits.rollouts - before.rollouts)) / count
