@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -134,3 +137,14 @@ def test_adapters_are_loaded_by_peft(stabilised: bool, more: dict[str, object], 
     assert np.abs(their_logits(load(folder), ids) - expected).max() > 1e-2  # training has moved it
     for model in (adapted, adapted.merge_and_unload(), load(tmp_path / "merged")):
         assert_close(their_logits(model, ids), expected)
+
+
+def test_the_proof_that_users_run_on_a_real_model_holds_on_a_tiny_one(tmp_path: Path) -> None:
+    folder = chatty_folder(tmp_path / "hf", dtype="float32")
+    script = Path(__file__).parents[2] / "examples" / "prove_real_model.py"
+    words = ["--steps", "8", "--block", "64", "--runs", str(tmp_path / "proof")]
+    variables = {**os.environ, "BESSEMER_HOME": str(tmp_path / "home")}
+    done = subprocess.run([sys.executable, script, folder, *words], env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    checks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [check["holds"] for check in checks] == [True] * 4
