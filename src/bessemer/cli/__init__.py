@@ -152,7 +152,7 @@ def _skip_finalization() -> None:
     Before Python 3.14 a daemon thread that returns from native code during finalization is ended by unwinding through
     C++ frames, which aborts the process: a finished run of two processes ended with -11.
     """
-    if _exit_code is not None:
+    if _exit_code is not None and "jax" in sys.modules:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
