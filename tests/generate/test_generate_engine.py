@@ -10,7 +10,9 @@ import pytest
 
 from bessemer.errors import InputError
 from bessemer.generate import Decoder, Engine, EngineThread, QueueFull, Request, SamplingOptions
+from bessemer.generate.rows import row_sizes
 from bessemer.topology import TopologySettings, make_topology, shardings
+from compilations import counted_compilations
 from tiny_run import tiny_model, tiny_params, tiny_tokenizer
 
 BLOCK = 32
@@ -219,6 +221,33 @@ def test_one_compilation_a_bucket_and_one_fetch_a_round(params):
     engine.generate([drawn([3], 1, 5, stop_ids=[8])])
     engine.generate([Request(PROMPTS[2], 8, SamplingOptions(0.7, 5, 0.9, 0.1, 3, 1.2), logprobs=True)])
     assert engine.compilations == 2
+
+
+def test_rollouts_of_prompts_of_any_length_share_one_prefill_width_and_one_decode_program(params):
+    """As RL samples on an accelerator: one width, all slots in every round, a kernel that reads what rows hold."""
+    model = tiny_model().clone(kernels="pallas", block_size=256)
+    engine = Engine(model, params, slots=8, capacity=256, steps=8, narrowest=16, whole=True)
+    random = np.random.default_rng(0)
+
+    def rollout(groups):
+        lengths = random.integers(1, 18, groups)
+        requests = [drawn(random.integers(1, 300, length).tolist(), 1, 9, n=2) for length in lengths]
+        limits = random.integers(1, 120, groups)  # rows end at different times
+        return engine.generate([replace(r, max_tokens=int(n)) for r, n in zip(requests, limits, strict=True)])
+
+    with counted_compilations() as made:
+        rollout(6)
+    assert made and engine.compilations == 3  # prefill of several prompts, prefill of one, decode
+    with counted_compilations() as made:
+        for groups in (3, 8, 1):
+            rollout(groups)
+    assert not made and engine.compilations == 3
+
+
+def test_buckets_of_rows_are_few_where_few_rows_take_as_long_as_many(monkeypatch):
+    assert row_sizes(1) == (1,) and row_sizes(3) == (1, 3) and row_sizes(128) == (1, 4, 16, 64, 128)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert row_sizes(16) == (1, 16) and row_sizes(128) == (1, 16, 128)
 
 
 def test_new_parameters_are_used_from_the_next_round_without_compiling(engine, params):

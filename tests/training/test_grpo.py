@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tests.compilations import counted_compilations
 from tests.tiny_run import tiny_tokenizer
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
@@ -127,6 +128,16 @@ def test_a_rollout_shows_how_far_it_is(whole: Any, monkeypatch: pytest.MonkeyPat
     sampling = [text for text in said if text.startswith("rollout ")]
     assert sampling[0] == f"rollout 0/{rows}" and sampling[-1] == f"rollout {rows}/{rows}"
     assert said[len(sampling) :] == [f"rewards of {rows} completions", f"log-probabilities of {rows} completions"]
+
+
+def test_a_rollout_of_other_prompts_compiles_nothing(whole: Any) -> None:
+    with whole.topology.scope():
+        whole.sampler.rollout(9)
+        programs = whole.sampler.engine.compilations
+        with counted_compilations() as made:
+            chosen = [whole.sampler.rollout(number).rows["input_ids"] for number in (10, 11)]
+    assert not np.array_equal(*chosen) and not made
+    assert whole.sampler.engine.compilations == programs <= 4
 
 
 def test_the_rollout_is_in_a_checkpoint_between_its_steps_only(whole: Any) -> None:

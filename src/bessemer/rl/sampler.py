@@ -23,9 +23,11 @@ from bessemer.data import key_of
 from bessemer.data.rows.rows import fields_of
 from bessemer.errors import InputError
 from bessemer.generate import Engine, Request, Result, Sample, SamplingOptions
-from bessemer.generate.decoder import end_tokens
+from bessemer.generate.decoder import bucket, end_tokens
 from bessemer.generate.engine import round_of
+from bessemer.generate.sampling import Way, way_of
 from bessemer.models.protocol import Decoding
+from bessemer.models.shape import round_up
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages
 from bessemer.rl.prompts import Chosen, PromptPlan, end_ids
 from bessemer.rl.rewards import Rewards
@@ -37,6 +39,7 @@ from bessemer.training.validation import added
 
 REWARD_SECONDS = 4 * 3600.0  # how long the other processes wait for rewards; a lost process is noticed sooner
 ROLLOUT = "rollout"  # the purpose of its seeds
+CAPACITY_STEP = 64  # a row of the sampler's cache has a multiple of it: the decode kernel's block
 
 
 @dataclass
@@ -59,6 +62,11 @@ class Sampler:
 
     # --- sampling ---
 
+    @property
+    def sampling(self) -> SamplingOptions:
+        """How rollouts are drawn."""
+        return SamplingOptions(self.policy.temperature, self.settings.top_k, self.settings.top_p)
+
     @functools.cached_property
     def engine(self) -> Engine:
         model: Any = self.parts.model
@@ -69,13 +77,18 @@ class Sampler:
                 f"{type(model).__name__} has no `decode` and `init_cache`, so it cannot sample; see docs/extending.md."
             )
         ends = (*end_ids(tokenizer), *end_tokens(model, tokenizer))
+        longest = self.plan.longest
         return Engine(
             model,
             None,
             slots=min(self.settings.slots, max(self.plan.passes.rows, len(self.plan.held_out))),
+            capacity=min(round_up(longest + self.policy.max_completion_length, CAPACITY_STEP), model.block_size),
             tokenizer=tokenizer,
             end_ids=tuple(dict.fromkeys(ends)),
             steps=min(round_of(), self.policy.max_completion_length),
+            narrowest=bucket(longest, model.block_size) // 2,  # two widths for prompts of all lengths
+            whole=jax.default_backend() != "cpu",  # see `row_sizes`: there, few rows take about as long as all
+            least=way_of([self.sampling]) or Way.GREEDY,  # validation needs no program of its own
             fetch=fetch,
             scope=self.topology.scope,
         )
@@ -143,11 +156,9 @@ class Sampler:
 
     def drawn(self, chosen: Chosen, *purpose: Any, **options: Any) -> list[Result]:
         """Return completions sampled as configured; each prompt has its own seed for the purpose."""
-        settings = self.settings
-        sampling = SamplingOptions(self.policy.temperature, settings.top_k, settings.top_p)
-        seeds = [key_of(settings.seed, *purpose, row) % 2**32 for row in range(len(chosen))]
+        seeds = [key_of(self.settings.seed, *purpose, row) % 2**32 for row in range(len(chosen))]
         what = "rollout" if purpose[0] == ROLLOUT else "validation"
-        return self.complete(what, chosen, seeds, sampling=sampling, **options)
+        return self.complete(what, chosen, seeds, sampling=self.sampling, **options)
 
     def rows_of(self, results: Sequence[Result]) -> dict[str, np.ndarray]:
         """Return one row per completion, every token of it trained."""
@@ -228,6 +239,7 @@ class Sampler:
         program = jax.jit(
             functools.partial(_scores, self.parts.apply, self.policy.temperature),
             out_shardings=self.topology.replicated,  # every process reads all of it
+            compiler_options=self.topology.compiler_options,
         )
         return CompiledTogether(program, "log-probabilities")
 
