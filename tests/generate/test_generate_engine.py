@@ -250,6 +250,23 @@ def test_buckets_of_rows_are_few_where_few_rows_take_as_long_as_many(monkeypatch
     assert row_sizes(16) == (1, 16) and row_sizes(128) == (1, 16, 128)
 
 
+def recorded(call, calls):
+    """Return `call`, noting the arguments of each call."""
+    return lambda *args, **named: calls.append(args) or call(*args, **named)
+
+
+def test_samples_of_a_request_enter_together_so_that_every_prompt_is_prefilled_once(engine, monkeypatch):
+    requests = [drawn(prompt, 7, 2 + n, n=3) for n, prompt in enumerate(PROMPTS)]
+    alone = [engine.generate([request])[0] for request in requests]
+    admissions = []
+    monkeypatch.setattr(engine._slots, "admit", recorded(engine._slots.admit, admissions))
+    engine.prompt_tokens = 0
+    assert ids_of(engine.generate(requests)) == ids_of(alone)
+    assert engine.prompt_tokens == sum(map(len, PROMPTS))
+    prompts = [set(new.sources[new.slots < engine.slots].tolist()) for _, new, *_ in admissions]
+    assert sum(map(len, prompts)) == len(PROMPTS), "a prompt of several samples was prefilled more than once"
+
+
 def test_new_parameters_are_used_from_the_next_round_without_compiling(engine, params):
     requests = [greedy(prompt) for prompt in PROMPTS]
     before = engine.generate(requests)

@@ -408,12 +408,15 @@ class Engine:
                 item.handle.put(Event(index, "", (), (), "cancelled"), Sample(index, (), (), "", "cancelled"))
 
     def _admit(self) -> None:
-        """Move waiting requests into free slots, in their order."""
+        """Move waiting requests into free slots, in their order. The samples of a request enter together, so that its
+        prompt is prefilled once; those of a request with more samples than can enter together, as slots become free."""
         joining: list[Joining] = []
         with self._lock:
             free = len(self._free)
             while self._waiting and free:
                 item, most = self._waiting[0], self._slots.most
+                if free < item.rows <= most:
+                    break
                 count = min(item.rows, free, most)
                 joining.append(Joining(item.handle, range(item.begun, item.begun + count)))
                 item.begun += count

@@ -31,7 +31,7 @@ STOPS = 16  # stop tokens per row; more are rounded up to a multiple, which comp
 BETWEEN_LOOKS = 8  # steps between two checks of whether the loop goes on: a GPU asks the host at each
 SHORTEST = 128  # the shortest part of the capacity that is worth a program of its own
 PROMPTS, TOKENS = 16, 4096  # the most prompts and padded tokens of one prefill: enough to keep an H200 computing
-ROWS = 128  # the most slots that one prefill fills
+ROWS = 128  # the most slots that one prefill fills; a request of at most as many samples is prefilled once
 
 
 @struct.dataclass
