@@ -1,5 +1,6 @@
 """The engine: requests join and leave a running batch, and none can tell that it was not alone."""
 
+import functools
 import threading
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 
 from bessemer.errors import InputError
 from bessemer.generate import Decoder, Engine, EngineThread, QueueFull, Request, SamplingOptions
-from bessemer.generate.rows import row_sizes
+from bessemer.generate.rows import _decode, _empty_rows, row_sizes
 from bessemer.topology import TopologySettings, make_topology, shardings
 from compilations import counted_compilations
 from tiny_run import tiny_model, tiny_params, tiny_tokenizer
@@ -248,6 +249,27 @@ def test_buckets_of_rows_are_few_where_few_rows_take_as_long_as_many(monkeypatch
     assert row_sizes(1) == (1,) and row_sizes(3) == (1, 3) and row_sizes(128) == (1, 4, 16, 64, 128)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert row_sizes(16) == (1, 16) and row_sizes(128) == (1, 16, 128)
+
+
+def test_parameters_are_cast_once_until_they_change_and_no_program_casts_them_again(monkeypatch):
+    model = tiny_model().clone(precision="bf16")
+    params = tiny_params(1)
+    engine = Engine(model, params, slots=2, steps=4)
+    casts, admissions = [], []
+    for name, calls in (("_cast", casts), ("admit", admissions)):
+        monkeypatch.setattr(engine._slots, name, recorded(getattr(engine._slots, name), calls))
+    first = engine.generate([greedy(prompt, 9) for prompt in PROMPTS])
+    assert engine.rounds > 3 and len(admissions) > 1 and len(casts) == 1
+    cast = admissions[0][0]
+    assert cast["blocks_0"]["q"].dtype == jnp.bfloat16 and cast["embedding"] is params["embedding"]
+    rows = jax.eval_shape(functools.partial(_empty_rows, model, 2, 32), cast)
+    program = functools.partial(_decode, model, 0, 4, reach=32, way=None)
+    text = str(jax.make_jaxpr(program)(cast, rows, np.ones(2, bool), None, np.int32(4)))
+    matrices = {leaf.shape for leaf in jax.tree.leaves(cast) if leaf.dtype == jnp.bfloat16}
+    for shape in matrices:
+        assert f"bf16[{','.join(map(str, shape))}] = convert_element_type" not in text, shape
+    engine.update_params(params)
+    assert ids_of(engine.generate([greedy(prompt, 9) for prompt in PROMPTS])) == ids_of(first) and len(casts) == 2
 
 
 def recorded(call, calls):

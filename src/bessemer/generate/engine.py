@@ -208,6 +208,7 @@ class Engine:
         self.fetch, self.scope = fetch, scope
         self.threaded = False  # an EngineThread runs the rounds
         self.rounds = self.tokens = self.prompt_tokens = 0
+        self._cast: Any = None  # the parameters as programs read them, from their first use on
         with scope():
             self._slots = Slots(model, slots, self.capacity, steps or round_of(), self.pad_id, whole)
         self._pace = Pace(self._slots.steps, clocked=process_count() == 1)
@@ -318,8 +319,11 @@ class Engine:
         return int(np.random.SeedSequence((self.seed, self._submitted)).generate_state(1)[0])
 
     def update_params(self, params: Any) -> None:
-        """Use these parameters from the next round on, also for rows still generating; nothing is copied."""
-        self.params = params
+        """Use these parameters from the next round on, also for rows still generating.
+
+        Matrices in another dtype than the compute dtype are cast once, at their first use; nothing else is copied.
+        """
+        self.params, self._cast = params, None
         self._held.clear()  # computed with the old ones
 
     def release(self) -> None:
@@ -354,6 +358,8 @@ class Engine:
             try:
                 with self.scope():
                     self._drop_cancelled()
+                    if self._cast is None:
+                        self._cast = self._slots.cast(self.params)
                     self._admit()
                     if self._rows:
                         self._decode()
@@ -426,7 +432,7 @@ class Engine:
         for one in joining:
             self._place(one)
         for group, width, height in self._prefills(joining):
-            self._slots.admit(self.params, self._admission(group, width, height), width, reuse=group[0].held > 0)
+            self._slots.admit(self._cast, self._admission(group, width, height), width, reuse=group[0].held > 0)
 
     def _prefills(self, joining: Sequence[Joining]) -> Iterator[tuple[list[Joining], int, int]]:
         """Yield what each prefill program gets: requests, their width bucket, and the prompts it computes."""
@@ -507,7 +513,7 @@ class Engine:
         steps, length = self._pace.next(rows, looks(self._slots.steps, way))
         wanted = any(row.handle.request.top_logprobs for row in rows)
         top = min(TOP, self.vocab_size) if wanted else 0
-        output, columns = self._slots.decode(self.params, active, length, way, steps, top)
+        output, columns = self._slots.decode(self._cast, active, length, way, steps, top)
         output = self.fetch(output)
         self._pace.took(time.perf_counter() - begun, int(output.made.max()))
         check_scores(output.logprobs)  # 0 where no token is

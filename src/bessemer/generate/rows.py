@@ -92,15 +92,21 @@ def forward(model: Any, params: Any, ids: Array, cache: Any, lengths: Array) -> 
     return logits[:, 0], cache
 
 
+def cast_matrices(model: Any, params: Any) -> Any:
+    """Return the parameters with matrices in the compute dtype, as every step reads them."""
+    if not isinstance(model, Transformer):
+        return params
+    return jax.tree_util.tree_map_with_path(
+        functools.partial(_cast, model), params, is_leaf=lambda leaf: isinstance(leaf, Adapted)
+    )
+
+
 def in_use(model: Any, params: Any) -> Any:
     """Return the parameters as every step reads them: matrices in the compute dtype, laid out for computing.
 
     Done once before a loop, so that no step repeats it.
     """
-    if isinstance(model, Transformer):
-        params = jax.tree_util.tree_map_with_path(
-            functools.partial(_cast, model), params, is_leaf=lambda leaf: isinstance(leaf, Adapted)
-        )
+    params = cast_matrices(model, params)
     if jax.sharding.get_abstract_mesh().empty:
         return params
     ids = jax.ShapeDtypeStruct((1, min(8, model.block_size)), jnp.int32)
@@ -286,6 +292,8 @@ class Slots:
         self.rows: Rows | None = None
         start = functools.partial(_empty_rows, model, self.count, capacity)
         self._start = CompiledTogether(jax.jit(start), "the engine's empty rows")
+        self._model = model
+        self._cast = CompiledTogether(jax.jit(functools.partial(_cast_leaves, model)), "the cast of the parameters")
         self._programs = (functools.partial(_admit, model), functools.partial(_decode, model, pad_id, steps))
         self._admit: Any = None  # CompiledTogether, once it is known where the rows lie
         self._decode: Any = None
@@ -304,6 +312,18 @@ class Slots:
         few = min(round_up(1, self.shards), self.count)
         many = min(PROMPTS, max(1, TOKENS // width), self.count)
         return few, min(max(few, round_up(many, self.shards)), self.count)
+
+    def cast(self, params: Any) -> Any:
+        """Return the parameters as programs read them: matrices in the compute dtype. What has it already is not
+        copied."""
+        before, form = jax.tree.flatten(params)
+        after = jax.tree.leaves(jax.eval_shape(functools.partial(cast_matrices, self._model), params))
+        changed = [n for n, (old, new) in enumerate(zip(before, after, strict=True)) if old.dtype != new.dtype]
+        if not changed:
+            return params
+        for n, leaf in zip(changed, self._cast([before[n] for n in changed]), strict=True):
+            before[n] = leaf
+        return jax.tree.unflatten(form, before)
 
     def admit(self, params: Any, admission: Admission, width: int, reuse: bool) -> None:
         """Prefill new rows into slots; `width` is the bucket of what their prompts add to the cache."""
@@ -363,6 +383,10 @@ def row_sizes(count: int) -> tuple[int, ...]:
     while sizes[-1] < count:
         sizes.append(min(sizes[-1] * factor, count))
     return tuple(sizes)
+
+
+def _cast_leaves(model: Any, leaves: Sequence[Array]) -> list[Array]:
+    return [leaf.astype(model.compute_dtype) for leaf in leaves]
 
 
 def _program(function: Any, name: str, static: tuple[str, ...], places: Any) -> CompiledTogether:
