@@ -245,6 +245,17 @@ def test_rollouts_of_prompts_of_any_length_share_one_prefill_width_and_one_decod
     assert not made and engine.compilations == 3
 
 
+def test_a_second_request_compiles_nothing_for_parameters_that_are_committed_to_a_device(params):
+    """As loaded and trained ones are."""
+    device = jax.devices()[1]
+    engine = Engine(tiny_model(), jax.device_put(params, device), slots=1, steps=4)
+    first = engine.generate([greedy(PROMPTS[0], 5)])
+    assert engine._slots.rows.token.devices() == {device}
+    with counted_compilations() as made:
+        assert ids_of(engine.generate([greedy(PROMPTS[0], 5)])) == ids_of(first)
+    assert not made and engine.compilations == 2
+
+
 def test_buckets_of_rows_are_few_where_few_rows_take_as_long_as_many(monkeypatch):
     assert row_sizes(1) == (1,) and row_sizes(3) == (1, 3) and row_sizes(128) == (1, 4, 16, 64, 128)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

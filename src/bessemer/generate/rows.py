@@ -291,7 +291,9 @@ class Slots:
         self.by_length = not (isinstance(model, Transformer) and model.steps_in_one_kernel())
         self.rows: Rows | None = None
         start = functools.partial(_empty_rows, model, self.count, capacity)
-        self._start = CompiledTogether(jax.jit(start), "the engine's empty rows")
+        # keep_unused: rows are committed to a device if the parameters are. Programs return committed rows then, and
+        # the first prefill would compile again for them: 2.2 s in the second request of a tiny Llama on a CPU.
+        self._start = CompiledTogether(jax.jit(start, keep_unused=True), "the engine's empty rows")
         self._model = model
         self._cast = CompiledTogether(jax.jit(functools.partial(_cast_leaves, model)), "the cast of the parameters")
         self._programs = (functools.partial(_admit, model), functools.partial(_decode, model, pad_id, steps))
