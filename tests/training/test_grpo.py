@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from tests.training.test_training_resume import StopAt, assert_same, one_device,
 
 from bessemer.errors import InputError, Stopped, TrainingError
 from bessemer.report.metrics import MetricsFile
+from bessemer.rl import sampler
 from bessemer.rl.prompts import end_ids
 from bessemer.storage.artifacts import ROLLOUT
 from bessemer.topology import TopologySettings, make_topology
@@ -117,6 +120,16 @@ def test_the_time_of_a_step_is_divided_into_its_parts(whole: Any) -> None:
             assert row["time/train_s"] == pytest.approx(
                 row["time/step_ms"] / 1e3 * (1 - row["time/data_wait_pct"] / 100)
             )
+
+
+def test_the_parts_of_a_rollout_leave_no_gap(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four readings of the clock, one at the start and one at the end of each part."""
+    readings = itertools.count(10.0)
+    monkeypatch.setattr(sampler, "time", SimpleNamespace(monotonic=lambda: next(readings)))
+    with whole.topology.scope():
+        found = whole.sampler.rollout(9).metrics
+    parts = {name: value for name, value in found.items() if name.startswith("time/")}
+    assert parts == {"time/rollout_s": 1.0, "time/reward_s": 1.0, "time/score_s": 1.0} and next(readings) == 14
 
 
 def test_a_rollout_shows_how_far_it_is(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,18 @@ ROLLOUT = "rollout"  # the purpose of its seeds
 CAPACITY_STEP = 64  # a row of the sampler's cache has a multiple of it: the decode kernel's block
 
 
+class Laps:
+    """Divides time into parts without gaps: each ends where the next begins."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._mark = time.monotonic()
+
+    def end(self, part: str) -> None:
+        now = time.monotonic()
+        self.seconds[part], self._mark = now - self._mark, now
+
+
 @dataclass
 class Sampler:
     """One engine and one scoring program for the whole run.
@@ -116,43 +128,41 @@ class Sampler:
         """Return rollout `number` of the run: prompts, completions, and for reinforcement rewards, advantages and old
         log-probabilities. Its metrics include the seconds of sampling, rewards and scoring."""
         size, policy = self.settings.group_size, self.policy
+        clock = Laps()
         chosen = self.plan.prompts(number)
-        begun = time.monotonic()
         results = self.drawn(chosen, ROLLOUT, number, n=size, logprobs=isinstance(policy, GrpoSettings))
         samples = [sample for result in results for sample in result.samples]
         self.compare(f"rollout {number}", samples)
-        times = {"time/rollout_s": time.monotonic() - begun}
         rows = self.rows_of(results)
         cut = np.array([sample.finish != "stop" for sample in samples])
         metrics = {
             "completion_len": float(np.mean([len(sample.ids) for sample in samples])),
             "truncated": float(cut.mean()),
         }
+        clock.end("time/rollout_s")
         rewards: dict[str, np.ndarray] = {}
         if self.rewards is not None:
-            begun = time.monotonic()
             self.show(f"rewards of {len(samples)} completions")
             total, each = self.judge(chosen, samples, size)
-            times["time/reward_s"] = time.monotonic() - begun
             rewards = {"reward": total, **each}
             metrics["reward"] = float(total.mean())
             metrics |= {f"reward/{name}": float(values.mean()) for name, values in each.items()}
+            clock.end("time/reward_s")
         if isinstance(policy, GrpoSettings):
             if policy.overlong == "mask":
                 rows["loss_mask"][cut] = 0
             grouped = rewards["reward"].reshape(-1, size)
             rows["advantages"][:] = group_advantages(grouped, policy.baseline, policy.scale).reshape(-1, 1)
             sampled = spread([sample.logprobs for sample in samples], rows)
-            begun = time.monotonic()
             self.show(f"log-probabilities of {len(samples)} completions")
             rows["old_logprobs"], gap = self.old_logprobs(rows, sampled)
-            times["time/score_s"] = time.monotonic() - begun
             metrics |= {
                 "reward_std": float(grouped.std(axis=1).mean()),
                 "flat_groups": float((np.ptp(grouped, axis=1) == 0).mean()),
                 **gap,
             }
-        return Rollout(number, rows, rewards, metrics | times)
+            clock.end("time/score_s")
+        return Rollout(number, rows, rewards, metrics | clock.seconds)
 
     def drawn(self, chosen: Chosen, *purpose: Any, **options: Any) -> list[Result]:
         """Return completions sampled as configured; each prompt has its own seed for the purpose."""
