@@ -1,5 +1,6 @@
 """The engine: requests join and leave a running batch, and none can tell that it was not alone."""
 
+import functools
 import threading
 from dataclasses import replace
 
@@ -10,7 +11,9 @@ import pytest
 
 from bessemer.errors import InputError
 from bessemer.generate import Decoder, Engine, EngineThread, QueueFull, Request, SamplingOptions
+from bessemer.generate.rows import _decode, _empty_rows, row_sizes
 from bessemer.topology import TopologySettings, make_topology, shardings
+from compilations import counted_compilations
 from tiny_run import tiny_model, tiny_params, tiny_tokenizer
 
 BLOCK = 32
@@ -219,6 +222,82 @@ def test_one_compilation_a_bucket_and_one_fetch_a_round(params):
     engine.generate([drawn([3], 1, 5, stop_ids=[8])])
     engine.generate([Request(PROMPTS[2], 8, SamplingOptions(0.7, 5, 0.9, 0.1, 3, 1.2), logprobs=True)])
     assert engine.compilations == 2
+
+
+def test_rollouts_of_prompts_of_any_length_share_one_prefill_width_and_one_decode_program(params):
+    """As RL samples on an accelerator: one width, all slots in every round, a kernel that reads what rows hold."""
+    model = tiny_model().clone(kernels="pallas", block_size=256)
+    engine = Engine(model, params, slots=8, capacity=256, steps=8, narrowest=16, whole=True)
+    random = np.random.default_rng(0)
+
+    def rollout(groups):
+        lengths = random.integers(1, 18, groups)
+        requests = [drawn(random.integers(1, 300, length).tolist(), 1, 9, n=2) for length in lengths]
+        limits = random.integers(1, 120, groups)  # rows end at different times
+        return engine.generate([replace(r, max_tokens=int(n)) for r, n in zip(requests, limits, strict=True)])
+
+    with counted_compilations() as made:
+        rollout(6)
+    assert made and engine.compilations == 3  # prefill of several prompts, prefill of one, decode
+    with counted_compilations() as made:
+        for groups in (3, 8, 1):
+            rollout(groups)
+    assert not made and engine.compilations == 3
+
+
+def test_a_second_request_compiles_nothing_for_parameters_that_are_committed_to_a_device(params):
+    """As loaded and trained ones are."""
+    device = jax.devices()[1]
+    engine = Engine(tiny_model(), jax.device_put(params, device), slots=1, steps=4)
+    first = engine.generate([greedy(PROMPTS[0], 5)])
+    assert engine._slots.rows.token.devices() == {device}
+    with counted_compilations() as made:
+        assert ids_of(engine.generate([greedy(PROMPTS[0], 5)])) == ids_of(first)
+    assert not made and engine.compilations == 2
+
+
+def test_buckets_of_rows_are_few_where_few_rows_take_as_long_as_many(monkeypatch):
+    assert row_sizes(1) == (1,) and row_sizes(3) == (1, 3) and row_sizes(128) == (1, 4, 16, 64, 128)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert row_sizes(16) == (1, 16) and row_sizes(128) == (1, 16, 128)
+
+
+def test_parameters_are_cast_once_until_they_change_and_no_program_casts_them_again(monkeypatch):
+    model = tiny_model().clone(precision="bf16")
+    params = tiny_params(1)
+    engine = Engine(model, params, slots=2, steps=4)
+    casts, admissions = [], []
+    for name, calls in (("_cast", casts), ("admit", admissions)):
+        monkeypatch.setattr(engine._slots, name, recorded(getattr(engine._slots, name), calls))
+    first = engine.generate([greedy(prompt, 9) for prompt in PROMPTS])
+    assert engine.rounds > 3 and len(admissions) > 1 and len(casts) == 1
+    cast = admissions[0][0]
+    assert cast["blocks_0"]["q"].dtype == jnp.bfloat16 and cast["embedding"] is params["embedding"]
+    rows = jax.eval_shape(functools.partial(_empty_rows, model, 2, 32), cast)
+    program = functools.partial(_decode, model, 0, 4, reach=32, way=None)
+    text = str(jax.make_jaxpr(program)(cast, rows, np.ones(2, bool), None, np.int32(4)))
+    matrices = {leaf.shape for leaf in jax.tree.leaves(cast) if leaf.dtype == jnp.bfloat16}
+    for shape in matrices:
+        assert f"bf16[{','.join(map(str, shape))}] = convert_element_type" not in text, shape
+    engine.update_params(params)
+    assert ids_of(engine.generate([greedy(prompt, 9) for prompt in PROMPTS])) == ids_of(first) and len(casts) == 2
+
+
+def recorded(call, calls):
+    """Return `call`, noting the arguments of each call."""
+    return lambda *args, **named: calls.append(args) or call(*args, **named)
+
+
+def test_samples_of_a_request_enter_together_so_that_every_prompt_is_prefilled_once(engine, monkeypatch):
+    requests = [drawn(prompt, 7, 2 + n, n=3) for n, prompt in enumerate(PROMPTS)]
+    alone = [engine.generate([request])[0] for request in requests]
+    admissions = []
+    monkeypatch.setattr(engine._slots, "admit", recorded(engine._slots.admit, admissions))
+    engine.prompt_tokens = 0
+    assert ids_of(engine.generate(requests)) == ids_of(alone)
+    assert engine.prompt_tokens == sum(map(len, PROMPTS))
+    prompts = [set(new.sources[new.slots < engine.slots].tolist()) for _, new, *_ in admissions]
+    assert sum(map(len, prompts)) == len(PROMPTS), "a prompt of several samples was prefilled more than once"
 
 
 def test_new_parameters_are_used_from_the_next_round_without_compiling(engine, params):

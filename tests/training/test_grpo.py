@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from tests.compilations import counted_compilations
 from tests.tiny_run import tiny_tokenizer
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
 from bessemer.errors import InputError, Stopped, TrainingError
 from bessemer.report.metrics import MetricsFile
+from bessemer.rl import sampler
 from bessemer.rl.prompts import end_ids
 from bessemer.storage.artifacts import ROLLOUT
 from bessemer.topology import TopologySettings, make_topology
@@ -118,6 +122,16 @@ def test_the_time_of_a_step_is_divided_into_its_parts(whole: Any) -> None:
             )
 
 
+def test_the_parts_of_a_rollout_leave_no_gap(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four readings of the clock, one at the start and one at the end of each part."""
+    readings = itertools.count(10.0)
+    monkeypatch.setattr(sampler, "time", SimpleNamespace(monotonic=lambda: next(readings)))
+    with whole.topology.scope():
+        found = whole.sampler.rollout(9).metrics
+    parts = {name: value for name, value in found.items() if name.startswith("time/")}
+    assert parts == {"time/rollout_s": 1.0, "time/reward_s": 1.0, "time/score_s": 1.0} and next(readings) == 14
+
+
 def test_a_rollout_shows_how_far_it_is(whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(whole, "show_progress", said.append)
@@ -127,6 +141,16 @@ def test_a_rollout_shows_how_far_it_is(whole: Any, monkeypatch: pytest.MonkeyPat
     sampling = [text for text in said if text.startswith("rollout ")]
     assert sampling[0] == f"rollout 0/{rows}" and sampling[-1] == f"rollout {rows}/{rows}"
     assert said[len(sampling) :] == [f"rewards of {rows} completions", f"log-probabilities of {rows} completions"]
+
+
+def test_a_rollout_of_other_prompts_compiles_nothing(whole: Any) -> None:
+    with whole.topology.scope():
+        whole.sampler.rollout(9)
+        programs = whole.sampler.engine.compilations
+        with counted_compilations() as made:
+            chosen = [whole.sampler.rollout(number).rows["input_ids"] for number in (10, 11)]
+    assert not np.array_equal(*chosen) and not made
+    assert whole.sampler.engine.compilations == programs <= 4
 
 
 def test_the_rollout_is_in_a_checkpoint_between_its_steps_only(whole: Any) -> None:

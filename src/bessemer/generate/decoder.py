@@ -18,7 +18,7 @@ import numpy as np
 from jax import Array
 
 from bessemer.errors import InputError, nearest
-from bessemer.generate.rows import Asked, Output, begin_rows, decode_block, forward, stop_table
+from bessemer.generate.rows import Asked, Output, begin_rows, decode_block, ends_of, forward, stop_table
 from bessemer.generate.sampling import Filters, SamplingOptions, Way, way_of
 from bessemer.models.llama import Llama
 from bessemer.topology import CompiledTogether
@@ -159,8 +159,9 @@ def run_rows(
     width, each = prompts.shape[1], lengths.shape[0] // prompts.shape[0]
     cache = model.init_cache(prompts.shape[0], min(width + tokens, model.block_size))
     _, cache = forward(model, params, prompts, cache, lengths[::each] - 1)
-    cache, prompts = jax.tree.map(lambda leaf: jax.numpy.repeat(leaf, each, axis=0), (cache, prompts))
-    rows = begin_rows(model.vocab_size, cache, prompts, lengths, asked)
+    parts = (cache, *ends_of(model.vocab_size, prompts, lengths[::each]))
+    cache, token, seen = jax.tree.map(lambda leaf: jax.numpy.repeat(leaf, each, axis=0), parts)
+    rows = begin_rows(model.vocab_size, cache, token, seen, asked)
     return decode_block(model, pad_id, tokens, params, rows, way)[1]
 
 

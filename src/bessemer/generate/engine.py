@@ -22,15 +22,14 @@ import numpy as np
 
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
-from bessemer.generate.decoder import bucket, check_tokens, end_tokens
+from bessemer.generate.decoder import SMALLEST, bucket, check_tokens, end_tokens
 from bessemer.generate.load import LoadedModel, check_scores
 from bessemer.generate.request import TOP, Event, Handle, QueueFull, Ranking, Request, Result, Sample
 from bessemer.generate.rows import STOPS, Admission, Asked, Output, Slots, looks, stop_table
-from bessemer.generate.sampling import Filters, SamplingOptions, way_of
+from bessemer.generate.sampling import Filters, SamplingOptions, Way, way_of
 from bessemer.generate.text import TextStream
 from bessemer.topology import process_count
 
-PROMPTS, ROWS = 16, 64  # the most prompts that one program prefills and slots it fills: bounds the memory of a round
 READING = 0.075  # seconds of a round while somebody reads along; longer ones look like stuttering
 GROWTH = 3  # a streamed row triples per round (1, 4, 16 tokens): a quick first token for two more rounds per answer
 PAUSE = 1.0  # seconds an idle EngineThread sleeps at most; a request wakes it
@@ -188,6 +187,9 @@ class Engine:
         steps: int | None = None,  # decode steps of a full round; None: see round_of
         queue: int | None = None,  # rows that may wait; None: any number
         reuse: bool = False,  # a prompt that continues what a free slot holds is prefilled from there (chat)
+        narrowest: int = SMALLEST,  # no prompt is padded to fewer tokens: fewer widths to compile
+        whole: bool = False,  # a round computes all slots, however few are in use: one size to compile
+        least: Way = Way.GREEDY,  # rounds choose tokens by this way or a later one: batches of all kinds share programs
         fetch: Callable[[Any], Any] = jax.device_get,
         scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         seed: int = 0,
@@ -202,11 +204,13 @@ class Engine:
             end_ids = end_tokens(model, tokenizer) if tokenizer else ()
         self.pad_id, self.end_ids = pad_id, tuple(end_ids)
         self.queue, self.reuse, self.seed = queue, reuse, seed
+        self.narrowest, self.least = narrowest, least
         self.fetch, self.scope = fetch, scope
         self.threaded = False  # an EngineThread runs the rounds
         self.rounds = self.tokens = self.prompt_tokens = 0
+        self._cast: Any = None  # the parameters as programs read them, from their first use on
         with scope():
-            self._slots = Slots(model, slots, self.capacity, steps or round_of(), self.pad_id)
+            self._slots = Slots(model, slots, self.capacity, steps or round_of(), self.pad_id, whole)
         self._pace = Pace(self._slots.steps, clocked=process_count() == 1)
         self._rows: dict[int, Row] = {}  # by slot
         self._free = deque(range(self._slots.count))  # longest free first
@@ -315,8 +319,11 @@ class Engine:
         return int(np.random.SeedSequence((self.seed, self._submitted)).generate_state(1)[0])
 
     def update_params(self, params: Any) -> None:
-        """Use these parameters from the next round on, also for rows still generating; nothing is copied."""
-        self.params = params
+        """Use these parameters from the next round on, also for rows still generating.
+
+        Matrices in another dtype than the compute dtype are cast once, at their first use; nothing else is copied.
+        """
+        self.params, self._cast = params, None
         self._held.clear()  # computed with the old ones
 
     def release(self) -> None:
@@ -351,6 +358,8 @@ class Engine:
             try:
                 with self.scope():
                     self._drop_cancelled()
+                    if self._cast is None:
+                        self._cast = self._slots.cast(self.params)
                     self._admit()
                     if self._rows:
                         self._decode()
@@ -405,13 +414,16 @@ class Engine:
                 item.handle.put(Event(index, "", (), (), "cancelled"), Sample(index, (), (), "", "cancelled"))
 
     def _admit(self) -> None:
-        """Move waiting requests into free slots, in their order."""
+        """Move waiting requests into free slots, in their order. The samples of a request enter together, so that its
+        prompt is prefilled once; those of a request with more samples than can enter together, as slots become free."""
         joining: list[Joining] = []
         with self._lock:
             free = len(self._free)
             while self._waiting and free:
-                item = self._waiting[0]
-                count = min(item.rows, free, ROWS)
+                item, most = self._waiting[0], self._slots.most
+                if free < item.rows <= most:
+                    break
+                count = min(item.rows, free, most)
                 joining.append(Joining(item.handle, range(item.begun, item.begun + count)))
                 item.begun += count
                 free -= count
@@ -419,8 +431,26 @@ class Engine:
                     self._waiting.popleft()
         for one in joining:
             self._place(one)
-        for group, width in _by_width(joining, self.capacity):
-            self._slots.admit(self.params, self._admission(group), width, reuse=group[0].held > 0)
+        for group, width, height in self._prefills(joining):
+            self._slots.admit(self._cast, self._admission(group, width, height), width, reuse=group[0].held > 0)
+
+    def _prefills(self, joining: Sequence[Joining]) -> Iterator[tuple[list[Joining], int, int]]:
+        """Yield what each prefill program gets: requests, their width bucket, and the prompts it computes."""
+        alike: dict[tuple[bool, int], list[Joining]] = {}
+        for one in joining:
+            width = bucket(max(one.length - 1 - one.held, 1, self.narrowest), self.capacity)
+            alike.setdefault((one.held > 0, width), []).append(one)
+        for (held, width), left in alike.items():
+            few, many = self._slots.heights(width)
+            while left:
+                # a program for many that is mostly padding takes longer than some for a few
+                height = few if held or len(left) <= few or 4 * len(left) <= many else many
+                taken = rows = 0
+                while taken < min(height, len(left)) and rows + left[taken].count <= self._slots.most:
+                    rows += left[taken].count
+                    taken += 1
+                yield left[:taken], width, height
+                left = left[taken:]
 
     def _place(self, one: Joining) -> None:
         """Assign slots, preferably one that holds the beginning of the prompt."""
@@ -450,11 +480,11 @@ class Engine:
         }
         return max(found, key=lambda slot: found[slot], default=None)
 
-    def _admission(self, group: Sequence[Joining]) -> Admission:
+    def _admission(self, group: Sequence[Joining], width: int, height: int) -> Admission:
         """Return the arrays of one prefill program, filled up to its buckets."""
-        slots, count = self._slots, sum(one.count for one in group)
-        height, size = slots.bucket(len(group)), slots.bucket(count)
-        prompts = np.full((height, slots.capacity), self.pad_id, np.int32)
+        slots, count, held_any = self._slots, sum(one.count for one in group), group[0].held > 0
+        size = height if held_any or count == 1 else slots.most
+        prompts = np.full((height, slots.capacity if held_any else width + 1), self.pad_id, np.int32)
         lengths, held = np.ones(height, np.int32), np.zeros(height, np.int32)
         sources = np.zeros(size, np.int32)
         places = np.arange(slots.count, slots.count + size, dtype=np.int32)
@@ -479,10 +509,11 @@ class Engine:
     def _decode(self) -> None:
         active, rows, begun = sorted(self._rows), self._rows.values(), time.perf_counter()
         way = way_of(row.handle.request.sampling for row in rows)
+        way = None if way is None else max(way, self.least)
         steps, length = self._pace.next(rows, looks(self._slots.steps, way))
         wanted = any(row.handle.request.top_logprobs for row in rows)
         top = min(TOP, self.vocab_size) if wanted else 0
-        output, columns = self._slots.decode(self.params, active, length, way, steps, top)
+        output, columns = self._slots.decode(self._cast, active, length, way, steps, top)
         output = self.fetch(output)
         self._pace.took(time.perf_counter() - begun, int(output.made.max()))
         check_scores(output.logprobs)  # 0 where no token is
@@ -505,22 +536,6 @@ class Engine:
                 self._held[slot] = row.held
         if event.ids or event.finish is not None:
             row.handle.put(event, None if event.finish is None else row.sample(event.finish))
-
-
-def _by_width(joining: Sequence[Joining], capacity: int) -> Iterator[tuple[list[Joining], int]]:
-    """Yield groups for one prefill program each, with the length bucket they share."""
-    alike: dict[tuple[bool, int], list[Joining]] = {}
-    for one in joining:
-        width = bucket(max(one.length - 1 - one.held, 1), capacity)
-        alike.setdefault((one.held > 0, width), []).append(one)
-    for (_, width), group in alike.items():
-        some: list[Joining] = []
-        for one in group:
-            if len(some) == PROMPTS or sum(other.count for other in some) + one.count > ROWS:
-                yield some, width
-                some = []
-            some.append(one)
-        yield some, width
 
 
 def _rankings(output: Output, column: int, made: int) -> list[Ranking]:

@@ -30,7 +30,8 @@ from bessemer.topology.rules import constrain, shards
 STOPS = 16  # stop tokens per row; more are rounded up to a multiple, which compiles again
 BETWEEN_LOOKS = 8  # steps between two checks of whether the loop goes on: a GPU asks the host at each
 SHORTEST = 128  # the shortest part of the capacity that is worth a program of its own
-FACTOR = 4  # buckets of rows are 1, 4, 16, …: few to compile, and at most four times the necessary work
+PROMPTS, TOKENS = 16, 4096  # the most prompts and padded tokens of one prefill: enough to keep an H200 computing
+ROWS = 128  # the most slots that one prefill fills; a request of at most as many samples is prefilled once
 
 
 @struct.dataclass
@@ -91,15 +92,21 @@ def forward(model: Any, params: Any, ids: Array, cache: Any, lengths: Array) -> 
     return logits[:, 0], cache
 
 
+def cast_matrices(model: Any, params: Any) -> Any:
+    """Return the parameters with matrices in the compute dtype, as every step reads them."""
+    if not isinstance(model, Transformer):
+        return params
+    return jax.tree_util.tree_map_with_path(
+        functools.partial(_cast, model), params, is_leaf=lambda leaf: isinstance(leaf, Adapted)
+    )
+
+
 def in_use(model: Any, params: Any) -> Any:
     """Return the parameters as every step reads them: matrices in the compute dtype, laid out for computing.
 
     Done once before a loop, so that no step repeats it.
     """
-    if isinstance(model, Transformer):
-        params = jax.tree_util.tree_map_with_path(
-            functools.partial(_cast, model), params, is_leaf=lambda leaf: isinstance(leaf, Adapted)
-        )
+    params = cast_matrices(model, params)
     if jax.sharding.get_abstract_mesh().empty:
         return params
     ids = jax.ShapeDtypeStruct((1, min(8, model.block_size)), jnp.int32)
@@ -121,21 +128,26 @@ def _cast(model: Any, path: Any, leaf: Any) -> Any:
     return leaf.astype(model.compute_dtype) if group in ("matrix", "head") else leaf
 
 
-def begin_rows(vocab_size: int, cache: Any, prompts: Array, lengths: Array, asked: Asked) -> Rows:
-    """Return rows whose cache holds their prompt but its last token. prompts: (B, P), right-padded; lengths: (B,)."""
-    rows = prompts.shape[0]
+def ends_of(vocab_size: int, prompts: Array, lengths: Array) -> tuple[Array, Array]:
+    """Return the last token of each prompt (B,) and the tokens in it (B, V). prompts: (B, P), right-padded."""
     token = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)[:, 0]
     real = jnp.arange(prompts.shape[1]) < lengths[:, None]
 
     def tokens_of(ids: Array) -> Array:
         return jnp.zeros(vocab_size, bool).at[ids].set(True, mode="drop")
 
+    return token, jax.vmap(tokens_of)(jnp.where(real, prompts, vocab_size))
+
+
+def begin_rows(vocab_size: int, cache: Any, token: Array, seen: Array, asked: Asked) -> Rows:
+    """Return rows whose cache holds their prompt but its last token. token, seen: see `ends_of`."""
+    rows = token.shape[0]
     return Rows(
         cache=cache,
         token=token,
         count=jnp.zeros(rows, jnp.int32),
         live=asked.limit > 0,
-        seen=jax.vmap(tokens_of)(jnp.where(real, prompts, vocab_size)),
+        seen=seen,
         made=no_tokens(rows, vocab_size),
         limit=asked.limit,
         streams=asked.streams,
@@ -250,7 +262,7 @@ def everywhere(array: Array) -> Array:
 class Admission(NamedTuple):
     """R prompts for M slots. Entries that only fill a bucket have a slot beyond the last, and are dropped."""
 
-    prompts: Any  # (R, capacity) int32, right-padded
+    prompts: Any  # (R, width + 1) int32, right-padded; (R, capacity) if they continue what their slots hold
     lengths: Any  # (R,)
     held: Any  # (R,) tokens of the prompt that its slot already holds
     sources: Any  # (M,) which prompt
@@ -260,18 +272,30 @@ class Admission(NamedTuple):
 
 class Slots:
     """The slots of one model, and the two programs that change them: `admit` prefills prompts into free slots,
-    `decode` runs a block of steps. Each is compiled once per bucket of rows and lengths.
+    `decode` runs a block of steps. Each is compiled once per bucket:
 
+        prefill   by width (a power of two from the engine's narrowest, or the capacity): one prompt for one slot, one
+                  prompt for up to ROWS slots, and several prompts for up to ROWS slots (`heights`)
+        decode    by rows (`sizes`) and by the part of the capacity in use (`reach`)
+
+    whole: every block computes all slots, so that there is one size; for batches whose rows end at about the same time.
     Create and call it under the mesh of the parameters.
     """
 
-    def __init__(self, model: Any, count: int, capacity: int, steps: int, pad_id: int):
+    def __init__(self, model: Any, count: int, capacity: int, steps: int, pad_id: int, whole: bool = False):
         self.capacity, self.steps = capacity, steps
         self.shards = shards("batch")
         self.count = round_up(count, self.shards)
+        self.sizes = (self.count,) if whole or self.shards > 1 else row_sizes(self.count)
+        # a kernel that reads what rows hold gains nothing from a shorter cache, and every length is a program
+        self.by_length = not (isinstance(model, Transformer) and model.steps_in_one_kernel())
         self.rows: Rows | None = None
         start = functools.partial(_empty_rows, model, self.count, capacity)
-        self._start = CompiledTogether(jax.jit(start), "the engine's empty rows")
+        # keep_unused: rows are committed to a device if the parameters are. Programs return committed rows then, and
+        # the first prefill would compile again for them: 2.2 s in the second request of a tiny Llama on a CPU.
+        self._start = CompiledTogether(jax.jit(start, keep_unused=True), "the engine's empty rows")
+        self._model = model
+        self._cast = CompiledTogether(jax.jit(functools.partial(_cast_leaves, model)), "the cast of the parameters")
         self._programs = (functools.partial(_admit, model), functools.partial(_decode, model, pad_id, steps))
         self._admit: Any = None  # CompiledTogether, once it is known where the rows lie
         self._decode: Any = None
@@ -280,12 +304,28 @@ class Slots:
     def compilations(self) -> int:
         return sum(program.compilations for program in (self._admit, self._decode) if program is not None)
 
-    def bucket(self, rows: int) -> int:
-        """Return the number of rows to compute for `rows` of them."""
-        size = 1
-        while size < rows:
-            size *= FACTOR
-        return min(round_up(size, self.shards), self.count)
+    @property
+    def most(self) -> int:
+        """The most samples of a request that enter together."""
+        return min(ROWS, self.count)
+
+    def heights(self, width: int) -> tuple[int, int]:
+        """Return the numbers of prompts, a few and many, that programs of this width prefill."""
+        few = min(round_up(1, self.shards), self.count)
+        many = min(PROMPTS, max(1, TOKENS // width), self.count)
+        return few, min(max(few, round_up(many, self.shards)), self.count)
+
+    def cast(self, params: Any) -> Any:
+        """Return the parameters as programs read them: matrices in the compute dtype. What has it already is not
+        copied."""
+        before, form = jax.tree.flatten(params)
+        after = jax.tree.leaves(jax.eval_shape(functools.partial(cast_matrices, self._model), params))
+        changed = [n for n, (old, new) in enumerate(zip(before, after, strict=True)) if old.dtype != new.dtype]
+        if not changed:
+            return params
+        for n, leaf in zip(changed, self._cast([before[n] for n in changed]), strict=True):
+            before[n] = leaf
+        return jax.tree.unflatten(form, before)
 
     def admit(self, params: Any, admission: Admission, width: int, reuse: bool) -> None:
         """Prefill new rows into slots; `width` is the bucket of what their prompts add to the cache."""
@@ -295,7 +335,7 @@ class Slots:
     def reach(self, length: int) -> int:
         """Return the part of the capacity to compute with if no row is longer than `length` after a block."""
         size = self.capacity
-        while size // 2 >= max(length, SHORTEST) and size % 2 == 0:
+        while self.by_length and size // 2 >= max(length, SHORTEST) and size % 2 == 0:
             size //= 2
         return size
 
@@ -308,7 +348,7 @@ class Slots:
         reads. On a mesh all rows take part, so that they stay on their devices.
         """
         self.rows = self._ready(params)
-        size = self.count if self.shards > 1 else self.bucket(len(active))
+        size = next(size for size in self.sizes if size >= len(active))
         reach = self.reach(length)
         if size * reach * 2 > self.count * self.capacity:  # copying twice would cost as much as it saves
             size, reach = self.count, self.capacity
@@ -336,6 +376,19 @@ class Slots:
             out = (places, None) if meshed else None
             self._decode = _program(decode, "decoding", ("reach", "way", "top"), out)
         return rows
+
+
+def row_sizes(count: int) -> tuple[int, ...]:
+    """Return the numbers of rows that a block may compute, up to all slots: 1, 4, 16, … on a CPU, where a step's cost
+    follows the rows; 1, 16, 256, … elsewhere: on an H200, 128 rows of a 1.2B model take 1.4 times as long as one."""
+    factor, sizes = 4 if jax.default_backend() == "cpu" else 16, [1]
+    while sizes[-1] < count:
+        sizes.append(min(sizes[-1] * factor, count))
+    return tuple(sizes)
+
+
+def _cast_leaves(model: Any, leaves: Sequence[Array]) -> list[Array]:
+    return [leaf.astype(model.compute_dtype) for leaf in leaves]
 
 
 def _program(function: Any, name: str, static: tuple[str, ...], places: Any) -> CompiledTogether:
@@ -379,9 +432,9 @@ def _admit(model: Any, params: Any, rows: Rows, new: Admission, *, width: int, r
     else:
         cache, ids = model.init_cache(prompts.shape[0], width), prompts[:, :width]
     _, cache = forward(model, params, ids, cache, new.lengths - 1 - new.held)
-    cache, prompts, lengths = take_rows((cache, prompts, new.lengths), new.sources)
-    part = begin_rows(model.vocab_size, cache, prompts, lengths, new.asked)
-    return put_rows(rows, part, new.slots)
+    ends = ends_of(model.vocab_size, prompts, new.lengths)
+    cache, (token, seen) = take_rows((cache, ends), new.sources)
+    return put_rows(rows, begin_rows(model.vocab_size, cache, token, seen, new.asked), new.slots)
 
 
 def _decode(

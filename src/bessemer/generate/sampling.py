@@ -116,8 +116,12 @@ class Filters:
 
     @classmethod
     def rows(cls, options: Sequence[SamplingOptions], vocab_size: int) -> Filters:
-        each = [cls.of(sampling, vocab_size) for sampling in options]
-        return jax.tree.map(lambda *values: np.stack(values), *each)
+        columns: dict[str, Any] = {
+            field.name: np.array([getattr(sampling, field.name) for sampling in options], np.float32)
+            for field in fields(cls)
+        }
+        top_k = [min(sampling.top_k or vocab_size, vocab_size) for sampling in options]
+        return cls(**columns | {"top_k": np.array(top_k, np.int32)})
 
     def columns(self, rows: int) -> Filters:
         """Return the settings as (B, 1), to broadcast against logits (B, V)."""

@@ -358,7 +358,7 @@ class Transformer(Model):
     ) -> Array:
         """Attention of new tokens, whose keys and values go to `stores`. positions: (B, n); added: (B,)."""
         window, old = self.shape.windows[index], (cache.keys[index], cache.values[index])
-        if q.shape[1] == 1 and self._steps_in_one_kernel():
+        if q.shape[1] == 1 and self.steps_in_one_kernel():
             tokens = (q[:, 0], k[:, 0], v[:, 0])
             out, *stored = decode_attention(*tokens, *old, cache.lengths, added)
             stores.append(tuple(stored))
@@ -379,7 +379,7 @@ class Transformer(Model):
             held = jnp.concatenate([held_positions(size, cache.lengths), positions], axis=1)
         return cached_attention(q, keys, values, window=window, q_positions=positions, k_positions=held)
 
-    def _steps_in_one_kernel(self) -> bool:
+    def steps_in_one_kernel(self) -> bool:
         """Whether a step's attention is the kernel: its rows and heads are then those of one device."""
         chosen = choose_kernels(self.kernels, self.compute_dtype) == "pallas"
         alone = shards("batch") * shards("kv") == 1

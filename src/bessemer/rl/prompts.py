@@ -196,6 +196,12 @@ class PromptPlan(BatchPlan):
         return self.inner.sources  # type: ignore[return-value]
 
     @cached_property
+    def longest(self) -> int:
+        """The tokens of the longest prompt, held-out ones included."""
+        kept = [*self.sources, *(rows for rows, _ in self.held_out)]
+        return max(len(ids) for rows in kept for ids in rows.ids)
+
+    @cached_property
     def columns(self) -> list[str]:
         """The columns that every row has: those passed to rewards."""
         return sorted(set.intersection(*(set(row) for row, _ in self._rows)))

@@ -23,9 +23,11 @@ from bessemer.data import key_of
 from bessemer.data.rows.rows import fields_of
 from bessemer.errors import InputError
 from bessemer.generate import Engine, Request, Result, Sample, SamplingOptions
-from bessemer.generate.decoder import end_tokens
+from bessemer.generate.decoder import bucket, end_tokens
 from bessemer.generate.engine import round_of
+from bessemer.generate.sampling import Way, way_of
 from bessemer.models.protocol import Decoding
+from bessemer.models.shape import round_up
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages
 from bessemer.rl.prompts import Chosen, PromptPlan, end_ids
 from bessemer.rl.rewards import Rewards
@@ -37,6 +39,19 @@ from bessemer.training.validation import added
 
 REWARD_SECONDS = 4 * 3600.0  # how long the other processes wait for rewards; a lost process is noticed sooner
 ROLLOUT = "rollout"  # the purpose of its seeds
+CAPACITY_STEP = 64  # a row of the sampler's cache has a multiple of it: the decode kernel's block
+
+
+class Laps:
+    """Divides time into parts without gaps: each ends where the next begins."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._mark = time.monotonic()
+
+    def end(self, part: str) -> None:
+        now = time.monotonic()
+        self.seconds[part], self._mark = now - self._mark, now
 
 
 @dataclass
@@ -59,6 +74,11 @@ class Sampler:
 
     # --- sampling ---
 
+    @property
+    def sampling(self) -> SamplingOptions:
+        """How rollouts are drawn."""
+        return SamplingOptions(self.policy.temperature, self.settings.top_k, self.settings.top_p)
+
     @functools.cached_property
     def engine(self) -> Engine:
         model: Any = self.parts.model
@@ -69,13 +89,18 @@ class Sampler:
                 f"{type(model).__name__} has no `decode` and `init_cache`, so it cannot sample; see docs/extending.md."
             )
         ends = (*end_ids(tokenizer), *end_tokens(model, tokenizer))
+        longest = self.plan.longest
         return Engine(
             model,
             None,
             slots=min(self.settings.slots, max(self.plan.passes.rows, len(self.plan.held_out))),
+            capacity=min(round_up(longest + self.policy.max_completion_length, CAPACITY_STEP), model.block_size),
             tokenizer=tokenizer,
             end_ids=tuple(dict.fromkeys(ends)),
             steps=min(round_of(), self.policy.max_completion_length),
+            narrowest=bucket(longest, model.block_size) // 2,  # two widths for prompts of all lengths
+            whole=jax.default_backend() != "cpu",  # see `row_sizes`: there, few rows take about as long as all
+            least=way_of([self.sampling]) or Way.GREEDY,  # validation needs no program of its own
             fetch=fetch,
             scope=self.topology.scope,
         )
@@ -103,51 +128,47 @@ class Sampler:
         """Return rollout `number` of the run: prompts, completions, and for reinforcement rewards, advantages and old
         log-probabilities. Its metrics include the seconds of sampling, rewards and scoring."""
         size, policy = self.settings.group_size, self.policy
+        clock = Laps()
         chosen = self.plan.prompts(number)
-        begun = time.monotonic()
         results = self.drawn(chosen, ROLLOUT, number, n=size, logprobs=isinstance(policy, GrpoSettings))
         samples = [sample for result in results for sample in result.samples]
         self.compare(f"rollout {number}", samples)
-        times = {"time/rollout_s": time.monotonic() - begun}
         rows = self.rows_of(results)
         cut = np.array([sample.finish != "stop" for sample in samples])
         metrics = {
             "completion_len": float(np.mean([len(sample.ids) for sample in samples])),
             "truncated": float(cut.mean()),
         }
+        clock.end("time/rollout_s")
         rewards: dict[str, np.ndarray] = {}
         if self.rewards is not None:
-            begun = time.monotonic()
             self.show(f"rewards of {len(samples)} completions")
             total, each = self.judge(chosen, samples, size)
-            times["time/reward_s"] = time.monotonic() - begun
             rewards = {"reward": total, **each}
             metrics["reward"] = float(total.mean())
             metrics |= {f"reward/{name}": float(values.mean()) for name, values in each.items()}
+            clock.end("time/reward_s")
         if isinstance(policy, GrpoSettings):
             if policy.overlong == "mask":
                 rows["loss_mask"][cut] = 0
             grouped = rewards["reward"].reshape(-1, size)
             rows["advantages"][:] = group_advantages(grouped, policy.baseline, policy.scale).reshape(-1, 1)
             sampled = spread([sample.logprobs for sample in samples], rows)
-            begun = time.monotonic()
             self.show(f"log-probabilities of {len(samples)} completions")
             rows["old_logprobs"], gap = self.old_logprobs(rows, sampled)
-            times["time/score_s"] = time.monotonic() - begun
             metrics |= {
                 "reward_std": float(grouped.std(axis=1).mean()),
                 "flat_groups": float((np.ptp(grouped, axis=1) == 0).mean()),
                 **gap,
             }
-        return Rollout(number, rows, rewards, metrics | times)
+            clock.end("time/score_s")
+        return Rollout(number, rows, rewards, metrics | clock.seconds)
 
     def drawn(self, chosen: Chosen, *purpose: Any, **options: Any) -> list[Result]:
         """Return completions sampled as configured; each prompt has its own seed for the purpose."""
-        settings = self.settings
-        sampling = SamplingOptions(self.policy.temperature, settings.top_k, settings.top_p)
-        seeds = [key_of(settings.seed, *purpose, row) % 2**32 for row in range(len(chosen))]
+        seeds = [key_of(self.settings.seed, *purpose, row) % 2**32 for row in range(len(chosen))]
         what = "rollout" if purpose[0] == ROLLOUT else "validation"
-        return self.complete(what, chosen, seeds, sampling=sampling, **options)
+        return self.complete(what, chosen, seeds, sampling=self.sampling, **options)
 
     def rows_of(self, results: Sequence[Result]) -> dict[str, np.ndarray]:
         """Return one row per completion, every token of it trained."""
@@ -228,6 +249,7 @@ class Sampler:
         program = jax.jit(
             functools.partial(_scores, self.parts.apply, self.policy.temperature),
             out_shardings=self.topology.replicated,  # every process reads all of it
+            compiler_options=self.topology.compiler_options,
         )
         return CompiledTogether(program, "log-probabilities")
 
