@@ -7,6 +7,7 @@ from typing import Any
 
 from bessemer.config import Config
 from bessemer.console import compact, counted, figure, in_parts
+from bessemer.data.tokenize.documents import told_turn_rows
 from bessemer.models.protocol import KernelChoice
 from bessemer.report.summary import too_small
 from bessemer.scaling import fine_tuning_rate
@@ -116,6 +117,8 @@ def supervision(settings: BaseTrainerConfig, stats: dict[str, Any]) -> list[str]
     remarks = []
     if stats["target_tokens"] >= stats["tokens"] - stats["documents"]:
         remarks.append("texts without turns; every token is learned, not only those of an assistant")
+    if turns := stats.get("turn_rows"):
+        remarks.append(told_turn_rows(turns))
     if split := stats.get("split_documents"):
         remarks.append(
             f"{split:,} of {stats['documents']:,} conversations are longer than "
