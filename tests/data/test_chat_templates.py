@@ -229,6 +229,27 @@ def test_generation_marks_leave_out_what_the_template_says() -> None:
     assert chat.render(talk(SAID), tokenizer, generation_prompt=False) == row[0]
 
 
+def test_texts_are_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    from tokenizers import Tokenizer as Backend
+
+    dated = {"date_string": "26 Jul 2024"}  # they tell templates today's date
+    for family in FAMILIES:
+        if family.source is None or family.name in ("ours/smollm3", "ours/llama3_2"):  # which take no date
+            continue
+        backend = Backend.from_str(family.tokenizer.to_json())
+        theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **family.tokens)
+        theirs.chat_template = family.source
+        told = TOOLS if family.tokenizer.chat_template.takes_tools else None
+        call = called('{"city": "Bern"}' if family.name == "deepseekv3" else {"city": "Bern"}, None)
+        for messages in (talk(SAID), [talk(SAID)[0], call, RESULT] if family.calls else talk(SAID)):
+            for opened in (False, True):
+                text = theirs.apply_chat_template(
+                    messages, tools=told, tokenize=False, add_generation_prompt=opened, **dated
+                )
+                assert family.tokenizer.chat_template.render(messages, opened, told or ()) == text
+
+
 LANGUAGE = """\
 {%- macro join(a, b) -%}{{ a ~ b }}{%- endmacro -%}
 {%- set ns = namespace(found=false) -%}
