@@ -14,7 +14,7 @@ from tests.data.stock_templates import FAMILIES, Family, tokenizer_json
 
 from bessemer.data import Tokenizer, TokenStore, prepare
 from bessemer.data.rows.build import store_of
-from bessemer.data.tokenize import chat
+from bessemer.data.tokenize import chat, templates
 from bessemer.data.tokenize.documents import Bad, document_of, encode_pair, read_pair
 from bessemer.data.tokenize.templates import ChatTemplate
 from bessemer.errors import InputError
@@ -213,6 +213,19 @@ def test_pairs_share_the_prompt_that_inference_sees() -> None:
     several = read_pair({"prompt": "a", "chosen": talk([("", "b"), ("c", "d")])[1:], "rejected": "e"})
     with pytest.raises(InputError, match="writes earlier answers differently"):
         encode_pair(several, qwen)
+
+
+def test_a_worker_that_does_not_answer_teaches_nothing_about_a_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial that was not rendered must not count as refused: masks would differ from then on."""
+    family = next(family for family in FAMILIES if family.name == "phi3")
+    tokenizer = Tokenizer(family.tokenizer.to_json(), "new", ChatTemplate(str(family.source), family.tokens))
+    closed = templates.Worker()
+    closed.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(templates, "_shared", [closed])
+        with pytest.raises(templates.TemplateUnavailable, match="while the server stops"):
+            chat.supervised_rows(talk(SAID), tokenizer)
+    assert chat.supervised_rows(talk(SAID), tokenizer) == chat.supervised_rows(talk(SAID), family.tokenizer)
 
 
 def test_generation_marks_leave_out_what_the_template_says() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from bessemer.data.tokenize.templates import Message
 from bessemer.data.tokenize.tokenizer import Tokenizer
-from bessemer.data.tokenize.turns import Row, Writer
+from bessemer.data.tokenize.turns import Row, Writer, end_ids
 from bessemer.errors import InputError
 
 ROLES = ("system", "user", "assistant")
@@ -114,14 +114,11 @@ def _no_tools(tokenizer: Tokenizer) -> InputError:
 
 
 def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return what ends the assistant's turn: of a template, what ends it in a trial conversation, and the eos."""
+    """Return what ends the assistant's turn: of a template, what ends it in trial conversations, and the eos."""
     if tokenizer.chat_template is None:
         return (role_token(tokenizer, "assistant", "end"),)
-    trial = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    ids, mask = supervised(trial, tokenizer)
-    last = max(place for place, learnt in enumerate(mask) if learnt)
     eos = tokenizer.id_of(tokenizer.chat_template.tokens.get("eos_token", ""))
-    return tuple(dict.fromkeys([ids[last], *([] if eos is None else [eos])]))
+    return tuple(dict.fromkeys([*end_ids(tokenizer), *([] if eos is None else [eos])]))
 
 
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant"}

@@ -67,6 +67,11 @@ OUR_TEMPLATE = """\
 Message = Mapping[str, Any]
 
 
+class TemplateUnavailable(InputError):
+    """The template gave no answer: it exceeded its limits, or the worker was busy. That says nothing about the
+    conversation."""
+
+
 class ChatTemplate:
     """A template and the names of the tokens it may ask for. `tool_source`: the one for conversations with tools, where
     that is another."""
@@ -157,7 +162,8 @@ class ChatTemplate:
             raise InputError(
                 f"the chat template of {self.origin} has a mistake in line {reply['line']}: {reply['problem']}."
             )
-        raise InputError(f"the chat template of {self.origin} refuses the conversation: {reply['problem']}")
+        kind = TemplateUnavailable if "exceeded" in reply or "unavailable" in reply else InputError
+        raise kind(f"the chat template of {self.origin} refuses the conversation: {reply['problem']}")
 
 
 def read_config(tokenizer: Path) -> dict[str, Any]:
@@ -227,7 +233,7 @@ class Worker:
         except (ValueError, RecursionError) as error:
             return [{"problem": f"a message cannot be written as JSON ({error})"}]
         if not self._turn.acquire(timeout=WALL_SECONDS):
-            return [{"problem": f"it waited {WALL_SECONDS:.0f} s for others to be rendered"}]
+            return [{"problem": f"it waited {WALL_SECONDS:.0f} s for others to be rendered", "unavailable": True}]
         try:
             return self._bounded(str(request["source"]), data, count)
         finally:
@@ -242,9 +248,9 @@ class Worker:
 
     def _bounded(self, source: str, data: bytes, count: int) -> list[dict[str, Any]]:
         if self._closed:
-            return [{"problem": "it is not rendered while the server stops"}]
+            return [{"problem": "it is not rendered while the server stops", "unavailable": True}]
         if self._exceeded.get(source, 0) >= MOST_EXCEEDED:
-            return [{"problem": "it exceeded its limits before, and is not tried again"}]
+            return [{"problem": "it exceeded its limits before, and is not tried again", "unavailable": True}]
         process = self._running()
         try:
             replies = self._exchange(process, data, count)

@@ -23,6 +23,7 @@ Text is encoded piece by piece between special tokens and at these cuts, in trai
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from bessemer.data.tokenize.templates import ChatTemplate, Message
+from bessemer.data.tokenize.templates import ChatTemplate, Message, TemplateUnavailable
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 
@@ -75,8 +76,8 @@ class Writer:
 
     def tokens(self, opened: bool) -> list[int]:
         """The ids of the whole conversation, with the next answer opened or not: what a model gets."""
-        text = self.template.render(self.messages, opened, self.tools)
-        return self._encoded(text, self._before(self._numbers))[0]
+        text, answers = self._read(self._numbers, opened, lenient=True)
+        return self._encoded(text, answers)[0]
 
     def rows(self, first: int = 0) -> list[Row]:
         """The rows that teach the answers from message `first` on, each answer in one of them.
@@ -84,9 +85,9 @@ class Writer:
         Raise InputError for what the template does not write, or does not write in a way that can be learnt.
         """
         self._check()
-        whole = self.template.render(self.messages, False, self.tools)
-        taught = self._answers([number for number in self._numbers if number >= first])
-        before = [*self._before([number for number in self._numbers if number < first]), *taught]
+        whole, taught = self._read([number for number in self._numbers if number >= first], False)
+        earlier = [number for number in self._numbers if number < first]
+        before = [*(self._read(earlier, False, lenient=True)[1] if earlier else ()), *taught]
         rows: list[tuple[str, list[Answer]]] = []  # the text of each, and what is learnt in it
         left = list(taught)
         while left:
@@ -102,37 +103,37 @@ class Writer:
     def _numbers(self) -> list[int]:
         return [number for number, message in enumerate(self.messages) if message.get("role") == "assistant"]
 
-    def _before(self, numbers: Sequence[int]) -> list[Answer]:
-        """The answers among these messages, as far as they can be told from the rest: for a prompt, any will do."""
+    def _read(self, numbers: Sequence[int], opened: bool, lenient: bool = False) -> tuple[str, list[Answer]]:
+        """The whole text, with the next answer opened or not, and the answers that these messages are.
+
+        Raise InputError for an answer that cannot be told from the rest. lenient: leave it out, as in a prompt.
+        """
+        size = len(self.messages)
+        prompts, afters = [(number, True) for number in numbers], [(number + 1, False) for number in numbers]
         try:
-            return self._answers(numbers)
-        except InputError:
-            found = []
-            for number in numbers:
-                try:
-                    found += self._answers([number])
-                except InputError:
-                    continue
-            return found
+            whole, *texts = self._rendered([(size, opened), *prompts, *afters])
+            pairs = zip(texts[: len(numbers)], texts[len(numbers) :], strict=True)
+            answers = [self._answer(n, prompt[0], after) for n, (prompt, after) in zip(numbers, pairs, strict=True)]
+            return whole[0], answers
+        except InputError as error:
+            if not lenient or isinstance(error, TemplateUnavailable):
+                raise
+        if len(numbers) <= 1:
+            return self._rendered([(size, opened)])[0][0], []
+        found = [answer for number in numbers for answer in self._read([number], opened, lenient=True)[1]]
+        return self._rendered([(size, opened)])[0][0], found
 
-    def _answers(self, numbers: Sequence[int]) -> list[Answer]:
-        """The answers that these messages are. Raise InputError for one that cannot be told from the rest."""
-        if not numbers:
-            return []
+    def _rendered(self, prefixes: Sequence[tuple[int, bool]]) -> list[tuple[str, str]]:
+        """(text, text with the marks of what is learnt) of prefixes; the same where the template makes no marks."""
         marks = (self.begin, self.end) if self.template.marks_answers else None
-        prompts = self._rendered([(number, True) for number in numbers])
-        afters = self._rendered([(number + 1, False) for number in numbers], marks)
-        return [
-            self._answer(number, prompt, after) for number, prompt, after in zip(numbers, prompts, afters, strict=True)
-        ]
+        texts = self.template.render_prefixes(self.messages, prefixes, self.tools, marks)
+        if marks is None:
+            return [(text, text) for text in texts]
+        return [(text.replace(self.begin, "").replace(self.end, ""), text) for text in texts]
 
-    def _rendered(self, prefixes: Sequence[tuple[int, bool]], marks: tuple[str, str] | None = None) -> list[str]:
-        return self.template.render_prefixes(self.messages, prefixes, self.tools, marks)
-
-    def _answer(self, number: int, prompt: str, marked: str) -> Answer:
-        """marked: the conversation up to the answer, with the marks of what is learnt if the template makes them."""
-        message = self.messages[number]
-        after = marked.replace(self.begin, "").replace(self.end, "")
+    def _answer(self, number: int, prompt: str, rendered: tuple[str, str]) -> Answer:
+        """rendered: the conversation up to the answer, without and with the marks of what is learnt."""
+        message, (after, marked) = self.messages[number], rendered
         thinking, said = _thoughts(str(message.get("reasoning_content") or ""), str(message.get("content") or ""))
         if after.startswith(prompt) and thinking.strip() in after[len(prompt) :]:
             text = self._ended(after[len(prompt) :])
@@ -213,6 +214,10 @@ class Writer:
                     f"the chat template of {origin} has no place for 'reasoning_content': write it into the content, "
                     "or leave it out."
                 )
+            for function in map(_function, message.get("tool_calls") or ()):
+                if isinstance(function["arguments"], str) and not _is_json(function["arguments"]):
+                    what = f"{function['arguments']!r:.100}"
+                    raise InputError(f"the arguments of '{function['name']}' are not JSON: {what}.")
             role = str(message.get("role"))
             if message.get("content") and not self.form.writes(role):
                 raise InputError(f"the chat template of {origin} writes nothing for messages of the role '{role}'.")
@@ -277,6 +282,27 @@ class Writer:
         )
 
 
+def end_ids(tokenizer: Tokenizer) -> list[int]:
+    """The tokens that end an answer under the tokenizer's template: one of text, and one that calls a function."""
+    assert tokenizer.chat_template is not None
+    form = form_of(tokenizer.chat_template, tokenizer.special_names, False)
+    (ids, mask), *_ = Writer([ASKED, {"role": "assistant", "content": "b"}], tokenizer).rows()
+    found = [_last_learnt(ids, mask)]
+    if form.calls is not None:
+        try:
+            (ids, mask), *_ = Writer([ASKED, _called(form.calls)], tokenizer).rows()
+            found.append(_last_learnt(ids, mask))
+        except TemplateUnavailable:
+            raise
+        except InputError:
+            pass  # calls cannot be trained with it, either
+    return found
+
+
+def _last_learnt(ids: Sequence[int], mask: Sequence[int]) -> int:
+    return ids[max(place for place, learnt in enumerate(mask) if learnt)]
+
+
 # What a template does, found by trial
 
 
@@ -339,7 +365,7 @@ def form_of(template: ChatTemplate, special: re.Pattern[str], with_tools: bool) 
     return Form(template, with_tools, end.group() if end else "", calls, reads, reads or known)
 
 
-CALLS = tuple(Calls(empty, text) for empty in (None, "") for text in (False, True))
+CALLS = tuple(Calls(empty, text) for empty in ("", None) for text in (False, True))
 
 
 def _writes_calls(template: ChatTemplate, with_tools: bool, calls: Calls) -> bool:
@@ -359,6 +385,8 @@ def _writes(template: ChatTemplate, with_tools: bool, role: str, calls: Calls | 
     after = [ASKED] if role == "system" else []
     try:
         return SECOND in template.render([*before, message, *after], False, _tools(with_tools))
+    except TemplateUnavailable:
+        raise  # and nothing is remembered
     except InputError:
         return True
 
@@ -380,6 +408,8 @@ def _trial(template: ChatTemplate, with_tools: bool, messages: Sequence[Message]
     """The text of a conversation; nothing where the template refuses it."""
     try:
         return template.render(messages, False, _tools(with_tools))
+    except TemplateUnavailable:
+        raise  # and nothing is remembered
     except InputError:
         return ""
 
@@ -418,17 +448,24 @@ def _function(call: Any) -> Mapping[str, Any]:
     return function
 
 
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _fitted_call(call: Any, text: bool) -> dict[str, Any]:
-    """A tool call with its arguments as an object, or as JSON text."""
+    """A tool call with its arguments as an object, or as JSON text. A text that is not JSON stays what it is: a model
+    may have written it."""
     function = _function(call)
     arguments = function.get("arguments")
-    arguments = {} if arguments is None else arguments
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError:
-            raise InputError(f"the arguments of '{function['name']}' are not JSON: {arguments!r:.100}.") from None
-    written = json.dumps(arguments, ensure_ascii=False) if text else arguments
+    written: Any = {} if arguments is None else arguments
+    if isinstance(written, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            written = json.loads(written or "{}")
+    written = json.dumps(written, ensure_ascii=False) if text and not isinstance(written, str) else written
     outside = {key: value for key, value in call.items() if value is not None} if "function" in call else {}
     return {"type": "function", **outside, "function": {"name": function["name"], "arguments": written}}
 
