@@ -18,6 +18,8 @@ from bessemer.data.tokenize import chat, templates
 from bessemer.data.tokenize.documents import Bad, document_of, encode_pair, read_pair
 from bessemer.data.tokenize.templates import ChatTemplate
 from bessemer.errors import InputError
+from bessemer.rl.prompts import PromptRows
+from bessemer.serve.conversation import Exchange, Foreign
 
 USER, SYSTEM = "user", "system"
 TOOLS = [
@@ -213,6 +215,20 @@ def test_pairs_share_the_prompt_that_inference_sees() -> None:
     several = read_pair({"prompt": "a", "chosen": talk([("", "b"), ("c", "d")])[1:], "rejected": "e"})
     with pytest.raises(InputError, match="writes earlier answers differently"):
         encode_pair(several, qwen)
+
+
+def test_prompts_of_grpo_and_chat_are_those_that_were_trained(family: Family) -> None:
+    tokenizer = family.tokenizer
+    tools = TOOLS if tokenizer.chat_template.takes_tools else None
+    messages = talk(SAID)[:5]
+    rows = [{"prompt": messages, "answer": "x", "tools": json.dumps(tools) if tools else None}]
+    prompts = PromptRows(rows, "here", tokenizer, 4096, longest=4096)
+    trained_rows = chat.supervised_rows(talk(SAID), tokenizer, tools or ())
+    assert prompts.ids == [max((pair for row in trained_rows for pair in trained(row)), key=lambda p: len(p[0]))[0]]
+    before = [Exchange(question, answer, []) for question, answer in SAID[:2]]
+    plain = chat.supervised_rows(talk(SAID), tokenizer)
+    last = max((pair for row in plain for pair in trained(row)), key=lambda pair: len(pair[0]))[0]
+    assert Foreign(tokenizer).conversation(None, before, SAID[2][0]) == last
 
 
 def test_a_worker_that_does_not_answer_teaches_nothing_about_a_template(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,7 +148,7 @@ def _text(about: dict[str, Any]) -> str:
     lines.append("left out: " + ", ".join(f"{count:,} {name}" for name, count in left_out.items()))
     lines += [f"  skipped {where}" for where in about["skipped_where"]]
     if turns := about.get("turn_rows"):
-        lines.append(f"conversations in several rows: {told_turn_rows(turns)}")
+        lines.append(told_turn_rows(turns))
     lines += [f"files left out: {count:,} {why}" for why, count in about.get("files_left_out", {}).items()]
     return "\n".join(lines)
 

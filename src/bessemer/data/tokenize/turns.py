@@ -37,6 +37,7 @@ from bessemer.errors import InputError
 
 PRIVATE = range(0xE000, 0xF8FF)  # characters that mean nothing, for marks in texts
 THINK, UNTHINK = "<think>", "</think>"
+NO_THOUGHTS = re.compile(rf"{THINK}\s*{UNTHINK}\s*\Z")  # what some templates write before an answer without thinking
 CALL_ID = "call00001"  # nine letters and digits: Mistral's templates refuse others
 Row = tuple[list[int], list[int]]  # ids, mask
 Piece = tuple[str, int]  # text, whether it is learnt
@@ -149,7 +150,7 @@ class Writer:
         """What the model has to write after a prompt that is not what the template writes before the answer: its
         thinking, where the prompt opens it or the template removes it, then what the template writes of the message."""
         probe = [*self.messages[:number], {"role": "assistant", "content": self.place}]
-        head = self.template.render(probe, False, self.tools).partition(self.place)[0]
+        head = NO_THOUGHTS.sub("", self.template.render(probe, False, self.tools).partition(self.place)[0])
         opened = self._opened(number, prompt, head)
         if opened is None or opened.strip() not in ("", THINK) or not after.startswith(head):
             raise self._changed(number)
