@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tests.data.stock_templates import FAMILIES, Family, tokenizer_json
@@ -116,6 +118,36 @@ def test_reasoning_is_trained_where_the_template_has_a_place_for_it(family: Fami
     with pytest.raises(InputError, match="no place for 'reasoning_content'"):
         chat.supervised_rows(apart, family.tokenizer)
     assert check_turns(family, inside, [family.written("", m["content"]) for m in inside[1::2]]) == 1
+
+
+words = st.lists(
+    st.one_of(
+        st.text(st.characters(exclude_categories=("Cs",)), max_size=6),
+        st.sampled_from(["<think>", "</think>", "<|im_end|>", "</s>", "[/INST]", "\n", " ", "<tool_call>"]),
+    ),
+    min_size=1,
+    max_size=4,
+).map("".join)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(said=st.lists(st.tuples(words, words), min_size=1, max_size=3))
+def test_whatever_is_said_is_trained_as_inference_sees_it_or_refused(family: Family, said) -> None:
+    tokenizer, messages = family.tokenizer, talk(said)
+    try:
+        rows = chat.supervised_rows(messages, tokenizer)
+    except InputError:
+        assert any("think>" in answer for _, answer in said), "only odd tags of thinking are refused"
+        return
+    found = sorted((pair for row in rows for pair in trained(row)), key=lambda pair: len(pair[0]))
+    assert len(found) == len(said)
+    for number, (before, answer) in enumerate(found):
+        assert before == chat.render(messages[: 2 * number + 1], tokenizer)
+        ends = chat.stop_ids(tokenizer)
+        assert answer[-1] in ends and not set(answer[:-1]) & set(ends)
+        content = messages[2 * number + 1]["content"]
+        if "think>" not in content:
+            assert content.strip() in tokenizer.decode(answer)
 
 
 def called(arguments: Any, content: Any = "") -> dict[str, Any]:

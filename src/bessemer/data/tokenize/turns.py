@@ -28,7 +28,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from bessemer.data.tokenize.templates import ChatTemplate, Message, TemplateUnavailable
@@ -52,7 +52,7 @@ class Answer:
     prompt: str
     pieces: tuple[Piece, ...]
 
-    @property
+    @cached_property
     def whole(self) -> str:
         """The prompt and the answer."""
         return self.prompt + "".join(text for text, _ in self.pieces)
@@ -227,11 +227,12 @@ class Writer:
         """(ids, mask) of a text. It is cut where answers begin and end that it holds as they were written."""
         ids: list[int] = []
         mask: list[int] = []
-        done = 0
+        last = ""  # the special token right before
         for piece, counts in self._cut(text, answers, learnt):
-            ids += self._encode(piece, text[:done], ids)
+            ids += self._encode(piece, last, ids)
             mask += [counts] * (len(ids) - len(mask))
-            done += len(piece)
+            if piece:
+                last = next((name for name in self.special.findall(piece)[-1:] if piece.endswith(name)), "")
         return ids, mask
 
     def _cut(self, text: str, answers: Sequence[Answer], learnt: Sequence[Answer]) -> Iterator[Piece]:
@@ -244,12 +245,11 @@ class Writer:
             done = len(answer.whole)
         yield text[done:], 0
 
-    def _encode(self, text: str, written: str, before_ids: Sequence[int]) -> list[int]:
-        """Special tokens by their ids, everything between them as plain text. `written`: what stands before, and
-        `before_ids` its ids."""
+    def _encode(self, text: str, last: str, before_ids: Sequence[int]) -> list[int]:
+        """Special tokens by their ids, everything between them as plain text. `last`: the special token right before,
+        if there is one; `before_ids`: the ids of all that stands before."""
         ids: list[int] = []
         names = self.special.findall(text)
-        last = next((name for name in self.special.findall(written)[-1:] if written.endswith(name)), "")
         for number, between in enumerate(self.special.split(text)):
             ids += [self._id(names[number - 1])] if number else []
             before, after = [last, *names][number], [*names, ""][number]
