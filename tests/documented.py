@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.data.stock_templates import FAMILIES
 from tests.processes import TIMEOUT
 
 ROOT = Path(__file__).parent.parent
@@ -160,6 +161,30 @@ def make_files(folder: Path) -> None:
     write_lines(folder / "pairs.jsonl", pairs * 4)
     make_tasks(folder)
     make_prompts(folder)
+    make_agents(folder)
+
+
+def make_agents(folder: Path) -> None:
+    """A tokenizer with Qwen3's template, and agents.jsonl, whose conversations have tools and reasoning."""
+    family = next(family for family in FAMILIES if family.name == "qwen3")
+    (folder / "qwen3").mkdir()
+    (folder / "qwen3" / "tokenizer.json").write_text(family.tokenizer.to_json())
+    config = {**family.tokens, "chat_template": family.source}
+    (folder / "qwen3" / "tokenizer_config.json").write_text(json.dumps(config))
+    function = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    rows: list[dict[str, object]] = []
+    for city in WORDS:
+        call = {"type": "function", "function": {"name": "weather", "arguments": json.dumps({"city": city})}}
+        messages = [
+            {"role": "user", "content": f"Is it sunny in {city}?"},
+            {"role": "assistant", "content": "", "reasoning_content": "Ask the function.", "tool_calls": [call]},
+            {"role": "tool", "content": "clear", "name": "weather"},
+            {"role": "assistant", "content": "It is."},
+            {"role": "user", "content": "And tomorrow?"},
+            {"role": "assistant", "content": "I cannot tell."},
+        ]
+        rows.append({"messages": messages, "tools": [{"type": "function", "function": function}]})
+    write_lines(folder / "agents.jsonl", rows)
 
 
 def make_prompts(folder: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.data.chat_forms import CHATML, forms
+from tests.data.stock_templates import FAMILIES
 from tests.serve.conftest import Live
 
 from bessemer.data.tokenize.templates import ChatTemplate
@@ -50,6 +51,20 @@ def test_tools_are_given_to_a_template_that_takes_them() -> None:
     assert json.dumps(WEATHER) in prompt and prompt.index("get_weather") < prompt.index("Oslo?")
     without = prompt_of(ASKED)
     assert prompt_of({**ASKED, "tools": [WEATHER], "tool_choice": "none"}) == without != prompt
+
+
+def test_reasoning_of_earlier_answers_goes_to_a_template_that_knows_it() -> None:
+    """Qwen3's keeps what was thought since the last question; a template that knows none refuses the field."""
+    source = next(family.source for family in FAMILIES if family.name == "qwen3")
+    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
+    answer = {"role": "assistant", "content": None, "reasoning_content": "Look it up.", "tool_calls": [call]}
+    body = {**ASKED, "messages": [*ASKED["messages"], answer, {"role": "tool", "content": "rain"}], "tools": [WEATHER]}
+    assert "<think>\nLook it up.\n</think>" in prompt_of(body, source) and '{"city": "Oslo"}' in prompt_of(body, source)
+    with pytest.raises(ApiError, match="reasoning_content"):
+        prompt_of(body)
+    broken = {**call, "function": {"name": "get_weather", "arguments": "{'city'"}}
+    again = {**body, "messages": [*ASKED["messages"], {**answer, "tool_calls": [broken]}]}
+    assert "{'city'" in prompt_of(again, source), "what the model itself wrote"
 
 
 def test_the_name_of_a_special_token_in_a_tool_stays_text() -> None:

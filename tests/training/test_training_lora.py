@@ -25,6 +25,7 @@ from bessemer.job import RunDirectory
 from bessemer.models.lora import Adapted, merge_adapters
 from bessemer.topology import make_topology
 from bessemer.training import launch
+from bessemer.training.console.header import untrained_end
 from bessemer.training.persistence import checkpoints
 
 Build = Callable[..., Any]
@@ -103,6 +104,26 @@ def test_only_adapters_are_trained_and_saved(adapted: Any) -> None:
     assert manager.size(4) < 3 * 4 * adapted.model_parts.counts["total"] / 2  # half of weights and two moments
     log = adapted.run_directory.log.read_text()
     assert f"trains     {trained:,} of {adapted.model_parts.counts['total']:,} parameters" in log
+
+
+def test_adapters_that_cannot_learn_to_end_a_turn_are_warned_of(lora: dict[str, object], tmp_path: Path) -> None:
+    """The base saw documents alone. What the warning says to set ends it."""
+    chats = tmp_path / "chats.jsonl"
+    asked = ({"prompt": f"How many are {n}?", "completion": f"There are {n}."} for n in range(40))
+    chats.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    talk = {**lora, "objective": "sft", "training.dataset": str(chats)}
+
+    def warnings(name: str, **changes: object) -> list[str]:
+        trainer = launch.build_trainer("quickstart", talk | changes, name=name, root=tmp_path)
+        return untrained_end(trainer.settings, trainer.model_parts)
+
+    [warning] = warnings("silent")
+    assert "never trained on <|assistant_end|>" in warning
+    setting, patterns = warning.split("'")[1].split("=")
+    assert setting == "lora.whole" and {"embedding", "head"} <= set(patterns[1:-1].split(","))
+    assert warnings("whole", **{setting: patterns[1:-1].split(",")}) == []
+    assert warnings("text", objective="pretrain", **{"training.dataset": lora["training.dataset"]}) == []
+    assert warnings("full", **{"lora.rank": 0}) == []
 
 
 def test_it_learns_from_where_the_base_stood(adapted: Any) -> None:

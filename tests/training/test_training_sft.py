@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from tests.data.chat_forms import forms
+from tests.data.stock_templates import FAMILIES
 from tests.training.stops import StopAt
 
 import bessemer as bm
@@ -64,6 +65,12 @@ def test_what_is_learnt_otherwise_than_expected_is_said(
     assert "24 of 24 conversations are longer than architecture.block_size=8" in remarks(
         "pieces", architecture__block_size=8, training__validation=False
     )
+    qwen, turns = next(family for family in FAMILIES if family.name == "qwen3"), tmp_path / "turns.jsonl"
+    qwen.tokenizer.save(tmp_path / "qwen")
+    said = [[{"role": role, "content": f"{n} {role}"} for role in ("user", "assistant") * 2] for n in range(9)]
+    turns.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in said))
+    given = {"training__dataset": str(turns), "data__tokenizer": str(tmp_path / "qwen")}
+    assert "9 conversations take 18 rows" in remarks("turns", training__validation=False, **given)
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"The cats and {n} dogs."}) + "\n" for n in range(40)))
     assert "every token is learned" in remarks("texts", training__dataset=str(texts))

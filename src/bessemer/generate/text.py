@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,15 +67,19 @@ def sample(
         return complete(loaded.decoder, loaded.params, loaded.tokenizer, prompts, **options)
 
 
-def prompt_ids(prompt: Any, tokenizer: Tokenizer, chat: bool = True) -> list[int]:
+def prompt_ids(
+    prompt: Any, tokenizer: Tokenizer, chat: bool = True, tools: Sequence[Mapping[str, Any]] = ()
+) -> list[int]:
     """Return the tokens that a completion follows. prompt: a text or a list of messages.
 
     A text is a user's message, or plain text if `chat` is off or the tokenizer has no tokens for conversations.
     """
     if not isinstance(prompt, str):
-        return render(prompt, tokenizer)
+        return render(prompt, tokenizer, tools=tools)
     if chat and can_chat(tokenizer):
-        return render([{"role": "user", "content": prompt}], tokenizer)
+        return render([{"role": "user", "content": prompt}], tokenizer, tools=tools)
+    if tools:
+        raise InputError("a prompt of plain text has no place for 'tools': leave them out.")
     return tokenizer.prompt(prompt)
 
 

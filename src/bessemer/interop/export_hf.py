@@ -118,7 +118,7 @@ def tokenizer_files(tokenizer: Tokenizer, ids: dict[str, Any], positions: int) -
         "clean_up_tokenization_spaces": False,
     }
     if tokenizer.chat_template is not None:
-        config |= {**tokenizer.chat_template.tokens, "chat_template": tokenizer.chat_template.source}
+        config |= {**tokenizer.chat_template.tokens, "chat_template": tokenizer.chat_template.as_configured}
     else:
         config |= _names(tokenizer, ids)
         if all(name in tokenizer.specials for name in TURN_TOKENS):

@@ -30,7 +30,7 @@ from bessemer.data.sources.datasets import hashed_below, own_held_out
 from bessemer.data.sources.files import Files
 from bessemer.data.sources.readers import Raw, read_file_rows
 from bessemer.data.stores.catalog import find_source
-from bessemer.data.tokenize.chat import is_messages
+from bessemer.data.tokenize.chat import is_messages, tools_of
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate.text import prompt_ids, turn_ends
@@ -131,7 +131,7 @@ class PromptRows:
             if taken := [column for column in TAKEN if column in row]:
                 raise InputError(f"{where}: the column '{taken[0]}' is an argument of every reward; rename it.")
             prompt, row = prompt_of(row, where)
-            ids = prompt_ids(prompt, tokenizer, chat)
+            ids = prompt_ids(prompt, tokenizer, chat, tools_of(row))
             if len(ids) > longest:
                 too_long += 1
                 continue
@@ -429,7 +429,7 @@ def group_of(
         if not isinstance(row.get(column), list) or len(row[column]) != size:
             found = f"{len(row[column])} of them" if isinstance(row.get(column), list) else "no such list"
             raise InputError(f"{where}: '{column}' needs grpo.group_size={size} entries, and there is {found}.")
-    ids = prompt_ids(prompt, tokenizer, settings.chat)
+    ids = prompt_ids(prompt, tokenizer, settings.chat, tools_of(row))
     end = end_ids(tokenizer)[0]
     completions = [
         [*tokenizer.encode(one, after=ids), end] if isinstance(one, str) else [int(token) for token in one]

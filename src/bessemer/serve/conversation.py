@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from bessemer.data.tokenize.chat import TURN_TOKENS, can_chat, render, stop_ids
 from bessemer.data.tokenize.tokenizer import Tokenizer
+from bessemer.data.tokenize.turns import form_of
 from bessemer.errors import InputError
 from bessemer.generate import LoadedModel
 
@@ -50,6 +51,11 @@ class Template(ABC):
     @property
     def takes_tools(self) -> bool:
         """Whether it can describe tools."""
+        return False
+
+    @property
+    def takes_reasoning(self) -> bool:
+        """Whether it has a place for the `reasoning_content` of earlier answers."""
         return False
 
     @abstractmethod
@@ -105,6 +111,11 @@ class Foreign(Turns):
     def takes_tools(self) -> bool:
         template = self.tokenizer.chat_template
         return template is not None and template.takes_tools
+
+    @property
+    def takes_reasoning(self) -> bool:
+        template = self.tokenizer.chat_template
+        return template is not None and form_of(template, self.tokenizer.special_names, False).thinks
 
     def beginning(self, system: str | None) -> list[int]:
         return []  # known only together with the first question

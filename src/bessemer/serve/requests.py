@@ -376,7 +376,7 @@ def _shown(ids: Sequence[int], tokenizer: Tokenizer) -> str:
 def chat_ask(tree: dict[str, Any], template: Template, room: Room) -> Ask:
     """Parse the body of /v1/chat/completions."""
     fields = Fields(tree)
-    messages = _messages(fields.take("messages"), template.takes_tools)
+    messages = _messages(fields.take("messages"), template)
     ranked = _ranked(fields)
     tools = tools_of(fields, template)
     refuse_response_format(fields)
@@ -396,22 +396,24 @@ def _ranked(fields: Fields) -> int | None:
     return (ranked or 0) if logprobs else None
 
 
-def _messages(given: Any, tools: bool) -> list[dict[str, Any]]:
+def _messages(given: Any, template: Template) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         problem = "is missing" if given is None else "must be an array of at least one message"
         raise wrong("messages", f"'messages' {problem}.")
-    return [_message(item, f"messages[{number}]", tools) for number, item in enumerate(given)]
+    return [_message(item, f"messages[{number}]", template) for number, item in enumerate(given)]
 
 
-def _message(item: Any, where: str, tools: bool) -> dict[str, Any]:
-    """A message as templates take it. `tools`: the template knows calls and what came of them."""
+def _message(item: Any, where: str, template: Template) -> dict[str, Any]:
+    """A message as the template takes it, with calls and what came of them, or with reasoning, if it knows these."""
     if not isinstance(item, dict):
         raise wrong(where, f"'{where}' must be an object with role and content, not {kind(item)}.")
     role = "system" if item.get("role") == "developer" else item.get("role")
-    roles = (*ROLES, "tool") if tools else ROLES
+    roles = (*ROLES, "tool") if template.takes_tools else ROLES
     if not isinstance(role, str) or role not in roles:
         raise wrong(f"{where}.role", f"'{where}.role' must be one of {', '.join(roles)}.")
-    beside = message_fields(item, role, where) if tools else {}
+    beside = message_fields(item, role, where) if template.takes_tools else {}
+    if role == "assistant" and item.get("reasoning_content") and template.takes_reasoning:
+        beside["reasoning_content"] = text(item["reasoning_content"], f"{where}.reasoning_content")
     for name, value in item.items():
         if name not in ("role", "content", *beside) and value not in (None, []):
             raise wrong(f"{where}.{name[:60]}", f"'{where}' has a field that is not supported: '{name[:60]}'.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from bessemer.data.rows.packing import CroppedRows, PieceRows, Plan, crop, pack
 from bessemer.data.rows.preference import PairRows
 from bessemer.data.rows.rows import DatasetStyle, PmdRows, Rows, check_length, supervised
 from bessemer.data.rows.store import ArrayStore, Store, TokenStore, kind_of
-from bessemer.data.tokenize.documents import PAIRS, Bad, document_of
+from bessemer.data.tokenize.documents import PAIRS, Bad, TurnRows, document_of
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.storage.checksums import file_digest
@@ -85,20 +86,24 @@ def store_of(items: Any, tokenizer: Tokenizer | None, text_key: str | None = Non
         )
     arrays: list[np.ndarray] = []
     masks: list[np.ndarray] = []
-    masked, pairs = False, 0
+    masked, pairs, split = False, 0, TurnRows()
     for number in range(len(items)):
         read = document_of(items[number], f"example {number}", text_key, tokenizer)
         if isinstance(read, Bad):
             raise InputError(f"{read}.")
         pairs += read.pair is not None
-        ids = [tokenizer.bos_id, *tokenizer.encode(read.text)] if read.text is not None else read.ids or []
-        arrays.append(np.array(ids, np.int64))
-        if len(ids) and not 0 <= arrays[-1].min() <= arrays[-1].max() < tokenizer.vocab_size:
-            raise InputError(f"example {number} has ids outside the tokenizer's {tokenizer.vocab_size} tokens.")
-        masked = masked or read.mask is not None
-        masks.append(np.ones(len(ids), np.uint8) if read.mask is None else np.array(read.mask, np.uint8))
+        split.add(read)
+        text = None if read.text is None else [tokenizer.bos_id, *tokenizer.encode(read.text)]
+        for ids, mask in read.rows if text is None else [(text, None)]:
+            arrays.append(np.array(ids, np.int64))
+            if len(ids) and not 0 <= arrays[-1].min() <= arrays[-1].max() < tokenizer.vocab_size:
+                raise InputError(f"example {number} has ids outside the tokenizer's {tokenizer.vocab_size} tokens.")
+            masked = masked or mask is not None
+            masks.append(np.ones(len(ids), np.uint8) if mask is None else np.array(mask, np.uint8))
     info = {"vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id, "tokenizer": tokenizer.hash}
     info["kind"] = kind_of(pairs, len(arrays))
+    if split.conversations:
+        info["turn_rows"] = asdict(split)
     return ArrayStore.of(arrays, masks if masked else None, info)
 
 

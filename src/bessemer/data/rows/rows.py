@@ -178,6 +178,7 @@ def base_stats(store: Store, rows: int, targets: int) -> dict[str, Any]:
         "cropped_share": 0.0,
         "truncated": 0,
         **({"unverified": True} if about and not store.info.get("checksums") else {}),
+        **({"turn_rows": turns} if (turns := about.get("turn_rows") or store.info.get("turn_rows")) else {}),
         **({"files_left_out": about["files_left_out"]} if about.get("files_left_out") else {}),
     }
 

@@ -23,7 +23,7 @@ from bessemer.data.sources.hub import find_named
 from bessemer.data.stores import shards as merge
 from bessemer.data.stores.pool import Pool, RayPool, Task
 from bessemer.data.stores.shards import SHOWN, Callback, ShardWriter, Tally
-from bessemer.data.tokenize.documents import Bad, Document, document_of, read_piece
+from bessemer.data.tokenize.documents import Bad, Document, TurnRows, document_of, read_piece
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError, StorageError
 from bessemer.storage.checksums import json_digest
@@ -134,6 +134,8 @@ def content_key(groups: dict[str, Source], tokenizer: Tokenizer, options: Option
     }
     if tokenizer.prefix_space:  # answers that go on after a prompt got a space of their own before
         facts["continued"] = 1
+    if tokenizer.chat_template is not None:  # conversations of several turns were refused, or skipped, before
+        facts["turns"] = 1
     return json_digest(facts)
 
 
@@ -144,6 +146,8 @@ def source_key(source: Source) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for read in documents_of(source.items, None):
         digest.update(repr(read).encode(errors="replace"))
+        if isinstance(read, Document) and read.tools:
+            digest.update(repr(read.tools).encode(errors="replace"))
     return digest.hexdigest()
 
 
@@ -255,6 +259,7 @@ class _Preparation:
     def _about(self, shards: dict[str, list[Path]], splits: dict[str, Any], duplicates: int) -> dict[str, Any]:
         counts = [merge.read_counts(path) for path in sorted({p for listed in shards.values() for p in listed})]
         where = [line for count in counts for line in count["where"]]
+        turn_rows = [count.get("turn_rows", {}) for count in counts]
         return {
             "format": FORMAT,
             "key": self.key,
@@ -269,6 +274,7 @@ class _Preparation:
             "skipped_where": where[:SHOWN],
             "empty": sum(count["empty"] for count in counts),
             "duplicates": duplicates,
+            **_turn_rows(turn_rows),
             "files_left_out": {
                 reason: count
                 for source in self.groups.values()
@@ -283,6 +289,12 @@ class _Preparation:
         if self.options.val_fraction:
             return f"hash of the content below {self.options.val_fraction:g}, at least one document"
         return "none"
+
+
+def _turn_rows(counts: Sequence[dict[str, int]]) -> dict[str, dict[str, int]]:
+    """Conversations of several rows, in all shards; nothing if there are none."""
+    found = {name: sum(count.get(name, 0) for count in counts) for name in asdict(TurnRows())}
+    return {"turn_rows": found} if found["conversations"] else {}
 
 
 def _described(source: Source) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,7 +21,7 @@ import numpy as np
 from bessemer import console
 from bessemer.data.rows.store import FORMAT, kind_of, offsets_of, token_dtype, write_facts, write_json
 from bessemer.data.sources.datasets import hashed_below
-from bessemer.data.tokenize.documents import Bad, Document
+from bessemer.data.tokenize.documents import Bad, Document, TurnRows
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.storage.checksums import ChunkSums, save_sums
@@ -94,6 +94,7 @@ class Counts:
     masked: bool = False
     pairs: int = 0
     where: tuple[str, ...] = ()
+    turn_rows: TurnRows = field(default_factory=TurnRows)
 
 
 class ShardWriter:
@@ -116,7 +117,7 @@ class ShardWriter:
                     os.fsync(file.fileno())
             np.save(temporary / "sizes.npy", np.concatenate([np.empty((0, 2), np.int64), *self.sizes]))
             np.save(temporary / "hashes.npy", np.frombuffer(b"".join(self.hashes), np.uint64).reshape(-1, 2))
-            write_json(temporary / "counts.json", vars(self.counts))
+            write_json(temporary / "counts.json", asdict(self.counts))
         return self.counts
 
     def _stream(self, documents: Iterable[Document | Bad], tokens: BinaryIO, mask: BinaryIO) -> None:
@@ -127,11 +128,12 @@ class ShardWriter:
                 self._bad(read)
                 continue
             self.counts.pairs += read.pair is not None
+            self.counts.turn_rows.add(read)
             if not (read.text or read.ids):
                 self.counts.empty += 1
                 continue
             waiting.append(read)
-            size += len(read.text) if read.text is not None else 2 * len(read.ids or ())
+            size += len(read.text) if read.text is not None else sum(2 * len(ids) for ids, _ in read.rows)
             if size >= BATCH_BYTES:
                 self._flush(waiting, tokens, mask)
                 waiting, size = [], 0
@@ -156,20 +158,24 @@ class ShardWriter:
         bos = self.tokenizer.bos_id
         arrays: list[np.ndarray] = []
         sizes: list[int] = []  # bytes of text, 0 for ids of unknown origin
+        masks: list[list[int] | None] = []
         for document in documents:
             if document.ids is None:
                 arrays.append(np.array([bos, *next(encoded)], self.dtype))
+                masks.append(None)
                 content = next(texts)
                 sizes.append(len(content))
-            else:
-                arrays.append(self._given(document.ids))
-                sizes.append(document.bytes)
-                content = arrays[-1].tobytes() + bytes(document.mask or ())
-            self.hashes.append(hashlib.blake2b(content, digest_size=16).digest())
+                self.hashes.append(hashlib.blake2b(content, digest_size=16).digest())
+                continue
+            rows = [(self._given(ids), mask) for ids, mask in document.rows]
+            arrays += [ids for ids, _ in rows]
+            masks += [mask for _, mask in rows]
+            sizes += [document.bytes, *(0 for _ in document.further)]
+            self.hashes += row_hashes([ids.tobytes() + bytes(mask or ()) for ids, mask in rows])
         lengths = np.array([len(a) for a in arrays], np.int64)
         self.sizes.append(np.stack([lengths, np.array(sizes, np.int64)], 1))
         tokens.write(np.concatenate(arrays).tobytes())
-        self._masks(documents, lengths, mask)
+        self._masks(masks, lengths, mask)
         self.counts.documents += len(arrays)
         self.counts.tokens += int(lengths.sum())
         self.report(len(arrays), int(lengths.sum()))
@@ -183,15 +189,27 @@ class ShardWriter:
             )
         return array.astype(self.dtype)
 
-    def _masks(self, documents: list[Document], lengths: np.ndarray, mask: BinaryIO) -> None:
+    def _masks(self, masks: list[list[int] | None], lengths: np.ndarray, mask: BinaryIO) -> None:
         """mask.bin stays empty until the first masked document; then it is filled with ones up to there."""
         if not self.counts.masked:
-            if all(d.mask is None for d in documents):
+            if all(one is None for one in masks):
                 return
             self.counts.masked = True
             mask.write(b"\x01" * self.counts.tokens)
-        for document, length in zip(documents, lengths, strict=True):
-            mask.write(bytes(document.mask) if document.mask is not None else b"\x01" * int(length))
+        for one, length in zip(masks, lengths, strict=True):
+            mask.write(bytes(one) if one is not None else b"\x01" * int(length))
+
+
+def row_hashes(rows: Sequence[bytes]) -> list[bytes]:
+    """16 bytes for each row of a document. The first 8, which decide about validation, are of all rows together: what
+    is held out of one is held out of the others."""
+    if len(rows) == 1:
+        return [hashlib.blake2b(rows[0], digest_size=16).digest()]
+    whole = hashlib.blake2b(digest_size=8)
+    for row in rows:
+        whole.update(len(row).to_bytes(8, "little") + row)
+    numbered = (number.to_bytes(8, "little") for number in range(len(rows)))
+    return [whole.digest() + hashlib.blake2b(number + whole.digest(), digest_size=8).digest() for number in numbered]
 
 
 # Joining shards into the final store
@@ -231,7 +249,7 @@ def choose_validation(hashes: np.ndarray, fraction: float) -> np.ndarray:
     """
     if fraction == 0:
         return np.zeros(len(hashes), bool)
-    if len(np.unique(hashes, axis=0)) < 2:
+    if len(np.unique(hashes[:, 0])) < 2:
         copies = f" ({len(hashes)} copies of it)" if len(hashes) > 1 else ""
         raise InputError(
             f"all of the data is one document{copies}, so none can be set apart for validation: give more documents "

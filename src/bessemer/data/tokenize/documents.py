@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from bessemer.data.sources.files import Piece
@@ -33,6 +33,7 @@ CONVERSATIONS = (  # columns that make one
 )
 ANSWER, BEGINS = 1, 2  # bits of the mask
 PAIRS = "pairs"  # the kind of a store of such documents
+TOOLS = "tools"  # the column with descriptions of functions, beside a conversation or a pair
 PAIR_COLUMNS = ("prompt", "chosen", "rejected", "chosen_mask", "rejected_mask")
 
 Messages = list[Mapping[str, Any]]
@@ -53,7 +54,9 @@ class Document:
     """One document: text, or ids that are already tokens (with an optional loss mask of the same length).
 
     A conversation that no tokenizer has written yet is its `messages`; `bytes` is how much text the ids of one hold.
-    The document of a preference pair has it in `pair`, and ids once a tokenizer has written it.
+    The document of a preference pair has it in `pair`, and ids once a tokenizer has written it. `tools`: descriptions
+    of functions that either may use. `further`: more rows of the same conversation, where a chat template writes
+    earlier answers differently once others follow; they are held out, or dropped as duplicates, together with it.
     """
 
     text: str | None = None
@@ -62,6 +65,38 @@ class Document:
     messages: list[chat.Message] | None = None
     bytes: int = 0
     pair: Pair | None = None
+    tools: list[dict[str, Any]] = field(default_factory=list, repr=False)  # prepare.source_key reads it itself
+    further: tuple[chat.Row, ...] = field(default=(), repr=False)
+
+    @property
+    def rows(self) -> list[tuple[list[int], list[int] | None]]:
+        """(ids, mask) of its rows, once there are ids."""
+        return [(self.ids or [], self.mask), *self.further]
+
+
+def told_turn_rows(counts: Mapping[str, int]) -> str:
+    """Return the counts of `TurnRows` as a sentence."""
+    return (
+        f"{counts['conversations']:,} conversations take {counts['rows']:,} rows, as the chat template writes earlier "
+        f"turns differently once others follow: {counts['added_tokens']:,} tokens more than their longest rows"
+    )
+
+
+@dataclass
+class TurnRows:
+    """How many conversations took more than one row, how many rows those are, and the tokens that they have more than
+    the longest row of each: what it costs that the template rewrites earlier turns."""
+
+    conversations: int = 0
+    rows: int = 0
+    added_tokens: int = 0
+
+    def add(self, document: Document) -> None:
+        if document.further:
+            sizes = [len(ids) for ids, _ in document.rows]
+            self.conversations += 1
+            self.rows += len(sizes)
+            self.added_tokens += sum(sizes) - max(sizes)
 
 
 def read_piece(
@@ -95,7 +130,8 @@ def document_of(
     if text_key is None and is_pair(value):
         return _pair(value, where, tokenizer)
     key = text_key or "text"
-    chosen = {"messages": value[key]} if text_key and chat.is_messages(value.get(key)) else None
+    named = text_key and chat.is_messages(value.get(key))
+    chosen = {"messages": value[key], "tools": value.get("tools")} if named else None
     if chosen or (key not in value and text_key is None):
         return _conversation(chosen or value, where, tokenizer) or Bad(where, _missing(text_key, list(value)))
     if key not in value:
@@ -111,12 +147,13 @@ def _conversation(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | Non
         messages = chat.conversation_of(row)
         if messages is None:
             return None
+        tools = chat.tools_of(row)
         if tokenizer is None:
-            return Document(messages=messages)
-        ids, mask = chat.supervised(messages, tokenizer)
+            return Document(messages=messages, tools=tools)
+        (ids, mask), *further = chat.supervised_rows(messages, tokenizer, tools)
     except InputError as error:
         return Bad(where, str(error).removesuffix("."))
-    return Document(ids=ids, mask=mask, bytes=len(chat.spoken(messages).encode()))
+    return Document(ids=ids, mask=mask, bytes=len(chat.spoken(messages).encode()), further=tuple(further))
 
 
 def _pair(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Document | Bad:
@@ -124,10 +161,11 @@ def _pair(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Do
     pair = read_pair(row)
     if isinstance(pair, str):
         return Bad(where, pair)
-    if tokenizer is None:
-        return Document(pair=pair)
     try:
-        ids, mask = encode_pair(pair, tokenizer)
+        tools = chat.tools_of(row)
+        if tokenizer is None:
+            return Document(pair=pair, tools=tools)
+        ids, mask = encode_pair(pair, tokenizer, tools)
     except InputError as error:
         return Bad(where, str(error).removesuffix("."))
     return Document(ids=ids, mask=mask, bytes=pair_bytes(pair), pair=pair)
@@ -179,15 +217,16 @@ def _columns(names: list[str], text_key: str | None, path: str) -> list[str]:
 
 def _document_columns(names: list[str], text_key: str | None) -> list[str]:
     if text_key is not None:
-        return [text_key] if text_key in names else []
+        return [text_key, *([TOOLS] if TOOLS in names else [])] if text_key in names else []
     if "input_ids" in names:
         return [n for n in ("input_ids", "loss_mask") if n in names]
     if "chosen" in names and "rejected" in names:
-        return [n for n in PAIR_COLUMNS if n in names]
+        return [n for n in (*PAIR_COLUMNS, TOOLS) if n in names]
     if "text" in names:
         return ["text"]
     chats = next((columns for columns in CONVERSATIONS if set(columns) <= set(names)), ())
-    return [*chats, *(["input"] if "instruction" in chats and "input" in names else [])]
+    further = [TOOLS, *(["input"] if "instruction" in chats else [])] if chats else []
+    return [*chats, *(n for n in further if n in names)]
 
 
 def is_pair(row: Mapping[str, Any]) -> bool:
@@ -248,24 +287,16 @@ def _pair_of_ids(row: Mapping[str, Any]) -> Pair | str:
     return Pair(sides[0], sides[1], masks=(masks[0], masks[1]))
 
 
-def encode_pair(pair: Pair, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+def encode_pair(pair: Pair, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> chat.Row:
     """(ids, mask) of the document of a pair. Of the prompt's own assistant turns nothing is an answer."""
     if pair.masks is not None:
         sides = [(pair.chosen, pair.masks[0]), (pair.rejected, pair.masks[1])]
     else:
-        sides = [_answer(messages, pair.prompt, tokenizer) for messages in (pair.chosen, pair.rejected)]
+        sides = [chat.supervised(side, tokenizer, tools, pair.prompt) for side in (pair.chosen, pair.rejected)]
     (chosen, chosen_mask), (rejected, rejected_mask) = sides
     if not (chosen and rejected):
         raise InputError("'chosen' or 'rejected' is empty.")
     return [*chosen, *rejected], [*chosen_mask, rejected_mask[0] | BEGINS, *rejected_mask[1:]]
-
-
-def _answer(messages: Messages, prompt: int, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    ids, mask = chat.supervised(messages, tokenizer)
-    if any(message.get("role") == "assistant" for message in messages[:prompt]):
-        before = len(chat.supervised(messages[:prompt], tokenizer)[0])
-        mask = [0] * before + list(mask[before:])
-    return list(ids), list(mask)
 
 
 def pair_bytes(pair: Pair) -> int:

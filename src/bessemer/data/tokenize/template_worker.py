@@ -11,10 +11,14 @@ request   source, values, messages, prefixes: [[how many of the messages, whethe
 replies   {"text": …} for each prefix in order, up to the first {"problem": …}
 request   source, wanted: "names"
 reply     {"names": [variables that the template reads]}, or {"problem": …}
+
+`{% generation %} … {% endgeneration %}` writes the values BEGIN and END around its body, nothing where they are not
+given. The date is the same on every day: see DATE.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import resource
 import signal
@@ -27,6 +31,10 @@ MEMORY = 512 << 20
 MOST_OUTPUT = 16 << 20  # characters; a conversation of a million tokens has about 4 million
 CACHED = 16
 HEAD = 12  # bytes of the line with the length
+BEGIN, END = "generation_begin", "generation_end"  # values that `{% generation %}` and `{% endgeneration %}` write
+DATE = datetime.datetime(2024, 7, 26)
+"""What `strftime_now` formats, so that tomorrow's tokens are today's; the day that Llama's templates use when they are
+told none. A template that can do without (`strftime_now is defined`) is told none."""
 
 
 def limit() -> None:
@@ -46,7 +54,7 @@ def limit() -> None:
 
 def environment() -> Any:
     """As templates are written for: blocks leave no line behind, `break` and `{% generation %}` are known."""
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -56,14 +64,21 @@ def environment() -> Any:
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            begin, end = (nodes.Output([nodes.Name(name, "load")], lineno=line) for name in (BEGIN, END))
+            return [begin, *body, end]
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def tojson(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
+        """JSON without HTML's escapes. options: separators, sort_keys."""
+        separators = tuple(options.pop("separators", None) or ()) or None
+        sort_keys = bool(options.pop("sort_keys", False))
+        if options:
+            raise TemplateError(f"tojson has no option {', '.join(options)}")
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
     made.globals["raise_exception"] = raise_exception
@@ -71,12 +86,25 @@ def environment() -> Any:
     return made
 
 
+def date_now(form: str) -> str:
+    return DATE.strftime(form)
+
+
+def needs_date(tree: Any) -> bool:
+    """Whether the template asks for the date without a way to do without."""
+    from jinja2 import nodes
+
+    named = any(name.name == "strftime_now" for name in tree.find_all(nodes.Name))
+    tested = (test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined"))
+    return named and not any(isinstance(node, nodes.Name) and node.name == "strftime_now" for node in tested)
+
+
 class Renderer:
     """Templates by their text, the last few of them compiled."""
 
     def __init__(self) -> None:
         self.environment = environment()
-        self.compiled: dict[str, Any] = {}
+        self.compiled: dict[str, Any] = {}  # source → template, what it is told beside its arguments
 
     def reply(self, source: str, values: dict[str, Any] | None) -> dict[str, Any]:
         """{"text": …} with these values, or {"names": …} without; {"line": …, "problem": …} for a mistake in the
@@ -102,9 +130,11 @@ class Renderer:
         if source not in self.compiled:
             while len(self.compiled) >= CACHED:
                 del self.compiled[next(iter(self.compiled))]
-            self.compiled[source] = self.environment.from_string(source)
+            told = {"strftime_now": date_now} if needs_date(self.environment.parse(source)) else {}
+            self.compiled[source] = self.environment.from_string(source), told
+        template, told = self.compiled[source]
         parts, size = [], 0
-        for part in self.compiled[source].generate(**values):
+        for part in template.generate(**told, **values):
             size += len(part)
             if size > MOST_OUTPUT:
                 raise MemoryError

@@ -1,8 +1,14 @@
 """Chat templates of other tokenizers: the jinja text in a Hugging Face `tokenizer_config.json`, in jinja2's sandbox.
 
 A template turns messages into text. It is code that came with a download, so it runs where it can reach nothing but its
-arguments, in a process with limits (template_worker.py). It is told no date: with one, tomorrow's tokens would not be
-today's.
+arguments, in a process with limits (template_worker.py). It is told no date, or always the same one: otherwise
+tomorrow's tokens would not be today's.
+
+| file | template |
+|---|---|
+| tokenizer_config.json, `chat_template` | text; or a list of {"name", "template"}; default and tool_use count |
+| chat_template.jinja | the default one, before that of the configuration |
+| additional_chat_templates/tool_use.jinja | the one for conversations with tools |
 """
 
 from __future__ import annotations
@@ -14,19 +20,21 @@ import os
 import select
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from bessemer.config.bounded import read_json, read_text
 from bessemer.data.tokenize import template_worker
-from bessemer.data.tokenize.template_worker import CPU_SECONDS, HEAD, packed
+from bessemer.data.tokenize.template_worker import BEGIN, CPU_SECONDS, END, HEAD, packed
 from bessemer.errors import InputError
 from bessemer.job.process import script_command
 
 CONFIG = "tokenizer_config.json"
 ALONE = "chat_template.jinja"  # where newer exports keep the template
+FURTHER = "additional_chat_templates"  # … and others, each in a file of its name
+DEFAULT, TOOL_USE = "default", "tool_use"
 WALL_SECONDS = 20.0
 MOST_EXCEEDED = 2  # then a template is not tried again by this process: a server has others to answer
 INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "HOME")
@@ -59,39 +67,64 @@ OUR_TEMPLATE = """\
 Message = Mapping[str, Any]
 
 
-class ChatTemplate:
-    """A template and the names of the tokens it may ask for."""
+class TemplateUnavailable(InputError):
+    """The template gave no answer: it exceeded its limits, or the worker was busy. That says nothing about the
+    conversation."""
 
-    def __init__(self, source: str, tokens: Mapping[str, str], origin: str = CONFIG) -> None:
-        self.source, self.tokens, self.origin = source, dict(tokens), origin
+
+class ChatTemplate:
+    """A template and the names of the tokens it may ask for. `tool_source`: the one for conversations with tools, where
+    that is another."""
+
+    def __init__(
+        self, source: str, tokens: Mapping[str, str], origin: str = CONFIG, tool_source: str | None = None
+    ) -> None:
+        self.source, self.tokens, self.origin, self.tool_source = source, dict(tokens), origin, tool_source
 
     @classmethod
     def beside(cls, tokenizer: Path) -> ChatTemplate | None:
         """The template that lies beside a tokenizer.json; None where there is none."""
-        path, alone = tokenizer.with_name(CONFIG), tokenizer.with_name(ALONE)
-        config: Any = {}
-        try:
-            if path.is_file():
-                config = read_json(path)
-            source = read_text(alone) if alone.is_file() else _default(config)
-        except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
-            raise InputError(
-                f"'{path}' is not a readable tokenizer configuration: {error}. Mend it, or remove it to use the "
-                f"tokenizer without a chat template."
-            ) from error
+        config = read_config(tokenizer)
+        alone, tool_use = tokenizer.with_name(ALONE), tokenizer.parent / FURTHER / f"{TOOL_USE}.jinja"
+        with _readable(alone):
+            found = _named(config)
+            files = {DEFAULT: alone, TOOL_USE: tool_use}
+            found |= {name: read_text(file) for name, file in files.items() if file.is_file()}
+        source = found.get(DEFAULT)
         if source is None or source == OUR_TEMPLATE:
             return None  # our turns: data/tokenize/chat.py writes them, and knows which of their tokens are learnt
-        named = {name: _text_of(config.get(name)) for name in TOKENS}
-        return cls(source, {name: text for name, text in named.items() if text}, str(path))
+        return cls(source, token_names(config), str(tokenizer.with_name(CONFIG)), found.get(TOOL_USE))
+
+    @property
+    def as_configured(self) -> str | list[dict[str, str]]:
+        """The value of `chat_template` in a tokenizer_config.json."""
+        if self.tool_source is None:
+            return self.source
+        pairs = ((DEFAULT, self.source), (TOOL_USE, self.tool_source))
+        return [{"name": name, "template": source} for name, source in pairs]
 
     def to_json(self) -> str:
         """As tokenizer_config.json: what other programs read too, and the same text for the same template."""
-        return json.dumps({**self.tokens, "chat_template": self.source}, indent=1, sort_keys=True) + "\n"
+        return json.dumps({**self.tokens, "chat_template": self.as_configured}, indent=1, sort_keys=True) + "\n"
+
+    def source_for(self, tools: Sequence[Any]) -> str:
+        return self.tool_source if tools and self.tool_source is not None else self.source
 
     @cached_property
     def takes_tools(self) -> bool:
         """Whether the template has a place for descriptions of tools."""
-        return "tools" in self._ask({"source": self.source, "wanted": "names"}, 1)[0]["names"]
+        return self.tool_source is not None or "tools" in self._names
+
+    @cached_property
+    def marks_answers(self) -> bool:
+        """Whether the template says what of an answer is learnt: `{% generation %}`."""
+        return BEGIN in self._names
+
+    @cached_property
+    def _names(self) -> set[str]:
+        """Variables that the templates read."""
+        sources = (source for source in (self.source, self.tool_source) if source is not None)
+        return {name for source in sources for name in self._ask({"source": source, "wanted": "names"}, 1)[0]["names"]}
 
     def render(
         self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Mapping[str, Any]] = ()
@@ -100,12 +133,20 @@ class ChatTemplate:
         return self.render_prefixes(messages, [(len(messages), generation_prompt)], tools)[0]
 
     def render_prefixes(
-        self, messages: Sequence[Message], prefixes: Sequence[tuple[int, bool]], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        prefixes: Sequence[tuple[int, bool]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        marks: tuple[str, str] | None = None,
     ) -> list[str]:
-        """The texts of beginnings of the conversation: (how many messages, whether the answer is opened) each."""
+        """The texts of beginnings of the conversation: (how many messages, whether the answer is opened) each. `marks`:
+        what to write where `{% generation %}` begins and ends."""
+        values = {"tools": [dict(tool) for tool in tools] or None, "documents": None, **self.tokens}
+        if marks is not None:
+            values |= dict(zip((BEGIN, END), marks, strict=True))
         request = {
-            "source": self.source,
-            "values": {"tools": [dict(tool) for tool in tools] or None, "documents": None, **self.tokens},
+            "source": self.source_for(tools),
+            "values": values,
             "messages": [dict(message) for message in messages],
             "prefixes": prefixes,
         }
@@ -121,19 +162,48 @@ class ChatTemplate:
             raise InputError(
                 f"the chat template of {self.origin} has a mistake in line {reply['line']}: {reply['problem']}."
             )
-        raise InputError(f"the chat template of {self.origin} refuses the conversation: {reply['problem']}")
+        kind = TemplateUnavailable if "exceeded" in reply or "unavailable" in reply else InputError
+        raise kind(f"the chat template of {self.origin} refuses the conversation: {reply['problem']}")
 
 
-def _default(config: Mapping[str, Any]) -> str | None:
-    """The template of a configuration; of several the one called default."""
+def read_config(tokenizer: Path) -> dict[str, Any]:
+    """The tokenizer_config.json beside a tokenizer.json; empty where there is none."""
+    path = tokenizer.with_name(CONFIG)
+    with _readable(path):
+        config = read_json(path) if path.is_file() else {}
+        if not isinstance(config, dict):
+            raise TypeError("it is not a JSON object")
+    return config
+
+
+def token_names(config: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens that a tokenizer_config.json names: bos_token, eos_token and so on."""
+    named = {name: _text_of(config.get(name)) for name in TOKENS}
+    return {name: text for name, text in named.items() if text}
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise InputError for a configuration that cannot be read."""
+    try:
+        yield
+    except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
+        raise InputError(
+            f"'{path}' is not a readable tokenizer configuration: {error}. Mend it, or remove it to use the "
+            f"tokenizer without a chat template."
+        ) from error
+
+
+def _named(config: Mapping[str, Any]) -> dict[str, str]:
+    """Name → template, of a configuration; a single one is called default."""
     found = config.get("chat_template")
     if isinstance(found, list):
         found = {entry["name"]: entry["template"] for entry in found}
-    if isinstance(found, Mapping):
-        found = found.get("default")
-    if found is not None and not isinstance(found, str):
-        raise TypeError(f"chat_template is {type(found).__name__}, not text")
-    return found
+    named = dict(found) if isinstance(found, Mapping) else {} if found is None else {DEFAULT: found}
+    for name, source in named.items():
+        if not isinstance(source, str):
+            raise TypeError(f"chat_template '{name}' is {type(source).__name__}, not text")
+    return named
 
 
 def _text_of(token: Any) -> str | None:
@@ -163,7 +233,7 @@ class Worker:
         except (ValueError, RecursionError) as error:
             return [{"problem": f"a message cannot be written as JSON ({error})"}]
         if not self._turn.acquire(timeout=WALL_SECONDS):
-            return [{"problem": f"it waited {WALL_SECONDS:.0f} s for others to be rendered"}]
+            return [{"problem": f"it waited {WALL_SECONDS:.0f} s for others to be rendered", "unavailable": True}]
         try:
             return self._bounded(str(request["source"]), data, count)
         finally:
@@ -178,9 +248,9 @@ class Worker:
 
     def _bounded(self, source: str, data: bytes, count: int) -> list[dict[str, Any]]:
         if self._closed:
-            return [{"problem": "it is not rendered while the server stops"}]
+            return [{"problem": "it is not rendered while the server stops", "unavailable": True}]
         if self._exceeded.get(source, 0) >= MOST_EXCEEDED:
-            return [{"problem": "it exceeded its limits before, and is not tried again"}]
+            return [{"problem": "it exceeded its limits before, and is not tried again", "unavailable": True}]
         process = self._running()
         try:
             replies = self._exchange(process, data, count)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bessemer.data.tokenize.templates import CONFIG, ChatTemplate
+from bessemer.data.tokenize.templates import CONFIG, ChatTemplate, read_config, token_names
 from bessemer.errors import InputError
 from bessemer.storage.files import atomic_write, storage
 from bessemer.storage.remote import refuse_remote
@@ -79,12 +79,22 @@ class Tokenizer:
 
     `chat_template`: how its conversations are written; None: with our tokens, where it has them. `published`: it came
     with the weights of its model, so a prompt begins as the file says (its post-processor), not always with bos.
+    `named`: the tokens that its tokenizer_config.json names (bos_token, eos_token and so on), by default those of the
+    template; they are looked at where none of the usual names of a beginning token is in the vocabulary.
     """
 
     def __init__(
-        self, text: str, origin: str = FILE, chat_template: ChatTemplate | None = None, *, published: bool = False
+        self,
+        text: str,
+        origin: str = FILE,
+        chat_template: ChatTemplate | None = None,
+        *,
+        published: bool = False,
+        named: Mapping[str, str] | None = None,
     ) -> None:
         self._text = text
+        tokens = named if named is not None else chat_template.tokens if chat_template is not None else {}
+        self._named = {name: tokens[name] for name in ("bos_token", "eos_token") if name in tokens}
         self.origin = origin
         self.chat_template = chat_template
         self.published = published
@@ -108,7 +118,8 @@ class Tokenizer:
         file = file / FILE if file.is_dir() else file
         try:
             _check_size(file)
-            return cls(file.read_text(encoding="utf-8"), str(file), ChatTemplate.beside(file))
+            text, template = file.read_text(encoding="utf-8"), ChatTemplate.beside(file)
+            return cls(text, str(file), template, named=token_names(read_config(file)))
         except FileNotFoundError:
             raise InputError(
                 f"no tokenizer at '{path}': expected a {FILE} or a directory with one. Train one with "
@@ -162,7 +173,10 @@ class Tokenizer:
 
     @property
     def files(self) -> dict[str, str]:
-        """Everything the tokenizer is, by file name: tokenizer.json, and tokenizer_config.json for a template."""
+        """Everything the tokenizer is, by file name: tokenizer.json, and tokenizer_config.json for a template, or for
+        the name of a beginning token that stands nowhere else."""
+        if self.chat_template is None and not any(name in self._vocabulary for name in BOS_NAMES):
+            return {FILE: self._text, CONFIG: json.dumps(self._named, indent=1, sort_keys=True) + "\n"}
         if self.chat_template is None:
             return {FILE: self._text}
         return {FILE: self._text, CONFIG: self.chat_template.to_json()}
@@ -203,7 +217,7 @@ class Tokenizer:
 
     def as_published(self) -> Tokenizer:
         """Return this tokenizer as that of the published weights it came with."""
-        return Tokenizer(self._text, self.origin, self.chat_template, published=True)
+        return Tokenizer(self._text, self.origin, self.chat_template, published=True, named=self._named)
 
     def id_of(self, token: str) -> int | None:
         """The id of a token by its name."""
@@ -308,12 +322,13 @@ class Tokenizer:
         return backend
 
     def _required(self, names: tuple[str, ...]) -> int:
-        for name in names:
+        for name in (*names, *(self._named[key] for key in ("bos_token", "eos_token") if key in self._named)):
             if name in self._vocabulary:
                 return self._vocabulary[name]
         raise InputError(
-            f"{self.origin} has no token to begin a document with; looked for {', '.join(names)}. Add one of "
-            f"them to its added_tokens as a special token."
+            f"{self.origin} has no token to begin a document with; looked for {', '.join(names)}, and for the "
+            f"bos_token and eos_token of a {CONFIG} beside it. Add one of them to its added_tokens as a special token, "
+            f"or name the token there."
         )
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from bessemer.config import Config
 from bessemer.console import compact, counted, figure, in_parts
-from bessemer.models.protocol import KernelChoice
+from bessemer.data.tokenize.chat import can_chat, stop_ids
+from bessemer.data.tokenize.documents import told_turn_rows
+from bessemer.models.protocol import KernelChoice, group_of
+from bessemer.registry import objectives
 from bessemer.report.summary import too_small
 from bessemer.scaling import fine_tuning_rate
 from bessemer.training.console.output import optimizer_groups, shown
@@ -15,9 +19,12 @@ from bessemer.training.persistence import frozen
 from bessemer.training.settings import BaseTrainerConfig
 from bessemer.training.setup.compiled import Functions
 from bessemer.training.setup.horizon import MULTIPLIER, is_shipped, repeats, starts_from_real_weights
-from bessemer.training.setup.model import flops_formula
+from bessemer.training.setup.initial_weights import tree_in
+from bessemer.training.setup.model import ModelParts, flops_formula
 from bessemer.training.setup.plan import RunPlan
 from bessemer.training.setup.schema import without_effect
+
+TABLES = ("embedding", "head")  # groups of parameters with a row for each token
 
 
 def header(plan: RunPlan, functions: Functions) -> Iterator[str]:
@@ -51,6 +58,8 @@ def header(plan: RunPlan, functions: Functions) -> Iterator[str]:
     )
     for note in notes:
         yield f"note       {note}"
+    for warning in untrained_end(settings, parts):
+        yield f"warning    {warning}"
     if data.validation is not None and (small := too_small(data.validation.description)):
         yield f"warning    {small}"
     for name, entry in context.notes.derived.items():
@@ -109,6 +118,30 @@ def shipped_rates(config: Config, parameters: int) -> list[str]:
     ]
 
 
+def untrained_end(settings: BaseTrainerConfig, parts: ModelParts) -> list[str]:
+    """A warning for adapters that cannot learn to end a turn: the base was trained on documents alone, so its rows for
+    the tokens of turns are as they were drawn, and the head and the embedding are frozen."""
+    start, tokenizer, group = settings.init, parts.tokenizer, group_of(parts.model)
+    if not parts.split.lora.rank or start is None or tokenizer is None or group is None or not Path(start).exists():
+        return []
+    if tokenizer.chat_template is not None or not can_chat(tokenizer):
+        return []
+    before = str(tree_in(Path(start)).get("objective"))
+    frozen = {kind: ["/".join(path) for path in parts.split.frozen if group(path) == kind] for kind in TABLES}
+    if not frozen["head"] or before not in objectives or _trains_turns(before) or not _trains_turns(settings.objective):
+        return []
+    end = tokenizer.decode(stop_ids(tokenizer))
+    whole = ",".join([*parts.split.lora.whole, *(name for names in frozen.values() for name in names)])
+    return [
+        f"the base (objective {before}) was never trained on {end}, and the head is frozen: adapters alone hardly "
+        f"learn to end a turn. Train those tables whole beside them: 'lora.whole=[{whole}]'"
+    ]
+
+
+def _trains_turns(objective: str) -> bool:
+    return bool(objectives.entry(objective).traits.get("chat"))
+
+
 def supervision(settings: BaseTrainerConfig, stats: dict[str, Any]) -> list[str]:
     """Notes on conversations of which unusual tokens are learned, or without what comes before them."""
     if settings.objective != "sft" or "documents" not in stats:
@@ -116,6 +149,8 @@ def supervision(settings: BaseTrainerConfig, stats: dict[str, Any]) -> list[str]
     remarks = []
     if stats["target_tokens"] >= stats["tokens"] - stats["documents"]:
         remarks.append("texts without turns; every token is learned, not only those of an assistant")
+    if turns := stats.get("turn_rows"):
+        remarks.append(told_turn_rows(turns))
     if split := stats.get("split_documents"):
         remarks.append(
             f"{split:,} of {stats['documents']:,} conversations are longer than "
