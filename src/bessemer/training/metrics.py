@@ -124,8 +124,8 @@ class StepClock:
 
     Steps are dispatched ahead, so the time of a dispatch means nothing. The loop waits for a step's completion anyway,
     two steps later, and marks the reported ones then. Where several short steps completed before one look, the moments
-    are those of the looks, so speeds are averaged over rows that together take SPAN. The first ten steps of a process
-    are left out of time/total, as they include cold caches.
+    are those of the looks, so speeds are averaged over rows that together take SPAN (not with rollouts). The first ten
+    steps of a process are left out of time/total, as they include cold caches.
     """
 
     WARM_UP: ClassVar = 10
@@ -164,6 +164,8 @@ class StepClock:
         counted = max(0, step - max(self._last, self._first + self.WARM_UP))
         self.loop.training_seconds += seconds * counted / count
         self.loop.useful_seconds += max(0.0, seconds - waited)
+        if waits.rollouts is not None:
+            self._rows.clear()  # steps with and without a rollout differ, and the parts of a row add up
         self._rows.append((self._last, begun))
         while len(self._rows) > 1 and now - self._rows[1][1] >= self.SPAN:
             self._rows.popleft()
