@@ -2,6 +2,8 @@
 
     python benchmarks/finetune.py --sizes 1b --modes lora,full --folder /dev/shm/finetune
     python benchmarks/finetune.py --sizes 1b,8b --modes lora --repeats 3 --folder /dev/shm/finetune
+    python benchmarks/finetune.py --sizes 8b --modes lora,qlora --folder /dev/shm/finetune
+    python benchmarks/finetune.py --sizes 8b --modes qlora --batch 1 --remat --folder /dev/shm/finetune
     python benchmarks/finetune.py --sizes tiny --sequence 128 --steps 4      # does it run? (CPU, seconds)
 
 The weights are random, in bf16, with the sizes of Llama-3.2-1B and Llama-3.1-8B (vocabulary 128,256); the rows are
@@ -9,11 +11,14 @@ conversations that fill `--sequence` tokens each. Alike in both systems: weights
 LoRA rank 16 on all linear layers (α 32, no dropout), AdamW, gradient norm clipped at 1, no rematerialization, one
 process per case and system. The peer gets random ids that are on the GPU already, scaled-dot-product attention,
 fused AdamW, autocast to bf16, and float32 adapters (PEFT's default); for `full`, float32 parameters and autocast.
+`qlora` is `lora` over a base in NF4 with double quantization: ours with lora.quantize=nf4, the peer's through
+bitsandbytes, if that is installed. With `--remat` both recompute each block in the backward pass.
 Ours is the command itself: it reads, tokenizes and packs the rows, checks them, and writes its run directory.
 
 One JSON line per case and system: tokens/s (ours: from the run's own clock after the first ten steps; the peer's:
 median of timed steps), peak memory, seconds from the start of the process to the end of the first step, and the bytes
-the run left on disk. Then one line per case with the ratio of ours to the peer.
+the run left on disk. Then one line per case with the ratio of ours to the peer, and one per size with that of our
+`qlora` to our `lora`.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ from loop import watch
 
 OURS, PEER = "bessemer", "peft"
 RANK, ALPHA = 16, 32
+ADAPTERS = ("lora", "qlora")
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
              "num_key_value_heads": 2, "vocab_size": 1024, "tie_word_embeddings": True},
@@ -51,11 +57,12 @@ TEMPLATE = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="1b", help=f"comma-separated: {', '.join(SHAPES)}")
-    parser.add_argument("--modes", default="lora", help="comma-separated: lora, full")
+    parser.add_argument("--modes", default="lora", help="comma-separated: lora, qlora, full")
     parser.add_argument("--systems", default=f"{OURS},{PEER}", help="which, in this order")
     parser.add_argument("--batch", type=int, default=0, help="rows per step; 0: 8 for 1b, 4 for 8b")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens per row")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps, the first ten of them not timed")
+    parser.add_argument("--remat", action="store_true", help="recompute each block in the backward pass, in both")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each case")
     parser.add_argument("--folder", type=Path, default=Path("finetune"), help="models, data and runs; 8b needs 20 GiB")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a further setting of ours")
@@ -146,8 +153,12 @@ def run_ours(args: argparse.Namespace, size: str, mode: str) -> dict[str, Any]:
         "logging.preview_interval": 0,
         "logging.plots": "false",
     }
-    if mode == "lora":
+    if mode in ADAPTERS:
         settings |= {"lora.rank": RANK, "lora.alpha": ALPHA}
+    if mode == "qlora":
+        settings["lora.quantize"] = "nf4"
+    if args.remat:
+        settings["architecture.remat"] = "block"
     words = [f"{key}={value}" for key, value in settings.items()] + args.set
     command = [sys.executable, "-m", "bessemer", "train", "sft", *words, "--name", "tuned", "--runs", str(runs)]
     started = time.monotonic()
@@ -185,10 +196,25 @@ def run_peer(args: argparse.Namespace, size: str, mode: str) -> dict[str, Any]:
     batch, cuda = args.batch or BATCH[size], torch.cuda.is_available()
     device = "cuda" if cuda else "cpu"
     torch.backends.cuda.matmul.allow_tf32 = True
-    stored = torch.bfloat16 if mode == "lora" else torch.float32
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_folder, dtype=stored, attn_implementation="sdpa")
-    model.to(device).train()
-    if mode == "lora":
+    stored = torch.bfloat16 if mode in ADAPTERS else torch.float32
+    more: dict[str, Any] = {}
+    if mode == "qlora":
+        more["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+        more["device_map"] = {"": 0}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        model_folder, dtype=stored, attn_implementation="sdpa", **more
+    )
+    if mode != "qlora":  # placed as it was quantized
+        model.to(device)
+    model.train()
+    if args.remat:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if mode in ADAPTERS:
         model = peft.get_peft_model(
             model, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules="all-linear")
         )
@@ -226,7 +252,8 @@ def run_peer(args: argparse.Namespace, size: str, mode: str) -> dict[str, Any]:
 
 
 def peer_process(args: argparse.Namespace, given: Sequence[str], size: str, mode: str) -> dict[str, Any]:
-    missing = [name for name in ("torch", "transformers", "peft") if importlib.util.find_spec(name) is None]
+    needed = ["torch", "transformers", "peft", *(["bitsandbytes"] if mode == "qlora" else [])]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         return {"system": PEER, "failed": f"not installed: {', '.join(missing)}"}
     prepare(args, size)
@@ -244,6 +271,7 @@ def main() -> None:
         print(json.dumps(run_peer(args, *args.alone)))
         return
     for size in args.sizes.split(","):
+        speeds: dict[str, float] = {}
         for mode in args.modes.split(","):
             found: dict[str, list[float]] = {}
             for _ in range(args.repeats):
@@ -255,6 +283,10 @@ def main() -> None:
             if OURS in found and PEER in found:
                 ratio = statistics.median(found[OURS]) / statistics.median(found[PEER])
                 print(json.dumps({"size": size, "mode": mode, "ours_over_peft": round(ratio, 3)}), flush=True)
+            if OURS in found:
+                speeds[mode] = statistics.median(found[OURS])
+        if speeds.keys() >= set(ADAPTERS):
+            print(json.dumps({"size": size, "qlora_over_lora": round(speeds["qlora"] / speeds["lora"], 3)}), flush=True)
 
 
 if __name__ == "__main__":

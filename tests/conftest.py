@@ -33,7 +33,13 @@ WORDS = ["the", "a", "red", "blue", "green", "fox", "dog", "cat", "runs", "jumps
 WORDS += ["near", "river", "hill", "tree", "quickly", "and", "then"]
 
 LONGEST = {"test_docs", "test_grpo_process", "test_elastic", "test_invariance", "test_invariance_mesh"}
-LONGEST |= {"test_training_processes", "test_training_init", "test_training_phases", "test_hygiene"}
+LONGEST |= {
+    "test_launch_local",
+    "test_training_processes",
+    "test_training_init",
+    "test_training_phases",
+    "test_hygiene",
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,6 +23,7 @@ from tests.documented import (
     not_run,
     reason_not_run,
     said,
+    starts_a_run,
 )
 from tests.tiny_run import make_run
 
@@ -99,10 +100,13 @@ def test_commands_refer_to_what_exists(page: Path) -> None:
             assert (ROOT / words[1]).is_file(), line
         elif words[0] == "bessemer" and len(words) > 1 and not words[1].startswith("-"):
             assert words[1] in COMMANDS, line
-        if words[:2] == ["bessemer", "train"] and "--name" in words:
+        if words[0] == "bessemer" and starts_a_run(line) and "--name" in words:
             made.add(words[words.index("--name") + 1])
-        if words[:2] == ["bessemer", "resume"] and page.name not in RUN_ELSEWHERE:
-            assert words[2].removeprefix("runs/") in made, f"{line}: no `bessemer train … --name` above it"
+        resumed = words[2] if words[:2] == ["bessemer", "resume"] else ""
+        if words[:3] == ["bessemer", "launch", "local"] and "--resume" in words:
+            resumed = words[words.index("--resume") + 1]
+        if resumed and page.name not in RUN_ELSEWHERE:
+            assert resumed.removeprefix("runs/") in made, f"{line}: no command with `--name` above it starts this run"
 
 
 def test_what_is_not_run_is_still_shown_and_its_reason_holds() -> None:

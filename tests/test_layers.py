@@ -65,6 +65,7 @@ WITHOUT_CYCLES = [
     "report",
     "doctor",
     "serve",
+    "launch",
     "dash",
     "cli",
 ]

@@ -13,11 +13,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 from bessemer.errors import printable
 
 NOTHING = "-"
+
+
+def shown(path: str | Path) -> str:
+    """Return a path as the user would type it."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else str(path)
 
 
 def number(value: Any, digits: int = 4) -> str:

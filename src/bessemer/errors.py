@@ -60,6 +60,12 @@ def nearest(word: str, known: list[str] | tuple[str, ...], cutoff: float = 0.6) 
     return matches[0] if matches else None
 
 
+def did_you_mean(word: str, known: list[str] | tuple[str, ...]) -> str:
+    """Return " Did you mean 'x'?" with the known word nearest to a misspelled one, or an empty text."""
+    close = nearest(word, known)
+    return f" Did you mean '{close}'?" if close else ""
+
+
 def to_install(extra: str) -> str:
     """Return the command that installs an extra for this Python, from where Bessemer itself was installed.
 

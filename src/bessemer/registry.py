@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, is_dataclass
 from typing import Any, TypeVar
 
 from bessemer.config import declared, dotted
-from bessemer.errors import InputError, nearest
+from bessemer.errors import InputError, did_you_mean
 from bessemer.user_code import import_code, load_attribute
 
 T = TypeVar("T")
@@ -70,8 +70,7 @@ class Registry:
         self._discover()
         found = self._entries.get(self._aliases.get(name, name))
         if found is None:
-            close = nearest(name, list(self.names()) + list(self._aliases))
-            hint = f" Did you mean '{close}'?" if close else ""
+            hint = did_you_mean(name, list(self.names()) + list(self._aliases))
             raise InputError(f"unknown {self.kind} '{name}'.{hint} Known: {', '.join(self.names())}.")
         return found
 
@@ -118,6 +117,7 @@ def import_plugin(plugin: str) -> None:
 
 jobs = Registry("job", "bessemer.training", "bessemer.rl")
 models = Registry("model family", "bessemer.models")
+hf_types = Registry("model_type", "bessemer.models")
 objectives = Registry("objective", "bessemer.objectives")
 optimizers = Registry("optimizer", "bessemer.optim")
 schedules = Registry("schedule", "bessemer.optim")

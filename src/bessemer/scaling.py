@@ -24,11 +24,12 @@ RATIO = 10.5  # tokens per scaling parameter when no horizon is set
 
 @dataclass(frozen=True)
 class Derivation:
-    """One derived number: the setting or quantity, its value and the reason."""
+    """One derived number: the setting or quantity, its value and the reason. given: the caller set it."""
 
     name: str
     value: Any
     reason: str
+    given: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def _exact(number: float) -> Fraction:
 
 def _steps(target: Target, batch: int, sizes: Sizes) -> tuple[int, str]:
     """(steps, reason) for the target that wins."""
-    each = f"{batch:,} tokens a step"
+    each = f"{batch:,} tokens per step"
     if target.steps is not None:
         return int(target.steps), "training.steps, given"
     if target.flops is not None:
@@ -115,7 +116,7 @@ def horizon(target: Target, batch_tokens: int, sizes: Sizes | None = None) -> De
             f"the run would have {steps:,} steps ({reason}), more than can be counted ({MOST_STEPS:,}); lower "
             f"training.{target.given}, or raise training.batch_size."
         )
-    return Derivation("training/steps", steps, reason)
+    return Derivation("training/steps", steps, reason, given=target.given == "steps")
 
 
 def stage_starts(tokens: Sequence[int], batch_tokens: int) -> list[int]:
@@ -183,7 +184,7 @@ def _batch(
             f"training.batch_tokens={batch_tokens} is not a whole number of sequences of {block_size}; "
             "make it a multiple of architecture.block_size, or -1."
         )
-    return Derivation("training/batch_tokens", batch_tokens, "given")
+    return Derivation("training/batch_tokens", batch_tokens, "given", given=True)
 
 
 @dataclass(frozen=True)

@@ -376,7 +376,7 @@ def test_a_model_ends_with_its_parent_however_that_ends() -> None:
         [
             sys.executable,
             "-c",
-            "import bessemer.dash.processes as c, signal; c.end_with_parent(); print(1, flush=True); signal.pause()",
+            "import bessemer.job.child as c, signal; c.end_with_parent(); print(1, flush=True); signal.pause()",
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

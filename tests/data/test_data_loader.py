@@ -46,7 +46,7 @@ def test_rates_of_any_sum_make_the_batches_and_validation_of_their_shares():
         return DataPlan([mixture], 8, 0, validation=mixture, validation_count=8)
 
     two, half = plan(3, 1), plan(0.75, 0.25)
-    assert two.fingerprint == half.fingerprint and two.rates(0) == {"a": 0.75, "b": 0.25}
+    assert two.fingerprint == half.fingerprint and two.shares.rates(0).tolist() == [0.75, 0.25]
     assert same(two.batch(5), half.batch(5)) and same(two.validation_batch(0, 8), half.validation_batch(0, 8))
     assert (two.validation_batch(0, 8)["input_ids"][:, 0] < 10_000).sum() == 6
 
@@ -85,8 +85,8 @@ def test_rates_order_and_seed():
     assert [sum(flags) for flags in from_b] == [3] * 12 + [10] * 8
     assert len({tuple(flags) for flags in from_b[:12]}) > 6  # the order is dealt anew each step
     assert not same(plan.batch(0), mixed(seed=1, batch_size=10).batch(0))
-    assert plan.rates(0) == {"a": 0.7, "b": 0.3} and plan.rates(12) == {"a": 0.0, "b": 1.0}
-    assert plan.epochs(12) == {"a/PMD": 84 / 30, "b/PMD": 36 / 11}
+    assert plan.shares.rates(0).tolist() == [0.7, 0.3] and plan.shares.rates(12).tolist() == [0.0, 1.0]
+    assert plan.shares.before(12).tolist() == [84, 36]
     assert set(plan.stats) == {"a/PMD", "b/PMD"}
 
 

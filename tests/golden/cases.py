@@ -225,6 +225,33 @@ CASES: dict[str, Case] = {
         },
         devices=4,
     ),
+    "olmo": Case(
+        "quickstart",
+        {
+            **LLAMA,
+            **ADAMW,
+            "model.family": "olmo",
+            "model.kv_heads": 1,
+            "model.sliding_window": 16,
+            "model.sliding_layers": "SL",
+            "architecture.rope.local_base": 500,
+        },
+    ),
+    "gemma": Case(
+        "quickstart",
+        {
+            **LLAMA,
+            **ADAMW,
+            "model.family": "gemma",
+            "model.kv_heads": 1,
+            "model.sliding_window": 16,
+            "model.sliding_layers": "SL",
+            "architecture.rope.local_base": 500,
+            "architecture.query_scalar": 24,
+            "architecture.attention_cap": 50,
+            "architecture.softcap": 30,
+        },
+    ),
     # ---- processes, kills, stops, branches
     "two-processes": Case(
         "quickstart",
@@ -326,6 +353,14 @@ CASES: dict[str, Case] = {
         {**PAIRS, "objective": "reward", "init": "runs/llama", "model.family": "llama-reward"},
         needs=("llama",),
     ),
+    **{
+        f"reward-{family}": Case(
+            "reward",
+            {**PAIRS, "objective": "reward", "init": f"runs/{family}", "model.family": f"{family}-reward"},
+            needs=(family,),
+        )
+        for family in ("olmo", "gemma")
+    },
     "distill": Case(
         "distill",
         {

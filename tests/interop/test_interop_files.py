@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from tests.interop.tiny_hf import CASES, config_of_case, make_folder, raw
+from tests.interop.tiny_hf import CASES, SIZES, config_of_case, make_folder, raw
 from tests.tiny_run import tiny_tokenizer
 
 from bessemer.cli import cli
+from bessemer.config import declared
 from bessemer.console import no_progress
 from bessemer.data.tokenize import chat
 from bessemer.data.tokenize.templates import OUR_TEMPLATE, ChatTemplate
@@ -23,7 +24,9 @@ from bessemer.interop.config import HFConfig, config_of, type_of
 from bessemer.interop.export_hf import token_ids, tokenizer_files
 from bessemer.interop.folder import CONFIG, INDEX, SINGLE, Folder, import_folder
 from bessemer.job import RunDirectory
+from bessemer.models.gemma import Gemma
 from bessemer.models.llama import Llama
+from bessemer.models.olmo import Olmo
 from bessemer.storage.weights import WeightFile, write_file
 
 
@@ -176,6 +179,43 @@ def refused(path: Path, kind: type[BessemerError], *words: str) -> None:
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "layer_types": [{}, []]},
             ("layer_types", "{}"),
         ),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, ("no_rope_layers", "[1]", "2 layers")),
+        ({"model_type": "smollm3", "no_rope_layers": [1, "0"]}, ("no_rope_layers", "'0'")),
+        ({"model_type": "smollm3", "no_rope_layers": 4}, ("no_rope_layers", "4")),
+        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, ("no_rope_layer_interval", "0")),
+        ({"model_type": "olmo3", "sliding_window": None, "rope_parameters": ...}, ("'sliding_window'",)),
+        (
+            {"model_type": "olmo3", "rope_parameters": ..., "rope_theta": 7.0},
+            ("rope_theta", "7.0", "sliding_attention"),
+        ),
+        ({"model_type": "olmo3", "rope_parameters": {"rope_theta": 7.0}}, ("rope_parameters", "'rope_theta'")),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            ("rope_parameters.sliding_attention", "linear"),
+        ),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"full_attention": {"rope_type": "longrope"}}},
+            ("rope_parameters.full_attention", "'longrope'"),
+        ),
+        ({"model_type": "olmo2", "hidden_act": "gelu"}, ("hidden_act", "'gelu'")),
+        ({"model_type": "gemma2", "hidden_activation": "silu"}, ("hidden_activation", "'silu'")),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, ("query_pre_attn_scalar", "0")),
+        ({"model_type": "gemma2", "attn_logit_softcapping": "50"}, ("attn_logit_softcapping", "'50'")),
+        ({"model_type": "gemma2", "final_logit_softcapping": 0}, ("final_logit_softcapping", "0", "null")),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, ("use_bidirectional_attention", "causal")),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": ..., "attn_logit_softcapping": 50.0},
+            ("attn_logit_softcapping", "50.0"),
+        ),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": ..., "sliding_window_pattern": 0},
+            ("sliding_window_pattern",),
+        ),
+        ({"model_type": "gemma3", "text_config": {}}, ("'gemma3'", "gemma3_text")),
+        (
+            {"model_type": "smollm3", "layer_types": ["sliding_attention"] * 2, "sliding_window": 4},
+            ("layer_types", "use_sliding_window"),
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be_followed(folder: Path, values: dict, words: tuple[str, ...]) -> None:
@@ -297,6 +337,7 @@ def test_the_type_of_an_export_says_all_of_the_model() -> None:
         "mistral": {"sliding_window": 4},
         "qwen2": {"attention_bias": "qkv"},
         "qwen3": {"head_norm": True, "sliding_window": 4, "sliding_layers": "LS"},
+        "smollm3": {"rotary_layers": "RN", "sliding_window": 4, "sliding_layers": "LS", "mlp_bias": True},
     }
     for kind, values in kinds.items():
         model = Llama(**sizes, **values)
@@ -305,8 +346,59 @@ def test_the_type_of_an_export_says_all_of_the_model() -> None:
         assert again["model/sliding_window"] == model.sliding_window
         assert again["architecture/attention_bias"] == model.attention_bias
         assert again["architecture/head_norm"] == model.head_norm
+        assert again["model/rotary_layers"] == model.rotary_layers
     with pytest.raises(InputError, match=r"mistral has no way to say architecture\.mlp_bias"):
         type_of(Llama(**sizes, sliding_window=4, mlp_bias=True))
+    with pytest.raises(InputError, match=r"qwen3 has no way to say model\.rotary_layers"):
+        type_of(Llama(**sizes, rotary_layers="NR", hf_type="qwen3", head_norm=True))
+
+
+def test_the_type_of_an_exported_olmo_or_gemma_says_all_of_it() -> None:
+    sizes: dict[str, Any] = {"depth": 2, "width": 32, "heads": 4, "head_dim": 8, "vocab_size": 67}
+    slides: dict[str, Any] = {"sliding_window": 4, "sliding_layers": "SL"}
+    linear: dict[str, Any] = {"rope_type": "linear", "rope_factor": 8.0, "rope_original_length": 512}
+    yarn: dict[str, Any] = {"rope_type": "yarn", "rope_factor": 4.0, "rope_original_length": 32}
+    exported: list[tuple[str, Llama]] = [
+        ("olmo2", Olmo(**sizes, **yarn)),
+        ("olmo3", Olmo(**sizes, **slides, **yarn, rope_local_base=100.0)),
+        ("olmo3", Olmo(**sizes, **slides, **yarn)),  # sliding layers scaled as the others
+        ("gemma2", Gemma(**sizes, **slides, head_norm=False, attention_cap=50.0, softcap=30.0, query_scalar=24)),
+        ("gemma3_text", Gemma(**sizes, **slides, **linear, rope_local_base=100.0)),
+        ("gemma3_text", Gemma(**sizes, softcap=30.0, tied_head=False)),
+    ]
+    for kind, model in exported:
+        assert type_of(model) == kind
+        read = HFConfig(config_of(model, "float32", {}), "config.json").settings()
+        names = {setting.key: name for name, setting in declared(type(model)).items()}
+        again = type(model)(**{names[key]: value for key, value in read.items() if key in names})
+        assert again.ropes == model.ropes and again.shape == model.shape
+        for name in ("head_norm", "tied_head", *(("attention_cap", "softcap") if "gemma" in kind else ())):
+            assert getattr(again, name) == getattr(model, name), (kind, name)
+    for model, words in (
+        (Olmo(**sizes, sliding_window=4, hf_type="olmo2"), r"olmo2 .* model\.sliding_window=4"),
+        (Gemma(**sizes, hf_type="gemma2", rope_local_base=5.0, head_norm=False), r"architecture\.rope\.local_base=5"),
+        (Gemma(**sizes, attention_cap=50.0), r"gemma3_text .* architecture\.attention_cap=50"),
+        (Gemma(**{**sizes, "width": 30}), r"model\.heads=4"),
+        (Llama(**sizes, rope_local_base=5.0), r"architecture\.rope\.local_base=5"),
+    ):
+        with pytest.raises(InputError, match=words):
+            type_of(model)
+
+
+def test_keys_that_a_configuration_leaves_out_have_the_values_of_its_type() -> None:
+    """As the classes of transformers have them."""
+    given = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+    read = HFConfig({"model_type": "smollm3", "num_hidden_layers": 8, **given}, "config.json").settings()
+    assert read["model/rotary_layers"] == "RRRNRRRN" and read["model/tied_head"] and read["model/kv_heads"] == 4
+    assert read["architecture/rotary_base"] == 2_000_000.0 and read["model/sliding_window"] == 0
+    read = HFConfig({"model_type": "gemma3_text", "num_hidden_layers": 7, **given}, "config.json").settings()
+    assert read["model/sliding_layers"] == "SSSSSLS" and read["model/sliding_window"] == 4096
+    assert read["architecture/rotary_base"] == 1_000_000.0 and read["architecture/rope/local_base"] == 10_000.0
+    assert read["model/head_dim"] == 256 == read["architecture/query_scalar"] and read["model/tied_head"]
+    read = HFConfig({"model_type": "gemma2", "num_hidden_layers": 3, **given}, "config.json").settings()
+    assert read["model/sliding_layers"] == "SLS" and read["architecture/attention_cap"] == 50.0
+    read = HFConfig({"model_type": "olmo3", "num_hidden_layers": 5, **given}, "config.json").settings()
+    assert read["model/sliding_layers"] == "SSSLS" and read["architecture/rotary_base"] == 500_000.0
 
 
 def test_gpt_is_exported_in_our_own_format_and_says_so(tmp_path: Path) -> None:

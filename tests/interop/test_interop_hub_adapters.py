@@ -41,9 +41,8 @@ def test_a_model_is_found_by_its_name_on_the_hub(tmp_path: Path, monkeypatch: py
 def adapted(root: Path, more: str = "", **trained: np.ndarray) -> RunDirectory:
     """A run whose checkpoint holds adapters, as low-rank training leaves them."""
     run = RunDirectory(root / "adapted").create()
-    config = (
-        f"model: {{family: llama}}\nlora: {{rank: 2, alpha: 8.0, rank_stabilised: true{more}}}\ninit: models/base\n"
-    )
+    lora = f"lora: {{rank: 2, alpha: 8.0, rank_stabilized: true{more}}}"
+    config = f"model: {{family: llama, vocab_size: 300}}\n{lora}\ninit: models/base\n"
     tree: dict[str, dict[str, dict[str, np.ndarray]]] = {}
     for name, array in trained.items():
         block, matrix, part = name.split(".")

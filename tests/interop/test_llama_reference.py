@@ -13,8 +13,8 @@ from tests.interop.tiny_hf import STORED, config_of_case, load_folder, make_fold
 from tests.reference.huggingface import CASES, NEW, PROMPT, sketch
 
 from bessemer.generate.decoder import Decoder
-from bessemer.interop.config import Tensor
-from bessemer.storage.weights import flatten
+from bessemer.interop.config import tensors_of
+from bessemer.storage.weights import flatten, signature
 
 # These programs run for a moment: what they cost is their compilation.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -38,9 +38,9 @@ def logits_and_gradients(model: Any, params: Any, ids: np.ndarray) -> tuple[np.n
 def sketches(model: Any, gradients: Any) -> dict[str, list[float]]:
     """As stored: by their names, in their layout."""
     found = {}
-    for name, gradient in flatten(gradients).items():
-        tensor = Tensor(name, gradient.shape, model.vocab_size)
-        found[tensor.theirs] = sketch(tensor.theirs, np.ascontiguousarray(tensor.to_theirs(gradient)))
+    flat = flatten(gradients)
+    for name, tensor in tensors_of(signature(flat), model).items():
+        found[name] = sketch(name, np.ascontiguousarray(tensor.to_theirs(flat[tensor.ours])))
     return found
 
 
@@ -69,7 +69,7 @@ def greedy(model: Any, params: Any, tokens: list[int]) -> list[int]:
     return tokens[PROMPT:]
 
 
-SLOW = ("llama-biased", "smollm")  # what they alone have: other sizes, linear scaling, all biases
+SLOW = ("llama-biased", "smollm", "olmo2")  # what they alone have: other sizes, linear scaling, all biases
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_logits_gradients_and_greedy_text_are_those_of_transformers(name: str, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mistral", "qwen2"])
+@pytest.mark.parametrize("name", ["mistral", "qwen2", "olmo3", "gemma2", "gemma3"])
 def test_the_decoder_prefills_sliding_layers_alike(name: str, tmp_path: Path) -> None:
     """A prompt longer than the window in one piece, then the loop on the device."""
     stored = STORED[name]

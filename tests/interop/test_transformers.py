@@ -6,24 +6,27 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from tests.interop.test_llama_reference import assert_close, greedy, logits_and_gradients
+from tests.interop.test_llama_reference import assert_close, compare, greedy, logits_and_gradients
 from tests.interop.tiny_hf import SFT, chatty_folder, config_of_case, load_folder, make_folder, make_talks, raw
 from tests.reference.huggingface import CASES, MORE, PROMPT, build, clear_case, some_ids
+from tests.reference.peft_lora import ADAPTERS, OUT, adapted, answers
 
 from bessemer.console import no_progress
 from bessemer.generate import load_model
+from bessemer.generate.adapters import import_adapters
 from bessemer.generate.export import export_run, export_run_adapters
-from bessemer.interop.config import Tensor
-from bessemer.interop.folder import import_folder
+from bessemer.interop.config import tensors_of
+from bessemer.interop.folder import Folder, import_folder
 from bessemer.job import RunDirectory
 from bessemer.serve.conversation import Turns
-from bessemer.storage.weights import flatten
+from bessemer.storage.weights import flatten, signature
 from bessemer.training.launch import build_trainer
 
 torch = pytest.importorskip("torch")
@@ -42,9 +45,10 @@ def compare_gradients_and_text(model: Any, ours: Any, params: Any) -> None:
     model(input_ids=ids, labels=ids).loss.backward()
     theirs = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
     _, gradients = logits_and_gradients(ours, params, ids.numpy().astype(np.int32))
-    for name, gradient in flatten(gradients).items():
-        tensor = Tensor(name, gradient.shape, ours.vocab_size)
-        difference = np.linalg.norm(tensor.to_theirs(gradient) - theirs.pop(tensor.theirs))
+    flat = flatten(gradients)
+    for name, tensor in tensors_of(signature(flat), ours).items():
+        gradient = flat[tensor.ours]
+        difference = np.linalg.norm(tensor.to_theirs(gradient) - theirs.pop(name))
         assert difference < 1e-4 * max(np.linalg.norm(gradient), 1e-6), name
     assert not theirs
     assert greedy(ours, params, ids[0, :PROMPT].tolist()) == made[0, PROMPT:].tolist()
@@ -85,9 +89,9 @@ def test_an_exported_tokenizer_writes_the_same_conversation(tmp_path: Path) -> N
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "qwen2"
 
 
-def tuned(root: Path, **changes: Any) -> tuple[Path, RunDirectory]:
+def tuned(root: Path, case: str = "qwen2", **changes: Any) -> tuple[Path, RunDirectory]:
     """(the folder it began with, the run): conversations learnt in the model's own template, hard enough to show."""
-    folder = chatty_folder(root / "hf", dtype="float32")
+    folder = chatty_folder(root / "hf", dtype="float32", case=case)
     given = {"init": str(folder), "training.dataset": str(make_talks(root)), "optimization.lr": 0.02, **changes}
     trainer = build_trainer(None, {**SFT, **given}, name="tuned", root=root / "runs")
     trainer.run()
@@ -99,9 +103,10 @@ def our_logits(run: RunDirectory, ids: np.ndarray) -> np.ndarray:
     return np.asarray(jax.jit(loaded.model.clone(precision="float32").apply)({"params": loaded.params}, ids))
 
 
-def test_fine_tuned_in_its_template_exported_and_spoken_with_by_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["qwen2", "smollm3", "gemma3"])
+def test_fine_tuned_in_its_template_exported_and_spoken_with_by_transformers(case: str, tmp_path: Path) -> None:
     """The same prompt of the same conversation, the same logits, and the same 24 tokens of the answer."""
-    _, run = tuned(tmp_path)
+    _, run = tuned(tmp_path, case)
     export_run(run, tmp_path / "out", "hf", no_progress, dtype="float32")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -117,12 +122,21 @@ def test_fine_tuned_in_its_template_exported_and_spoken_with_by_transformers(tmp
 
 
 @pytest.mark.parametrize(
-    ("stabilised", "more"), [(False, {}), (True, {"lora.rank_pattern": {"*/q": 2}}), (False, {"lora.dora": True})]
+    ("case", "stabilized", "more"),
+    [
+        ("qwen2", False, {}),
+        ("qwen2", True, {"lora.rank_pattern": {"*/q": 2}}),
+        ("qwen2", False, {"lora.dora": True}),
+        ("smollm3", False, {}),
+        ("gemma3", False, {}),
+    ],
 )
-def test_adapters_are_loaded_by_peft(stabilised: bool, more: dict[str, object], tmp_path: Path) -> None:
+def test_adapters_are_loaded_by_peft(case: str, stabilized: bool, more: dict[str, object], tmp_path: Path) -> None:
     """PEFT on the folder that training began with, PEFT's own merge, and our merged export: three times our logits."""
     peft = pytest.importorskip("peft")
-    folder, run = tuned(tmp_path, **{"lora.rank": 4, "lora.alpha": 6.0, "lora.rank_stabilised": stabilised, **more})
+    folder, run = tuned(
+        tmp_path, case, **{"lora.rank": 4, "lora.alpha": 6.0, "lora.rank_stabilized": stabilized, **more}
+    )
     export_run_adapters(run, tmp_path / "adapters")
     export_run(run, tmp_path / "merged", "hf", no_progress, dtype="float32")
     ids = some_ids(262, length=40)
@@ -131,11 +145,11 @@ def test_adapters_are_loaded_by_peft(stabilised: bool, more: dict[str, object], 
     def load(path: Path) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
 
-    adapted = peft.PeftModel.from_pretrained(load(folder), tmp_path / "adapters").eval()
+    loaded = peft.PeftModel.from_pretrained(load(folder), tmp_path / "adapters").eval()
     config = peft.PeftConfig.from_pretrained(tmp_path / "adapters")
     assert config.base_model_name_or_path == str(folder) and config.r == 4
     assert np.abs(their_logits(load(folder), ids) - expected).max() > 1e-2  # training has moved it
-    for model in (adapted, adapted.merge_and_unload(), load(tmp_path / "merged")):
+    for model in (loaded, loaded.merge_and_unload(), load(tmp_path / "merged")):
         assert_close(their_logits(model, ids), expected)
 
 
@@ -148,3 +162,26 @@ def test_the_proof_that_users_run_on_a_real_model_holds_on_a_tiny_one(tmp_path: 
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     checks = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [check["holds"] for check in checks] == [True] * 4
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_saved_by_peft_are_imported_exported_and_loaded_by_it(name: str, tmp_path: Path) -> None:
+    """PEFT's own files here, the same logits, ours there, the same logits again; and the stored numbers are PEFT's."""
+    peft = pytest.importorskip("peft")
+    model = adapted(name)
+    found, stored = answers(model), json.loads(OUT.read_text())[name]
+    assert abs(found["loss"] - stored["loss"]) < 1e-5
+    assert compare(found["gradients"], stored["gradients"]) < 1e-4
+    model.save_pretrained(tmp_path / "theirs")
+    build(CASES[ADAPTERS[name][0]]).save_pretrained(tmp_path / "base")
+    base = Folder(tmp_path / "base")
+    run, _ = import_adapters(tmp_path / "theirs", tmp_path / "run", base.path, base.tree)
+    ids = some_ids(67, length=40)
+    expected = their_logits(model, ids)
+    assert_close(our_logits(run, ids), expected)
+    export_run_adapters(run, tmp_path / "ours")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of missing or unexpected keys
+        loaded = peft.PeftModel.from_pretrained(again, tmp_path / "ours").eval()
+    np.testing.assert_array_equal(their_logits(loaded, ids), expected)

@@ -17,6 +17,7 @@ from bessemer.interop.config import HFConfig, tensors_of
 from bessemer.interop.export_hf import shards_of
 from bessemer.interop.folder import INDEX, Folder
 from bessemer.models.llama import Llama
+from bessemer.registry import models
 from bessemer.storage.weights import flatten, place, signature, write_file
 from bessemer.topology import unbox
 
@@ -53,9 +54,9 @@ def make_talks(folder: Path) -> Path:
     return path
 
 
-def chatty_folder(path: Path, dtype: str = "bfloat16") -> Path:
-    """A qwen2 whose tokenizer has a chat template."""
-    config = {**config_of_case("qwen2"), "vocab_size": 262, "eos_token_id": 0}
+def chatty_folder(path: Path, dtype: str = "bfloat16", case: str = "qwen2") -> Path:
+    """A model whose tokenizer has a chat template."""
+    config = {**config_of_case(case), "vocab_size": 262, "eos_token_id": 0}
     return make_folder(path, config, dtype=dtype, tokenizer=True)
 
 
@@ -68,10 +69,11 @@ def their_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     settings = HFConfig(config, "config.json").settings()
     from bessemer.config import declared
 
-    model = Llama(**{name: settings[s.key] for name, s in declared(Llama).items() if s.key in settings})
+    family = models.get(settings["model/family"])
+    model = family(**{name: settings[s.key] for name, s in declared(family).items() if s.key in settings})
     ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     shapes = unbox(jax.eval_shape(model.init, jax.random.key(0), ids)["params"])
-    tensors = tensors_of(signature(flatten(shapes)), model.vocab_size)
+    tensors = tensors_of(signature(flatten(shapes)), model)
     return {name: tensor.their_shape for name, tensor in tensors.items()}
 
 

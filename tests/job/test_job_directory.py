@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from bessemer.errors import InputError, StorageError
 from bessemer.job import ExecutionSpec, RunDirectory, RunLock, check_run_name, find_run
 from bessemer.job import lock as lock_module
-from bessemer.storage.files import atomic_write
+from bessemer.storage.files import atomic_write, remove_leftovers
 
 
 @given(st.text(max_size=90))
@@ -164,3 +165,15 @@ def test_local_spec_makes_the_root_and_finds_the_devices(tmp_path):
     assert ExecutionSpec.local(tmp_path).name.startswith("run-2")
     with pytest.raises(InputError):
         ExecutionSpec(name="../up")
+
+
+def test_leftovers_of_killed_writers_are_removed_and_directories_stay(tmp_path):
+    """A directory with a temporary name may be one that another process is still filling."""
+    (tmp_path / ".status.json.1.tmp").touch()
+    (tmp_path / f".status.json.{os.getpid()}.tmp").touch()
+    (tmp_path / ".model.0123456789ab.1.tmp").mkdir()
+    remove_leftovers(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f".status.json.{os.getpid()}.tmp",
+        ".model.0123456789ab.1.tmp",
+    }

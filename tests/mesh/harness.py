@@ -33,6 +33,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt": ("gpt", {"window": "SL", "backout": False}),  # which at two layers is a factor before a norm
     "lookup": ("gpt", {**LOOKUP, "window": "L", "backout": False}),
     "llama": ("llama", {"mlp_width": 192, "sliding_window": 100, "sliding_layers": "SL"}),
+    "olmo": ("olmo", {"mlp_width": 192, "sliding_window": 100, "sliding_layers": "SL"}),
+    "gemma": ("gemma", {"mlp_width": 192, "sliding_window": 100, "sliding_layers": "SL"}),
 }
 
 

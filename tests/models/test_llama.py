@@ -89,12 +89,35 @@ def test_scan_and_remat_change_nothing(settings: dict[str, Any], single: Any) ->
     assert_same(step(params, batch_of()), expected)
 
 
+def test_a_layer_without_positions_sees_the_same_tokens_in_any_order() -> None:
+    """The last position of a row whose earlier tokens are shuffled; with rotary it differs."""
+    ids = np.arange(8)[None].repeat(2, axis=0)
+    ids[1, :7] = ids[1, 6::-1]
+    last = []
+    for pattern in ("N", "R"):
+        model = Llama(**SIZES, block_size=8, rotary_layers=pattern).clone(depth=1)
+        params = jax.jit(model.init, compiler_options=QUICK)(jax.random.key(0), ids)
+        last.append(np.asarray(jax.jit(model.apply, compiler_options=QUICK)(params, ids)[:, -1]))
+    np.testing.assert_allclose(last[0][0], last[0][1], atol=1e-6)
+    assert np.abs(last[1][0] - last[1][1]).max() > 1e-5
+
+
+def test_layers_with_and_without_positions_are_scanned_in_groups(single: Any) -> None:
+    _, params, _ = single
+    four = {**params, "blocks_2": params["blocks_0"], "blocks_3": params["blocks_1"]}
+    settings = {"depth": 4, "rotary_layers": "RN"}
+    plain = jax.device_get(jax.jit(step_of(**settings)[1], compiler_options=QUICK)(four, batch_of()))
+    scanned = jax.jit(step_of(**settings, scan_layers=True)[1], compiler_options=QUICK)
+    assert_same(scanned(four, batch_of()), plain)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"rope_type": "yarn"}, r"architecture\.rope\.original_length"),
         ({"rope_type": "dynamic", "rope_original_length": 8}, r"architecture\.block_size=8"),
         ({"sliding_layers": "SX"}, r"model\.sliding_layers is 'SX'"),
+        ({"rotary_layers": "RX"}, r"model\.rotary_layers is 'RX'"),
         ({"precision": "fp8"}, "gpt family"),
         ({"kv_heads": 3}, r"model\.kv_heads 3"),
         ({"remat": ["everything"]}, r"architecture\.remat"),

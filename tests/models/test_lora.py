@@ -15,9 +15,26 @@ from tests.tiny_run import random_params, tiny_model, tiny_params
 
 from bessemer.errors import InputError
 from bessemer.kernels.ops import dropout, row_keys
+from bessemer.losses.cross_entropy import Projection, cross_entropy, policy_scores, token_logprobs
+from bessemer.losses.distillation import TopTokens, distillation_loss
+from bessemer.losses.divergence import kl_regularized_loss
 from bessemer.models.gpt import GPT
 from bessemer.models.llama import Llama
-from bessemer.models.lora import A, Adapted, B, LoraSettings, M, make_split, merge_adapters, merged, project, split_of
+from bessemer.models.lora import (
+    A,
+    Adapted,
+    B,
+    LoraSettings,
+    M,
+    for_rows,
+    holds_several,
+    make_split,
+    merge_adapters,
+    merged,
+    project,
+    split_of,
+    stack_adapters,
+)
 from bessemer.topology import make_topology, shardings, unbox
 
 IDS = np.random.default_rng(0).integers(0, 300, (2, 16)).astype(np.int32)
@@ -192,6 +209,29 @@ def test_ranks_by_pattern() -> None:
         adapted_parts(LLAMA, rank_pattern={"blocks_9/q": 2})
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt-packed", "llama-tied-scan"])
+def test_several_adapters_over_one_base_are_chosen_by_row(family: str) -> None:
+    """Other ranks, scales, targets and DoRA, and no adapter: each row as if its adapter were alone."""
+    model = FAMILIES[family]
+    kinds = [{"rank": 2}, {"dora": True, "alpha": 3.0, "targets": ("*/q", "*/down")}, {"targets": ("blocks_1/up",)}]
+    splits = [adapted_parts(model, **kind) for kind in kinds]
+    base = splits[0][2]
+    nodes = []
+    for split, trained, _ in splits:
+        whole = flatten_dict(split.complete(trained, base), is_leaf=lambda _, leaf: isinstance(leaf, Adapted))
+        nodes.append({path: whole[path] for path in split.adapted})
+    held = stack_adapters(base, nodes)
+    assert holds_several(held) and not holds_several(base)
+    rows, ids = np.array([2, 0, 3, 1]), np.tile(IDS[:1], (4, 1))
+    logits = jax.jit(lambda p, r: model.apply({"params": for_rows(p, r)}, ids))(held, rows)
+    alone = [base, *(split.complete(trained, base) for split, trained, _ in splits)]
+    loose = 1e-4 if model.compute_dtype == jnp.float32 else 0.1
+    for row, number in enumerate(rows):
+        wanted = jax.jit(lambda p: model.apply({"params": p}, ids[:1]))(alone[number])
+        np.testing.assert_allclose(logits[row], wanted[0], rtol=loose, atol=loose)
+        assert number == 2 or np.abs(logits[row] - logits[0]).max() > 2 * loose
+
+
 def test_all_linear_is_the_default_by_name() -> None:
     assert lora_split(targets=("all-linear",)).adapted == lora_split().adapted
 
@@ -281,6 +321,60 @@ def test_no_gradient_of_a_frozen_matrix_is_computed() -> None:
     attention = 2 * 3 * 2 * 2 * IDS.size * 16 * 128  # two products in two layers, thrice
     first = 3 * (128 * 128 + 128 * 2)  # the frozen embeddings need no gradient from q, k, v and their A in layer 0
     assert sum(count for _, count in products) == attention + IDS.size * (4 * matrices + 6 * adapters - 2 * first)
+
+
+HIDDEN, HEAD = (np.random.default_rng(n).standard_normal(s).astype("f4") for n, s in ((1, (2, 6, 8)), (2, (8, 64))))
+TARGETS, ONES = np.random.default_rng(3).integers(0, 60, (2, 6)), np.ones((2, 6), "f4")
+TOP = TopTokens(np.tile(np.arange(4), (2, 6, 1)), np.full((2, 6, 4), np.log(0.2), "f4"))
+
+
+def against(h, w):
+    """Another model's hidden states and head."""
+    return Projection(0.5 * jax.lax.stop_gradient(h), 0.9 * jax.lax.stop_gradient(w), 60)
+
+
+HEAD_LOSSES = {
+    "cross-entropy": lambda h, w: cross_entropy(h, w, TARGETS, ONES, vocab_size=60, chunks=3)[0],
+    "cross-entropy-kernel": lambda h, w: cross_entropy(
+        h.astype("bfloat16"), w, TARGETS, ONES, vocab_size=60, kernels="pallas"
+    )[0],
+    "kl": lambda h, w: kl_regularized_loss(Projection(h, w, 60, chunks=3), against(h, w), TARGETS, ONES, 0.3).loss,
+    "distill": lambda h, w: distillation_loss(
+        Projection(h, w, 60), against(h, w), TARGETS, ONES, alpha=0.7, temperature=2.0, chunks=3
+    )[0],
+    "distill-stored": lambda h, w: distillation_loss(
+        Projection(h, w, 60), TOP, TARGETS, ONES, alpha=0.7, temperature=2.0, chunks=3
+    )[0],
+    "dpo": lambda h, w: jax.nn.softplus(token_logprobs(Projection(h, w, 60, chunks=3), TARGETS).sum(1)).sum(),
+    "grpo": lambda h, w: jnp.exp(policy_scores(Projection(h, w, 60, chunks=3), TARGETS, 0.8)[0]).sum(),
+}
+
+
+@pytest.mark.parametrize("name", HEAD_LOSSES)
+def test_a_frozen_head_has_no_gradient_product(name: str) -> None:
+    """Of every loss, in the traced program itself, before any compiler drops what is unused: dW is (D, V), and the
+    gradient in `hidden` is what it is with a trained head."""
+    loss = HEAD_LOSSES[name]
+    frozen, both = jax.grad(loss), jax.grad(loss, argnums=(0, 1))
+
+    def head_shaped(function) -> int:
+        return sum(sorted(shape)[-2:] == [8, 64] for shape, _ in dots(jax.make_jaxpr(function)(HIDDEN, HEAD)))
+
+    assert head_shaped(frozen) == 0 and head_shaped(both) == 1
+    np.testing.assert_array_equal(frozen(HIDDEN, HEAD), both(HIDDEN, HEAD)[0])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_llama_family_takes_the_one_pass_loss_kernel(tied: bool) -> None:
+    """With bf16 and kernels=pallas (auto on a GPU): one kernel makes the gradient of a tile of logits."""
+    model = LLAMA.clone(tied_head=tied, precision="bf16", kernels="pallas", depth=1)
+    split, trained, frozen = adapted_parts(model)
+
+    def kernels(model) -> list[str]:
+        traced = jax.make_jaxpr(jax.grad(lambda t: loss_of(model, split.complete(t, frozen))))(trained)
+        return [line for line in str(traced).splitlines() if "pallas_call" in line and "320]" in line]
+
+    assert len(kernels(model)) == 1 and not kernels(model.clone(kernels="xla"))
 
 
 def test_frozen_matrices_are_stored_in_the_compute_dtype() -> None:

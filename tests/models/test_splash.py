@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,23 @@ def test_equals_xla_with_gradients(keys: int, window: int | None) -> None:
     )
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
+
+
+def test_scores_are_capped_as_xla_caps_them() -> None:
+    q, k, v = 4 * draw(1, 128, 2, 32), draw(1, 128, 1, 32, seed=1), draw(1, 128, 1, 32, seed=2)
+
+    def value(kernel, cap, q, k, v):
+        return jnp.sum(jnp.sin(kernel(q, k, v, None, None, None, softcap=cap)))
+
+    kernels = (partial(splash_attention, interpret=True), KERNELS["xla"])
+    got, want = (jax.value_and_grad(partial(value, kernel, 2.0), argnums=(0, 1, 2))(q, k, v) for kernel in kernels)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
+    assert abs(value(KERNELS["xla"], 0.0, q, k, v) - want[0]) > 0.1
+    with planned_for("gpu"):
+        assert choose_attention("auto", jnp.bfloat16, 128, False, 2048, capped=True) == "xla"
+        with pytest.raises(InputError, match="attention_cap"):
+            choose_attention("cudnn", jnp.bfloat16, 128, False, 2048, capped=True)
 
 
 def test_it_is_chosen_on_a_tpu_and_only_there() -> None:

@@ -78,7 +78,7 @@ def divergence(p: np.ndarray, q: np.ndarray, k: int, tail: str) -> np.ndarray:
     order = np.argsort(-p, axis=-1)
     kept, rest = order[..., :k], order[..., k:]
     pk, qk = (np.take_along_axis(x, kept, -1) for x in (p, q))
-    if tail == "renormalise":
+    if tail == "renormalize":
         pk = pk / pk.sum(-1, keepdims=True)
     total = (pk * (np.log(pk) - np.log(qk))).sum(-1)
     if tail == "bucket" and k < V:
@@ -95,7 +95,7 @@ def expected(x: dict, z: np.ndarray, k: int, tail: str, alpha: float, t: float) 
     return float((w * (alpha * t * t * kl + (1 - alpha) * nll)).sum())
 
 
-@pytest.mark.parametrize(("k", "tail"), [(0, "bucket"), (V, "bucket"), (4, "bucket"), (4, "renormalise")])
+@pytest.mark.parametrize(("k", "tail"), [(0, "bucket"), (V, "bucket"), (4, "bucket"), (4, "renormalize")])
 def test_live_and_stored_are_their_formulas_and_so_are_the_gradients(example: dict, k: int, tail: str) -> None:
     x = {name: jnp.asarray(value, jnp.float32 if value.dtype == float else None) for name, value in example.items()}
     teacher = Projection(x["teacher_hidden"], x["teacher_head"], V)
@@ -106,7 +106,7 @@ def test_live_and_stored_are_their_formulas_and_so_are_the_gradients(example: di
 
         def loss(hidden: jax.Array, head: jax.Array) -> jax.Array:
             student = Projection(hidden, head, V, CAP)
-            how = {"alpha": 0.7, "temperature": 2.0, "renormalise": tail == "renormalise", "chunks": 3}
+            how = {"alpha": 0.7, "temperature": 2.0, "renormalize": tail == "renormalize", "chunks": 3}
             return distillation_loss(student, against, x["targets"], x["weights"], **how)[0]
 
         return jax.value_and_grad(loss, argnums=(0, 1))(hidden, head)

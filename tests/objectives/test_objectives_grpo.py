@@ -39,7 +39,7 @@ def settings_of(case: dict) -> GrpoSettings:
         kl_coef=case["beta"],
         kl_estimator="k3",
         ratio=case["level"],
-        normalisation=OURS[case["loss_type"]],
+        normalization=OURS[case["loss_type"]],
         max_completion_length=LONGEST,
     )
 
@@ -98,13 +98,13 @@ def by_hand(data: dict[str, np.ndarray], s: GrpoSettings) -> float:
             losses.append(-min(ratio * a, inside * a) + s.kl_coef * kl)
         per_row.append(sum(losses) / len(losses))
         total, tokens = total + sum(losses), tokens + len(losses)
-    if s.normalisation == "sequence":
+    if s.normalization == "sequence":
         return float(np.mean(per_row))
-    return total / (tokens if s.normalisation == "token" else rows * s.max_completion_length)
+    return total / (tokens if s.normalization == "token" else rows * s.max_completion_length)
 
 
 @pytest.mark.parametrize(
-    ("normalisation", "estimator", "ratio"),
+    ("normalization", "estimator", "ratio"),
     [
         ("token", "squared", "token"),
         ("sequence", "k1", "token"),
@@ -113,9 +113,9 @@ def by_hand(data: dict[str, np.ndarray], s: GrpoSettings) -> float:
         ("sequence", "squared", "sequence"),
     ],
 )
-def test_equals_numpy_and_its_differences(normalisation, estimator, ratio):
+def test_equals_numpy_and_its_differences(normalization, estimator, ratio):
     settings = GrpoSettings(
-        normalisation=normalisation, kl_estimator=estimator, ratio=ratio, kl_coef=0.3, max_completion_length=7
+        normalization=normalization, kl_estimator=estimator, ratio=ratio, kl_coef=0.3, max_completion_length=7
     )
     data = arrays()
     loss, gradient, _ = run(data, settings)
@@ -129,10 +129,10 @@ def test_equals_numpy_and_its_differences(normalisation, estimator, ratio):
         np.testing.assert_allclose(gradient[place], slope, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("normalisation", ["token", "sequence", "fixed"])
-def test_parts_of_a_batch_add_up_to_the_batch(normalisation):
+@pytest.mark.parametrize("normalization", ["token", "sequence", "fixed"])
+def test_parts_of_a_batch_add_up_to_the_batch(normalization):
     """Accumulation: sums and weights of uneven micro-batches are those of the whole."""
-    settings, data = GrpoSettings(normalisation=normalisation), arrays()
+    settings, data = GrpoSettings(normalization=normalization), arrays()
     names = ("logprobs", "old", "reference", "advantages", "mask")
 
     def sums(rows):

@@ -119,6 +119,23 @@ def test_memory_follows_the_mesh(deep: Any) -> None:
     assert tried(deep.facts, wrong, deep.terms) is None, "a width that 5 does not divide"
 
 
+def test_quantized_bytes_are_counted() -> None:
+    """Of frozen matrices: 2 bytes per weight in bfloat16, 0.516 in nf4; on several chips a share of the codes."""
+    words = ["model.family=llama", "model.depth=2", "model.width=1024", "model.head_dim=128", "lora.rank=8"]
+
+    def held(quantize: str, chips: str = "h200:1", *more: str) -> tuple[float, int]:
+        planned = estimated("pretrain", [*words, f"lora.quantize={quantize}", *more], parse_target(chips))
+        boxed, split = planned.facts.step.plan.model.boxed, planned.facts.step.plan.model.split
+        return planned.estimate.memory.frozen, split.quantized_parameters(boxed)
+
+    (plain, _), (quantized, weights) = held("none"), held("nf4")
+    assert weights > 20_000_000
+    assert plain - quantized == pytest.approx((2 - 0.5161) * weights, rel=1e-3)
+    split, _ = held("nf4", "h200:4", "topology.fsdp=4")
+    plain, _ = held("none", "h200:4", "topology.fsdp=4")
+    assert plain - split == pytest.approx((2 / 4 - 0.5 / 4 - 1 / 64) * weights, rel=5e-2)
+
+
 def test_what_does_not_fit_says_what_to_change() -> None:
     words = ["model.depth=4", "training.batch_size=4096", "training.per_device_batch_size=512"]
     small = make_absent_plan("pretrain", words, topology="rtx4090:8")

@@ -3,7 +3,7 @@
     python tests/reference/grpo_trl.py           (needs torch and trl; last run: torch 2.13.0, trl 1.16.0)
 
 TRL's own `_compute_loss` is called; what it would get from a model (log-probabilities) is given. Its loss types are
-ours: grpo = normalisation sequence, dapo = token, dr_grpo = fixed; its KL is k3. In float64.
+ours: grpo = normalization sequence, dapo = token, dr_grpo = fixed; its KL is k3. In float64.
 """
 
 from __future__ import annotations

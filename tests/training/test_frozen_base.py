@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +77,27 @@ def trained(settings: dict[str, Any], root: Path, name: str = "run") -> Any:
 
 
 @pytest.fixture(scope="module")
-def finished(original: Path, text: Path, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BESSEMER_HOME", str(home))
-        patch.setattr(launch, "make_topology", lambda settings: one_device())
-        return trained(adapters(original, text), tmp_path_factory.mktemp("runs"))
+def finished_with(
+    original: Path, text: Path, home: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Any]:
+    """lora.quantize → a finished run; one of each."""
+
+    @functools.cache
+    def finished(quantize: str) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("BESSEMER_HOME", str(home))
+            patch.setattr(launch, "make_topology", lambda settings: one_device())
+            return trained(adapters(original, text, lora__quantize=quantize), tmp_path_factory.mktemp("runs"))
+
+    return finished
+
+
+@pytest.fixture(scope="module")
+def finished(finished_with: Callable[[str], Any]) -> Any:
+    return finished_with("none")
+
+
+QUANTIZED = pytest.mark.parametrize("quantize", ["none", "nf4"])
 
 
 def bytes_below(path: Path) -> int:
@@ -152,17 +170,24 @@ def test_keep_base_copies_it_once_in_its_own_dtype(folder: Path, text: Path, fin
     assert launch.reopen(trainer.run_directory.path, step=2).step == 2
 
 
-def test_resumed_is_the_same_run(finished: Any, original: Path, text: Path, tmp_path: Path) -> None:
-    run = stopped(adapters(original, text), tmp_path)
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_resumed_is_the_same_run(
+    finished_with: Callable[[str], Any], quantize: str, original: Path, text: Path, tmp_path: Path
+) -> None:
+    run = stopped(adapters(original, text, lora__quantize=quantize), tmp_path)
     second = launch.reopen(run.path)
     second.run()
-    assert_same(second, finished)
+    assert_same(second, finished_with(quantize))
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_is_the_same_run(original: Path, text: Path, home: Path, tmp_path: Path) -> None:
+@QUANTIZED
+def test_killed_and_resumed_is_the_same_run(
+    quantize: str, original: Path, text: Path, home: Path, tmp_path: Path
+) -> None:
     """kill -9 after the first checkpoint, in a process of its own; the base is where it was."""
-    settings = [f"{key}={json.dumps(value)}" for key, value in adapters(original, text, training__steps=30).items()]
+    asked = adapters(original, text, training__steps=30, lora__quantize=quantize)
+    settings = [f"{key}={json.dumps(value)}" for key, value in asked.items()]
     whole, part = tmp_path / "whole", tmp_path / "part"
     words = ["train", "pretrain", *settings, "--runs", str(tmp_path)]
     (code,), (output,) = processes.finish(processes.start(home, 1, *words, "--name", "whole"))
@@ -180,9 +205,13 @@ def test_killed_and_resumed_is_the_same_run(original: Path, text: Path, home: Pa
     assert bytes_below(part / "reference") < 10_000  # base.json
 
 
-def test_a_base_that_moved_is_pointed_to(folder: Path, text: Path, finished: Any, tmp_path: Path) -> None:
-    """The error says how; afterwards the run knows the new path."""
-    run = stopped(adapters(folder, text), tmp_path)
+@QUANTIZED
+def test_a_base_that_moved_is_pointed_to(
+    folder: Path, text: Path, finished_with: Callable[[str], Any], quantize: str, tmp_path: Path
+) -> None:
+    """The error says how; afterwards the run knows the new path. Quantized again, the codes are the same."""
+    finished = finished_with(quantize)
+    run = stopped(adapters(folder, text, lora__quantize=quantize), tmp_path)
     away = tmp_path.parent / f"{tmp_path.name}-away"
     folder.rename(away)
     with pytest.raises(StorageError, match=r"bessemer resume .*part --base PATH"):
@@ -193,6 +222,7 @@ def test_a_base_that_moved_is_pointed_to(folder: Path, text: Path, finished: Any
     second = launch.reopen(run.path, base=str(away))
     second.run()
     assert_same(second, finished)
+    assert jax.tree.all(jax.tree.map(np.array_equal, second.state.frozen, finished.state.frozen))
     assert json.loads((run.path / "reference/base.json").read_text())["path"] == str(away)
     assert_equal(merge_adapters(load_model(run).params), finished.full_params())
 
@@ -215,12 +245,18 @@ def test_a_base_that_moved_with_the_run_is_found(
     assert load_model(RunDirectory(together / run.name)).step == 3
 
 
-@pytest.mark.parametrize("checksums", [True, False], ids=["with checksums", "without"])
-def test_a_base_changed_by_one_bit_is_refused(folder: Path, text: Path, checksums: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("checksums", "quantize"),
+    [(True, "none"), (False, "none"), (False, "nf4")],
+    ids=["with checksums", "without", "without, quantized"],
+)
+def test_a_base_changed_by_one_bit_is_refused(
+    folder: Path, text: Path, checksums: bool, quantize: str, tmp_path: Path
+) -> None:
     """By resume, by everything that loads the run, and by the doctor."""
     if not checksums:
         without_checksums(folder)
-    run = stopped(adapters(folder, text), tmp_path)
+    run = stopped(adapters(folder, text, lora__quantize=quantize), tmp_path)
     flip_a_bit(folder)
     why = "damaged" if checksums else r"is not the one that .* was trained with"
     with pytest.raises(StorageError, match=why):

@@ -158,7 +158,7 @@ def test_a_reference_from_the_second_stage_on(whole: tuple[Any, Watch]) -> None:
     for step in range(FIRST + 1, STEPS + 1):
         assert same_leaves(watch.references[step], watch.params[FIRST])
     assert list(stored(trainer)) == [FIRST]
-    first, second = trainer.other_functions, trainer.functions
+    first, second = trainer.functions_by_reference[False], trainer.functions
     assert first.compiled and second.compiled and first.abstract_state.reference is None
     flops = [functions.train_step.cost_analysis()["flops"] for functions in (first, second)]
     assert flops[0] < 0.85 * flops[1]

@@ -18,6 +18,7 @@ from tests.training import held  # noqa: F401 -- registers the objective
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
 from bessemer.checkpoint import Checkpoints
+from bessemer.config.resolve import Config
 from bessemer.doctor.checks import Diagnosis, examine_checkpoints
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.generate.load import load_model
@@ -164,6 +165,27 @@ def test_resumed_adapters_are_the_same_run(adapted: Any, lora: dict[str, object]
     second.run()
     assert_same(second, adapted)
     assert_equal(second.state.frozen, BASE)
+
+
+@pytest.mark.slow
+def test_a_run_saved_with_the_old_spelling_of_a_setting_resumes_bit_for_bit(
+    lora: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {**lora, "lora.rank_stabilized": True}
+    whole = launch.build_trainer("quickstart", settings, name="whole", root=tmp_path)
+    whole.run()
+    written = Config.to_yaml
+    with monkeypatch.context() as patch:
+        patch.setattr(Config, "to_yaml", lambda config: written(config).replace("stabilized", "stabilised"))
+        first = launch.build_trainer("quickstart", settings, name="part", root=tmp_path, callbacks=[StopAt(3)])
+        with pytest.raises(Stopped):
+            first.run()
+    saved = [tmp_path / "part/config.yaml", *(tmp_path / "part/checkpoints").glob("*/config.yaml")]
+    assert len(saved) > 1 and all("rank_stabilised: true" in file.read_text() for file in saved)
+    second = launch.reopen(tmp_path / "part")
+    second.run()
+    assert_same(second, whole)
+    assert load_model(second.run_directory, 3).params["blocks_0"]["q"].scale == 4.0  # α/√r
 
 
 def test_dora_dropout_and_ranks_by_pattern_resume_and_do_not_depend_on_the_micro_batch(

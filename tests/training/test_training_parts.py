@@ -317,9 +317,10 @@ def test_an_epoch_of_a_mixture_ends(tiny: dict[str, object], corpus: Path, tmp_p
         "training.epochs": 2,
     }
     trainer = launch.build_trainer("quickstart", settings, name="m", root=tmp_path)
-    stage = trainer.data.plan.epochs(trainer.steps)
+    drawn = trainer.data.plan.shares.before(trainer.steps)
+    passes = [count / len(rows) for count, rows in zip(drawn, trainer.data.plan.sources, strict=True)]
     assert trainer.steps == 2 * trainer.data.plan.rows // 8
-    assert max(stage.values()) > 2 > min(stage.values()) > 0
+    assert max(passes) > 2 > min(passes) > 0
 
 
 def test_what_is_asked_of_prepared_data_in_vain_is_said(

@@ -4,12 +4,13 @@
     step_00000512.tmp/…          loop.json, meta.json, config.yaml, tokenizer.json, then COMMIT; all synced
     step_00000512                one rename, then the parent is synced
 
-Whatever is killed, whenever: a directory with a final name is complete, and nothing else is looked at.
+A directory with its final name is complete, no matter when a process was killed; any other name is ignored.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -192,6 +193,10 @@ class Checkpoints:
     def leaves(self, step: int) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return name -> (dtype, shape) of every saved array, without reading any."""
         return read_manifest(self.path(step)).tree
+
+    def identity(self, step: int) -> str:
+        """Return the sha256 of the COMMIT file, which lists the hash of every other: equal for equal checkpoints."""
+        return hashlib.sha256((self.path(step) / COMMIT).read_bytes()).hexdigest()
 
     def read(self, step: int, name: str) -> str:
         """Return the text of a file beside the state, such as loop.json."""
@@ -395,8 +400,10 @@ def _entries(root: Path) -> list[Path]:
 # The directory of a save in progress
 
 
-PAUSE, AWAY, PATIENCE = 0.02, 1.0, 30.0
-"""Seconds between two looks at a deleted directory, for which it must stay away, and after which we stop looking."""
+# `Unfinished.abandon` deletes a directory that pending writes may recreate. In seconds:
+PAUSE = 0.02  # between two deletions
+AWAY = 1.0  # how long the directory must stay deleted
+PATIENCE = 30.0  # after which it gives up
 
 
 class Unfinished:

@@ -16,7 +16,7 @@ import click
 
 from bessemer import __version__
 from bessemer.cli.options import keep_memory, outlive_readers
-from bessemer.errors import BessemerError, InputError, Stopped, nearest, printable, runnable
+from bessemer.errors import BessemerError, InputError, Stopped, did_you_mean, printable, runnable
 
 BEGAN = time.monotonic()
 """When the program started, for the time to the first step."""
@@ -38,7 +38,7 @@ COMMANDS = {
     "export": "Export a trained model for other programs.",
     "recipes": "List the shipped recipes.",
     "plan": "Show what a recipe will take: sizes, schedules, memory, time.",
-    "launch": "Write a job file for SLURM or Kubernetes.",
+    "launch": "Train with one process per GPU, or write a job file for SLURM or Kubernetes.",
     "config": "Show the resolved settings of a recipe, each with its origin.",
     "tokenizer": "Train a tokenizer.",
     "data": "Prepare text for training, and inspect prepared data.",
@@ -61,8 +61,7 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            close = nearest(args[0], list(COMMANDS))
-            hint = f" Did you mean '{close}'?" if close else ""
+            hint = did_you_mean(args[0], list(COMMANDS))
             raise InputError(f"unknown command '{args[0]}'.{hint} `bessemer --help` lists them.")
         return super().resolve_command(ctx, args)
 
@@ -93,6 +92,8 @@ def main(arguments: list[str] | None = None) -> Any:
         atexit.register(_skip_finalization)  # first, hence run last: jax and trackers have ended their own work
         if sys.argv[1:2] in (["train"], ["resume"]):
             keep_memory()
+            outlive_readers()
+        elif sys.argv[1:3] == ["launch", "local"]:
             outlive_readers()
     try:
         code = cli.main(arguments, prog_name="bessemer", standalone_mode=False)

@@ -1,4 +1,4 @@
-"""`bessemer launch slurm` and `bessemer launch k8s`: the job file of a recipe."""
+"""`bessemer launch local`: one process per GPU. `launch slurm` and `launch k8s`: the job file of a recipe."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from bessemer.cli.options import FORWARD, WORDS, say, several
-from bessemer.cli.train import split_words
+from bessemer.cli.options import FORWARD, RUNS, WORDS, refuse_flags, say, several
+from bessemer.cli.train import parted, split_words
 from bessemer.errors import InputError
 
 COMMON = several(
@@ -26,17 +26,61 @@ COMMON = several(
 
 @click.group("launch")
 def command() -> None:
-    """Write a job file that starts a recipe on a cluster and restarts it whenever it was stopped or lost.
+    """Start a run on all GPUs of this machine, or write the job file that starts and restarts it on a cluster.
 
-    The recipe is checked now, not after hours in a queue. Nothing is submitted.
+    `local` starts one process per GPU now. `slurm` and `k8s` check the recipe, so that a mistake does not cost hours in
+    a queue, and write a file; they submit nothing.
 
     \b
     Examples:
+      bessemer launch local pretrain training.dataset=data/web --name web
       bessemer launch slurm pretrain training.dataset=data/web --nodes 4 --gpus-per-node 8 --time 24h
       sbatch pretrain.sbatch
       bessemer launch k8s pretrain training.dataset=/bessemer/web --nodes 4 --gpus-per-node 8 --image lab/bessemer:1
       kubectl apply -f pretrain.yaml
     """
+
+
+@command.command("local", context_settings=FORWARD)
+@WORDS
+@click.option("--processes", type=int, metavar="N", help="Default: the number of visible NVIDIA GPUs.")
+@click.option("--name", help="Name of the run; default: recipe and time.")
+@RUNS
+@click.option("--resume", metavar="RUN", help="Continue this run, with this number of processes.")
+@click.option("--restarts", type=int, default=3, show_default=True, metavar="N", help="Restarts after failures.")
+def local(
+    words: tuple[str, ...], processes: int | None, name: str | None, root: str, resume: str | None, restarts: int
+) -> int:
+    """Train on this machine with one process per GPU; on a CPU, --processes N with one device each.
+
+    Each process sees one GPU of CUDA_VISIBLE_DEVICES (default: all). RECIPE, settings, --name and --runs are those of
+    `bessemer train`. Process 0 prints here; the others write to RUN/logs/process-K.log.
+
+    If a process is lost (killed, crashed, exit 1, 4 or 134), the others are stopped and all resume from the last
+    checkpoint, at most --restarts times, counted in RUN/starts. Bad input (2) and failed training (3) end it. Ctrl-C or
+    SIGTERM stops all with a checkpoint, exit 75; a second one leaves at once.
+
+    \b
+    Examples:
+      bessemer launch local pretrain training.dataset=data/web --name web      # all GPUs
+      CUDA_VISIBLE_DEVICES=0,1 bessemer launch local sft init=runs/web training.dataset=chats.jsonl
+      bessemer launch local quickstart --processes 2 --name two                # no GPU: two CPU processes
+      bessemer launch local --resume runs/two --processes 2
+    """
+    from bessemer.launch.local import local_group
+
+    if resume is None:
+        recipe, overrides = split_words(words)
+    else:
+        refuse_flags(words)
+        (given, overrides), recipe = parted(words), None
+        if given or name is not None:
+            wrong = f"the recipe '{given[0]}'" if given else "--name"
+            raise InputError(f"--resume {resume} continues a run under its own name and recipe; leave out {wrong}.")
+    group = local_group(
+        recipe, overrides, processes=processes, name=name, root=root, resume=resume, restarts=restarts, say=say
+    )
+    return group.launch()
 
 
 @command.command("slurm", context_settings=FORWARD)
@@ -60,7 +104,7 @@ def slurm(words: tuple[str, ...], out: str | None, **options: Any) -> None:
       bessemer launch slurm pretrain training.dataset=data/web topology.data=4 topology.fsdp=8 \\
           --nodes 4 --gpus-per-node 8 --time 24h --partition gpu --setup 'source ~/venv/bin/activate'
     """
-    from bessemer.launch import Batch, script
+    from bessemer.launch.job_files import Batch, script
 
     batch = Batch(**{name: options.pop(name) for name in ("partition", "account", "cpus", "memory", "setup")})
     job = _job(words, options)
@@ -96,7 +140,7 @@ def k8s(words: tuple[str, ...], out: str | None, mount: str, **options: Any) -> 
           --node-selector cloud.google.com/gke-tpu-topology=4x4
     """
     from bessemer.config.recipes import recipe_names
-    from bessemer.launch import Pods, manifest
+    from bessemer.launch.job_files import Pods, manifest
 
     names = ("image", "claim", "resource", "namespace", "cpus", "memory", "selectors")
     pods = Pods(mount=mount, **{name: options.pop(name) for name in names})
@@ -111,7 +155,7 @@ def k8s(words: tuple[str, ...], out: str | None, mount: str, **options: Any) -> 
 
 
 def _job(words: tuple[str, ...], options: dict[str, Any]) -> Any:
-    from bessemer.launch import describe_job, unseen
+    from bessemer.launch.job_files import describe_job, unseen
 
     recipe, overrides = split_words(words)
     job = describe_job(recipe, overrides, **options)

@@ -14,6 +14,21 @@ from typing import Any, NamedTuple
 
 VALUE = "VALUE"  # stands for a value that was not given
 
+RENAMED = {"lora/rank_stabilised": "lora/rank_stabilized", "grpo/normalisation": "grpo/normalization"}
+"""Settings that had another name. The old one works wherever settings are read; what is shown and saved is the new."""
+RENAMED_VALUES = {"distill/tail": {"renormalise": "renormalize"}}
+"""Values that had another name, by setting."""
+
+
+def current_name(key: str) -> str:
+    """Return the present name of a setting (section/name) that may be written with its old one."""
+    return RENAMED.get(key, key)
+
+
+def current_value(key: str, value: Any) -> Any:
+    """Return the present form of a value that may be written in its old one. key: section/name, present."""
+    return RENAMED_VALUES.get(key, {}).get(value, value) if isinstance(value, str) else value
+
 
 @dataclass(frozen=True)
 class Alias:
@@ -380,7 +395,7 @@ _TABLE: list[Alias] = [
         values={"all-linear": "lora.targets=all-linear"},
     ),
     Alias("modules_to_save", "lora.whole", "It takes patterns over parameter paths", convert=_as_list),
-    Alias("use_rslora", "lora.rank_stabilised"),
+    Alias("use_rslora", "lora.rank_stabilized"),
     Alias(
         "init_lora_weights",
         "lora.init",
@@ -389,10 +404,10 @@ _TABLE: list[Alias] = [
         convert=_listed,
     ),
     _switch("use_peft", "lora.rank=16", "lora.rank=0"),
-    Alias(
-        "load_in_4bit load_in_8bit lora.bits bits",
-        note="Quantized base weights are not supported; lora.rank=N trains adapters on unquantized ones",
-    ),
+    _switch("load_in_4bit", "lora.quantize=nf4", "lora.quantize=none"),
+    _switch("load_in_8bit", "lora.quantize=int8", "lora.quantize=none"),
+    Alias("lora.bits bits", "lora.quantize", values={"4": "nf4", "8": "int8", "16": "none"}, convert=_listed),
+    Alias("bnb_4bit_quant_type", "lora.quantize", values={"nf4": "nf4"}, convert=_listed),
     # fine-tuning, preferences, reinforcement
     Alias(
         "packing",
@@ -400,7 +415,7 @@ _TABLE: list[Alias] = [
     ),
     Alias("neftune_noise_alpha", "sft.neftune_alpha", select="objective=sft", values={"none": "0"}),
     Alias("beta", "dpo.beta grpo.kl_coef optimization.kl.beta"),
-    Alias("loss_type", "dpo.loss grpo.normalisation"),
+    Alias("loss_type", "dpo.loss grpo.normalization"),
     Alias("simpo_gamma", "dpo.gamma", select="objective=dpo"),
     Alias("reference_free", note="dpo.loss=simpo, orpo and cpo need no reference"),
     Alias("rpo_alpha", "dpo.sft_alpha", select="objective=dpo"),

@@ -138,12 +138,12 @@ class Schema:
 
     def __getitem__(self, key: str) -> Setting:
         try:
-            return self.settings[slashed(key)]
+            return self.settings[aliases.current_name(slashed(key))]
         except KeyError:
             raise InputError(self.unknown(slashed(key)) + ".") from None
 
     def __contains__(self, key: str) -> bool:
-        return slashed(key) in self.settings
+        return aliases.current_name(slashed(key)) in self.settings
 
     def is_section(self, key: str) -> bool:
         return any(known.startswith(key + "/") for known in self.settings)

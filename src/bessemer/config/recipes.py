@@ -12,10 +12,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from bessemer.config.aliases import RENAMED, RENAMED_VALUES, current_name, current_value
 from bessemer.config.bounded import check_references, check_yaml, read_text
 from bessemer.config.declare import RESERVED, dotted
 from bessemer.config.values import Mismatch, plain
-from bessemer.errors import InputError, nearest
+from bessemer.errors import InputError, did_you_mean
 
 
 # --- where the value of a setting came from ---
@@ -114,12 +115,25 @@ class Layer:
 
 
 def nest(mapping: Mapping[Any, Any], origin: Origin | str) -> dict[str, Any]:
-    """Return the nested form: {"a": {"b": 1}}, {"a.b": 1} and {"a/b": 1} are the same."""
+    """Return the nested form: {"a": {"b": 1}}, {"a.b": 1} and {"a/b": 1} are the same, and so are old names of
+    settings and their new ones."""
     tree: dict[str, Any] = {}
     for name, value in mapping.items():
         if not isinstance(name, str):
             raise InputError(f"{origin}: the key {name!r} is not text. Settings have names like training.steps.")
         _insert(tree, tuple(re.split(r"[./]", name)), value, origin)
+    return _with_current_names(tree, origin)
+
+
+def _with_current_names(tree: dict[str, Any], origin: Origin | str) -> dict[str, Any]:
+    """Return the nested settings under their present names and with present values."""
+    for key in (*RENAMED, *RENAMED_VALUES):
+        section, _, name = key.rpartition("/")
+        held = tree.get(section)
+        if isinstance(held, Mapping) and name in held:
+            tree[section] = {other: value for other, value in held.items() if other != name}
+            now = current_name(key)
+            _insert(tree, tuple(now.split("/")), current_value(now, held[name]), origin)
     return tree
 
 
@@ -215,7 +229,7 @@ def override_layer(overrides: Sequence[str] | Mapping[str, Any], origin: Origin)
     layer = Layer(origin, {})
     for word in overrides:
         name, equals, text = word.partition("=")
-        key = name.strip().replace(".", "/")
+        key = current_name(name.strip().replace(".", "/"))
         if not equals or not key:
             raise InputError(f"'{word}' ({origin}) is not a setting: write key=value, as in training.batch_size=64.")
         if key in layer.texts and layer.texts[key] != text:
@@ -225,7 +239,8 @@ def override_layer(overrides: Sequence[str] | Mapping[str, Any], origin: Origin)
             )
         if key not in layer.texts:
             layer.texts[key] = text
-            _insert(layer.tree, tuple(key.split("/")), parse_value(text, dotted(key), origin), origin)
+            value = current_value(key, parse_value(text, dotted(key), origin))
+            _insert(layer.tree, tuple(key.split("/")), value, origin)
     return layer
 
 
@@ -352,8 +367,7 @@ def find_recipe(name: str | Path, beside: Path | None = None) -> Path:
         )
     if path.suffix.lower() in YAML or len(Path(word).parts) > 1:
         raise InputError(f"recipe file '{path}' does not exist.")
-    close = nearest(word, recipe_names())
-    hint = f" Did you mean '{close}'?" if close else ""
+    hint = did_you_mean(word, recipe_names())
     raise InputError(
         f"unknown recipe '{word}'.{hint} Shipped: {', '.join(recipe_names())}; or the path of a YAML file."
     )
@@ -400,7 +414,7 @@ def _forget_choices(layer: Layer, saved: Any) -> None:
         raise InputError(f"{layer.origin}: 'provenance' must be a mapping from settings to their origin.")
     layer.origins = {}
     for key, origin in saved.items():
-        path = str(key).replace(".", "/").split("/")
+        path = current_name(str(key).replace(".", "/")).split("/")
         if not Origin.parse(str(origin)).is_derived:
             layer.origins["/".join(path)] = layer.origin
             continue

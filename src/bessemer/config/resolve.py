@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from bessemer.config.aliases import current_name
 from bessemer.config.declare import Schema, Setting, declared, dotted, slashed
 from bessemer.config.recipes import (
     COMMAND_LINE,
@@ -67,7 +68,7 @@ class Config:
         return key in self.schema
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self.values.get(slashed(key), default)
+        return self.values.get(current_name(slashed(key)), default)
 
     def set(self, key: str, value: Any, why: str | Origin) -> None:
         """Record what the program chose by itself, with its reason; checked like any other value."""
@@ -167,7 +168,9 @@ def load_saved(
     if not isinstance(origins, Mapping):
         raise InputError(f"{origin}: 'provenance' must be a mapping from settings to their origin.")
     origins = merge([Layer(origin, dict(origins))], resolve=True, is_section=lambda key: False)
-    layer = Layer(origin, tree, origins={slashed(key): Origin.parse(str(word)) for key, word in origins.items()})
+    layer = Layer(
+        origin, tree, origins={current_name(slashed(key)): Origin.parse(str(word)) for key, word in origins.items()}
+    )
     return _build(schema_of, [layer, override_layer(overrides, source)])
 
 

@@ -228,11 +228,11 @@ def _guarded(admit: Callable[[Request], None], endpoint: Callable[[Request], Any
             admit(request)
             response = await endpoint(request)
         except Gone as error:
-            response = JSONResponse(ApiError(404, str(error)).document(), 404)
+            response = ApiError(404, str(error)).response()
         except BessemerError as error:
-            response = JSONResponse(ApiError(409, str(error)).document(), 409)
+            response = ApiError(409, str(error)).response()
         except ApiError as error:
-            response = JSONResponse(error.document(), error.status, error.headers)
+            response = error.response()
         except ClientDisconnect:
             response = Response(status_code=499)  # nobody reads it
         response.headers.update(HEADERS)
@@ -331,13 +331,12 @@ def _view(query: dict[str, str]) -> View:
 async def _plain_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:100]}: {error.detail}."
-    return JSONResponse(ApiError(error.status_code, message).document(), error.status_code, HEADERS)
+    return ApiError(error.status_code, message, headers=HEADERS).response()
 
 
 async def _bug(request: Request, error: Exception) -> Response:
     """Answer a bug; its traceback is in the server's own output."""
-    document = ApiError(500, "internal error; the server's terminal has the traceback.").document()
-    return JSONResponse(document, 500, HEADERS)
+    return ApiError(500, "internal error; the server's terminal has the traceback.", headers=HEADERS).response()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Processes that the page starts or stops: runs that are resumed, and models behind `bessemer serve` for the chat.
-
-`python -m bessemer.dash.processes COMMAND` runs a `bessemer` command that ends with the process that started it.
-"""
+"""Processes that the page starts or stops: runs that are resumed, and models behind `bessemer serve` for the chat."""
 
 from __future__ import annotations
 
@@ -11,16 +8,14 @@ import http.client
 import json
 import os
 import re
-import runpy
 import secrets
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,7 +149,7 @@ class Model:
         self.port: int | None = None
         self._said: deque[str] = deque(maxlen=20)
         self._news = threading.Event()
-        words = module_command("bessemer.dash.processes", "serve", path, "--port", "0", "--slots", "4")
+        words = module_command("bessemer.job.child", "serve", path, "--port", "0", "--slots", "4")
         words += ["--queue", "16", "--timeout", str(ANSWER_SECONDS)]
         words += [] if step is None else ["--step", str(step)]
         variables = module_environment(XLA_PYTHON_CLIENT_PREALLOCATE="false")
@@ -276,24 +271,3 @@ def _stream(port: int, token: str, body: dict[str, Any]) -> Iterator[bytes]:
             return
         while time.monotonic() < deadline and (line := response.readline(1 << 20)):
             yield line
-
-
-def when_input_ends(action: Callable[[], object]) -> None:
-    """Call `action` in a thread once standard input closes, which it does however the parent process ends."""
-
-    def wait() -> None:
-        while os.read(0, 4096):
-            pass
-        action()
-
-    threading.Thread(target=wait, name="bessemer-parent", daemon=True).start()
-
-
-def end_with_parent() -> None:
-    when_input_ends(lambda: os.kill(os.getpid(), signal.SIGTERM))
-
-
-if __name__ == "__main__":
-    end_with_parent()
-    sys.argv = ["bessemer", *sys.argv[1:]]
-    runpy.run_module("bessemer", run_name="__main__", alter_sys=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bessemer.config import field
-from bessemer.data.plan.mixture import Sampling
+from bessemer.data.plan.mixture import FADES, Sampling
 from bessemer.data.rows.store import is_store
 from bessemer.registry import datasets
 from bessemer.storage.files import home
@@ -58,10 +58,7 @@ class DataSettings:
         help="a PADDED or CONTRASTIVE example without a trained token in a row: fail, or skip and count",
     )
     crossfade: str = field(
-        "data/crossfade",
-        default="none",
-        choices=("none", "linear", "cosine", "sigmoid"),
-        help="how the mixture of one stage changes into the next",
+        "data/crossfade", default="none", choices=FADES, help="how the mixture of one stage changes into the next"
     )
     crossfade_share: float = field(
         "data/crossfade_share",

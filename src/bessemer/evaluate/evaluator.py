@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 import jax
 
 from bessemer import console
-from bessemer.errors import InputError, nearest
+from bessemer.errors import InputError, did_you_mean
 from bessemer.evaluate.bundle import SUFFIXES, evaluate_task, is_task_file, read_task
 from bessemer.generate import LoadedModel, load_model
 from bessemer.job import BasicJob, ExecutionSpec, RunDirectory
@@ -160,8 +160,7 @@ def check_tasks(tasks: Sequence[str]) -> list[str]:
             continue
         word, colon, source = name.partition(":")
         if word not in evaluations:
-            close = nearest(word, evaluations.names())
-            hint = f" Did you mean '{close}'?" if close else ""
+            hint = did_you_mean(word, evaluations.names())
             raise InputError(f"unknown evaluation '{name}'.{hint} Known: {known()}.")
         if colon and (not source or "source" not in inspect.signature(evaluations.get(word)).parameters):
             reason = "takes nothing" if source else "has nothing"

@@ -98,6 +98,7 @@ def write(
 @contextlib.contextmanager
 def engine_for(loaded: LoadedModel, slots: int, capacity: int | None = None) -> Iterator[Engine]:
     """Yield the engine of this size, compiled once per model, with the current parameters; then free its memory."""
+    # not loaded.scope: the engine outlives `loaded`, whose parameters it would hold
     scope = contextlib.nullcontext if loaded.topology is None else loaded.topology.scope
     options = {"slots": slots, "capacity": capacity, "fetch": loaded.fetch, "scope": scope}
     engine: Engine = loaded.program(f"engine of {slots} rows of {capacity}", lambda: Engine.of(loaded, **options))

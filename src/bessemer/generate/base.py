@@ -257,13 +257,29 @@ def read_hashed(arrays: Arrays, name: str) -> tuple[np.ndarray, str]:
     if isinstance(arrays, MergedArrays):
         return arrays.read_hashed(name)
     if isinstance(arrays, Folder):
-        tensor = arrays.tensors[name]
-        stored, own = _read_file(arrays.files[tensor.theirs], tensor.theirs)
-        return tensor.to_ours(stored), own
+        return _read_folder(arrays, name)
     if isinstance(arrays, WeightFile):
         return _read_file(arrays, name)
     array = arrays.read(name)
     return array, digest(array)
+
+
+def _read_folder(folder: Folder, name: str) -> tuple[np.ndarray, str]:
+    """A tensor in 4 bits is stored as several: its hash is of theirs."""
+    hashes: dict[str, str] = {}
+
+    def read(theirs: str) -> np.ndarray:
+        stored, hashes[theirs] = _read_file(folder.files[theirs], theirs)
+        return stored
+
+    array, theirs = folder.read_parts(name, read), folder.tensors[name].theirs
+    if theirs not in folder.quantized:
+        return array, hashes[theirs]
+    for part in folder.quantized[theirs].parts:
+        if part not in hashes:
+            read(part)
+    lines = "".join(f"{part} {own}\n" for part, own in sorted(hashes.items()))
+    return array, hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _read_file(file: WeightFile, name: str) -> tuple[np.ndarray, str]:

@@ -28,6 +28,7 @@ from bessemer.generate.request import TOP, Event, Handle, QueueFull, Ranking, Re
 from bessemer.generate.rows import STOPS, Admission, Asked, Output, Slots, looks, stop_table
 from bessemer.generate.sampling import Filters, SamplingOptions, Way, way_of
 from bessemer.generate.text import TextStream
+from bessemer.models.lora import holds_several
 from bessemer.topology import process_count
 
 READING = 0.075  # seconds of a round while somebody reads along; longer ones look like stuttering
@@ -207,6 +208,7 @@ class Engine:
         self.narrowest, self.least = narrowest, least
         self.fetch, self.scope = fetch, scope
         self.threaded = False  # an EngineThread runs the rounds
+        self._several = holds_several(params)
         self.rounds = self.tokens = self.prompt_tokens = 0
         self._cast: Any = None  # the parameters as programs read them, from their first use on
         with scope():
@@ -455,7 +457,7 @@ class Engine:
     def _place(self, one: Joining) -> None:
         """Assign slots, preferably one that holds the beginning of the prompt."""
         request, prompt = one.handle.request, tuple(one.handle.request.prompt_ids)
-        slot = self._slot_holding(prompt) if one.count == 1 else None
+        slot = self._slot_holding(prompt) if one.count == 1 and not request.adapter else None
         if slot is not None:
             self._free.remove(slot)
             one.held, one.slots = len(self._held[slot]), [slot]
@@ -504,7 +506,11 @@ class Engine:
         filler = size - count
         filters = Filters.rows([*options, *[SamplingOptions()] * filler], self.vocab_size)
         asked = Asked(limit, streams, filters, stop_table([*stops, *[()] * filler]))
-        return Admission(prompts, lengths, held, sources, places, asked)
+        if not self._several:
+            return Admission(prompts, lengths, held, sources, places, asked)
+        adapters = np.zeros(height, np.int32)
+        adapters[: len(group)] = [one.handle.request.adapter for one in group]
+        return Admission(prompts, lengths, held, sources, places, asked._replace(adapter=adapters[sources]), adapters)
 
     def _decode(self) -> None:
         active, rows, begun = sorted(self._rows), self._rows.values(), time.perf_counter()
@@ -532,7 +538,7 @@ class Engine:
         if event.finish is not None:
             del self._rows[slot]
             self._free.append(slot)
-            if self.reuse and row.made:
+            if self.reuse and row.made and not row.handle.request.adapter:
                 self._held[slot] = row.held
         if event.ids or event.finish is not None:
             row.handle.put(event, None if event.finish is None else row.sample(event.finish))

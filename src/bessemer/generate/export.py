@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from bessemer.checkpoint import Checkpoints
@@ -14,6 +13,7 @@ from bessemer.config.recipes import parse_saved
 from bessemer.console import ShowBytes
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
+from bessemer.generate.adapters import run_adapters
 from bessemer.generate.base import MergedArrays, read_record
 from bessemer.generate.load import (
     SECTIONS,
@@ -38,7 +38,7 @@ from bessemer.models.lora import merge_adapters
 from bessemer.models.protocol import new_parameters
 from bessemer.storage.artifacts import ALLOCATION
 from bessemer.storage.files import storage
-from bessemer.storage.weights import OURS, Arrays, flatten, select, total, write_file
+from bessemer.storage.weights import OURS, Arrays, flatten, total, write_file
 
 
 def export_run(
@@ -101,25 +101,23 @@ def open_adapted(
 
 
 def export_run_adapters(run: RunDirectory, out: Path, step: int | str | None = None) -> list[str]:
-    """Write the adapters that a checkpoint holds, without the weights they were trained on."""
-    checkpoints = Checkpoints(run.checkpoints)
-    step = run.step_of_stage(step) if isinstance(step, str) else step
-    try:
-        chosen, notes = choose(checkpoints, run, step)
-        if chosen is None:
-            raise InputError(f"{run.path} has no checkpoint, so there are no adapters to export.")
-        config = parse_saved(checkpoints.read(chosen, "config.yaml"), str(checkpoints.path(chosen)))
-        saved = select(checkpoints.leaves(chosen), "params")
-        abstract = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (dtype, shape) in saved.items()}
-        arrays = TreeArrays(checkpoints.restore(chosen, abstract, only="params"))
-    finally:
-        checkpoints.close()
-    lora = {"rank": 0, "alpha": 0.0, **(config.get("lora") or {})}
-    record, start = read_record(run), config.get("init")
-    base = str(start) if start is not None and is_folder(Path(start)) else None  # what PEFT could load
+    """Write the adapters of a run in PEFT's layout, without the weights they were trained on."""
+    held = run_adapters(run, step)
+    if not held.lora.rank:
+        raise InputError(f"{run.path} holds no adapters (lora.rank is 0); export it without --adapters.")
+    model = build_model(held.config, held.where)[0]
+    if not isinstance(model, Llama):
+        raise InputError(
+            f"PEFT's layout names matrices of transformers, which has no model like {held.config['model']['family']}. "
+            "Export the merged model instead, without --adapters."
+        )
+    record, start = held.record, held.config.get("init")
+    places = [start] if record is None else [start, record.path]
+    base = next((str(place) for place in places if place is not None and is_folder(Path(place))), None)
     if record is not None and record.source is not None:
         base = record.source.removeprefix("hf:").partition("@")[0]
-    return [f"note: {note}" for note in notes] + export_adapters(arrays, lora, out, base)
+    notes = [f"note: {note}" for note in held.notes]
+    return notes + export_adapters(held.arrays, held.lora, model, out, base)
 
 
 def export_ours(

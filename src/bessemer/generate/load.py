@@ -1,9 +1,9 @@
 """A run's model for inference: its shape from the saved configuration, its parameters from a checkpoint.
 
-Only the sections `model`, `architecture` and `lora`, and `training.freeze`, are read, and only names of the registry
-are followed: code that a configuration names (plugins, a trainer or callback of the user's) is never imported here. A
-run that trained a part of its parameters gives the whole: adapters merged; frozen ones from the base that the run names
-(base.py), or from the run's own copy, RUN/reference/frozen.
+Only the sections `model`, `architecture` and `lora`, `training.freeze` and `training.param_dtype` are read, and only
+names of the registry are followed: code that a configuration names (plugins, a trainer or callback of the user's) is
+never imported here. A run that trained a part of its parameters gives the whole: adapters merged; frozen ones from the
+base that the run names (base.py), or from the run's own copy, RUN/reference/frozen.
 """
 
 from __future__ import annotations
@@ -42,6 +42,20 @@ from bessemer.topology import Topology, shardings, unbox
 SECTIONS = ("model", "architecture")
 FAMILY = "model/family"
 WEIGHTS = "model.safetensors"
+OWN = (
+    "architecture/precision",
+    "architecture/fp8/",
+    "architecture/attention",
+    "architecture/kernels",
+    "architecture/remat",
+    "architecture/scan_layers",
+    "architecture/dropout",
+    "architecture/document_mask",
+    "architecture/loss_chunks",
+    "architecture/lookup/path",
+    "architecture/lookup/sample_tokens",
+)
+"""How the same weights are computed and trained: a matter of each run, not of the weights."""
 
 
 @dataclasses.dataclass
@@ -267,6 +281,11 @@ def read_whole(
     if record is not None:
         check_base(checkpoints, step, record)
         return split.complete(params, read_base(run, record, located(kept, topology), base))
+    if split.quantized:
+        raise StorageError(
+            f"{bases.record_file(run)} is missing: it names the base model that {checkpoints.path(step)} was trained "
+            "with. Put it back from a copy."
+        )
     store = frozen_store(run)
     if problems := store.verify(0):
         raise StorageError(

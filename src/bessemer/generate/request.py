@@ -36,6 +36,7 @@ class Request:
     logprobs: bool = False  # log p(token) of the model itself, before penalties, temperature and filters
     top_logprobs: int = 0  # with `logprobs`: also this many of the most likely tokens, at most TOP
     stream: bool = False  # its events are read as they come: the same tokens, in short rounds
+    adapter: int = 0  # of an engine with several over one base: which one; 0 is the base alone
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from bessemer.generate.sampling import Filters, SamplingOptions, Way, choose, row_keys
-from bessemer.models.lora import Adapted
+from bessemer.kernels.quantized import Quantized
+from bessemer.models.lora import Adapted, for_rows, holds_several, is_node
 from bessemer.models.shape import round_up
 from bessemer.models.transformer import Transformer
 from bessemer.topology import CompiledTogether
@@ -48,6 +49,7 @@ class Rows:
     streams: Array  # (B, 2) uint32, see `row_keys`
     filters: Filters  # (B,)
     stops: Array  # (B, STOPS) int32, -1 where there is none
+    adapter: Array | None = None  # (B,) int32, of several over one base (`stack_adapters`)
 
 
 class Asked(NamedTuple):
@@ -57,6 +59,7 @@ class Asked(NamedTuple):
     streams: Any  # (B, 2)
     filters: Filters
     stops: Any  # (B, STOPS)
+    adapter: Any = None  # (B,), of several
 
 
 class Output(NamedTuple):
@@ -96,9 +99,7 @@ def cast_matrices(model: Any, params: Any) -> Any:
     """Return the parameters with matrices in the compute dtype, as every step reads them."""
     if not isinstance(model, Transformer):
         return params
-    return jax.tree_util.tree_map_with_path(
-        functools.partial(_cast, model), params, is_leaf=lambda leaf: isinstance(leaf, Adapted)
-    )
+    return jax.tree_util.tree_map_with_path(functools.partial(_cast, model), params, is_leaf=is_node)
 
 
 def in_use(model: Any, params: Any) -> Any:
@@ -115,6 +116,8 @@ def in_use(model: Any, params: Any) -> Any:
     def gather(box: Any, leaf: Any) -> Any:
         if isinstance(leaf, Adapted):
             return replace(leaf, w=gather(box, leaf.w))
+        if isinstance(leaf, Quantized):
+            return leaf.constrained(box.names)
         return constrain(leaf, *box.names) if isinstance(box, nn.Partitioned) else leaf
 
     return jax.tree.map(gather, boxed, params, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
@@ -124,6 +127,8 @@ def _cast(model: Any, path: Any, leaf: Any) -> Any:
     """Cast matrices only: a step reads few rows of a table, and gates are float32 in use."""
     if isinstance(leaf, Adapted):
         return replace(leaf, w=_cast(model, path, leaf.w))
+    if isinstance(leaf, Quantized):
+        return leaf
     group = model.group_of(tuple(str(getattr(key, "key", key)) for key in path))
     return leaf.astype(model.compute_dtype) if group in ("matrix", "head") else leaf
 
@@ -153,6 +158,7 @@ def begin_rows(vocab_size: int, cache: Any, token: Array, seen: Array, asked: As
         streams=asked.streams,
         filters=asked.filters,
         stops=asked.stops,
+        adapter=asked.adapter,
     )
 
 
@@ -180,7 +186,7 @@ def decode_block(
 
     `bound` (a multiple of `looks`) is a traced value. `top`: how many of the most likely tokens to record per step.
     """
-    params = in_use(model, params)
+    params = for_rows(in_use(model, params), rows.adapter)
     size = rows.token.shape[0]
     before = rows.count
 
@@ -268,6 +274,7 @@ class Admission(NamedTuple):
     sources: Any  # (M,) which prompt
     slots: Any  # (M,) which slot
     asked: Asked  # of the M
+    adapters: Any = None  # (R,), of several over one base
 
 
 class Slots:
@@ -399,9 +406,11 @@ def _program(function: Any, name: str, static: tuple[str, ...], places: Any) -> 
 def _empty_rows(model: Any, count: int, capacity: int, params: Any) -> Rows:
     cache = model.init_cache(count, capacity)
     nothing = jnp.zeros((count,), jnp.int32)
+    adapter = nothing if holds_several(params) else None
+    chosen = for_rows(params, adapter)
     one = jax.ShapeDtypeStruct((count, 1), jnp.int32)
     # the structure it has after a step: static facts of a cache ("empty") are part of its type
-    after = jax.eval_shape(lambda ids, cache: forward(model, params, ids, cache, nothing)[1], one, cache)
+    after = jax.eval_shape(lambda ids, cache: forward(model, chosen, ids, cache, nothing)[1], one, cache)
     rows = Rows(
         cache=jax.tree.unflatten(jax.tree.structure(after), jax.tree.leaves(cache)),
         token=nothing,
@@ -413,6 +422,7 @@ def _empty_rows(model: Any, count: int, capacity: int, params: Any) -> Rows:
         streams=jnp.zeros((count, 2), jnp.uint32),
         filters=jax.tree.map(jnp.asarray, Filters.rows([SamplingOptions()] * count, model.vocab_size)),
         stops=jnp.full((count, STOPS), -1, jnp.int32),
+        adapter=adapter,
     )
     placed = jax.tree.map(_by_rows, replace(rows, cache=None))
     return replace(placed, cache=rows.cache)
@@ -431,7 +441,7 @@ def _admit(model: Any, params: Any, rows: Rows, new: Admission, *, width: int, r
         ids = prompts.at[jnp.arange(prompts.shape[0])[:, None], at].get(mode="fill", fill_value=0)
     else:
         cache, ids = model.init_cache(prompts.shape[0], width), prompts[:, :width]
-    _, cache = forward(model, params, ids, cache, new.lengths - 1 - new.held)
+    _, cache = forward(model, for_rows(params, new.adapters), ids, cache, new.lengths - 1 - new.held)
     ends = ends_of(model.vocab_size, prompts, new.lengths)
     cache, (token, seen) = take_rows((cache, ends), new.sources)
     return put_rows(rows, begin_rows(model.vocab_size, cache, token, seen, new.asked), new.slots)

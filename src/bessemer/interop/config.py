@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from bessemer.config import declared, dotted
 from bessemer.errors import InputError
+from bessemer.interop.bitsandbytes import check_method
+from bessemer.models.hf_types import layer_types
 from bessemer.models.llama import ROPE_TYPES, Llama
 from bessemer.models.transformer import MOST_LAYERS
+from bessemer.registry import hf_types
 from bessemer.storage.weights import Signature
 
-CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+OWN = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
+"""Types of the llama family: what sets them apart is in this file."""
 LONGEST_CONTEXT = 8192
 """An import's context: caches and tables are made for it. A longer one is asked for."""
 LARGEST = 2**31 - 1
@@ -42,7 +42,9 @@ class HFConfig:
     """
 
     def __init__(self, values: Mapping[str, Any], where: str):
-        self.values, self.where = values, where
+        self.where = where
+        kind = str(values.get("model_type"))
+        self.values = {**hf_types.get(kind).defaults, **values} if kind in hf_types else values
 
     def refuse(self, key: str, problem: str) -> InputError:
         return InputError(f"{self.where}: {key} is {_shown(self._at(key))}; {problem}")
@@ -112,7 +114,7 @@ class HFConfig:
         kv_heads = self.whole("num_key_value_heads", heads)
         if kv_heads > heads or heads % kv_heads:
             raise self.refuse("num_key_value_heads", f"it must divide num_attention_heads, which is {heads} here.")
-        head_dim = self.whole("head_dim", 128 if self.kind == "qwen3" else width // heads)
+        head_dim = self.whole("head_dim", width // heads)
         if head_dim < 2 or head_dim % 2:
             raise InputError(
                 f"{self.where}: head_dim is {head_dim} (hidden_size {width}, num_attention_heads {heads}); "
@@ -120,9 +122,8 @@ class HFConfig:
             )
         positions = self.whole("max_position_embeddings", 2048)
         biased = {"qwen2": "qkv", "mistral": "none"}.get(self.kind, "all" if self.flag("attention_bias") else "none")
-        window, layers = self._windows(depth)
         return {
-            "model/family": "llama",
+            "model/family": hf_types.get(self.kind).family,
             "model/hf_type": self.kind,
             "model/depth": depth,
             "model/width": width,
@@ -132,33 +133,35 @@ class HFConfig:
             "model/mlp_width": self.whole("intermediate_size"),
             "model/vocab_size": self.whole("vocab_size"),
             "model/tied_head": self.flag("tie_word_embeddings"),
-            "model/sliding_window": window,
-            "model/sliding_layers": layers,
+            **self._windows(depth),
+            **self._positionless(depth),
             "model/max_positions": positions,
             "model/end_tokens": self.end_tokens(),
             "architecture/block_size": min(positions, LONGEST_CONTEXT),
             "architecture/attention_bias": biased,
-            "architecture/mlp_bias": self.kind == "llama" and self.flag("mlp_bias"),
+            "architecture/mlp_bias": self.kind in ("llama", "smollm3") and self.flag("mlp_bias"),
             "architecture/head_norm": self.kind == "qwen3",
             "architecture/norm_epsilon": self.real("rms_norm_eps", 1e-6),
-            **self._rotary(positions),
+            **self._rotaries(positions),
+            **hf_types.get(self.kind).read(self, depth),
         }
 
     def _check(self) -> None:
-        if self.kind not in CLASSES:
+        if self.kind not in hf_types:
             named = self.values.get("architectures")
             made = ", ".join(map(str, named)) if isinstance(named, list) else ""
             raise InputError(
                 f"{self.where}: model_type '{self.kind}' (architectures: {made or 'not said'}) is not supported. "
-                f"Supported: {', '.join(CLASSES)} (smollm and smollm2 are llama)."
+                f"Supported: {', '.join(hf_types.names())} (smollm and smollm2 are llama)."
             )
-        if self.text("hidden_act", "silu") != "silu":
-            raise self.refuse("hidden_act", "the llama family has silu.")
-        if self._at("quantization_config"):
-            raise InputError(
-                f"{self.where}: quantization_config is set; quantised weights are not read. Take the model's "
-                "unquantised files."
-            )
+        key, value = hf_types.get(self.kind).activation
+        if self.text(key, value) != value:
+            raise self.refuse(key, f"{self.kind} has {value}.")
+        self.is_quantized()
+
+    def is_quantized(self) -> bool:
+        """Whether the weights are bitsandbytes NF4; InputError if they are quantized in another way."""
+        return bool(self._at("quantization_config")) and check_method(self.section("quantization_config"), self.where)
 
     def end_tokens(self) -> list[int]:
         found = self._given("eos_token_id", [])
@@ -167,26 +170,77 @@ class HFConfig:
             raise self.refuse("eos_token_id", "it must be a token id of at least 0, or a list of them.")
         return list(ids)
 
-    def _windows(self, depth: int) -> tuple[int, str]:
-        """(keys of a sliding layer, letters of the layers)."""
-        off = self.kind == "llama" or (self.kind != "mistral" and not self.flag("use_sliding_window"))
-        # Mistral's own default, for a file that leaves the key out; null says that nothing slides
-        if off or ("sliding_window" in self.values and self.values["sliding_window"] is None):
-            return 0, "S"
-        window = self.whole("sliding_window", 4096)
+    def _windows(self, depth: int) -> dict[str, Any]:
+        """Which layers slide, in the llama family."""
+        if self.kind == "smollm3":
+            return self._smollm3_windows(depth)
+        off = self.kind not in ("mistral", "qwen2", "qwen3")
+        off = off or (self.kind != "mistral" and not self.flag("use_sliding_window"))
+        if off or self._at("sliding_window") is None:  # null says that nothing slides
+            return {"model/sliding_window": 0, "model/sliding_layers": "S"}
         first = min(0 if self.kind == "mistral" else self.whole("max_window_layers", 28, least=0), depth)
-        types = self._given("layer_types", ["full_attention"] * first + ["sliding_attention"] * (depth - first))
-        known = ("full_attention", "sliding_attention")
-        if not isinstance(types, list) or len(types) != depth or any(name not in known for name in types):
-            raise self.refuse("layer_types", f"it must name {depth} layers, sliding_attention or full_attention.")
-        letters = "".join("S" if name == "sliding_attention" else "L" for name in types)
-        if "S" not in letters:
-            return 0, "S"
-        return window, letters if "L" in letters else "S"
+        return self.sliding(depth, [False] * first + [True] * (depth - first))
 
-    def _rotary(self, positions: int) -> dict[str, Any]:
+    def sliding(self, depth: int, default: Sequence[bool]) -> dict[str, Any]:
+        """sliding_window and layer_types as settings. default: whether each layer slides, for a file without them."""
+        names = {True: "sliding_attention", False: "full_attention"}
+        types = self._given("layer_types", [names[slides] for slides in default])
+        if not isinstance(types, list) or len(types) != depth or any(name not in names.values() for name in types):
+            raise self.refuse("layer_types", f"it must name {depth} layers, sliding_attention or full_attention.")
+        letters = "".join("S" if name == names[True] else "L" for name in types)
+        if "S" not in letters:
+            return {"model/sliding_window": 0, "model/sliding_layers": "S"}
+        pattern = letters if "L" in letters else "S"
+        return {"model/sliding_window": self.whole("sliding_window"), "model/sliding_layers": pattern}
+
+    def _smollm3_windows(self, depth: int) -> dict[str, Any]:
+        """Layers without positions slide, unless layer_types says otherwise and use_sliding_window that none does."""
+        slides = self.flag("use_sliding_window") and self._at("sliding_window") is not None
+        letters = self._positionless(depth)["model/rotary_layers"] * depth
+        found = self.sliding(depth, [slides and letter == "N" for letter in letters[:depth]])
+        if found["model/sliding_window"] and not slides:
+            # their masks follow layer_types and their kernels use_sliding_window: two models under one configuration
+            raise self.refuse("layer_types", "it names sliding layers, and use_sliding_window is not true.")
+        return found
+
+    def _positionless(self, depth: int) -> dict[str, Any]:
+        """Which layers have rotary positions: no_rope_layers (1: they have), or every interval-th has none."""
+        if self.kind != "smollm3":
+            return {"model/rotary_layers": "R"}
+        interval = self.whole("no_rope_layer_interval", 4)
+        listed = self._given("no_rope_layers", [int((layer + 1) % interval != 0) for layer in range(depth)])
+        if not isinstance(listed, list) or len(listed) < depth or any(mark not in (0, 1) for mark in listed):
+            raise self.refuse("no_rope_layers", f"it must be a list of 0 and 1 for {depth} layers, 1 for rotary.")
+        letters = "".join("R" if mark else "N" for mark in listed[:depth])
+        return {"model/rotary_layers": letters if "N" in letters else "R"}
+
+    def _rotaries(self, positions: int) -> dict[str, Any]:
         """Newer files hold rope_parameters, older ones rope_theta and rope_scaling."""
-        section = "rope_parameters" if self._at("rope_parameters") else "rope_scaling"
+        bases, newer = hf_types.get(self.kind).rotary, bool(self._at("rope_parameters"))
+        if bases is None:
+            base = self.real("rope_theta", 10_000.0)
+            return self._rotary(positions, "rope_parameters" if newer else "rope_scaling", base)
+        full, local = self.real("rope_theta", bases[0]), self.real("rope_local_base_freq", bases[1])
+        if not newer:
+            return {**self._rotary(positions, "rope_scaling", full), "architecture/rope/local_base": local}
+        parts = ("full_attention", "sliding_attention")
+        unknown = [key for key in self.section("rope_parameters") if key not in parts]
+        if unknown:
+            raise self.refuse("rope_parameters", f"'{unknown[0]}' is not one of {' and '.join(parts)}.")
+        first, second = (
+            self._rotary(positions, f"rope_parameters.{part}", base)
+            for part, base in zip(parts, (full, local), strict=True)
+        )
+        if first == second:
+            return {**first, "architecture/rope/local_base": 0.0}
+        if second["architecture/rope/type"] != "default":
+            raise self.refuse(
+                f"rope_parameters.{parts[1]}", "sliding layers are not scaled, or as the full layers are."
+            )
+        return {**first, "architecture/rope/local_base": second["architecture/rotary_base"]}
+
+    def _rotary(self, positions: int, section: str, base: float) -> dict[str, Any]:
+        """The table that a section describes; base: where it says none."""
         rope = self.section(section)
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind not in ROPE_TYPES or any(isinstance(value, Mapping) for value in rope.values()):
@@ -197,7 +251,7 @@ class HFConfig:
         for key in ("partial_rotary_factor", f"{section}.partial_rotary_factor"):
             if self.real(key, 1) != 1:
                 raise self.refuse(key, "only 1 is supported.")
-        base = self.real(f"{section}.rope_theta", None) or self.real("rope_theta", 10_000.0)
+        base = self.real(f"{section}.rope_theta", None) or base
         settings = {"architecture/rotary_base": base, "architecture/rope/type": kind}
         if kind == "default":
             return settings
@@ -224,32 +278,42 @@ def _shown(value: Any) -> str:
 
 def type_of(model: Llama) -> str:
     """model_type of an export, as asked for or the simplest that says all of the model."""
-    chosen = model.hf_type
-    if chosen == "auto":
-        chosen = "llama" if not model.sliding_window else "mistral"
-        chosen = "qwen2" if model.attention_bias == "qkv" else "qwen3" if model.head_norm else chosen
-    said = {
-        "architecture.head_norm": model.head_norm == (chosen == "qwen3"),
-        "architecture.attention_bias": (model.attention_bias == "qkv") == (chosen == "qwen2")
-        and (chosen != "mistral" or model.attention_bias == "none"),
-        "architecture.mlp_bias": chosen == "llama" or not model.mlp_bias,
-        "model.sliding_window": chosen != "llama" or not model.sliding_window,
-        "model.sliding_layers": chosen != "mistral" or not model.sliding_window or model.sliding_layers == "S",
-    }
-    for setting, can in said.items():
+    chosen = model.natural_type if model.hf_type == "auto" else model.hf_type
+    for setting, can in (_says(chosen, model) | hf_types.get(chosen).says(model)).items():
         if not can:
             raise InputError(
-                f"transformers' {chosen} has no way to say {setting}={getattr(model, setting.split('.')[1])} of this "
+                f"transformers' {chosen} has no way to say {setting}={_value(model, setting)} of this "
                 "model, so it cannot be exported as one. Try model.hf_type=auto; there may be no type for it."
             )
     return chosen
 
 
+def _value(model: Llama, setting: str) -> Any:
+    """The value of a setting, by its dotted name."""
+    names = {dotted(declaration.key): name for name, declaration in declared(type(model)).items()}
+    return getattr(model, names[setting])
+
+
+def _says(kind: str, model: Llama) -> dict[str, bool]:
+    """Setting of the llama family → whether a config.json of this type can say it."""
+    return {
+        "architecture.head_norm": kind not in OWN or model.head_norm == (kind == "qwen3"),
+        "architecture.attention_bias": (model.attention_bias == "qkv") == (kind == "qwen2")
+        and (kind != "mistral" or model.attention_bias == "none"),
+        "architecture.mlp_bias": kind in ("llama", "smollm3") or not model.mlp_bias,
+        "model.sliding_window": kind != "llama" or not model.sliding_window,
+        "model.sliding_layers": kind != "mistral" or not model.sliding_window or model.sliding_layers == "S",
+        "model.rotary_layers": kind == "smollm3" or None not in model.ropes,
+        "architecture.rope.local_base": hf_types.get(kind).rotary is not None or not model.rope_local_base,
+    }
+
+
 def config_of(model: Llama, dtype: str, tokens: Mapping[str, Any]) -> dict[str, Any]:
     """The config.json of a model, in the keys that old and new versions of transformers read."""
     s, kind = model.shape, type_of(model)
+    activation, value = hf_types.get(kind).activation
     config: dict[str, Any] = {
-        "architectures": [CLASSES[kind]],
+        "architectures": [hf_types.get(kind).architecture],
         "model_type": kind,
         "vocab_size": s.vocab_size,
         "hidden_size": s.width,
@@ -258,7 +322,7 @@ def config_of(model: Llama, dtype: str, tokens: Mapping[str, Any]) -> dict[str, 
         "num_attention_heads": s.heads,
         "num_key_value_heads": s.kv_heads,
         "head_dim": s.head_dim,
-        "hidden_act": "silu",
+        activation: value,
         "max_position_embeddings": positions_of(model),
         "initializer_range": 0.02,
         "rms_norm_eps": model.norm_epsilon,
@@ -270,19 +334,26 @@ def config_of(model: Llama, dtype: str, tokens: Mapping[str, Any]) -> dict[str, 
         "torch_dtype": dtype,
         **tokens,
     }
-    if kind in ("llama", "qwen3"):
+    if kind not in ("mistral", "qwen2"):
         config["attention_bias"] = model.attention_bias == "all"
-    if kind == "llama":
+    if kind in ("llama", "smollm3"):
         config["mlp_bias"] = model.mlp_bias
     if kind == "mistral":
         config["sliding_window"] = model.sliding_window or None
-    if kind.startswith("qwen"):
-        slides = bool(model.sliding_window)
-        letters = ["sliding_attention" if window else "full_attention" for window in s.windows]
-        first = letters.index("sliding_attention") if slides else s.depth
-        config |= {"use_sliding_window": slides, "sliding_window": model.sliding_window or None}
-        config |= {"max_window_layers": first, "layer_types": letters}
-    return config
+    if kind in ("qwen2", "qwen3", "smollm3"):
+        types = layer_types(s.windows)
+        slides = "sliding_attention" in types
+        config |= {"use_sliding_window": slides, "sliding_window": model.sliding_window if slides else None}
+        if kind == "smollm3":
+            config["no_rope_layers"] = [int(rope is not None) for rope in model.ropes]
+        else:
+            config["max_window_layers"] = types.index("sliding_attention") if slides else s.depth
+        config["layer_types"] = types
+    if hf_types.get(kind).rotary:
+        full = {"rope_type": "default", **(_scaling(model) or {}), "rope_theta": model.rotary_base}
+        local = {"rope_type": "default", "rope_theta": model.rope_local_base} if model.rope_local_base else full
+        config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+    return config | hf_types.get(kind).write(model)
 
 
 def positions_of(model: Llama) -> int:
@@ -301,7 +372,8 @@ def _scaling(model: Llama) -> dict[str, Any] | None:
     return scaling | {key: value for key, value in values.items() if value or key not in derived}
 
 
-# Hugging Face's names for our parameters: one table, which all model types of the llama family share.
+# Hugging Face's names for our parameters. All types share those of matrices and tables; a layer's norms have names by
+# type (HFType.norms).
 #
 # Theirs are (fan_out, fan_in), ours (fan_in, fan_out); our tables of tokens are padded to whole 64s.
 
@@ -315,15 +387,9 @@ MATRICES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-NORMS = {
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-}
 TOP = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 LAYER: dict[str, str] = {
-    **{name: f"{theirs}.weight" for name, theirs in (MATRICES | NORMS).items()},
+    **{name: f"{theirs}.weight" for name, theirs in MATRICES.items()},
     **{f"{name}_bias": f"{theirs}.bias" for name, theirs in MATRICES.items()},
 }
 HEAD = TOP["head"]
@@ -331,10 +397,13 @@ BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Saved by old versions beside the weights; they follow from the configuration."""
 
 
-def their_name(name: str) -> str:
-    """blocks_3/q → model.layers.3.self_attn.q_proj.weight."""
+def their_name(name: str, norms: Mapping[str, str] | None = None) -> str:
+    """blocks_3/q → model.layers.3.self_attn.q_proj.weight. norms: those of the type, if any are asked for."""
     block, _, part = name.rpartition("/")
-    return f"model.layers.{block.removeprefix('blocks_')}.{LAYER[part]}" if block else TOP[name]
+    if not block:
+        return TOP[name]
+    inner = f"{norms[part]}.weight" if norms and part in norms else LAYER[part]
+    return f"model.layers.{block.removeprefix('blocks_')}.{inner}"
 
 
 @dataclass(frozen=True)
@@ -342,12 +411,9 @@ class Tensor:
     """One parameter in both layouts."""
 
     ours: str
+    theirs: str
     shape: tuple[int, ...]  # ours
     vocab_size: int
-
-    @property
-    def theirs(self) -> str:
-        return their_name(self.ours)
 
     @property
     def turned(self) -> bool:
@@ -369,9 +435,12 @@ class Tensor:
         return array[: self.vocab_size] if self.ours in ("embedding", "head") else array
 
 
-def tensors_of(shapes: Signature, vocab_size: int) -> dict[str, Tensor]:
+def tensors_of(shapes: Signature, model: Llama) -> dict[str, Tensor]:
     """Every parameter by their name, in the order of the layers. `shapes`: of our parameters, by our name."""
-    found = [Tensor(name, tuple(shape), vocab_size) for name, (_, shape) in shapes.items()]
+    norms = hf_types.get(type_of(model)).norms
+    found = [
+        Tensor(name, their_name(name, norms), tuple(shape), model.vocab_size) for name, (_, shape) in shapes.items()
+    ]
     return {tensor.theirs: tensor for tensor in sorted(found, key=_order)}
 
 

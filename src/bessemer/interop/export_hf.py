@@ -37,7 +37,7 @@ def export_folder(
     """Write the folder and return lines to show. Memory: one tensor beside `arrays`. dtype None: each as it is."""
     ids = token_ids(model, tokenizer)
     stored = arrays.signature()
-    tensors = tensors_of(stored, model.vocab_size)
+    tensors = tensors_of(stored, model)
     entries: Signature = {
         name: (dtype or stored[tensor.ours][0], tensor.their_shape) for name, tensor in tensors.items()
     }

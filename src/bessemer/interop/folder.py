@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,12 @@ from bessemer.config.bounded import read_json
 from bessemer.console import Advance, ShowBytes, no_progress
 from bessemer.data.tokenize.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError, to_install
+from bessemer.interop.bitsandbytes import STATE, QuantizedTensor, is_part
 from bessemer.interop.config import BUFFERS, HEAD, HFConfig, Tensor, tensors_of
 from bessemer.job import RunDirectory, check_run_name
 from bessemer.job.trust import check_folder
 from bessemer.models.llama import Llama
+from bessemer.registry import models
 from bessemer.storage.files import atomic_directory, storage
 from bessemer.storage.weights import OURS, Signature, WeightFile, flatten, signature, total, write_file
 from bessemer.topology import unbox
@@ -55,11 +57,18 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 class Folder:
-    """The model in a folder. As named arrays (`signature`, `read`) it speaks our names and our layout."""
+    """The model in a folder. As named arrays (`signature`, `read`) it speaks our names and our layout.
 
-    def __init__(self, path: Path):
+    needs_weights=False: config.json alone will do for `settings`, as a plan needs no weights.
+    """
+
+    def __init__(self, path: Path, needs_weights: bool = True):
         check_folder(path)
-        self.path = path
+        self.path, self.needs_weights = path, needs_weights
+
+    @property
+    def has_weights(self) -> bool:
+        return (self.path / SINGLE).is_file() or (self.path / INDEX).is_file()
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -69,9 +78,13 @@ class Folder:
         if (self.path / GENERATION).is_file():
             ends = HFConfig(read_object(self.path / GENERATION), str(self.path / GENERATION)).end_tokens()
             values["model/end_tokens"] = ends or values["model/end_tokens"]
+        if not self.needs_weights and not self.has_weights:
+            named = str(config.values.get("torch_dtype") or config.values.get("dtype") or FLOATS[0])
+            return values | {"model/weights_dtype": named if named in FLOATS else FLOATS[0]}
         if config.values.get("tie_word_embeddings") is None and HEAD not in self.files:
             values["model/tied_head"] = True  # the key was left out, as its default was; the weights tell
-        kinds = {str(file.entries[name].dtype) for name, file in self.files.items() if name in file.entries}
+        kinds = {str(file.entries[name].dtype) for name, file in self.files.items() if not is_part(name)}
+        kinds |= {str(packed.dtype) for packed in self.quantized.values()}
         floats = [kind for kind in FLOATS if kind in kinds]
         values["model/weights_dtype"] = floats[0] if floats else "float32"
         return values
@@ -91,12 +104,13 @@ class Folder:
     @cached_property
     def model(self) -> Llama:
         where = str(self.path / CONFIG)
+        family: type[Llama] = models.get(self.settings["model/family"])
         given = {
             name: setting.check(self.settings[setting.key], where)
-            for name, setting in declared(Llama).items()
+            for name, setting in declared(family).items()
             if setting.key in self.settings
         }
-        model = Llama(**given)
+        model = family(**given)
         try:
             model.check()
         except InputError as error:
@@ -132,6 +146,24 @@ class Folder:
             raise StorageError(f"{index} does not list '{unlisted[0]}', which its files hold.")
         return {name: opened[part] for name, part in listed.items()}
 
+    @cached_property
+    def quantized(self) -> dict[str, QuantizedTensor]:
+        """Their name → a tensor that is stored in 4 bits."""
+        if not HFConfig(read_object(self.path / CONFIG), str(self.path / CONFIG)).is_quantized():
+            return {}
+        names = [name.removesuffix(STATE) for name in self.files if name.endswith(STATE)]
+        for name in names:
+            if name not in self.files:
+                raise InputError(f"{self.files[name + STATE].path} has '{name + STATE}' and no '{name}'.")
+        return {name: QuantizedTensor.of(name, self.files) for name in names}
+
+    def entry(self, theirs: str) -> tuple[str, tuple[int, ...]]:
+        """(dtype, shape) of a tensor as it is read."""
+        if (packed := self.quantized.get(theirs)) is not None:
+            return str(packed.dtype), packed.shape
+        found = self.files[theirs].entries[theirs]
+        return str(found.dtype), found.shape
+
     def _without_weights(self) -> InputError:
         others = [path.name for form in ("*.bin", "*.pt", "*.pth") for path in self.path.glob(form)]
         pickled = f" {others[0]} is a pickle, which is never opened: convert it to safetensors first." if others else ""
@@ -143,19 +175,18 @@ class Folder:
         self._check_depth()
         ids = jax.ShapeDtypeStruct((1, 1), np.int32)
         shapes = unbox(jax.eval_shape(self.model.init, jax.random.key(0), ids)["params"])
-        wanted = tensors_of(signature(flatten(shapes)), self.model.vocab_size)
+        wanted = tensors_of(signature(flatten(shapes)), self.model)
         for name, tensor in wanted.items():
             if name not in self.files:
                 place = INDEX if (self.path / INDEX).is_file() else SINGLE
                 raise StorageError(f"{self.path / place} has no '{name}', which {CONFIG} calls for.")
-            entry, file = self.files[name].entries[name], self.files[name].path
-            if entry.shape != tensor.their_shape:
-                raise StorageError(
-                    f"{file}: '{name}' has shape {entry.shape}; {CONFIG} calls for {tensor.their_shape}."
-                )
-            if str(entry.dtype) not in FLOATS:
-                raise StorageError(f"{file}: '{name}' is {entry.dtype}; weights are {', '.join(FLOATS)}.")
-        for name in set(self.files) - set(wanted):
+            (dtype, shape), file = self.entry(name), self.files[name].path
+            if shape != tensor.their_shape:
+                raise StorageError(f"{file}: '{name}' has shape {shape}; {CONFIG} calls for {tensor.their_shape}.")
+            if dtype not in FLOATS:
+                raise StorageError(f"{file}: '{name}' is {dtype}; weights are {', '.join(FLOATS)}.")
+        parts = {part for packed in self.quantized.values() for part in packed.parts}
+        for name in set(self.files) - set(wanted) - parts:
             repeated = name == HEAD and self.model.tied_head
             if not repeated and not BUFFERS.fullmatch(name):
                 raise StorageError(
@@ -174,14 +205,16 @@ class Folder:
             )
 
     def signature(self) -> Signature:
-        return {
-            name: (str(self.files[tensor.theirs].entries[tensor.theirs].dtype), tensor.shape)
-            for name, tensor in self.tensors.items()
-        }
+        return {name: (self.entry(tensor.theirs)[0], tensor.shape) for name, tensor in self.tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
+        return self.read_parts(name, lambda theirs: self.files[theirs].read(theirs))
+
+    def read_parts(self, name: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        """Return an array in our layout from the tensors it is stored in, each of which is taken from `read`."""
         tensor = self.tensors[name]
-        return tensor.to_ours(self.files[tensor.theirs].read(tensor.theirs))
+        packed = self.quantized.get(tensor.theirs)
+        return tensor.to_ours(read(tensor.theirs) if packed is None else packed.read(read))
 
 
 # `bessemer import`: the model becomes a run, with weights in RUN/model in the dtype they came in.

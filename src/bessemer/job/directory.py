@@ -38,6 +38,26 @@ def default_run_name(prefix: str = "run") -> str:
     return check_run_name(f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}")
 
 
+def recipe_label(recipe: Any) -> str:
+    """Return the part of a run's name that comes from its recipe: a name, a file, or neither."""
+    label = Path(recipe).stem if isinstance(recipe, str | Path) else "run"
+    return re.sub(r"[^A-Za-z0-9._-]", "-", label)[:60]
+
+
+def new_run(recipe: Any, name: str | None, root: str | Path, resume: str = "bessemer resume") -> RunDirectory:
+    """Return the directory of a new run, by its name or else recipe and time.
+
+    Raise InputError if a run is there, with `resume`, the command that continues it.
+    """
+    directory = RunDirectory(Path(root) / (check_run_name(name) if name else default_run_name(recipe_label(recipe))))
+    if directory.exists():
+        raise InputError(
+            f"a run named '{directory.name}' already exists at {directory.path}. Continue it with "
+            f"`{resume} {directory.word}`, or choose another --name."
+        )
+    return directory
+
+
 def step_name(step: int) -> str:
     """Directory of a step's checkpoint."""
     return f"step_{step:08d}"

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.config.recipes import read_yaml
-from bessemer.errors import InputError, nearest
+from bessemer.errors import InputError, did_you_mean
 from bessemer.job.directory import RunDirectory
 from bessemer.job.lock import RunLock
 from bessemer.job.trust import check_links
 from bessemer.storage.files import discard, storage
 
 PHASES = "phases"
-BESIDE = {"model-hf", "profile", "report.html", "starts", "tensorboard", PHASES}
+BESIDE = {"logs", "model-hf", "profile", "report.html", "starts", "tensorboard", PHASES}
 """What runs write besides the paths of RunDirectory."""
 
 
@@ -39,8 +39,7 @@ def find_run(name_or_path: str | Path, runs_root: str | Path = "runs", *, trust:
             f"{root / folder.name}` makes one; to train from it, begin a new run with init={folder}"
         )
     names = list_runs(root)
-    close = nearest(Path(text).name, names)
-    hint = f" Did you mean '{close}'?" if close else ""
+    hint = did_you_mean(Path(text).name, names)
     known = f" Runs there: {', '.join(names[:10])}{' …' if len(names) > 10 else ''}." if names else ""
     tried = " and ".join(str(candidate) for candidate in candidates)
     raise InputError(f"no run '{text}' (looked at {tried}).{hint}{known} `--runs DIR` says where runs are.")

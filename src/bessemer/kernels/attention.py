@@ -36,7 +36,14 @@ def suits_splash(length: int, head_dim: int) -> bool:
 
 
 def splash_attention(
-    q: Array, k: Array, v: Array, q_ids: Array | None, k_ids: Array | None, window: int | None, interpret: bool = False
+    q: Array,
+    k: Array,
+    v: Array,
+    q_ids: Array | None,
+    k_ids: Array | None,
+    window: int | None,
+    interpret: bool = False,
+    softcap: float = 0.0,
 ) -> Array:
     """Causal attention, the last query at the last key. q: (B, T, N, H); k, v: (B, S, K, H) → (B, T, N, H).
 
@@ -51,7 +58,12 @@ def splash_attention(
         block_q=rows, block_kv=columns, block_q_dkv=rows, block_kv_dkv=columns, block_q_dq=rows, block_kv_dq=columns
     )
     kernel = splash.make_splash_mha(
-        splash.MultiHeadMask([mask] * q.shape[2]), block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret
+        splash.MultiHeadMask([mask] * q.shape[2]),
+        block_sizes=sizes,
+        attn_logits_soft_cap=softcap or None,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
     )
     q = (q.astype(jnp.float32) * q.shape[-1] ** -0.5).astype(q.dtype)
     ids = None if q_ids is None or k_ids is None else splash.SegmentIds(q_ids, k_ids)
@@ -203,18 +215,22 @@ def attention(
     segment_ids: Array | None = None,
     implementation: Implementation | str = "auto",
     max_documents: int = 0,
+    softcap: float = 0.0,
 ) -> Array:
     """softmax(q kᵀ / √d) v over the allowed keys. q: (B, T, N, H); k, v: (B, T, K, H), K divides N → (B, T, N, H).
 
     Query t sees keys ≤ t, and with `segment_ids` (B, T) only those of its own segment. A sequence that the mesh splits
     stays split outside. max_documents: the most runs of equal ids in a row, which the caller guarantees; 0 = any number
-    (cuDNN then reads a table of T² pairs).
+    (cuDNN then reads a table of T² pairs). softcap: c of scores c·tanh(s/c), 0 = off.
     """
     if window is not None and window >= q.shape[1]:
         window = None
     layout = layout_of(q.shape, k.shape)
-    name = choose_attention(implementation, q.dtype, q.shape[-1], segment_ids is not None, q.shape[1], layout)
+    masked, capped = segment_ids is not None, softcap > 0
+    name = choose_attention(implementation, q.dtype, q.shape[-1], masked, q.shape[1], layout, capped)
     kernel = partial(KERNELS[name], window=window)
+    if capped:
+        kernel = partial(kernel, softcap=softcap)
     alone = not (layout.batch or layout.sequence or layout.heads)
     if name == "cudnn" and segment_ids is not None and max_documents and window is None and alone:
         kernel = partial(_cudnn_packed, max_documents=max_documents)
@@ -228,17 +244,18 @@ def choose_attention(
     masked: bool,
     length: int | None = None,
     layout: Layout | None = None,
+    capped: bool = False,
 ) -> str:
     """`architecture/attention`: auto takes what the platform has for these heads, and XLA otherwise.
 
     cuDNN: an NVIDIA GPU, half precision, head dimensions up to 128 in steps of 8, as many keys as queries, an even
-    number of them with a document mask. Splash: a TPU, head dimensions in steps of 64, sequences (what a device has of
-    them) in steps of 128.
+    number of them with a document mask, scores without a cap. Splash: a TPU, head dimensions in steps of 64, sequences
+    (what a device has of them) in steps of 128.
     """
     layout = layout or Layout()
     platform = backend()
     half = dtype in (jnp.bfloat16, jnp.float16)
-    shaped = half and head_dim % 8 == 0 and head_dim <= 128
+    shaped = half and head_dim % 8 == 0 and head_dim <= 128 and not capped
     possible = {
         "cudnn": platform == "gpu" and shaped and layout.way != "keys" and not (masked and (length or 0) % 2),
         "splash": platform == "tpu" and (length is None or suits_splash(layout.queries(length), head_dim)),
@@ -252,7 +269,8 @@ def choose_attention(
 
 NEEDS = {
     "cudnn": "needs an NVIDIA GPU, half precision, a head dimension of at most 128 in steps of 8, and a "
-    "topology.context that divides the key-value heads; with a document mask also a sequence of even length. Set "
+    "topology.context that divides the key-value heads; with a document mask also a sequence of even length, and no "
+    "architecture.attention_cap. Set "
     "architecture.attention=auto.",
     "splash": "is a kernel for TPUs, for head dimensions in steps of 64 and sequences in steps of 128 on each "
     "device. Set architecture.attention=auto.",
@@ -317,7 +335,9 @@ def _cudnn_packed(q: Array, k: Array, v: Array, q_ids: Array | None, k_ids: Arra
     )
 
 
-def _blocked(q: Array, k: Array, v: Array, q_ids: Array | None, k_ids: Array | None, window: int | None) -> Array:
+def _blocked(
+    q: Array, k: Array, v: Array, q_ids: Array | None, k_ids: Array | None, window: int | None, softcap: float = 0.0
+) -> Array:
     """Query blocks, each against only the keys that its window can reach: cost follows the window, not T².
 
     Of S keys the first S − T come before all T queries. With more keys than queries (part of a long sequence) scores
@@ -325,7 +345,8 @@ def _blocked(q: Array, k: Array, v: Array, q_ids: Array | None, k_ids: Array | N
     """
     length, before = q.shape[1], k.shape[1] - q.shape[1]
     size = block_length(length)
-    attend = jax.checkpoint(_attend) if before else _attend
+    attend: Callable[..., Array] = partial(_attend, softcap=softcap)
+    attend = jax.checkpoint(attend) if before else attend
     q, k, v = _head_major(q, k, v)
     outputs = []
     for start in range(0, length, size):
@@ -371,7 +392,7 @@ def _absent_backward(kept: Any, g: Array) -> tuple[Array, Array, Array, None]:
 absent_flash.defvjp(_absent_forward, _absent_backward)
 
 
-KERNELS = {"xla": _blocked, "cudnn": _cudnn, "splash": splash_attention}
+KERNELS: dict[str, Callable[..., Array]] = {"xla": _blocked, "cudnn": _cudnn, "splash": splash_attention}
 
 
 def block_length(length: int) -> int:
@@ -383,7 +404,14 @@ def block_length(length: int) -> int:
 
 
 def cached_attention(
-    q: Array, k: Array, v: Array, *, q_positions: Array, k_positions: Array, window: int | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    q_positions: Array,
+    k_positions: Array,
+    window: int | None = None,
+    softcap: float = 0.0,
 ) -> Array:
     """Attention to a cache. q: (B, T, N, H); k, v: (B, K, S, H), head-major → (B, T, N, H).
 
@@ -394,7 +422,7 @@ def cached_attention(
     allowed = (keys >= 0) & (keys <= queries)  # (B, T, S)
     if window is not None:
         allowed &= keys > queries - window
-    return _token_major(_attend(_grouped(q, k.shape[1]), k, v, allowed))
+    return _token_major(_attend(_grouped(q, k.shape[1]), k, v, allowed, softcap))
 
 
 def _head_major(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
@@ -414,9 +442,11 @@ def _token_major(out: Array) -> Array:
     return out.reshape(*out.shape[:2], -1, out.shape[-1])
 
 
-def _attend(q: Array, k: Array, v: Array, allowed: Array) -> Array:
+def _attend(q: Array, k: Array, v: Array, allowed: Array, softcap: float = 0.0) -> Array:
     """Masked softmax attention of head-major arrays, in float32 inside. allowed: (1 or B, T, S) bool."""
     scores = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
     weights = masked_softmax(scores, allowed[:, None, None]).astype(v.dtype)
     out = jnp.einsum("bkgts,bksh->bkgth", weights, v, preferred_element_type=jnp.float32)
     return out.astype(v.dtype)

@@ -197,10 +197,10 @@ feed_forward.defvjp(_feed_forward_forward, _feed_forward_backward)
 # -- the head ----------------------------------------------------------------------------------------------------
 
 
-def head_products(head: Array, scaling: str) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array]]]:
+def head_products(head: Array, scaling: str) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array | None]]]:
     """The loss's products with the head (D, V), for the output h (B, t, D) of a norm; all results float32.
 
-    (h → logits, (h, dlogits, bound of |dlogits|, groups) → (dh, dW (*groups, D, V)))
+    (h → logits, (h, dlogits, bound of |dlogits|, groups) → (dh, dW (*groups, D, V))); groups None: no dW is made
     """
     axes = ("embed", "vocab")
     into, back = _table(head, axes, scaling, 0), _table(head, axes, scaling, 1)
@@ -211,9 +211,11 @@ def head_products(head: Array, scaling: str) -> tuple[Callable[..., Array], Call
     def logits(h: Array, dtype: Any = jnp.float32) -> Array:
         return constrain(product(cast(h), into, (-1, 0), dtype), "batch", "sequence", "vocab")
 
-    def gradients(h: Array, dlogits: Array, bound: Array, groups: tuple[int, int]) -> tuple[Array, Array]:
+    def gradients(h: Array, dlogits: Array, bound: Array, groups: tuple[int, int] | None) -> tuple[Array, Array | None]:
         g8 = _cast(dlogits, GRADIENT, scaling, bound)
         dh = product(g8, back, (-1, 1), jnp.float32, exact=True)
+        if groups is None:
+            return dh, None
         if scaling == ROWWISE or groups != (1, 1):
             return dh, over_rows(h, dlogits.astype(h.dtype), groups)
         return dh, product(cast(h).rows(), g8.rows(), (0, 0), jnp.float32, exact=True)[None, None]

@@ -251,9 +251,9 @@ def _forward(
         sums, dhead = carry
         h, t, w = inputs
         loss, nll, dlogits, bound = _loss_and_gradient(options, h, logits, t, w)
-        dh, added = gradients(h, dlogits, bound, groups)
+        dh, added = gradients(h, dlogits, bound, groups if trained else None)
         sums += jnp.stack([jnp.sum(w * loss), jnp.sum(w * nll)])
-        if not trained:
+        if added is None:
             return (sums, dhead), dh.astype(h.dtype)
         return (sums, constrain(dhead + added, "batch", "sequence", None, "vocab")), dh.astype(h.dtype)
 
@@ -295,14 +295,15 @@ def _by_kernel(options: LossOptions, logits: Array, targets: Array, weights: Arr
     return gradient, nll
 
 
-def _products(head: Array, dtype: Any) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array]]]:
-    """(h → logits, (h, dlogits, bound of |dlogits|, groups) → (dh, dW (*groups, D, V))); all results float32."""
+def _products(head: Array, dtype: Any) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array | None]]]:
+    """(h → logits, (h, dlogits, bound of |dlogits|, groups) → (dh, dW (*groups, D, V))); all results float32. groups
+    None: the head is frozen, and no dW is made."""
     table = constrain(head.astype(dtype), "embed", "vocab")
 
-    def gradients(h: Array, dlogits: Array, bound: Array, groups: tuple[int, int]) -> tuple[Array, Array]:
+    def gradients(h: Array, dlogits: Array, bound: Array, groups: tuple[int, int] | None) -> tuple[Array, Array | None]:
         dlogits = dlogits.astype(dtype)
         dh = jnp.einsum("btv,dv->btd", dlogits, table, preferred_element_type=jnp.float32)
-        return dh, over_rows(h, dlogits, groups)
+        return dh, None if groups is None else over_rows(h, dlogits, groups)
 
     return partial(_logits, table=table), gradients
 

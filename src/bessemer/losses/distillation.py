@@ -7,7 +7,7 @@ Per token with weight w and target t, for logits z (student) and y (teacher), p 
 
 A teacher stored as its k likeliest tokens lacks the mass of the others, p_rest = 1 − Σ_k p. `bucket` keeps it as one
 outcome, Σ_k p (log p − log q) + p_rest (log p_rest − log q_rest): a lower bound, 0 only where the student agrees on
-every stored token and on the rest together. `renormalise` divides p by its stored sum and leaves the rest out.
+every stored token and on the rest together. `renormalize` divides p by its stored sum and leaves the rest out.
 
 As in cross_entropy.py each tile's gradient is computed where its logits are.
 """
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from bessemer.losses.cross_entropy import (
     LossOptions,
@@ -50,7 +51,7 @@ class DistillOptions:
     temperature: float
     student: LossOptions
     teacher: LossOptions | None  # None: stored
-    renormalise: bool = False
+    renormalize: bool = False
     reverse: bool = False
 
 
@@ -62,7 +63,7 @@ def distillation_loss(
     *,
     alpha: float,
     temperature: float,
-    renormalise: bool = False,
+    renormalize: bool = False,
     reverse: bool = False,
     chunks: int | str = "auto",
 ) -> tuple[Array, Array, Array]:
@@ -76,7 +77,7 @@ def distillation_loss(
         temperature,
         LossOptions(student.vocab_size, count, student.softcap),
         LossOptions(teacher.vocab_size, count, teacher.softcap) if isinstance(teacher, Projection) else None,
-        renormalise,
+        renormalize,
         reverse,
     )
     if isinstance(teacher, Projection):
@@ -148,10 +149,10 @@ def _full_divergence(y: Array, z: Array, norm: Array, vocab_size: int) -> Array:
 def _stored_divergence(teacher: TopTokens, z: Array, norm: Array, options: DistillOptions) -> Array:
     logp, logq = teacher.logprobs, jnp.take_along_axis(z, teacher.ids, axis=-1) - norm[..., None]
     kept = jax.nn.logsumexp(logp, axis=-1, keepdims=True)
-    if options.renormalise:
+    if options.renormalize:
         logp = logp - kept
     divergence = jnp.sum(jnp.exp(logp) * (logp - logq), axis=-1)
-    if options.renormalise or teacher.ids.shape[-1] >= options.student.vocab_size:
+    if options.renormalize or teacher.ids.shape[-1] >= options.student.vocab_size:
         return divergence
     rest = jnp.maximum(1 - jnp.exp(kept[..., 0]), 1e-12)  # p_rest; rounding must not make it negative
     others = jnp.put_along_axis(z, teacher.ids, -jnp.inf, axis=-1, inplace=False)
@@ -176,20 +177,22 @@ def _summed(
 
 
 def _forward(
-    options: DistillOptions, hidden: Array, head: Array | None, held: tuple[Array, ...], fixed: Array | None
+    options: DistillOptions, hidden: Any, head: Any, held: tuple[Any, ...], fixed: Any
 ) -> tuple[Array, tuple[Any, ...]]:
-    """Value and gradient, tile by tile; the head's gradient is added up in float32."""
-    which = 0 if head is None else (0, 1)
+    """Value and gradient, tile by tile; the head's gradient is added up in float32. A frozen head has none."""
+    trained = head is not None and head.perturbed
+    hidden, head, held, fixed = custom_vjp_primal_tree_values((hidden, head, held, fixed))
+    which = (0, 1) if trained else 0
     gradient = jax.value_and_grad(partial(_tile, options), argnums=which, has_aux=True)
 
     def tile(carry: tuple[Array, Any], inputs: tuple[Array, ...]) -> tuple[tuple[Array, Any], Array]:
         sums, dhead = carry
         (loss, parts), grads = gradient(inputs[0], head, inputs[1:], fixed)
-        dh = grads if head is None else grads[0]
-        dhead = None if head is None else dhead + grads[1].astype(jnp.float32)
+        dh = grads[0] if trained else grads
+        dhead = dhead + grads[1].astype(jnp.float32) if trained else None
         return (sums + jnp.concatenate([loss[None], parts]), dhead), dh
 
-    start = (jnp.zeros(3, jnp.float32), None if head is None else jnp.zeros(head.shape, jnp.float32))
+    start = (jnp.zeros(3, jnp.float32), jnp.zeros(head.shape, jnp.float32) if trained else None)
     (sums, dhead), dhidden = jax.lax.scan(tile, start, _pieces(options, hidden, held))
     return sums, (join(dhidden)[:, : hidden.shape[1]], dhead)
 
@@ -199,4 +202,4 @@ def _backward(options: DistillOptions, residuals: tuple[Any, ...], g: Array) -> 
     return (dhidden * g[0]).astype(dhidden.dtype), None if dhead is None else dhead * g[0], None, None
 
 
-_summed.defvjp(_forward, _backward)
+_summed.defvjp(_forward, _backward, symbolic_zeros=True)

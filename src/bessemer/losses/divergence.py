@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.custom_derivatives import custom_vjp_primal_tree_values
 
 from bessemer.kernels.fp8 import head_products
 from bessemer.losses.cross_entropy import (
@@ -40,6 +41,7 @@ from bessemer.losses.cross_entropy import (
 from bessemer.topology.rules import constrain, shards
 
 ESTIMATORS = ("nll", "exact", "reverse")
+NO_GRADIENT, OF_HIDDEN, OF_HIDDEN_AND_HEAD = range(3)
 
 
 class Sums(NamedTuple):
@@ -87,11 +89,14 @@ def kl_regularized_loss(
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _summed(options: Options, *arrays: Any) -> tuple[Array, ...]:
     """Value only: what evaluation runs."""
-    return _run(options, False, *arrays)[0]
+    return _run(options, NO_GRADIENT, *arrays)[0]
 
 
 def _forward(options: Options, *arrays: Any) -> tuple[tuple[Array, ...], Any]:
-    return _run(options, True, *arrays)
+    """A frozen head has no gradient: its product is not made."""
+    head = arrays[1]
+    wanted = OF_HIDDEN_AND_HEAD if head is not None and head.perturbed else OF_HIDDEN
+    return _run(options, wanted, *custom_vjp_primal_tree_values(arrays))
 
 
 def _backward(options: Options, residuals: Any, cotangents: tuple[Array, ...]) -> tuple[Any, ...]:
@@ -101,12 +106,12 @@ def _backward(options: Options, residuals: Any, cotangents: tuple[Array, ...]) -
     return (dhidden * g).astype(dhidden.dtype), scaled, None, None, None, None, None
 
 
-_summed.defvjp(_forward, _backward)
+_summed.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _run(
     options: Options,
-    differentiate: bool,
+    wanted: int,
     mine: Array,
     head: Array | None,
     its: Array,
@@ -115,8 +120,9 @@ def _run(
     weights: Array,
     beta: Array,
 ) -> tuple[tuple[Array, ...], Any]:
-    """(sums, (dhidden, dhead)) over all tiles; dhead is kept apart per shard of rows, as in cross_entropy.py."""
-    count = options.loss.chunks
+    """(sums, (dhidden, dhead)) over all tiles; dhead is kept apart per shard of rows, as in cross_entropy.py. wanted:
+    which of the two gradients."""
+    count, differentiate = options.loss.chunks, wanted != NO_GRADIENT
     logits, gradients = _head(head, mine.dtype, options.loss.fp8 if differentiate else None)
     its_logits, _ = _head(its_head, its.dtype, None)
     groups = row_groups(mine.shape[0], -(-mine.shape[1] // count))
@@ -136,20 +142,23 @@ def _run(
         else:
             dlogits += (beta * w)[..., None] * slope * _uncapped(options.loss, z)
         bound = (1 + beta * jnp.max(jnp.abs(slope))) * jnp.max(w * (1 + 2 * options.loss.z_loss * jnp.abs(lse)))
-        dh, added = gradients(h, dlogits, bound, groups)
+        dh, added = gradients(h, dlogits, bound, None if dhead is None else groups)
         if dhead is not None:
             dhead = constrain(dhead + added, "batch", "sequence", None, "vocab")
         return (sums, dhead), dh.astype(h.dtype)
 
     zeros = None
-    if differentiate and head is not None:
+    if wanted == OF_HIDDEN_AND_HEAD:
+        assert head is not None
         zeros = constrain(jnp.zeros((*groups, *head.shape), jnp.float32), "batch", "sequence", None, "vocab")
     pieces = tuple(split(x, count) for x in (mine, its, targets, weights))
     (sums, dhead), dhidden = scan_tiles(tile, (jnp.zeros(len(Sums._fields), jnp.float32), zeros), pieces, count)
     if not differentiate:
         return tuple(sums), None
     dhidden = join(dhidden)[:, : mine.shape[1]]
-    return tuple(sums), (dhidden, None if head is None else jnp.sum(dhead, axis=(0, 1)).astype(head.dtype))
+    if head is None or wanted == OF_HIDDEN:
+        return tuple(sums), (dhidden, None)
+    return tuple(sums), (dhidden, jnp.sum(dhead, axis=(0, 1)).astype(head.dtype))
 
 
 def _head(head: Array | None, dtype: Any, fp8: str | None) -> tuple[Callable[..., Any], Callable[..., Any]]:

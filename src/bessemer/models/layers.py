@@ -7,7 +7,7 @@ parameter tree stays the same: blocks_0/q, blocks_0/k, … Matrices are stored (
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
@@ -22,7 +22,8 @@ from bessemer.kernels import fp8
 from bessemer.kernels.feed_forward import can_join, feed_forward
 from bessemer.kernels.norms import add_norm, can_pack, mix_norm, unpack_rotate_norm
 from bessemer.kernels.ops import Axes, dropout, fold_in, linear, lookup, relu_squared, rms_norm, rotate, rotate_norm
-from bessemer.models.lora import Adapted, with_keys
+from bessemer.kernels.quantized import Quantized, quantized_linear
+from bessemer.models.lora import Adapted, is_node, with_keys
 from bessemer.models.shape import Shape, scan_segments
 from bessemer.topology.rules import constrain
 
@@ -66,7 +67,11 @@ def ramp(first: float, last: float) -> Callable[..., Array]:
 def declare(
     module: nn.Module, name: str, init: Callable[..., Array], axes: tuple[str | None, ...], size: tuple[int, ...]
 ) -> Array:
-    """Declare a float32 parameter with its logical axes."""
+    """Declare a float32 parameter with its logical axes. A node may stand in its place when the model is applied."""
+    held: Any = module.get_variable("params", name) if module.has_variable("params", name) else None
+    if is_node(held):  # flax would compare the shape of its first array
+        assert held.shape == size, (name, held.shape, size)
+        return cast(Array, held)
     return cast(Array, module.param(name, nn.with_logical_partitioning(init, axes), size))
 
 
@@ -170,9 +175,12 @@ def _queries_keys_values(
     return _turn(options, q, rotary), _turn(options, k, rotary), v
 
 
-def _packed(options: LayerOptions, matrices: Sequence[Array | Adapted], h: Array) -> Array:
-    """Queries, keys and values as one product, (B, T, D) → (B, T, sum of widths)."""
-    weights = jnp.concatenate([m.w if isinstance(m, Adapted) else m for m in matrices], axis=1)
+def _packed(options: LayerOptions, matrices: Sequence[Array | Quantized | Adapted], h: Array) -> Array:
+    """Queries, keys and values as one product, (B, T, D) → (B, T, sum of widths); quantized ones are one each."""
+    bare: list[Any] = [m.w if isinstance(m, Adapted) else m for m in matrices]
+    if any(isinstance(w, Quantized) for w in bare):
+        return jnp.concatenate([_product(options, "q", m, h) for m in matrices], axis=-1)
+    weights = jnp.concatenate(bare, axis=1)
     packed = _product(options, "q", weights, h)
     if not any(isinstance(m, Adapted) for m in matrices):
         return packed
@@ -183,10 +191,12 @@ def _packed(options: LayerOptions, matrices: Sequence[Array | Adapted], h: Array
         for m in matrices
     ]
     packed += jnp.concatenate(updates, axis=-1)
-    if not any(isinstance(m, Adapted) and m.m is not None for m in matrices):
+    if not any(isinstance(m, Adapted) and m.scales_columns for m in matrices):
         return packed
     factors = [m.factor() if isinstance(m, Adapted) else jnp.ones(m.shape[1], jnp.float32) for m in matrices]
-    return (packed * jnp.concatenate(factors)).astype(packed.dtype)
+    rows = max((factor.shape[:-1] for factor in factors), key=len)  # () or, of several adapters, (B, 1)
+    factors = [jnp.broadcast_to(factor, (*rows, factor.shape[-1])) for factor in factors]
+    return (packed * jnp.concatenate(factors, axis=-1)).astype(packed.dtype)
 
 
 def _project(options: LayerOptions, params: dict[str, Array], name: str, h: Array) -> Array:
@@ -202,7 +212,7 @@ def _turn(options: LayerOptions, x: Array, rotary: tuple[Array, Array]) -> Array
 
 def _feed_forward(options: LayerOptions, params: dict[str, Array], h: Array) -> Array:
     matrices, axes = (params["up"], params["down"]), (AXES["up"], AXES["down"])
-    plain = not any(isinstance(m, Adapted) for m in matrices)  # the joined forms have no place for an adapter
+    plain = not any(is_node(m) for m in matrices)  # the joined forms take arrays alone
     if plain and options.fp8 is not None and fp8.fits(params["up"].shape):
         return fp8.feed_forward(h, *matrices, axes, options.dtype, options.fp8, "mlp_hidden")
     if plain and can_join(h, params["up"], options.kernels):
@@ -215,10 +225,12 @@ def _linear(options: LayerOptions, params: dict[str, Array], name: str, x: Array
     return _product(options, name, params[name], x)
 
 
-def _product(options: LayerOptions, name: str, w: Array | Adapted, x: Array) -> Array:
+def _product(options: LayerOptions, name: str, w: Array | Quantized | Adapted, x: Array) -> Array:
     """x W for the matrix called `name`, in the precision of the run; that of its adapter in the compute dtype."""
     if isinstance(w, Adapted):
         return w.add(_product(options, name, w.w, x), x, AXES[name], options.dtype)
+    if isinstance(w, Quantized):
+        return quantized_linear(x, w, AXES[name], options.dtype)
     if options.fp8 is None or not fp8.fits(w.shape):
         return linear(x, w, AXES[name], options.dtype)
     bound = None if name in ("out", "down") else math.sqrt(w.shape[0])  # the others read the output of a norm
@@ -231,7 +243,7 @@ def _product(options: LayerOptions, name: str, w: Array | Adapted, x: Array) -> 
 
 
 Stream = tuple[Array, Array]  # x and the embeddings x0 that every layer mixes in, (B, T, D) each
-Step = Callable[[int | None, dict[str, Any], Array, Stream], Stream]  # of window, params, index, stream
+Step = Callable[[Any, dict[str, Any], Array, Stream], Stream]  # of kind, params, index, stream
 After = Callable[[dict[str, Array], Array], Array]  # (params["lookup"], x) → x
 
 
@@ -239,7 +251,7 @@ def run_layers(
     step: Step,
     after: After,
     params: Sequence[dict[str, Any]],
-    windows: Sequence[int | None],
+    kinds: Sequence[Hashable],
     x: Array,
     *,
     scan: bool,
@@ -247,16 +259,17 @@ def run_layers(
 ) -> tuple[Array, Array]:
     """(output of the last layer, output of layer n//2). x: (B, T, D), the embeddings.
 
+    kinds: the static part of each layer, such as its window; layers of one kind are one program.
     A layer whose parameters hold "lookup" is followed by `after` with those; its own output is the one before.
     """
     depth = len(params)
-    kinds = tuple((window, _form(p)) for window, p in zip(windows, params, strict=True))
-    segments = scan_segments(kinds) if scan else [(layer, 1, 1) for layer in range(depth)]
+    forms = tuple((kind, _form(p)) for kind, p in zip(kinds, params, strict=True))
+    segments = scan_segments(forms) if scan else [(layer, 1, 1) for layer in range(depth)]
 
     @cache
-    def layer(window: int | None) -> Callable[..., Stream]:
+    def layer(kind: Hashable) -> Callable[..., Stream]:
         """A jitted call, which the compiler inlines: traced and lowered once for all layers of a kind."""
-        return jax.jit(rematerialized(partial(step, window), remat))
+        return jax.jit(rematerialized(partial(step, kind), remat))
 
     def look_up(p: dict[str, Any], x: Array) -> Array:
         return rematerialized(after, remat)(p["lookup"], x) if "lookup" in p else x
@@ -264,7 +277,7 @@ def run_layers(
     def group(start: int, carry: tuple[Stream, Array], xs: tuple[Any, Array]) -> tuple[tuple[Stream, Array], None]:
         stream, middle = carry
         for offset, p in enumerate(xs[0]):
-            stream = layer(windows[start + offset])(p, xs[1] + offset, stream)
+            stream = layer(kinds[start + offset])(p, xs[1] + offset, stream)
             middle = jnp.where(xs[1] + offset == depth // 2, stream[0], middle)
             stream = (look_up(p, stream[0]), stream[1])
         return (stream, middle), None
@@ -273,7 +286,7 @@ def run_layers(
     for start, period, repeats in segments:
         groups = [params[start + g * period : start + (g + 1) * period] for g in range(repeats)]
         if repeats == 1:
-            stream = layer(windows[start])(params[start], jnp.int32(start), carry[0])
+            stream = layer(kinds[start])(params[start], jnp.int32(start), carry[0])
             middle = stream[0] if start == depth // 2 else carry[1]
             carry = ((look_up(params[start], stream[0]), stream[1]), middle)
         else:

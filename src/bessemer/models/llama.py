@@ -1,13 +1,15 @@
-"""The llama family: llama 2 and 3, mistral, qwen2, qwen3, smollm. Norms with weights, SwiGLU, rotary with scalings.
+"""The llama family: llama 2 and 3, mistral, qwen2, qwen3, smollm 1 to 3. Weighted norms, SwiGLU, rotary with scalings.
 
     x += W_o attention(norm x);  x += W_down (silu(W_gate h) · W_up h), h = norm x
 
-Matrices are stored (fan_in, fan_out), blocks_0/q, blocks_0/k, …, as in GPT; `interop` knows Hugging Face's names.
+Matrices are stored (fan_in, fan_out), blocks_0/q, blocks_0/k, …, as in GPT. A related family is a subclass in a file of
+its own: it overrides `norm_sizes`, `ropes`, `_layer_options` or `_embed`, and registers its model_types (hf_types.py).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,12 +24,13 @@ from bessemer.config import field
 from bessemer.kernels import ops
 from bessemer.kernels.ops import rows_of_table
 from bessemer.models.cache import Cache
+from bessemer.models.hf_types import HFType
 from bessemer.models.layers import AXES as MATRIX_AXES
 from bessemer.models.layers import Attend, Stream, attend_heads, declare, run_layers
 from bessemer.models.lora import project, with_keys
 from bessemer.models.shape import Shape, round_up
 from bessemer.models.transformer import AttendAt, Transformer, require
-from bessemer.registry import models
+from bessemer.registry import hf_types, models
 from bessemer.topology.rules import constrain
 
 # -- rotary frequencies, with the scalings by which a model reads further than it was pretrained -----------------------
@@ -114,7 +117,7 @@ class Rope:
 
 
 BIASES = ("none", "qkv", "all")
-HF_TYPES = ("auto", "llama", "mistral", "qwen2", "qwen3")
+HF_TYPES = ("auto", "llama", "mistral", "qwen2", "qwen3", "smollm3")
 DTYPES = ("float32", "bfloat16", "float16")
 MLP_MULTIPLE = 64
 
@@ -154,15 +157,16 @@ class LlamaShape(Shape):
 
 
 AXES = {**MATRIX_AXES, "gate": MATRIX_AXES["up"]}
-NORMS = ("attention_norm", "mlp_norm", "q_norm", "k_norm", "norm")
+NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm", "norm")
 INIT = 0.02  # deviation of fresh matrices and tables, as these models are begun
 BIASED = {"none": (), "qkv": ("q", "k", "v"), "all": ("q", "k", "v", "out")}
 
 Params = dict[str, Array]
 
 
-def norm(x: Array, weight: Array, epsilon: float) -> Array:
-    """w · x / √(mean(x²) + ε) over the last axis, in float32."""
+def norm(x: Array, weight: Array, epsilon: float, offset: float = 0.0) -> Array:
+    """(offset + w) · x / √(mean(x²) + ε) over the last axis, in float32."""
+    weight = weight + offset if offset else weight
     wide = x.astype(jnp.float32)
     r = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
     return (wide * r * weight).astype(x.dtype)
@@ -173,7 +177,8 @@ class LlamaBlock(nn.Module):
 
     shape: LlamaShape
     biased: tuple[str, ...]
-    head_norm: bool
+    norms: tuple[tuple[str, int], ...]  # (name, size)
+    norm_offset: float = 0.0
 
     @nn.compact
     def __call__(self) -> Params:
@@ -187,14 +192,12 @@ class LlamaBlock(nn.Module):
             "up": (s.width, s.mlp_width),
             "down": (s.mlp_width, s.width),
         }
-        normal, ones, zeros = nn.initializers.normal(INIT), nn.initializers.ones, nn.initializers.zeros
+        normal, zeros = nn.initializers.normal(INIT), nn.initializers.zeros
         params = {name: declare(self, name, normal, AXES[name], size) for name, size in sizes.items()}
         for name in self.biased:
             params[f"{name}_bias"] = declare(self, f"{name}_bias", zeros, (None,), sizes[name][1:])
-        norms = {"attention_norm": s.width, "mlp_norm": s.width}
-        if self.head_norm:
-            norms |= {"q_norm": s.head_dim, "k_norm": s.head_dim}
-        return params | {name: declare(self, name, ones, (None,), (size,)) for name, size in norms.items()}
+        ones = nn.initializers.constant(1.0 - self.norm_offset)
+        return params | {name: declare(self, name, ones, (None,), (size,)) for name, size in self.norms}
 
 
 @dataclass(frozen=True)
@@ -205,34 +208,54 @@ class LayerOptions:
     dtype: Any
     epsilon: float
     dropout: float
+    norm_offset: float = 0.0
+    query_scale: float = 1.0
+    activation: Callable[[Array], Array] = jax.nn.silu
 
 
-def layer(
-    options: LayerOptions, params: Params, x: Array, rotary: tuple[Array, Array], attend: Attend, keys: Array | None
-) -> Array:
+Rotary = tuple[Array, Array] | None  # cos and sin; None: a layer without positions
+
+
+def layer(options: LayerOptions, params: Params, x: Array, rotary: Rotary, attend: Attend, keys: Array | None) -> Array:
     """x: (B, T, D) → (B, T, D)."""
     first, second = (None, None) if keys is None else (ops.fold_in(keys, 0), ops.fold_in(keys, 1))
     params = with_keys(params, keys)
-    h = norm(x, params["attention_norm"], options.epsilon)
-    x = x + ops.dropout(_attention(options, params, h, rotary, attend), options.dropout, first)
-    x = checkpoint_name(x, "residual")
-    h = norm(x, params["mlp_norm"], options.epsilon)
-    x = x + ops.dropout(_feed_forward(options, params, h), options.dropout, second)
+    h = _normed(options, params, "attention_norm", x)
+    y = _normed(options, params, "attention_post_norm", _attention(options, params, h, rotary, attend))
+    x = checkpoint_name(x + ops.dropout(y, options.dropout, first), "residual")
+    h = _normed(options, params, "mlp_norm", x)
+    y = _normed(options, params, "mlp_post_norm", _feed_forward(options, params, h))
+    x = x + ops.dropout(y, options.dropout, second)
     return constrain(x, "batch", "sequence", "embed_act")
 
 
-def _attention(options: LayerOptions, params: Params, h: Array, rotary: tuple[Array, Array], attend: Attend) -> Array:
+def _normed(options: LayerOptions, params: Params, name: str, x: Array) -> Array:
+    """Return norm(x), or x in a model that has no norm of this name."""
+    weight = params.get(name)
+    return x if weight is None else norm(x, weight, options.epsilon, options.norm_offset)
+
+
+def _attention(options: LayerOptions, params: Params, h: Array, rotary: Rotary, attend: Attend) -> Array:
     q, k, v = (_heads(options, params, name, h) for name in ("q", "k", "v"))
-    q, k = (ops.rotate(x, *rotary).astype(x.dtype) for x in (q, k))
+    q, k = _turned(q, rotary, options.query_scale), _turned(k, rotary)
     return _linear(options, params, "out", attend_heads(attend, q, k, v))
 
 
+def _turned(x: Array, rotary: Rotary, scale: float = 1.0) -> Array:
+    """Return scale · x with its positions; rounded once."""
+    y = x if rotary is None else ops.rotate(x, *rotary)
+    return (y if scale == 1 else scale * y.astype(jnp.float32)).astype(x.dtype)
+
+
 def _heads(options: LayerOptions, params: Params, name: str, h: Array) -> Array:
-    """(B, T, D) → (B, T, heads, head_dim), normed where the model has a norm for it."""
+    """(B, T, D) → (B, T, heads, head_dim), normed where the model has a norm: of each head, or of all of them."""
     y = checkpoint_name(_linear(options, params, name, h), name)
-    y = y.reshape(*y.shape[:2], -1, options.head_dim)
     weight = params.get(f"{name}_norm")
-    return y if weight is None else norm(y, weight, options.epsilon)
+    of_heads = weight is None or weight.shape[-1] == options.head_dim
+    if not of_heads:
+        y = _normed(options, params, f"{name}_norm", y)
+    y = y.reshape(*y.shape[:2], -1, options.head_dim)
+    return _normed(options, params, f"{name}_norm", y) if of_heads else y
 
 
 def _feed_forward(options: LayerOptions, params: Params, h: Array) -> Array:
@@ -240,7 +263,7 @@ def _feed_forward(options: LayerOptions, params: Params, h: Array) -> Array:
         constrain(checkpoint_name(_linear(options, params, name, h), name), "batch", "sequence", "mlp")
         for name in ("gate", "up")
     )
-    return _linear(options, params, "down", checkpoint_name(jax.nn.silu(gate) * up, "mlp_hidden"))
+    return _linear(options, params, "down", checkpoint_name(options.activation(gate) * up, "mlp_hidden"))
 
 
 def _linear(options: LayerOptions, params: Params, name: str, x: Array) -> Array:
@@ -251,11 +274,12 @@ def _linear(options: LayerOptions, params: Params, name: str, x: Array) -> Array
 
 @models.register("llama")
 class Llama(Transformer):
-    """Any open model of the family; llama, mistral, qwen2, qwen3 and smollm differ in settings."""
+    """Any open model of the family; llama, mistral, qwen2, qwen3 and the smollms differ in settings."""
 
     projected_groups: ClassVar[tuple[str, ...]] = ("matrix",)
     remat_with_adapters: ClassVar[tuple[str, ...]] = ("mlp_hidden",)
     cast_groups: ClassVar[tuple[str, ...]] = ("matrix", "embedding", "head")
+    norm_offset: ClassVar[float] = 0.0  # a norm multiplies by this plus its weight
 
     mlp_width: int = field(
         "model/mlp_width",
@@ -270,6 +294,9 @@ class Llama(Transformer):
     )
     sliding_layers: str = field(
         "model/sliding_layers", default="S", help="S sliding, L full context; tiled over the layers"
+    )
+    rotary_layers: str = field(
+        "model/rotary_layers", default="R", help="R rotary positions, N none (smollm3: RRRN); tiled over the layers"
     )
     max_positions: int = field(
         "model/max_positions",
@@ -300,6 +327,13 @@ class Llama(Transformer):
     rope_type: str = field(
         "architecture/rope/type", default="default", choices=ROPE_TYPES, help="scaling of rotary frequencies"
     )
+    rope_local_base: float = field(
+        "architecture/rope/local_base",
+        default=0.0,
+        above=1,
+        also=(0.0,),
+        help="base of sliding layers, which are then not scaled; 0 = as the other layers",
+    )
     rope_factor: float = field("architecture/rope/factor", default=1.0, minimum=1, help="context over pretraining's")
     rope_original_length: int = field(
         "architecture/rope/original_length", default=0, minimum=0, help="context of pretraining"
@@ -319,6 +353,15 @@ class Llama(Transformer):
         "architecture/rope/mscale_all_dim", default=0.0, minimum=0, help="yarn: divided by that of this strength"
     )
 
+    @property
+    def natural_type(self) -> str:
+        """The simplest model_type that can say all of the model, for `hf_type=auto`."""
+        if "N" in self._tiled(self.rotary_layers):
+            return "smollm3"
+        if self.attention_bias == "qkv":
+            return "qwen2"
+        return "qwen3" if self.head_norm else "mistral" if self.sliding_window else "llama"
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "end_tokens", tuple(self.end_tokens))
         super().__post_init__()
@@ -329,17 +372,26 @@ class Llama(Transformer):
         width, depth = sizes["width"], self.depth
         wide = self.mlp_width if self.mlp_width > 0 else round_up(8 * width // 3, MLP_MULTIPLE)
         window = self.sliding_window or None
-        letters = (self.sliding_layers * depth)[:depth]
         queries, keys = sizes["heads"] * self.head_dim, sizes["kv_heads"] * self.head_dim
         biases = {"none": 0, "qkv": queries + 2 * keys, "all": queries + 2 * keys + width}[self.attention_bias]
         biases += (2 * wide + width) * self.mlp_bias
         return LlamaShape(
             **sizes,
-            windows=tuple(window if letter == "S" else None for letter in letters),
+            windows=tuple(window if letter == "S" else None for letter in self._tiled(self.sliding_layers)),
             feed_forward=wide,
             tied=self.tied_head,
-            vectors=depth * (2 * width + 2 * self.head_dim * self.head_norm + biases) + width,
+            vectors=depth * (sum(self.norm_sizes().values()) + biases) + width,
         )
+
+    def norm_sizes(self) -> dict[str, int]:
+        """Return name → size of the norms of a layer, those of NORMS that it has."""
+        width = self.sizes()["width"]
+        heads = {"q_norm": self.head_dim, "k_norm": self.head_dim} if self.head_norm else {}
+        return {"attention_norm": width, "mlp_norm": width, **heads}
+
+    def _tiled(self, pattern: str) -> str:
+        """Return one letter per layer."""
+        return (pattern * self.depth)[: self.depth]
 
     @property
     def rope(self) -> Rope:
@@ -358,6 +410,13 @@ class Llama(Transformer):
             mscale_all_dim=self.rope_mscale_all_dim,
         )
 
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        """The rotary frequencies of each layer; None: no positions."""
+        local = Rope(self.rope_local_base) if self.rope_local_base else self.rope
+        kinds = zip(self._tiled(self.rotary_layers), self.shape.windows, strict=True)
+        return tuple(None if letter == "N" else self.rope if window is None else local for letter, window in kinds)
+
     def check(self) -> None:
         super().check()
         require(
@@ -368,6 +427,10 @@ class Llama(Transformer):
         require(
             bool(self.sliding_layers) and set(self.sliding_layers) <= set("SL"),
             f"model.sliding_layers is '{self.sliding_layers}'; it is a pattern of S (sliding) and L (long), such as S.",
+        )
+        require(
+            bool(self.rotary_layers) and set(self.rotary_layers) <= set("RN"),
+            f"model.rotary_layers is '{self.rotary_layers}'; it is a pattern of R (rotary) and N (none), such as RRRN.",
         )
         require(self.rotary_base > 1, f"architecture.rotary_base is {self.rotary_base}; it must be above 1.")
         kind, length = self.rope_type, self.rope_original_length
@@ -401,33 +464,41 @@ class Llama(Transformer):
         if not self.tied_head:
             self.head = declare(self, "head", normal, ("embed", "vocab"), table[::-1])
         biased = (*BIASED[self.attention_bias], *(("gate", "up", "down") if self.mlp_bias else ()))
-        self.blocks = [LlamaBlock(s, biased, self.head_norm) for _ in range(s.depth)]
-        self.norm = declare(self, "norm", nn.initializers.ones, (None,), (s.width,))
+        norms = tuple(self.norm_sizes().items())
+        self.blocks = [LlamaBlock(s, biased, norms, self.norm_offset) for _ in range(s.depth)]
+        ones = nn.initializers.constant(1.0 - self.norm_offset)
+        self.norm = declare(self, "norm", ones, (None,), (s.width,))
 
     def _layers(
         self, x: Array, ids: Array, positions: Array, documents: Array | None, keys: Array | None, training: bool
     ) -> Array:
         x = constrain(x, "batch", "sequence", "embed_act")
-        rotary = self.rope.table(positions, max(self.block_size, x.shape[1]), self.head_dim)
+        rotary = self._tables(positions, max(self.block_size, x.shape[1]))
         options = self._layer_options()
 
-        def step(window: int | None, params: Params, index: Array, stream: Stream) -> Stream:
-            attend = self._attend(window, documents)
+        def step(kind: tuple[int | None, Rope | None], params: Params, index: Array, stream: Stream) -> Stream:
+            attend = self._attend(kind[0], documents)
             layer_keys = None if keys is None else ops.fold_in(keys, index)
-            return layer(options, params, stream[0], rotary, attend, layer_keys), stream[1]
+            return layer(options, params, stream[0], rotary[kind[1]], attend, layer_keys), stream[1]
 
         params = [block() for block in self.blocks]
-        x, _ = run_layers(step, lambda _, x: x, params, self.shape.windows, x, scan=self.scan_layers, remat=self.remat)
-        return norm(x, self.norm, self.norm_epsilon)
+        kinds = list(zip(self.shape.windows, self.ropes, strict=True))
+        x, _ = run_layers(step, lambda _, x: x, params, kinds, x, scan=self.scan_layers, remat=self.remat)
+        return norm(x, self.norm, self.norm_epsilon, self.norm_offset)
 
     def _decode_layers(self, input_ids: Array, cache: Cache, positions: Array, attend: AttendAt) -> tuple[Array, Array]:
         embedded = x = self._embed(input_ids)
         # Where every layer slides, the cache is shorter than the text; padding may lie beyond either.
         length = max(self.block_size, cache.capacity) + input_ids.shape[1]
-        rotary = self.rope.table(positions, length, self.head_dim)
-        for index, block in enumerate(self.blocks):
-            x = layer(self._layer_options(), block(), x, rotary, attend(index), None)
-        return norm(x, self.norm, self.norm_epsilon), embedded[..., : cache.previous.shape[-1]]
+        rotary = self._tables(positions, length)
+        for index, (block, rope) in enumerate(zip(self.blocks, self.ropes, strict=True)):
+            x = layer(self._layer_options(), block(), x, rotary[rope], attend(index), None)
+        return norm(x, self.norm, self.norm_epsilon, self.norm_offset), embedded[..., : cache.previous.shape[-1]]
+
+    def _tables(self, positions: Array, length: int) -> dict[Rope | None, Rotary]:
+        """Return cos and sin of every kind of layer, for positions below `length`."""
+        kinds = dict.fromkeys(self.ropes)
+        return {rope: None if rope is None else rope.table(positions, length, self.head_dim) for rope in kinds}
 
     def _embed(self, ids: Array) -> Array:
         return ops.lookup(self.embedding, ids, ("vocab", None), self.compute_dtype)
@@ -436,4 +507,23 @@ class Llama(Transformer):
         return self.embedding.T if self.tied_head else self.head
 
     def _layer_options(self) -> LayerOptions:
-        return LayerOptions(self.head_dim, self.compute_dtype, self.norm_epsilon, self.dropout)
+        return LayerOptions(self.head_dim, self.compute_dtype, self.norm_epsilon, self.dropout, self.norm_offset)
+
+
+# Their config.json is read and written in interop/config.py.
+hf_types.register("llama")(HFType("LlamaForCausalLM", "llama"))
+hf_types.register("mistral")(HFType("MistralForCausalLM", "llama", {"sliding_window": 4096}))
+hf_types.register("qwen2")(HFType("Qwen2ForCausalLM", "llama", {"sliding_window": 4096}))
+hf_types.register("qwen3")(HFType("Qwen3ForCausalLM", "llama", {"sliding_window": 4096, "head_dim": 128}))
+hf_types.register("smollm3")(
+    HFType(
+        "SmolLM3ForCausalLM",
+        "llama",
+        {
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+            "rope_theta": 2_000_000.0,
+        },
+    )
+)

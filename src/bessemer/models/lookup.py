@@ -25,6 +25,7 @@ from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.kernels import fp8
 from bessemer.kernels.ops import Axes, linear, rms_norm
+from bessemer.kernels.quantized import Quantized, quantized_linear
 from bessemer.models.allocation import Allocation, allocation_to_bounds, compute_lzw_allocation
 from bessemer.models.layers import declare, symmetric
 from bessemer.models.lora import Adapted
@@ -164,10 +165,14 @@ def _mix(options: LookupOptions, up: Array, h: Array, mix: Array) -> Array:
     return mixed + _product(options, "mix", mix[wide:], h, bounds[1])
 
 
-def _product(options: LookupOptions, name: str, w: Array | Adapted, x: Array, bound: float | None = None) -> Array:
+def _product(
+    options: LookupOptions, name: str, w: Array | Quantized | Adapted, x: Array, bound: float | None = None
+) -> Array:
     """x W for the matrix called `name`, in the precision of the run; `bound` ≥ max|x| where it is known."""
     if isinstance(w, Adapted):
         return w.add(_product(options, name, w.w, x, bound), x, AXES[name], options.dtype)
+    if isinstance(w, Quantized):
+        return quantized_linear(x, w, AXES[name], options.dtype)
     if options.fp8 is None:
         return linear(x, w, AXES[name], options.dtype)
     return fp8.linear(x, w, AXES[name], options.dtype, options.fp8, bound)

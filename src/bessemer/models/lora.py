@@ -1,14 +1,15 @@
 """Low-rank adapters: y = x·W + (α/r)·(x·A)·B, W (…, m, n) frozen, A (…, m, r) random and B (…, r, n) zero at first.
 
 So training begins at W exactly, and r·(m + n) numbers are trained in place of m·n. Source: Hu et al. 2021 (LoRA); with
-`rank_stabilised` the factor is α/√r (Kalajdzievski 2023).
+`rank_stabilized` the factor is α/√r (Kalajdzievski 2023).
 
 `Split.complete` puts an `Adapted` node where the matrix was, and the model's products add the adapter's product to
 that with W. No gradient of W is computed and no merged copy exists. W is stored in `lora.base_dtype`; A and B are
 float32 and cast to the compute dtype at use. In training `lora.dropout` drops entries of the x that A reads. With
 `lora.dora` the result counts m / ‖W + (α/r)·A·B‖ times per column, m trained from ‖W‖ on and the norm a constant in
 the gradient (Liu et al. 2024, DoRA). Matrices that the model does not use in a plain product (tables, the head,
-the layers of a user's own model) are merged inside the step instead: W' = W + (α/r)·A·B in float32.
+the layers of a user's own model) are merged inside the step instead: W' = W + (α/r)·A·B in float32. With
+`lora.quantize` the frozen matrices of plain products are kept in 4 or 8 bits (kernels/quantized.py).
 """
 
 from __future__ import annotations
@@ -19,30 +20,36 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from bessemer.config import declared, field
+from bessemer.config.aliases import current_name
 from bessemer.errors import InputError, nearest
 from bessemer.kernels.ops import Axes, dropout, fold_in, linear
+from bessemer.kernels.quantized import KINDS, Quantized, dense, quantized_linear, size_of
 from bessemer.models.protocol import Adaptable, GroupOf, group_of
 
 A, B, M = "lora_a", "lora_b", "lora_m"
 ALL_LINEAR = ("all-linear",)
+PARAM_DTYPES = ("float32", "bfloat16")
+"""Of trained parameters at rest (training.param_dtype); those of fewer than two axes, and adapters, are float32."""
 Path = tuple[str, ...]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class LoraSettings:
     rank: int = field("lora/rank", default=0, minimum=0, help="r of the low-rank adapters; 0 = no adapters")
     alpha: float = field("lora/alpha", default=16.0, above=0, help="adapters count α/r times")
-    rank_stabilised: bool = field("lora/rank_stabilised", default=False, help="α/√r in place of α/r, for large ranks")
+    rank_stabilized: bool = field("lora/rank_stabilized", default=False, help="α/√r in place of α/r, for large ranks")
     targets: tuple[str, ...] = field(
         "lora/targets",
         default=(),
@@ -54,6 +61,12 @@ class LoraSettings:
         default_factory=dict,
         minimum=1,
         help="pattern → rank of the matrices it matches, in place of lora.rank; of several the longest counts",
+    )
+    alpha_pattern: dict[str, float] = field(
+        "lora/alpha_pattern",
+        default_factory=dict,
+        above=0,
+        help="pattern → α of the matrices it matches, in place of lora.alpha; of several the longest counts",
     )
     dropout: float = field(
         "lora/dropout", default=0.0, minimum=0.0, below=1.0, help="dropout of the input of the adapters, in training"
@@ -74,6 +87,12 @@ class LoraSettings:
         choices=("auto", "float32", "bfloat16"),
         help="dtype in memory of frozen matrices and tables; auto = the compute dtype, so bfloat16 on accelerators",
     )
+    quantize: str = field(
+        "lora/quantize",
+        default="none",
+        choices=("none", *KINDS),
+        help="frozen matrices in memory: nf4 takes 0.52 bytes per weight, int8 1; none = lora.base_dtype",
+    )
     keep_base: bool = field(
         "lora/keep_base",
         default=False,
@@ -85,35 +104,65 @@ class LoraSettings:
 
     @property
     def scale(self) -> float:
-        """The factor of adapters of rank `rank`."""
-        return self.scale_at(self.rank)
+        """The factor of adapters that no pattern matches."""
+        return self._scale(self.alpha, self.rank)
 
-    def scale_at(self, rank: int) -> float:
-        return self.alpha / (math.sqrt(rank) if self.rank_stabilised else rank) if rank else 0.0
+    def scale_of(self, path: Path) -> float:
+        """The factor of the adapter at `path`: α/r, or α/√r, with its own α and r."""
+        return self._scale(self.alpha_of(path), self.rank_of(path))
+
+    def alpha_of(self, path: Path) -> float:
+        """α of the adapter at `path`."""
+        return _matched(self.alpha_pattern, path, self.alpha)
+
+    def _scale(self, alpha: float, rank: int) -> float:
+        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank) if rank else 0.0
 
     def rank_of(self, path: Path) -> int:
         """The rank of the adapter at `path`."""
-        matching = [pattern for pattern in self.rank_pattern if fnmatchcase("/".join(path), pattern)]
-        return self.rank_pattern[max(matching, key=lambda p: (len(p), p))] if matching else self.rank
+        return _matched(self.rank_pattern, path, self.rank)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("w", "a", "b", "m", "keys"), meta_fields=("scale", "dropout"))
+def _matched(patterns: Mapping[str, T], path: Path, default: T) -> T:
+    """The value of the longest pattern that matches `path`."""
+    matching = [pattern for pattern in patterns if fnmatchcase("/".join(path), pattern)]
+    return patterns[max(matching, key=lambda p: (len(p), p))] if matching else default
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("w", "a", "b", "m", "keys", "factors"),
+    meta_fields=("scale", "dropout"),
+)
 @dataclass(frozen=True)
 class Adapted:
     """A frozen matrix with its adapter, in the place of the matrix in a tree of parameters.
 
-    w: (…, m, n) in its stored dtype; a: (…, m, r) and b: (…, r, n) float32; m: (…, n) float32, the lengths of DoRA, or
-    None; keys: (B,), random keys of the rows where dropout is applied, or None. `w` must stay the first field: flax
-    compares the shape of a parameter's first leaf with the declared one.
+    w: (…, m, n) in its stored dtype or quantized; a: (…, m, r) and b: (…, r, n) float32; m: (…, n) float32, the lengths
+    of DoRA, or None; keys: (B,), random keys of the rows where dropout is applied, or None. `w` must stay the first
+    field: flax compares the shape of a parameter's first leaf with the declared one.
+
+    Of several adapters over one matrix (`stack_adapters`) a and b have the adapters, or with `for_rows` the rows of the
+    batch, as their first axis; factors: (N, n) or (B, n) float32, what `factor` is for each, or None.
     """
 
-    w: Array
+    w: Array | Quantized
     a: Array
     b: Array
     scale: float
     m: Array | None = None
     keys: Array | None = None
     dropout: float = 0.0
+    factors: Array | None = None
+
+    @property
+    def several(self) -> bool:
+        """Whether there is an adapter for each row."""
+        return self.a.ndim > len(self.w.shape)
+
+    @property
+    def scales_columns(self) -> bool:
+        return self.m is not None or self.factors is not None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -133,15 +182,19 @@ class Adapted:
 
     def update(self, x: Array, axes: Axes, dtype: Any) -> Array:
         """scale·(x A) B in `dtype`."""
+        if self.several:
+            return (x @ self.a.astype(dtype)) @ (self.scale * self.b).astype(dtype)
         low = checkpoint_name(linear(dropout(x, self.dropout, self.keys), self.a, (axes[0], None), dtype), "adapter")
         return linear(low, self.scale * self.b, (None, axes[1]), dtype)
 
     def scaled(self, y: Array) -> Array:
         """y as it is; with DoRA its columns times `factor`, in float32: bf16 would round a factor near 1 to it."""
-        return y if self.m is None else (y.astype(jnp.float32) * self.factor()).astype(y.dtype)
+        return (y.astype(jnp.float32) * self.factor()).astype(y.dtype) if self.scales_columns else y
 
     def factor(self) -> Array:
-        """m / ‖W + scale·A·B‖ by column, (…, n); 1 without DoRA. The norm has no gradient."""
+        """m / ‖W + scale·A·B‖ by column, (…, n), or (B, 1, n) of several; 1 without DoRA. The norm has no gradient."""
+        if self.factors is not None:
+            return self.factors[:, None]
         if self.m is None:
             return jnp.ones((*self.w.shape[:-2], self.w.shape[-1]), jnp.float32)
         return self.m / jax.lax.stop_gradient(column_norms(self.w, self.a, self.b, self.scale))
@@ -152,11 +205,12 @@ class Adapted:
         return whole if self.m is None else whole * self.factor()[..., None, :]
 
 
-def column_norms(w: Array, a: Array, b: Array, scale: float) -> Array:
+def column_norms(w: Array | Quantized, a: Array, b: Array, scale: float) -> Array:
     """‖W + s·A·B‖ by column, (…, n) float32, without forming the sum:
 
     ‖w + s·A b‖² = ‖w‖² + 2s·(Aᵀw)·b + s²·bᵀ(AᵀA)b  for a column w of W and b of B.
     """
+    w = dense(w)
     exact = {"precision": jax.lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
     across = jnp.einsum("...mr,...mn->...rn", a.astype(w.dtype), w, **exact)
     within = jnp.einsum("...rq,...qn->...rn", jnp.einsum("...mr,...mq->...rq", a, a, **exact), b, **exact)
@@ -164,10 +218,12 @@ def column_norms(w: Array, a: Array, b: Array, scale: float) -> Array:
     return jnp.sqrt(square + jnp.sum(b * (2 * scale * across + scale**2 * within), axis=-2))
 
 
-def project(x: Array, kernel: Array | Adapted, axes: Axes, dtype: Any) -> Array:
+def project(x: Array, kernel: Array | Quantized | Adapted, axes: Axes, dtype: Any) -> Array:
     """x W in `dtype`, with the product of the adapter if `kernel` has one. x: (B, T, m)."""
     if isinstance(kernel, Adapted):
-        return kernel.add(linear(x, kernel.w, axes, dtype), x, axes, dtype)
+        return kernel.add(project(x, kernel.w, axes, dtype), x, axes, dtype)
+    if isinstance(kernel, Quantized):
+        return quantized_linear(x, kernel, axes, dtype)
     return linear(x, kernel, axes, dtype)
 
 
@@ -188,18 +244,67 @@ def drops(params: Any) -> bool:
 
 
 def merge_adapters(params: Any) -> Any:
-    """Return `params` with plain arrays in place of `Adapted` nodes."""
-    return jax.tree.map(lambda leaf: leaf.merged() if _is_adapted(leaf) else leaf, params, is_leaf=_is_adapted)
+    """Return `params` with plain arrays in place of `Adapted` and `Quantized` nodes."""
+    return jax.tree.map(lambda leaf: leaf.merged() if _is_adapted(leaf) else dense(leaf), params, is_leaf=is_node)
+
+
+def is_node(leaf: Any) -> bool:
+    """Whether a part of a tree of parameters stands for one matrix."""
+    return isinstance(leaf, Adapted | Quantized)
+
+
+def stack_adapters(base: Any, adapters: Sequence[Mapping[Path, Adapted]]) -> Any:
+    """Return the parameters `base` with several adapters over the same matrices, for `for_rows` to choose from.
+
+    Number 0 is no adapter at all, number n + 1 is `adapters[n]`: path → its node, without W. Smaller ranks are filled
+    up with zeros, and the scale is part of B, so adapters may differ in rank, scale and targets.
+    """
+    flat = flatten_dict(base)
+    for path in {path: None for held in adapters for path in held}:
+        w = flat[path]
+        nodes = [None, *(replace(held[path], w=w) if path in held else None for held in adapters)]
+        rank = max(node.a.shape[-1] for node in nodes if node is not None)
+        # on the host: adapters are small, and every shape would be a program
+        a, b = np.zeros((len(nodes), w.shape[0], rank), "f4"), np.zeros((len(nodes), rank, w.shape[1]), "f4")
+        factors = np.ones((len(nodes), w.shape[1]), "f4")
+        for number, node in enumerate(nodes):
+            if node is not None:
+                own = node.a.shape[-1]
+                a[number, :, :own], b[number, :own] = node.a, node.scale * np.asarray(node.b)
+                factors[number] = node.factor() if node.scales_columns else 1
+        scaled = any(node is not None and node.scales_columns for node in nodes)
+        flat[path] = Adapted(w, jnp.asarray(a), jnp.asarray(b), 1.0, factors=jnp.asarray(factors) if scaled else None)
+    return unflatten_dict(flat)
+
+
+def holds_several(params: Any) -> bool:
+    """Whether `params` come from `stack_adapters`."""
+    leaves = jax.tree.leaves(params, is_leaf=_is_adapted)
+    return any(isinstance(leaf, Adapted) and leaf.several for leaf in leaves)
+
+
+def for_rows(params: Any, adapter: Array | None) -> Any:
+    """Return `params` with the adapter of each row of a batch; adapter: (B,) numbers of `stack_adapters`, or None."""
+    if adapter is None:
+        return params
+
+    def chosen(leaf: Any) -> Any:
+        if not _is_adapted(leaf):
+            return leaf
+        factors = None if leaf.factors is None else leaf.factors[adapter]
+        return replace(leaf, a=leaf.a[adapter], b=leaf.b[adapter], factors=factors)
+
+    return jax.tree.map(chosen, params, is_leaf=_is_adapted)
 
 
 def _is_adapted(leaf: Any) -> bool:
     return isinstance(leaf, Adapted)
 
 
-def merged(w: Array, a: Array, b: Array, scale: float) -> Array:
+def merged(w: Array | Quantized, a: Array, b: Array, scale: float) -> Array:
     """W + scale·A·B in float32. The product is made with all bits of float32: it is small beside W' x."""
     product = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-    return w.astype(product.dtype) + scale * product
+    return dense(w).astype(product.dtype) + scale * product
 
 
 def group_of_adapted(group_of: Callable[[Path], str], path: Path) -> str:
@@ -235,7 +340,7 @@ def adapter_shapes(path: Path, box: Any, lora: LoraSettings) -> dict[str, Any]:
     return {name: nn.LogicallyPartitioned(made[name], axes[name]) for name in made}
 
 
-def fresh_adapter(key: Array, path: Path, w: Array, lora: LoraSettings) -> dict[str, Array]:
+def fresh_adapter(key: Array, path: Path, w: Array | Quantized, lora: LoraSettings) -> dict[str, Array]:
     """A drawn from (key, the path's name), so that it is the same whatever else is adapted; B zero; m = ‖W‖."""
     *lead, m, n = w.shape
     rank = lora.rank_of(path)
@@ -266,8 +371,14 @@ class Split:
     frozen: tuple[Path, ...]  # without those in `adapted`
     lora: LoraSettings
     tables: frozenset[Path] = frozenset()  # those of `adapted` that are merged inside the step
-    narrow: frozenset[Path] = frozenset()  # those of `frozen` and `adapted` that are stored in `dtype`
+    narrow: frozenset[Path] = frozenset()  # those that are stored in `dtype`; with adapters, frozen ones alone
     dtype: str = "float32"
+    quantized: frozenset[Path] = frozenset()  # those of `frozen` and `adapted` that are kept as lora.quantize says
+
+    @property
+    def unquantized(self) -> Split:
+        """The same split over the base as it is stored."""
+        return replace(self, quantized=frozenset())
 
     @property
     def everything(self) -> bool:
@@ -276,15 +387,15 @@ class Split:
 
     def shapes(self, boxed: Any) -> tuple[Any, Any]:
         """(trained part, frozen part) of the model's abstract, boxed parameters; (all, None) when all are trained."""
+        stored = self.stored(boxed)
         if self.everything:
-            return boxed, None
-        flat = flatten_dict(boxed)
+            return stored, None
+        flat, plain = flatten_dict(stored), flatten_dict(boxed)
         params = {path: flat[path] for path in self.trained}
         for path in self.adapted:
-            made = adapter_shapes(path, flat[path], self.lora)
+            made = adapter_shapes(path, plain[path], self.lora)
             params |= {(*path, name): leaf for name, leaf in made.items()}
-        kept = flatten_dict(self.stored(boxed))
-        kept = {path: kept[path] for path in (*self.frozen, *self.adapted)}
+        kept = {path: flat[path] for path in (*self.frozen, *self.adapted)}
         return unflatten_dict(params), unflatten_dict(kept)
 
     def stored(self, boxed: Any) -> Any:
@@ -293,6 +404,8 @@ class Split:
         return unflatten_dict({path: self._narrowed(path, leaf) for path, leaf in flat.items()})
 
     def _narrowed(self, path: Path, box: Any) -> Any:
+        if path in self.quantized:
+            return KINDS[self.lora.quantize].boxed(_shape(box), box.names if isinstance(box, nn.Partitioned) else None)
         if path not in self.narrow:
             return box
         if isinstance(box, nn.Partitioned):
@@ -300,18 +413,23 @@ class Split:
         return jax.ShapeDtypeStruct(box.shape, jnp.dtype(self.dtype))
 
     def divide(self, whole: Any, key: jax.Array) -> tuple[Any, Any]:
-        """The same of arrays, frozen ones in their stored dtype. Adapters are new, drawn from `key`, and add nothing
-        yet."""
-        if self.everything:
+        """The same of arrays, in their stored dtypes. Adapters are new, drawn from `key`, and add nothing yet."""
+        if self.everything and not self.narrow:
             return whole, None
-        flat = flatten_dict(whole)
+        flat = {path: self._kept(path, leaf) for path, leaf in flatten_dict(whole).items()}
+        if self.everything:
+            return unflatten_dict(flat), None
         params = {path: flat[path] for path in self.trained}
         kept = {path: flat[path] for path in (*self.frozen, *self.adapted)}
-        kept = {path: leaf.astype(self.dtype) if path in self.narrow else leaf for path, leaf in kept.items()}
         for path in self.adapted:
             made = fresh_adapter(key, path, kept[path], self.lora)
             params |= {(*path, name): array for name, array in made.items()}
         return unflatten_dict(params), unflatten_dict(kept)
+
+    def _kept(self, path: Path, leaf: Any) -> Any:
+        if path in self.quantized:
+            return leaf if isinstance(leaf, Quantized) else KINDS[self.lora.quantize].of(leaf)
+        return leaf.astype(self.dtype) if path in self.narrow else leaf
 
     def complete(self, params: Any, frozen: Any) -> Any:
         """The model's parameters, from what `divide` gave, with an `Adapted` node in the place of each adapted matrix;
@@ -322,7 +440,7 @@ class Split:
         for path in self.trained:
             flat[path] = given[path]
         for path in self.adapted:
-            a, b, scale = given[(*path, A)], given[(*path, B)], self.lora.scale_at(self.lora.rank_of(path))
+            a, b, scale = given[(*path, A)], given[(*path, B)], self.lora.scale_of(path)
             node = Adapted(flat[path], a, b, scale, given.get((*path, M)), dropout=self.lora.dropout)
             flat[path] = node.merged() if path in self.tables else node
         return unflatten_dict(flat)
@@ -342,13 +460,30 @@ class Split:
             if path[-1] in (A, B) and path[:-1] not in self.tables
         )
 
+    def quantized_parameters(self, boxed: Any) -> int:
+        """Weights of the quantized matrices."""
+        flat = flatten_dict(boxed)
+        return sum(math.prod(_shape(flat[path])) for path in self.quantized)
+
+    def quantized_bytes(self, boxed: Any) -> int:
+        """Bytes of the quantized matrices in memory, all devices together."""
+        flat, kind = flatten_dict(boxed), KINDS.get(self.lora.quantize)
+        return sum(size_of(kind.boxed(_shape(flat[path]), None)) for path in self.quantized) if kind else 0
+
     def count(self, boxed: Any) -> tuple[int, int]:
         """(parameters that are trained, parameters of the model)."""
         return _size(self.shapes(boxed)[0]), _size(boxed)
 
 
-def make_split(boxed: Any, freeze: Sequence[str] = (), lora: LoraSettings | None = None, model: Any = None) -> Split:
-    """The split that the settings ask for. boxed: the abstract parameters of `model`.
+def make_split(
+    boxed: Any,
+    freeze: Sequence[str] = (),
+    lora: LoraSettings | None = None,
+    model: Any = None,
+    param_dtype: str = "float32",
+) -> Split:
+    """The split that the settings ask for. boxed: the abstract parameters of `model`; param_dtype: that of matrices and
+    tables without adapters, trained or not.
 
     A pattern that matches nothing, and a run without anything to train, are errors.
     """
@@ -359,7 +494,15 @@ def make_split(boxed: Any, freeze: Sequence[str] = (), lora: LoraSettings | None
         trained = tuple(path for path in flat if path not in held)
         if not trained:
             raise InputError("training.freeze leaves nothing to train: every parameter matches. Freeze fewer.")
-        return Split(trained, (), tuple(held), lora)
+        wide = param_dtype == "float32"
+        narrow = frozenset[Path]() if wide else frozenset(path for path, box in flat.items() if _rank(box) > 1)
+        return Split(trained, (), tuple(held), lora, narrow=narrow, dtype=param_dtype)
+    if param_dtype != "float32":
+        raise InputError(
+            f"training.param_dtype={param_dtype} is for runs that train the parameters themselves: adapters are "
+            "float32, and the frozen matrices beside them are in lora.base_dtype. Leave out training.param_dtype, or "
+            "set lora.rank=0."
+        )
     if freeze:
         raise InputError(
             "training.freeze and lora.rank do not go together: with adapters everything else is frozen already. Leave "
@@ -371,7 +514,8 @@ def make_split(boxed: Any, freeze: Sequence[str] = (), lora: LoraSettings | None
     adapted = tuple(path for path in targets if path not in whole)
     if not adapted:
         raise InputError("lora.rank: no matrix is left to adapt. Name some with lora.targets, or set lora.rank=0.")
-    _matching(dict.fromkeys(adapted), list(lora.rank_pattern), "lora.rank_pattern")
+    for setting, patterns in (("lora.rank_pattern", lora.rank_pattern), ("lora.alpha_pattern", lora.alpha_pattern)):
+        _matching(dict.fromkeys(adapted), list(patterns), setting)
     rest = tuple(path for path in flat if path not in whole and path not in adapted)
     tables, narrow, dtype = frozenset(adapted), frozenset[Path](), "float32"
     if isinstance(model, Adaptable):
@@ -385,17 +529,43 @@ def make_split(boxed: Any, freeze: Sequence[str] = (), lora: LoraSettings | None
             f"'{'/'.join(min(tables))}' is not one in this model. Leave it out of lora.targets, or switch the setting "
             "off."
         )
-    return Split(tuple(whole), adapted, rest, lora, tables, narrow if dtype != "float32" else frozenset(), dtype)
+    quantized = _quantized(flat, (*rest, *adapted), tables, model) if lora.quantize != "none" else frozenset()
+    narrow = narrow - quantized if dtype != "float32" else frozenset()
+    return Split(tuple(whole), adapted, rest, lora, tables, narrow, dtype, quantized)
+
+
+def _quantized(flat: Mapping[Path, Any], kept: Sequence[Path], tables: frozenset[Path], model: Any) -> frozenset[Path]:
+    """The frozen matrices of plain products, with an adapter or without."""
+    if not isinstance(model, Adaptable):
+        raise InputError(
+            f"lora.quantize needs a model that multiplies by its matrices through the package, as gpt and llama do; "
+            f"{type(model).__name__} is not one. Leave it out."
+        )
+    inside = (path for path in kept if path not in tables and len(_shape(flat[path])) > 1)
+    return frozenset(path for path in inside if model.group_of(path) in model.projected_groups)
 
 
 def split_of(config: Mapping[str, Any], boxed: Any, model: Any = None) -> Split:
     """The split of a saved configuration (flat: section/name → value, mappings too); one without these settings trains
     all."""
+    kind = str(config.get("training/param_dtype") or "float32")
+    if kind not in PARAM_DTYPES:
+        raise InputError(
+            f"the saved config: training.param_dtype is '{kind}'; it must be one of {', '.join(PARAM_DTYPES)}."
+        )
+    return make_split(boxed, config.get("training/freeze") or (), saved_settings(config), model, kind)
+
+
+def saved_settings(config: Mapping[str, Any]) -> LoraSettings:
+    """The settings of adapters in a saved configuration (flat); what it leaves out has its default."""
     settings = declared(LoraSettings)
-    ranks = settings["rank_pattern"].key
-    config = {**config, ranks: {k.removeprefix(f"{ranks}/"): v for k, v in config.items() if k.startswith(f"{ranks}/")}}
+    config = {current_name(key): value for key, value in config.items()}
+    for name in ("rank_pattern", "alpha_pattern"):
+        above = settings[name].key
+        below = {k.removeprefix(f"{above}/"): v for k, v in config.items() if k.startswith(f"{above}/")}
+        config = {**config, above: {**(config.get(above) or {}), **below}}
     given = {name: s.check(config[s.key], "the saved config") for name, s in settings.items() if s.key in config}
-    return make_split(boxed, config.get("training/freeze") or (), LoraSettings(**given), model)
+    return LoraSettings(**given)
 
 
 def _matching(flat: Mapping[Path, Any], patterns: Sequence[str], setting: str) -> dict[Path, None]:
@@ -439,6 +609,12 @@ def _multiplies(path: Path, leaf: Any, group_of: GroupOf | None) -> bool:
     if group_of is not None:
         return group_of(path) in ("matrix", "gate", "head")
     return len(_shape(leaf)) > 1 and not any("embed" in name.lower() for name in path)
+
+
+def _rank(box: Any) -> int:
+    """The number of axes, without that of stacked layers."""
+    stacked = isinstance(box, nn.Partitioned) and box.names[:1] == ("layers",)
+    return len(_shape(box)) - stacked
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

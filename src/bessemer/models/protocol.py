@@ -89,7 +89,7 @@ class Model(nn.Module, ABC):
         return token_scores(self.projection(batch, deterministic), batch["target_ids"])
 
     def policy_scores(self, batch: Batch, temperature: float = 1.0, deterministic: bool = True) -> tuple[Array, Array]:
-        """Return (log π(target), entropy of π), (B, T) each, : π = softmax(logits / temperature); 0 without target."""
+        """Return (log π(target), entropy of π), (B, T) each; 0 without a target. π = softmax(logits / temperature)."""
         return policy_scores(self.projection(batch, deterministic), batch["target_ids"], temperature)
 
 
@@ -100,11 +100,17 @@ class Decoding(Protocol):
     vocab_size: int
     block_size: int
 
-    def init_cache(self, batch: int, length: int) -> Any: ...
+    def init_cache(self, batch: int, length: int) -> Any:
+        """Return an empty cache for `batch` rows of up to `length` tokens each; every leaf is (batch, …)."""
 
     def decode(
         self, input_ids: Array, cache: Any, lengths: Array | None = None, last_only: bool = False
-    ) -> tuple[Array, Any]: ...
+    ) -> tuple[Array, Any]:
+        """Append n tokens to every row; return (logits (B, n, V), the new cache).
+
+        input_ids: (B, n), right-padded. lengths: (B,), how many of a row's n tokens are real; None: all of them.
+        last_only: the logits of each row's last real token alone, (B, 1, V).
+        """
 
 
 @runtime_checkable

@@ -22,7 +22,7 @@ Params = dict[str, Any]  # "embedding", "head", …, and per layer "blocks_0": {
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes and switches, named as in GPTSettings; the defaults are those of `bessemer train`."""
+    """Sizes and switches, named as the fields of `GPT` (models/gpt.py); the defaults are those of `bessemer train`."""
 
     vocab_size: int
     depth: int = 12

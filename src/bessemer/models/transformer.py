@@ -135,6 +135,10 @@ class Transformer(Model):
         """c of c·tanh(logits/c); 0 = off."""
         return 0.0
 
+    def _attention_cap(self) -> float:
+        """c of attention scores c·tanh(s/c); 0 = off."""
+        return 0.0
+
     def _head_fp8(self, training: bool) -> str | None:
         """The scaling of the head's float8 products; None: they are in the compute dtype."""
         return None
@@ -175,7 +179,8 @@ class Transformer(Model):
         """Return setting → (kernel that runs on this platform and mesh, reason)."""
         dtype, s, length = self.compute_dtype, self.shape, self.block_size
         layout = layout_of((1, length, s.heads, s.head_dim), (1, length, s.kv_heads, s.head_dim))
-        attention = choose_attention(self.attention, dtype, s.head_dim, self.document_mask, length, layout)
+        capped = self._attention_cap() > 0
+        attention = choose_attention(self.attention, dtype, s.head_dim, self.document_mask, length, layout, capped)
         rows = choose_kernels(self.kernels, dtype)
         why = f"{jnp.dtype(dtype).name}, head dimension {s.head_dim}"
         masked = ", with a document mask" if self.document_mask else ""
@@ -266,8 +271,14 @@ class Transformer(Model):
 
     def _attend(self, window: int | None, documents: Array | None) -> Attend:
         """Return the attention of one layer over whole rows."""
-        name, most = self.attention, self.max_documents
-        return partial(attention, window=window, segment_ids=documents, implementation=name, max_documents=most)
+        return partial(
+            attention,
+            window=window,
+            segment_ids=documents,
+            implementation=self.attention,
+            max_documents=self.max_documents,
+            softcap=self._attention_cap(),
+        )
 
     def __call__(
         self,
@@ -367,7 +378,7 @@ class Transformer(Model):
         keys, values = (put(store, new, cache.lengths, added) for store, new in zip(old, (k, v), strict=True))
         stores.append((keys, values))
         if cache.empty:
-            return attention(q, k, v, window=window, implementation=self.attention)
+            return attention(q, k, v, window=window, implementation=self.attention, softcap=self._attention_cap())
         size = keys.shape[2]
         if q.shape[1] == 1:
             held = held_positions(size, cache.lengths + added)
@@ -377,13 +388,16 @@ class Transformer(Model):
                 for store, new in zip(old, (k, v), strict=True)
             )
             held = jnp.concatenate([held_positions(size, cache.lengths), positions], axis=1)
-        return cached_attention(q, keys, values, window=window, q_positions=positions, k_positions=held)
+        cap = self._attention_cap()
+        return cached_attention(q, keys, values, window=window, q_positions=positions, k_positions=held, softcap=cap)
 
     def steps_in_one_kernel(self) -> bool:
         """Whether a step's attention is the kernel: its rows and heads are then those of one device."""
         chosen = choose_kernels(self.kernels, self.compute_dtype) == "pallas"
         alone = shards("batch") * shards("kv") == 1
         s = self.shape
+        if self._attention_cap():  # the kernel has no cap
+            return False
         return chosen and alone and suits_decode(s.head_dim, s.heads // s.kv_heads)
 
 

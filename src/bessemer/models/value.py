@@ -9,9 +9,11 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import Array
 
+from bessemer.models.gemma import Gemma
 from bessemer.models.gpt import GPT
 from bessemer.models.layers import declare
 from bessemer.models.llama import Llama
+from bessemer.models.olmo import Olmo
 from bessemer.models.transformer import Transformer
 from bessemer.registry import models
 
@@ -53,3 +55,13 @@ class RewardGPT(ValueHead, GPT):
 @models.register("llama-reward")
 class RewardLlama(ValueHead, Llama):
     """Starts from the weights of a llama-family model."""
+
+
+@models.register("olmo-reward")
+class RewardOlmo(ValueHead, Olmo):
+    """Starts from the weights of an olmo."""
+
+
+@models.register("gemma-reward")
+class RewardGemma(ValueHead, Gemma):
+    """Starts from the weights of a gemma."""

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from jax import Array
 
+from bessemer.models.protocol import Batch as Batch
+
 Apply = Callable[..., Any]
-Batch = Mapping[str, Array]
 Sums = tuple[Array, Array, dict[str, Array]]
 
 

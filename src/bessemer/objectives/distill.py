@@ -44,7 +44,7 @@ class DistillSettings(TaughtSettings):
     tail: str = field(
         "distill/tail",
         default="bucket",
-        choices=("bucket", "renormalise"),
+        choices=("bucket", "renormalize"),
         help="probability beyond the stored tokens: one outcome of its own, or left out",
     )
 
@@ -78,7 +78,7 @@ def distill(
         weights,
         alpha=settings.alpha,
         temperature=settings.temperature,
-        renormalise=settings.tail == "renormalise",
+        renormalize=settings.tail == "renormalize",
     )
     return loss, weights.sum(), {"kl": kl, "nll": nll}
 

@@ -64,8 +64,8 @@ class GrpoSettings(SampledSettings):
         choices=("token", "sequence"),
         help="ρ of each token, or the geometric mean over the completion",
     )
-    normalisation: str = field(
-        "grpo/normalisation",
+    normalization: str = field(
+        "grpo/normalization",
         default="token",
         choices=("token", "sequence", "fixed"),
         help="what the sum of token losses is divided by",
@@ -144,10 +144,10 @@ def policy_loss(
         divergence = kl_estimate(jnp.where(mask > 0, logprobs - reference, 0.0), settings.kl_estimator)
         losses = losses + settings.kl_coef * divergence
         sums["kl"] = jnp.sum(mask * divergence)
-    if settings.normalisation == "sequence":
+    if settings.normalization == "sequence":
         return jnp.sum(shares * losses), jnp.sum(lengths > 0).astype(jnp.float32), sums
     total = jnp.sum(mask * losses)
-    if settings.normalisation == "token":
+    if settings.normalization == "token":
         return total, jnp.sum(mask), sums
     return total, jnp.float32(mask.shape[0] * settings.max_completion_length), sums
 
@@ -173,11 +173,11 @@ def variant(**defaults: Any) -> type[GrpoSettings]:
 
 VARIANTS: dict[str, type[GrpoSettings]] = {
     "grpo": GrpoSettings,
-    "dr_grpo": variant(scale=False, normalisation="fixed"),
+    "dr_grpo": variant(scale=False, normalization="fixed"),
     "dapo": variant(clip_eps_high=0.28, kl_coef=0.0, overlong="mask"),
-    "gspo": variant(ratio="sequence", normalisation="sequence", clip_eps=3e-4, clip_eps_high=4e-4, kl_coef=0.0),
-    "rloo": variant(baseline="leave_one_out", scale=False, normalisation="fixed"),
-    "reinforce": variant(baseline="rollout", scale=False, normalisation="fixed", clip_eps=0.0),
+    "gspo": variant(ratio="sequence", normalization="sequence", clip_eps=3e-4, clip_eps_high=4e-4, kl_coef=0.0),
+    "rloo": variant(baseline="leave_one_out", scale=False, normalization="fixed"),
+    "reinforce": variant(baseline="rollout", scale=False, normalization="fixed", clip_eps=0.0),
 }
 for _name, _settings in VARIANTS.items():
     objectives.register(

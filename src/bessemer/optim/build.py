@@ -20,6 +20,7 @@ from bessemer.optim.transform import (
     GroupOf,
     GroupRow,
     describe_groups,
+    in_float32,
     mute_first_gradient,
     path_names,
     wrap_optax,
@@ -137,7 +138,7 @@ def _from_optax(tx: Any, schedule: Any, steps: int) -> Optimizer:
     def describe(params: Any) -> list[GroupRow]:
         return describe_groups((Group("optax", math.nan),), params, lambda path, leaf: "optax")
 
-    return Optimizer(wrap_optax(tx), rates, describe, None, (), {} if rate is None else {"lr": rate})
+    return Optimizer(in_float32(wrap_optax(tx)), rates, describe, None, (), {} if rate is None else {"lr": rate})
 
 
 def build_optimizer(
@@ -152,6 +153,7 @@ def build_optimizer(
     spread: Spread | None = None,
     compute_dtype: jnp.dtype | None = None,
     silent: Sequence[str] = (),
+    seed: int = 0,
 ) -> Optimizer:
     """The optimizer of that registry name, or a wrapped optax transformation.
 
@@ -160,6 +162,7 @@ def build_optimizer(
     width, spread, compute_dtype: see `muon`; an optimizer that does not name them is not given them.
     silent: names of parameters whose gradient is only rounding noise at step 0 (`mute_first_gradient`). Muon's own
     warmup of these groups takes care of them with a first rate of 0.
+    seed: for the rounding of moments that are stored narrow.
     """
     if not isinstance(name, str):
         given = _from_optax(name, None if schedule == AUTO else schedule, steps)
@@ -174,9 +177,8 @@ def build_optimizer(
         boundaries=boundaries,
         peak=groups[0].lr,
     )
-    tx = _offer(
-        entry.value, settings, by_step, steps, group_of, width=width, spread=spread, compute_dtype=compute_dtype
-    )
+    extras = {"width": width, "spread": spread, "compute_dtype": compute_dtype, "seed": seed}
+    tx = _offer(entry.value, settings, by_step, steps, group_of, **extras)
 
     if silent and not any(group.warmup for group in groups):
         tx = mute_first_gradient(wrap_optax(tx), silent)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from bessemer.config import field
-from bessemer.errors import InputError, nearest
+from bessemer.errors import InputError, did_you_mean
 from bessemer.optim.schedules import Schedule, StepFunction, as_float, check_steps, ramp_up
 from bessemer.optim.sharding import Spread
 from bessemer.optim.transform import Group, GroupOf, apply_rate, in_float32, kind_of, path_names
@@ -106,8 +106,7 @@ PRESETS: dict[str, Preset] = {
 def preset(name: str) -> Preset:
     """Return the preset of that name; the error for an unknown one names the nearest."""
     if name not in PRESETS:
-        close = nearest(name, list(PRESETS))
-        hint = f" Did you mean '{close}'?" if close else ""
+        hint = did_you_mean(name, list(PRESETS))
         raise InputError(f"unknown optimization.preset '{name}'.{hint} Known: {', '.join(PRESETS)}.")
     return PRESETS[name]
 

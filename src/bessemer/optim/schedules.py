@@ -76,10 +76,14 @@ def constant(settings: ConstantSettings, steps: int) -> Schedule:
 
 
 @dataclass(frozen=True)
-class CosineSettings:
+class WarmupSettings:
     warmup_pct: float = field(
         "training/warmup_pct", default=0.01, minimum=0.0, maximum=1.0, help="share of the horizon spent warming up"
     )
+
+
+@dataclass(frozen=True)
+class CosineSettings(WarmupSettings):
     min_rate: float = field(
         "optimization/min_rate", default=0.1, minimum=0.0, maximum=1.0, help="share of the peak rate at the end"
     )
@@ -147,10 +151,7 @@ SHAPES: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 @dataclass(frozen=True)
-class WsdSettings:
-    warmup_pct: float = field(
-        "training/warmup_pct", default=0.01, minimum=0.0, maximum=1.0, help="share of the horizon spent warming up"
-    )
+class WsdSettings(WarmupSettings):
     decay_pct: float = field(
         "training/decay_pct", default=0.1, minimum=0.0, maximum=1.0, help="share of the horizon spent decaying"
     )

@@ -12,6 +12,8 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from bessemer.optim.moments import Packed
+
 # Axes that replicate the matrices, and axes that split them at rest. The first come first: a slice makes the stack
 # smaller before anything travels.
 REPEATING, SPLITTING = ("data", "context"), ("fsdp", "tensor")
@@ -104,6 +106,8 @@ def _like(state: Any, param: Any, sharding: NamedSharding, replicated: NamedShar
     """A parameter's sharding for one leaf of its state; axes the state has reduced are not split."""
     if isinstance(state, optax.MaskedNode):
         return state
+    if isinstance(state, Packed):
+        return Packed(*(_like(part, param, sharding, replicated) for part in state))
     if state.shape == param.shape:
         return sharding
     if len(state.shape) != len(param.shape):
@@ -119,7 +123,7 @@ def state_shardings(
     """Shardings of `tx.init(params)`, for `jit(tx.init, out_shardings=…)` and for restoring.
 
     Without them jit leaves the state replicated. A leaf that belongs to a parameter is sharded as the parameter is,
-    except axes it has reduced to one value; counters and factored moments are replicated.
+    except axes it has reduced, to one value or one per block; counters and factored moments are replicated.
     """
     return optax.tree_utils.tree_map_params(
         tx,
@@ -128,5 +132,5 @@ def state_shardings(
         abstract_params,
         param_shardings,
         transform_non_params=lambda _: replicated,
-        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode | Packed),
     )

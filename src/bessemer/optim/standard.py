@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import optax
 
 from bessemer.config import field
+from bessemer.optim.moments import STATE_DTYPE_HELP, STATE_DTYPES, store_moments
 from bessemer.optim.schedules import Schedule
 from bessemer.optim.transform import Group, GroupOf, apply_rate, in_float32, is_decayed
 from bessemer.registry import optimizers
@@ -49,6 +50,7 @@ class AdamWSettings(MatrixDecay):
     beta1: float = field("optimization/beta1", default=0.9, minimum=0.0, below=1.0, help="decay of the mean")
     beta2: float = field("optimization/beta2", default=0.95, minimum=0.0, below=1.0, help="decay of the square")
     eps: float = field("optimization/eps", default=1e-8, minimum=0.0, help="added to the root of the square")
+    state_dtype: str = field("optimization/state_dtype", default="float32", choices=STATE_DTYPES, help=STATE_DTYPE_HELP)
 
     def betas(self) -> tuple[float, ...]:
         return (self.beta1, self.beta2)
@@ -56,10 +58,11 @@ class AdamWSettings(MatrixDecay):
 
 @optimizers.register("adamw", settings=(AdamWSettings,))
 def adamw(
-    settings: AdamWSettings, schedule: Schedule, steps: int, group_of: GroupOf | None = None
+    settings: AdamWSettings, schedule: Schedule, steps: int, group_of: GroupOf | None = None, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
     """p -= lr·(m̂ / (√v̂ + ε) + wd·p) (Loshchilov & Hutter 2019). Bias correction counts only updates made."""
-    return settings.chain(schedule, group_of, optax.scale_by_adam(settings.beta1, settings.beta2, settings.eps))
+    adam = optax.scale_by_adam(settings.beta1, settings.beta2, settings.eps)
+    return settings.chain(schedule, group_of, store_moments(adam, settings.state_dtype, seed, "mu", "nu"))
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class LionSettings(MatrixDecay):
     )
     beta1: float = field("optimization/beta1", default=0.9, minimum=0.0, below=1.0, help="weight of the momentum")
     beta2: float = field("optimization/beta2", default=0.99, minimum=0.0, below=1.0, help="decay of the momentum")
+    state_dtype: str = field("optimization/state_dtype", default="float32", choices=STATE_DTYPES, help=STATE_DTYPE_HELP)
 
     def betas(self) -> tuple[float, ...]:
         return (self.beta1, self.beta2)
@@ -79,10 +83,11 @@ class LionSettings(MatrixDecay):
 
 @optimizers.register("lion", settings=(LionSettings,))
 def lion(
-    settings: LionSettings, schedule: Schedule, steps: int, group_of: GroupOf | None = None
+    settings: LionSettings, schedule: Schedule, steps: int, group_of: GroupOf | None = None, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
     """p -= lr·(sign(β1·m + (1-β1)·g) + wd·p), then m ← β2·m + (1-β2)·g (Chen et al. 2023). Half of Adam's memory."""
-    return settings.chain(schedule, group_of, optax.scale_by_lion(settings.beta1, settings.beta2))
+    sign = optax.scale_by_lion(settings.beta1, settings.beta2)
+    return settings.chain(schedule, group_of, store_moments(sign, settings.state_dtype, seed, "mu"))
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,7 @@ class SgdSettings(MatrixDecay):
     )
     momentum: float = field("optimization/momentum", default=0.9, minimum=0.0, below=1.0, help="decay of the sum")
     nesterov: bool = field("optimization/nesterov", default=False, help="look one step ahead")
+    state_dtype: str = field("optimization/state_dtype", default="float32", choices=STATE_DTYPES, help=STATE_DTYPE_HELP)
 
     def betas(self) -> tuple[float, ...]:
         return (self.momentum,)
@@ -100,11 +106,13 @@ class SgdSettings(MatrixDecay):
 
 @optimizers.register("sgd", settings=(SgdSettings,))
 def sgd(
-    settings: SgdSettings, schedule: Schedule, steps: int, group_of: GroupOf | None = None
+    settings: SgdSettings, schedule: Schedule, steps: int, group_of: GroupOf | None = None, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
     """m ← μ·m + g; p -= lr·(m + wd·p). Momentum 0 keeps no state."""
-    trace = optax.trace(settings.momentum, settings.nesterov) if settings.momentum else optax.identity()
-    return settings.chain(schedule, group_of, trace)
+    if not settings.momentum:
+        return settings.chain(schedule, group_of, optax.identity())
+    trace = optax.trace(settings.momentum, settings.nesterov)
+    return settings.chain(schedule, group_of, store_moments(trace, settings.state_dtype, seed, "trace"))
 
 
 @dataclass(frozen=True)

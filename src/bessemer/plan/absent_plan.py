@@ -174,7 +174,7 @@ def memory_of(planned: Planned, program: Compiled | None) -> dict[str, Any]:
         fits = made.fits(limit)
     elif program.memory is not None:
         memory = program.memory
-        kept = parts["parameters"] + parts["optimizer"] + parts["other"]
+        kept = parts["parameters"] + parts["optimizer"] + parts["frozen"] + parts["other"]
         parts |= {"gradients": None, "activations": None, "workspace": None, "temporaries": memory.temporaries}
         parts |= {"batch": max(0, memory.arguments - kept), "peak": memory.total}
         fits = memory.total <= limit

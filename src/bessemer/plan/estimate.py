@@ -3,6 +3,7 @@
     peak = max of  forward   state + G·[S > 1] + kept tensors + workspace
                    backward  state + G·(1 + [S > 1]) + workspace
                    update    state + G + the optimizer's own matrices
+                   rollout   state + KV cache + matrices in compute precision      (runs that sample)
 
 G: float32 gradients as they rest. S: micro-batches of a step. With fsdp the largest parameter is also gathered,
 with its gradient.
@@ -36,6 +37,8 @@ from bessemer.training.setup.microbatch import SPARE, accumulation
 from bessemer.training.setup.model import precision_of
 from bessemer.training.setup.plan import RunPlan, StepHooks
 
+SLOTS = "grpo/slots"
+
 
 # --- what a model and its step need, whatever the mesh ---
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class StateBytes:
 
     parameters: int
     optimizer: int
-    other: int  # average, frozen weights, reference, counters
+    frozen: int
+    other: int  # average, reference, counters
     trained: int  # of parameters with a gradient, in float32
     largest: int  # of the largest parameter gathered over fsdp but not over tensor, in float32
 
@@ -141,6 +145,22 @@ class Facts:
         whole = self.kept(("none",))
         return whole.activations(whole.rows) / whole.rows / (self.shape.depth if self.shape else 1)
 
+    def rollout_bytes(self, axes: Mapping[str, int]) -> float:
+        """Return the bytes of sampling completions on one device: the KV caches of the rows being written and of their
+        prompts, and the matrices that do not rest in compute precision; 0 for a run that does not sample."""
+        config, model = self.step.plan.context.config, self.step.model
+        if not self.step.hooks.rolls_out or not isinstance(model, Transformer) or SLOTS not in config:
+            return 0.0
+        with self.step.plan.context.topology.scope():  # in the precision of the target
+            dtype = model.compute_dtype
+            cache = jax.eval_shape(lambda: model.init_cache(int(config[SLOTS]), self.block, dtype))
+        held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+        split = axes["data"] * axes["fsdp"] * axes["tensor"]
+        wide = [leaf for leaf in self.leaves.elements() if leaf.part in ("parameters", "frozen")]
+        name = jax.numpy.dtype(dtype).name
+        cast = sum(leaf.held(axes, name) for leaf in wide if len(leaf.shape) > 1 and leaf.dtype != name)
+        return 2 * held / split + cast
+
     @cached_property
     def leaves(self) -> Counter[Leaf]:
         """Arrays of the state, equal ones of all layers counted together."""
@@ -150,7 +170,7 @@ class Facts:
         """Return the bytes at rest on a mesh of these sizes; InputError if it does not divide the model."""
         sizes = tuple(axes[name] for name in AXES)
         if sizes not in self._state:
-            held: dict[str, int] = {"parameters": 0, "optimizer": 0, "other": 0}
+            held: dict[str, int] = {"parameters": 0, "optimizer": 0, "frozen": 0, "other": 0}
             trained = largest = 0
             for leaf, count in self.leaves.items():
                 size = leaf.held(axes)
@@ -158,7 +178,7 @@ class Facts:
                     largest = max(largest, size)
                     continue
                 held[leaf.part] += count * size
-                trained += count * size // leaf.itemsize * 4 if leaf.part == "parameters" else 0
+                trained += count * leaf.held(axes, "float32") if leaf.part == "parameters" else 0
             self._state[sizes] = StateBytes(**held, trained=trained, largest=largest)
         return self._state[sizes]
 
@@ -169,24 +189,29 @@ class Leaf:
 
     part: str
     shape: tuple[int, ...]
-    itemsize: int
+    dtype: str
     spec: tuple[tuple[str, ...], ...]
 
-    def held(self, axes: Mapping[str, int]) -> int:
-        """Return the bytes on one device; InputError if a size does not divide."""
+    def held(self, axes: Mapping[str, int], dtype: str | None = None) -> int:
+        """Return the bytes on one device, as stored or in another dtype; InputError if a size does not divide."""
         count = 1
         for size, names in zip(self.shape, self.spec, strict=True):
             shards = math.prod(axes[name] for name in names)
             if size % shards:
                 raise InputError(f"{self.part}: {size} is not divided by {' × '.join(names)} = {shards}.")
             count *= size // shards
-        return count * self.itemsize
+        return stored_bytes(count, dtype or self.dtype)
+
+
+def stored_bytes(count: int, dtype: str) -> int:
+    """Return the bytes of `count` numbers at rest. Every weight and moment of a plan is counted here."""
+    return count * jax.numpy.dtype(dtype).itemsize
 
 
 def leaves_of(part: str, tree: Any, placed: Any) -> list[Leaf]:
     """Return the arrays of `tree`. Specs name mesh axes whatever their sizes, so they hold for every mesh."""
     rows = placement(tree, placed)
-    return [Leaf(part, tuple(row["shape"]), jax.numpy.dtype(row["dtype"]).itemsize, _axes(row["spec"])) for row in rows]
+    return [Leaf(part, tuple(row["shape"]), str(row["dtype"]), _axes(row["spec"])) for row in rows]
 
 
 def _axes(spec: list[Any]) -> tuple[tuple[str, ...], ...]:
@@ -197,7 +222,8 @@ def state_leaves(step: PlannedStep) -> list[Leaf]:
     state, placed = step.functions.abstract_state, step.functions.state_shardings
     found = leaves_of("parameters", state.params, placed.params)
     found += leaves_of("optimizer", state.opt_state, placed.opt_state)
-    rest = (state.replace(params=None, opt_state=None), placed.replace(params=None, opt_state=None))
+    found += leaves_of("frozen", state.frozen, placed.frozen)
+    rest = [tree.replace(params=None, opt_state=None, frozen=None) for tree in (state, placed)]
     found += leaves_of("other", *rest)
     boxed, topology = step.plan.model.boxed, step.plan.context.topology
     in_use = shardings(boxed, topology.mesh, topology.compute_rules)
@@ -278,10 +304,12 @@ class Memory:
 
     parameters: float
     optimizer: float
+    frozen: float
     other: float
     gradients: float
     activations: float
     workspace: float
+    rollout: float  # while completions are sampled, when gradients, activations and workspace are empty
     peak: float
 
 
@@ -301,7 +329,7 @@ class Estimate:
 
 def estimate(facts: Facts, choice: Choice, terms: Terms) -> Estimate:
     steps = accumulation(facts.batch, choice.rows, choice.parallel)
-    memory = _memory(facts, choice, steps)
+    memory = peak_memory(facts, choice, steps)
     found = merged(_collectives(facts, choice, steps, Layout(choice.axes, node_of(facts.target, terms))))
     work = step_flops(facts, choice)
     return Estimate(choice, steps, memory, tuple(found), *work, _traffic(facts, choice, steps))
@@ -312,15 +340,15 @@ def node_of(target: Any, terms: Terms) -> int:
     return terms.node or target.devices // target.slices
 
 
-def _memory(facts: Facts, choice: Choice, steps: int) -> Memory:
+def peak_memory(facts: Facts, choice: Choice, steps: int) -> Memory:
     axes, state, kept = choice.axes, facts.state(choice.axes), facts.kept(choice.remat)
     split = (axes["tensor"], axes["context"])
-    held = state.parameters + state.optimizer + state.other
+    held = state.parameters + state.optimizer + state.frozen + state.other
     recomputed = facts.one_layer(choice.remat) * choice.rows / axes["context"]
     activations = kept.activations(choice.rows, *split, axes["fsdp"]) + recomputed
     used = facts.compute_bytes / 4  # of a parameter's float32 bytes
     gathered = state.largest * (1 + 2 * used) if axes["fsdp"] > 1 else state.largest * used
-    workspace = kept.workspace(choice.rows, *split) + gathered
+    workspace = kept.workspace(choice.rows, *split) + gathered + recomputed  # the gradients of that block
     several = steps > 1
     forward = several * state.trained + activations + workspace
     backward = (1 + several) * state.trained + workspace
@@ -330,7 +358,9 @@ def _memory(facts: Facts, choice: Choice, steps: int) -> Memory:
     update = state.trained + own
     above = max(forward, backward, update)
     gradients = {forward: several, backward: 1 + several, update: 1}[above] * state.trained
-    return Memory(state.parameters, state.optimizer, state.other, gradients, activations, workspace, held + above)
+    rollout = facts.rollout_bytes(axes)
+    resting = (state.parameters, state.optimizer, state.frozen, state.other)
+    return Memory(*resting, gradients, activations, workspace, rollout, held + max(above, rollout))
 
 
 def step_flops(facts: Facts, choice: Choice) -> tuple[float, float]:

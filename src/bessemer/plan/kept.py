@@ -19,7 +19,7 @@ from bessemer.data.rows.rows import Fields
 from bessemer.models.shape import Shape
 from bessemer.models.transformer import Transformer
 from bessemer.training.setup.model import make_apply
-from bessemer.training.state import TrainState
+from bessemer.training.state import TrainState, widened
 
 CALLS = ("jit", "pjit")  # a call's name in one version of JAX and another
 
@@ -90,6 +90,10 @@ PRIMES = tuple(n for n in range(11, 200) if all(n % divisor for divisor in range
 # operations whose result is their operand in another form, and those whose result is a part of it
 FORMS = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim", "convert_element_type", "copy", "name", "transpose")
 PARTS = ("slice", "dynamic_slice")
+# elementwise operations, which a compiler repeats inside the backward pass rather than keep their results
+CHEAP = (*FORMS, "add", "add_any", "sub", "mul", "div", "neg", "max", "min", "abs", "sign", "exp", "log", "logistic",
+         "tanh", "sqrt", "rsqrt", "square", "integer_pow", "select_n", "eq", "ne", "lt", "le", "gt", "ge", "and", "or",
+         "not", "iota", "stop_gradient")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ def kept_tensors(state: TrainState, model: Any, fields: Fields, block: int, rema
     key = jax.eval_shape(lambda: jax.random.key(0))
 
     def residuals(params: Any, state: Any, batch: Any, key: Any) -> Any:
-        return jax.tree.leaves(jax.vjp(lambda p: state.objective(p, batch, key)[0], params)[1])
+        return jax.tree.leaves(jax.vjp(lambda p: state.objective(p, batch, key)[0], widened(params))[1])
 
     kept = inlined(jax.make_jaxpr(residuals)(state.params, state, batch, key))
     width = sizes.width if sizes else 0
@@ -170,7 +174,7 @@ def _tensors(program: Program, weights: set[tuple[int, ...]], rows: int) -> Iter
     makers = {id(v): equation for equation in program.eqns for v in equation.outvars}
     given = {id(variable) for variable in program.invars}
     kept = {id(root): root for v in wanted.values() for root in [_source(v, wanted, makers)]}
-    kept = _joined(kept, makers)
+    kept = _without_cheap(_joined(kept, makers), makers, given, program)
     shapes = Counter(
         (tuple(v.aval.shape), str(v.aval.dtype))
         for name, v in kept.items()
@@ -220,18 +224,71 @@ def _joined(kept: dict[int, Any], makers: dict[int, Any]) -> dict[int, Any]:
     return found
 
 
+def _without_cheap(kept: dict[int, Any], makers: dict[int, Any], given: set[int], program: Program) -> dict[int, Any]:
+    """Leave out what follows from arguments and other kept results by elementwise work alone: that is fused into its
+    use. A result that a product or kernel reads is in memory as it is, so the backward pass reads it there.
+
+    A llama's layer without remat keeps two of silu(gate)·up's five intermediate results and none of a norm's; 36.9 GiB
+    were measured for 1.24B parameters with 8 × 2,048 tokens on an H200, and 53.0 are the sum with all of them.
+    """
+    found = dict(kept)
+    read = _read_whole(program, makers)
+
+    def follows(variable: Any, own: int) -> bool:
+        if hasattr(variable, "val") or id(variable) in given:
+            return True
+        if id(variable) in found and id(variable) != own:
+            return True
+        maker = makers.get(id(variable))
+        return maker is not None and maker.primitive.name in CHEAP and all(follows(v, own) for v in maker.invars)
+
+    order = {id(v): place for place, equation in enumerate(program.eqns) for v in equation.outvars}
+    for name in sorted(kept, key=lambda one: -order.get(one, -1)):
+        if name not in read and name not in given and follows(kept[name], name):
+            del found[name]
+    return found
+
+
+def _read_whole(program: Program, makers: dict[int, Any]) -> set[int]:
+    """Return the results that an operation reads which is not elementwise, directly or in another form."""
+    found: set[int] = set()
+    for equation in program.eqns:
+        if equation.primitive.name in CHEAP or equation.primitive.name.startswith("reduce_"):
+            continue
+        for variable in equation.invars:
+            while not hasattr(variable, "val") and id(variable) not in found:
+                found.add(id(variable))
+                maker = makers.get(id(variable))
+                if maker is None or maker.primitive.name not in FORMS:
+                    break
+                variable = maker.invars[0]
+    return found
+
+
 def _is_number(dtype: Any) -> bool:
     return not jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def _results(jaxpr: Any, looped: bool = False) -> Iterator[tuple[tuple[int, ...], int, bool]]:
-    """Yield (shape, bytes, whether it is made in a loop) of each result that is in memory."""
-    for equation in jaxpr.eqns:
+    """Yield (shape, bytes, whether it is made in a loop) of each result that is in memory and used, unlike the gradient
+    of a frozen head."""
+    for equation in _used(jaxpr):
         if equation.primitive.name in MADE:
             yield from ((tuple(v.aval.shape), _size(v.aval), looped) for v in equation.outvars)
         elif equation.primitive.name != "pallas_call":
             for inner in inner_jaxprs(equation):
                 yield from _results(inner, looped or equation.primitive.name in ("scan", "while"))
+
+
+def _used(jaxpr: Any) -> list[Any]:
+    """Return the operations that a result of the program depends on."""
+    wanted = {id(v) for v in jaxpr.outvars}
+    found: list[Any] = []
+    for equation in reversed(jaxpr.eqns):
+        if any(id(v) in wanted for v in equation.outvars) or getattr(equation, "effects", None):
+            found.append(equation)
+            wanted |= {id(v) for v in equation.invars}
+    return found[::-1]
 
 
 def _size(aval: Any) -> int:

@@ -194,13 +194,15 @@ def gib(count: int) -> str:
 
 # --- a plan for absent hardware ---
 PARTS = {
-    "parameters": "float32, as they rest",
+    "parameters": "trained, as they rest",
     "optimizer": "moments",
-    "other": "averages, frozen or reference weights, counters",
+    "frozen": "weights that are not trained, in their stored dtype",
+    "other": "averages, reference weights, counters",
     "batch": "the rows of a step",
     "gradients": "float32, as they rest, when memory is fullest",
     "activations": "kept for the backward pass of a micro-batch",
-    "workspace": "the largest results, gathered weights",
+    "workspace": "the largest results, gathered weights, gradients of a recomputed block",
+    "rollout": "KV caches and decoding weights while completions are sampled, in place of the three above",
     "temporaries": "gradients, activations and workspace together",
 }
 

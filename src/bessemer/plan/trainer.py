@@ -40,7 +40,7 @@ from bessemer.training.setup.compiled import Functions, build_functions, record_
 from bessemer.training.setup.data import DataParts, stage_boundaries, stage_count
 from bessemer.training.setup.horizon import plan_horizon, target_of
 from bessemer.training.setup.init_recipe import planned_from
-from bessemer.training.setup.initial_weights import begun_from
+from bessemer.training.setup.initial_weights import begun_from, has_weights
 from bessemer.training.setup.model import ModelParts, build_model, with_allocation
 from bessemer.training.setup.schema import apply_objective_defaults, schema_of, usual_style
 from bessemer.training.trainer import BaseTrainer
@@ -63,7 +63,7 @@ def planned_trainer(
     config = resolved()
     if FAMILY not in config:
         raise InputError(f"'{recipe}' is a job of phases: plan the recipes of its phases, one at a time.")
-    config = close(begun_from(resolved, planned_from(resolved, config), "runs"))
+    config = close(begun_from(resolved, planned_from(resolved, config), "runs", needs_weights=False))
     settings = config.make(TopologySettings)
     topology = make_topology(settings) if target is None else absent_topology(settings, target)
     base: type[BaseTrainer] = jobs.get(config["job"])
@@ -96,6 +96,14 @@ class WithoutData(BaseTrainer):
 
     def say(self, text: str) -> None:
         self.said.append(text)
+
+    def check_initial_weights(self) -> None:
+        """Shapes come from the configuration; weights are compared with it where there are some."""
+        init = self.settings.init
+        if init is None or has_weights(Path(init)):
+            super().check_initial_weights()
+        else:
+            self.say(f"{init} holds no weights, only their configuration: enough for a plan, not for a run.")
 
     def configure_model(self) -> ModelParts:
         own = super().configure_model
@@ -131,6 +139,9 @@ def planned_tokenizer(context: RunContext[Any]) -> Tokenizer | None:
     config, settings = context.config, context.config.make(DataSettings)
     samplings = [sampling for mixture in context.settings.datasets for sampling in mixture]
     trains, named = settings.tokenizer.startswith("train:"), settings.tokenizer != "auto"
+    sized = config.get("model/vocab_size", -1) > 0 and not any(store_directory(s) for s in samplings)
+    if not named and sized:  # a config.json without a tokenizer beside it; the size is all that a plan needs
+        return None
     if samplings or (named and not trains):
         place = tokenizer_place(settings, samplings)
         if not trains or (place / FILE).is_file():

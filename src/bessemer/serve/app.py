@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from bessemer.data.tokenize.templates import stop_rendering
 from bessemer.errors import BessemerError, InputError
 from bessemer.generate import Engine, EngineThread, LoadedModel, QueueFull, SamplingOptions
 from bessemer.generate import Request as Generation
+from bessemer.generate.adapters import Served
 from bessemer.report.html import page, to_html
 from bessemer.serve.conversation import PREPARING, template_of
 from bessemer.serve.net import (
@@ -42,7 +43,7 @@ from bessemer.serve.net import (
 )
 from bessemer.serve.replies import Reply
 from bessemer.serve.requests import Ask, parse
-from bessemer.serve.service import Service
+from bessemer.serve.service import Entry, Service
 
 LAST_SECONDS = 5  # beyond the request's time, for a slow client to read the rest
 OPEN = ("/", "/health")  # without a token: usage, and what supervisors of servers ask
@@ -60,11 +61,13 @@ def make_app(service: Service) -> Starlette:
         return await generation(service, request, chat=False)
 
     async def models(request: Request) -> Response:
-        entry = {"id": service.model, "object": "model", "created": 0, "owned_by": "bessemer"}
+        known = [{"id": one, "object": "model", "created": 0, "owned_by": "bessemer"} for one in service.entries]
         name = request.path_params.get("name")
-        if name not in (None, service.model):
+        if name is None:
+            return JSONResponse({"object": "list", "data": known})
+        if name not in service.entries:
             raise service.unknown_model(name)
-        return JSONResponse(entry if name else {"object": "list", "data": [entry]})
+        return JSONResponse(next(one for one in known if one["id"] == name))
 
     async def health(request: Request) -> Response:
         state = "ok" if service.failure is None else "the engine failed on its last request"
@@ -285,17 +288,30 @@ def warm_up(engine: Engine) -> None:
     engine.generate([Generation([engine.tokenizer.bos_id], 1, SamplingOptions(temperature=1.0))])
 
 
-def serve(load: Callable[[], LoadedModel], options: ServerOptions, say: Callable[[str], None]) -> None:
-    """Serve a model until SIGTERM or Ctrl-C; `say` prints lines."""
+def entries_of(served: Sequence[Served], template: str) -> dict[str, Entry]:
+    """Return the names of several adapters over one base, each with its own template."""
+    return {one.name: Entry(template_of(one.about, template), one.about.step, one.adapter) for one in served}
+
+
+def serve(
+    load: Callable[[], tuple[LoadedModel, Sequence[Served]]], options: ServerOptions, say: Callable[[str], None]
+) -> None:
+    """Serve a model until SIGTERM or Ctrl-C; `say` prints lines. load: returns it, and all names of one that holds
+    several adapters."""
     with contextlib.closing(listen(options.host, options.port)) as bound:
-        loaded = load()
+        loaded, served = load()
         template = template_of(loaded, options.template)
+        name = loaded.run.name if loaded.run else "model"
+        others = entries_of(served, options.template)
+        own = others.pop(name, Entry(template, loaded.step))
         engine = Engine.of(loaded, slots=options.slots, queue=options.queue, seed=secrets.randbits(32))
         service = Service(
             engine,
             template,
-            model=loaded.run.name if loaded.run else "model",
+            model=name,
             step=loaded.step,
+            adapter=own.adapter,
+            others=others,
             timeout=options.timeout,
             token=options.token,
         )
@@ -303,10 +319,8 @@ def serve(load: Callable[[], LoadedModel], options: ServerOptions, say: Callable
         warm_up(engine)
         bound.listen(BACKLOG)  # clients that connect after the line below wait instead of being refused
         guard = "a token is required" if options.token else "this machine only"
-        say(
-            f"serving {service.model}, step {service.step}, at http://{address_of(bound)}/v1 ({guard}; conversations: "
-            f"{template.name}; Ctrl-C stops)"
-        )
+        names = f"{service.model}, step {service.step}," + f" and {', '.join(others)}," * bool(others)
+        say(f"serving {names} at http://{address_of(bound)}/v1 ({guard}; conversations: {template.name}; Ctrl-C stops)")
         with EngineThread(engine):
             make_server(service).run(sockets=[bound])
         service.renders.shutdown(wait=False, cancel_futures=True)
@@ -357,7 +371,7 @@ HEADERS = {
 ENDPOINTS = (
     ("POST /v1/chat/completions", "messages in, an answer out; stream, n, logprobs, penalties, tools"),
     ("POST /v1/completions", "a text to continue"),
-    ("GET /v1/models", "the served model"),
+    ("GET /v1/models", "the served models"),
     ("GET /health", "200 while it works, 503 after a failure"),
     ("GET /metrics", "counters for Prometheus"),
 )

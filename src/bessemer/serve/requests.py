@@ -271,8 +271,9 @@ class Ask:
     echo: list[str]
     stop_ids: tuple[int, ...] = ()
 
-    def requests(self) -> list[Request]:
-        """Return one request per prompt. Prompt i has seed + i, so that equal prompts get different samples."""
+    def requests(self, adapter: int = 0) -> list[Request]:
+        """Return one request per prompt. Prompt i has seed + i, so that equal prompts get different samples. adapter:
+        `Request.adapter`."""
         options = self.options
         return [
             Request(
@@ -286,6 +287,7 @@ class Ask:
                 logprobs=options.logprobs,
                 top_logprobs=options.top_logprobs,
                 stream=options.stream,
+                adapter=adapter,
             )
             for number, ids in enumerate(self.prompts)
         ]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,14 +75,28 @@ class Timer:
         return [("_sum", f"{self.total:.6f}"), ("_count", self.count)]
 
 
+@dataclass(frozen=True)
+class Entry:
+    """One model name: how its conversations are written, and its adapter in the engine (0: none)."""
+
+    template: Template
+    step: int
+    adapter: int = 0
+
+
 @dataclass
 class Service:
-    """What the endpoints share. `timeout`: seconds per request, waiting included."""
+    """What the endpoints share. `timeout`: seconds per request, waiting included.
+
+    A request that names no model gets `model`; `others` are further names, with adapters over the same base.
+    """
 
     engine: Engine
     template: Template
     model: str
     step: int
+    adapter: int = 0
+    others: Mapping[str, Entry] = field(default_factory=dict)
     timeout: float = 300.0
     token: str | None = None
     metrics: Metrics = field(default_factory=Metrics)
@@ -94,32 +108,48 @@ class Service:
         """Maximum bytes of a body, far above any prompt that fits the context."""
         return max(1 << 20, 32 * self.engine.capacity)
 
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """All model names; the one that needs no name comes first."""
+        return {self.model: Entry(self.template, self.step, self.adapter), **self.others}
+
+    def entry(self, name: Any) -> Entry:
+        """Return the model of a request; that of an unknown name, which is refused once the request is read, is the
+        default."""
+        found = self.entries
+        return found[name] if isinstance(name, str) and name in found else found[self.model]
+
     async def ask(self, tree: dict[str, Any], chat: bool) -> Ask:
         """Return what a body asks for. Raise TimeoutError when the request's time is up.
 
         Texts are tokenized in a thread, so that streams continue meanwhile; conversations in their own threads, since a
         foreign chat template may use all of its time limit.
         """
+        template = self.entry(tree.get("model")).template
         room = Room(self.engine.vocab_size, self.engine.capacity, self.engine.queue)
         if chat:
             loop = asyncio.get_running_loop()
-            rendered = loop.run_in_executor(self.renders, chat_ask, tree, self.template, room)
+            rendered = loop.run_in_executor(self.renders, chat_ask, tree, template, room)
             ask = await asyncio.wait_for(rendered, self.timeout)
         else:
-            ask = await asyncio.to_thread(completion_ask, tree, self.template.tokenizer, room)
-        if ask.options.model not in (None, self.model):
+            ask = await asyncio.to_thread(completion_ask, tree, template.tokenizer, room)
+        if ask.options.model is not None and ask.options.model not in self.entries:
             raise self.unknown_model(ask.options.model)
         return ask
 
     def unknown_model(self, name: str) -> ApiError:
-        message = f"the model '{name[:100]}' is not served here; '{self.model}' is."
+        known = [f"'{one}'" for one in self.entries]
+        listed = f"{known[0]} is" if len(known) == 1 else f"{', '.join(known[:-1])} and {known[-1]} are"
+        message = f"the model '{name[:100]}' is not served here; {listed}."
         return ApiError(404, message, param="model", code="model_not_found")
 
     def reply(self, ask: Ask, chat: bool) -> Reply:
         echo = [text for text in ask.echo for _ in range(ask.options.n)]
         shape = ChatReply if chat else CompletionReply
         ends = (*self.engine.end_ids, *ask.stop_ids)
-        return shape(self.model, f"{self.model}-step-{self.step}", self.template.tokenizer, ends, echo)
+        name = ask.options.model or self.model
+        entry = self.entry(name)
+        return shape(name, f"{name}-step-{entry.step}", entry.template.tokenizer, ends, echo)
 
     @contextlib.contextmanager
     def submitted(self, ask: Ask) -> Iterator[list[Handle]]:
@@ -127,7 +157,7 @@ class Service:
         handles: list[Handle] = []
         started = time.monotonic()
         try:
-            for request in ask.requests():
+            for request in ask.requests(self.entry(ask.options.model).adapter):
                 handles.append(self.engine.submit(request))
             yield handles
             self.failure = None

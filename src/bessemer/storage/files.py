@@ -19,7 +19,7 @@ from typing import BinaryIO
 from bessemer.errors import InputError, StorageError
 
 TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")
-"""The neighbor that `atomic_file` renames."""
+"""The temporary name that `atomic_file` and `atomic_directory` rename from; the group is the writer's process id."""
 
 _REMEDIES = {
     errno.ENOSPC: "The disk is full: free space (or delete old runs) and continue with `bessemer resume`.",
@@ -118,7 +118,9 @@ def remove_leftovers(directory: str | Path) -> None:
     """Delete what processes killed inside `atomic_file` left. Only the holder of the directory's lock may call it."""
     for path in Path(directory).glob(".*.tmp"):
         owner = TEMPORARY.fullmatch(path.name)
-        if owner and int(owner.group(1)) != os.getpid():  # our own may be the heartbeat's, at this moment
+        if path.is_dir() or owner is None:
+            continue  # a directory belongs to `atomic_directory`
+        if int(owner.group(1)) != os.getpid():  # our own may be the heartbeat's, at this moment
             with storage("cannot remove a file that a killed process left"):
                 path.unlink(missing_ok=True)
 

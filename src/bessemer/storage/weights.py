@@ -15,6 +15,7 @@ import hashlib
 import io
 import json
 import math
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,7 @@ from bessemer.storage.files import atomic_file, storage
 
 # Trees as flat tables of named arrays, and the strict comparison of two such tables.
 #
-# Flattened by us, any tree of states, named tuples and dicts has one stable name an array
+# Flattened by us, any tree of states, named tuples and dicts has one stable name per array
 # ("params/wte/embedding"), which is what error messages, the manifest and partial restores speak.
 
 
@@ -42,10 +43,35 @@ Leaves = dict[str, Any]
 Signature = dict[str, tuple[str, tuple[int, ...]]]
 
 
+class Packed(ABC):
+    """An array that is kept in another form than it is stored in, such as quantized: one named leaf here, whatever
+    arrays it is made of. `shape` and `dtype` are those of the array that it is made from."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    @abstractmethod
+    def dtype(self) -> np.dtype[Any]: ...
+
+    @abstractmethod
+    def source(self) -> jax.ShapeDtypeStruct:
+        """Of an abstract one: what to read, and on which devices."""
+
+    @abstractmethod
+    def packed(self, array: jax.Array) -> Packed:
+        """Of an abstract one: the real one, from what was read."""
+
+
+def _is_packed(leaf: Any) -> bool:
+    return isinstance(leaf, Packed)
+
+
 def flatten(tree: Any) -> Leaves:
     """Name -> array, in tree order. Leaves that are not arrays or numbers cannot be saved."""
     leaves: Leaves = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_packed)[0]:
         name = jax.tree_util.keystr(path, simple=True, separator="/") or "value"
         if name in leaves:
             raise InputError(f"two arrays of the state have the same name '{name}'; rename one of the keys.")
@@ -56,11 +82,11 @@ def flatten(tree: Any) -> Leaves:
 def rebuild(abstract: Any, values: Leaves) -> Any:
     """The arrays in the structure of `abstract`, whose flattening gave the names."""
     names = flatten_names(abstract)
-    return jax.tree.unflatten(jax.tree.structure(abstract), [values[name] for name in names])
+    return jax.tree.unflatten(jax.tree.structure(abstract, is_leaf=_is_packed), [values[name] for name in names])
 
 
 def flatten_names(tree: Any) -> list[str]:
-    paths = jax.tree_util.tree_flatten_with_path(tree)[0]
+    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_packed)[0]
     return [jax.tree_util.keystr(path, simple=True, separator="/") or "value" for path, _ in paths]
 
 
@@ -376,7 +402,7 @@ def place(arrays: Arrays, abstract: Any, where: str) -> Any:
     """The arrays in the structure, dtypes and on the devices of `abstract`; any other name or shape is an error.
 
     Threads read and verify ahead, so of the host's memory a few arrays are taken at a time, in the dtype they are
-    stored in; each process puts its own part on its devices.
+    stored in; each process puts its own part on its devices. A `Packed` leaf is packed there before the next array.
     """
     check_fits(arrays, abstract, where)
     placed: Leaves = {}
@@ -385,7 +411,10 @@ def place(arrays: Arrays, abstract: Any, where: str) -> Any:
         reading = deque((name, leaf, pool.submit(arrays.read, name)) for name, leaf in islice(waiting, READERS))
         while reading:
             name, leaf, read = reading.popleft()
-            placed[name] = _put(read.result(), leaf)
+            if isinstance(leaf, Packed):
+                placed[name] = leaf.packed(_put(read.result(), leaf.source()))
+            else:
+                placed[name] = _put(read.result(), leaf)
             del read
             reading.extend((name, leaf, pool.submit(arrays.read, name)) for name, leaf in islice(waiting, 1))
     return rebuild(abstract, placed)

@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from bessemer.errors import InputError, nearest
+from bessemer.errors import InputError, did_you_mean
 
 MeshAxes = str | tuple[str, ...] | None
 Rules = Sequence[tuple[str, MeshAxes]]
@@ -135,8 +135,7 @@ def _lookup(where: str, name: Any, table: dict[str, MeshAxes], mesh: Mesh) -> tu
         return _as_tuple(table[name])
     if name in mesh.axis_names:
         return (name,)
-    close = nearest(str(name), list(table))
-    hint = f" Did you mean '{close}'?" if close else ""
+    hint = did_you_mean(str(name), list(table))
     raise InputError(
         f"parameter '{where}' names the logical axis '{name}', which no rule places.{hint} "
         f"Known: {', '.join(sorted(table))}."

@@ -29,13 +29,18 @@ class GivenParts(NamedTuple):
 
 @dataclass
 class Notes:
-    """How setup reports: `say` prints a line, `derive` records a derived number with its reason (derived.json)."""
+    """How setup reports: `say` prints a line, `derive` records a derived number with its reason (derived.json).
+
+    given: the names in `derived` that the caller set, which are not worth a line at the start.
+    """
 
     say: Callable[[str], None]
     derived: dict[str, Any] = field(default_factory=dict)
+    given: set[str] = field(default_factory=set)
 
-    def derive(self, name: str, value: Any, reason: str) -> None:
+    def derive(self, name: str, value: Any, reason: str, given: bool = False) -> None:
         self.derived[name] = {"value": value, "reason": reason}
+        (self.given.add if given else self.given.discard)(name)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 from bessemer.checkpoint import Checkpoints
 from bessemer.config import COMMAND_LINE, Config, configuration, dotted, load_saved, resolve, slashed
 from bessemer.config.recipes import Layer, override_layer, raw_values
+from bessemer.config.resolve import Overrides as Overrides
 from bessemer.config.values import plain
 from bessemer.data import DataSettings, Tokenizer
 from bessemer.data.stores.tokenizers import tokenizer_place
@@ -21,7 +21,8 @@ from bessemer.data.tokenize.tokenizer import FILE as TOKENIZER
 from bessemer.errors import InputError, to_install
 from bessemer.generate.base import BaseRecord, given_place, read_record, write_record
 from bessemer.generate.load import base_arrays
-from bessemer.job import GIVEN, ExecutionSpec, RunDirectory, RunLock, check_run_name, default_run_name, find_run
+from bessemer.job import GIVEN, ExecutionSpec, RunDirectory, RunLock, check_run_name, find_run
+from bessemer.job.directory import new_run
 from bessemer.job.trust import adopt, check_trust, mark_origin
 from bessemer.registry import jobs
 from bessemer.storage.files import atomic_write
@@ -46,8 +47,6 @@ PERMISSION = "training/allow_data_change"
 DATA = (PERMISSION, "training/dataset", "data/")
 """Settings that `resume` accepts with that permission; the run is then another one from there on."""
 
-Overrides = Sequence[str] | Mapping[str, Any]
-
 
 def build_trainer(
     recipe: str | Path | Mapping[str, Any] | None,
@@ -68,7 +67,7 @@ def build_trainer(
     config = resolved()
     check_trackers(config)
     topology_settings = _topology_settings(config, distributed)
-    name = broadcast("run name", lambda: new_name(recipe, name, root))
+    name = broadcast("run name", lambda: new_run(recipe, name, root).name)
     begun = time.monotonic()
     config = trained_first(config, root, train_base)
     elsewhere = time.monotonic() - begun
@@ -96,18 +95,6 @@ def check_trackers(config: Config) -> None:
             raise InputError(
                 f"logging.{name}=true, but {name} is not installed. Install it with: {to_install('track')}"
             )
-
-
-def new_name(recipe: Any, name: str | None, root: str | Path) -> str:
-    """The run's name, given or made of recipe and time, and not taken. Process 0 decides for all."""
-    label = Path(recipe).stem if isinstance(recipe, str | Path) else "run"
-    directory = RunDirectory(Path(root) / (name or default_run_name(re.sub(r"[^A-Za-z0-9._-]", "-", label)[:60])))
-    if directory.exists():
-        raise InputError(
-            f"a run named '{directory.name}' already exists at {directory.path}. Continue it with "
-            f"`bessemer resume {directory.word}`, or choose another --name."
-        )
-    return directory.name
 
 
 def _topology_settings(config: Config, distributed: bool) -> TopologySettings:

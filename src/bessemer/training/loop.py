@@ -33,7 +33,7 @@ from bessemer.training.step import Meta
 IN_FLIGHT = 2
 
 
-class LoopHooks(Protocol):
+class LoopTrainer(Protocol):
     """What the loop asks of a trainer; a subclass of BaseTrainer may override any of it."""
 
     functions: Functions
@@ -65,7 +65,7 @@ class LoopHooks(Protocol):
     def move_data(self, position: int) -> None: ...
 
 
-T = TypeVar("T", bound=LoopHooks)
+T = TypeVar("T", bound=LoopTrainer)
 
 
 class Running(NamedTuple):
@@ -95,7 +95,8 @@ class Loop(Generic[T]):
         self.stop_agreement = StepAgreement()
         self.want_checkpoint = False
         self._running: collections.deque[Running] = collections.deque()
-        self._validated: dict[int, float | None] = {}  # the last validation: its step and loss or reward
+        self._batches: Prefetcher | None = None  # open while steps are taken
+        self._validated: tuple[int, float | None] | None = None  # the last validation: its step and loss or reward
 
     @property
     def step(self) -> int:
@@ -140,7 +141,7 @@ class Loop(Generic[T]):
     def _train(self) -> bool:
         """Train from the current step to the end; return False after a rollback."""
         try:
-            self._complete_state()
+            self._prepare_state()
             if self.step == 0:
                 self.validate()
             with contextlib.closing(self.trainer.prefetcher(self.step)) as batches:
@@ -160,7 +161,8 @@ class Loop(Generic[T]):
             if self._stop_reason is not None:
                 self.stop_agreement.propose(self.step)
             if self.stop_agreement.due(self.step):
-                self._stop()
+                self.checkpoint(wait=True)
+                raise self._stopped()
             self._one_step()
             self._after_step()
 
@@ -176,15 +178,16 @@ class Loop(Generic[T]):
         self.callbacks.fire("on_batch_begin", self)
         if trainer.needs_rollout(run.step):
             self.flush()  # sampling waits for the parameters anyway; rows that are due need not wait for it
+        assert self._batches is not None
         batch = self._batches.get(run.position)
         run.state, loss, meta = trainer.functions.train_step(run.state, batch, trainer.functions.key)
         run.step += 1
         run.state, meta = trainer.on_step_end(run.state, meta, run.step)
-        report = self.due(self.plan.context.logging.report_interval)
+        report = self.due(self.plan.context.logging.report_interval) or run.step == self.steps
         self._running.append(Running(run.step, loss, report))
         self.log.add(run.step, meta, report)
         self.callbacks.fire("on_optimizer_step", self)
-        self._complete(IN_FLIGHT)
+        self._wait_for_steps(IN_FLIGHT)
 
     def _after_step(self) -> None:
         """Metrics → validation → evaluations and previews (callbacks) → checkpoint."""
@@ -205,15 +208,16 @@ class Loop(Generic[T]):
             self.callbacks.fire("on_epoch_end", self)  # the run's end also ends the epoch in progress
 
     def due(self, interval: int | None) -> bool:
-        return self.step == self.steps or (interval is not None and interval > 0 and self.step % interval == 0)
+        """Return whether the current step is a multiple of `interval`; None and numbers below 1 mean never."""
+        return interval is not None and interval > 0 and self.step % interval == 0
 
     # --- metrics ---
     def flush(self) -> None:
         """Complete and read everything that is pending, so that the loop state is that of the current step."""
-        self._complete(0)
+        self._wait_for_steps(0)
         self.drain()
 
-    def _complete(self, in_flight: int) -> None:
+    def _wait_for_steps(self, in_flight: int) -> None:
         """Wait until at most `in_flight` steps are running, and note when each reported one was completed."""
         while self._running and (len(self._running) > in_flight or self._running[0].loss.is_ready()):
             done = self._running.popleft()
@@ -222,7 +226,8 @@ class Loop(Generic[T]):
                 self.clock.mark(done.step, self._waits())
 
     def _waits(self) -> Waits:
-        return Waits.so_far(self._batches.waited, self.trainer.rollout_seconds)
+        waited = 0.0 if self._batches is None else self._batches.waited
+        return Waits.so_far(waited, self.trainer.rollout_seconds)
 
     def drain(self, upto: int | None = None) -> None:
         """Report the rows that are due, also those before a fatal step."""
@@ -258,7 +263,7 @@ class Loop(Generic[T]):
         with self.paused(), doing(self.run_state, f"the validation at step {self.step}"):
             self.callbacks.fire("on_validation_begin", self)
             row = {"step": self.step, **self.trainer.validate()}
-            self._validated = {self.step: row.get("val_loss", row.get("val_reward"))}
+            self._validated = self.step, row.get("val_loss", row.get("val_reward"))
             self.callbacks.fire("on_validation", self, row)
         return row
 
@@ -274,7 +279,7 @@ class Loop(Generic[T]):
             self.callbacks.fire("on_checkpoint", self, self.step)
 
     # --- beginnings and ends ---
-    def _complete_state(self) -> None:
+    def _prepare_state(self) -> None:
         """Add what neither a fresh state nor a checkpoint holds, and write it before the first step uses it."""
         plan, run, functions = self.plan, self.run_state, self.trainer.functions
         context, topology = plan.context, plan.context.topology
@@ -336,10 +341,10 @@ class Loop(Generic[T]):
         )
         self.callbacks.fire("on_rollback", self)
 
-    def _stop(self) -> None:
-        self.checkpoint(wait=True)
+    def _stopped(self) -> Stopped:
+        """Return the error that ends a stopped run and says how to continue it."""
         reason = self._stop_reason or "another process asked to stop"
-        raise Stopped(
+        return Stopped(
             f"{reason}: stopped after step {self.step} of {self.steps} with a checkpoint. "
             f"Continue with: bessemer resume {self.plan.context.directory.word}"
         )
@@ -360,7 +365,8 @@ class Loop(Generic[T]):
         self.checkpoint(wait=True)
         if validates:
             self.validate()
-        problem = final_problem(self.loop_state.non_finite_in_row, self._validated.get(self.step))
+        step, found = self._validated or (None, None)
+        problem = final_problem(self.loop_state.non_finite_in_row, found if step == self.step else None)
         if problem:
             self.trainer.checkpoint_manager.set_aside_after(self.step - 1)
             raise Unstable(

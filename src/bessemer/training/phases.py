@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bessemer.config import Config, Schema, current, field, gather, resolve
+from bessemer.console import shown
 from bessemer.errors import BessemerError, InputError, Stopped
 from bessemer.evaluate import Evaluator, check_tasks
 from bessemer.job import BasicJob, ExecutionSpec, RunDirectory, RunLock
@@ -26,7 +27,7 @@ from bessemer.report import write_report
 from bessemer.report.summary import PHASES
 from bessemer.storage.files import atomic_write, storage
 from bessemer.topology import TopologySettings
-from bessemer.training.console.output import Output, closing_lines, shown, write_config
+from bessemer.training.console.output import Output, closing_lines, write_config
 from bessemer.training.console.progress import StartUp
 from bessemer.training.setup.schema import schema_of
 from bessemer.training.signals import afterwards, setting_up

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from bessemer.config import field, parse_duration
 from bessemer.data.plan.mixture import Sampling
 from bessemer.errors import InputError
+from bessemer.models.lora import PARAM_DTYPES
 from bessemer.scaling import MOST_STEPS
 
 
@@ -31,6 +32,11 @@ class BaseTrainerConfig:
         default=None,
         help="start from the weights of a run or checkpoint, whose tokenizer and shapes it takes over; recipe:NAME "
         "trains that recipe first, once",
+    )
+    adapters: str | None = field(
+        "lora/adapters",
+        default=None,
+        help="PEFT folder whose adapters the run continues, over `init` or the base it names; init=FOLDER sets it",
     )
     seed: int = field("seed", default=1337, minimum=0, maximum=2**32 - 1, help="the only source of randomness")
     family: str = field("model/family", default="gpt", help="model family: a name from the models registry")
@@ -91,6 +97,13 @@ class BaseTrainerConfig:
         "training/max_grad_norm", default=1.0, minimum=0, help="clip the global gradient norm; 0 = off"
     )
     ema: float = field("training/ema", default=0.0, minimum=0, below=1, help="decay of a weight average; 0 = off")
+    param_dtype: str = field(
+        "training/param_dtype",
+        default="float32",
+        choices=PARAM_DTYPES,
+        help="dtype of the parameters at rest; bfloat16 halves them and rounds each update stochastically, norms and "
+        "scalars stay float32",
+    )
     optimizer: str | None = field(
         "optimization/name", default=None, help="a name from the optimizers registry; none: the trainer's (adamw)"
     )

@@ -143,7 +143,7 @@ class TrainState(train_state.TrainState):
 
     step:      optimizer steps taken; drives schedules and random keys (int32 from the start, or jit compiles twice)
     data_step: argument of `batch`; equal to step until a rollback moves it past poisoned data
-    ema:       optional running average of the parameters
+    ema:       optional running average of the parameters, in float32
     guard:     running mean and variance of the loss, with spike detection
     frozen:    the parameters that are not trained; `rules.complete` merges both
     reference: earlier `params` that the objective compares with, or a teacher's parameters. Like `frozen` they are
@@ -216,11 +216,16 @@ def create_state(
         params=params,
         tx=tx,
         opt_state=tx.init(params),
-        ema=jax.tree.map(jnp.copy, params) if rules.ema_decay > 0 else None,
+        ema=jax.tree.map(lambda p: p.astype(jnp.float32, copy=True), params) if rules.ema_decay > 0 else None,
         guard=None if rules.spikes is None else fresh_statistics(),
         frozen=frozen,
         rules=rules,
     )
+
+
+def widened(params: Any) -> Any:
+    """Return the parameters with those in bf16 as float32; the others as they are."""
+    return jax.tree.map(lambda p: p.astype(jnp.float32) if p.dtype == jnp.bfloat16 else p, params)
 
 
 # --- the state on the host ---------------------------------------------------------------------------------

@@ -11,16 +11,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from bessemer.kernels.ops import ROW_KEYS, row_keys
 from bessemer.losses.cross_entropy import target_weights
-from bessemer.training.state import Statistics, TrainState, judge
+from bessemer.optim.rounding import apply_updates
+from bessemer.training.state import Statistics, TrainState, judge, widened
 
 Batch = dict[str, jax.Array]
 Meta = dict[str, jax.Array]
 
 TARGETS = "target_tokens"
+ROUNDING = 2**32 - 1
+"""Folded into a step's key for the rounding of bf16 parameters; micro-batches fold in their number."""
 
 
 def train_step(
@@ -39,7 +41,7 @@ def train_step(
         scale = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))
         grads = jax.tree.map(lambda g: g * scale, grads)
     applied, guard, spikes = judge(state.rules.spikes, state.guard, loss, finite, state.data_step)
-    new_state = _updated(state, grads, applied, guard)
+    new_state = _updated(state, grads, applied, guard, jax.random.fold_in(key, ROUNDING))
     targets = sums.pop(TARGETS, weight)  # tokens, where the loss is divided by something else, such as pairs
     meta = {name: value / weight for name, value in sums.items() if name not in ("loss", "weight")}
     meta |= state.rules.rates(jnp.asarray(state.step)) | {
@@ -54,7 +56,10 @@ def train_step(
 
 
 def _accumulate(state: TrainState, batch: Batch, key: jax.Array, accumulate_steps: int) -> tuple[Meta, Any]:
-    """Sum weighted losses, weights, metrics and gradients over the micro-batches, in float32."""
+    """Sum weighted losses, weights, metrics and gradients over the micro-batches, in float32.
+
+    The gradient is taken at the float32 form of bf16 parameters, so that it is not rounded to bf16 on the way.
+    """
 
     def micro(params: Any, rows: Batch, index: jax.Array) -> tuple[Meta, Any]:
         count = len(next(iter(rows.values())))
@@ -65,7 +70,7 @@ def _accumulate(state: TrainState, batch: Batch, key: jax.Array, accumulate_step
             counted = {TARGETS: target_weights(rows).sum()} if "target_ids" in rows else {}
             return loss, {"loss": loss, "weight": weight, **metrics, **counted}
 
-        grads, sums = jax.grad(loss_of, has_aux=True)(params)
+        grads, sums = jax.grad(loss_of, has_aux=True)(widened(params))
         sums = jax.tree.map(lambda s: jnp.asarray(s, jnp.float32), sums)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         return sums, state.rules.place_gradients(grads)
@@ -84,10 +89,11 @@ def _accumulate(state: TrainState, batch: Batch, key: jax.Array, accumulate_step
     return total
 
 
-def _updated(state: TrainState, grads: Any, applied: jax.Array, guard: Statistics | None) -> TrainState:
-    """Apply the optimizer; a bad step advances `step` and changes no parameter and no moment."""
+def _updated(state: TrainState, grads: Any, applied: jax.Array, guard: Statistics | None, key: jax.Array) -> TrainState:
+    """Apply the optimizer; a bad step advances `step` and changes no parameter and no moment. key: for the rounding of
+    bf16 parameters."""
     updates, opt_state = state.tx.update(grads, state.opt_state, state.params, step=state.step)
-    params = optax.apply_updates(state.params, updates)
+    params = apply_updates(state.params, updates, key)
 
     def keep(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)

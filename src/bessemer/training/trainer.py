@@ -31,18 +31,22 @@ from bessemer.job import GIVEN, CheckpointManager, ExecutionSpec, RestoreableJob
 from bessemer.models.lora import LoraSettings, merge_adapters
 from bessemer.registry import jobs
 from bessemer.topology import Topology, TopologySettings, init_sharded, process_count, shardings
-from bessemer.training import generation, outcome, stages, step, validation
+from bessemer.training import generation, outcome, validation
+from bessemer.training import stages as run_stages
+from bessemer.training import step as step_functions
 from bessemer.training.callbacks.base import Callback, Callbacks
 from bessemer.training.console import output
 from bessemer.training.console.header import header
 from bessemer.training.console.progress import NoBar, ProgressBar, StartUp, make_progress
 from bessemer.training.context import GivenParts, Notes, RunContext
 from bessemer.training.loop import Loop
-from bessemer.training.persistence import checkpoints, reference, teacher
+from bessemer.training.persistence import checkpoints, frozen, reference
 from bessemer.training.persistence.checkpoints import Branch, Lineage
 from bessemer.training.persistence.mirror import make_mirror
+from bessemer.training.persistence.teacher import find_teacher, with_targets
 from bessemer.training.settings import BaseTrainerConfig, GuardSettings, LoggingSettings, seconds_of
-from bessemer.training.setup import compiled, data, horizon, initial_weights, microbatch, schema
+from bessemer.training.setup import compiled, horizon, initial_weights, microbatch, schema
+from bessemer.training.setup import data as run_data
 from bessemer.training.setup.compiled import Functions, keep_compiled_programs
 from bessemer.training.setup.data import CollectFunction, DataParts
 from bessemer.training.setup.model import ModelParts, allocate, build_model, flops_share, limit_documents, peak_memory
@@ -115,8 +119,8 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         self.run_state = RunState(self._initial_state)
         self._checkpoints: Checkpoints | None = None
         self._reading: Future[checkpoints.InitialParams] | None = None  # of weights that are read while steps compile
-        self.stages: tuple[stages.Stage, ...] = ()
-        self.other_functions: Functions | None = None  # of the stages of the other kind
+        self.stages: tuple[run_stages.Stage, ...] = ()
+        self.functions_by_reference: dict[bool, Functions] = {}  # whether the stage has a reference → its functions
         self.output = output.Output(spec.run_directory, self.topology.is_process_zero)
         with self.configured():
             self.settings = self.config.make(self.config_class())
@@ -140,10 +144,10 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             if self.settings.init is not None and (taken := initial_weights.describe(self.config)) is not None:
                 self.note_derived("init", self.settings.init, taken)
             self.lora = self.model_parts.split.lora
-            self.teacher = teacher.find_teacher(self.context, self.model_parts)
+            self.teacher = find_teacher(self.context, self.model_parts)
             self.data = self.configure_dataloaders()
             if not self.rolls_out and self.data.plan is not None:  # else there is no row to look at
-                self.data = dataclasses.replace(self.data, fields=data.batch_fields(self.batch))
+                self.data = dataclasses.replace(self.data, fields=run_data.batch_fields(self.batch))
             self.logging = horizon.settle_reports(self.context, self.steps)
             self.context = dataclasses.replace(self.context, logging=self.logging)
             self.stages = self.plan_stages()
@@ -153,8 +157,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             keep_compiled_programs(self.config["data/root"])
             self.plan = RunPlan(self.context, self.model_parts, self.data, self.teacher, self.stages)
             self.functions = self.configure_functions()
-            boxed = self.model_parts.boxed
-            initial_weights.check_start(self.config, lambda: self.checkpoint_manager, self.model, boxed)
+            self.check_initial_weights()
         self.settings = self.config.freeze().make(self.config_class())
         self.context = dataclasses.replace(self.context, settings=self.settings)
         self.plan = dataclasses.replace(self.plan, context=self.context)
@@ -164,7 +167,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        data.check_batch_method(cls.batch)
+        run_data.check_batch_method(cls.batch)
 
     # --- classes and names -------------------------------------------------------------------------------
     @classmethod
@@ -204,7 +207,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def configure_model(self) -> ModelParts:
         """Tokenizer, module and its counts. No arrays yet."""
         with self.configured():
-            tokenizer = data.choose_tokenizer(self.context)
+            tokenizer = run_data.choose_tokenizer(self.context)
             self.context = schema.apply_objective_defaults(self.context)
             self.settings = self.context.settings
             return build_model(self.context, self.model_class(), tokenizer)
@@ -212,17 +215,17 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def configure_dataloaders(self) -> DataParts:
         """The pure `batch(step)`, the validation rows, and the horizon."""
         with self.configured():
-            source = data.RowSource(
+            source = run_data.RowSource(
                 self.context,
                 self.tokenizer,
                 self.data_collator,
                 self.output.preparing,
                 attach=functools.partial(reference.attach_logps, self.config),
-                distill=functools.partial(teacher.with_targets, self.context, self.teacher),
+                distill=functools.partial(with_targets, self.context, self.teacher),
             )
             mixtures = source.train()
             self.model_parts = allocate(self.context, self.model_parts, mixtures[0], lambda: self.checkpoint_manager)
-            built = data.build_data(self.context, self.model_parts, source, mixtures)
+            built = run_data.build_data(self.context, self.model_parts, source, mixtures)
             held_out = [] if built.plan.validation is None else built.plan.validation.rows
             self.model_parts = limit_documents(self.context, self.model_parts, [*built.plan.sources, *held_out])
             return built
@@ -254,10 +257,10 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         with configuration(self.config), self.topology.scope():
             yield
 
-    def plan_stages(self) -> tuple[stages.Stage, ...]:
+    def plan_stages(self) -> tuple[run_stages.Stage, ...]:
         """What each stage of training.tokens is; one stage is the whole run."""
         distilled = self.teacher is not None and self.teacher.live
-        return stages.plan(self.data.stage_starts, self.steps, referred=distilled or self.wants_reference())
+        return run_stages.plan(self.data.stage_starts, self.steps, referred=distilled or self.wants_reference())
 
     def wants_reference(self) -> bool:
         """Whether the step compares with frozen reference weights (`state.reference`)."""
@@ -285,7 +288,8 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         self.run_state.state = state
 
     def _initial_state(self) -> TrainState:
-        return compiled.initial_state(self.plan, self.hooks, self.functions, self.given_params())
+        adapters = checkpoints.initial_adapters(self.context, self.model_parts)
+        return compiled.initial_state(self.plan, self.hooks, self.functions, self.given_params(), adapters)
 
     @property
     def step(self) -> int:
@@ -373,8 +377,6 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def is_process_zero(self) -> bool:
         return self.topology.is_process_zero
 
-    is_enable = is_process_zero
-
     @property
     def done(self) -> bool:
         """All optimizer steps taken (or an early end decided by a callback)."""
@@ -454,19 +456,19 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         """
         if slice == "train":
             return self.data.plan.batch(self.step + self.data_offset if step is None else step, rows)
-        return data.validation_batch(self.data, slice, step or 0, self.functions.validation_rows, rows)
+        return run_data.validation_batch(self.data, slice, step or 0, self.functions.validation_rows, rows)
 
     @classmethod
     def train_step(
         cls, state: TrainState, batch: Batch, key: jax.Array, accumulate_steps: int
     ) -> tuple[TrainState, jax.Array, Meta]:
         """One optimizer step over batch leaves (S, B, T)."""
-        return step.train_step(state, batch, key, accumulate_steps)
+        return step_functions.train_step(state, batch, key, accumulate_steps)
 
     @classmethod
     def val_step(cls, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array, Meta]:
         """(Σ loss, Σ weight, further sums) over S micro-batches."""
-        return step.val_step(state, batch)
+        return step_functions.val_step(state, batch)
 
     def on_step_start(self, state: TrainState, step: int) -> TrainState:
         return state
@@ -520,14 +522,15 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def start_over(self) -> None:
         """Return to step 0; the state is created again at its next use."""
         self.run_state.start_over()
-        self.use_stage(stages.current(self.stages, 0))
+        self.use_stage(run_stages.current(self.stages, 0))
 
-    def use_stage(self, stage: stages.Stage) -> None:
+    def use_stage(self, stage: run_stages.Stage) -> None:
         """Use the functions of `stage`: with a reference or without. What is compiled stays compiled."""
-        now = self.functions
-        if (now.abstract_state.reference is None) != (stage.reference is None):
-            self.functions = self.other_functions or compiled.without_reference(self.plan, self.hooks, now)
-            self.other_functions = now
+        now, known, wanted = self.functions, self.functions_by_reference, stage.reference is not None
+        known[now.abstract_state.reference is not None] = now
+        if wanted not in known:
+            known[wanted] = compiled.without_reference(self.plan, self.hooks, now)
+        self.functions = known[wanted]
 
     def move_data(self, position: int) -> None:
         """The next step takes batch `position`."""
@@ -540,8 +543,15 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         """Whether the state is still to be created, all of it from the seed."""
         return not self.run_state.is_created and self.given.model_state is None and self.settings.init is None
 
+    def check_initial_weights(self) -> None:
+        """Raise InputError if the weights of `init` do not fit the model; no array is read."""
+        boxed = self.model_parts.boxed
+        initial_weights.check_start(self.config, lambda: self.checkpoint_manager, self.model, boxed)
+
     def given_params(self) -> Any:
         """The starting weights: those passed, or those of `init`; the rest is drawn from the seed."""
+        if self.given.model_state is not None or self.settings.init is None:
+            frozen.check_quantized(self.model_parts.split, "this one has no path")
         if self.given.model_state is not None:
             placed = shardings(self.model_parts.boxed, self.topology.mesh, self.topology.rest_rules)
             # a copy: the step donates its state, and these are needed again to start over
@@ -615,12 +625,15 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         return checkpoints.saved_tree(self.functions.abstract_state)
 
     def admit(self, step: int, files: CheckpointManager | None = None) -> None:
+        """Raise InputError unless this run may continue from checkpoint `step` of `files` (default: its own), which
+        the settings and data must match; record the branch point of a change that was allowed."""
         own = self.checkpoint_manager
-        self.use_stage(stages.current(self.stages, step))
+        self.use_stage(run_stages.current(self.stages, step))
         self.lineage = checkpoints.check_same_run(self.plan, self.lineage, self.meta(step), files or own, own)
 
     def accept(self, tree: Any, step: int, files: CheckpointManager) -> None:
-        self.use_stage(stages.current(self.stages, step))
+        """Continue from `tree`, the arrays of checkpoint `step`: state, loop state and position in the data."""
+        self.use_stage(run_stages.current(self.stages, step))
         checkpoints.restore_state(self.plan, self.run_state, self.functions.abstract_state, tree, step)
         loop, own = files.read(step, "loop.json"), self.checkpoint_manager
         checkpoints.continue_from(self.run_state, loop, step, self.branches, own)

@@ -5,10 +5,10 @@ Its rows are numbers C_s(t), C_s(t)+1, … of an endless sequence in which epoch
 (seed, source, e). The order of the slots in the batch is another permutation, keyed by the step. Any
 process computes any rows of any batch, in any order, and gets the same ones.
 
-A permutation is a keyed bijection on [0, n) that is computed, not stored. Indices are written as (left, right) on a
-grid of a × b >= n cells, a = ceil(sqrt(n)). Each round adds a hash of one coordinate to the other, modulo its size;
-every round can be undone, so the whole is a permutation of the grid. An image beyond n is permuted again (cycle
-walking), which keeps it a bijection on [0, n).
+A permutation is a keyed bijection on [0, n) that is computed, not stored: a Feistel network over a grid of a × b >= n
+cells, a = ceil(sqrt(n)), on which indices are written as (left, right). Each round adds a hash of one coordinate to
+the other, modulo its size; every round can be undone, so the whole is a permutation of the grid. An image beyond n is
+permuted again (cycle walking), which keeps it a bijection on [0, n).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bessemer.data.plan.mixture import Sampling, Shares, check_mixture, shares_of
+from bessemer.data.plan.mixture import FADES, Sampling, Shares, check_mixture, shares_of
 from bessemer.data.rows.rows import Batch, Fields, Rows, fields_of
 from bessemer.errors import InputError
 from bessemer.storage.checksums import json_digest
@@ -43,28 +43,29 @@ def permute(index: np.ndarray | range | int, n: int, key: int) -> np.ndarray:
         return np.zeros(values.shape, np.int64)
     rows = math.isqrt(n - 1) + 1
     columns = -(-n // rows)
-    keys = _mix(np.arange(ROUNDS, dtype=np.uint64) + np.uint64(key & 0xFFFFFFFFFFFFFFFF))
-    out = _grid(values.ravel(), np.uint64(rows), np.uint64(columns), keys)
+    keys = _splitmix64(np.arange(ROUNDS, dtype=np.uint64) + np.uint64(key & 0xFFFFFFFFFFFFFFFF))
+    out = _feistel_rounds(values.ravel(), np.uint64(rows), np.uint64(columns), keys)
     outside = np.flatnonzero(out >= n)
     while outside.size:
-        out[outside] = _grid(out[outside], np.uint64(rows), np.uint64(columns), keys)
+        out[outside] = _feistel_rounds(out[outside], np.uint64(rows), np.uint64(columns), keys)
         outside = outside[out[outside] >= n]
     return out.astype(np.int64).reshape(values.shape)
 
 
-def _grid(values: np.ndarray, rows: np.uint64, columns: np.uint64, keys: np.ndarray) -> np.ndarray:
+def _feistel_rounds(values: np.ndarray, rows: np.uint64, columns: np.uint64, keys: np.ndarray) -> np.ndarray:
+    """Return the image of each cell (left · columns + right) of the grid after one round per key."""
     left: np.ndarray = values // columns
     right: np.ndarray = values % columns
     for number, key in enumerate(keys):
         if number % 2:
-            right = (right + _mix(left ^ key) % columns) % columns
+            right = (right + _splitmix64(left ^ key) % columns) % columns
         else:
-            left = (left + _mix(right ^ key) % rows) % rows
+            left = (left + _splitmix64(right ^ key) % rows) % rows
     return left * columns + right
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64: every output bit depends on every input bit."""
+def _splitmix64(x: np.ndarray) -> np.ndarray:
+    """Return the finalizer of splitmix64: every output bit depends on every input bit."""
     with np.errstate(over="ignore"):
         x = (x ^ (x >> _S30)) * _M1
         x = (x ^ (x >> _S27)) * _M2
@@ -125,9 +126,9 @@ def common_fields(mixture: Sequence[tuple[Sampling, Rows]]) -> Fields:
         if other.fields != rows.fields:
             raise InputError(
                 "the sources of a mixture must have the same fields in their rows: "
-                f"{_label(first)} {_excess(rows.fields, other.fields)}, "
-                f"{_label(sampling)} {_excess(other.fields, rows.fields)}. Preference pairs (CONTRASTIVE) cannot be "
-                "mixed with documents; give all sources of training.dataset the same kind of data."
+                f"{_label(first)} {_describe_difference(rows.fields, other.fields)}, "
+                f"{_label(sampling)} {_describe_difference(other.fields, rows.fields)}. Preference pairs (CONTRASTIVE) "
+                "cannot be mixed with documents; give all sources of training.dataset the same kind of data."
             )
     return rows.fields
 
@@ -136,7 +137,7 @@ def _label(sampling: Sampling) -> str:
     return f"'{sampling.name}' ({sampling.row_style.name})"
 
 
-def _excess(fields: Fields, other: Fields) -> str:
+def _describe_difference(fields: Fields, other: Fields) -> str:
     """Name the fields that the other source lacks or has in another shape or type."""
     differing = [(name, *facts) for name, facts in fields.items() if other.get(name) != facts]
     if not differing:
@@ -169,7 +170,6 @@ def _apportion(rates: Sequence[float], count: int) -> list[int]:
 
 
 Mixture = Sequence[tuple[Sampling, Rows]]
-FADES = ("none", "linear", "cosine", "sigmoid")
 
 
 class BatchPlan(Protocol):
@@ -220,7 +220,7 @@ class DataPlan:
         validation: Mixture = (),
         validation_count: int = 0,
     ) -> None:
-        _check(stages, batch_size, boundaries, crossfade, crossfade_share)
+        _check(stages, batch_size, boundaries, crossfade)
         self.batch_size, self.seed = batch_size, seed
         self.boundaries = tuple(boundaries)
         merged: dict[tuple[str, str, str], tuple[Sampling, Rows]] = {}
@@ -272,19 +272,6 @@ class DataPlan:
             out[here] = permute(within[here], len(rows), key)
         return out
 
-    def rates(self, step: int) -> dict[str, float]:
-        """Return the mixture at one step, by source name."""
-        out: dict[str, float] = {}
-        for sampling, rate in zip(self.samplings, self.shares.rates(step), strict=True):
-            out[sampling.name] = out.get(sampling.name, 0.0) + float(rate)
-        return out
-
-    def epochs(self, step: int) -> dict[str, float]:
-        """Return how many times each source has been seen before the step."""
-        drawn = self.shares.before(step)
-        pairs = zip(self.samplings, self.sources, drawn, strict=True)
-        return {"/".join(filter(None, s.identity)): int(n) / len(rows) for s, rows, n in pairs}
-
     def epoch(self, step: int) -> float:
         """Return the rows drawn before the step over all rows there are."""
         return step * self.batch_size / self.rows
@@ -325,7 +312,8 @@ class DataPlan:
         }
 
 
-def _check(stages: Sequence[Mixture], batch_size: int, boundaries: Sequence[int], crossfade: str, share: float) -> None:
+def _check(stages: Sequence[Mixture], batch_size: int, boundaries: Sequence[int], crossfade: str) -> None:
+    """Raise InputError for stages that no plan can be made of."""
     if not stages:
         raise InputError("training.dataset is empty: name at least one dataset.")
     for mixture in stages:
@@ -344,8 +332,6 @@ def _check(stages: Sequence[Mixture], batch_size: int, boundaries: Sequence[int]
         raise InputError(f"stage boundaries must increase from step 1 on; got {list(boundaries)}.")
     if crossfade not in FADES:
         raise InputError(f"data.crossfade is '{crossfade}'; it must be one of {', '.join(FADES)}.")
-    if not 0 <= share <= 1:
-        raise InputError(f"data.crossfade_share is {share}; it must be between 0 and 1.")
 
 
 ROWS_AT_ONCE = 256
@@ -371,7 +357,7 @@ def _of_source(rows: Rows, tokens: int, key: int) -> list[np.ndarray]:
         if left <= 0:
             break
         batch = rows.get(permute(np.arange(first, min(first + ROWS_AT_ONCE, count)), count, key))
-        for sequence in _real(batch):
+        for sequence in _unpadded(batch):
             found.append(sequence[:left])
             left -= len(found[-1])
             if left <= 0:
@@ -379,7 +365,7 @@ def _of_source(rows: Rows, tokens: int, key: int) -> list[np.ndarray]:
     return found
 
 
-def _real(batch: Batch) -> list[np.ndarray]:
+def _unpadded(batch: Batch) -> list[np.ndarray]:
     """Return the input tokens of each row without padding."""
     ids = batch["input_ids"]
     kept = batch["segment_ids"] > 0 if "segment_ids" in batch else np.ones(ids.shape, bool)

@@ -260,6 +260,9 @@ def _spans(weights: list[list[int]], boundaries: list[int], fade: str, share: fl
     return [span for span in spans if span.stop > span.start]
 
 
+FADES = ("none", "linear", "cosine", "sigmoid")
+
+
 def fade_at(shape: str, u: float) -> float:
     """Weight of the later mixture at u in [0, 1] of the fade: 0 at its beginning, 1/2 in the middle, 1 at its end."""
     if shape == "linear":

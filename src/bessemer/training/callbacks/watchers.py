@@ -82,7 +82,7 @@ class Watchers(Callback):
         self.values.clear()
 
     def on_optimizer_step(self, loop: Loop) -> None:
-        if loop.due(loop.trainer.logging.report_interval):
+        if loop.due(loop.trainer.logging.report_interval) or loop.step == loop.steps:
             self.values[loop.step] = self.measure(loop.trainer.state.params)
 
     def on_metrics(self, loop: Loop, row: dict[str, Any]) -> None:

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.config import Config
-from bessemer.console import compact, counted, figure, in_parts
+from bessemer.console import compact, counted, figure, in_parts, shown
 from bessemer.data.tokenize.chat import can_chat, stop_ids
 from bessemer.data.tokenize.documents import told_turn_rows
 from bessemer.models.protocol import KernelChoice, group_of
 from bessemer.registry import objectives
 from bessemer.report.summary import too_small
 from bessemer.scaling import fine_tuning_rate
-from bessemer.training.console.output import optimizer_groups, shown
+from bessemer.training.console.output import optimizer_groups
 from bessemer.training.persistence import frozen
 from bessemer.training.settings import BaseTrainerConfig
 from bessemer.training.setup.compiled import Functions
@@ -63,7 +63,7 @@ def header(plan: RunPlan, functions: Functions) -> Iterator[str]:
     if data.validation is not None and (small := too_small(data.validation.description)):
         yield f"warning    {small}"
     for name, entry in context.notes.derived.items():
-        if not entry["reason"].endswith("given"):
+        if name not in context.notes.given:
             yield f"{name:<30} {figure(entry['value']):<12} {entry['reason']}"
 
 

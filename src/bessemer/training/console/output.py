@@ -20,10 +20,11 @@ from rich.console import Console
 from bessemer.config import Config
 from bessemer.config.bounded import read_json
 from bessemer.config.values import plain
-from bessemer.console import compact, duration, fit, markdown_table, wrapped
+from bessemer.console import compact, duration, fit, markdown_table, shown, wrapped
 from bessemer.data import show_progress
 from bessemer.errors import InputError, runnable
-from bessemer.generate.base import read_record
+from bessemer.generate.base import MergedArrays, read_record
+from bessemer.generate.load import base_arrays
 from bessemer.interop.config import TreeArrays
 from bessemer.interop.export_hf import export_folder
 from bessemer.job import RunDirectory
@@ -36,7 +37,7 @@ from bessemer.report import baselines, write_report
 from bessemer.report.metrics import MetricsFile
 from bessemer.report.summary import too_small, training_seconds
 from bessemer.storage.files import atomic_write, storage
-from bessemer.storage.weights import OURS, flatten, write_file
+from bessemer.storage.weights import OURS, Arrays, flatten, write_file
 from bessemer.training import stages
 from bessemer.training.context import RunContext
 from bessemer.training.feed import fetch
@@ -110,12 +111,6 @@ def reward_line(rows: list[dict[str, Any]]) -> list[str]:
 def trains_chat(plan: RunPlan) -> bool:
     """Whether the objective trains on conversations, so that compressing text is not its goal."""
     return "chat" in objectives.entry(plan.context.settings.objective).traits
-
-
-def shown(path: str | Path) -> str:
-    """A path as the user would type it."""
-    here = Path.cwd()
-    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else str(path)
 
 
 def result_table(
@@ -238,21 +233,26 @@ def optimizer_groups(functions: Functions) -> list[dict[str, Any]]:
 def derivation(context: RunContext) -> dict[str, Any]:
     """Derived numbers with their reasons. A resumed run reads most of them from its configuration instead of deriving
     them: the rows of its first start stay, as long as the numbers are the same."""
-    derived = context.notes.derived
+    config, derived, given = context.config, context.notes.derived, context.notes.given
     try:
         saved = read_json(context.directory.derived)
     except (OSError, ValueError):  # a first start, or a damaged file
         saved = {}
     rows = saved.items() if isinstance(saved, dict) else ()
-    return derived | {name: row for name, row in rows if still_holds(context.config, derived.get(name), name, row)}
+    return derived | {
+        name: row for name, row in rows if still_holds(config, derived.get(name), name, row, given=name in given)
+    }
 
 
-def still_holds(config: Config, now: dict[str, Any] | None, name: str, row: Any) -> bool:
-    """Whether `now`, this start's row of a derived number, adds nothing to the saved `row` of the same value."""
+def still_holds(config: Config, now: dict[str, Any] | None, name: str, row: Any, given: bool) -> bool:
+    """Return whether `now`, this start's row of a derived number, adds nothing to the saved `row` of the same value.
+
+    given: this start did not derive the number; it was set, as by the configuration of the run.
+    """
     if not isinstance(row, dict) or "value" not in row:
         return False
     if now is not None:
-        return bool(now["reason"].endswith("given") and now["value"] == row["value"])
+        return bool(given and now["value"] == row["value"])
     return bool(name not in config or plain(config[name]) == row["value"])
 
 
@@ -423,7 +423,7 @@ class WeightFiles:
 
     def save_for_torch(self, state: TrainState, directory: str | Path | None) -> Path:
         """Write the layout that transformers loads, in `model.weights_dtype`; RUN/model-hf unless a directory is
-        given."""
+        given. Adapters of a quantized base are merged into the base as it is stored."""
         model: Any = self.plan.model.model
         if not isinstance(model, Llama):
             raise InputError(
@@ -431,7 +431,12 @@ class WeightFiles:
                 "save_pretrained(to_torch=False) writes plain safetensors."
             )
         target = self.plan.context.directory.path / "model-hf" if directory is None else Path(directory)
-        arrays = self._arrays(state.whole())
+        record, split = read_record(self.plan.context.directory), self.plan.model.split
+        arrays: Arrays
+        if split.quantized and record is not None:
+            arrays = MergedArrays(base_arrays(self.plan.context.directory, record), self._arrays(state.params), split)
+        else:
+            arrays = self._arrays(state.whole())
         if self.writes:
             export_folder(arrays, model, self.plan.model.tokenizer, target, dtype=model.weights_dtype)
             self.save_information(target / INFORMATION)

@@ -22,25 +22,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flax.traverse_util import flatten_dict, unflatten_dict
+
 from bessemer.checkpoint import Checkpoints
 from bessemer.config import Config, dotted
+from bessemer.config.aliases import current_name
 from bessemer.config.bounded import parse_json, read_json
+from bessemer.config.declare import slashed
 from bessemer.config.recipes import flat_values, parse_saved
 from bessemer.config.recipes import saved_tree as tree_of
 from bessemer.config.values import plain
 from bessemer.errors import InputError, StorageError
 from bessemer.generate.base import BaseRecord
+from bessemer.generate.load import check_finite, located
 from bessemer.job import CheckpointManager, RunDirectory, Snapshot
 from bessemer.models.lookup import allocation_of
 from bessemer.storage.artifacts import ALLOCATION
 from bessemer.storage.files import atomic_write
+from bessemer.storage.weights import place
 from bessemer.training.context import RunContext
 from bessemer.training.feed import fetch
 from bessemer.training.persistence import frozen, reference
 from bessemer.training.persistence.mirror import Mirror
 from bessemer.training.setup.compiled import Functions
 from bessemer.training.setup.horizon import HORIZONS, REPORTS
-from bessemer.training.setup.initial_weights import read_weights
+from bessemer.training.setup.initial_weights import adapter_arrays, read_weights
 from bessemer.training.setup.model import ModelParts
 from bessemer.training.setup.plan import RunPlan, Stage
 from bessemer.training.setup.schema import PATHS
@@ -133,7 +139,8 @@ def edited_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Cha
 
 def recorded_changes(branches: Iterable[Branch], step: int) -> set[str]:
     """Names of the settings that change at the branch points of `step`."""
-    return {name for branch in branches if branch.step == step for name in branch.changes}
+    names = (name for branch in branches if branch.step == step for name in branch.changes)
+    return {dotted(current_name(slashed(name))) for name in names}
 
 
 def check_changeable(keys: Iterable[str]) -> None:
@@ -488,9 +495,25 @@ def initial_params(context: RunContext, parts: ModelParts, manager: Checkpoints)
         stays = "is copied into the run (lora.keep_base)" if context.lora.keep_base else "stays where it is"
         lines.append(f"base       {record.path} {stays}; sha256 {record.sha256[:16]}…")
     else:
+        frozen.check_quantized(parts.split, why_copied)
         taken = read_weights(path, manager, parts.model, parts.boxed, context.topology, parts.split)
         if why_copied:
             lines.append(f"base       {path} is copied into the run: {why_copied}")
     new = [name for name in parts.boxed if name not in taken]
     lines.append(f"weights    from {path}{'; new: ' + ', '.join(new) if new else ''}")
     return InitialParams(taken, record, lines)
+
+
+def initial_adapters(context: RunContext, parts: ModelParts) -> Any:
+    """The adapters of `lora.adapters` on their devices; {} where they are drawn here."""
+    arrays = adapter_arrays(context.config, parts.model)
+    if arrays is None:
+        return {}
+    where = str(arrays.folder.path)
+    held, trained = arrays.signature(), flatten_dict(located(parts.split.shapes(parts.boxed)[0], context.topology))
+    # what else is trained whole, such as a value head, is new
+    wanted = {path: leaf for path, leaf in trained.items() if path not in parts.split.trained or "/".join(path) in held}
+    adapters = place(arrays, unflatten_dict(wanted), where)
+    check_finite(adapters, where, "Take them from where they came again.")
+    context.notes.say(f"adapters   continued from {where}")
+    return adapters

@@ -14,7 +14,7 @@ from typing import Any
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint.manifest import COMMIT
-from bessemer.errors import StorageError
+from bessemer.errors import InputError, StorageError
 from bessemer.generate import base as bases
 from bessemer.generate.base import BaseRecord, VerifiedArrays
 from bessemer.generate.load import SECTIONS, frozen_store, located, open_arrays, read_base, read_frozen
@@ -59,6 +59,17 @@ def find_base(context: RunContext, split: Split) -> tuple[Path | None, str]:
         if state != "done":
             return None, f"its run is not finished ({state or 'no status'}), and deletes old checkpoints as it goes on"
     return start, ""
+
+
+def check_quantized(split: Split, why: str) -> None:
+    """Raise InputError if the base is to be quantized and does not stay where it is, for the reason `why`: codes alone
+    could be neither verified nor merged into the weights they came from."""
+    if split.quantized:
+        raise InputError(
+            f"lora.quantize={split.lora.quantize} needs a base model that can be read again, and {why}. Name one with "
+            "init= (a Hugging Face folder, a finished run, an export); of a run that is still training, "
+            "lora.keep_base=true copies the checkpoint."
+        )
 
 
 def read_start(context: RunContext, parts: ModelParts, start: Path) -> tuple[Any, BaseRecord]:
@@ -156,4 +167,7 @@ def describe(parts: ModelParts) -> str | None:
     what = f"{len(parts.split.frozen) + len(parts.split.adapted)} tensors frozen"
     if parts.split.adapted:
         what = f"adapters of rank {parts.split.lora.rank} on {len(parts.split.adapted)} matrices, {what}"
+    if parts.split.quantized:
+        size = parts.split.quantized_bytes(parts.boxed) / 2**30
+        what += f", {len(parts.split.quantized)} of them in {parts.split.lora.quantize} ({size:.3g} GiB)"
     return f"{trained:,} of {total:,} parameters ({trained / total:.2%}): {what}"

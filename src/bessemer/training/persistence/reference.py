@@ -26,7 +26,6 @@ from jax.sharding import NamedSharding
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint import store as retention
-from bessemer.checkpoint.manifest import COMMIT
 from bessemer.config import Config
 from bessemer.data import Batch, BatchPlan, Rows
 from bessemer.data.rows.preference import most_pairs
@@ -127,8 +126,7 @@ def weights_identity(context: RunContext, planned: Sequence[Stage], step: int) -
     known = in_force(references, planned, step)
     if not known:
         return None
-    manifest = (references.path(known[-1]) / COMMIT).read_bytes()
-    return {"step": known[-1], "sha256": hashlib.sha256(manifest).hexdigest()}
+    return {"step": known[-1], "sha256": references.identity(known[-1])}
 
 
 def _prune(references: Checkpoints, oldest: int) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from bessemer.config import dotted
 from bessemer.data import data_root
@@ -253,6 +254,7 @@ def make_optimizer(plan: RunPlan, hooks: StepHooks) -> Optimizer:
         width=model.shape.width if isinstance(model, Transformer) else None,
         spread=mesh_spread(plan.context.topology.mesh),
         silent=model.silent_at_start if fresh and isinstance(model, SilentAtStart) else (),
+        seed=settings.seed,
     )
 
 
@@ -314,13 +316,14 @@ def objective_function(plan: RunPlan, rolls_out: bool) -> Callable[..., Any]:
 
 # --- the state of step 0 ---
 def jit_init(plan: RunPlan, hooks: StepHooks, functions: Functions) -> Any:
-    """Return (seed key, parameters that are given) -> the state of step 0, every array made in the pieces its devices
-    hold. What is given is never drawn: beside it there is no second model in memory."""
+    """Return (seed key, parameters that are given, adapters that are given) -> the state of step 0, every array made in
+    the pieces its devices hold. Given parameters are never drawn: beside them there is no second model in memory."""
     abstract, split = functions.abstract_state, plan.model.split
 
-    def create(key: jax.Array, given: Any) -> TrainState:
+    def create(key: jax.Array, given: Any, adapters: Any = None) -> TrainState:
         whole = {**drawn_params(plan, hooks, jax.random.fold_in(key, INIT)), **given}
         params, frozen = split.divide(whole, jax.random.fold_in(key, ADAPTERS))
+        params = unflatten_dict({**flatten_dict(params), **flatten_dict(adapters)}) if adapters else params
         fixed = (abstract.tx, abstract.rules, hooks.state_class, frozen)
         return create_state(abstract.apply_fn, abstract.loss_fn, params, *fixed)
 
@@ -350,11 +353,14 @@ def shapes_by_path(params: Any) -> dict[str, str]:
     return {path: f"{jax.numpy.result_type(leaf)}{list(leaf.shape)}" for path, leaf in named.items()}
 
 
-def initial_state(plan: RunPlan, hooks: StepHooks, functions: Functions, given: Any) -> TrainState:
-    """Return the state of step 0, made on its devices: the parameters `given`, the others from the seed."""
+def initial_state(
+    plan: RunPlan, hooks: StepHooks, functions: Functions, given: Any, adapters: Any = None
+) -> TrainState:
+    """Return the state of step 0, made on its devices: the parameters and adapters given, the others from the seed."""
     topology, init = plan.context.topology, functions.init or jit_init(plan, hooks, functions)
     with topology.scope(), quick_draws(topology.mesh):
-        return init(jax.random.key(plan.context.settings.seed), given)
+        given = (given, adapters) if adapters else (given,)
+        return init(jax.random.key(plan.context.settings.seed), *given)
 
 
 # --- batches and ahead-of-time compilation ---

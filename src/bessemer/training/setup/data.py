@@ -226,7 +226,7 @@ def stage_boundaries(context: RunContext[Any], stages: int, batch_tokens: int, s
     if len(tokens) != stages:
         raise InputError(
             f"training.dataset has {stages} stages but training.tokens has {len(tokens)} entries; give one number of "
-            "tokens a stage, such as training.tokens=[1e9,1e8]."
+            "tokens per stage, such as training.tokens=[1e9,1e8]."
         )
     if steps == sum(tokens) // batch_tokens:
         return stage_starts(tokens, batch_tokens)

@@ -293,4 +293,4 @@ def sizes_for_own_data(config: Config, epoch_rows: int, own_rows: bool, parallel
 
 
 def note(notes: Notes, row: Derivation) -> None:
-    notes.derive(dotted(row.name), row.value, row.reason)
+    notes.derive(dotted(row.name), row.value, row.reason, given=row.given)

@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -21,8 +21,10 @@ from bessemer.config.values import plain
 from bessemer.data import data_root
 from bessemer.data.tokenize.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError
-from bessemer.generate.load import FAMILY, SECTIONS, WEIGHTS, check_whole, flat, located, open_arrays, read_whole
+from bessemer.generate.adapters import base_model
+from bessemer.generate.load import FAMILY, OWN, SECTIONS, WEIGHTS, check_whole, flat, located, open_arrays, read_whole
 from bessemer.interop.folder import CONFIG, Folder, fetched, is_folder, is_hub, read_object
+from bessemer.interop.peft import PeftArrays, PeftFolder, is_peft
 from bessemer.job import RunDirectory, find_run
 from bessemer.job.jobs import step_of
 from bessemer.job.trust import check_folder, names_own_code
@@ -46,6 +48,7 @@ def find_start(named: str, root: str | Path, setting: str = INIT) -> tuple[Path,
     if is_hub(named):
         return fetched(named), []
     path = Path(named)
+    path = path.parent if path.name == CONFIG and path.is_file() else path
     if (path / CONFIG).is_file():
         check_folder(path)
         return path.absolute(), _unverified(path, setting)
@@ -76,10 +79,10 @@ def _unverified(folder: Path, setting: str) -> list[str]:
     return [f"{setting}: {note}" for note in WeightFile(folder / WEIGHTS).notes]
 
 
-def tree_in(start: Path) -> dict[str, Any]:
-    """The configuration of what `find_start` found."""
+def tree_in(start: Path, needs_weights: bool = True) -> dict[str, Any]:
+    """The configuration of what `find_start` found. needs_weights=False: a Hugging Face config.json alone will do."""
     if is_folder(start):
-        return Folder(start).tree
+        return Folder(start, needs_weights).tree
     if not (start / CONFIG).is_file():
         return saved_tree(start / "config.yaml")
     tree = read_object(start / CONFIG)
@@ -130,7 +133,7 @@ def read_weights(
     wanted = located(boxed if split is None else split.stored(boxed), topology)
     if files is not None:
         return place(files, wanted, str(start))
-    theirs = split_of(flat(tree_in(start)), boxed, model)
+    theirs = split_of(flat(tree_in(start)), boxed, model).unquantized  # merged into the base as it is stored
     whole = read_whole(manager, step_of(start.name), theirs, boxed, topology)
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), merge_adapters(whole), wanted)
 
@@ -153,21 +156,8 @@ def _names(manager: Checkpoints, step: int) -> Iterable[str]:
 #
 # So `init=RUN` alone is enough, with any recipe. Settings on the command line that contradict the weights are refused
 # when the model is built (`check_start`). The result is written to config.yaml in full, so nothing is inherited twice.
+ADAPTERS = "lora/adapters"
 TEACHER = "distill/teacher"  # beside `init`, the setting that names another run
-OWN = (
-    "architecture/precision",
-    "architecture/fp8/",
-    "architecture/attention",
-    "architecture/kernels",
-    "architecture/remat",
-    "architecture/scan_layers",
-    "architecture/dropout",
-    "architecture/document_mask",
-    "architecture/loss_chunks",
-    "architecture/lookup/path",
-    "architecture/lookup/sample_tokens",
-)
-"""How the same weights are computed and trained: the new run's matter."""
 BELOW_RECIPE = ("architecture/block_size",)
 """Inherited only where neither recipe nor command line says anything."""
 
@@ -178,12 +168,16 @@ def is_own(key: str) -> bool:
     return any(key == own or (own.endswith("/") and key.startswith(own)) for own in OWN)
 
 
-def begun_from(resolve: Resolve, config: Config, root: str | Path) -> Config:
+def begun_from(resolve: Resolve, config: Config, root: str | Path, needs_weights: bool = True) -> Config:
     """`config`, or the one that `resolve` gives with what is inherited from its `init`, pinned to a checkpoint. From a
-    teacher only the tokenizer is."""
+    teacher only the tokenizer is. needs_weights: see `tree_in`."""
     if FAMILY not in config:  # a job without a model hands it on to those that have one
         return config
+    peft = peft_of(config)
     named = [(key, str(config[key])) for key in (TEACHER, INIT) if config.get(key) is not None]
+    if peft is not None and not peft.is_over_given_base(config):
+        remedy = f"Name the base yourself: init=BASE lora.adapters={peft.folder.path}"
+        named = [(key, given) for key, given in named if key != INIT] + [(INIT, peft.folder.find_base(remedy))]
     layers: list[Layer] = []
     pinned: list[tuple[str, str, str | Origin]] = []
     notes: list[str] = []
@@ -195,12 +189,16 @@ def begun_from(resolve: Resolve, config: Config, root: str | Path) -> Config:
                 f"{dotted(key)}={given} is trained first by `bessemer train` and bm.train; here name a run."
             )
         start, said = find_start(given, root, dotted(key))
-        tree = tree_in(start)
+        tree = tree_in(start, needs_weights)
         values = {**inherited(tree, config), **its_code(start, tree, config)} if key == INIT else {}
         tokenizer = keep_tokenizer(start, config["data/root"])
         if tokenizer is not None:
             values["data/tokenizer"] = tokenizer
         layers.append(override_layer(values, Origin(OriginKind.INHERITED, str(start))))
+        if key == INIT and peft is not None:
+            wanted = peft.folder.settings(base_model(tree, start, peft.folder.path))
+            wanted[ADAPTERS] = str(peft.folder.path)
+            layers.append(override_layer(wanted, Origin(OriginKind.INHERITED, str(peft.folder.path))))
         why: str | Origin = "as given" if Path(given) == start else f"the newest weights of {given}"
         if is_recipes_run(config, key):
             why = config.provenance[key]
@@ -211,8 +209,55 @@ def begun_from(resolve: Resolve, config: Config, root: str | Path) -> Config:
     found = resolve(tuple(layers))
     for key, value, why in pinned:
         found.set(key, value, why)
+    if peft is not None:
+        found.set(ADAPTERS, str(peft.folder.path), "as given")
+        check_adapter_settings(found, wanted, peft.folder)
     found.notes += notes
     return found
+
+
+class PeftStart(NamedTuple):
+    """Adapters of PEFT that a run continues, and the setting that names them: lora/adapters, or init."""
+
+    folder: PeftFolder
+    key: str
+
+    def is_over_given_base(self, config: Config) -> bool:
+        """Whether the base is named by `init`, not by the folder."""
+        return self.key == ADAPTERS and config.get(INIT) is not None
+
+
+def peft_of(config: Config) -> PeftStart | None:
+    """Return the adapters that `lora.adapters` or `init` names; None if the run starts without any."""
+    for key in (ADAPTERS, INIT):
+        given = config.get(key)
+        if given is None or str(given).startswith("recipe:"):
+            continue
+        place = fetched(str(given)) if is_hub(str(given)) else Path(given)
+        if is_peft(place):
+            return PeftStart(PeftFolder(place), key)
+        if key == ADAPTERS:
+            raise InputError(
+                f"lora.adapters={given} has no adapter_config.json: it names a folder that PEFT saved. Adapters of a "
+                "run become one with: bessemer export RUN FOLDER --adapters"
+            )
+    return None
+
+
+def check_adapter_settings(config: Config, wanted: Mapping[str, Any], folder: PeftFolder) -> None:
+    """Raise InputError if a setting contradicts the adapters that are loaded; their dropout is the run's own."""
+    for key, value in wanted.items():
+        if key != "lora/dropout" and plain(config[key]) != value:
+            raise InputError(
+                f"{dotted(key)}={plain(config[key])} ({config.provenance[key]}) contradicts {folder.path}, whose "
+                f"adapters have {value}. Leave the setting out."
+            )
+
+
+def adapter_arrays(config: Config, model: Any) -> PeftArrays | None:
+    """Return the adapters that the run continues, as arrays over `model`; None if its adapters are new."""
+    named = config.get(ADAPTERS)
+    return None if named is None else PeftFolder(Path(named)).arrays(model)
 
 
 def is_recipes_run(config: Config, key: str) -> bool:
@@ -322,6 +367,11 @@ def check_start(config: Config, checkpoints: Callable[[], Checkpoints], model: A
         given = differences(path, config)
         remedy = f"Leave out {', '.join(given)}" if given else "Use the model they were trained with"
         raise InputError(f"init={path}: the weights do not fit this model: {problem}. {remedy}.") from error
+
+
+def has_weights(start: Path) -> bool:
+    """Whether what `find_start` found holds weights; a Hugging Face config.json alone does not."""
+    return not is_folder(start) or Folder(start).has_weights
 
 
 def differences(start: Path, config: Config) -> list[str]:

@@ -84,6 +84,11 @@ def build_model(context: RunContext[Any], kind: type[Any] | None, tokenizer: Tok
         model = recompute_with_adapters(context, model)
     if precision_of(model) == "fp8":
         check_float8(context, model)
+        if lora.rank and lora.quantize != "none":
+            raise InputError(
+                f"lora.quantize={lora.quantize} and architecture.precision=fp8 do not go together: a quantized matrix "
+                "is multiplied in the compute dtype. Use architecture.precision=auto, or lora.quantize=none."
+            )
     if isinstance(model, KernelChoice) and (topology.platform != "cpu" or topology.mesh.shape["context"] > 1):
         for name, (kernel, why) in model.chosen_kernels().items():
             context.notes.derive(f"architecture.{name}", kernel, why)
@@ -125,7 +130,9 @@ def describe_model(context: RunContext[Any], model: Any, tokenizer: Tokenizer | 
     """Return the parts of `model`: its shapes, which of them are trained, and its FLOPs."""
     block = context.settings.block_size
     boxed = jax.eval_shape(lambda key: init_variables(model, block, key), jax.random.key(0))["params"]
-    split = make_split(boxed, context.settings.freeze, lora, model)
+    split = make_split(boxed, context.settings.freeze, lora, model, context.settings.param_dtype)
+    if split.quantized:
+        note_quantized(context, split, boxed)
     idle, added = split.idle(boxed, group_of(model)), split.adapter_parameters(boxed)
     return ModelParts(
         model,
@@ -139,6 +146,13 @@ def describe_model(context: RunContext[Any], model: Any, tokenizer: Tokenizer | 
         idle,
         added,
     )
+
+
+def note_quantized(context: RunContext[Any], split: Split, boxed: Any) -> None:
+    """Record which matrices are quantized, and what they take in memory."""
+    size, weights = split.quantized_bytes(boxed), split.quantized_parameters(boxed)
+    why = f"{len(split.quantized)} frozen matrices, {weights:,} weights at {size / weights:.3f} bytes"
+    context.notes.derive("quantized bytes", size, f"{split.lora.quantize}: {why}")
 
 
 def note_shape(context: RunContext[Any], model: Any) -> None:
@@ -364,6 +378,6 @@ def note_path(context: RunContext[Any], model: Any, per_device: int) -> None:
         return
     tokens = per_device * context.settings.block_size // context.topology.mesh.shape.get("context", 1)
     path = choose_path(model.lookup_path, tokens, allocation.longest)
-    size = f"{tokens:,} tokens a device × up to {allocation.longest} rows"
+    size = f"{tokens:,} tokens per device × up to {allocation.longest} rows"
     why = size if model.lookup_path == "auto" else "architecture.lookup.path"
     context.notes.derive("lookup path", path, why)

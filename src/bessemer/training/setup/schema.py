@@ -262,6 +262,7 @@ PATHS: dict[str, Callable[[Any, Find], Any]] = {
     "eval/core_bundle": lambda value, find: find(value),
     "init": lambda value, find: find(value),
     "distill/teacher": lambda value, find: find(value),
+    "lora/adapters": lambda value, find: find(value),
     "plugins": lambda value, find: [located(word) for word in value],
     **dict.fromkeys(SELECTORS, _parts),
     "eval/evaluations": lambda value, find: [located(word) if names_code(word) else word for word in value],

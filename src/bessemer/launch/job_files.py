@@ -16,6 +16,7 @@ from bessemer.data.sources.hub import is_hub_dataset, must_download
 from bessemer.data.stores.catalog import store_directory
 from bessemer.errors import InputError, Stopped
 from bessemer.job import check_run_name
+from bessemer.job.directory import recipe_label
 from bessemer.storage.remote import is_remote
 from bessemer.topology import TopologySettings
 from bessemer.training.setup.schema import schema_of
@@ -102,8 +103,7 @@ def describe_job(
     seconds = None if time is None else parse_duration(time)
     if seconds is not None and seconds < 120:
         raise InputError(f"--time {time} is too short for a clean stop: give at least 2m.")
-    label = re.sub(r"[^A-Za-z0-9._-]", "-", Path(recipe).stem)[:60]
-    job = Job(recipe, tuple(overrides), name or label, runs, nodes, gpus, seconds, port, restarts)
+    job = Job(recipe, tuple(overrides), name or recipe_label(recipe), runs, nodes, gpus, seconds, port, restarts)
     if elsewhere is None or not _is_below(recipe, elsewhere):
         check_mesh(job)
     return job

@@ -20,7 +20,7 @@ from tests.training.test_training_processes import STOP_AT, metrics
 
 from bessemer.cli.launch import command
 from bessemer.errors import InputError
-from bessemer.launch import Batch, Job, Pods, describe_job, jobset, manifest, object_name, script
+from bessemer.launch.job_files import Batch, Job, Pods, describe_job, jobset, manifest, object_name, script
 
 DEFAULTS: dict[str, Any] = {
     "name": None,

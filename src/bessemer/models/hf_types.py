@@ -1,0 +1,71 @@
+"""model_types of Hugging Face: what a family tells `interop` about its config.json and the names of its weights.
+
+A family registers one `HFType` per model_type in the file that holds its model:
+
+    hf_types.register("olmo2")(HFType("Olmo2ForCausalLM", "olmo", read=…, write=…, says=…, norms=…))
+
+`interop` reads and writes what all of them share: sizes, the rotary table, tokens, the names of matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from bessemer.errors import InputError
+
+
+class ConfigReader(Protocol):
+    """A config.json whose values are checked as they are read (interop.config.HFConfig)."""
+
+    values: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str: ...
+    def refuse(self, key: str, problem: str) -> InputError: ...
+    def whole(self, key: str, default: Any = ..., *, least: int = 1, most: int = ...) -> Any: ...
+    def real(self, key: str, default: Any = ...) -> Any: ...
+    def flag(self, key: str, default: bool = False) -> bool: ...
+    def sliding(self, depth: int, default: Sequence[bool]) -> dict[str, Any]: ...
+
+
+def nothing(*_: Any) -> dict[str, Any]:
+    """Return no settings, no keys: a type that has only what all types have."""
+    return {}
+
+
+BEFORE = {
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+}
+"""Names of the norms of a layer whose norms come before attention and feed-forward."""
+
+
+@dataclass(frozen=True)
+class HFType:
+    """One model_type.
+
+    defaults: values of keys that a config.json may leave out, as transformers has them; activation: the key of the
+    feed-forward's activation and the one value it may have; norms: our name of a layer's norm → theirs; rotary: the
+    default bases of full and of sliding layers, for a type whose sliding layers have a rotary table of their own.
+    read: (config.json, layers) → settings beyond the common ones; write: model → keys beyond the common ones;
+    says: model → setting → whether a config.json of this type can say it.
+    """
+
+    architecture: str
+    family: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
+    rotary: tuple[float, float] | None = None
+    read: Callable[[ConfigReader, int], dict[str, Any]] = nothing
+    write: Callable[[Any], dict[str, Any]] = nothing
+    says: Callable[[Any], dict[str, bool]] = nothing
+
+
+def layer_types(windows: Sequence[int | None]) -> list[str]:
+    """Return `layer_types` of a config.json for layers with these windows."""
+    return ["full_attention" if window is None else "sliding_attention" for window in windows]
