@@ -8,16 +8,10 @@ import numpy as np
 import pytest
 
 from bessemer.kernels.loss import LARGEST_SHIFT
-from bessemer.losses.cross_entropy import (
-    Projection,
-    choose_chunks,
-    cross_entropy,
-    policy_scores,
-    token_logprobs,
-    token_scores,
-)
+from bessemer.losses.cross_entropy import Projection, choose_chunks, cross_entropy
 from bessemer.losses.distillation import distillation_loss, top_tokens
 from bessemer.losses.divergence import kl_regularized_loss
+from bessemer.losses.token_scores import policy_scores, token_logprobs, token_scores
 
 B, T, D, V, REAL = 3, 10, 6, 16, 13
 

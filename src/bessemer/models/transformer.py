@@ -292,7 +292,8 @@ class Transformer(Model):
 
     def projection(self, batch: Batch, deterministic: bool = True) -> Projection:
         hidden, fp8 = self._hidden_of(batch, deterministic), self._head_fp8(not deterministic)
-        return Projection(hidden, self._head(), self.vocab_size, self._cap(), self.loss_chunks, fp8)
+        kernels = choose_kernels(self.kernels, self.compute_dtype)
+        return Projection(hidden, self._head(), self.vocab_size, self._cap(), self.loss_chunks, fp8, kernels)
 
     def loss(
         self,
