@@ -95,6 +95,7 @@ class Transformer(Model):
         help="most documents in a row, padding included; speeds up cuDNN with a document mask; 0 = any number",
     )
     loss_chunks: int | str = field("architecture/loss_chunks", default="auto", help="pieces of the loss; auto by size")
+    document_counts: tuple[int, ...] = ()  # of single rows, the largest first; see `document_slots`
 
     def __post_init__(self) -> None:
         # A list would make the module unhashable, and so unusable as a static argument of jit.
@@ -263,10 +264,9 @@ class Transformer(Model):
         x = self._embed(input_ids)
         if keys is not None and embedding_noise > 0:
             x = ops.add_noise(x, embedding_noise, keys)
-        if (
-            documents is not None and self.max_documents
-        ):  # more would attend wrongly: NaN is seen, and nothing is trained
-            x = jnp.where(too_many_documents(documents, self.max_documents), jnp.nan, x)
+        if documents is not None and self.max_documents:
+            # more would attend wrongly: NaN is seen, and nothing is trained
+            x = jnp.where(too_many_documents(documents, self.document_slots(len(documents))), jnp.nan, x)
         return self._layers(x, input_ids, positions, documents, keys if dropping else None, not deterministic)
 
     def _attend(self, window: int | None, documents: Array | None) -> Attend:
@@ -276,9 +276,15 @@ class Transformer(Model):
             window=window,
             segment_ids=documents,
             implementation=self.attention,
-            max_documents=self.max_documents,
+            max_documents=0 if documents is None else self.document_slots(len(documents)),
             softcap=self._attention_cap(),
         )
+
+    def document_slots(self, rows: int) -> int:
+        """Return the most documents that `rows` rows hold together; 0 = any number."""
+        known = self.document_counts[:rows]
+        rest = known[-1] if known else self.max_documents
+        return min(rows * self.max_documents, sum(known) + (rows - len(known)) * rest)
 
     def __call__(
         self,
