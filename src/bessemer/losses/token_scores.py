@@ -104,8 +104,8 @@ def _per_target(score: Score, projection: Projection, targets: Array, temperatur
         order = jnp.argsort(flat < 0, stable=True)
         count = jnp.sum(flat >= 0, dtype=jnp.int32)
         targets, hidden = flat[order][None], hidden.reshape(-1, hidden.shape[-1])[order][None]
-    sizes, kernel = (*targets.shape, head.shape[1]), projection.kernels == "pallas" and temperature == 1
-    kernel = kernel and shards("vocab") == 1
+    sizes = (targets.shape[0], targets.shape[1], head.shape[1])
+    kernel = projection.kernels == "pallas" and temperature == 1 and shards("vocab") == 1
     forward = choose_chunks(projection.chunks, *sizes, None if backend() == "cpu" else FORWARD_TILE)
     chunks = choose_chunks(projection.chunks, *sizes, KERNEL_TILE if kernel else None)
     if kernel and row_groups(sizes[0], -(-sizes[1] // chunks)) != (shards("batch"), shards("sequence")):
