@@ -123,7 +123,8 @@ def limit_documents(context: RunContext[Any], parts: ModelParts, sources: Sequen
     why = "the packed rows hold no more, padding included: attention skips what is masked"
     config.set(DOCUMENTS, most, why)
     context.notes.derive("architecture.max_documents", most, why)
-    return describe_model(context, model.clone(max_documents=most), parts.tokenizer, parts.split.lora)
+    limited = model.clone(max_documents=most)
+    return parts._replace(model=limited, apply=make_apply(limited))  # parameters and FLOPs stay
 
 
 def describe_model(context: RunContext[Any], model: Any, tokenizer: Tokenizer | None, lora: LoraSettings) -> ModelParts:
