@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from bessemer.kernels.loss import LARGEST_SHIFT
+from bessemer.losses import cross_entropy as losses
 from bessemer.losses.cross_entropy import Projection, choose_chunks, cross_entropy
 from bessemer.losses.distillation import distillation_loss, top_tokens
 from bessemer.losses.divergence import kl_regularized_loss
@@ -101,6 +104,55 @@ def test_chunks_never_hold_the_full_logits():
     program = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(jnp.ones((1, rows, 4)), jnp.ones((4, vocab)))
     assert f"{rows}x{vocab}xf32" not in program.as_text()
     assert f"{rows // 8}x{vocab}xf32" in program.as_text()
+
+
+LLAMA = types.SimpleNamespace(rows=8, length=2048, width=2048, vocab=128256)  # 2.1e9 logits, 8.4 GB in float32
+
+
+def other_model(hidden: jax.Array, head: jax.Array) -> Projection:
+    return Projection(0.5 * jax.lax.stop_gradient(hidden), 0.9 * jax.lax.stop_gradient(head), LLAMA.vocab)
+
+
+LARGE = {
+    "cross-entropy": lambda h, w, t, ones: cross_entropy(h, w, t, ones, vocab_size=LLAMA.vocab)[0],
+    "cross-entropy-kernel": lambda h, w, t, ones: cross_entropy(
+        h, w, t, ones, vocab_size=LLAMA.vocab, kernels="pallas"
+    )[0],
+    "kl": lambda h, w, t, ones: (
+        kl_regularized_loss(Projection(h, w, LLAMA.vocab), other_model(h, w), t, ones, 0.3).loss
+    ),
+    "distill": lambda h, w, t, ones: distillation_loss(
+        Projection(h, w, LLAMA.vocab), other_model(h, w), t, ones, alpha=0.7, temperature=2.0
+    )[0],
+    "dpo": lambda h, w, t, ones: jax.nn.softplus(token_logprobs(Projection(h, w, LLAMA.vocab), t).sum(1)).sum(),
+    "grpo": lambda h, w, t, ones: jnp.exp(policy_scores(Projection(h, w, LLAMA.vocab), t, 0.8)[0]).sum(),
+}
+
+
+def largest(jaxpr) -> int:
+    """Elements of the largest array anywhere in a traced program."""
+    sizes = [0]
+    for equation in jaxpr.eqns:
+        sizes += [variable.aval.size for variable in equation.outvars if hasattr(variable.aval, "size")]
+        for part in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(part, "jaxpr", part)
+            sizes += [largest(inner)] if hasattr(inner, "eqns") else []
+    return max(sizes)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen head", "trained head"])
+@pytest.mark.parametrize("name", LARGE)
+def test_no_loss_holds_the_logits_of_a_large_vocabulary(name, trained, monkeypatch):
+    """Value and gradient as an accelerator runs them, for a micro-batch of a Llama with 128,256 tokens: nothing is
+    larger than a tile of logits or the head."""
+    monkeypatch.setattr(losses, "backend", lambda: "gpu")
+    hidden = jax.ShapeDtypeStruct((LLAMA.rows, LLAMA.length, LLAMA.width), jnp.bfloat16)
+    head = jax.ShapeDtypeStruct((LLAMA.width, LLAMA.vocab), jnp.bfloat16)
+    targets, ones = (jax.ShapeDtypeStruct((LLAMA.rows, LLAMA.length), kind) for kind in (jnp.int32, jnp.float32))
+    gradient = jax.value_and_grad(LARGE[name], argnums=(0, 1) if trained else 0)
+    tile = losses.KERNEL_TILE if "kernel" in name else 1.01 * losses.TILE
+    held = largest(jax.make_jaxpr(gradient)(hidden, head, targets, ones).jaxpr)
+    assert held <= max(tile, head.size) < LLAMA.rows * LLAMA.length * LLAMA.vocab / 7
 
 
 @pytest.mark.parametrize("chunks", [1, 4])

@@ -286,7 +286,7 @@ _TABLE: list[Alias] = [
     ),
     Alias(
         "gradient_checkpointing activation_checkpointing activation_checkpoint.mode remat_policy",
-        note="architecture.remat is none, block or a list of tensor names",
+        note="architecture.remat is none, block, offload or a list of tensor names",
         values=_REMAT,
         convert=_listed,
     ),

@@ -83,7 +83,8 @@ class Transformer(Model):
     remat: list[str] = field(
         "architecture/remat",
         default_factory=lambda: ["none"],
-        help=f"recompute in the backward pass: none, block, or tensors of {', '.join(TENSOR_NAMES)}",
+        help="recompute in the backward pass: none, block, offload (block, with its inputs in host memory), or "
+        f"tensors of {', '.join(TENSOR_NAMES)}",
     )
     scan_layers: bool = field("architecture/scan_layers", default=False, help="scan repeating layers: faster compile")
     dropout: float = field("architecture/dropout", default=0.0, minimum=0.0, below=1.0, help="dropout rate")
@@ -230,7 +231,7 @@ class Transformer(Model):
         unknown = [name for name in remat_names(self.remat) or () if name not in TENSOR_NAMES]
         require(
             not unknown,
-            f"architecture.remat names {', '.join(unknown)}; it is none, block, or a list of "
+            f"architecture.remat names {', '.join(unknown)}; it is none, block, offload, or a list of "
             f"{', '.join(TENSOR_NAMES)}.",
         )
         require(0 <= self.dropout < 1, f"architecture.dropout is {self.dropout}; it must be in [0, 1).")

@@ -128,8 +128,8 @@ def limit_documents(context: RunContext[Any], parts: ModelParts, sources: Sequen
         config.set(DOCUMENTS, most, why)
         context.notes.derive("architecture.max_documents", most, why)
     enough = min(len(rows) for rows in sources) >= len(counts)
-    model = model.clone(max_documents=given or most, document_counts=counts if enough else ())
-    return describe_model(context, model, parts.tokenizer, parts.split.lora)
+    limited = model.clone(max_documents=given or most, document_counts=counts if enough else ())
+    return parts._replace(model=limited, apply=make_apply(limited))  # parameters and FLOPs stay
 
 
 def document_counts(counts: Sequence[np.ndarray]) -> tuple[int, ...]:
