@@ -325,7 +325,7 @@ def test_a_bad_run_ends_within_34_steps_however_rare_its_reports_are(
         "logging.preview_interval": -1,
     }
     trainer = launch.build_trainer("quickstart", settings, name="a", root=tmp_path, callbacks=[Poison()])
-    with pytest.raises(TrainingError, match="after step 6 .*the weights hold NaN"):
+    with pytest.raises(TrainingError, match=r"after step 6 .*the weights hold NaN"):
         trainer.run()
     assert trainer.step == 34, "32 steps are read when two more have been dispatched"
     assert not (tmp_path / "a/metrics.jsonl").exists(), "no report was due"

@@ -352,8 +352,8 @@ def check_tokenizer(init: str | None, adapters: str | None, tokenizer: Tokenizer
     name, file = next(iter(files.items()))
     if Tokenizer.load(file.parent).hash != tokenizer.hash:
         raise InputError(
-            f"{name}={places[name]}: those weights were trained with another tokenizer, so ids would mean other words. Leave "
-            f"data.tokenizer out, and it is taken over; or use data.tokenizer={file}"
+            f"{name}={places[name]}: those weights were trained with another tokenizer, so ids would mean other words. "
+            f"Leave data.tokenizer out, and it is taken over; or use data.tokenizer={file}"
         )
 
 
