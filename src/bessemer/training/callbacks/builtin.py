@@ -51,6 +51,7 @@ class MetricLogger(Callback):
 
     def on_batch_end(self, loop: Loop) -> None:
         if self.file is not None and time.monotonic() - self._written >= self.PATIENCE:
+            loop.check_directory()
             self._write_step(loop, loop.step)
 
     def _write_step(self, loop: Loop, step: int) -> None:
