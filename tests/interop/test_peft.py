@@ -15,11 +15,12 @@ from tests.interop.tiny_hf import SFT, foreign_tokenizer, load_folder, make_talk
 from tests.interop.tiny_peft import STORED, make_base, make_peft
 from tests.reference.huggingface import sketch
 from tests.reference.peft_lora import ADAPTERS
+from tests.training.test_frozen_base import flip_a_bit
 from tests.training.test_training_resume import StopAt, assert_same, one_device
 from tests.trust.test_foreign_run import called
 
 from bessemer.data import Tokenizer
-from bessemer.errors import BessemerError, InputError, Stopped
+from bessemer.errors import BessemerError, InputError, Stopped, StorageError
 from bessemer.generate.adapters import import_adapters
 from bessemer.generate.export import export_run_adapters
 from bessemer.generate.load import boxed_params, located
@@ -103,6 +104,16 @@ def test_ours_to_peft_and_back_is_the_same_to_the_bit(tmp_path: Path) -> None:
     model = Folder(base).model
     assert PeftFolder(peft).settings(model) == PeftFolder(tmp_path / "out").settings(model)
     assert json.loads((tmp_path / "out" / CONFIG).read_text())["base_model_name_or_path"] == str(base)
+
+
+def test_damage_to_exported_adapters_is_noticed(tmp_path: Path) -> None:
+    """They carry checksums, as every export does; PEFT reads past them."""
+    run, base, _ = imported(tmp_path)
+    export_run_adapters(run, tmp_path / "out")
+    flip_a_bit(tmp_path / "out")
+    with pytest.raises(StorageError, match=r"adapter_model\.safetensors is damaged"):
+        import_adapters(tmp_path / "out", tmp_path / "runs" / "again", base, Folder(base).tree)
+    assert not (tmp_path / "runs" / "again").exists()
 
 
 def test_a_head_trained_whole_is_one_of_modules_to_save(tmp_path: Path) -> None:

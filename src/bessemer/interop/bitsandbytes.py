@@ -34,6 +34,9 @@ INSTEAD = {"gptq": "GPTQ weights are not read", "awq": "AWQ weights are not read
 
 def check_method(config: Mapping[str, Any], where: str) -> bool:
     """Return whether `quantization_config` says bitsandbytes NF4; raise InputError for any other."""
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if not isinstance(config.get(key, False), bool):
+            raise _refused(where, f"{key} is {str(config[key])[:80]!r}, and must be true or false, without quotes")
     method = str(config.get("quant_method", "")).lower()
     if method == METHOD or (not method and config.get("load_in_4bit")):
         if not config.get("load_in_4bit") or config.get("load_in_8bit"):
