@@ -202,8 +202,9 @@ def test_every_loss_is_right_with_a_large_softcap(data, softcap, level):
         hidden = np.concatenate([hidden, np.full((B, T, 1), down, np.float32)], axis=-1)
         head = np.concatenate([head, np.ones((1, V), np.float32)])
     expected = reference(hidden, head, targets, weights, softcap=softcap)[1]
+    close = 2e-5 if softcap < 1e3 else 1e-4  # float32 numbers near 1e4 are 1e-3 apart: 4.4e-5 on one CPU
     for name, found in _sums_of_every_loss(hidden, head, targets, weights, softcap).items():
-        np.testing.assert_allclose(found, expected, rtol=2e-5, err_msg=name)
+        np.testing.assert_allclose(found, expected, rtol=close, err_msg=name)
     for kernels in ("xla", "pallas"):
 
         def loss(hidden, head, kernels=kernels):
@@ -211,7 +212,7 @@ def test_every_loss_is_right_with_a_large_softcap(data, softcap, level):
             return cross_entropy(hidden, head, targets, weights, **options)[0]
 
         value, gradients = jax.value_and_grad(loss, argnums=(0, 1))(hidden, head)
-        np.testing.assert_allclose(value, expected, rtol=2e-5, err_msg=kernels)
+        np.testing.assert_allclose(value, expected, rtol=close, err_msg=kernels)
         assert all(np.isfinite(gradient).all() for gradient in gradients), kernels
 
 

@@ -101,9 +101,12 @@ _OPTIMIZERS = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
     "adamw_hf": "adamw",
+    "adamw_8bit": "optimization.name=adamw optimization.state_dtype=int8",
+    "adamw_bnb_8bit": "optimization.name=adamw optimization.state_dtype=int8",
     "adafactor": "adafactor",
     "lion": "lion",
     "lion_32bit": "lion",
+    "lion_8bit": "optimization.name=lion optimization.state_dtype=int8",
     "sgd": "sgd",
     "muon": "muon",
 }

@@ -296,7 +296,7 @@ def is_hub(source: str) -> bool:
 def fetched(source: str) -> Path:
     """The local folder of a model on the hub. HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN mean what they mean there."""
     named = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", source)
-    if named is None:
+    if named is None or ".." in (named[2] or "").split("/"):  # adapters name a revision, which is part of a path
         raise InputError(f"'{source}' is not hf:OWNER/NAME or hf:OWNER/NAME@REVISION.")
     try:
         from huggingface_hub import snapshot_download

@@ -71,7 +71,7 @@ class Teacher(NamedTuple):
 
 def build_model(context: RunContext[Any], kind: type[Any] | None, tokenizer: Tokenizer | None) -> ModelParts:
     """Make the module and count its parameters. kind: its class; None: the family that model.family names."""
-    check_tokenizer(context.settings.init, tokenizer)
+    check_tokenizer(context.settings.init, context.settings.adapters, tokenizer)
     config, topology, model = context.config, context.topology, context.given.model
     if model is None:
         fit_vocabulary(config, tokenizer)
