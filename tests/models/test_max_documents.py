@@ -15,7 +15,7 @@ from bessemer.data import Tokenizer, TokenStore, prepare
 from bessemer.data.rows.build import make_rows
 from bessemer.data.rows.rows import DatasetStyle
 from bessemer.generate.load import build_model
-from bessemer.kernels.attention import attention, document_table, too_many_documents
+from bessemer.kernels.attention import attention, document_operands, document_table, too_many_documents
 from bessemer.models.llama import Llama
 from bessemer.training.setup.model import document_counts
 
@@ -50,6 +50,30 @@ def test_no_batch_of_rows_holds_more_documents_than_its_slots(data: st.DataObjec
     chosen = data.draw(st.permutations(range(len(twice))))[:rows]
     assert twice[chosen].sum() <= model.document_slots(rows) <= rows * most
     assert np.sort(twice)[::-1][:rows].sum() == model.document_slots(rows) or rows > 64
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=2, max_size=4))
+def test_cudnn_is_given_what_jax_gives_it_for_documents_counted_per_row(rows: list[list[int]]) -> None:
+    """Its public function takes lengths and offsets of each row, and lists them for cuDNN; ours is that list."""
+    from jax._src.cudnn.fused_attention_stablehlo import _fix_seqlen_offsets
+
+    width, most = max(map(sum, rows)), 6
+    rows = [[*row, width - sum(row)] if sum(row) < width else row for row in rows]
+    ids = jnp.asarray(np.stack([np.repeat(np.arange(len(row)), row) for row in rows]))
+    lengths = np.full((len(rows), most), -1, np.int32)
+    offsets = np.full((len(rows), most + 1), -1, np.int32)
+    for number, row in enumerate(rows):
+        lengths[number, : len(row)] = row
+        offsets[number, : len(row)] = np.cumsum([0, *row[:-1]])
+    q = jnp.zeros((len(rows), width, 4, 8))
+    wanted = _fix_seqlen_offsets(*(jnp.asarray(x) for x in (lengths, lengths, offsets, offsets)), q, q)
+    count = sum(map(len, rows))
+    found = document_operands(ids, (4, 8), (2, 8), count + 1)
+    for ours, theirs in zip((found[0], found[0], found[1], 2 * found[2]), wanted, strict=True):
+        assert np.asarray(ours).ravel()[:count].tolist() == np.asarray(theirs).ravel()[:count].tolist()
+    assert not np.any(np.asarray(found[0]).ravel()[count:])
+    assert set(np.asarray(found[1]).ravel()[count:].tolist()) == {ids.size * 32}
 
 
 def test_a_row_with_more_documents_than_promised_is_not_finite() -> None:

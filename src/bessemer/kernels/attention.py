@@ -320,12 +320,19 @@ def _cudnn_packed(q: Array, k: Array, v: Array, q_ids: Array | None, k_ids: Arra
     assert q_ids is not None
     if jax.default_backend() != "gpu":  # a plan for a GPU that is not here
         return absent_flash(q, k, v, None)
-    rows = q.shape[0]
+    return _flash_of_documents(q, k, v, *document_operands(q_ids, q.shape[2:], k.shape[2:], max_documents))
+
+
+def document_operands(
+    ids: Array, queries: tuple[int, ...], keys: tuple[int, ...], max_documents: int
+) -> tuple[Array, Array, Array]:
+    """Return (lengths (B, M), starts of queries (B, M + 1), starts of keys) as cuDNN reads them: as lists, in numbers
+    from the first of the batch. queries, keys: (heads, head_dim). What is behind the last document is empty."""
+    rows = ids.shape[0]
     each = max(2, -(-max_documents // rows))  # the form of several documents per row
-    places, lengths = document_table(q_ids, rows * each)
-    places = jnp.pad(places, (0, rows), constant_values=q_ids.size).reshape(rows, each + 1)
-    starts = tuple(places * (x.shape[2] * x.shape[3]) for x in (q, k))  # in numbers
-    return _flash_of_documents(q, k, v, lengths.reshape(rows, each), *starts)
+    places, lengths = document_table(ids, rows * each)
+    places = jnp.pad(places, (0, rows), constant_values=ids.size).reshape(rows, each + 1)
+    return lengths.reshape(rows, each), places * math.prod(queries), places * math.prod(keys)
 
 
 @jax.custom_vjp
