@@ -43,6 +43,7 @@ class Store(Protocol):
     mask: np.ndarray | None  # (N,) uint8
     info: dict[str, Any]
     path: Path | None
+    about: dict[str, Any]  # facts of preparation, such as what was left out; empty in memory
 
     @property
     def fingerprint(self) -> str: ...
@@ -57,6 +58,7 @@ class ArrayStore:
     def __init__(self, tokens: np.ndarray, offsets: np.ndarray, mask: np.ndarray | None, info: dict[str, Any]):
         self.tokens, self.offsets, self.mask, self.info = tokens, offsets, mask, info
         self.path: Path | None = None
+        self.about: dict[str, Any] = {}
 
     @property
     def fingerprint(self) -> str:
