@@ -32,10 +32,10 @@ def number(value: Any, digits: int = 4) -> str:
     return f"{value:.{digits}f}" if _is_number(value) else NOTHING
 
 
-def with_error(value: Any, error: Any, digits: int = 4) -> str:
+def with_error(value: Any, error: Any) -> str:
     """1.3140 ± 0.0051 (standard error); the value alone where its error is not known."""
     known = _is_number(value) and _is_number(error)
-    return number(value, digits) + (f" ± {error:.{digits}f}" if known else "")
+    return number(value) + (f" ± {error:.4f}" if known else "")
 
 
 def figure(value: Any) -> str:

@@ -96,9 +96,9 @@ class Spread:
         return Stack(math.prod(self.mesh.shape[axis] for axis in axes), run)
 
 
-def mesh_spread(mesh: Mesh, axes: tuple[str, ...] = (*REPEATING, *SPLITTING)) -> Spread | None:
-    """How Muon's stacks are laid over `axes` of the mesh. None on a single device."""
-    axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
+def mesh_spread(mesh: Mesh) -> Spread | None:
+    """Return how Muon's stacks are laid out over the mesh; None on a single device."""
+    axes = tuple(axis for axis in (*REPEATING, *SPLITTING) if mesh.shape.get(axis, 1) > 1)
     return Spread(mesh, axes) if axes else None
 
 

@@ -18,6 +18,7 @@ from bessemer.report.plots import INK, finish, new_figure, save
 
 POINTS = 201
 BLOCKS = "▁▂▃▄▅▆▇█"
+SPARKLINE = 48  # characters
 TITLES = {
     "lrm": "learning rate, as a share of its peak",
     "lr": "learning rate",
@@ -37,9 +38,9 @@ def sample_curves(optimizer: Optimizer, steps: int, points: int = POINTS) -> dic
     return {"steps": where, **curves}
 
 
-def sparkline(steps: list[float], values: list[float], width: int = 48) -> str:
+def sparkline(steps: list[float], values: list[float]) -> str:
     """Return a line of blocks over the steps. Their height is from 0, or from the least value if all are close."""
-    at = np.interp(np.linspace(steps[0], steps[-1], min(width, len(steps))), steps, values)
+    at = np.interp(np.linspace(steps[0], steps[-1], min(SPARKLINE, len(steps))), steps, values)
     low, high = (0.0 if at.min() < 0.5 * at.max() else float(at.min())), float(at.max())
     if high <= low:
         return BLOCKS[len(BLOCKS) // 2] * len(at)

@@ -117,14 +117,14 @@ def _is_well() -> bool:
 # it declares who is lost, waits until the others have read it, and its own end ends the rest.
 
 
-def absent_processes(patience: float = 4 * POLL_SECONDS) -> list[int]:
-    """Return who does not answer within `patience` seconds; without the service, the known lost, or process 0."""
+def absent_processes() -> list[int]:
+    """Return who does not answer within four polls; without the service, the known lost, or process 0."""
     service = client()
     if service is None:
         return []
     everyone = set(range(process_count()))
     absent = everyone - {process_index()}
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + 4 * POLL_SECONDS
     try:
         service.key_value_set(ASKED, "who is there?", allow_overwrite=True)
         service.key_value_set(f"{ALIVE}/{process_index()}", "here", allow_overwrite=True)

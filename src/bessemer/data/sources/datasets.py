@@ -105,8 +105,8 @@ def chat(question: str, answer: str) -> Row:
     return {"messages": turns, "answer": answer}
 
 
-def word(rng: Rng, shortest: int = 3, longest: int = 5) -> str:
-    return "".join(rng.choices(LETTERS, k=rng.randint(shortest, longest)))
+def word(rng: Rng) -> str:
+    return "".join(rng.choices(LETTERS, k=rng.randint(3, 5)))
 
 
 def reverse(rng: Rng) -> Row:

@@ -186,10 +186,10 @@ class StartUp:
         self._made = self._last = self._first = time.monotonic()
         self._programs = programs_so_far()
 
-    def began(self, moment: float, name: str = "imports and devices") -> None:
-        """The program began at `moment` (of time.monotonic), before the trainer was made."""
+    def began(self, moment: float) -> None:
+        """Record that the program began at `moment` (of time.monotonic), before the trainer was made."""
         self._first = moment
-        self.parts = {name: max(0.0, self._made - moment - self.elsewhere), **self.parts}
+        self.parts = {"imports and devices": max(0.0, self._made - moment - self.elsewhere), **self.parts}
 
     @property
     def age(self) -> float:
