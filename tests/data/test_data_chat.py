@@ -37,7 +37,7 @@ def messages_of(said: list[tuple[str, str]], system: str | None = None) -> list[
 
 
 def runs(ids: list[int], mask: list[int]) -> list[list[int]]:
-    """Stretches of neighbouring supervised tokens."""
+    """Stretches of neighboring supervised tokens."""
     edges = np.flatnonzero(np.diff([0, *mask, 0]))
     return [ids[a:b] for a, b in pairwise(edges) if mask[a]]
 

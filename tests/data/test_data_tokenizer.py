@@ -109,9 +109,9 @@ def test_a_word_without_end_does_not_hold_up_training():
 
 def test_what_is_no_unicode_is_an_input_error(tokenizer):
     for text in ("half \ud800 of a pair", b"\xff".decode("utf-8", "surrogateescape")):
-        with pytest.raises(InputError, match="no valid Unicode"):
+        with pytest.raises(InputError, match="not valid Unicode"):
             tokenizer.encode(text)
-        with pytest.raises(InputError, match="no valid Unicode"):
+        with pytest.raises(InputError, match="not valid Unicode"):
             tokenizer.encode_batch(["fine", text])
 
 

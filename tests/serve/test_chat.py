@@ -216,5 +216,5 @@ def test_the_calculator_answers_within_the_answer(
 def test_a_pipe_that_is_not_utf_8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bad input, not a bug: one paragraph, exit code 2."""
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"))
-    with pytest.raises(InputError, match="no valid Unicode"):
+    with pytest.raises(InputError, match="not valid Unicode"):
         read_line()

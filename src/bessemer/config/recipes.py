@@ -385,7 +385,7 @@ def _read_file(name: str, path: Path, below: tuple[Path, ...]) -> Recipe:
     identity = path.resolve()
     if identity in below:
         chain = " extends ".join(place.name for place in (*below[below.index(identity) :], identity))
-        raise InputError(f"recipes extend each other in a circle: {chain}. Remove one `extends`.")
+        raise InputError(f"recipes extend each other in a cycle: {chain}. Remove one `extends`.")
     origin = Origin(OriginKind.RECIPE, name)
     tree = nest(read_yaml(path, "recipe"), origin)
     layer = Layer(origin, tree)

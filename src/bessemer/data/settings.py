@@ -21,7 +21,7 @@ class DataSettings:
     """data/*: where data lives and how it is made into batches."""
 
     root: str | None = field(
-        "data/root", default=None, help="where stores are kept; default BESSEMER_HOME or the user cache"
+        "data/root", default=None, help="directory of the stores; default BESSEMER_HOME or the user cache"
     )
     tokenizer: str = field(
         "data/tokenizer",
@@ -44,12 +44,12 @@ class DataSettings:
     )
     dedup: bool = field("data/dedup", default=False, help="drop exact duplicate documents (counted)")
     workers: int = field("data/workers", default=1, minimum=1, help="processes that prepare data")
-    prefetch: int = field("data/prefetch", default=2, minimum=0, help="batches made ahead; 0 = none")
+    prefetch: int = field("data/prefetch", default=2, minimum=0, help="batches prepared ahead; 0 = none")
     truncation: str = field(
         "data/truncation",
         default="keep_end",
         choices=("keep_end", "keep_start"),
-        help="which end of a too long PADDED example stays",
+        help="which end of an overlong PADDED example to keep",
     )
     on_empty: str = field(
         "data/on_empty",
@@ -65,7 +65,7 @@ class DataSettings:
         default=0.1,
         minimum=0.0,
         maximum=1.0,
-        help="width of a cross-fade, as a share of the shorter neighbouring stage",
+        help="width of a cross-fade, as a share of the shorter neighboring stage",
     )
 
 

@@ -69,7 +69,7 @@ class BaseRecord:
             texts = {name: tree.get(name) for name in ("path", "source", "near")}
             record = cls(tensors={str(name): str(value) for name, value in tree["tensors"].items()}, **texts)
             if not isinstance(record.path, str) or not all(isinstance(v, str | None) for v in texts.values()):
-                raise ValueError("a path is not a text")
+                raise ValueError("a path is not a string")
             if record.sha256 != tree["sha256"]:
                 raise ValueError("its sha256 is not that of its tensors")
         except (AttributeError, KeyError, TypeError, ValueError) as error:

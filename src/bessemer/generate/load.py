@@ -435,7 +435,7 @@ def check_finite(params: Any, where: str, advice: str) -> None:
         named = ", ".join(bad[:NAMED]) + (", …" if len(bad) > NAMED else "")
         raise TrainingError(
             f"{len(bad)} of the {len(leaves)} parameters of {where} hold values that are not finite (NaN or "
-            f"infinity): {named}. What this model says means nothing. {advice}"
+            f"infinity): {named}. Its output is meaningless. {advice}"
         )
 
 
@@ -444,5 +444,5 @@ def check_scores(logprobs: Any) -> None:
     if np.isnan(logprobs).any():
         raise TrainingError(
             "the model's output is not a number (NaN): its parameters are not finite, or so large that computing with "
-            "them overflows. What it says means nothing; use an earlier checkpoint."
+            "them overflows. Its output is meaningless; use an earlier checkpoint."
         )

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face model as our settings, and back. What cannot be said is an error that names the key."""
+"""config.json of a Hugging Face model as our settings, and back. A key without an equivalent raises an error."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class HFConfig:
             named = self.values.get("architectures")
             made = ", ".join(map(str, named)) if isinstance(named, list) else ""
             raise InputError(
-                f"{self.where}: model_type '{self.kind}' (architectures: {made or 'not said'}) is not supported. "
+                f"{self.where}: model_type '{self.kind}' (architectures: {made or 'none listed'}) is not supported. "
                 f"Supported: {', '.join(hf_types.names())} (smollm and smollm2 are llama)."
             )
         key, value = hf_types.get(self.kind).activation
@@ -282,7 +282,7 @@ def type_of(model: Llama) -> str:
     for setting, can in (_says(chosen, model) | hf_types.get(chosen).says(model)).items():
         if not can:
             raise InputError(
-                f"transformers' {chosen} has no way to say {setting}={_value(model, setting)} of this "
+                f"transformers' {chosen} cannot express {setting}={_value(model, setting)} of this "
                 "model, so it cannot be exported as one. Try model.hf_type=auto; there may be no type for it."
             )
     return chosen

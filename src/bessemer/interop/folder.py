@@ -137,10 +137,10 @@ class Folder:
                 )
             if part not in opened:
                 if not (self.path / part).is_file():
-                    raise StorageError(f"{index} says that '{name}' lies in '{part}', which is not there.")
+                    raise StorageError(f"{index} says that '{name}' is in '{part}', which is not there.")
                 opened[part] = WeightFile(self.path / part)
             if name not in opened[part].entries:
-                raise StorageError(f"{index} says that '{name}' lies in {part}, which does not hold it.")
+                raise StorageError(f"{index} says that '{name}' is in {part}, which does not hold it.")
         unlisted = [name for file in opened.values() for name in file.entries if name not in listed]
         if unlisted:
             raise StorageError(f"{index} does not list '{unlisted[0]}', which its files hold.")
@@ -314,5 +314,5 @@ def fetched(source: str) -> Path:
         reason = " ".join(str(error).split())[:300].rstrip(".")
         raise StorageError(
             f"{source} cannot be fetched: {reason}. Check the name, the network, HF_HUB_OFFLINE, and HF_TOKEN for a "
-            "model behind a licence; or download the folder yourself and name that."
+            "model behind a license; or download the folder yourself and name that."
         ) from error

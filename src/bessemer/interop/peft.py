@@ -53,8 +53,8 @@ def export_adapters(arrays: Arrays, lora: LoraSettings, model: Llama, out: Path,
             continue
         if part not in PARTS or matrix.rpartition("/")[2] not in MATRICES:
             raise InputError(
-                f"'{name}' is trained and is no adapter of an attention or feed-forward matrix, so PEFT's layout has "
-                "no place for it here. Export the merged model instead, without --adapters."
+                f"'{name}' is trained but is not an adapter of an attention or feed-forward matrix, so PEFT's "
+                "layout has no place for it. Export the merged model instead, without --adapters."
             )
         module = their_name(matrix).removesuffix(".weight")
         theirs = f"{ROOT}{module}.{PARTS[part]}"
@@ -142,7 +142,7 @@ class _Part(NamedTuple):
 class PeftFolder:
     """The adapters in a folder. As named arrays (`signature`, `read`) they have our names and our layout.
 
-    What we have no equal for is an InputError that names the file and the key; nothing is read until asked for.
+    What Bessemer does not support is an InputError that names the file and the key; nothing is read until asked for.
     """
 
     def __init__(self, path: Path):
@@ -167,7 +167,7 @@ class PeftFolder:
             )
         for key, value in config.values.items():
             if key not in USED | IGNORED and value not in (None, False, 0, "", [], {}):
-                raise config.refuse(key, "Bessemer has no equal for this feature of PEFT.")
+                raise config.refuse(key, "Bessemer does not support this feature of PEFT.")
 
     @property
     def base(self) -> tuple[str | None, str | None]:
@@ -234,7 +234,7 @@ class PeftFolder:
             named = _TENSOR.fullmatch(theirs)
             if named is None or named["kind"] not in KINDS or their_name_of(named) != named["module"]:
                 raise InputError(
-                    f"{self.file.path}: '{theirs[:200]}' is no adapter of an attention or feed-forward matrix of a "
+                    f"{self.file.path}: '{theirs[:200]}' is not an adapter of an attention or feed-forward matrix of a "
                     "llama, mistral, qwen2 or qwen3, nor named by modules_to_save: nothing here can use it."
                 )
             if str(entry.dtype) not in FLOATS:

@@ -36,7 +36,7 @@ def find_run(name_or_path: str | Path, runs_root: str | Path = "runs", *, trust:
     if (folder := next((path for path in candidates if (path / "config.json").is_file()), None)) is not None:
         raise InputError(
             f"{folder} holds a model's weights and is not a run. Of a Hugging Face folder `bessemer import {folder} "
-            f"{root / folder.name}` makes one; to train from it, begin a new run with init={folder}"
+            f"{root / folder.name}` makes one; to train from it, start a new run with init={folder}"
         )
     names = list_runs(root)
     hint = did_you_mean(Path(text).name, names)

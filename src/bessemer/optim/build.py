@@ -120,7 +120,7 @@ def _offer(function: Callable[..., Any], *args: Any, **extras: Any) -> Any:
 def _settings(entry: Any, configure: Configure) -> Any:
     """The one settings object an entry is called with; None when it has none."""
     if len(entry.settings) > 1:
-        raise InputError(f"'{entry.name}' registers {len(entry.settings)} settings classes; join them into one.")
+        raise InputError(f"'{entry.name}' registers {len(entry.settings)} settings classes; merge them into one.")
     return configure(entry.settings[0]) if entry.settings else None
 
 

@@ -301,7 +301,7 @@ def make_sweep(
     if not rows:
         raise InputError(
             f"none of {count} ways to lay this model on {target.name} fits into "
-            f"{target.chip.memory_gib:g} GiB a device: use more devices, a smaller model, "
+            f"{target.chip.memory_gib:g} GiB per device: use more devices, a smaller model, "
             "or a shorter architecture.block_size."
         )
     say(f"{count} ways tried by the estimate, {len(rows)} fit")

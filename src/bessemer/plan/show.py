@@ -249,7 +249,7 @@ def _absent_memory(plan: dict[str, Any]) -> str:
     verdict = f"fits into {limit}" if memory["fits"] else f"DOES NOT FIT into {limit}"
     peak = "-" if memory["peak"] is None else gib(memory["peak"])
     if plan["method"] == "compiled":
-        verdict += f"; the analytic model said {gib(memory['estimated_peak'])}"
+        verdict += f"; the analytic model estimated {gib(memory['estimated_peak'])}"
     lines = [table(("memory of a device", "size", "what"), [*rows, ("peak", peak, verdict)])]
     lines += [f"to fit     {' '.join(one['settings'])}   ({gib(one['peak'])})" for one in memory["remedies"]]
     if not memory["fits"] and not memory["remedies"]:

@@ -136,7 +136,7 @@ class Shares:
 
     stages: rates of all sources in each stage (0 = absent), each summing to 1; boundaries: the steps at which
     a next stage begins; fade: name of the shape, or "none"; share: width of a fade, as a share of the shorter
-    neighbour; last: the step at which the last stage ends, when known (it bounds the last fade).
+    neighbor; last: the step at which the last stage ends, when known (it bounds the last fade).
     """
 
     def __init__(

@@ -191,7 +191,7 @@ def task_rows(name: str, split: str = "train", count: int | None = None, seed: i
         raise InputError(f"unknown part '{split}' of {name}: it is train or val.")
     wanted = COUNTS[split] if count is None else count
     if wanted < 1:
-        raise InputError(f"{wanted} rows of {name} were asked for; give at least 1.")
+        raise InputError(f"the number of rows of {name} must be at least 1; got {wanted}.")
     rng = random.Random(f"{name} {split} {seed}")
     found: dict[str, Row] = {}
     vain = 0

@@ -188,7 +188,7 @@ def _hidden(path: Path, below: Path) -> bool:
 
 
 def plan_shards(files: Files, shard_bytes: int = SHARD_BYTES) -> list[list[Piece]]:
-    """Cut the files into pieces and gather neighbours into shards of about `shard_bytes`; order is kept."""
+    """Cut the files into pieces and gather neighbors into shards of about `shard_bytes`; order is kept."""
     alone = len(files.files) == 1
     shards: list[list[Piece]] = []
     current: list[Piece] = []
@@ -324,7 +324,7 @@ def _kind(head: bytes, path: str, name: str, how: str = "") -> str:
         if head[offset:].startswith(magic):
             raise _refused(path, words + how, REMEDIES.get(words, "Name text, JSON lines or parquet"))
     if suffix == ".parquet":
-        raise _refused(path, f"not a parquet file{how}, for all its name", "Copy it again")
+        raise _refused(path, f"not a parquet file{how}, despite its name", "Copy it again")
     if suffix in (".csv", ".tsv"):
         raise _refused(path, f"a table ({suffix}){how}", "Write it as .jsonl, one JSON object per line")
     # Of those named as text the reader says which byte is wrong, and may skip and count it.

@@ -26,7 +26,7 @@ CUT_SHORT = "the compressed stream is damaged or cut short"
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """Something that is no document: where it is and why.
+    """Something that is not a document: where it is and why.
 
     `place` may be a function: the number of a line is known only after those before it are counted.
     """

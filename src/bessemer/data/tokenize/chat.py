@@ -246,7 +246,7 @@ def _text(value: Any, what: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise InputError(f"'{what}' holds half of a surrogate pair, which is no valid Unicode.") from None
+            raise InputError(f"'{what}' holds half of a surrogate pair, which is not valid Unicode.") from None
     return value
 
 

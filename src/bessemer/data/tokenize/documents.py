@@ -187,7 +187,7 @@ def _checked(text: str, where: str) -> Document | Bad:
         try:
             text.encode()
         except UnicodeEncodeError:
-            return Bad(where, "the text holds half of a surrogate pair, which is no valid Unicode")
+            return Bad(where, "the text holds half of a surrogate pair, which is not valid Unicode")
     return Document(text)
 
 
@@ -199,7 +199,7 @@ def _tokens(value: Mapping[str, Any], where: str) -> Document | Bad:
     except (TypeError, ValueError):
         return Bad(where, "'input_ids' and 'loss_mask' are lists of integers")
     if ids and not -(2**31) <= min(ids) <= max(ids) < 2**31:
-        return Bad(where, f"'input_ids' hold {max(ids, key=abs)}, which is no token")
+        return Bad(where, f"'input_ids' hold {max(ids, key=abs)}, which is not a token id")
     if mask is None:
         return Document(ids=ids)
     if len(mask) != len(ids):

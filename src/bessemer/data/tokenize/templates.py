@@ -189,7 +189,7 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise InputError(
-            f"'{path}' is not a readable tokenizer configuration: {error}. Mend it, or remove it to use the "
+            f"'{path}' is not a readable tokenizer configuration: {error}. Fix it, or remove it to use the "
             f"tokenizer without a chat template."
         ) from error
 

@@ -71,7 +71,9 @@ BOS_NAMES = (
 )
 PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<｜▁pad▁｜>", "<|endoftext|>")
 FILE = "tokenizer.json"
-NOT_UNICODE = "the text is no valid Unicode (half of a surrogate pair, or bytes that are not UTF-8): write it as UTF-8."
+NOT_UNICODE = (
+    "the text is not valid Unicode (half of a surrogate pair, or bytes that are not UTF-8): write it as UTF-8."
+)
 
 
 class Tokenizer:

@@ -180,7 +180,7 @@ def derive(config: Config, parts: ModelParts, epoch_rows: int, own_rows: bool = 
 def turn_dial(config: Config, model: Any, target: Target, sizes: Sizes, batch_tokens: int) -> tuple[Config, Dial]:
     """Return (the configuration with what the depth dial derives, the dial). batch_tokens: -1 derives it too."""
     if not isinstance(model, Transformer):
-        raise InputError("training.batch_tokens=-1 derives the batch from model.depth, which this model has not.")
+        raise InputError("training.batch_tokens=-1 derives the batch from model.depth, which this model does not have.")
 
     def count(depth: int) -> int:
         member = without_lookup(model).clone(depth=depth, width=-1, heads=-1, kv_heads=-1)
