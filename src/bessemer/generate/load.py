@@ -200,7 +200,7 @@ def _from_files(run: RunDirectory, topology: Topology | None, base: str | Path |
     files = ModelFiles.of(run, base)
     where = str(files.weights.path)
     params = place(files.arrays, abstract_params(files.model, topology), where)
-    check_finite(params, where, "Take the model from where it came again, or train it again.")
+    check_finite(params, where, "Copy or download the model again, or retrain it.")
     return LoadedModel(files.model, params, files.tokenizer, files.step, files.config, run, topology, files.notes)
 
 

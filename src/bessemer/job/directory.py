@@ -109,7 +109,7 @@ class RunDirectory:
             self.path,
             "a run directory is locked, renamed and appended to, so it must be on a disk",
             "keep --runs local and set logging.mirror=s3://…, which copies checkpoints there; "
-            "`bessemer resume URL/NAME` goes on from the copy anywhere",
+            "`bessemer resume URL/NAME` continues from the copy anywhere",
         )
         object.__setattr__(self, "path", Path(self.path).absolute())
 

@@ -81,7 +81,7 @@ def make_absent_plan(
     planned = estimated(recipe, overrides, target, prices)
     choice = planned.estimate.choice
     mesh = " × ".join(f"{axis} {size}" for axis, size in choice.axes.items() if size > 1) or "of one device"
-    what = f"the step for {target.name}, mesh {mesh}, {choice.rows} sequence(s) a device"
+    what = f"the step for {target.name}, mesh {mesh}, {choice.rows} sequence(s) per device"
     return document(recipe, planned, compiled(planned, what, say, quick) if compiles else None)
 
 

@@ -143,9 +143,9 @@ def _cost(plan: dict[str, Any]) -> str:
         ),
         ("horizon", f"{horizon['steps']:,} steps", f"{horizon['tokens']:,} tokens{epochs}"),
         ("tokens : N", "-" if ratio is None else f"{ratio:.2f}", "tokens : scaling parameters"),
-        ("FLOPs a token", f"{flops['per_token']:.4g}", flops["formula"]),
+        ("FLOPs per token", f"{flops['per_token']:.4g}", flops["formula"]),
         ("", f"{flops['per_token_causal']:.4g}", "with the keys that causal attention really reads"),
-        ("FLOPs in all", f"{flops['total']:.4g}", "FLOPs a token · tokens"),
+        ("total FLOPs", f"{flops['total']:.4g}", "FLOPs per token · tokens"),
         _memory(plan["memory"]),
         _time(spent),
     ]
@@ -153,7 +153,7 @@ def _cost(plan: dict[str, Any]) -> str:
 
 
 def _memory(memory: dict[str, Any] | None) -> tuple[str, str, str]:
-    name = "memory a device"
+    name = "memory per device"
     if memory is None:
         return name, "-", "not compiled (--no-compile)"
     if memory["total"] is None:
@@ -235,7 +235,7 @@ def _absent_head(plan: dict[str, Any]) -> str:
         f"plan       {plan['recipe']}, not run: {how}",
         f"{words}; {compact(model['parameters']['total'])} parameters",
         f"devices    {devices['devices']:,} × {devices['chip']}{slices}, mesh {mesh}",
-        f"step       {horizon['batch_size']:,} sequences: {horizon['per_device_batch_size']:,} a device × "
+        f"step       {horizon['batch_size']:,} sequences: {horizon['per_device_batch_size']:,} per device × "
         f"{counted(horizon['accumulate_steps'], 'pass')}; {horizon['steps']:,} steps, "
         f"{compact(horizon['tokens'])} tokens",
     ]
@@ -250,7 +250,7 @@ def _absent_memory(plan: dict[str, Any]) -> str:
     peak = "-" if memory["peak"] is None else gib(memory["peak"])
     if plan["method"] == "compiled":
         verdict += f"; the analytic model estimated {gib(memory['estimated_peak'])}"
-    lines = [table(("memory of a device", "size", "what"), [*rows, ("peak", peak, verdict)])]
+    lines = [table(("memory per device", "size", "what"), [*rows, ("peak", peak, verdict)])]
     lines += [f"to fit     {' '.join(one['settings'])}   ({gib(one['peak'])})" for one in memory["remedies"]]
     if not memory["fits"] and not memory["remedies"]:
         lines.append(
@@ -266,7 +266,7 @@ def _collectives(plan: dict[str, Any]) -> str:
     ]
     if not rows:
         return ""
-    head = ("collectives of a step", "mesh axes", "devices", "times", "sent by a device")
+    head = ("collectives per step", "mesh axes", "devices", "times", "sent per device")
     return table(head, [*rows, ("in all", "", "", "", gib(plan["bytes_sent_per_step"]))])
 
 
@@ -274,7 +274,11 @@ def _absent_time(plan: dict[str, Any]) -> str:
     spent, cost = plan["time"], plan["cost"]
     roofline = spent["roofline"]
     rows = [
-        ("compute", seconds(roofline["compute"]), f"{plan['flops']['per_device_step']:.4g} FLOPs a device at its peak"),
+        (
+            "compute",
+            seconds(roofline["compute"]),
+            f"{plan['flops']['per_device_step']:.4g} FLOPs per device at its peak",
+        ),
         ("memory", seconds(roofline["memory"]), "elementwise work, weights, gradients, update at full bandwidth"),
         ("network", seconds(roofline["network"]), "collectives at full link speed"),
         ("step at best", seconds(spent["step_seconds_at_best"]), f"bound by {spent['bound_by']}"),
@@ -293,7 +297,7 @@ def _cost_words(cost: dict[str, Any]) -> tuple[str, str]:
     dollars, price = cost["dollars"], cost["dollars_per_chip_hour"]
     if price is None:
         return "unknown", "no price for this chip: --prices FILE"
-    return f"${dollars:,.{0 if dollars >= 10 else 2}f}", f"${price:,.2f} a chip and hour ({cost['source']})"
+    return f"${dollars:,.{0 if dollars >= 10 else 2}f}", f"${price:,.2f} per chip-hour ({cost['source']})"
 
 
 def seconds(value: float) -> str:
@@ -311,7 +315,7 @@ def _placement(rows: list[dict[str, Any]]) -> str:
         count[0] += 1
         count[1] += row["bytes_per_device"]
     cells = [(*key, f"{count:,}", gib(size)) for key, (count, size) in lines.items()]
-    return table(("parameter", "shape", "split over", "arrays", "bytes a device"), cells)
+    return table(("parameter", "shape", "split over", "arrays", "bytes per device"), cells)
 
 
 def _sweep(sweep: dict[str, Any]) -> str:

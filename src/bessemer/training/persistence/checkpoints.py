@@ -514,6 +514,6 @@ def initial_adapters(context: RunContext, parts: ModelParts) -> Any:
     # what else is trained whole, such as a value head, is new
     wanted = {path: leaf for path, leaf in trained.items() if path not in parts.split.trained or "/".join(path) in held}
     adapters = place(arrays, unflatten_dict(wanted), where)
-    check_finite(adapters, where, "Take them from where they came again.")
+    check_finite(adapters, where, "Copy or download them again.")
     context.notes.say(f"adapters   continued from {where}")
     return adapters
