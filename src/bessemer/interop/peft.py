@@ -318,12 +318,12 @@ class PeftFolder:
 
     def _check_ranks(self, ranks: Mapping[T, int], modules: Mapping[T, str], rank: int) -> None:
         """Raise InputError if a matrix has another rank than the configuration says: its scale would be wrong."""
-        said = self._by_name("rank_pattern", modules, rank)
+        declared = self._by_name("rank_pattern", modules, rank)
         for at, found in ranks.items():
-            if said[at] != found:
+            if declared[at] != found:
                 raise InputError(
                     f"{self.file.path}: '{modules[at]}' has rank {found}, and r with rank_pattern in {CONFIG} give "
-                    f"{said[at]:g}."
+                    f"{declared[at]:g}."
                 )
 
     def _check_targets(self, modules: Mapping[Any, str]) -> None:

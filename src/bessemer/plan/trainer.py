@@ -95,14 +95,14 @@ class WithoutData(BaseTrainer):
 
     compiles = True
     epochs: float | None = None
-    wished_rows: int  # the micro-batch before it is derived; -1: open
+    requested_rows: int  # the micro-batch before it is derived; -1: open
 
     def __init__(self, spec: ExecutionSpec):
-        self.said: list[str] = []
+        self.lines: list[str] = []
         super().__init__(spec)
 
     def say(self, text: str) -> None:
-        self.said.append(text)
+        self.lines.append(text)
 
     def check_initial_weights(self) -> None:
         """Shapes come from the configuration; weights are compared with it where there are some."""
@@ -133,7 +133,7 @@ class WithoutData(BaseTrainer):
         return data
 
     def configure_functions(self) -> Functions:
-        self.wished_rows = self.config[microbatch.KEY]
+        self.requested_rows = self.config[microbatch.KEY]
         if isinstance(self.topology, AbsentTopology):
             return absent_functions(self.plan, self.hooks)
         if not self.compiles:

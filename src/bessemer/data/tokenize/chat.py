@@ -1,11 +1,11 @@
-"""Chat messages as tokens, and which of them are learnt: what the assistant says, its tool calls, its end of turn.
+"""Chat messages as tokens, and which of them are learned: what the assistant says, its tool calls, its end of turn.
 
 With our tokens: `<|bos|>`, then each message between the start and end tokens of its role. An assistant's content is
 text, or a list of parts in the order they were written:
 
-    {"type": "text", "text": …}            learnt
-    {"type": "python", "text": …}          learnt, between <|python_start|> and <|python_end|>
-    {"type": "python_output", "text": …}   never learnt: the tool wrote it; between <|output_start|> and <|output_end|>
+    {"type": "text", "text": …}            learned
+    {"type": "python", "text": …}          learned, between <|python_start|> and <|python_end|>
+    {"type": "python_output", "text": …}   never learned: the tool wrote it; between <|output_start|> and <|output_end|>
 
 A tokenizer with a chat template of its own is written with that (turns.py).
 """
@@ -61,7 +61,7 @@ def render(
 def supervised_rows(
     messages: Sequence[Message], tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = (), first: int = 0
 ) -> list[Row]:
-    """(ids, mask) of the rows that teach a conversation; mask 1: a token to learn. Each answer is learnt in one of
+    """(ids, mask) of the rows that teach a conversation; mask 1: a token to learn. Each answer is learned in one of
     them, after the very tokens that stand before it at inference; one row is enough unless a template writes an answer
     differently once others follow. A conversation with nothing to learn is an error.
 
@@ -75,8 +75,8 @@ def supervised_rows(
         ids, mask = _with_our_tokens(messages, tokenizer)
         before = len(_with_our_tokens(messages[:first], tokenizer)[0]) if first else 0
         rows = [(ids, [0] * before + mask[before:])]
-    said = any(message.get("role") == "assistant" for message in messages[:first])
-    if not said and not any(any(mask) for _, mask in rows):
+    answered = any(message.get("role") == "assistant" for message in messages[:first])
+    if not answered and not any(any(mask) for _, mask in rows):
         raise InputError("the conversation has no message of the assistant, so there is nothing to learn.")
     return rows
 
@@ -193,19 +193,19 @@ def _with_our_tokens(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple
                 f"{tokenizer.origin} writes turns with our tokens, which have no place for 'reasoning_content': write "
                 "it into the content, or leave it out."
             )
-        learnt = int(role == "assistant")
+        learned = int(role == "assistant")
         ids.append(role_token(tokenizer, role, "start"))
         mask.append(0)
         for kind, text in _parts(message):
             if kind in TOOL_TOKENS:
                 before, after = (_token(tokenizer, name) for name in TOOL_TOKENS[kind])
-                said = [before, *tokenizer.encode(text, after=[before]), after]
+                piece = [before, *tokenizer.encode(text, after=[before]), after]
             else:
-                said = tokenizer.encode(text, after=ids)
-            ids += said
-            mask += [learnt if kind != "python_output" else 0] * len(said)
+                piece = tokenizer.encode(text, after=ids)
+            ids += piece
+            mask += [learned if kind != "python_output" else 0] * len(piece)
         ids.append(role_token(tokenizer, role, "end"))
-        mask.append(learnt)
+        mask.append(learned)
     return ids, mask
 
 

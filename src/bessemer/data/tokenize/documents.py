@@ -74,7 +74,7 @@ class Document:
         return [(self.ids or [], self.mask), *self.further]
 
 
-def told_turn_rows(counts: Mapping[str, int]) -> str:
+def describe_turn_rows(counts: Mapping[str, int]) -> str:
     """Return the counts of `TurnRows` as a sentence."""
     return (
         f"{counts['conversations']:,} conversations take {counts['rows']:,} rows, as the chat template writes earlier "

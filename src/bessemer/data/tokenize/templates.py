@@ -92,7 +92,7 @@ class ChatTemplate:
             found |= {name: read_text(file) for name, file in files.items() if file.is_file()}
         source = found.get(DEFAULT)
         if source is None or source == OUR_TEMPLATE:
-            return None  # our turns: data/tokenize/chat.py writes them, and knows which of their tokens are learnt
+            return None  # our turns: data/tokenize/chat.py writes them, and knows which of their tokens are learned
         return cls(source, token_names(config), str(tokenizer.with_name(CONFIG)), found.get(TOOL_USE))
 
     @property
@@ -117,7 +117,7 @@ class ChatTemplate:
 
     @cached_property
     def marks_answers(self) -> bool:
-        """Whether the template says what of an answer is learnt: `{% generation %}`."""
+        """Whether the template says what of an answer is learned: `{% generation %}`."""
         return BEGIN in self._names
 
     @cached_property

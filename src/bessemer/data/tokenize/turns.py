@@ -5,7 +5,7 @@ opened, and the messages up to the answer. What the second has more than the fir
 template's end-of-turn token:
 
     <|im_start|>user⏎Hi<|im_end|>⏎<|im_start|>assistant⏎ │ Hello.<|im_end|> │ ⏎<|im_start|>user⏎…
-                                                  prompt │ answer, learnt   │ the rest
+                                                  prompt │ answer, learned   │ the rest
 
 Whether several answers share a row is checked, not assumed. An answer stands in the row of a later one if the later
 prompt begins with the earlier prompt and answer, character by character. Templates that rewrite earlier turns (Qwen3
@@ -40,7 +40,7 @@ THINK, UNTHINK = "<think>", "</think>"
 NO_THOUGHTS = re.compile(rf"{THINK}\s*{UNTHINK}\s*\Z")  # what some templates write before an answer without thinking
 CALL_ID = "call00001"  # nine letters and digits: Mistral's templates refuse others
 Row = tuple[list[int], list[int]]  # ids, mask
-Piece = tuple[str, int]  # text, whether it is learnt
+Piece = tuple[str, int]  # text, whether it is learned
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -83,13 +83,13 @@ class Writer:
     def rows(self, first: int = 0) -> list[Row]:
         """The rows that teach the answers from message `first` on, each answer in one of them.
 
-        Raise InputError for what the template does not write, or does not write in a way that can be learnt.
+        Raise InputError for what the template does not write, or does not write in a way that can be learned.
         """
         self._check()
         whole, taught = self._read([number for number in self._numbers if number >= first], False)
         earlier = [number for number in self._numbers if number < first]
         before = [*(self._read(earlier, False, lenient=True)[1] if earlier else ()), *taught]
-        rows: list[tuple[str, list[Answer]]] = []  # the text of each, and what is learnt in it
+        rows: list[tuple[str, list[Answer]]] = []  # the text of each, and what is learned in it
         left = list(taught)
         while left:
             text = left[-1].whole
@@ -98,7 +98,7 @@ class Writer:
             left = [answer for answer in left if answer not in shared]
         if len(rows) <= 1 and (not rows or whole.startswith(rows[0][0])):
             rows = [(whole, taught)]  # with what follows the last answer
-        return [self._encoded(text, before, learnt) for text, learnt in rows]
+        return [self._encoded(text, before, learned) for text, learned in rows]
 
     @property
     def _numbers(self) -> list[int]:
@@ -125,7 +125,7 @@ class Writer:
         return self._rendered([(size, opened)])[0][0], found
 
     def _rendered(self, prefixes: Sequence[tuple[int, bool]]) -> list[tuple[str, str]]:
-        """(text, text with the marks of what is learnt) of prefixes; the same where the template makes no marks."""
+        """(text, text with the marks of what is learned) of prefixes; the same where the template makes no marks."""
         marks = (self.begin, self.end) if self.template.marks_answers else None
         texts = self.template.render_prefixes(self.messages, prefixes, self.tools, marks)
         if marks is None:
@@ -133,7 +133,7 @@ class Writer:
         return [(text.replace(self.begin, "").replace(self.end, ""), text) for text in texts]
 
     def _answer(self, number: int, prompt: str, rendered: tuple[str, str]) -> Answer:
-        """rendered: the conversation up to the answer, without and with the marks of what is learnt."""
+        """rendered: the conversation up to the answer, without and with the marks of what is learned."""
         message, (after, marked) = self.messages[number], rendered
         thinking, said = _thoughts(str(message.get("reasoning_content") or ""), str(message.get("content") or ""))
         if after.startswith(prompt) and thinking.strip() in after[len(prompt) :]:
@@ -141,7 +141,7 @@ class Writer:
             if thinking or message.get("tool_calls"):
                 self._complete(message, said, text, thinking)
             marks = (marked, self.begin, self.end) if self.template.marks_answers else None
-            return Answer(number, prompt, _learnt(text, len(prompt), marks))
+            return Answer(number, prompt, _learned(text, len(prompt), marks))
         text = self._ended(self._written(number, prompt, after, thinking))
         self._complete(message, said, text, thinking)
         return Answer(number, prompt, ((text, 1),))
@@ -223,25 +223,25 @@ class Writer:
             if message.get("content") and not self.form.writes(role):
                 raise InputError(f"the chat template of {origin} writes nothing for messages of the role '{role}'.")
 
-    def _encoded(self, text: str, answers: Sequence[Answer], learnt: Sequence[Answer] = ()) -> Row:
+    def _encoded(self, text: str, answers: Sequence[Answer], learned: Sequence[Answer] = ()) -> Row:
         """(ids, mask) of a text. It is cut where answers begin and end that it holds as they were written."""
         ids: list[int] = []
         mask: list[int] = []
         last = ""  # the special token right before
-        for piece, counts in self._cut(text, answers, learnt):
+        for piece, counts in self._cut(text, answers, learned):
             ids += self._encode(piece, last, ids)
             mask += [counts] * (len(ids) - len(mask))
             if piece:
                 last = next((name for name in self.special.findall(piece)[-1:] if piece.endswith(name)), "")
         return ids, mask
 
-    def _cut(self, text: str, answers: Sequence[Answer], learnt: Sequence[Answer]) -> Iterator[Piece]:
+    def _cut(self, text: str, answers: Sequence[Answer], learned: Sequence[Answer]) -> Iterator[Piece]:
         done = 0
         for answer in answers:
             if len(answer.prompt) < done or not text.startswith(answer.whole):
                 continue
             yield text[done : len(answer.prompt)], 0
-            yield from ((piece, counts if answer in learnt else 0) for piece, counts in answer.pieces)
+            yield from ((piece, counts if answer in learned else 0) for piece, counts in answer.pieces)
             done = len(answer.whole)
         yield text[done:], 0
 
@@ -288,11 +288,11 @@ def end_ids(tokenizer: Tokenizer) -> list[int]:
     assert tokenizer.chat_template is not None
     form = form_of(tokenizer.chat_template, tokenizer.special_names, False)
     (ids, mask), *_ = Writer([ASKED, {"role": "assistant", "content": "b"}], tokenizer).rows()
-    found = [_last_learnt(ids, mask)]
+    found = [_last_learned(ids, mask)]
     if form.calls is not None:
         try:
             (ids, mask), *_ = Writer([ASKED, _called(form.calls)], tokenizer).rows()
-            found.append(_last_learnt(ids, mask))
+            found.append(_last_learned(ids, mask))
         except TemplateUnavailable:
             raise
         except InputError:
@@ -300,8 +300,8 @@ def end_ids(tokenizer: Tokenizer) -> list[int]:
     return found
 
 
-def _last_learnt(ids: Sequence[int], mask: Sequence[int]) -> int:
-    return ids[max(place for place, learnt in enumerate(mask) if learnt)]
+def _last_learned(ids: Sequence[int], mask: Sequence[int]) -> int:
+    return ids[max(place for place, learned in enumerate(mask) if learned)]
 
 
 # What a template does, found by trial
@@ -479,9 +479,9 @@ def _thoughts(reasoning: str, content: str) -> tuple[str, str]:
     return reasoning or thought.rpartition(THINK)[2], said
 
 
-def _learnt(text: str, start: int, marks: tuple[str, str, str] | None) -> tuple[Piece, ...]:
+def _learned(text: str, start: int, marks: tuple[str, str, str] | None) -> tuple[Piece, ...]:
     """The pieces of an answer. marks: the text from whose place `start` on it was taken, with the characters where what
-    is learnt begins and ends."""
+    is learned begins and ends."""
     if marks is None:
         return ((text, 1),)
     marked, begin, end = marks

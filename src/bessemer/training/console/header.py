@@ -9,7 +9,7 @@ from typing import Any
 from bessemer.config import Config
 from bessemer.console import compact, counted, figure, in_parts, shown
 from bessemer.data.tokenize.chat import can_chat, stop_ids
-from bessemer.data.tokenize.documents import told_turn_rows
+from bessemer.data.tokenize.documents import describe_turn_rows
 from bessemer.models.protocol import KernelChoice, group_of
 from bessemer.registry import objectives
 from bessemer.report.summary import too_small
@@ -150,7 +150,7 @@ def supervision(settings: BaseTrainerConfig, stats: dict[str, Any]) -> list[str]
     if stats["target_tokens"] >= stats["tokens"] - stats["documents"]:
         remarks.append("texts without turns; every token is learned, not only those of an assistant")
     if turns := stats.get("turn_rows"):
-        remarks.append(told_turn_rows(turns))
+        remarks.append(describe_turn_rows(turns))
     if split := stats.get("split_documents"):
         remarks.append(
             f"{split:,} of {stats['documents']:,} conversations are longer than "

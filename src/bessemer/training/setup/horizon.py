@@ -109,8 +109,8 @@ def check_sizes(context: RunContext[Any]) -> None:
         horizon(target, 1)
     per_device = config["training/per_device_batch_size"]
     if not in_tokens and per_device != -1:
-        wished = per_device if config.asked("training/per_device_batch_size") else min(1, per_device)
-        accumulation(config["training/batch_size"], wished, context.topology.data_parallel)
+        requested = per_device if config.asked("training/per_device_batch_size") else min(1, per_device)
+        accumulation(config["training/batch_size"], requested, context.topology.data_parallel)
 
 
 @dataclass(frozen=True)
