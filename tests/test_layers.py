@@ -1,4 +1,4 @@
-"""Packages import only from packages above them, and the modules of a package do not import each other in a circle."""
+"""Packages import only from packages above them, and the modules of a package do not import each other in a cycle."""
 
 import ast
 import re
@@ -128,7 +128,7 @@ def test_a_room_imports_only_from_rooms_above():
 
 
 @pytest.mark.parametrize("package", WITHOUT_CYCLES)
-def test_modules_of_a_package_do_not_import_each_other_in_a_circle(package):
+def test_modules_of_a_package_do_not_import_each_other_in_a_cycle(package):
     modules = {module_of(path): path for path in (ROOT / package).rglob("*.py")}
     assert modules, f"no module in {package}"
     graph = {}

@@ -68,7 +68,7 @@ def test_a_mapping_may_extend(shipped):
 def test_a_cycle_is_found(write):
     write("a.yaml", "extends: b.yaml\n")
     write("b.yaml", "extends: a.yaml\n")
-    with pytest.raises(InputError, match=r"circle: a\.yaml extends b\.yaml extends a\.yaml"):
+    with pytest.raises(InputError, match=r"cycle: a\.yaml extends b\.yaml extends a\.yaml"):
         load_recipe("a.yaml")
 
 
