@@ -70,7 +70,7 @@ class DataSettings:
 
 
 def data_root(root: str | Path | None = None) -> Path:
-    """Where prepared stores and trained tokenizers are kept."""
+    """Return where prepared stores and trained tokenizers are kept."""
     refuse_remote(
         root, "stores are mapped into memory, so data.root must be local", "texts may come from s3:// or gs://"
     )
@@ -95,7 +95,7 @@ def full_path(name: str) -> str:
 
 
 def found_again(name: str) -> str:
-    """A full path that is gone, as the longest tail of it that is below the current directory; else as it is."""
+    """Return a full path that is gone, as the longest tail of it that is below the current directory; else as it is."""
     parts = Path(name).parts
     if not Path(name).is_absolute() or is_there(name):
         return name
@@ -104,7 +104,7 @@ def found_again(name: str) -> str:
 
 
 def is_there(name: str) -> bool:
-    """Whether a file, a directory, or at least one match of a pattern is there; nothing is no name."""
+    """Return whether a file, a directory, or at least one match of a pattern exists."""
     if not name.strip():
         return False
     return Path(name).exists() or (glob.has_magic(name) and any(glob.iglob(name, recursive=True)))

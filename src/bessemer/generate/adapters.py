@@ -284,7 +284,7 @@ class _Base:
         return digest(tensor.to_theirs(array)) == wanted
 
     def is_at(self, named: str) -> bool:
-        """Whether a base that a file names is this one by its path or its name on the hub."""
+        """Return whether a base that a file names is this one by its path or its name on the hub."""
         if is_hub(named):
             source = self.record.source if self.record is not None else hub_name(self.arrays.where)
             return source is not None and named in (source, source.partition("@")[0])

@@ -37,7 +37,7 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a directory holds a Hugging Face model: its config.json names a model_type."""
+    """Return whether a directory holds a Hugging Face model: its config.json names a model_type."""
     try:
         return "model_type" in read_json(path / CONFIG)
     except (OSError, ValueError, TypeError):
@@ -223,7 +223,7 @@ class Folder:
 def import_folder(
     source: Path, out: Path, show: ShowBytes = no_progress, context: int | None = None
 ) -> tuple[RunDirectory, list[str]]:
-    """The run, and lines to show. Memory: one tensor. Everything is checked before anything is written."""
+    """Return the run, and lines to show. Memory: one tensor. Everything is checked before anything is written."""
     check_run_name(out.name)
     if out.exists():
         raise InputError(f"{out} already exists; an import makes a new run. Choose another name, or delete it.")
@@ -256,7 +256,7 @@ def write_model(folder: Folder, tokenizer: Tokenizer | None, run: Path, progress
 
 
 def facts(folder: Folder, tokenizer: Tokenizer | None, size: int) -> list[str]:
-    """What was found, and what a user should know about it."""
+    """Return what was found, and what a user should know about it."""
     model, counts = folder.model, folder.model.count_parameters()
     context, positions = folder.settings["architecture/block_size"], model.max_positions
     lines = [

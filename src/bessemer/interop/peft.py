@@ -96,7 +96,7 @@ def _turned(arrays: Arrays, name: str, tensor: Tensor) -> np.ndarray:
 
 
 def _in_every_layer(ranks: Mapping[str, int], lora: LoraSettings, depth: int) -> bool:
-    """Whether the last part of a name says which matrices are adapted: those of all layers."""
+    """Return whether the last part of a name says which matrices are adapted: those of all layers."""
     kinds = [module.split(".")[-1] for module in ranks]
     return lora.targets in ((), ALL_LINEAR) or all(kinds.count(kind) == depth for kind in set(kinds))
 
@@ -128,7 +128,7 @@ KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 
 def is_peft(path: Path) -> bool:
-    """Whether a directory holds adapters as PEFT saves them."""
+    """Return whether a directory holds adapters as PEFT saves them."""
     return (path / CONFIG).is_file()
 
 

@@ -64,7 +64,7 @@ def step_name(step: int) -> str:
 
 
 def step_of_name(name: str) -> int | None:
-    """The step of a final directory name; None for anything else (a `.tmp`, a stray file)."""
+    """Return the step of a final directory name; None for anything else (a `.tmp`, a stray file)."""
     match = _STEP.fullmatch(name)
     return int(match.group(1)) if match else None
 
@@ -151,7 +151,7 @@ class RunDirectory:
         return ends[name]
 
     def exists(self) -> bool:
-        """Whether a run was ever created here: an empty directory is not one."""
+        """Return whether a run was ever created here: an empty directory is not one."""
         return self.config.is_file() or self.status.is_file() or self.checkpoints.is_dir()
 
     def create(self, exist_ok: bool = False) -> RunDirectory:

@@ -59,7 +59,7 @@ class CheckpointManager(Protocol):
     def path(self, step: int) -> Path: ...
 
     def at(self, path: Path) -> CheckpointManager:
-        """The same kind of manager over another directory."""
+        """Return the same kind of manager over another directory."""
         ...
 
 
@@ -241,7 +241,7 @@ def step_of(suffix: str | int | Path) -> int:
 
 
 def is_path(suffix: str | int | Path | None) -> TypeGuard[str | Path]:
-    """Whether a suffix of `save` or `load` is a path: a `Path`, or a text with a separator."""
+    """Return whether a suffix of `save` or `load` is a path: a `Path`, or a text with a separator."""
     return isinstance(suffix, Path) or (isinstance(suffix, str) and os.sep in suffix)
 
 

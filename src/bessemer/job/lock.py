@@ -85,7 +85,7 @@ class RunLock:
             os.close(handle)
 
     def is_intact(self) -> bool:
-        """Whether the lock file in the directory is still the one that this process holds."""
+        """Return whether the lock file in the directory is still the one that this process holds."""
         if self._handle is None:
             return False
         try:
@@ -178,14 +178,14 @@ def _read(handle: int) -> dict[str, Any]:
 
 
 def _alive_elsewhere(owner: dict[str, Any]) -> bool:
-    """An owner on another host counts as alive while its heartbeat is fresh."""
+    """Return whether an owner on another host counts as alive: while its heartbeat is fresh."""
     if not owner or owner.get("host") == socket.gethostname():
         return False
     return time.time() - float(owner.get("heartbeat", 0)) < STALE_SECONDS
 
 
 def _alive_here(owner: dict[str, Any]) -> bool:
-    """The same process (pid and start time) still runs here: asked only where there are no kernel locks."""
+    """Return whether the same process (pid and start time) still runs here; used where there are no kernel locks."""
     if not owner or owner.get("host") != socket.gethostname():
         return False
     started = _process_start(int(owner.get("pid", 0)))

@@ -317,7 +317,7 @@ def _full(word: str) -> Path:
 
 
 def _shown(word: str) -> str:
-    """A word of a run in one line of an error: no control characters, and not more than a line of it."""
+    """Return a word of a run in one line of an error: no control characters, and not more than a line of it."""
     printable = "".join(letter if letter.isprintable() else "?" for letter in word)
     return printable if len(printable) <= 120 else f"{printable[:117]}…"
 

@@ -96,7 +96,7 @@ class Optimizer:
 
 
 def default_schedule(optimizer: str) -> str:
-    """The schedule an optimizer runs with when none is named: trapezoid with muon, otherwise wsd."""
+    """Return the schedule an optimizer runs with when none is named: trapezoid with muon, otherwise wsd."""
     for settings in optimizers.entry(optimizer).settings:
         if isinstance(settings, NamesSchedule):
             return settings.default_schedule
@@ -104,7 +104,7 @@ def default_schedule(optimizer: str) -> str:
 
 
 def settings_classes(optimizer: str | None, schedule: str | None = AUTO) -> tuple[type, ...]:
-    """The dataclasses whose fields become settings once these are selected; for `config.gather`."""
+    """Return the dataclasses whose fields become settings once these are selected; for `config.gather`."""
     chosen: tuple[type, ...] = () if optimizer is None else optimizers.entry(optimizer).settings
     if schedule == AUTO:
         schedule = None if optimizer is None else default_schedule(optimizer)
@@ -118,7 +118,7 @@ def _offer(function: Callable[..., Any], *args: Any, **extras: Any) -> Any:
 
 
 def _settings(entry: Any, configure: Configure) -> Any:
-    """The one settings object an entry is called with; None when it has none."""
+    """Return the one settings object an entry is called with; None when it has none."""
     if len(entry.settings) > 1:
         raise InputError(f"'{entry.name}' registers {len(entry.settings)} settings classes; merge them into one.")
     return configure(entry.settings[0]) if entry.settings else None
@@ -132,7 +132,7 @@ def build_schedule(
     boundaries: Sequence[int] = (0,),
     peak: float = 1.0,
 ) -> Schedule:
-    """A schedule by name (None: constant), with the first step of each stage for those that ask.
+    """Return a schedule by name (None: constant), with the first step of each stage for those that ask.
 
     A bare callable is an optax schedule: it gives the rate itself, so it is divided by `peak`.
     """
@@ -166,7 +166,7 @@ def _rates(schedule: Schedule, groups: tuple[Group, ...]) -> Callable[[jax.typin
 
 
 def _curves(settings: Any, groups: tuple[Group, ...], schedule: Schedule, steps: int) -> dict[str, StepFunction]:
-    """The rates' multiplier, the weight decay, and what the optimizer's settings add under `curves`."""
+    """Return the rates' multiplier, the weight decay, and what the optimizer's settings add under `curves`."""
     decay = groups[0].weight_decay
     curves: dict[str, StepFunction] = {"lrm": schedule}
     curves["weight_decay"] = lambda step: jnp.full(jnp.shape(step), decay, jnp.float32)
@@ -174,7 +174,7 @@ def _curves(settings: Any, groups: tuple[Group, ...], schedule: Schedule, steps:
 
 
 def _from_optax(tx: Any, schedule: Any, steps: int) -> Optimizer:
-    """A user's transformation: its own rate is inside it, so only a schedule that was given can be logged."""
+    """Return a user's transformation: its own rate is inside it, so only a schedule that was given can be logged."""
     rate = schedule if callable(schedule) else None
 
     def rates(step: jax.typing.ArrayLike) -> dict[str, jax.Array]:
@@ -200,7 +200,7 @@ def build_optimizer(
     silent: Sequence[str] = (),
     seed: int = 0,
 ) -> Optimizer:
-    """The optimizer of that registry name, or a wrapped optax transformation.
+    """Return the optimizer of that registry name, or a wrapped optax transformation.
 
     steps: the horizon, for the schedules. group_of: the model's word for a parameter's path. schedule: a
     name, "auto" (the optimizer's own), None (constant), a Schedule, or an optax schedule (rate by step).

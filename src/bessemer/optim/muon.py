@@ -297,7 +297,7 @@ class MuonSettings:
     eps: float = field("optimization/eps", default=1e-10, minimum=0.0, help="epsilon of the AdamW groups")
 
     def groups(self, width: int | None = None) -> tuple[Group, ...]:
-        """The groups with their peak rates: preset, settings, (width/768)^-½ and the dial's multiplier.
+        """Return the groups with their peak rates: preset, settings, (width/768)^-½ and the dial's multiplier.
 
         ρ, ξ, smear and backout start with a rate of 0: while all output projections are 0, the gradients of ρ, ξ and
         backout are only rounding (about 1e-8), which Adam would turn into a full step of random sign.
@@ -360,7 +360,7 @@ class MuonState(NamedTuple):
 
 
 def _short_axis(shape: tuple[int, ...]) -> int:
-    """The axis the second moment averages over; a square matrix keeps one value per output unit."""
+    """Return the axis the second moment averages over; a square matrix keeps one value per output unit."""
     return -2 if shape[-1] >= shape[-2] else -1
 
 

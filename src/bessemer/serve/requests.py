@@ -390,7 +390,7 @@ def chat_ask(tree: dict[str, Any], template: Template, room: Room) -> Ask:
 
 
 def _ranked(fields: Fields) -> int | None:
-    """How many tokens are ranked beside each log-probability; None: no log-probabilities."""
+    """Return how many tokens are ranked beside each log-probability; None: no log-probabilities."""
     logprobs = fields.flag("logprobs")
     ranked = fields.integer("top_logprobs", None, 0, RANKED_IN_CHAT)
     if ranked and not logprobs:

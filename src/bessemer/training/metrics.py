@@ -43,7 +43,7 @@ class StepLog:
             self._due.append(step)
 
     def ready(self, step: int) -> int | None:
-        """The step up to which values should be read now: of a due report, or when many have piled up."""
+        """Return the step up to which values should be read now: of a due report, or when many have piled up."""
         if self._due and step >= self._due[0] + LAG:
             return self._due[0]
         return step - LAG if len(self._pending) > MOST_PENDING else None

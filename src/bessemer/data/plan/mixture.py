@@ -221,7 +221,7 @@ class Shares:
         return counts
 
     def _due(self, source: int, count: int, step: int) -> int:
-        """The first step before which the source's `count`-th row must have been drawn."""
+        """Return the first step before which the source's `count`-th row must have been drawn."""
         wanted = count * self.denominator
         for span in self.spans:
             if span.stop <= step or (span.stop < FOREVER and span.ideal(source, span.stop, self.batch) < wanted):

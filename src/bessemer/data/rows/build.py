@@ -161,7 +161,7 @@ def _kept_plan(store: Store, name: str, build: Callable[[], Plan]) -> Plan:
 
 
 def _is_whole(folder: Path, fields: Sequence[str]) -> bool:
-    """Whether the files of a plan are those that were written."""
+    """Return whether the files of a plan are those that were written."""
     try:
         written = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
         return written == {field: file_digest(folder / f"{field}.npy") for field in fields}

@@ -153,7 +153,7 @@ def is_store(path: str | Path) -> bool:
 
 
 def kind_of(pairs: int, documents: int) -> str:
-    """What a store holds: preference pairs, or documents to learn as they are. Never both, as rows differ."""
+    """Return what a store holds: preference pairs, or documents to learn as they are. Never both, as rows differ."""
     if 0 < pairs < documents:
         raise InputError(
             f"{pairs} of {documents} documents are preference pairs and the others are not: prepare them as two stores."
@@ -282,7 +282,7 @@ def _beginning(part: TokenStore, number: int, tokenizer: Tokenizer) -> str:
 
 
 def _pair(part: TokenStore, number: int, tokenizer: Tokenizer) -> str:
-    """The end of the prompt and the beginning of both answers."""
+    """Return the end of the prompt and the beginning of both answers."""
     assert part.mask is not None
     start, end = part.offsets[number], part.offsets[number + 1]
     ids, marks = part.tokens[start:end], part.mask[start:end]

@@ -166,7 +166,7 @@ TASKS: dict[str, TaskSet] = {
 
 
 def question_of(row: Row) -> str:
-    """What is asked in a row: the same question is the same example, whatever the answer."""
+    """Return what is asked in a row: the same question is the same example, whatever the answer."""
     if "messages" in row:
         return str(row["messages"][0]["content"])
     return str(row.get("prompt") or row["text"])

@@ -361,7 +361,7 @@ def _not_text(head: bytes, complete: bool) -> str | None:
 
 
 def _is_row(line: bytes, whole: bool) -> bool:
-    """Whether a line is a JSON object; one that is longer than what was read, whether it begins as one."""
+    """Return whether a line is a JSON object; one that is longer than what was read, whether it begins as one."""
     if not line.startswith(b"{"):
         return False
     if not whole:

@@ -95,7 +95,7 @@ def parse_line(line: bytes) -> Any | Bad:
 
 
 def _deeper_than(value: Any, limit: int) -> bool:
-    """Whether lists and objects are nested deeper than `limit`; without recursion."""
+    """Return whether lists and objects are nested deeper than `limit`; without recursion."""
     level = [value] if isinstance(value, (dict, list)) else []
     while level and limit:
         inner = (item for part in level for item in (part.values() if isinstance(part, dict) else part))

@@ -32,12 +32,12 @@ Part = tuple[str, str]  # type, text
 
 
 def is_messages(value: Any) -> bool:
-    """A conversation: a non-empty list of mappings."""
+    """Return whether a value is a conversation: a non-empty list of mappings."""
     return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(item, Mapping) for item in value)
 
 
 def can_chat(tokenizer: Tokenizer) -> bool:
-    """Whether it has a way to write conversations: a template, or our tokens."""
+    """Return whether it has a way to write conversations: a template, or our tokens."""
     return tokenizer.chat_template is not None or all(name in tokenizer.specials for name in TURN_TOKENS)
 
 
@@ -175,7 +175,7 @@ def spoken(messages: Sequence[Message]) -> str:
 
 
 def role_token(tokenizer: Tokenizer, role: str, end: str) -> int:
-    """The id of `<|role_start|>` or `<|role_end|>`."""
+    """Return the id of `<|role_start|>` or `<|role_end|>`."""
     return _token(tokenizer, f"<|{role}_{end}|>")
 
 

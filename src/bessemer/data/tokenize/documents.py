@@ -234,7 +234,7 @@ def is_pair(row: Mapping[str, Any]) -> bool:
 
 
 def read_pair(row: Mapping[str, Any]) -> Pair | str:
-    """The pair of a row, or what is wrong with it."""
+    """Return the pair of a row, or what is wrong with it."""
     if is_ids(row["chosen"]) and is_ids(row["rejected"]):
         return _pair_of_ids(row)
     prompt = row.get("prompt")

@@ -91,7 +91,7 @@ def date_now(form: str) -> str:
 
 
 def needs_date(tree: Any) -> bool:
-    """Whether the template asks for the date without a way to do without."""
+    """Return whether the template asks for the date without a way to do without."""
     from jinja2 import nodes
 
     named = any(name.name == "strftime_now" for name in tree.find_all(nodes.Name))
@@ -143,7 +143,7 @@ class Renderer:
 
 
 def receive(stream: IO[bytes]) -> dict[str, Any] | None:
-    """The next message; None at the end of the stream."""
+    """Return the next message; None at the end of the stream."""
     head = stream.read(HEAD)
     data = stream.read(int(head)) if len(head) == HEAD else b""
     return json.loads(data) if data else None

@@ -83,7 +83,7 @@ class ChatTemplate:
 
     @classmethod
     def beside(cls, tokenizer: Path) -> ChatTemplate | None:
-        """The template that lies beside a tokenizer.json; None where there is none."""
+        """Return the template that lies beside a tokenizer.json; None where there is none."""
         config = read_config(tokenizer)
         alone, tool_use = tokenizer.with_name(ALONE), tokenizer.parent / FURTHER / f"{TOOL_USE}.jinja"
         with _readable(alone):
@@ -129,7 +129,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """The text of the conversation; with `generation_prompt` the assistant's turn is opened."""
+        """Return the text of the conversation; with `generation_prompt` the assistant's turn is opened."""
         return self.render_prefixes(messages, [(len(messages), generation_prompt)], tools)[0]
 
     def render_prefixes(
@@ -167,7 +167,7 @@ class ChatTemplate:
 
 
 def read_config(tokenizer: Path) -> dict[str, Any]:
-    """The tokenizer_config.json beside a tokenizer.json; empty where there is none."""
+    """Return the tokenizer_config.json beside a tokenizer.json; empty where there is none."""
     path = tokenizer.with_name(CONFIG)
     with _readable(path):
         config = read_json(path) if path.is_file() else {}
@@ -177,7 +177,7 @@ def read_config(tokenizer: Path) -> dict[str, Any]:
 
 
 def token_names(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that a tokenizer_config.json names: bos_token, eos_token and so on."""
+    """Return the special tokens that a tokenizer_config.json names: bos_token, eos_token and so on."""
     named = {name: _text_of(config.get(name)) for name in TOKENS}
     return {name: text for name, text in named.items() if text}
 
@@ -333,7 +333,7 @@ def stop_rendering() -> None:
 
 
 def _worker() -> Worker:
-    """The worker of this process; a fork of it has another."""
+    """Return the worker of this process; a fork of it has another."""
     with _sharing:
         if not _shared or _shared[0].owner != os.getpid():
             _shared[:] = [Worker()]

@@ -222,11 +222,11 @@ class Tokenizer:
         return Tokenizer(self._text, self.origin, self.chat_template, published=True, named=self._named)
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token by its name."""
+        """Return the id of a token by its name."""
         return self._vocabulary.get(token)
 
     def strips(self, token: str) -> tuple[bool, bool]:
-        """Whether a special token swallows the white space before and after it."""
+        """Return whether a special token swallows the white space before and after it."""
         added = self._added.get(self._vocabulary.get(token, -1))
         return (added.lstrip, added.rstrip) if added else (False, False)
 

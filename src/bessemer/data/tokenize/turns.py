@@ -76,12 +76,12 @@ class Writer:
         self.tools: list[Mapping[str, Any]] = [_marked(tool, self.special, self.mark) for tool in tools]
 
     def tokens(self, opened: bool) -> list[int]:
-        """The ids of the whole conversation, with the next answer opened or not: what a model gets."""
+        """Return the ids of the whole conversation, with the next answer opened or not: what a model gets."""
         text, answers = self._read(self._numbers, opened, lenient=True)
         return self._encoded(text, answers)[0]
 
     def rows(self, first: int = 0) -> list[Row]:
-        """The rows that teach the answers from message `first` on, each answer in one of them.
+        """Return the rows that teach the answers from message `first` on, each answer in one of them.
 
         Raise InputError for what the template does not write, or does not write in a way that can be learned.
         """
@@ -105,7 +105,7 @@ class Writer:
         return [number for number, message in enumerate(self.messages) if message.get("role") == "assistant"]
 
     def _read(self, numbers: Sequence[int], opened: bool, lenient: bool = False) -> tuple[str, list[Answer]]:
-        """The whole text, with the next answer opened or not, and the answers that these messages are.
+        """Return the whole text, with the next answer opened or not, and the answers that these messages are.
 
         Raise InputError for an answer that cannot be told from the rest. lenient: leave it out, as in a prompt.
         """
@@ -147,7 +147,7 @@ class Writer:
         return Answer(number, prompt, ((text, 1),))
 
     def _written(self, number: int, prompt: str, after: str, thinking: str) -> str:
-        """What the model has to write after a prompt that is not what the template writes before the answer: its
+        """Return what the model has to write after a prompt that is not what the template writes before the answer: its
         thinking, where the prompt opens it or the template removes it, then what the template writes of the message."""
         probe = [*self.messages[:number], {"role": "assistant", "content": self.place}]
         head = NO_THOUGHTS.sub("", self.template.render(probe, False, self.tools).partition(self.place)[0])
@@ -330,7 +330,7 @@ class Form:
     thinks: bool
 
     def writes(self, role: str) -> bool:
-        """Whether the content of messages of the role is in the text."""
+        """Return whether the content of messages of the role is in the text."""
         return role in ("user", "assistant") or _writes(self.template, self.with_tools, role, self.calls)
 
     def fitted(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -370,7 +370,7 @@ CALLS = tuple(Calls(empty, text) for empty in ("", None) for text in (False, Tru
 
 
 def _writes_calls(template: ChatTemplate, with_tools: bool, calls: Calls) -> bool:
-    """Whether a call so given is in the text, its arguments as JSON or in a form of the template's own."""
+    """Return whether a call so given is in the text, its arguments as JSON or in a form of the template's own."""
     text = _trial(template, with_tools, [ASKED, _called(calls)])
     return FIRST in text and SECOND in text and f"'{SECOND}'}}" not in text
 
@@ -406,7 +406,7 @@ def _tools(wanted: bool) -> Tools:
 
 
 def _trial(template: ChatTemplate, with_tools: bool, messages: Sequence[Message]) -> str:
-    """The text of a conversation; nothing where the template refuses it."""
+    """Return the text of a conversation; nothing where the template refuses it."""
     try:
         return template.render(messages, False, _tools(with_tools))
     except TemplateUnavailable:
@@ -439,7 +439,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _function(call: Any) -> Mapping[str, Any]:
-    """The function of a tool call: {"function": {"name", "arguments"}}, or that without the envelope."""
+    """Return the function of a tool call: {"function": {"name", "arguments"}}, or that without the envelope."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InputError(

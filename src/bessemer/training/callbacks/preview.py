@@ -134,7 +134,7 @@ class Preview(Callback):
         self.file = MetricsFile(trainer.run_directory.samples)
 
     def due(self, trainer: BaseTrainer, step: int) -> bool:
-        """At every interval, and where the run ends."""
+        """Return whether a preview is due: at every interval, and at the end of the run."""
         ended = trainer.done and step == trainer.step
         return self.interval != 0 and (ended or (self.interval > 0 and step % self.interval == 0))
 
@@ -209,7 +209,7 @@ class Preview(Callback):
     def continued(
         self, trainer: BaseTrainer, state: TrainState, asked: dict[str, list[int]], stops: tuple[int, ...]
     ) -> list[Completion]:
-        """A few greedy tokens after each prompt, from the trainer's own `generate`."""
+        """Return a few greedy tokens after each prompt, from the trainer's own `generate`."""
         shape = len(asked), max(map(len, asked.values()))
         ids, mask = left_padded(list(asked.values()), shape, trainer.tokenizer.pad_id if trainer.tokenizer else 0)
         results = trainer.generate(

@@ -37,7 +37,7 @@ def _require(module: str, setting: str) -> Any:
 
 
 def edges(row: dict[str, Any]) -> list[float]:
-    """The edges of the histogram's bins, equal parts of min … max (± ½ if both are the same)."""
+    """Return the edges of the histogram's bins, equal parts of min … max (± ½ if both are the same)."""
     return [float(edge) for edge in np.histogram_bin_edges([row["min"], row["max"]], len(row["counts"]))]
 
 

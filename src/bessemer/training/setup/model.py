@@ -228,7 +228,7 @@ def make_apply(model: nn.Module) -> Callable[..., Any]:
 
 
 def precision_of(model: nn.Module) -> str:
-    """A model without the setting counts as bf16."""
+    """Return the precision of a model; bf16 for one without the setting."""
     return model.precision if isinstance(model, HasPrecision) else "bf16"
 
 
@@ -275,7 +275,7 @@ def flops_share(topology: Topology, parts: ModelParts, causal: bool) -> float | 
 
 
 def flops_formula(parts: ModelParts, block_size: int) -> str:
-    """The formula of FLOPs per token, which MFU is computed from, with its numbers."""
+    """Return the formula of FLOPs per token, which MFU is computed from, with its numbers."""
     model, words = parts.model, "the model's own flops_per_token"
     if isinstance(model, Transformer):
         words = explain_flops(model.shape, block_size)
