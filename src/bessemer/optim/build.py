@@ -173,7 +173,7 @@ def _curves(settings: Any, groups: tuple[Group, ...], schedule: Schedule, steps:
     return curves | (settings.curves(schedule, steps) if isinstance(settings, HasCurves) else {})
 
 
-def _from_optax(tx: Any, schedule: Any, steps: int) -> Optimizer:
+def _from_optax(tx: Any, schedule: Any) -> Optimizer:
     """Return a user's transformation: its own rate is inside it, so only a schedule that was given can be logged."""
     rate = schedule if callable(schedule) else None
 
@@ -210,7 +210,7 @@ def build_optimizer(
     seed: for the rounding of moments that are stored narrow.
     """
     if not isinstance(name, str):
-        given = _from_optax(name, None if schedule == AUTO else schedule, steps)
+        given = _from_optax(name, None if schedule == AUTO else schedule)
         return replace(given, tx=mute_first_gradient(given.tx, silent)) if silent else given
     entry = optimizers.entry(name)
     settings = _settings(entry, configure)

@@ -347,7 +347,7 @@ class Output:
         return "\n".join(part for line in text.split("\n") for part in wrapped(line, self.console.width))
 
     @contextlib.contextmanager
-    def preparing(self, name: str) -> Iterator[Any]:
+    def preparing(self) -> Iterator[Any]:
         """Yield a progress callback for data that must be prepared first; silent if it is prepared already."""
         if not self.enabled:
             yield None

@@ -190,11 +190,6 @@ def write_branches(directory: RunDirectory, branches: Sequence[Branch]) -> None:
         atomic_write(directory.branches, text + "\n", sync=True)
 
 
-def known_branches(meta: Mapping[str, Any]) -> list[Branch]:
-    """Return the branch points in the past of a checkpoint."""
-    return [Branch(**entry) for entry in meta.get("branches") or ()]
-
-
 def branches_at(
     directory: RunDirectory, step: int, known: Sequence[Branch], change: Changes | None
 ) -> tuple[list[Branch], Changes]:
@@ -432,7 +427,7 @@ def branch_off(plan: RunPlan, lineage: Lineage, step: int, saved: Mapping[str, A
     """Return the lineage with the branch points of a run that continues from `step`: those of the checkpoint, whose
     meta.json is `saved`, those that began there before a first checkpoint was committed, and the one that `--change`
     begins now."""
-    known = known_branches(saved)
+    known = [Branch(**entry) for entry in saved.get("branches") or ()]
     pending, changes = branches_at(plan.context.directory, step, known, lineage.change)
     branches = [*known, *pending]
     past = saved.get("data_fingerprint")

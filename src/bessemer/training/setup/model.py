@@ -129,7 +129,7 @@ def limit_documents(context: RunContext[Any], parts: ModelParts, sources: Sequen
 def describe_model(context: RunContext[Any], model: Any, tokenizer: Tokenizer | None, lora: LoraSettings) -> ModelParts:
     """Return the parts of `model`: its shapes, which of them are trained, and its FLOPs."""
     block = context.settings.block_size
-    boxed = jax.eval_shape(lambda key: init_variables(model, block, key), jax.random.key(0))["params"]
+    boxed = jax.eval_shape(lambda key: model.init(key, short_row(block)), jax.random.key(0))["params"]
     split = make_split(boxed, context.settings.freeze, lora, model, context.settings.param_dtype)
     if split.quantized:
         note_quantized(context, split, boxed)
@@ -177,11 +177,6 @@ def train_new_parameters(context: RunContext[Any], model: Any) -> LoraSettings:
     config.set("lora/whole", new, f"{context.settings.family}: new parameters")
     context.notes.derive("lora.whole", new, "begins at random, so it is trained beside the adapters")
     return config.make(LoraSettings)
-
-
-def init_variables(model: nn.Module, block_size: int, key: jax.Array) -> Any:
-    """Boxed variables of the model, from a batch of one short row."""
-    return model.init(key, short_row(block_size))
 
 
 def short_row(block_size: int) -> jax.Array:
