@@ -198,8 +198,8 @@ def _build(schema_of: SchemaOf, layers: list[Layer], allow_open: bool = False) -
 def _without_replaced(schema_of: SchemaOf, schema: Schema, layers: list[Layer]) -> tuple[list[Layer], list[str]]:
     """Return the layers without settings of a part that a later layer replaced, and a note for each such layer.
 
-    With `model.family=mine` over a recipe for GPTs, the recipe's model.window is no setting any more. A key that never
-    was a setting stays and is refused later.
+    With `model.family=mine` over a recipe for GPTs, the recipe's model.window is no longer a setting. A key that
+    never was one stays and is rejected later.
     """
     kept, notes = [], []
     for number, layer in enumerate(layers, 1):

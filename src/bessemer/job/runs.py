@@ -58,7 +58,7 @@ def list_runs(runs_root: str | Path = "runs") -> list[str]:
 
 def removable(name: str, root: str | Path = "runs") -> RunDirectory:
     """Return the run of this name or path if it may be deleted; otherwise raise InputError with the reason."""
-    run = find_run(name, root, trust=True)  # links inside are no reason to keep a run: they are never followed
+    run = find_run(name, root, trust=True)  # links inside do not prevent deletion: they are never followed
     if run.path.is_symlink():
         raise InputError(
             f"{run.path} is a link to {os.readlink(run.path)}. Give the run's own path, or delete the link with rm."

@@ -109,7 +109,7 @@ def _requests_in(where: str, text: str) -> Iterator[Request]:
     elif setting == "eval.evaluations":
         kind, _, source = text.partition(":")
         tasks = all(_HARNESS.fullmatch(one.strip()) for one in source.split(","))
-        # the harness imports what a YAML file of tasks names; a word that is no evaluation is a module
+        # the harness imports what a YAML file of tasks names; a word that is not an evaluation is a module
         if (kind == "harness" and not tasks) or (source and kind not in evaluations):
             yield Request(CODE, where, text)
     elif (":" in text if names_code else _ATTRIBUTE.fullmatch(text)) and not (

@@ -150,7 +150,7 @@ class StepAgreement:
             self._at = None if found is None else int(found)
             if self._at is not None and step > self._at:
                 raise StorageError(
-                    f"process {process_index()} was told at step {step} to {self.purpose} at step {self._at}: the "
+                    f"process {process_index()} was asked at step {step} to {self.purpose} at step {self._at}: the "
                     "processes are out of step. `bessemer resume` continues from the last checkpoint."
                 )
         return self._at is not None and step >= self._at

@@ -115,8 +115,8 @@ def reverse(rng: Rng) -> Row:
 
 
 def careless(rng: Rng) -> Row:
-    """A reversal with slips that are commoner than none: the first two letters exchanged, the last one left out. Who
-    imitates it is right by luck, at every length alike; a reward can tell the answers apart."""
+    """Return a reversal with frequent slips: the first two letters swapped, the last one dropped. A model that imitates
+    it is right by chance, equally at every length; a reward can tell the answers apart."""
     text = word(rng)
     answer = text[::-1]
     if rng.random() < CARELESS:

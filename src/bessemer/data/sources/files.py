@@ -27,7 +27,7 @@ from bessemer.storage.remote import arrow_source, is_remote, open_read
 SHARD_BYTES = 8 << 20
 TEXT_BYTES = 64 << 10  # a longer .txt is cut at line ends into documents of about this size
 RECORDS = (".parquet", ".jsonl", ".ndjson")
-"""Files of rows: where a directory has some, what lies beside them (README.md, dataset_info.json) is no data."""
+"""Files of rows: in a directory that has some, other files (README.md, dataset_info.json) are not data."""
 
 
 @dataclass(frozen=True)

@@ -105,9 +105,9 @@ def _deeper_than(value: Any, limit: int) -> bool:
 
 
 def _read_line(file: BinaryIO, most: float = math.inf) -> tuple[bytes | Bad, int]:
-    """(the next line, its length in bytes). A longer one than any document is passed over in bounded memory.
+    """Return (the next line, its length in bytes). A line longer than any document is skipped in bounded memory.
 
-    most: bytes after which its end is no longer looked for; nobody asks where such a line ends.
+    most: bytes after which the end of the line is not searched for.
     """
     line = file.readline(LONGEST + 1)
     if len(line) <= LONGEST:

@@ -163,7 +163,7 @@ def _from_sharegpt(turns: Any) -> list[Message]:
 
 
 def spoken(messages: Sequence[Message]) -> str:
-    """Everything that is said in a conversation, as one text: what a tokenizer is trained on."""
+    """Return all text of a conversation, which a tokenizer is trained on."""
     texts: list[Any] = []
     for message in messages:
         content = message.get("content") or ""

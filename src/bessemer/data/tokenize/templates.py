@@ -1,8 +1,8 @@
 """Chat templates of other tokenizers: the jinja text in a Hugging Face `tokenizer_config.json`, in jinja2's sandbox.
 
 A template turns messages into text. It is code that came with a download, so it runs where it can reach nothing but its
-arguments, in a process with limits (template_worker.py). It is told no date, or always the same one: otherwise
-tomorrow's tokens would not be today's.
+arguments, in a process with limits (template_worker.py). It gets no date, or always the same one: otherwise
+tokens would depend on the day.
 
 | file | template |
 |---|---|
@@ -213,7 +213,7 @@ def _text_of(token: Any) -> str | None:
 
 
 class Worker:
-    """The process that renders (template_worker.py), one at a time; started when it is needed, also anew.
+    """The process that renders (template_worker.py), one at a time; started, and restarted, when it is needed.
 
     A request costs about 0.1 ms more than in this process. `ask` waits for its turn at most WALL_SECONDS, and so for
     each reply; a process that exceeds its limits is ended, and the next request starts another.

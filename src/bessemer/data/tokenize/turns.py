@@ -269,7 +269,7 @@ class Writer:
         return found
 
     def _marked(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The message with a mark in every name of a special token; the tags of thinking are no text of an answer."""
+        """Return the message with a mark in every name of a special token, except in the tags of thinking."""
         if message.get("role") != "assistant" or not self.form.thinks:
             return dict(_marked(message, self.special, self.mark))
         return dict(_marked(message, self.special, self.mark, (THINK, UNTHINK)))
