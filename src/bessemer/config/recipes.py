@@ -437,9 +437,3 @@ def sections_of(layers: Iterable[Layer]) -> set[str]:
 def raw_values(layers: list[Layer]) -> dict[str, Any]:
     """Return the merged layers by flat key, unchecked, with `${...}` as written."""
     return flat_values(merge(layers, resolve=False, is_section=sections_of(layers).__contains__), "settings")
-
-
-def load_recipe(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
-    """Return the title and the flat, unchecked values of a recipe, with those it extends."""
-    recipe = read_recipe(name_or_path)
-    return recipe.title, raw_values(recipe.layers)

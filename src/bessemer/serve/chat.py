@@ -37,11 +37,6 @@ class Chat:
     turns: list[Exchange] = field(default_factory=list)
     asked: int = 0  # requests since the seed was set; each has its own seed
 
-    @property
-    def exchanges(self) -> list[list[int]]:
-        """The tokens of each question with its answer."""
-        return [turn.ids for turn in self.turns]
-
     def warm_up(self) -> None:
         """Compile the programs of a first question and of one that follows it; call it before an EngineThread runs."""
         prompt = self.template.conversation(self.system, [], GREETING)
