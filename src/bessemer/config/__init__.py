@@ -1,18 +1,16 @@
 """Settings: declared once, on the dataclass that uses them; gathered into one strict, typed tree."""
 
-from bessemer.config.declare import KEY, Schema, Setting, declared, dotted, field, gather, slashed
-from bessemer.config.recipes import COMMAND_LINE, PYTHON, Origin, OriginKind, Recipe, read_recipe, recipe_names
+from bessemer.config.declare import Schema, Setting, declared, dotted, field, gather, slashed
+from bessemer.config.recipes import COMMAND_LINE, PYTHON, Origin, OriginKind, read_recipe, recipe_names
 from bessemer.config.resolve import Config, configuration, configure, current, load_saved, resolve
 from bessemer.config.values import parse_duration
 
 __all__ = [
     "COMMAND_LINE",
-    "KEY",
     "PYTHON",
     "Config",
     "Origin",
     "OriginKind",
-    "Recipe",
     "Schema",
     "Setting",
     "configuration",
