@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Literal, jaxprs_in_params
 
 from bessemer.data.rows.rows import Fields
 from bessemer.models.shape import Shape
@@ -23,15 +23,6 @@ from bessemer.training.setup.model import make_apply
 from bessemer.training.state import TrainState, widened
 
 CALLS = ("jit", "pjit")  # a call's name in one version of JAX and another
-
-
-def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """Yield the programs inside one operation: of calls, loops, branches and custom rules."""
-    for value in equation.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            inner = item.jaxpr if isinstance(item, ClosedJaxpr) else item
-            if isinstance(inner, Jaxpr):
-                yield inner
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,7 +268,7 @@ def _results(jaxpr: Any, looped: bool = False) -> Iterator[tuple[tuple[int, ...]
         if equation.primitive.name in MADE:
             yield from ((tuple(v.aval.shape), _size(v.aval), looped) for v in equation.outvars)
         elif equation.primitive.name != "pallas_call":
-            for inner in inner_jaxprs(equation):
+            for inner in jaxprs_in_params(equation.params):  # of calls, loops, branches and custom rules
                 yield from _results(inner, looped or equation.primitive.name in ("scan", "while"))
 
 
