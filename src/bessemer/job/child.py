@@ -28,12 +28,12 @@ def when_input_ends(action: Callable[[], object]) -> None:
     threading.Thread(target=wait, name="bessemer-parent", daemon=True).start()
 
 
-def end_with_parent() -> None:
-    """Send this process SIGTERM once its parent has ended, and SIGKILL after GRACE_SECONDS."""
+def end_with_parent(grace: float = GRACE_SECONDS) -> None:
+    """Send this process SIGTERM once its parent has ended, and SIGKILL `grace` seconds later."""
 
     def end() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(GRACE_SECONDS)
+        time.sleep(grace)
         os.kill(os.getpid(), signal.SIGKILL)
 
     when_input_ends(end)
