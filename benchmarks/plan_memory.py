@@ -8,7 +8,8 @@ Models are Qwen2.5-0.5B and 32B and Llama 3 1B, 3B and 8B by their configuration
 device. One JSON line per case: `predicted` is the peak of `bessemer plan --topology` in a process of its own;
 `measured` is the allocator's peak over three steps (for grpo-lora also over one round of sampling) in another;
 `compiled` is the step's memory by the compiler's own analysis. Each is in bytes; null without a GPU. `ratio` is
-predicted / measured. --batch 0: 8 rows of a model up to 3B and 4 of a larger one.
+predicted / measured. --batch 0: 8 rows of a model up to 3B and 4 of a larger one. qlora is predicted alone: a base that
+is drawn here would be in memory before it is quantized; `benchmarks/finetune.py --modes qlora` measures it.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ MODELS: dict[str, dict[str, Any]] = {
 NARROW = ["training.param_dtype=bfloat16", "optimization.state_dtype=int8"]
 MODES = {
     "lora": ["sft", "lora.rank=16"],
+    "qlora": ["sft", "lora.rank=16", "lora.quantize=nf4"],
     "full": ["sft"],
     "full-bf16-int8": ["sft", *NARROW],
     "grpo-lora": ["grpo", "lora.rank=16", "grpo.slots=64", "grpo.max_completion_length=512"],
@@ -145,7 +147,8 @@ def cases(args: argparse.Namespace) -> None:
                 rows = args.batch or (4 if size in ("8b", "32b") else 8)
                 words = words_of(args, Path(folder), size, mode, rows)
                 line: dict[str, Any] = {"model": size, "mode": mode, "rows": rows, "tokens": args.sequence}
-                line |= {"predicted": predicted(words, args.topology), **measured(words)}
+                found = {"measured": None, "compiled": None} if mode == "qlora" else measured(words)
+                line |= {"predicted": predicted(words, args.topology), **found}
                 line["ratio"] = round(line["predicted"] / line["measured"], 3) if line["measured"] else None
                 print(json.dumps(line), flush=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,3 +26,32 @@ def counted_compilations() -> Iterator[list[float]]:
         yield found
     finally:
         jax.monitoring.unregister_event_duration_listener(note)
+
+
+@contextlib.contextmanager
+def cache_at(path: Path) -> Iterator[tuple[list[str], list[str]]]:
+    """Use JAX's cache on disk in `path`; yield lists that get an entry per program asked of it and found there."""
+    from jax._src import compilation_cache
+
+    asked: list[str] = []
+    found: list[str] = []
+    lists = {"/jax/compilation_cache/compile_requests_use_cache": asked, "/jax/compilation_cache/cache_hits": found}
+
+    def note(event: str, **_: Any) -> None:
+        if event in lists:
+            lists[event].append(event)
+
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()
+    jax.clear_caches()
+    jax.monitoring.register_event_listener(note)
+    try:
+        yield asked, found
+    finally:
+        jax.monitoring.unregister_event_listener(note)
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()

@@ -188,9 +188,10 @@ PROBES = {
     "data/stores/catalog.py": 2,
     "data/stores/prepare.py": 3,
     "data/stores/tokenizers.py": 2,
+    "data/tokenize/documents.py": 1,  # os.sched_getaffinity, which macOS lacks
     "storage/weights.py": 2,  # an array of any library: dtype and shape
     "topology/distributed.py": 1,
-    "topology/mesh.py": 1,  # os.sched_getaffinity, which macOS lacks
+    "topology/mesh.py": 1,
     "training/console/progress.py": 1,  # a number of any library: tolist
     "training/setup/data.py": 2,
     "training/setup/microbatch.py": 1,  # a step that is compiled, or not yet

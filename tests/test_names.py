@@ -89,7 +89,7 @@ DEFAULTS = {
     "eval.evaluations": [],
     "eval.limit": 500,
     "eval.core_interval": 0,
-    "logging.report_interval": None,  # derived from the horizon, 32 at most
+    "logging.report_interval": None,  # derived from the horizon
     "logging.checkpoint_interval": 1024,
     "logging.checkpoint_minutes": 0.0,
     "logging.validation_interval": 512,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import string
@@ -18,7 +19,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tests.interop.tiny_hf import chatty_folder
+from tests.interop.test_bitsandbytes import make_quantized
+from tests.interop.tiny_hf import chatty_folder, config_of_case, foreign_tokenizer, make_folder
+from tests.interop.tiny_peft import make_base, make_peft
 from tests.tiny_run import TEXTS, make_run, tiny_tokenizer
 from tests.training.test_training_resume import StopAt
 
@@ -247,6 +250,86 @@ def test_damaged_files_never_end_in_a_traceback(seeds: range, call: Callable[...
             path.write_bytes(sound)
         shutil.rmtree(place / "out", ignore_errors=True)
     assert wrong == []
+
+
+VALUES: list[Any] = [None, True, False, 0, -1, 1, 3, 1.5, 2**31, 2**62, 10**400, 1e300, float("nan"), float("inf")]
+VALUES += [
+    "",
+    "x",
+    "4",
+    "false",
+    "nf4",
+    "\0",
+    "../..",
+    "/etc",
+    "x" * 5000,
+    [],
+    [1],
+    ["x"],
+    [[]],
+    {},
+    {"a": 1},
+    {"x": []},
+]
+
+
+def with_other_values(text: bytes, draw: random.Random) -> bytes:
+    """JSON with one to three values replaced, at any depth, or a key renamed."""
+    tree = json.loads(text)
+    for _ in range(draw.randint(1, 3)):
+        place = tree
+        while isinstance(place, dict) and place:
+            key = draw.choice(sorted(place))
+            if isinstance(place[key], dict) and place[key] and draw.random() < 0.6:
+                place = place[key]
+                continue
+            if draw.random() < 0.1:
+                place[f"{key}_{draw.choice(['x', 'a.b', ' '])}"] = place.pop(key)
+            else:
+                place[key] = draw.choice(VALUES)
+            break
+    return json.dumps(tree).encode()
+
+
+def with_another_header(data: bytes, draw: random.Random) -> bytes:
+    """A safetensors file whose header has other values; the arrays stay."""
+    length = int.from_bytes(data[:8], "little")
+    header = with_other_values(data[8 : 8 + length], draw)
+    return len(header).to_bytes(8, "little") + header + data[8 + length :]
+
+
+@ROUNDS
+def test_damaged_model_folders_never_end_in_a_traceback(
+    seeds: range, call: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hugging Face's, 4-bit ones and PEFT's adapters: garbage, other values in their JSON, other headers of tensors."""
+    monkeypatch.chdir(tmp_path)
+    base = make_base(tmp_path / "plain", "lora", vocab_size=262, eos_token_id=0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
+    make_quantized(make_folder(tmp_path / "wide", {**config_of_case("qwen2"), **sizes}, dtype="float32"), Path("four"))
+    make_folder(tmp_path / "gemma", config_of_case("gemma3"))
+    make_peft(tmp_path / "adapters", "dora", make_base(tmp_path / "over", "dora"))
+    foreign_tokenizer(base)
+    folders = {"plain": [], "four": [], "gemma": [], "adapters": ["--base", "over"]}
+    wrong = []
+    for seed in seeds:
+        draw = random.Random(f"folders {seed}")
+        folder = draw.choice(sorted(folders))
+        path = draw.choice(
+            [path for path in sorted(Path(folder).iterdir()) if path.suffix in (".json", ".safetensors")]
+        )
+        sound = path.read_bytes()
+        change = damaged if draw.random() < 0.3 else with_other_values
+        change = with_another_header if change is with_other_values and path.suffix != ".json" else change
+        path.write_bytes(change(sound, draw))
+        found = call("import", folder, "out", *folders[folder])
+        if found.is_bug or (found.code and not found.is_refusal):
+            wrong.append((seed, str(path), found.code, found.err[-300:]))
+        path.write_bytes(sound)
+        shutil.rmtree("out", ignore_errors=True)
+    assert wrong == []
+    for folder, words in folders.items():
+        assert call("import", folder, f"sound-{folder}", *words).code == 0
 
 
 # --- bits ---------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from itertools import pairwise
 
 import numpy as np
@@ -259,6 +260,36 @@ def test_a_file_of_conversations_becomes_a_store(form: Form, tmp_path) -> None:
     share = store.mask.mean()
     assert f"({share:.1%}) are trained on, {1 - share:.1%} are masked" in shown
     assert "How many are 0" in "".join(sample_texts([as_source(file)]))
+
+
+@pytest.mark.parametrize("form", forms(), ids=lambda form: form.name)
+def test_threads_that_encode_do_not_change_a_byte(form: Form, tmp_path, monkeypatch) -> None:
+    """Order, lines that are skipped, and rows of ids beside conversations: as one thread writes them."""
+    rng = random.Random(0)
+    rows: list[dict] = []
+    for number in range(300):
+        turns = [(f"How many are {n}? " * rng.randint(1, 9), "x " * rng.randint(1, 400)) for n in range(number % 3 + 1)]
+        rows.append({"messages": messages_of(turns)})
+        if number % 50 == 7:
+            rows.append({"messages": rows[-1]["messages"][:1]})
+        if number % 50 == 9:
+            rows.append({"input_ids": [1, 2, number % 7], "loss_mask": [0, 1, 1]})
+    file = write_jsonl(tmp_path / "a.jsonl", rows)
+    pairs = [{"prompt": f"a{n}", "chosen": "b " * (n + 1), "rejected": "c"} for n in range(60)]
+    judged = write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    seen = []
+    for threads in (1, 2, 8):
+        monkeypatch.setattr("bessemer.data.stores.prepare.encoding_threads", lambda threads=threads: threads)
+        monkeypatch.setattr("bessemer.data.tokenize.documents.MOST_AHEAD", 1000 * threads)
+        out = tmp_path / str(threads)
+        abouts = [
+            prepare(source, out / name, form.tokenizer, on_error="skip", val_fraction=0.1).about
+            for name, source in (("files", file), ("pairs", judged), ("python", rows))
+        ]
+        files = {str(path.relative_to(out)): path for path in sorted(out.rglob("*")) if path.is_file()}
+        seen.append({name: path.read_bytes() for name, path in files.items() if path.name != ".lock"})
+        assert [about["skipped"] for about in abouts] == [6, 0, 6] and "line 9:" in abouts[0]["skipped_where"][0]
+    assert seen[0] == seen[1] == seen[2]
 
 
 def test_a_bad_conversation_says_file_line_and_reason(tmp_path) -> None:

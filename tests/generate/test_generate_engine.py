@@ -13,7 +13,7 @@ from bessemer.errors import InputError
 from bessemer.generate import Decoder, Engine, EngineThread, QueueFull, Request, SamplingOptions
 from bessemer.generate.rows import _decode, _empty_rows, row_sizes
 from bessemer.topology import TopologySettings, make_topology, shardings
-from compilations import counted_compilations
+from compilations import cache_at, counted_compilations
 from tiny_run import tiny_model, tiny_params, tiny_tokenizer
 
 BLOCK = 32
@@ -243,6 +243,24 @@ def test_rollouts_of_prompts_of_any_length_share_one_prefill_width_and_one_decod
         for groups in (3, 8, 1):
             rollout(groups)
     assert not made and engine.compilations == 3
+
+
+def test_programs_compiled_ahead_from_shapes_are_all_that_a_rollout_needs(params, tmp_path):
+    """As RL does beside the compilation of its step: the first rollout finds every program in the cache on disk."""
+    topology = make_topology(TopologySettings(data=1), jax.devices()[:1])
+    model = tiny_model().clone(kernels="pallas", block_size=64, precision="bf16")
+    placed = jax.device_put(params, topology.replicated)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), placed)
+    settings = {"slots": 4, "capacity": 64, "steps": 8, "narrowest": 16, "whole": True, "scope": topology.scope}
+    requests = [drawn(list(range(1, length)), 1, 9, n=2) for length in (3, 20, 18, 25, 2)]
+    with cache_at(tmp_path) as (asked, found):
+        ahead = Engine(model, None, **settings)
+        for program in ahead.lower_ahead(abstract, 25):
+            program.compile()
+        del asked[:], found[:]
+        engine = Engine(model, placed, **settings)
+        engine.generate(requests)
+        assert len(asked) > 4 and len(found) == len(asked)
 
 
 def test_a_second_request_compiles_nothing_for_parameters_that_are_committed_to_a_device(params):

@@ -158,6 +158,7 @@ def refused(path: Path, kind: type[BessemerError], *words: str) -> None:
         ({"max_position_embeddings": "long"}, ("max_position_embeddings", "'long'")),
         ({"rms_norm_eps": float("nan")}, ("rms_norm_eps", "nan")),
         ({"rms_norm_eps": "1e-5"}, ("rms_norm_eps", "'1e-5'")),
+        ({"rms_norm_eps": 10**400}, ("rms_norm_eps", "finite")),
         ({"tie_word_embeddings": "false"}, ("tie_word_embeddings", "'false'", "without quotes")),
         ({"attention_bias": "no"}, ("attention_bias", "'no'")),
         ({"mlp_bias": 0}, ("mlp_bias", "0")),

@@ -15,10 +15,12 @@ from tests.interop.tiny_hf import SFT, foreign_tokenizer, load_folder, make_talk
 from tests.interop.tiny_peft import STORED, make_base, make_peft
 from tests.reference.huggingface import sketch
 from tests.reference.peft_lora import ADAPTERS
+from tests.training.test_frozen_base import flip_a_bit
 from tests.training.test_training_resume import StopAt, assert_same, one_device
 from tests.trust.test_foreign_run import called
 
-from bessemer.errors import BessemerError, InputError, Stopped
+from bessemer.data import Tokenizer
+from bessemer.errors import BessemerError, InputError, Stopped, StorageError
 from bessemer.generate.adapters import import_adapters
 from bessemer.generate.export import export_run_adapters
 from bessemer.generate.load import boxed_params, located
@@ -104,6 +106,16 @@ def test_ours_to_peft_and_back_is_the_same_to_the_bit(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / CONFIG).read_text())["base_model_name_or_path"] == str(base)
 
 
+def test_damage_to_exported_adapters_is_noticed(tmp_path: Path) -> None:
+    """They carry checksums, as every export does; PEFT reads past them."""
+    run, base, _ = imported(tmp_path)
+    export_run_adapters(run, tmp_path / "out")
+    flip_a_bit(tmp_path / "out")
+    with pytest.raises(StorageError, match=r"adapter_model\.safetensors is damaged"):
+        import_adapters(tmp_path / "out", tmp_path / "runs" / "again", base, Folder(base).tree)
+    assert not (tmp_path / "runs" / "again").exists()
+
+
 def test_a_head_trained_whole_is_one_of_modules_to_save(tmp_path: Path) -> None:
     """Its padding columns are ours alone."""
     base, peft = make_base(tmp_path / "base", "lora"), make_peft(tmp_path / "peft", "lora", modules_to_save=["lm_head"])
@@ -138,6 +150,10 @@ def test_a_head_trained_whole_is_one_of_modules_to_save(tmp_path: Path) -> None:
         ({"r": "four"}, "r is 'four'; it must be an integer"),
         ({"r": 5}, "has rank 4, and r with rank_pattern in adapter_config.json give 5"),
         ({"lora_alpha": 0}, "lora_alpha is 0; it must be above 0"),
+        ({"lora_alpha": 10**400}, "lora_alpha is 1000.*a finite number"),
+        ({"lora_alpha": 1e300}, r"lora_alpha is 1e\+300; it must be above 0 and below"),
+        ({"lora_dropout": 1}, r"adapter_config\.json: lora_dropout is 1; it must be below 1"),
+        ({"lora_dropout": 10**400}, "lora_dropout is 1000.*a finite number"),
         ({"use_dora": True}, r"lora_magnitude_vector' is missing \(use_dora is true"),
         ({"use_rslora": "false"}, "use_rslora is 'false'; it must be true or false"),
         ({"rank_pattern": {"(a+)+$": 2}}, "rank_pattern is .*is a regular expression"),
@@ -280,6 +296,22 @@ def test_a_run_continues_the_adapters_of_peft(started: tuple[Path, Path], tmp_pa
     explicit = sft(tmp_path, init=str(base), **{"lora.adapters": str(peft)})
     again = build_trainer(None, explicit, name="again", root=tmp_path / "runs")
     assert again.config["lora/alpha_pattern"] == config["lora/alpha_pattern"]
+
+
+def test_the_tokenizer_beside_the_adapters_is_the_runs(started: tuple[Path, Path], tmp_path: Path) -> None:
+    """Trainers save it there with the chat template that the adapters were trained in; `import` takes it, too."""
+    base, peft = started
+    foreign_tokenizer(peft)
+    about = json.loads((peft / "tokenizer_config.json").read_text())
+    template = about["chat_template"].replace("<|im_start|>", "<|im_start|>the ")
+    (peft / "tokenizer_config.json").write_text(json.dumps(about | {"chat_template": template}))
+    trainer = build_trainer(None, sft(tmp_path, init=str(peft)), name="on", root=tmp_path / "runs")
+    assert trainer.tokenizer is not None and trainer.tokenizer.hash == Tokenizer.load(peft).hash
+    assert trainer.tokenizer.hash != Tokenizer.load(base).hash
+    assert str(trainer.config.provenance["data/tokenizer"]) == f"inherited from {peft}"
+    given = sft(tmp_path, init=str(peft), **{"data.tokenizer": str(base)})
+    with pytest.raises(InputError, match=r"lora\.adapters=.*trained with another tokenizer"):
+        build_trainer(None, given, name="given", root=tmp_path / "runs")
 
 
 @pytest.mark.slow

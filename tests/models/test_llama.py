@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 from bessemer.errors import InputError
 from bessemer.models.llama import Llama, Rope
+from bessemer.plan.kept import on_host
 from bessemer.topology import TopologySettings, make_topology, shardings, unbox
 
 SIZES: dict[str, Any] = {"depth": 2, "width": 32, "heads": 4, "kv_heads": 2, "head_dim": 16, "vocab_size": 100}
@@ -78,7 +80,13 @@ def test_mesh_equals_one_device(single: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"scan_layers": True, "sliding_layers": "S", "remat": ["block"]}, {"remat": ["mlp_hidden", "q"]}]
+    "settings",
+    [
+        {"scan_layers": True, "sliding_layers": "S", "remat": ["block"]},
+        {"scan_layers": True, "sliding_layers": "S", "remat": ["offload"]},
+        {"remat": ["offload"]},
+        {"remat": ["mlp_hidden", "q"]},
+    ],
 )
 def test_scan_and_remat_change_nothing(settings: dict[str, Any], single: Any) -> None:
     _, params, expected = single
@@ -87,6 +95,37 @@ def test_scan_and_remat_change_nothing(settings: dict[str, Any], single: Any) ->
         expected = jax.device_get(jax.jit(plain, compiler_options=QUICK)(params, batch_of()))
     step = jax.jit(step_of(**settings)[1], compiler_options=QUICK)
     assert_same(step(params, batch_of()), expected)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_offload_keeps_the_inputs_of_blocks_in_host_memory_and_nothing_else_of_them(scan: bool, single: Any) -> None:
+    """Between the passes: one input per block on the host, (B, T, D), and on the device nothing that `block` keeps."""
+    kept = {}
+    for remat in ("block", "offload"):
+        model, _ = step_of(remat=[remat], scan_layers=scan, sliding_layers="S")
+
+        def residuals(params: Any, model: Any = model) -> Any:
+            loss = jax.vjp(lambda p: model.apply({"params": p}, batch_of(), method="loss")[0], params)[1]
+            return jax.tree.leaves(loss)
+
+        avals = jax.make_jaxpr(residuals)(single[1]).out_avals
+        stream = [aval for aval in avals if aval.shape[-3:] == (8, 16, 32)]
+        places = Counter()
+        for aval in stream:
+            places[on_host(aval)] += aval.shape[0] if aval.ndim == 4 else 1
+        kept[remat] = places
+    assert kept["offload"][True] == 2 and kept["block"][True] == 0  # two blocks
+    assert kept["block"][False] - kept["offload"][False] == 2
+
+
+def test_offload_on_a_mesh_equals_one_device(single: Any) -> None:
+    boxed, params, expected = single
+    topology = make_topology(TopologySettings(data=2, fsdp=2, tensor=2))
+    places = shardings(boxed, topology.mesh)
+    batch = jax.device_put(batch_of(), topology.batch_sharding())
+    with topology.scope():
+        step = jax.jit(step_of(remat=["offload"])[1], out_shardings=(None, places), compiler_options=QUICK)
+        assert_same(step(jax.device_put(params, places), batch), expected)
 
 
 def test_a_layer_without_positions_sees_the_same_tokens_in_any_order() -> None:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from bessemer.config import resolve
 from bessemer.errors import InputError
 from bessemer.optim import build_optimizer
 from bessemer.plan import make_plan, render, sample_curves, write_curves
@@ -23,6 +24,7 @@ from bessemer.registry import schedules
 from bessemer.training import launch
 from bessemer.training.console.output import write_setup
 from bessemer.training.setup.microbatch import StepMemory
+from bessemer.training.setup.schema import schema_of
 
 PNG = b"\x89PNG\r\n"
 
@@ -169,6 +171,17 @@ def test_rates_and_decay_follow_a_given_batch(horizon: str) -> None:
     assert given.config["optimization/lr_multiplier"] == 1.5
     assert given.config["optimization/weight_decay"] is None  # the preset's own
     assert "do not follow the batch" in given.derived["optimization.lr_multiplier"]["reason"]
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "toy"])
+def test_shipped_recipes_keep_their_effective_rates(recipe: str) -> None:
+    """They have a batch and a number of steps of their own: nothing is scaled, also where only the batch is changed."""
+    preset = resolve(schema_of, recipe, [])
+    for words in ([], ["training.batch_size=64"]):
+        planned = planned_trainer(recipe, words, compiles=False)
+        assert "optimization.lr_multiplier" not in planned.derived
+        for key in ("optimization/lr_multiplier", "optimization/weight_decay", "optimization/matrix_lr"):
+            assert planned.config[key] == preset[key]
 
 
 def test_a_given_batch_is_followed_once_also_after_a_resume(tiny: dict[str, object], tmp_path: Path) -> None:

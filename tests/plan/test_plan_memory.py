@@ -66,6 +66,21 @@ def test_narrow_state_is_counted_in_its_bytes(models: Path) -> None:
     assert memory.optimizer == pytest.approx(wide.optimizer * (1 + 4 / 64) / 4, rel=0.02)
 
 
+def test_inputs_of_blocks_in_host_memory_are_not_counted(models: Path) -> None:
+    """Two layers, two rows of 2,048 tokens, width 64, bf16."""
+    block, offload = (
+        planned(models, "tiny", 2, f"architecture.remat={remat}").estimate.memory.activations
+        for remat in ("block", "offload")
+    )
+    assert block - offload == pytest.approx(2 * 2 * 2048 * 64 * 2, rel=0.01)
+
+
+def test_a_quantized_base_is_counted_in_its_bytes(models: Path) -> None:
+    """The floor of 8B over NF4, one row with remat: at most 12 GiB."""
+    words = ("lora.rank=16", "lora.quantize=nf4", "architecture.remat=block")
+    assert planned(models, "8b", 1, *words).estimate.memory.peak / GIB < 12
+
+
 def test_frozen_weights_are_counted_apart_in_their_dtype(models: Path) -> None:
     made = planned(models, "tiny", 1, LORA, "lora.base_dtype=bfloat16")
     memory, count = made.estimate.memory, made.facts.step.plan.model.counts["total"]

@@ -53,7 +53,7 @@ PROOFS = {
     "sft": Proof("sft", "eval/exact:toy-reverse", before=0.05, after=0.95, first=("toy",)),
     **{
         name: Proof(name, "eval/exact:toy-reverse", before=0.05, after=0.95, first=("toy", "toy-start"))
-        for name in ("finetune-lora", "finetune-full")
+        for name in ("finetune-lora", "finetune-qlora", "finetune-full")
     },
     # At first the policy is its reference: margins are 0 but for rounding, so right or wrong is chance.
     "dpo": Proof("dpo", "val_pref_acc", before=0.6, after=0.9, first=("toy", "sft")),

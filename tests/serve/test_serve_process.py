@@ -31,8 +31,11 @@ def serving(run: Path, home: Path, *arguments: str) -> Iterator[tuple[subprocess
     process = subprocess.Popen(words, env=variables, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
+        said = []
         for line in process.stderr:
+            said.append(line)
             if found := re.search(r"at (http://127\.0\.0\.1:\d+/v1) ", line):
+                assert any("preparing the model; the first start also compiles" in line for line in said[:-1]), said
                 yield process, found.group(1)
                 break
         else:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tests.compilations import counted_compilations
+from tests.compilations import cache_at, counted_compilations
 from tests.tiny_run import tiny_tokenizer
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
@@ -151,6 +151,21 @@ def test_a_rollout_of_other_prompts_compiles_nothing(whole: Any) -> None:
             chosen = [whole.sampler.rollout(number).rows["input_ids"] for number in (10, 11)]
     assert not np.array_equal(*chosen) and not made
     assert whole.sampler.engine.compilations == programs <= 4
+
+
+def test_scoring_is_compiled_ahead_from_shapes(whole: Any, tmp_path: Path) -> None:
+    """What a thread compiles beside the step is what the first rollout scores with."""
+    made = whole.sampler
+    fresh = sampler.Sampler(**{name: getattr(made, name) for name in made.__dataclass_fields__})
+    with cache_at(tmp_path) as (asked, found):
+        fresh.compile_ahead(whole.functions.abstract_state.whole())
+        del asked[:], found[:]
+        rows = dict(whole.batch("train"))
+        again = sampler.Sampler(**{name: getattr(made, name) for name in made.__dataclass_fields__})
+        del asked[:], found[:]
+        with whole.topology.scope():
+            again.score(rows)
+        assert len(asked) == len(found) > 0
 
 
 def test_the_rollout_is_in_a_checkpoint_between_its_steps_only(whole: Any) -> None:

@@ -66,6 +66,14 @@ def test_loaded_sampled_and_evaluated_with_codes(finished: Any) -> None:
     assert np.isfinite(Evaluator.from_run(run, tasks=["loss"], limit=2).run()["loss"]["value"])
 
 
+@pytest.mark.parametrize("change", [False, True])
+@pytest.mark.parametrize("kind", ["none", "int8"])
+def test_a_run_does_not_resume_over_another_quantization(kind: str, change: bool, finished: Any) -> None:
+    """Its adapters were trained over the codes of one kind."""
+    with pytest.raises(InputError, match=r"lora\.quantize cannot be changed on resume"):
+        launch.reopen(finished.run_directory.path, [f"lora.quantize={kind}"], change=change)
+
+
 def test_the_export_is_merged_into_the_stored_weights(finished: Any, original: Path, tmp_path: Path) -> None:
     """Not into the dequantized ones; also by save_pretrained, and for another run that begins from this one."""
     run, base = finished.run_directory, Folder(original)

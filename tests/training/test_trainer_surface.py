@@ -6,6 +6,7 @@ import collections
 import functools
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,13 @@ def test_a_run_calls_every_method_that_can_be_overridden(ran: tuple[Any, Hooks, 
     assert ran[2][name] > 0
 
 
+def test_every_method_that_the_documentation_offers_is_counted() -> None:
+    page = (Path(__file__).parents[2] / "docs/extending.md").read_text(encoding="utf-8").split("\n## A trainer\n")[1]
+    offered = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    names = {name for cell in offered for name in re.findall(r"`(\w+)", cell)}
+    assert len(names) > 20 and names <= set(OVERRIDABLE.split())
+
+
 def test_how_often_a_run_calls_them(ran: tuple[Any, Hooks, Any]) -> None:
     calls = ran[2]
     assert calls["on_step_start"] == calls["on_step_end"] == calls["log_metrics"] == 3
@@ -176,6 +184,8 @@ def test_batch_is_a_function_of_its_number(ran: tuple[Any, Hooks, Any]) -> None:
     first, again = trainer.batch(step=0), trainer.batch(step=0)
     np.testing.assert_array_equal(first["input_ids"], again["input_ids"])
     assert (first["input_ids"] != trainer.batch(step=1)["input_ids"]).any()
+    for _ in range(2):  # nothing advances
+        np.testing.assert_array_equal(trainer.batch()["input_ids"], trainer.batch(step=trainer.step)["input_ids"])
     part = trainer.batch(step=0, rows=slice(2, 4))
     np.testing.assert_array_equal(part["input_ids"], first["input_ids"][2:4])
     held_out = trainer.batch("validation")

@@ -83,8 +83,12 @@ def test_it_learns_and_holds_no_reference(undisturbed: Any) -> None:
 
 
 def test_target_tokens_are_tokens_not_pairs(undisturbed: Any) -> None:
-    trained = [row for row in rows(undisturbed.run_directory.path) if "loss" in row]
-    batches = [undisturbed.batch("train", step=step) for step in range(trained[-1]["step"])]
+    check_target_tokens(undisturbed)
+
+
+def check_target_tokens(trainer: Any) -> None:
+    trained = [row for row in rows(trainer.run_directory.path) if "loss" in row]
+    batches = [trainer.batch("train", step=step) for step in range(trained[-1]["step"])]
     tokens = sum(int(((batch["target_ids"] >= 0) & (batch["loss_mask"] > 0)).sum()) for batch in batches)
     assert trained[-1]["target_tokens"] == tokens > sum((batch["pair_ids"] >= 0).sum() for batch in batches)
 
@@ -162,6 +166,7 @@ def test_a_reward_model_starts_from_a_gpt(settings: dict[str, object], undisturb
     trainer.run()
     final = [row for row in rows(trainer.run_directory.path) if "val_pref_acc" in row][-1]
     assert final["val_pref_acc"] > 0.9
+    check_target_tokens(trainer)
 
 
 def test_beside_adapters_a_new_head_is_trained(settings: dict[str, object], tmp_path: Path) -> None:

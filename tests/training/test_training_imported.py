@@ -104,6 +104,46 @@ def test_weights_are_read_while_the_steps_compile(
     assert len(losses) == 1 and trainer.step == 1
 
 
+def test_the_state_is_created_while_the_steps_compile(
+    folder: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Executables that wait for the state would wait forever if it was created after them. None of the weights that
+    were read is drawn, too."""
+    created, initial_state, compile_lowered = threading.Event(), compiled.initial_state, jax.stages.Lowered.compile
+
+    def create(*given: Any) -> Any:
+        state = initial_state(*given)
+        created.set()
+        return state
+
+    def compile_late(lowered: Any, *given: Any) -> Any:
+        assert created.wait(60), "the state is not being created"
+        return compile_lowered(lowered, *given)
+
+    def draw(*given: Any) -> Any:
+        raise AssertionError("parameters are drawn that were read")
+
+    monkeypatch.setattr(compiled, "initial_state", create)
+    monkeypatch.setattr(compiled, "drawn_params", draw)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_late)
+    settings = settings_of(folder, pairs, objective="dpo", training__steps=1, lora__rank=2)
+    trainer, losses = trained(settings, tmp_path, "ahead")
+    assert len(losses) == 1 and trainer.step == 1
+
+
+def test_an_error_of_the_state_is_raised_after_the_steps_compiled(
+    folder: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create(*given: Any) -> Any:
+        raise RuntimeError("the state")
+
+    monkeypatch.setattr(compiled, "initial_state", create)
+    with pytest.raises(RuntimeError, match="the state"):
+        trained(settings_of(folder, pairs, objective="dpo", training__steps=1), tmp_path, "full")
+    log = (tmp_path / "full/log.txt").read_text()
+    assert "compiled   in" in log or "loaded     from the cache" in log
+
+
 def check_adapters(trainer: Any, folder: Path, out: Path) -> None:
     """Adapters alone were trained; PEFT's layout holds them, and the merged export is the trained model."""
     assert_equal(trainer.state.frozen, load_folder(folder)[1])

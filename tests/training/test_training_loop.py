@@ -21,6 +21,7 @@ from bessemer.training import launch
 from bessemer.training import loop as loop_module
 from bessemer.training import metrics as report_module
 from bessemer.training.callbacks.base import Callback
+from bessemer.training.callbacks.builtin import MetricLogger
 from bessemer.training.console import output
 from bessemer.training.loop import Loop
 from bessemer.training.setup.horizon import report_interval
@@ -121,12 +122,30 @@ def test_fetch_only_at_report_points_and_one_compilation(tiny: dict[str, object]
 
 @pytest.mark.parametrize(
     ("steps", "interval"),
-    [(1, 1), (10, 1), (49, 1), (99, 1), (100, 2), (160, 2), (400, 5), (1000, 20), (1600, 20), (2000, 32), (10**6, 32)],
+    [
+        (1, 1),
+        (10, 1),
+        (49, 1),
+        (99, 1),
+        (100, 2),
+        (160, 2),
+        (400, 5),
+        (1000, 20),
+        (2000, 40),
+        (10**5, 2000),
+        (10**6, 20_000),
+    ],
 )
 def test_reports_adapt_to_the_length_of_the_run(steps: int, interval: int) -> None:
     derived = report_interval(steps)
     assert derived.value == interval and str(steps // interval) in derived.reason.replace(",", "")
-    assert interval == 32 or interval == 1 or 50 <= steps // interval <= 100
+    assert 50 <= steps // interval <= 100 if interval > 1 else steps < 100
+
+
+def test_every_run_has_50_to_100_rows_or_one_per_step() -> None:
+    for steps in range(1, 30_000):
+        interval = report_interval(steps).value
+        assert 50 <= steps // interval <= 100 or (interval == 1 and steps < 100), steps
 
 
 def test_the_interval_of_reports_is_derived_once_and_kept(tiny: dict[str, object], tmp_path: Path) -> None:
@@ -282,6 +301,50 @@ def test_non_finite_steps_end_the_run_with_exit_3(tiny: dict[str, object], tmp_p
     assert "after step 6 " in text and "the weights hold NaN" in text, text
     assert "The last good checkpoint is step 3." in text and "optimization.lr" in text
     assert trainer.run_directory.read_status()["state"] == "failed"
+
+
+@pytest.mark.parametrize("interval", [-1, 1000])
+def test_a_bad_run_ends_within_34_steps_however_rare_its_reports_are(
+    interval: int, tiny: dict[str, object], tmp_path: Path
+) -> None:
+    """Of 10^6 steps every 20,000th is reported; a run that diverges must not use up a GPU until then."""
+
+    class Poison(Callback):
+        def on_batch_begin(self, loop: Any) -> None:
+            if loop.step == 5:
+                loop.trainer.state = loop.trainer.state.replace(
+                    params={**loop.trainer.state.params, "head": loop.trainer.state.params["head"] * float("nan")}
+                )
+
+    settings = {
+        **tiny,
+        "training.steps": 200,
+        "training.validation": False,
+        "logging.report_interval": interval,
+        "logging.checkpoint_interval": -1,
+        "logging.preview_interval": -1,
+    }
+    trainer = launch.build_trainer("quickstart", settings, name="a", root=tmp_path, callbacks=[Poison()])
+    with pytest.raises(TrainingError, match=r"after step 6 .*the weights hold NaN"):
+        trainer.run()
+    assert trainer.step == 34, "32 steps are read when two more have been dispatched"
+    assert not (tmp_path / "a/metrics.jsonl").exists(), "no report was due"
+
+
+def test_the_status_has_the_step_though_no_row_is_due(
+    tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MetricLogger, "PATIENCE", 0.0)
+    seen = {}
+
+    class Look(Callback):
+        def on_optimizer_step(self, loop: Any) -> None:
+            seen[loop.step] = loop.trainer.run_directory.read_status()["step"]
+
+    settings = {**tiny, "logging.report_interval": -1, "logging.checkpoint_interval": -1, "training.validation": False}
+    launch.build_trainer("quickstart", settings, name="a", root=tmp_path, callbacks=[Look()]).run()
+    assert [seen[step] for step in (2, 6, 10)] == [1, 5, 9]
+    assert [row["step"] for row in metrics(tmp_path / "a")] == [10]
 
 
 def test_early_end_and_best_checkpoint(tiny: dict[str, object], tmp_path: Path) -> None:

@@ -37,3 +37,13 @@ def test_what_follows_stands_below_the_text_of_its_line() -> None:
     assert wrapped("  | " + "word " * 30, 40)[1].startswith("  | ") is False
     path = "/a/path/" + "that-is-longer-than-the-screen/" * 4
     assert path in wrapped(f"run        {path}", 40)[-1]
+
+
+def test_what_a_model_writes_cannot_control_the_terminal(tmp_path: Path) -> None:
+    """Previews show its text, and a model may come from anybody; log.txt is read on a terminal, too."""
+    output, screen = Output(RunDirectory(tmp_path / "a").create(), True), io.StringIO()
+    output.console = Console(file=screen, force_terminal=True, width=80, no_color=True, highlight=False)
+    output.open_log()
+    output.say("step  1  Once ▸\x1b]0;owned\x07\x1b[2J\x9b31m\tup\non")
+    for text in (screen.getvalue(), output.directory.log.read_text()):
+        assert "\x1b" not in text and "\x07" not in text and "\x9b" not in text and "?]0;owned?" in text

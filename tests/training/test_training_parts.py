@@ -174,6 +174,17 @@ def test_rates_of_a_demonstration_on_weights_of_ones_own_get_a_note() -> None:
     )
 
 
+@pytest.mark.parametrize("recipe", ["sft", "dpo", "grpo", "reward"])
+@pytest.mark.parametrize("adapters", [[], ["lora.rank=16"]])
+def test_the_advised_rate_is_the_one_that_would_be_derived(recipe: str, adapters: list[str]) -> None:
+    """GRPO was advised 20 times the rate that AdamW would get from here, as the safer one."""
+    [note] = shipped_rates(resolve(schema_of, recipe, [*OWN, *adapters, "optimization.name=muon"]), 1_240_000_000)
+    derived = rate_for_weights(resolve(schema_of, recipe, [*OWN, *adapters]), 1_240_000_000)
+    assert derived is not None and note.endswith(f"optimization.lr={derived.value:g}")
+    if not adapters:
+        assert derived.value < resolve(schema_of, recipe, [])["optimization/lr"]
+
+
 @pytest.mark.parametrize(
     ("recipe", "words", "rows", "parallel", "expected"),
     [

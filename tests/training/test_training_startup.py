@@ -71,11 +71,14 @@ def test_a_run_says_it_once(tiny: dict[str, object], tmp_path: Path, monkeypatch
 def test_the_second_process_finds_its_programs(
     cli: Callable[..., subprocess.CompletedProcess[str]], tiny: dict[str, Any], tmp_path: Path
 ) -> None:
-    found = []
+    found, said = [], []
     for name in ("cold", "warm"):
         result = cli("train", *words(tiny), "--name", name, cwd=tmp_path, env={"BESSEMER_HOME": str(tmp_path / "home")})
         assert result.returncode == 0, result.stderr
         facts = json.loads((tmp_path / "runs" / name / "facts.json").read_text())["start_up"]
         assert next(iter(facts["parts"])) == "imports and devices"
         found.append(facts["cache"])
+        said.append(result.stdout + (tmp_path / "runs" / name / "log.txt").read_text())
     assert found == ["cache miss", "cache hit"]
+    assert said[0].count("compiled   in ") == 2 and "from the cache" not in said[0]
+    assert said[1].count("loaded     from the cache in ") == 2 and "compil" not in said[1].split("first step")[0]

@@ -160,6 +160,13 @@ def _tokenizer(run: RunDirectory, place: Path) -> None:
     (run.checkpoints / "step_00000010" / "tokenizer.json").write_text(json.dumps(broken))
 
 
+def _decoder(run: RunDirectory, place: Path) -> None:
+    """A tokenizer that turns whatever the model writes into a command to the terminal."""
+    path = run.checkpoints / "step_00000010" / "tokenizer.json"
+    written = {"type": "Replace", "pattern": {"Regex": "."}, "content": CONTROL}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"decoder": written}))
+
+
 KINDS: dict[str, Callable[[RunDirectory, Path], None]] = {
     "code": _code,
     "resolver": _resolver,
@@ -173,4 +180,5 @@ KINDS: dict[str, Callable[[RunDirectory, Path], None]] = {
     "sizes": _sizes,
     "template": _template,
     "tokenizer": _tokenizer,
+    "decoder": _decoder,
 }

@@ -173,6 +173,7 @@ def test_settings_may_refer_to_each_other_and_a_written_dollar_stays_text(place:
         ({"data": {"tokenizer": "{private}"}}, "data.tokenizer"),
         ({"init": "{private}"}, "--base"),
         ({"distill": {"teacher": "{private}"}}, "--base"),
+        ({"lora": {"adapters": "{private}"}}, "lora.adapters"),
         ({"eval": {"evaluations": ["gsm8k:{private}"]}}, "eval.evaluations"),
     ],
     ids=str,

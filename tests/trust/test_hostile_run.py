@@ -41,11 +41,16 @@ READS: dict[str, list[list[str]]] = {
     "report": [["{run}", "--html"]],
     "compare": [["{run}", "{run}", "--out", "curves.png"]],
     "sample": [["{run}", "--prompt", "a", "--max-tokens", "2"]],
-    "chat": [["{run}"], ["{run}", "--template", "chat"]],
-    "serve": [["{run}", "--port", "0"], ["{run}", "--port", "0", "--template", "chat"]],
+    "chat": [["{run}", "--max-tokens", "2"], ["{run}", "--template", "chat", "--max-tokens", "2"]],
+    "serve": [
+        ["{run}", "--port", "0"],
+        ["{run}", "--port", "0", "--template", "chat"],
+        ["{run}", "--port", "0", "--adapter", "x={run}"],
+        ["{sound}", "--port", "0", "--adapter", "x={run}"],
+    ],
     "dash": [["{run}", "--port", "0"]],
     "eval": [["{run}", "--tasks", "bpb", "--limit", "1"]],
-    "import": [["{run}", "runs/imported"], ["{run}/model", "runs/imported"]],
+    "import": [["{run}", "runs/imported"], ["{run}/model", "runs/imported"], ["{run}", "runs/x", "--base", "{run}"]],
     "export": [["{run}", "exported"]],
     "recipes": [[]],
     "plan": [["quickstart", "init={run}"]],
@@ -122,9 +127,30 @@ def test_no_command_is_harmed(
     run = make_hostile(sound, place, kind)
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets=None: None)  # what is served is asked below
     for words in READS[command]:
-        filled = [word.format(run=run.path, copy=run.path) for word in words]
+        monkeypatch.setattr(sys, "stdin", io.StringIO("a\n"))  # a question, in `chat`
+        filled = [word.format(run=run.path, copy=run.path, sound=sound.path) for word in words]
         code, output = called([command, *filled])
         assert code in EXPECTED_ENDS, f"{command} {filled}: exit {code}\n{output[-3000:]}"
+        assert "Traceback" not in output and "a bug in bessemer" not in output, output[-3000:]
+        check_untouched(place, output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["code", "escapes", "exploding"])  # its processes are `train` and `resume`, as above
+def test_the_local_launcher_is_not_harmed(
+    kind: str, sound: RunDirectory, place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It reads the run before its processes do, prints what they print, and counts starts in the run directory."""
+    run = make_hostile(sound, place, kind)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    resume = ["--resume", str(run.path), "--restarts", "0"]
+    fresh = ["quickstart", f"init={run.path}", *TINY, "--name", "new", "--restarts", "0"]
+    for words in (resume, fresh):
+        code, output = called(["launch", "local", "--processes", "1", *words])
+        output += "".join(capfd.readouterr())
+        logs = place.glob("runs/*/logs/*")
+        output += "".join(path.read_text(errors="replace") for path in logs if path.is_file())
+        assert code in EXPECTED_ENDS, f"{words}: exit {code}\n{output[-3000:]}"
         assert "Traceback" not in output and "a bug in bessemer" not in output, output[-3000:]
         check_untouched(place, output)
 

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from bessemer.cli.options import BASE, JSON, RUNS, SAMPLING, STEP, open_model, print_notes
+from bessemer.errors import printable
 
 
 @click.command("sample")
@@ -67,7 +68,7 @@ def command(
         "context": "stopped: the model's context is full",
     }
     click.echo(click.style(f"--- prompt (step {loaded.step})", dim=True))
-    click.echo(completion.prompt)
+    click.echo(printable(completion.prompt))
     click.echo(click.style("--- continuation", dim=True))
-    click.echo(click.style(completion.text, bold=True))
+    click.echo(click.style(printable(completion.text), bold=True))
     click.echo(click.style(f"--- {ends[completion.finish]}", dim=True))

@@ -101,9 +101,12 @@ _OPTIMIZERS = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
     "adamw_hf": "adamw",
+    "adamw_8bit": "optimization.name=adamw optimization.state_dtype=int8",
+    "adamw_bnb_8bit": "optimization.name=adamw optimization.state_dtype=int8",
     "adafactor": "adafactor",
     "lion": "lion",
     "lion_32bit": "lion",
+    "lion_8bit": "optimization.name=lion optimization.state_dtype=int8",
     "sgd": "sgd",
     "muon": "muon",
 }
@@ -286,7 +289,7 @@ _TABLE: list[Alias] = [
     ),
     Alias(
         "gradient_checkpointing activation_checkpointing activation_checkpoint.mode remat_policy",
-        note="architecture.remat is none, block or a list of tensor names",
+        note="architecture.remat is none, block, offload or a list of tensor names",
         values=_REMAT,
         convert=_listed,
     ),

@@ -345,6 +345,23 @@ class Engine:
             if not self._waiting:
                 self._news.wait(timeout)
 
+    def lower_ahead(self, params: Any, longest: int) -> list[Any]:
+        """Return the lowered programs that batches of prompts of up to `longest` tokens need; rows are compiled here.
+
+        params: abstract, with shardings. For an engine that computes all slots (`whole`). Compiled, they are in JAX's
+        cache on disk, where the first round finds them.
+        """
+        longest = max(longest - 1, 1)
+        widths = sorted({bucket(max(length, self.narrowest), self.capacity) for length in (1, longest)})
+        with self.scope():
+            admissions = [
+                (self._admission((), width, height), width)
+                for width in widths
+                for height in dict.fromkeys(self._slots.heights(width))
+            ]
+            way = None if way_of([]) is None else self.least
+            return self._slots.lower_ahead(params, admissions, way)
+
     # --- rounds ---
 
     def run_until_idle(self) -> None:
@@ -484,7 +501,7 @@ class Engine:
 
     def _admission(self, group: Sequence[Joining], width: int, height: int) -> Admission:
         """Return the arrays of one prefill program, filled up to its buckets."""
-        slots, count, held_any = self._slots, sum(one.count for one in group), group[0].held > 0
+        slots, count, held_any = self._slots, sum(one.count for one in group), any(one.held for one in group)
         size = height if held_any or count == 1 else slots.most
         prompts = np.full((height, slots.capacity if held_any else width + 1), self.pad_id, np.int32)
         lengths, held = np.ones(height, np.int32), np.zeros(height, np.int32)

@@ -375,14 +375,47 @@ class Slots:
         if self.rows is not None:
             return self.rows
         rows = self._start(params)
-        if self._admit is None:
-            meshed = not jax.sharding.get_abstract_mesh().empty
-            places = jax.tree.map(lambda leaf: leaf.sharding, rows) if meshed else None
-            admit, decode = self._programs
-            self._admit = _program(admit, "prefill", ("width", "reuse"), places)
-            out = (places, None) if meshed else None
-            self._decode = _program(decode, "decoding", ("reach", "way", "top"), out)
+        self._make_programs(rows)
         return rows
+
+    def _make_programs(self, rows: Any) -> None:
+        """Create both programs, if there are none yet. rows: arrays, or abstract ones, with their shardings."""
+        if self._admit is not None:
+            return
+        meshed = not jax.sharding.get_abstract_mesh().empty
+        places = jax.tree.map(lambda leaf: leaf.sharding, rows) if meshed else None
+        admit, decode = self._programs
+        self._admit = _program(admit, "prefill", ("width", "reuse"), places)
+        out = (places, None) if meshed else None
+        self._decode = _program(decode, "decoding", ("reach", "way", "top"), out)
+
+    def lower_ahead(self, params: Any, admissions: Iterable[tuple[Admission, int]], way: Way | None) -> list[Any]:
+        """Return the lowered programs of these prefills, (arrays, width), and of a whole block of decoding.
+
+        params: abstract, with shardings. Rows and cast parameters are compiled here: their shardings are the
+        compiler's choice.
+        """
+        params = self._cast_abstract(params)
+        rows = _compiled_shapes(self._start.program, params)
+        self._make_programs(rows)
+        found = [
+            self._admit.program.lower(params, rows, admission, width=width, reuse=False)
+            for admission, width in admissions
+        ]
+        mask, bound = np.zeros(self.count, bool), np.int32(self.steps)
+        decode = self._decode.program.lower(params, rows, mask, None, bound, reach=self.capacity, way=way, top=0)
+        return [*found, decode]
+
+    def _cast_abstract(self, params: Any) -> Any:
+        """Return what `cast` does to abstract parameters."""
+        before, form = jax.tree.flatten(params)
+        after = jax.tree.leaves(jax.eval_shape(functools.partial(cast_matrices, self._model), params))
+        changed = [n for n, (old, new) in enumerate(zip(before, after, strict=True)) if old.dtype != new.dtype]
+        if changed:
+            made = _compiled_shapes(self._cast.program, [before[n] for n in changed])
+            for n, leaf in zip(changed, made, strict=True):
+                before[n] = leaf
+        return jax.tree.unflatten(form, before)
 
 
 def row_sizes(count: int) -> tuple[int, ...]:
@@ -392,6 +425,13 @@ def row_sizes(count: int) -> tuple[int, ...]:
     while sizes[-1] < count:
         sizes.append(min(sizes[-1] * factor, count))
     return tuple(sizes)
+
+
+def _compiled_shapes(program: Any, *args: Any) -> Any:
+    """Compile `program` for abstract arguments; return its results as abstract arrays with their shardings."""
+    lowered = program.lower(*args)
+    shapes, places = lowered.out_info, lowered.compile().output_shardings
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, places)
 
 
 def _cast_leaves(model: Any, leaves: Sequence[Array]) -> list[Array]:

@@ -28,11 +28,15 @@ STATE = ".quant_state.bitsandbytes__nf4"
 PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", STATE)
 METHOD = "bitsandbytes"
 LONGEST_STATE = 2**16  # bytes; real ones have 200
+LARGEST = float(np.finfo(np.float32).max)
 INSTEAD = {"gptq": "GPTQ weights are not read", "awq": "AWQ weights are not read"}
 
 
 def check_method(config: Mapping[str, Any], where: str) -> bool:
     """Return whether `quantization_config` says bitsandbytes NF4; raise InputError for any other."""
+    for key in ("load_in_4bit", "load_in_8bit"):
+        if not isinstance(config.get(key, False), bool):
+            raise _refused(where, f"{key} is {str(config[key])[:80]!r}, and must be true or false, without quotes")
     method = str(config.get("quant_method", "")).lower()
     if method == METHOD or (not method and config.get("load_in_4bit")):
         if not config.get("load_in_4bit") or config.get("load_in_8bit"):
@@ -116,6 +120,10 @@ class QuantizedTensor:
         if self.nested_block:
             table, steps = (read(self.name + part).reshape(-1) for part in (".nested_quant_map", ".nested_absmax"))
             scales = table[scales] * np.repeat(steps, self.nested_block)[: scales.size] + np.float32(self.offset)
+        if not np.isfinite(scales).all():
+            raise InputError(
+                f"{self.files[self.name].path}: the scales of '{self.name}' (.absmax) hold NaN or infinite values."
+            )
         packed = read(self.name).reshape(-1, self.block // 2)
         codes = np.stack([packed >> 4, packed & 15], axis=-1).reshape(-1, self.block)
         return (values[codes] * scales[:, None].astype(np.float32)).astype(self.dtype).reshape(self.shape)
@@ -153,7 +161,7 @@ class _Parsed:
 
     def number(self, key: str, default: float) -> float:
         found = self.values.get(key, default)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+        if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) <= LARGEST:
             raise self.wrong(key, "must be a finite number")
         return float(found)
 

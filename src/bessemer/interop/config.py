@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +79,8 @@ class HFConfig:
         found = self._given(key, default)
         if found is default:
             return found
-        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found < math.inf:
+        # an integer of 400 digits is below infinity and yet no float
+        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= sys.float_info.max:
             raise self.refuse(key, "it must be a finite number of at least 0.")
         return found
 

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -173,9 +173,7 @@ class Folder:
     def tensors(self) -> dict[str, Tensor]:
         """Our name → the parameter. Every one is in the files in the right shape, and nothing else is."""
         self._check_depth()
-        ids = jax.ShapeDtypeStruct((1, 1), np.int32)
-        shapes = unbox(jax.eval_shape(self.model.init, jax.random.key(0), ids)["params"])
-        wanted = tensors_of(signature(flatten(shapes)), self.model)
+        wanted = tensors_of(parameter_signature(self.model), self.model)
         for name, tensor in wanted.items():
             if name not in self.files:
                 place = INDEX if (self.path / INDEX).is_file() else SINGLE
@@ -215,6 +213,14 @@ class Folder:
         tensor = self.tensors[name]
         packed = self.quantized.get(tensor.theirs)
         return tensor.to_ours(read(tensor.theirs) if packed is None else packed.read(read))
+
+
+@lru_cache(maxsize=4)
+def parameter_signature(model: Llama) -> Signature:
+    """Name, dtype and shape of every parameter. A run asks before it starts and again when it reads the weights, and a
+    trace of 16 layers takes a quarter of a second."""
+    ids = jax.ShapeDtypeStruct((1, 1), np.int32)
+    return signature(flatten(unbox(jax.eval_shape(model.init, jax.random.key(0), ids)["params"])))
 
 
 # `bessemer import`: the model becomes a run, with weights in RUN/model in the dtype they came in.
@@ -290,7 +296,7 @@ def is_hub(source: str) -> bool:
 def fetched(source: str) -> Path:
     """The local folder of a model on the hub. HF_HUB_CACHE, HF_HUB_OFFLINE and HF_TOKEN mean what they mean there."""
     named = re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", source)
-    if named is None:
+    if named is None or ".." in (named[2] or "").split("/"):  # adapters name a revision, which is part of a path
         raise InputError(f"'{source}' is not hf:OWNER/NAME or hf:OWNER/NAME@REVISION.")
     try:
         from huggingface_hub import snapshot_download

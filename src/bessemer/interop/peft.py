@@ -112,6 +112,7 @@ _TENSOR = re.compile(
     r"\.(?P<part>lora_A\.weight|lora_B\.weight|lora_magnitude_vector(?:\.weight)?)"
 )
 _NAME = re.compile(r"\^?[\w.]+")  # a pattern that is a name; PEFT also takes regular expressions
+MOST = 2**31  # of a rank or α
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 USED = {
     *("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "lora_dropout", "rank_pattern", "alpha_pattern"),
@@ -272,8 +273,11 @@ class PeftFolder:
         """Return section/name → value of the settings that these adapters have over the base `model`."""
         config, depth = self.config, model.depth
         rank, alpha = config.whole("r", 8), float(config.real("lora_alpha", 8))
-        if not alpha:
-            raise config.refuse("lora_alpha", "it must be above 0.")
+        if not 0 < alpha < MOST:
+            raise config.refuse("lora_alpha", f"it must be above 0 and below {MOST:,}.")
+        dropout = float(config.real("lora_dropout", 0.0))
+        if dropout >= 1:
+            raise config.refuse("lora_dropout", "it must be below 1.")
         modules = {
             (part.block, part.kind): part.theirs.removeprefix(ROOT).partition(".lora_")[0]
             for part in self.parts.values()
@@ -291,7 +295,7 @@ class PeftFolder:
             "lora/alpha": alpha,
             "lora/rank_stabilized": config.flag("use_rslora"),
             "lora/dora": config.flag("use_dora"),
-            "lora/dropout": float(config.real("lora_dropout", 0.0)),
+            "lora/dropout": dropout,
             "lora/targets": _targets(modules, depth),
             "lora/rank_pattern": _patterns(ranks, rank, depth),
             "lora/alpha_pattern": _patterns(alphas, alpha, depth),
@@ -304,7 +308,7 @@ class PeftFolder:
         for pattern, value in table.items():
             if not _NAME.fullmatch(pattern):
                 raise self.config.refuse(key, f"'{pattern[:80]}' is a regular expression; write the names of modules.")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MOST:
                 raise self.config.refuse(key, f"the value of '{pattern[:80]}' must be a number above 0.")
 
         def fits(pattern: str, module: str) -> bool:
@@ -373,7 +377,11 @@ class PeftArrays:
             array = self.tensors[name].to_ours(self.folder.file.read(self.folder.whole[name]))
         else:
             array = self.folder.file.read(self.folder.parts[name].theirs).T
-        return array.astype(np.float32)
+        array = array.astype(np.float32)
+        if not np.isfinite(array).all():
+            theirs = self.folder.whole[name] if name in self.tensors else self.folder.parts[name].theirs
+            raise InputError(f"{self.folder.file.path}: '{theirs}' holds NaN or infinite values.")
+        return array
 
 
 def _targets(modules: Iterable[tuple[int, str]], depth: int) -> list[str]:

@@ -220,8 +220,8 @@ def attention(
     """softmax(q kᵀ / √d) v over the allowed keys. q: (B, T, N, H); k, v: (B, T, K, H), K divides N → (B, T, N, H).
 
     Query t sees keys ≤ t, and with `segment_ids` (B, T) only those of its own segment. A sequence that the mesh splits
-    stays split outside. max_documents: the most runs of equal ids in a row, which the caller guarantees; 0 = any number
-    (cuDNN then reads a table of T² pairs). softcap: c of scores c·tanh(s/c), 0 = off.
+    stays split outside. max_documents: the most runs of equal ids in all B rows together, which the caller guarantees;
+    0 = any number (cuDNN then reads a table of T² pairs). softcap: c of scores c·tanh(s/c), 0 = off.
     """
     if window is not None and window >= q.shape[1]:
         window = None
@@ -232,7 +232,8 @@ def attention(
     if capped:
         kernel = partial(kernel, softcap=softcap)
     alone = not (layout.batch or layout.sequence or layout.heads)
-    if name == "cudnn" and segment_ids is not None and max_documents and window is None and alone:
+    addressed = q.size < 2**31  # offsets are int32
+    if name == "cudnn" and segment_ids is not None and max_documents and window is None and alone and addressed:
         kernel = partial(_cudnn_packed, max_documents=max_documents)
     return on_devices(kernel, layout, q, k, v, window, segment_ids, whole=name != "splash")
 
@@ -289,50 +290,90 @@ def _cudnn(q: Array, k: Array, v: Array, q_ids: Array | None, k_ids: Array | Non
     )
 
 
-def document_lengths(ids: Array, max_documents: int) -> tuple[Array, Array]:
-    """Return (lengths (B, M), number of documents (B,)) of rows of M documents at most; padding counts as one.
+def document_starts(ids: Array) -> Array:
+    """Return whether a document begins at each token: (B, T) bool. A document is a run of equal ids (B, T) in a row;
+    padding counts as one."""
+    return jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
 
-    ids: (B, T); a document is a run of equal ids. Lengths beyond a row's documents are 0.
+
+def document_table(ids: Array, slots: int) -> tuple[Array, Array]:
+    """Return (places, lengths), (slots,) int32, of the documents of all rows (B, T), laid end to end.
+
+    There are at most `slots`; the unused ones begin after the last token and are empty.
     """
-    begins = jnp.concatenate([jnp.zeros_like(ids[:, :1]), (ids[:, 1:] != ids[:, :-1]).astype(ids.dtype)], axis=1)
-    number = jnp.cumsum(begins, axis=1)  # 0, 1, … along the row
-    lengths = jnp.sum(number[:, :, None] == jnp.arange(max_documents), axis=1, dtype=jnp.int32)
-    return lengths, number[:, -1] + 1
+    places = jnp.nonzero(document_starts(ids).reshape(-1), size=slots, fill_value=ids.size)[0].astype(jnp.int32)
+    return places, jnp.diff(places, append=jnp.int32(ids.size))
 
 
-def too_many_documents(ids: Array, max_documents: int) -> Array:
-    """Return whether a row holds more than `max_documents` documents: () bool."""
-    return jnp.max(document_lengths(ids, 1)[1]) > max_documents
+def too_many_documents(ids: Array, slots: int) -> Array:
+    """Return whether the rows (B, T) hold more than `slots` documents together: () bool."""
+    return jnp.sum(document_starts(ids)) > slots
 
 
 def _cudnn_packed(q: Array, k: Array, v: Array, q_ids: Array | None, k_ids: Array | None, max_documents: int) -> Array:
     """cuDNN's variable-length form: it visits the pairs inside documents only, and reads no table.
 
-    On an H200 with 8 rows of 2,048 tokens, 32 heads of 64 and 4 documents per row, forward and backward take 1.82 ms
-    where a table takes 2.53, and 1.60 without documents (2026-11-16).
+    Its cost grows with the slots, since it looks at T tokens of each, used or not. So slots are counted over all rows:
+    on an H200 with 8 rows of 2,048 tokens, 32 heads of 64 and one document per row, forward and backward take 2.43 ms
+    with 32 slots for each row, and 1.61 without documents (2026-11-16). JAX's own function counts them per row.
     """
     assert q_ids is not None
     if jax.default_backend() != "gpu":  # a plan for a GPU that is not here
         return absent_flash(q, k, v, None)
-    from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
+    rows = q.shape[0]
+    each = max(2, -(-max_documents // rows))  # the form of several documents per row
+    places, lengths = document_table(q_ids, rows * each)
+    places = jnp.pad(places, (0, rows), constant_values=q_ids.size).reshape(rows, each + 1)
+    starts = tuple(places * (x.shape[2] * x.shape[3]) for x in (q, k))  # in numbers
+    return _flash_of_documents(q, k, v, lengths.reshape(rows, each), *starts)
 
-    lengths, _ = document_lengths(q_ids, max_documents)
-    starts = jnp.cumsum(lengths, axis=1, dtype=jnp.int32) - lengths
-    lengths, starts = (jnp.where(lengths > 0, x, -1) for x in (lengths, starts))
-    offsets = jnp.pad(starts, ((0, 0), (0, 1)), constant_values=-1)
-    if jax.__version_info__ < (0, 11):  # there offsets of keys are counted in heads of the queries
-        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    return dot_product_attention(
-        q,
-        k,
-        v,
-        q_seqlen=lengths,
-        kv_seqlen=lengths,
-        q_offsets=offsets,
-        kv_offsets=offsets,
-        scale=q.shape[-1] ** -0.5,
-        mask_type=MaskType.PADDING_CAUSAL,
-    )
+
+@jax.custom_vjp
+def _flash_of_documents(q: Array, k: Array, v: Array, lengths: Array, q_starts: Array, k_starts: Array) -> Array:
+    """q: (B, T, N, H), k, v: (B, T, K, H). lengths: (B, M), starts: (B, M + 1), read as lists."""
+    from jax._src.cudnn.fused_attention_stablehlo import _dot_product_attention_fwd_p
+
+    return _dot_product_attention_fwd_p.bind(
+        *_operands(q, k, v, lengths, q_starts, k_starts), **_flash_options(q), is_training=False
+    )[0]
+
+
+def _flash_forward(q: Array, k: Array, v: Array, *documents: Array) -> tuple[Array, Any]:
+    from jax._src.cudnn.fused_attention_stablehlo import _dot_product_attention_fwd_p
+
+    operands = _operands(q, k, v, *documents)
+    out, sums = _dot_product_attention_fwd_p.bind(*operands, **_flash_options(q), is_training=True)
+    return out, (q, k, v, documents, sums, out)
+
+
+def _flash_backward(kept: Any, g: Array) -> tuple[Any, ...]:
+    from jax._src.cudnn.fused_attention_stablehlo import _dot_product_attention_bwd_p
+
+    q, k, v, documents, sums, out = kept
+    operands = (*_operands(q, k, v, *documents), sums, out, g)
+    return *_dot_product_attention_bwd_p.bind(*operands, **_flash_options(q))[:3], None, None, None
+
+
+_flash_of_documents.defvjp(_flash_forward, _flash_backward)
+
+
+def _operands(q: Array, k: Array, v: Array, lengths: Array, q_starts: Array, k_starts: Array) -> tuple[Array, ...]:
+    none = jnp.zeros(0, q.dtype)  # no bias, no pages
+    return q, k, v, none, lengths, lengths, q_starts, k_starts, none, none
+
+
+def _flash_options(q: Array) -> dict[str, Any]:
+    from jax._src.cudnn.fused_attention_stablehlo import AttentionLayout, MaskType
+
+    return {
+        "scale": q.shape[-1] ** -0.5,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": MaskType.PADDING_CAUSAL,
+        "layout": AttentionLayout.BTNH.value,
+        "sliding_window_length": None,
+    }
 
 
 def _blocked(

@@ -40,6 +40,7 @@ class LossOptions:
     z_loss: float = 0.0
     kernel: bool = False
     fp8: str | None = None  # the scaling, when the head's products with their gradients are in float8
+    temperature: float = 1.0  # z / temperature in place of z, after the softcap
 
 
 def cross_entropy(
@@ -106,66 +107,7 @@ class Projection(NamedTuple):
     softcap: float = 0.0
     chunks: int | str = "auto"
     fp8: str | None = None
-
-
-def token_logprobs(projection: Projection, targets: Array) -> Array:
-    """Return log p(target), (B, T) float32, 0 where the target is below 0. Differentiable per token."""
-    return _per_target(_logprobs, projection, targets)
-
-
-def token_scores(projection: Projection, targets: Array) -> tuple[Array, Array]:
-    """Return (log p(target), whether the target is the argmax), (B, T) each; (0, True) where the target is below 0.
-
-    Among equally likely tokens the argmax is the lowest id, as in greedy decoding.
-    """
-
-    def score(z: Array, lse: Array, targets: Array) -> tuple[Array, Array]:
-        return _logprobs(z, lse, targets), (targets < 0) | (jnp.argmax(z, axis=-1) == targets)
-
-    return _per_target(score, projection, targets)
-
-
-def policy_scores(projection: Projection, targets: Array, temperature: float = 1.0) -> tuple[Array, Array]:
-    """Return (log π(target), entropy of π), (B, T) each, of the sampling policy π = softmax(z / temperature).
-
-    Differentiable in the first. (0, 0) where the target is below 0.
-    """
-
-    def score(z: Array, lse: Array, targets: Array) -> tuple[Array, Array]:
-        if temperature != 1:
-            z = z / temperature
-            lse = jax.nn.logsumexp(z, axis=-1)
-        logprobs = _logprobs(z, lse, targets)
-        fixed = jax.lax.stop_gradient(z - lse[..., None])
-        entropy = -jnp.sum(jnp.where(jnp.isfinite(fixed), jnp.exp(fixed) * fixed, 0.0), axis=-1)
-        return logprobs, jnp.where(targets < 0, 0.0, entropy)
-
-    return _per_target(score, projection, targets)
-
-
-def _per_target(score: Callable[..., Any], projection: Projection, targets: Array) -> Any:
-    """Return `score(z, logsumexp(z), targets)` over all of targets (B, T), z being the capped logits.
-
-    Every token has its own cotangent, so the backward pass recomputes each tile of logits.
-    """
-    hidden, head, (rows, length) = projection.hidden, projection.head, targets.shape
-    if head is None:
-        return score(*_statistics(LossOptions(projection.vocab_size, 1), hidden), targets)
-    count = choose_chunks(projection.chunks, rows, length, head.shape[1])
-    options = LossOptions(projection.vocab_size, count, projection.softcap)
-    table = constrain(head.astype(hidden.dtype), "embed", "vocab")
-
-    @jax.checkpoint
-    def tile(_: None, inputs: tuple[Array, Array]) -> tuple[None, Any]:
-        h, t = inputs
-        return None, score(*_statistics(options, _logits(h, table)), t)
-
-    pieces = (split(hidden, count), split(targets, count, IGNORED))
-    return jax.tree.map(lambda x: join(x)[:, :length], jax.lax.scan(tile, None, pieces)[1])
-
-
-def _logprobs(z: Array, lse: Array, targets: Array) -> Array:
-    return jnp.where(targets < 0, 0.0, _pick(z, jnp.maximum(targets, 0)) - lse)
+    kernels: str = "xla"
 
 
 def _logits(hidden: Array, table: Array, dtype: Any = jnp.float32) -> Array:
@@ -174,12 +116,15 @@ def _logits(hidden: Array, table: Array, dtype: Any = jnp.float32) -> Array:
 
 
 def _statistics(options: LossOptions, logits: Array) -> tuple[Array, Array]:
-    """Capped logits with padding at −∞ (B, t, V), and their logsumexp (B, t)."""
+    """Capped logits over the temperature, with padding at −∞ (B, t, V), and their logsumexp (B, t)."""
     z = soft_cap(logits, options.softcap)
+    if options.temperature != 1:
+        z = z / options.temperature
     if options.vocab_size < z.shape[-1]:
         z = jnp.where(jnp.arange(z.shape[-1]) < options.vocab_size, z, -jnp.inf)
-    if shifts_by_cap(options.softcap):
-        return z, jnp.log(jnp.sum(jnp.exp(z - options.softcap), axis=-1)) + options.softcap
+    largest = options.softcap / options.temperature
+    if shifts_by_cap(largest):
+        return z, jnp.log(jnp.sum(jnp.exp(z - largest), axis=-1)) + largest
     return z, jax.nn.logsumexp(z, axis=-1)
 
 
@@ -206,7 +151,10 @@ def _token_loss(options: LossOptions, z: Array, lse: Array, targets: Array) -> t
 
 
 def _logit_gradient(options: LossOptions, z: Array, lse: Array, targets: Array, weights: Array) -> Array:
-    """∂(Σ w·loss)/∂logits: w · ((1 + 2ζ·lse)·p − (1−ε)·onehot − ε/V) · (1 − (z/c)²). (B, t, V) float32."""
+    """∂(Σ w·loss)/∂logits: w/τ · ((1 + 2ζ·lse)·p − (1−ε)·onehot − ε/V) · (1 − (τz/c)²), τ the temperature.
+
+    (B, t, V) float32.
+    """
     column = jnp.arange(z.shape[-1])
     scale = weights * (1 + 2 * options.z_loss * lse) if options.z_loss else weights
     gradient = jnp.exp(z - lse[..., None]) * scale[..., None]
@@ -215,7 +163,9 @@ def _logit_gradient(options: LossOptions, z: Array, lse: Array, targets: Array, 
     if options.label_smoothing:
         gradient -= (options.label_smoothing / options.vocab_size) * weights[..., None]
     if options.softcap:
-        gradient *= 1 - jnp.square(z / options.softcap)
+        gradient *= 1 - jnp.square(z * (options.temperature / options.softcap))
+    if options.temperature != 1:
+        gradient /= options.temperature
     return jnp.where(column < options.vocab_size, gradient, 0.0)
 
 
@@ -240,10 +190,21 @@ def _cross_entropy(
 def _forward(
     options: LossOptions, hidden: Any, head: Any, targets: Any, weights: Any
 ) -> tuple[tuple[Array, Array], tuple[Array, Array | None]]:
-    """Value and gradient, tile by tile. dW is kept apart per shard (`row_groups`), summed over devices once. A frozen
-    head has none."""
-    trained = head.perturbed
-    hidden, head, targets, weights = (argument.value for argument in (hidden, head, targets, weights))
+    values = (argument.value for argument in (hidden, head, targets, weights))
+    return loss_and_gradients(options, head.perturbed, *values)
+
+
+def loss_and_gradients(
+    options: LossOptions,
+    trained: bool,
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    weights: Array,
+    tiles: Array | None = None,
+) -> tuple[tuple[Array, Array], tuple[Array, Array | None]]:
+    """Return ((Σ w·loss, Σ w·nll), (dhidden, dW)), tile by tile. dW is kept apart per shard (`row_groups`), summed over
+    devices once. A head that is not `trained` has none. tiles: () int32, how many have targets; None: all."""
     logits, gradients = _products(head, hidden.dtype) if options.fp8 is None else head_products(head, options.fp8)
     groups = row_groups(hidden.shape[0], -(-hidden.shape[1] // options.chunks))
 
@@ -260,7 +221,7 @@ def _forward(
     pieces = tuple(split(x, options.chunks) for x in (hidden, targets, weights))
     zeros = jnp.zeros((*groups, *head.shape) if trained else (1, 1, 1, 1), jnp.float32)
     start = (jnp.zeros(2, jnp.float32), constrain(zeros, "batch", "sequence", None, "vocab"))
-    (sums, dhead), dhidden = scan_tiles(tile, start, pieces, options.chunks)
+    (sums, dhead), dhidden = scan_tiles(tile, start, pieces, options.chunks, tiles)
     dhidden = join(dhidden)[:, : hidden.shape[1]]
     return (sums[0], sums[1]), (dhidden, jnp.sum(dhead, axis=(0, 1)).astype(head.dtype) if trained else None)
 
@@ -374,9 +335,20 @@ def join(x: Array) -> Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def scan_tiles(tile: Any, start: Any, pieces: tuple[Array, ...], chunks: int) -> tuple[Any, Any]:
-    """lax.scan, without the loop when there is one chunk."""
-    if chunks > 1:
+def scan_tiles(
+    tile: Any, start: Any, pieces: tuple[Array, ...], chunks: int, tiles: Array | None = None
+) -> tuple[Any, Any]:
+    """lax.scan, without the loop when there is one chunk; the results of those after the first `tiles` are zero."""
+    if chunks == 1:
+        carry, out = tile(start, tuple(x[0] for x in pieces))
+        return carry, jax.tree.map(lambda x: x[None], out)
+    if tiles is None:
         return jax.lax.scan(tile, start, pieces)
-    carry, out = tile(start, tuple(x[0] for x in pieces))
-    return carry, None if out is None else out[None]
+    results = jax.eval_shape(tile, start, tuple(x[0] for x in pieces))[1]
+    buffers = jax.tree.map(lambda x: jnp.zeros((chunks, *x.shape), x.dtype), results)
+
+    def one(index: Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
+        carry, out = tile(state[0], tuple(x[index] for x in pieces))
+        return carry, jax.tree.map(lambda buffer, new: buffer.at[index].set(new), state[1], out)
+
+    return jax.lax.fori_loop(0, tiles, one, (start, buffers))

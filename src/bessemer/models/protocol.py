@@ -17,14 +17,8 @@ from jax import Array
 
 from bessemer.config import field
 from bessemer.errors import InputError
-from bessemer.losses.cross_entropy import (
-    Projection,
-    logits_loss,
-    policy_scores,
-    target_weights,
-    token_logprobs,
-    token_scores,
-)
+from bessemer.losses.cross_entropy import Projection, logits_loss, target_weights
+from bessemer.losses.token_scores import policy_scores, token_logprobs, token_scores
 from bessemer.topology import unbox
 
 Batch = Mapping[str, Array]

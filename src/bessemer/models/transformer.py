@@ -83,7 +83,8 @@ class Transformer(Model):
     remat: list[str] = field(
         "architecture/remat",
         default_factory=lambda: ["none"],
-        help=f"recompute in the backward pass: none, block, or tensors of {', '.join(TENSOR_NAMES)}",
+        help="recompute in the backward pass: none, block, offload (block, with its inputs in host memory), or "
+        f"tensors of {', '.join(TENSOR_NAMES)}",
     )
     scan_layers: bool = field("architecture/scan_layers", default=False, help="scan repeating layers: faster compile")
     dropout: float = field("architecture/dropout", default=0.0, minimum=0.0, below=1.0, help="dropout rate")
@@ -95,6 +96,7 @@ class Transformer(Model):
         help="most documents in a row, padding included; speeds up cuDNN with a document mask; 0 = any number",
     )
     loss_chunks: int | str = field("architecture/loss_chunks", default="auto", help="pieces of the loss; auto by size")
+    document_counts: tuple[int, ...] = ()  # of single rows, the largest first; see `document_slots`
 
     def __post_init__(self) -> None:
         # A list would make the module unhashable, and so unusable as a static argument of jit.
@@ -229,7 +231,7 @@ class Transformer(Model):
         unknown = [name for name in remat_names(self.remat) or () if name not in TENSOR_NAMES]
         require(
             not unknown,
-            f"architecture.remat names {', '.join(unknown)}; it is none, block, or a list of "
+            f"architecture.remat names {', '.join(unknown)}; it is none, block, offload, or a list of "
             f"{', '.join(TENSOR_NAMES)}.",
         )
         require(0 <= self.dropout < 1, f"architecture.dropout is {self.dropout}; it must be in [0, 1).")
@@ -263,10 +265,9 @@ class Transformer(Model):
         x = self._embed(input_ids)
         if keys is not None and embedding_noise > 0:
             x = ops.add_noise(x, embedding_noise, keys)
-        if (
-            documents is not None and self.max_documents
-        ):  # more would attend wrongly: NaN is seen, and nothing is trained
-            x = jnp.where(too_many_documents(documents, self.max_documents), jnp.nan, x)
+        if documents is not None and self.max_documents:
+            # more would attend wrongly: NaN is seen, and nothing is trained
+            x = jnp.where(too_many_documents(documents, self.document_slots(len(documents))), jnp.nan, x)
         return self._layers(x, input_ids, positions, documents, keys if dropping else None, not deterministic)
 
     def _attend(self, window: int | None, documents: Array | None) -> Attend:
@@ -276,9 +277,15 @@ class Transformer(Model):
             window=window,
             segment_ids=documents,
             implementation=self.attention,
-            max_documents=self.max_documents,
+            max_documents=0 if documents is None else self.document_slots(len(documents)),
             softcap=self._attention_cap(),
         )
+
+    def document_slots(self, rows: int) -> int:
+        """Return the most documents that `rows` rows hold together; 0 = any number."""
+        known = self.document_counts[:rows]
+        rest = known[-1] if known else self.max_documents
+        return min(rows * self.max_documents, sum(known) + (rows - len(known)) * rest)
 
     def __call__(
         self,
@@ -292,7 +299,8 @@ class Transformer(Model):
 
     def projection(self, batch: Batch, deterministic: bool = True) -> Projection:
         hidden, fp8 = self._hidden_of(batch, deterministic), self._head_fp8(not deterministic)
-        return Projection(hidden, self._head(), self.vocab_size, self._cap(), self.loss_chunks, fp8)
+        kernels = choose_kernels(self.kernels, self.compute_dtype)
+        return Projection(hidden, self._head(), self.vocab_size, self._cap(), self.loss_chunks, fp8, kernels)
 
     def loss(
         self,

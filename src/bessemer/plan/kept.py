@@ -162,7 +162,7 @@ def kept_tensors(state: TrainState, model: Any, fields: Fields, block: int, rema
 
 def _tensors(program: Program, weights: set[tuple[int, ...]], rows: int) -> Iterator[Tensor]:
     """Yield the results that are not arguments, each once."""
-    wanted = {id(v): v for v in program.outvars if not isinstance(v, Literal)}
+    wanted = {id(v): v for v in program.outvars if not isinstance(v, Literal) and not on_host(v.aval)}
     makers = {id(v): equation for equation in program.eqns for v in equation.outvars}
     given = {id(variable) for variable in program.invars}
     kept = {id(root): root for v in wanted.values() for root in [_source(v, wanted, makers)]}
@@ -176,6 +176,11 @@ def _tensors(program: Program, weights: set[tuple[int, ...]], rows: int) -> Iter
         if math.prod(shape):
             grows = math.prod(shape) % rows == 0
             yield Tensor(shape, dtype, count, grows, not grows and tuple(sorted(shape)) not in weights)
+
+
+def on_host(aval: Any) -> bool:
+    """Whether a result waits in host memory: architecture.remat=offload."""
+    return getattr(aval, "memory_space", None) is jax.memory.Space.Host
 
 
 def _telling_rows(params: Any, shape: Shape | None, block: int) -> int:

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, cast
 
 import jax
@@ -26,7 +27,7 @@ from bessemer.rl.rewards import Rewards, RewardSpec
 from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, row_types
 from bessemer.rl.sampler import Sampler
 from bessemer.storage.artifacts import ROLLOUT
-from bessemer.topology import agree
+from bessemer.topology import agree, process_count
 from bessemer.training import step
 from bessemer.training.feed import device_batch
 from bessemer.training.outcome import doing
@@ -45,6 +46,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
     rolls_out = True
     rewards: Rewards | None
     rollout: Rollout | None
+    _compiling: Future[None] | None = None  # of what the first rollout runs
 
     def configure_dataloaders(self) -> DataParts:
         entry = objectives.entry(self.settings.objective)
@@ -125,6 +127,24 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         """The plan of an online run."""
         return cast(PromptPlan, self.data.plan)
 
+    # --- compilation ---
+
+    def compile_aot(self) -> bool:
+        """As BaseTrainer's. Beside it, a thread compiles what the first rollout runs."""
+        if not self.functions.compiled and self.compiles_rollouts_ahead:
+            pool = ThreadPoolExecutor(1, thread_name_prefix="bessemer-rollout")
+            self._compiling = pool.submit(self.sampler.compile_ahead, self.functions.abstract_state.whole())
+            pool.shutdown(wait=False)
+        return super().compile_aot()
+
+    @property
+    def compiles_rollouts_ahead(self) -> bool:
+        """Where programs do not depend on how many rows are left, cores are many, and the cache can hold the result.
+        Parameters that are merged with adapters inside the step have no abstract form."""
+        here = jax.default_backend() != "cpu" and process_count() == 1 and not self.offline
+        cached = jax.config.jax_compilation_cache_dir is not None  # type: ignore[attr-defined]
+        return here and cached and not self.model_parts.split.tables
+
     # --- batches ---
 
     def start_over(self) -> None:
@@ -149,6 +169,9 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             self.rollout = None  # released before the next one is made
             remedy, begun = "Lower grpo.slots, or grpo.mini_batches in a new run", time.monotonic()
             with doing(self.run_state, f"the sampling of rollout {number}", remedy):
+                if self._compiling is not None:
+                    self._compiling.result()
+                    self._compiling = None
                 jax.block_until_ready(self.state.step)  # the last step is not time of this rollout
                 self.rollout = self.sampler.rollout(number)
             self.rollout_seconds = (self.rollout_seconds or 0.0) + time.monotonic() - begun

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bessemer.data.tokenize.tokenizer import NOT_UNICODE
-from bessemer.errors import InputError
+from bessemer.errors import InputError, printable
 from bessemer.generate import Engine, EngineThread, Event, Request, Sample, SamplingOptions
 from bessemer.generate.calculator import CALLS, call_id, output_ids
 from bessemer.serve.conversation import Exchange, Template
@@ -83,7 +83,7 @@ class Chat:
             if not called or full or (self.max_tokens and len(written) + len(result) >= self.max_tokens):
                 return answer, written, sample.finish if not called else "length"
             shown = tokenizer.decode([written[-1], *result])
-            self.write(shown)
+            self.write(printable(shown))
             answer += shown
             written += result
         return answer, written, "length"
@@ -108,7 +108,7 @@ class Chat:
         try:
             for event in handle:
                 shown.append(event)
-                self.write(event.text)
+                self.write(printable(event.text))
         except KeyboardInterrupt:
             handle.cancel()
             ids = tuple(token for event in shown for token in event.ids)

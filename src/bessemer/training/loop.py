@@ -239,11 +239,11 @@ class Loop(Generic[T]):
         self.report(rows)
 
     def report(self, rows: list[dict[str, Any]]) -> None:
-        self._check_directory()
+        self.check_directory()
         for row in rows:
             self.callbacks.fire("on_metrics", self, row)
 
-    def _check_directory(self) -> None:
+    def check_directory(self) -> None:
         """Raise StorageError if somebody deleted the run: files that are written later would hide it."""
         if self.trainer.lock is not None:
             self.trainer.lock.check_intact()
@@ -270,7 +270,7 @@ class Loop(Generic[T]):
     def checkpoint(self, wait: bool = False) -> None:
         """Save the state after the current step."""
         self.flush()
-        self._check_directory()
+        self.check_directory()
         with self.paused():
             self.want_checkpoint = False
             self.trainer.save()

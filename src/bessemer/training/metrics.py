@@ -15,8 +15,8 @@ from bessemer.training.state import WEIGHTS_FINITE, LoopState, Unstable, describ
 LAG = 2
 """A report is read this many steps late, so that the device always has work queued while Python reads."""
 
-MOST_PENDING = 64
-"""Unread steps after which they are read although no report is due, so that a bad run is noticed."""
+MOST_UNREAD = 32
+"""Completed steps after which they are read although no report is due, so that a bad run ends soon."""
 
 INTERNAL = ("finite", WEIGHTS_FINITE, "clipped", "target_tokens", "spike", "spike_limit")
 COUNTED = ("loss", *INTERNAL)
@@ -46,7 +46,7 @@ class StepLog:
         """Return the step up to which values should be read now: of a due report, or when many have piled up."""
         if self._due and step >= self._due[0] + LAG:
             return self._due[0]
-        return step - LAG if len(self._pending) > MOST_PENDING else None
+        return step - LAG if len(self._pending) >= MOST_UNREAD + LAG else None
 
     def drain(self, upto: int | None = None) -> list[dict[str, Any]]:
         """Read what is pending (of steps up to `upto`) in one `fetch`; return the rows that were due, oldest first."""

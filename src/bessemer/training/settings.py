@@ -142,7 +142,7 @@ class LoggingSettings:
         default=None,
         minimum=-1,
         help="steps between rows of metrics.jsonl; 0 or -1: at the end only; none: for 50 to 100 rows, but every step "
-        "of a short run and at least every 32 of a long one",
+        "of a short run",
     )
     validation_interval: int = field(
         "logging/validation_interval",

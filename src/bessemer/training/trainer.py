@@ -119,6 +119,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         self.run_state = RunState(self._initial_state)
         self._checkpoints: Checkpoints | None = None
         self._reading: Future[checkpoints.InitialParams] | None = None  # of weights that are read while steps compile
+        self._failed: Exception | None = None  # what creating the state meanwhile raised
         self.stages: tuple[run_stages.Stage, ...] = ()
         self.functions_by_reference: dict[bool, Functions] = {}  # whether the stage has a reference → its functions
         self.output = output.Output(spec.run_directory, self.topology.is_process_zero)
@@ -288,6 +289,9 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         self.run_state.state = state
 
     def _initial_state(self) -> TrainState:
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
         adapters = checkpoints.initial_adapters(self.context, self.model_parts)
         return compiled.initial_state(self.plan, self.hooks, self.functions, self.given_params(), adapters)
 
@@ -504,14 +508,16 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         new = not self.functions.compiled
         if new:
             with self.topology.scope():
-                self.functions = compiled.compile_steps(self.plan, self.hooks, self.functions, self.draws_state)
+                self.functions = compiled.compile_steps(
+                    self.plan, self.hooks, self.functions, self.draws_state, self._create_ahead
+                )
         self.startup.lap("compile")
         return new
 
     def prepare_steps(self) -> None:
         """Compile the steps of the current stage, report it, and check that they fit in memory.
 
-        The weights of `init` are read meanwhile.
+        The weights of `init` are read and the state is created from them meanwhile.
         """
         if not self.functions.compiled:
             self._read_ahead()
@@ -576,6 +582,15 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             pool = ThreadPoolExecutor(1, thread_name_prefix="bessemer-weights")
             self._reading = pool.submit(self._read_initial_params)
             pool.shutdown(wait=False)
+
+    def _create_ahead(self) -> None:
+        """Create the state from weights that are being read. An error is raised where the state is first used: a step
+        that does not fit in memory is reported before it."""
+        if self._reading is not None:
+            try:
+                self.state = self._initial_state()
+            except Exception as error:  # noqa: BLE001 -- raised by _initial_state
+                self._failed = error
 
     def take_reference(self) -> None:
         """Make the trained parameters as they are (or the teacher's) the reference, in the state and on disk."""

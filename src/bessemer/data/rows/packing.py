@@ -148,9 +148,9 @@ class PieceRows:
         return len(self.plan)
 
     @property
-    def most_pieces(self) -> int:
-        """The most pieces that a row holds."""
-        return int(np.diff(self.plan.first).max(initial=0))
+    def pieces(self) -> np.ndarray:
+        """The number of pieces in each row."""
+        return np.diff(self.plan.first)
 
     def get(self, indices: np.ndarray) -> Batch:
         self.store.require(*extent(self.plan, indices))

@@ -18,12 +18,20 @@ from typing import Any
 import numpy as np
 
 from bessemer.data.rows.store import FORMAT, is_store, read_facts, write_facts
-from bessemer.data.sources.files import SHARD_BYTES, Documents, Files, Source, Stream, plan_shards
+from bessemer.data.sources.files import SHARD_BYTES, Documents, Files, Piece, Source, Stream, plan_shards
 from bessemer.data.sources.hub import find_named
 from bessemer.data.stores import shards as merge
 from bessemer.data.stores.pool import Pool, RayPool, Task
 from bessemer.data.stores.shards import SHOWN, Callback, ShardWriter, Tally
-from bessemer.data.tokenize.documents import Bad, Document, TurnRows, document_of, read_piece
+from bessemer.data.tokenize.documents import (
+    Bad,
+    Document,
+    TurnRows,
+    encoding_threads,
+    finished,
+    plan_document,
+    read_piece,
+)
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError, StorageError
 from bessemer.storage.checksums import json_digest
@@ -151,12 +159,14 @@ def source_key(source: Source) -> str:
     return digest.hexdigest()
 
 
-def documents_of(items: Any, text_key: str | None, tokenizer: Tokenizer | None = None) -> Iterator[Document | Bad]:
+def documents_of(
+    items: Any, text_key: str | None, tokenizer: Tokenizer | None = None, threads: int = 1
+) -> Iterator[Document | Bad]:
     """Documents from Python, by index where there is one."""
     length = len(items) if hasattr(items, "__len__") else None
     values = items if length is None else (items[i] for i in range(length))
-    for number, value in enumerate(values):
-        yield document_of(value, f"document {number}", text_key, tokenizer)
+    planned = (plan_document(value, f"document {i}", text_key, tokenizer) for i, value in enumerate(values))
+    return finished(planned, threads)
 
 
 def _existing(target: Path, key: str) -> StoreInfo:
@@ -199,7 +209,7 @@ class _Preparation:
                 f"engine {self.engine} reads files, and {source.label} comes from Python: use --engine local."
             )
         tally = Tally(f"preparing {name}", 0, progress)
-        items = documents_of(source.items, self.options.text_key, self.tokenizer)
+        items = documents_of(source.items, self.options.text_key, self.tokenizer, encoding_threads())
         shards: list[Path] = []
         while block := list(islice(items, SHARD_DOCUMENTS)):
             shards.append(self.work / f"{name}-{len(shards):06d}")
@@ -223,10 +233,13 @@ class _Preparation:
             pool(workers, settings, tally).run(missing)
         else:
             for shard, pieces in missing:
-                reads = (read for piece in pieces for read in read_piece(piece, self.options.text_key, self.tokenizer))
-                self._writer(shard, tally).write(reads)
+                self._writer(shard, tally).write(self._read(pieces))
                 tally.add(done=sum(p.size for p in pieces))
         return [shard for shard, _ in tasks]
+
+    def _read(self, pieces: Iterable[Piece]) -> Iterator[Document | Bad]:
+        for piece in pieces:
+            yield from read_piece(piece, self.options.text_key, self.tokenizer, threads=encoding_threads())
 
     def _writer(self, shard: Path, tally: Tally) -> ShardWriter:
         return ShardWriter(shard, self.tokenizer, self.options.on_error, tally.add)

@@ -13,8 +13,9 @@ A tokenizer with a chat template of its own is written with that (turns.py).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from bessemer.data.tokenize.templates import Message
 from bessemer.data.tokenize.tokenizer import Tokenizer
@@ -29,6 +30,16 @@ TOOL_TOKENS = {
 TURN_TOKENS = tuple(f"<|{role}_{end}|>" for role in ROLES for end in ("start", "end"))
 
 Part = tuple[str, str]  # type, text
+Finished = TypeVar("Finished")
+
+
+@dataclass(frozen=True, slots=True)
+class Unencoded(Generic[Finished]):
+    """What was read and written as text, of `size` characters. `finish` encodes it, on any thread: nearly all of its
+    time is spent outside Python's global lock."""
+
+    finish: Callable[[], Finished]
+    size: int
 
 
 def is_messages(value: Any) -> bool:
@@ -67,15 +78,30 @@ def supervised_rows(
 
     first: learn only the answers from this message on.
     """
+    return unencoded_rows(messages, tokenizer, tools, first).finish()
+
+
+def unencoded_rows(
+    messages: Sequence[Message], tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = (), first: int = 0
+) -> Unencoded[list[Row]]:
+    """`supervised_rows` whose encoding is left to `finish`; the chat template is asked now."""
     if tokenizer.chat_template is not None:
-        rows = Writer(messages, tokenizer, tools).rows(first)
-    elif tools:
+        written = Writer(messages, tokenizer, tools).written(first)
+        return Unencoded(lambda: _with_answers(written.encode(), messages[:first]), written.size)
+    if tools:
         raise _no_tools(tokenizer)
-    else:
+
+    def finish() -> list[Row]:
         ids, mask = _with_our_tokens(messages, tokenizer)
         before = len(_with_our_tokens(messages[:first], tokenizer)[0]) if first else 0
-        rows = [(ids, [0] * before + mask[before:])]
-    answered = any(message.get("role") == "assistant" for message in messages[:first])
+        return _with_answers([(ids, [0] * before + mask[before:])], messages[:first])
+
+    return Unencoded(finish, sum(len(str(message.get("content"))) for message in messages))
+
+
+def _with_answers(rows: list[Row], before: Sequence[Message]) -> list[Row]:
+    """The rows. Raise InputError if they hold nothing to learn and no answer stands `before` them."""
+    answered = any(message.get("role") == "assistant" for message in before)
     if not answered and not any(any(mask) for _, mask in rows):
         raise InputError("the conversation has no message of the assistant, so there is nothing to learn.")
     return rows
@@ -85,13 +111,25 @@ def supervised(
     messages: Sequence[Message], tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = (), first: int = 0
 ) -> Row:
     """(ids, mask) of a conversation that one row teaches. Raise InputError if it takes several."""
-    rows = supervised_rows(messages, tokenizer, tools, first)
-    if len(rows) > 1:
-        raise InputError(
-            f"the chat template of {tokenizer.origin} writes earlier answers differently once others follow, so these "
-            f"{len(rows)} answers have no common sequence of tokens: end the conversation with one answer."
-        )
-    return rows[0]
+    return unencoded_row(messages, tokenizer, tools, first).finish()
+
+
+def unencoded_row(
+    messages: Sequence[Message], tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = (), first: int = 0
+) -> Unencoded[Row]:
+    """`supervised` whose encoding is left to `finish`."""
+    unencoded = unencoded_rows(messages, tokenizer, tools, first)
+
+    def finish() -> Row:
+        rows = unencoded.finish()
+        if len(rows) > 1:
+            raise InputError(
+                f"the chat template of {tokenizer.origin} writes earlier answers differently once others follow, so "
+                f"these {len(rows)} answers have no common sequence of tokens: end the conversation with one answer."
+            )
+        return rows[0]
+
+    return Unencoded(finish, unencoded.size)
 
 
 def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -180,7 +218,8 @@ def role_token(tokenizer: Tokenizer, role: str, end: str) -> int:
 
 
 def _with_our_tokens(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    ids, mask = [tokenizer.bos_id], [0]
+    parts: list[str | int] = [tokenizer.bos_id]
+    counted = [0]  # whether each is learned
     for message in messages:
         role = message.get("role")
         if role not in ROLES or message.get("tool_calls"):
@@ -194,19 +233,20 @@ def _with_our_tokens(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple
                 "it into the content, or leave it out."
             )
         learned = int(role == "assistant")
-        ids.append(role_token(tokenizer, role, "start"))
-        mask.append(0)
+        parts.append(role_token(tokenizer, role, "start"))
+        counted.append(0)
         for kind, text in _parts(message):
+            said: list[str | int] = [text]
             if kind in TOOL_TOKENS:
                 before, after = (_token(tokenizer, name) for name in TOOL_TOKENS[kind])
-                piece = [before, *tokenizer.encode(text, after=[before]), after]
-            else:
-                piece = tokenizer.encode(text, after=ids)
-            ids += piece
-            mask += [learned if kind != "python_output" else 0] * len(piece)
-        ids.append(role_token(tokenizer, role, "end"))
-        mask.append(learned)
-    return ids, mask
+                said = [before, text, after]
+            parts += said
+            counted += [learned if kind != "python_output" else 0] * len(said)
+        parts.append(role_token(tokenizer, role, "end"))
+        counted.append(learned)
+    encoded = tokenizer.encode_parts(parts)
+    ids = [one for part in encoded for one in part]
+    return ids, [counts for part, counts in zip(encoded, counted, strict=True) for _ in part]
 
 
 def _parts(message: Message) -> Iterator[Part]:

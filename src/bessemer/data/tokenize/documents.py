@@ -14,9 +14,12 @@ begins with. A pair is one document, so it is held out, or dropped as a duplicat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from bessemer.data.sources.files import Piece
 from bessemer.data.sources.readers import LONGEST, TOO_LONG, Bad, Raw, read_rows, read_texts
@@ -99,28 +102,84 @@ class TurnRows:
             self.added_tokens += sum(sizes) - max(sizes)
 
 
+Read = Document | Bad
+Planned = Read | chat.Unencoded[Read]
+MOST_AHEAD = 4 << 20  # characters that wait for a thread or are being encoded: up to 140 bytes of memory for each
+MOST_THREADS = 16
+
+
 def read_piece(
-    piece: Piece, text_key: str | None = None, tokenizer: Tokenizer | None = None, most_unpacked: float = math.inf
-) -> Iterator[Document | Bad]:
-    """Yield every document of the piece, in order. most_unpacked: bytes after which a compressed file is left."""
+    piece: Piece,
+    text_key: str | None = None,
+    tokenizer: Tokenizer | None = None,
+    most_unpacked: float = math.inf,
+    threads: int = 1,
+) -> Iterator[Read]:
+    """Yield every document of the piece, in order.
+
+    most_unpacked: bytes after which a compressed file is left. threads: how many encode conversations; the documents
+    do not depend on it.
+    """
     if piece.kind.startswith("txt"):
         texts = read_texts(piece, most_unpacked)
         yield from (read if isinstance(read, Bad) else Document(read) for read in texts)
         return
-    for row in read_rows(piece, lambda names: _columns(names, text_key, piece.path), most_unpacked):
-        read = row if isinstance(row, Bad) else document_of(row.value, "", text_key, tokenizer)
+    rows = read_rows(piece, lambda names: _columns(names, text_key, piece.path), most_unpacked)
+    yield from finished((_of_row(row, text_key, tokenizer) for row in rows), threads)
+
+
+def _of_row(row: Raw | Bad, text_key: str | None, tokenizer: Tokenizer | None) -> Planned:
+    if isinstance(row, Bad):
+        return row
+    where = row.where
+
+    def placed(read: Read) -> Read:
         if isinstance(read, Document) and len(read.text or "") > LONGEST:
             read = Bad("", TOO_LONG)  # in parquet: a longer line of JSON is invalid already
-        if isinstance(read, Bad) and not read.place:
-            read = Bad(cast(Raw, row).where, read.reason)
-        yield read
+        return Bad(where, read.reason) if isinstance(read, Bad) and not read.place else read
+
+    planned = plan_document(row.value, "", text_key, tokenizer)
+    if isinstance(planned, chat.Unencoded):
+        finish = planned.finish
+        return chat.Unencoded(lambda: placed(finish()), planned.size)
+    return placed(planned)
 
 
-def document_of(
-    value: Any, where: str, text_key: str | None = None, tokenizer: Tokenizer | None = None
-) -> Document | Bad:
+def encoding_threads() -> int:
+    """How many threads encode conversations: one for each core that this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MOST_THREADS)
+
+
+def finished(planned: Iterable[Planned], threads: int) -> Iterator[Read]:
+    """Yield the documents in order. Up to `threads` are encoded at a time, while this thread reads the next ones."""
+    if threads <= 1:
+        yield from (read.finish() if isinstance(read, chat.Unencoded) else read for read in planned)
+        return
+    with ThreadPoolExecutor(threads, "encode") as pool:
+        waiting: deque[tuple[Read | Future[Read], int]] = deque()
+        ahead = 0
+        for read in planned:
+            size = read.size if isinstance(read, chat.Unencoded) else 0
+            while waiting and (ahead + size > MOST_AHEAD or len(waiting) >= 16 * threads):
+                first, encoded = waiting.popleft()
+                yield first.result() if isinstance(first, Future) else first
+                ahead -= encoded
+            waiting.append((pool.submit(read.finish) if isinstance(read, chat.Unencoded) else read, size))
+            ahead += size
+        for first, _ in waiting:
+            yield first.result() if isinstance(first, Future) else first
+
+
+def document_of(value: Any, where: str, text_key: str | None = None, tokenizer: Tokenizer | None = None) -> Read:
     """A document from a text or a mapping; the column is `text_key`, else `input_ids`, else `chosen` and `rejected`,
     else `text`, else those of a conversation."""
+    planned = plan_document(value, where, text_key, tokenizer)
+    return planned.finish() if isinstance(planned, chat.Unencoded) else planned
+
+
+def plan_document(value: Any, where: str, text_key: str | None = None, tokenizer: Tokenizer | None = None) -> Planned:
+    """`document_of` that leaves the encoding of conversations and pairs for later."""
     if isinstance(value, str):
         return _checked(value, where)
     if not isinstance(value, Mapping):
@@ -141,7 +200,7 @@ def document_of(
     return _checked(value[key], where)
 
 
-def _conversation(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Document | Bad | None:
+def _conversation(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Planned | None:
     """Ids and mask of a chat row, or its messages while there is no tokenizer; None: it is no chat row."""
     try:
         messages = chat.conversation_of(row)
@@ -150,13 +209,21 @@ def _conversation(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | Non
         tools = chat.tools_of(row)
         if tokenizer is None:
             return Document(messages=messages, tools=tools)
-        (ids, mask), *further = chat.supervised_rows(messages, tokenizer, tools)
+        unencoded = chat.unencoded_rows(messages, tokenizer, tools)
     except InputError as error:
-        return Bad(where, str(error).removesuffix("."))
-    return Document(ids=ids, mask=mask, bytes=len(chat.spoken(messages).encode()), further=tuple(further))
+        return _refused(where, error)
+
+    def finish() -> Read:
+        try:
+            (ids, mask), *further = unencoded.finish()
+        except InputError as error:
+            return _refused(where, error)
+        return Document(ids=ids, mask=mask, bytes=len(chat.spoken(messages).encode()), further=tuple(further))
+
+    return chat.Unencoded(finish, unencoded.size)
 
 
-def _pair(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Document | Bad:
+def _pair(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Planned:
     """Ids and mask of a preference row, or the pair alone while there is no tokenizer."""
     pair = read_pair(row)
     if isinstance(pair, str):
@@ -165,10 +232,22 @@ def _pair(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Do
         tools = chat.tools_of(row)
         if tokenizer is None:
             return Document(pair=pair, tools=tools)
-        ids, mask = encode_pair(pair, tokenizer, tools)
+        unencoded = _unencoded_pair(pair, tokenizer, tools)
     except InputError as error:
-        return Bad(where, str(error).removesuffix("."))
-    return Document(ids=ids, mask=mask, bytes=pair_bytes(pair), pair=pair)
+        return _refused(where, error)
+
+    def finish() -> Read:
+        try:
+            ids, mask = unencoded.finish()
+        except InputError as error:
+            return _refused(where, error)
+        return Document(ids=ids, mask=mask, bytes=pair_bytes(pair), pair=pair)
+
+    return chat.Unencoded(finish, unencoded.size)
+
+
+def _refused(where: str, error: InputError) -> Bad:
+    return Bad(where, str(error).removesuffix("."))
 
 
 def _missing(text_key: str | None, columns: list[str]) -> str:
@@ -289,11 +368,20 @@ def _pair_of_ids(row: Mapping[str, Any]) -> Pair | str:
 
 def encode_pair(pair: Pair, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> chat.Row:
     """(ids, mask) of the document of a pair. Of the prompt's own assistant turns nothing is an answer."""
-    if pair.masks is not None:
-        sides = [(pair.chosen, pair.masks[0]), (pair.rejected, pair.masks[1])]
-    else:
-        sides = [chat.supervised(side, tokenizer, tools, pair.prompt) for side in (pair.chosen, pair.rejected)]
-    (chosen, chosen_mask), (rejected, rejected_mask) = sides
+    return _unencoded_pair(pair, tokenizer, tools).finish()
+
+
+def _unencoded_pair(pair: Pair, tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> chat.Unencoded[chat.Row]:
+    masks, both = pair.masks, (pair.chosen, pair.rejected)
+    if masks is not None:
+        return chat.Unencoded(lambda: _joined((pair.chosen, masks[0]), (pair.rejected, masks[1])), 0)
+    sides = [chat.unencoded_row(side, tokenizer, tools, pair.prompt) for side in both]
+    return chat.Unencoded(lambda: _joined(*(side.finish() for side in sides)), sum(side.size for side in sides))
+
+
+def _joined(first: chat.Row, second: chat.Row) -> chat.Row:
+    """The document of two sequences."""
+    (chosen, chosen_mask), (rejected, rejected_mask) = first, second
     if not (chosen and rejected):
         raise InputError("'chosen' or 'rejected' is empty.")
     return [*chosen, *rejected], [*chosen_mask, rejected_mask[0] | BEGINS, *rejected_mask[1:]]

@@ -23,6 +23,7 @@ import json
 import resource
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from typing import IO, Any
 
@@ -30,6 +31,7 @@ CPU_SECONDS = 2.0
 MEMORY = 512 << 20
 MOST_OUTPUT = 16 << 20  # characters; a conversation of a million tokens has about 4 million
 CACHED = 16
+HELD = 0.1  # seconds for which replies are held back, to be sent together
 HEAD = 12  # bytes of the line with the length
 BEGIN, END = "generation_begin", "generation_end"  # values that `{% generation %}` and `{% endgeneration %}` write
 DATE = datetime.datetime(2024, 7, 26)
@@ -166,13 +168,18 @@ def serve() -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, in the midst of one long operation, too
     send(sys.stdout.buffer, {"ready": True})
     while (request := receive(sys.stdin.buffer)) is not None:
+        sent = time.monotonic()
         for values in values_of(request):
             signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
             reply = renderer.reply(request["source"], values)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            send(sys.stdout.buffer, reply)
+            sys.stdout.buffer.write(packed(reply))
+            if time.monotonic() - sent > HELD:
+                sys.stdout.buffer.flush()
+                sent = time.monotonic()
             if "problem" in reply:
                 break
+        sys.stdout.buffer.flush()
 
 
 def values_of(request: dict[str, Any]) -> Iterator[dict[str, Any] | None]:

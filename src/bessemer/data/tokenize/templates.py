@@ -36,6 +36,7 @@ ALONE = "chat_template.jinja"  # where newer exports keep the template
 FURTHER = "additional_chat_templates"  # … and others, each in a file of its name
 DEFAULT, TOOL_USE = "default", "tool_use"
 WALL_SECONDS = 20.0
+AT_ONCE = 1 << 16  # bytes of replies asked for at a time
 MOST_EXCEEDED = 2  # then a template is not tried again by this process: a server has others to answer
 INHERITED = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "LANG", "HOME")
 TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -223,6 +224,7 @@ class Worker:
         self.owner = os.getpid()
         self._turn = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._unread = bytearray()  # replies that came together with an earlier one
         self._closed = False
         self._exceeded: dict[str, int] = {}  # templates that exceeded their limits, and how often
 
@@ -275,14 +277,17 @@ class Worker:
         return self._exactly(handle, int(self._exactly(handle, HEAD)))
 
     def _exactly(self, handle: int, size: int) -> bytearray:
-        waiting = select.poll()  # unlike select it takes any number, and a server has many connections
-        waiting.register(handle, select.POLLIN)
-        found = bytearray()
-        while len(found) < size:
-            part = os.read(handle, size - len(found)) if waiting.poll(WALL_SECONDS * 1000) else b""
+        if len(self._unread) < size:
+            waiting = select.poll()  # unlike select it takes any number, and a server has many connections
+            waiting.register(handle, select.POLLIN)
+        while len(self._unread) < size:
+            wanted = max(size - len(self._unread), AT_ONCE)
+            part = os.read(handle, wanted) if waiting.poll(WALL_SECONDS * 1000) else b""
             if not part:
                 raise EOFError
-            found += part
+            self._unread += part
+        found = self._unread[:size]
+        del self._unread[:size]
         return found
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -311,6 +316,7 @@ class Worker:
 
     def _end(self) -> None:
         process, self._process = self._process, None
+        self._unread.clear()
         if process is not None:
             atexit.unregister(self._end)
             process.kill()

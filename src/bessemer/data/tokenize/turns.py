@@ -78,13 +78,17 @@ class Writer:
     def tokens(self, opened: bool) -> list[int]:
         """Return the ids of the whole conversation, with the next answer opened or not: what a model gets."""
         text, answers = self._read(self._numbers, opened, lenient=True)
-        return self._encoded(text, answers)[0]
+        return self.encoded(text, answers)[0]
 
     def rows(self, first: int = 0) -> list[Row]:
         """Return the rows that teach the answers from message `first` on, each answer in one of them.
 
         Raise InputError for what the template does not write, or does not write in a way that can be learned.
         """
+        return self.written(first).encode()
+
+    def written(self, first: int = 0) -> Written:
+        """The rows as the template writes them, not encoded yet."""
         self._check()
         whole, taught = self._read([number for number in self._numbers if number >= first], False)
         earlier = [number for number in self._numbers if number < first]
@@ -98,7 +102,7 @@ class Writer:
             left = [answer for answer in left if answer not in shared]
         if len(rows) <= 1 and (not rows or whole.startswith(rows[0][0])):
             rows = [(whole, taught)]  # with what follows the last answer
-        return [self._encoded(text, before, learned) for text, learned in rows]
+        return Written(self, rows, before)
 
     @property
     def _numbers(self) -> list[int]:
@@ -223,17 +227,19 @@ class Writer:
             if message.get("content") and not self.form.writes(role):
                 raise InputError(f"the chat template of {origin} writes nothing for messages of the role '{role}'.")
 
-    def _encoded(self, text: str, answers: Sequence[Answer], learned: Sequence[Answer] = ()) -> Row:
+    def encoded(self, text: str, answers: Sequence[Answer], learned: Sequence[Answer] = ()) -> Row:
         """(ids, mask) of a text. It is cut where answers begin and end that it holds as they were written."""
-        ids: list[int] = []
-        mask: list[int] = []
+        parts: list[str | int] = []
+        counted: list[int] = []
         last = ""  # the special token right before
         for piece, counts in self._cut(text, answers, learned):
-            ids += self._encode(piece, last, ids)
-            mask += [counts] * (len(ids) - len(mask))
+            parts += self._parts(piece, last)
+            counted += [counts] * (len(parts) - len(counted))
             if piece:
                 last = next((name for name in self.special.findall(piece)[-1:] if piece.endswith(name)), "")
-        return ids, mask
+        encoded = self.tokenizer.encode_parts(parts)
+        ids = [one for part in encoded for one in part]
+        return ids, [counts for part, counts in zip(encoded, counted, strict=True) for _ in part]
 
     def _cut(self, text: str, answers: Sequence[Answer], learned: Sequence[Answer]) -> Iterator[Piece]:
         done = 0
@@ -245,19 +251,18 @@ class Writer:
             done = len(answer.whole)
         yield text[done:], 0
 
-    def _encode(self, text: str, last: str, before_ids: Sequence[int]) -> list[int]:
-        """Special tokens by their ids, everything between them as plain text. `last`: the special token right before,
-        if there is one; `before_ids`: the ids of all that stands before."""
-        ids: list[int] = []
+    def _parts(self, text: str, last: str) -> Iterator[str | int]:
+        """Special tokens by their ids, and the plain text between them. `last`: the special token right before, if
+        there is one."""
         names = self.special.findall(text)
         for number, between in enumerate(self.special.split(text)):
-            ids += [self._id(names[number - 1])] if number else []
+            if number:
+                yield self._id(names[number - 1])
             before, after = [last, *names][number], [*names, ""][number]
             between = between.lstrip() if self.tokenizer.strips(before)[1] else between
             between = between.rstrip() if self.tokenizer.strips(after)[0] else between
             if between:
-                ids += self.tokenizer.encode(between.replace(self.mark, ""), after=ids or before_ids)
-        return ids
+                yield between.replace(self.mark, "")
 
     def _id(self, name: str) -> int:
         found = self.tokenizer.id_of(name)
@@ -281,6 +286,24 @@ class Writer:
             f"would be trained on. Give the tokenizer a template whose generation prompt is what it writes before an "
             f"answer."
         )
+
+
+@dataclass(frozen=True)
+class Written:
+    """Rows of a conversation as text, each with the answers that are learned in it. `answers`: where they are cut."""
+
+    writer: Writer
+    rows: list[tuple[str, list[Answer]]]
+    answers: list[Answer]
+
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return sum(len(text) for text, _ in self.rows)
+
+    def encode(self) -> list[Row]:
+        """Ids and masks. It asks no template, so any thread may call it."""
+        return [self.writer.encoded(text, self.answers, learned) for text, learned in self.rows]
 
 
 def end_ids(tokenizer: Tokenizer) -> list[int]:

@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 class MetricLogger(Callback):
     """Writes metrics.jsonl and status.json on process 0. Rows after the step that a run continues from are removed."""
 
+    PATIENCE = 10.0  # seconds after which status.json gets the step, although no row is due
+
     def on_train_begin(self, loop: Loop) -> None:
         self.file: MetricsFile | None = None
+        self._written = time.monotonic()
         self.validated: set[int] = set()
         if loop.trainer.is_process_zero:
             self.file = MetricsFile(loop.trainer.run_directory.metrics)
@@ -42,9 +45,18 @@ class MetricLogger(Callback):
     def on_metrics(self, loop: Loop, row: dict[str, Any]) -> None:
         if self.file is not None:
             self.file.append(row)
-            loop.trainer.run_directory.write_status(step=row["step"])
+            self._write_step(loop, row["step"])
 
     on_evaluation = on_metrics
+
+    def on_batch_end(self, loop: Loop) -> None:
+        if self.file is not None and time.monotonic() - self._written >= self.PATIENCE:
+            loop.check_directory()
+            self._write_step(loop, loop.step)
+
+    def _write_step(self, loop: Loop, step: int) -> None:
+        self._written = time.monotonic()
+        loop.trainer.run_directory.write_status(step=step)
 
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
         # a run killed after its last validation is validated again on resume: same numbers, no second row

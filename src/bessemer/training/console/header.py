@@ -111,7 +111,8 @@ def shipped_rates(config: Config, parameters: int) -> list[str]:
         return []
     if not starts_from_real_weights(config):
         return []
-    rate = fine_tuning_rate(parameters, adapters=config["lora/rank"] > 0).value
+    share = objectives.entry(config["objective"]).traits.get("rate_share") or 1.0
+    rate = fine_tuning_rate(parameters, share, adapters=config["lora/rank"] > 0).value
     return [
         "these rates are the recipe's, for its own small demonstration; on pretrained weights they can undo what was "
         f"learned. Try optimization.name=adamw optimization.lr={rate:g}"

@@ -22,7 +22,7 @@ from bessemer.config.bounded import read_json
 from bessemer.config.values import plain
 from bessemer.console import compact, duration, fit, markdown_table, shown, wrapped
 from bessemer.data import show_progress
-from bessemer.errors import InputError, runnable
+from bessemer.errors import InputError, printable, runnable
 from bessemer.generate.base import MergedArrays, read_record
 from bessemer.generate.load import base_arrays
 from bessemer.interop.config import TreeArrays
@@ -335,6 +335,7 @@ class Output:
     def say(self, text: str) -> None:
         if not self.enabled:
             return
+        text = printable(text)  # a preview is whatever the model writes
         self.console.print(self._fitted(text), markup=False, soft_wrap=True)
         self._early.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         if self._open:

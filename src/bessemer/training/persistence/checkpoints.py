@@ -69,6 +69,8 @@ FIXED = (
     "training/batch_size",
     "training/batch_tokens",
     "training/freeze",
+    "training/param_dtype",
+    "optimization/state_dtype",
     "data/tokenizer",
     "grpo/group_size",
     "grpo/num_iterations",

@@ -321,7 +321,8 @@ def jit_init(plan: RunPlan, hooks: StepHooks, functions: Functions) -> Any:
     abstract, split = functions.abstract_state, plan.model.split
 
     def create(key: jax.Array, given: Any, adapters: Any = None) -> TrainState:
-        whole = {**drawn_params(plan, hooks, jax.random.fold_in(key, INIT)), **given}
+        complete = given.keys() >= unbox(plan.model.boxed).keys()
+        whole = given if complete else {**drawn_params(plan, hooks, jax.random.fold_in(key, INIT)), **given}
         params, frozen = split.divide(whole, jax.random.fold_in(key, ADAPTERS))
         params = unflatten_dict({**flatten_dict(params), **flatten_dict(adapters)}) if adapters else params
         fixed = (abstract.tx, abstract.rules, hooks.state_class, frozen)
@@ -377,10 +378,13 @@ def step_batch(
     )
 
 
-def compile_steps(plan: RunPlan, hooks: StepHooks, functions: Functions, draws: bool) -> Functions:
+def compile_steps(
+    plan: RunPlan, hooks: StepHooks, functions: Functions, draws: bool, meanwhile: Callable[[], None] = lambda: None
+) -> Functions:
     """Return `functions` with both steps as executables, from shapes alone, and if `draws` the first state's program.
 
-    Traced one after the other, compiled side by side: the compiler needs no Python.
+    Traced one after the other, compiled side by side: the compiler needs no Python. `meanwhile` is called here as soon
+    as it has begun.
     """
     topology, data = plan.context.topology, plan.data
     sharding = topology.batch_sharding(1)
@@ -395,7 +399,9 @@ def compile_steps(plan: RunPlan, hooks: StepHooks, functions: Functions, draws: 
         with quick_draws(topology.mesh):
             lowered["init"] = init.lower(jax.random.key(seed), {})
     with ThreadPoolExecutor(len(lowered)) as pool:
-        done = list(pool.map(lambda program: program.compile(), lowered.values()))
+        compiling = [pool.submit(program.compile) for program in lowered.values()]
+        meanwhile()
+        done = [program.result() for program in compiling]
     return functions._replace(**dict(zip(lowered, done, strict=True)), compiled=True)
 
 

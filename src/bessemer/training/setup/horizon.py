@@ -44,7 +44,6 @@ HORIZONS = {
 MANY = 8  # epochs of one text; up to about four, repeating it is nearly as good as new text (arXiv:2305.16264)
 REPORTS = "logging/report_interval"
 FEWEST_ROWS = 50
-MOST_APART = 32  # steps between two reports of a long run: a loss is never far away
 SHIPPED = frozenset(recipe_names())
 OWN_TOKENS = 2**15  # of a step on the caller's own weights and data: as large a batch as fine-tuning usually needs
 OWN_STEPS = 100  # smaller batches than that, rather than fewer steps
@@ -225,11 +224,12 @@ def scaled_rates(config: Config, derived: Dial) -> tuple[list[Derivation], dict[
 
 
 def report_interval(steps: int) -> Derivation:
-    """Return the steps between reports: 1 in a short run, 50 to 100 rows in a longer one, at most 32 apart."""
+    """Return the steps between reports: 1 in a run of under 100 steps, 50 to 100 rows in a longer one.
+
+    What ends a bad run does not wait for a report: every step is read within 34 (`StepLog`).
+    """
     nice = (multiple * 10**power for power in range(9) for multiple in (1, 2, 4, 5))
     interval = max([1, *(number for number in nice if steps // number >= FEWEST_ROWS)])
-    if interval > MOST_APART:
-        return Derivation(REPORTS, MOST_APART, f"{steps:,} steps: {steps // MOST_APART:,} rows, never further apart")
     return Derivation(REPORTS, interval, f"{steps:,} steps: {counted(steps // interval, 'row')}")
 
 

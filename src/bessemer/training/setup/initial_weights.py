@@ -199,6 +199,11 @@ def begun_from(resolve: Resolve, config: Config, root: str | Path, needs_weights
             wanted = peft.folder.settings(base_model(tree, start, peft.folder.path))
             wanted[ADAPTERS] = str(peft.folder.path)
             layers.append(override_layer(wanted, Origin(OriginKind.INHERITED, str(peft.folder.path))))
+            own = keep_tokenizer(peft.folder.path, config["data/root"])  # it may have a chat template of its own
+            if own is not None:
+                layers.append(
+                    override_layer({"data/tokenizer": own}, Origin(OriginKind.INHERITED, str(peft.folder.path)))
+                )
         why: str | Origin = "as given" if Path(given) == start else f"the newest weights of {given}"
         if is_recipes_run(config, key):
             why = config.provenance[key]
@@ -338,15 +343,17 @@ def describe(config: Config) -> str | None:
     return f"inherited {', '.join(parts)}"
 
 
-def check_tokenizer(init: str | None, tokenizer: Tokenizer | None) -> None:
-    """Refuse weights of `init` whose ids mean other words here."""
-    file = None if init is None else Path(init) / FILE
-    if file is None or tokenizer is None or not file.is_file():
+def check_tokenizer(init: str | None, adapters: str | None, tokenizer: Tokenizer | None) -> None:
+    """Refuse weights whose ids mean other words here: those of `adapters` if a tokenizer is beside them, or `init`."""
+    places = {"lora.adapters": adapters, "init": init}
+    files = {name: Path(place) / FILE for name, place in places.items() if place and (Path(place) / FILE).is_file()}
+    if tokenizer is None or not files:
         return
+    name, file = next(iter(files.items()))
     if Tokenizer.load(file.parent).hash != tokenizer.hash:
         raise InputError(
-            f"init={init}: those weights were trained with another tokenizer, so ids would mean other words. Leave "
-            f"data.tokenizer out, and it is taken over; or use data.tokenizer={file}"
+            f"{name}={places[name]}: those weights were trained with another tokenizer, so ids would mean other words. "
+            f"Leave data.tokenizer out, and it is taken over; or use data.tokenizer={file}"
         )
 
 

@@ -31,6 +31,7 @@ from bessemer.training.context import RunContext
 from bessemer.training.setup.initial_weights import check_tokenizer
 
 REMAT, DOCUMENTS = "architecture/remat", "architecture/max_documents"
+MOST_ROWS = 64  # rows of a micro-batch whose documents are counted; further ones count as the last of these
 MOST_DOCUMENTS = 64  # cuDNN keeps a row of softmax statistics for each: above, the table of pairs costs less
 
 
@@ -70,7 +71,7 @@ class Teacher(NamedTuple):
 
 def build_model(context: RunContext[Any], kind: type[Any] | None, tokenizer: Tokenizer | None) -> ModelParts:
     """Make the module and count its parameters. kind: its class; None: the family that model.family names."""
-    check_tokenizer(context.settings.init, tokenizer)
+    check_tokenizer(context.settings.init, context.settings.adapters, tokenizer)
     config, topology, model = context.config, context.topology, context.given.model
     if model is None:
         fit_vocabulary(config, tokenizer)
@@ -111,19 +112,31 @@ def recompute_with_adapters(context: RunContext[Any], model: Any) -> Any:
 
 
 def limit_documents(context: RunContext[Any], parts: ModelParts, sources: Sequence[Any]) -> ModelParts:
-    """Tell a model with cuDNN attention how many documents a row of `sources` holds at most, if that is known."""
+    """Tell a model with cuDNN attention how many documents a row of `sources` holds at most, and several rows together,
+    if that is known."""
     model, config = parts.model, context.config
-    if not isinstance(model, Transformer) or not model.document_mask or DOCUMENTS not in config or config[DOCUMENTS]:
+    if not isinstance(model, Transformer) or not model.document_mask or DOCUMENTS not in config:
         return parts
     if model.chosen_kernels()["attention"][0] != "cudnn" or not all(type(rows) is PieceRows for rows in sources):
         return parts
-    most = round_up(1 + max(rows.most_pieces for rows in sources), 8)  # padding counts as a document
+    counts = document_counts([1 + rows.pieces for rows in sources])  # padding counts as a document
+    most, given = round_up(max(counts[:1], default=0), 8), config[DOCUMENTS]
     if most > MOST_DOCUMENTS:
         return parts
-    why = "the packed rows hold no more, padding included: attention skips what is masked"
-    config.set(DOCUMENTS, most, why)
-    context.notes.derive("architecture.max_documents", most, why)
-    return describe_model(context, model.clone(max_documents=most), parts.tokenizer, parts.split.lora)
+    if not given:
+        why = "the packed rows hold no more, padding included: attention skips what is masked"
+        config.set(DOCUMENTS, most, why)
+        context.notes.derive("architecture.max_documents", most, why)
+    enough = min(len(rows) for rows in sources) >= len(counts)
+    limited = model.clone(max_documents=given or most, document_counts=counts if enough else ())
+    return parts._replace(model=limited, apply=make_apply(limited))  # parameters and FLOPs stay
+
+
+def document_counts(counts: Sequence[np.ndarray]) -> tuple[int, ...]:
+    """Return the largest numbers of documents that n rows may have, descending. counts: those of the rows of each
+    source. Where an epoch ends within a batch, a row can come twice, so each is counted twice."""
+    largest = np.sort(np.concatenate(counts))[::-1][: MOST_ROWS // 2]
+    return tuple(np.repeat(largest, 2).tolist())
 
 
 def describe_model(context: RunContext[Any], model: Any, tokenizer: Tokenizer | None, lora: LoraSettings) -> ModelParts:
