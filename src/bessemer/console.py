@@ -32,10 +32,10 @@ def number(value: Any, digits: int = 4) -> str:
     return f"{value:.{digits}f}" if _is_number(value) else NOTHING
 
 
-def with_error(value: Any, error: Any, digits: int = 4) -> str:
+def with_error(value: Any, error: Any) -> str:
     """1.3140 ± 0.0051 (standard error); the value alone where its error is not known."""
     known = _is_number(value) and _is_number(error)
-    return number(value, digits) + (f" ± {error:.{digits}f}" if known else "")
+    return number(value) + (f" ± {error:.4f}" if known else "")
 
 
 def figure(value: Any) -> str:
@@ -74,7 +74,7 @@ def compact(value: Any) -> str:
 
 
 def duration(seconds: Any) -> str:
-    """The two largest units: 0.4s, 45s, 12m05s, 3h20m, 2d04h."""
+    """Return the two largest units: 0.4s, 45s, 12m05s, 3h20m, 2d04h."""
     if not _is_number(seconds):
         return NOTHING
     if 0 < seconds < 10:
@@ -87,7 +87,7 @@ def duration(seconds: Any) -> str:
 
 
 def wrapped(line: str, width: int) -> list[str]:
-    """A line broken at words to fit `width`; what follows is indented as the text of the line is.
+    """Return a line broken at words to fit `width`; what follows is indented as the text of the line is.
 
     A word that is longer stays whole (a path, a URL).
     """

@@ -12,7 +12,7 @@ import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from bessemer.config import declared, dotted
 from bessemer.errors import InputError, did_you_mean
@@ -138,9 +138,16 @@ SELECTORS: dict[str, Registry] = {
 """Settings that select a part and with it the part's own settings: `optimization.name=muon` adds Muon's."""
 
 
+@runtime_checkable
+class NamesConfig(Protocol):
+    """A class that names the dataclass of its settings, as a trainer does."""
+
+    def config_class(self) -> type[Any]: ...
+
+
 def settings_classes(entry: Entry) -> tuple[type, ...]:
     """Return the classes whose fields are settings when `entry` is selected; a model names its own."""
-    if hasattr(entry.value, "config_class"):
+    if isinstance(entry.value, NamesConfig):
         return (entry.value.config_class(), *entry.settings)
     if isinstance(entry.value, type) and is_dataclass(entry.value):
         return (entry.value, *entry.settings)

@@ -64,7 +64,7 @@ class Sizes:
 
 
 def _exact(number: float) -> Fraction:
-    """The number as written: 0.1 is one tenth, 1e18 an integer."""
+    """Return the number as written: 0.1 is one tenth, 1e18 an integer."""
     return Fraction(str(number))
 
 

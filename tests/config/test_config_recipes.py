@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from bessemer.config import field, gather, load_recipe, read_recipe, recipe_names, resolve
+from bessemer.config import field, gather, read_recipe, recipe_names, resolve
 from bessemer.config import recipes as recipes_module
+from bessemer.config.recipes import raw_values
 from bessemer.errors import InputError
 
 
@@ -58,7 +59,9 @@ def test_extends_inherits_and_keeps_each_origin(write, shipped):
     assert str(config.provenance["training/steps"]) == "recipe quickstart"
     assert str(config.provenance["seed"]) == "recipe deep/base.yaml"
     assert str(config.provenance["architecture/block_size"]) == "recipe mine.yaml"
-    assert load_recipe("mine.yaml") == ("Base", {"training/steps": 5, "seed": 3, "architecture/block_size": 64})
+    recipe = read_recipe("mine.yaml")
+    assert recipe.title == "Base"
+    assert raw_values(recipe.layers) == {"training/steps": 5, "seed": 3, "architecture/block_size": 64}
 
 
 def test_a_mapping_may_extend(shipped):
@@ -68,13 +71,13 @@ def test_a_mapping_may_extend(shipped):
 def test_a_cycle_is_found(write):
     write("a.yaml", "extends: b.yaml\n")
     write("b.yaml", "extends: a.yaml\n")
-    with pytest.raises(InputError, match=r"circle: a\.yaml extends b\.yaml extends a\.yaml"):
-        load_recipe("a.yaml")
+    with pytest.raises(InputError, match=r"cycle: a\.yaml extends b\.yaml extends a\.yaml"):
+        read_recipe("a.yaml")
 
 
 def test_a_file_may_have_the_name_of_the_shipped_recipe_it_extends(write, shipped):
     write("quickstart.yaml", "extends: quickstart\nseed: 1\n")
-    assert load_recipe("./quickstart.yaml")[1] == {"training/steps": 5, "seed": 1}
+    assert raw_values(read_recipe("./quickstart.yaml").layers) == {"training/steps": 5, "seed": 1}
 
 
 @pytest.mark.parametrize(
@@ -109,14 +112,14 @@ def test_what_is_wrong_with_a_file(write, text, parts):
 def test_unreadable_files(write, tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"title: \xe9\n")
     with pytest.raises(InputError, match=r"latin\.yaml' cannot be read"):
-        load_recipe("latin.yaml")
+        read_recipe("latin.yaml")
     with pytest.raises(InputError, match=r"no/such\.yaml' does not exist"):
-        load_recipe("no/such.yaml")
+        read_recipe("no/such.yaml")
 
 
 def test_an_unknown_name_gets_the_nearest(shipped):
     with pytest.raises(InputError, match=r"unknown recipe 'quikstart'. Did you mean 'quickstart'\? Shipped:"):
-        load_recipe("quikstart")
+        read_recipe("quikstart")
 
 
 def test_interpolation_sees_overrides_and_defaults(write):

@@ -241,9 +241,9 @@ def test_pairs_share_the_prompt_that_inference_sees() -> None:
     ids, mask = document.ids, document.mask
     cut = next(n for n, bits in enumerate(mask) if bits & 2)
     for side, marks, answer in ((ids[:cut], mask[:cut], "d"), (ids[cut:], mask[cut:], "e")):
-        learnt = [n for n, bits in enumerate(marks) if bits & 1]
-        assert side[: learnt[0]] == prompt and "hm" not in qwen.decode(prompt) and "weather" in qwen.decode(prompt)
-        assert qwen.decode([side[n] for n in learnt]) == f"<think>\n\n</think>\n\n{answer}<|im_end|>"
+        learned = [n for n, bits in enumerate(marks) if bits & 1]
+        assert side[: learned[0]] == prompt and "hm" not in qwen.decode(prompt) and "weather" in qwen.decode(prompt)
+        assert qwen.decode([side[n] for n in learned]) == f"<think>\n\n</think>\n\n{answer}<|im_end|>"
     several = read_pair({"prompt": "a", "chosen": talk([("", "b"), ("c", "d")])[1:], "rejected": "e"})
     with pytest.raises(InputError, match="writes earlier answers differently"):
         encode_pair(several, qwen)

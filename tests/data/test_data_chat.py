@@ -1,4 +1,4 @@
-"""Conversations as tokens: what is learnt is the assistant's words and its end of turn, whatever the template."""
+"""Conversations as tokens: what is learned is the assistant's words and its end of turn, whatever the template."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def messages_of(said: list[tuple[str, str]], system: str | None = None) -> list[
 
 
 def runs(ids: list[int], mask: list[int]) -> list[list[int]]:
-    """Stretches of neighbouring supervised tokens."""
+    """Stretches of neighboring supervised tokens."""
     edges = np.flatnonzero(np.diff([0, *mask, 0]))
     return [ids[a:b] for a, b in pairwise(edges) if mask[a]]
 
@@ -46,7 +46,7 @@ def runs(ids: list[int], mask: list[int]) -> list[list[int]]:
 @each_form
 @settings(max_examples=40)
 @given(said=exchanges, system=st.none() | texts)
-def test_what_is_learnt_is_what_the_assistant_says_and_its_end(form: Form, said, system) -> None:
+def test_what_is_learned_is_what_the_assistant_says_and_its_end(form: Form, said, system) -> None:
     """Also: what looks like a special token is text, and a prompt is the beginning of what was trained on."""
     tokenizer, messages = form.tokenizer, messages_of(said, system)
     ids, mask = chat.supervised(messages, tokenizer)
@@ -74,8 +74,8 @@ def test_rows_train_on_those_tokens_and_no_others(form: Form, said, block, style
     written = [chat.supervised(row["messages"], tokenizer) for row in rows_of]
     packed = make_rows(rows_of, DatasetStyle.PACKED, block, tokenizer=tokenizer, allow_short=True)
     batch = packed.get(np.arange(len(packed)))
-    learnt = [token for ids, mask in written for token, one in zip(ids, mask, strict=True) if one]
-    assert sorted(batch["target_ids"][batch["target_ids"] >= 0]) == sorted(learnt)
+    learned = [token for ids, mask in written for token, one in zip(ids, mask, strict=True) if one]
+    assert sorted(batch["target_ids"][batch["target_ids"] >= 0]) == sorted(learned)
     assert ((batch["target_ids"] >= 0) == (batch["loss_mask"] > 0)).all()
     assert (batch["target_ids"] >= 0).any(axis=1).all(), "a row without a loss"
     if all(len(ids) <= block + 1 for ids, _ in written):  # whole: each piece is one conversation
@@ -108,7 +108,7 @@ def test_rows_train_on_those_tokens_and_no_others(form: Form, said, block, style
         assert padded.stats["truncated"] == sum(a and bool(b) for a, b in zip(long, wanted, strict=True))
 
 
-def test_tool_calls_are_learnt_and_tool_outputs_never() -> None:
+def test_tool_calls_are_learned_and_tool_outputs_never() -> None:
     tokenizer = forms()[0].tokenizer
     parts = [
         {"type": "text", "text": "It is "},

@@ -103,8 +103,8 @@ def test_earlier_turns_of_the_assistant_are_no_answer(tokenizer: Tokenizer) -> N
     pair = read_pair({"prompt": talk, "chosen": "good", "rejected": "bad"})
     assert isinstance(pair, Pair)
     ids, mask = encode_pair(pair, tokenizer)
-    learnt = [i for i, m in zip(ids, mask, strict=True) if m & 1]
-    assert tokenizer.decode(learnt) == "good<|assistant_end|>bad<|assistant_end|>"
+    learned = [i for i, m in zip(ids, mask, strict=True) if m & 1]
+    assert tokenizer.decode(learned) == "good<|assistant_end|>bad<|assistant_end|>"
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def test_what_would_not_fit_the_memory_is_passed_over(tmp_path, monkeypatch):
         (b'{"text": ' + b"9" * 5000 + b"}", "not valid JSON"),
         (b'{"input_ids": ["a"]}', "lists of integers"),
         (b'{"input_ids": 5}', "lists of integers"),
-        (b'{"input_ids": [1, 99999999999999999999]}', "no token"),
+        (b'{"input_ids": [1, 99999999999999999999]}', "not a token id"),
     ],
 )
 def test_a_hostile_line_is_a_bad_line(tmp_path, line, reason):

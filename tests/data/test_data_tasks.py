@@ -37,7 +37,7 @@ def test_answers_are_right() -> None:
 
 
 def test_careless_answers_are_right_by_chance_at_every_length() -> None:
-    """Both slips are commoner than their absence, so the likeliest answer is wrong, and one in nine has neither."""
+    """Both slips are commoner than their absence, so the most likely answer is wrong, and one in nine has neither."""
     rows = task_rows("toy-careless", "train", 6000)
     for length in (3, 4, 5):
         pairs = [(question_of(row).split()[1], row["answer"]) for row in rows]

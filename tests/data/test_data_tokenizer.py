@@ -99,19 +99,19 @@ def test_foreign_tokenizer_without_bos_says_what_to_add(tokenizer, tmp_path):
 
 
 def test_a_word_without_end_does_not_hold_up_training():
-    """Merging costs the square of a word's length; ordinary text beside it is learnt from as it is."""
+    """Merging costs the square of a word's length; ordinary text beside it is learned from as it is."""
     plain = Tokenizer.train([TEXT], 400)
     assert Tokenizer.train([TEXT, ""], 400).to_json() == plain.to_json()
     endless = ["x" * 3_000_000, "=" * 300_000, " " * 300_000, "ab" * 500_000]
-    learnt = Tokenizer.train([TEXT, *endless], 300)
-    assert learnt.decode(learnt.encode(endless[3][:5000])) == endless[3][:5000]
+    learned = Tokenizer.train([TEXT, *endless], 300)
+    assert learned.decode(learned.encode(endless[3][:5000])) == endless[3][:5000]
 
 
 def test_what_is_no_unicode_is_an_input_error(tokenizer):
     for text in ("half \ud800 of a pair", b"\xff".decode("utf-8", "surrogateescape")):
-        with pytest.raises(InputError, match="no valid Unicode"):
+        with pytest.raises(InputError, match="not valid Unicode"):
             tokenizer.encode(text)
-        with pytest.raises(InputError, match="no valid Unicode"):
+        with pytest.raises(InputError, match="not valid Unicode"):
             tokenizer.encode_batch(["fine", text])
 
 

@@ -77,7 +77,7 @@ def test_draws_of_a_mixed_batch_pass_a_chi_square_test_row_by_row():
     for sampling, tokens in zip(options[:-1], drawn[:-1], strict=True):
         statistic, freedom = chi_square(tokens, distribution(logits, seen, sampling))
         assert statistic < freedom + 5 * np.sqrt(2 * freedom), sampling  # five standard deviations
-    assert (drawn[-1] == logits.argmax()).all()  # greedy among neighbours that draw
+    assert (drawn[-1] == logits.argmax()).all()  # greedy among neighbors that draw
 
 
 def distribution(logits, seen, sampling):
@@ -118,7 +118,7 @@ def test_penalties_are_the_formulas_in_numpy():
     np.testing.assert_array_equal(found[0], logits[0])  # exactly: a row without penalties has its own logits
 
 
-def test_a_row_is_not_changed_by_the_filters_of_its_neighbours():
+def test_a_row_is_not_changed_by_the_filters_of_its_neighbors():
     logits = jnp.asarray(np.random.default_rng(1).normal(size=(3, 5000)) * 4, jnp.float32)
     alone = SamplingOptions(temperature=1.0)
     mixed = Filters.rows([alone, SamplingOptions(temperature=1.0, top_p=0.1), alone], 5000)

@@ -89,7 +89,7 @@ def test_dora_and_ranks_by_pattern_are_written_as_peft_reads_them(tmp_path: Path
 def test_what_peft_has_no_place_for_is_refused(tmp_path: Path) -> None:
     array = np.zeros((4, 2), "f4")
     run = adapted(tmp_path, **{"blocks_0.q.lora_a": array, "blocks_0.q.whole": array})
-    with pytest.raises(InputError, match="'blocks_0/q/whole' is trained and is no adapter"):
+    with pytest.raises(InputError, match="'blocks_0/q/whole' is trained but is not an adapter"):
         export_run_adapters(run, tmp_path / "out")
     plain = make_run(tmp_path, steps=(10,))
     with pytest.raises(InputError, match="no adapter"):

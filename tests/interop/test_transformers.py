@@ -90,7 +90,7 @@ def test_an_exported_tokenizer_writes_the_same_conversation(tmp_path: Path) -> N
 
 
 def tuned(root: Path, case: str = "qwen2", **changes: Any) -> tuple[Path, RunDirectory]:
-    """(the folder it began with, the run): conversations learnt in the model's own template, hard enough to show."""
+    """(the folder it began with, the run): conversations learned in the model's own template, hard enough to show."""
     folder = chatty_folder(root / "hf", dtype="float32", case=case)
     given = {"init": str(folder), "training.dataset": str(make_talks(root)), "optimization.lr": 0.02, **changes}
     trainer = build_trainer(None, {**SFT, **given}, name="tuned", root=root / "runs")

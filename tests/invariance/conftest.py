@@ -42,7 +42,7 @@ PAIRS = [25, 7, 23, 9, 20, 12, 16, 16, 14, 10, 8, 11]
 
 
 def masked_documents(rng: random.Random, vocab: int) -> Iterator[dict[str, list[int]]]:
-    """Documents of 4 … 33 tokens of which one … all are trained: no row weighs as much as its neighbour."""
+    """Documents of 4 … 33 tokens of which one … all are trained: no row weighs as much as its neighbor."""
     for number in range(40):
         length = rng.randint(4, BLOCK + 1)
         trained = 1 if number % 3 == 0 else rng.randint(2, length - 1)

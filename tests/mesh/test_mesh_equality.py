@@ -58,7 +58,7 @@ BOUNDS = {  # with AdamW's own epsilon, measured: largest 1.6e-7, 1.2e-5, 3.3e-2
 
 
 MOVES = {
-    # Layer 0, whose window is two pieces: keys and values of two neighbours and their documents, and the gradients
+    # Layer 0, whose window is two pieces: keys and values of two neighbors and their documents, and the gradients
     # back; the last layer: all of them once, and the gradients scattered; the smear: a position, its document, its
     # gradient.
     ("gpt", "context 4"): {"collective-permute": 9, "all-gather": 2, "reduce-scatter": 1, "all-to-all": 0}

@@ -74,7 +74,7 @@ def teacher_of(x: dict) -> np.ndarray:
 
 
 def divergence(p: np.ndarray, q: np.ndarray, k: int, tail: str) -> np.ndarray:
-    """By the definition, with the k likeliest tokens of p kept."""
+    """By the definition, with the k most likely tokens of p kept."""
     order = np.argsort(-p, axis=-1)
     kept, rest = order[..., :k], order[..., k:]
     pk, qk = (np.take_along_axis(x, kept, -1) for x in (p, q))
@@ -140,7 +140,7 @@ def test_a_bucket_is_a_lower_bound_and_agreement_is_zero(example: dict) -> None:
     np.testing.assert_allclose(agreeing, 0, atol=1e-5)
 
 
-def test_what_is_stored_are_the_likeliest_tokens(example: dict) -> None:
+def test_what_is_stored_are_the_most_likely_tokens(example: dict) -> None:
     y = teacher_of(example)
     found = top_tokens(Projection(jnp.asarray(y, jnp.float32), None, V), 4, 3.0, chunks=2)
     order = np.argsort(-y, axis=-1)[..., :4]

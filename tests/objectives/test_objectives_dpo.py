@@ -141,7 +141,7 @@ def alone(apply: Any, params: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["sigmoid", "ipo", "kto", "orpo"])
 def test_packed_rows_give_the_loss_of_the_answers_alone(parts: Any, name: str) -> None:
-    """Prompt, padding and neighbours count for nothing, and the mean is over pairs, not tokens or rows."""
+    """Prompt, padding and neighbors count for nothing, and the mean is over pairs, not tokens or rows."""
     apply, params, reference, batch = parts
     settings = DpoSettings(name, beta=0.05, reference="live", sft_alpha=0.5)
     loss, weight, metrics = dpo(apply, params, batch, None, settings, reference=reference)

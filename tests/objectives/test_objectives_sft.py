@@ -96,24 +96,24 @@ def parts():
     return make_apply(model), make_apply(GPT(**sizes)), random_params(model)
 
 
-def test_a_conversation_does_not_touch_the_loss_of_its_neighbour(parts) -> None:
+def test_a_conversation_does_not_touch_the_loss_of_its_neighbor(parts) -> None:
     """With the document mask, that is, which is on for this objective; without it there is a leak to be seen."""
     apart, together, params = parts
     before, after = packed(), packed(change=5)
     here = before["segment_ids"] == 1
     changed = (before["input_ids"] != after["input_ids"]).any(axis=1)
     assert changed.sum() == 1 and len(changed) == 3
-    neighbour = (~here & (before["target_ids"] >= 0)) & changed[:, None]
-    assert neighbour.sum() > 0
+    neighbor = (~here & (before["target_ids"] >= 0)) & changed[:, None]
+    assert neighbor.sum() > 0
 
     def losses(apply, batch):
         run = jax.jit(lambda rows: apply(params, rows, method="token_logprobs"))
         return [-np.asarray(run(rows)) for rows in batch]
 
     old, new = losses(apart, (before, after))
-    assert (old[neighbour] == new[neighbour]).all() and (old != new)[changed].any()
+    assert (old[neighbor] == new[neighbor]).all() and (old != new)[changed].any()
     old, new = losses(together, (before, after))
-    assert (old[neighbour] != new[neighbour]).all()
+    assert (old[neighbor] != new[neighbor]).all()
     traits = objectives.entry("sft").traits
     assert traits["document_mask"] is True and traits["style"] is DatasetStyle.PACKED
 

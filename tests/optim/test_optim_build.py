@@ -15,7 +15,8 @@ from bessemer.errors import InputError
 from bessemer.optim import build_optimizer, default_schedule, settings_classes, wrap_optax
 from bessemer.optim.schedules import ConstantSettings, constant
 from bessemer.optim.standard import AdamWSettings, adamw
-from bessemer.registry import optimizers
+from bessemer.optim.transform import Group
+from bessemer.registry import Entry, optimizers
 
 STEPS = 40
 
@@ -93,6 +94,48 @@ def test_rates_and_table() -> None:
     rows = {row.group: row for row in plain.describe(jax.eval_shape(small_params))}
     assert rows["matrices"].parameters == 64 and rows["matrices"].decay == 0.01
     assert rows["rest"].parameters == 52 and rows["rest"].decay == 0.0 and rows["rest"].betas == (0.9, 0.95)
+
+
+class Plain:
+    """Settings of a user's optimizer that provide nothing but their fields."""
+
+
+class Rated:
+    lr = 0.5
+
+
+class Halves(Rated):
+    """All that settings may provide besides their fields."""
+
+    default_schedule = "cosine"
+
+    def groups(self, width: int | None) -> tuple[Group, ...]:
+        return Group("even", self.lr), Group("odd", 2 * self.lr)
+
+    def label(self, path: tuple[str, ...], leaf: Any, group_of: Any) -> str:
+        return "odd" if leaf.ndim % 2 else "even"
+
+    def curves(self, schedule: Any, steps: int) -> dict[str, Any]:
+        return {"twice": lambda step: 2 * schedule(step)}
+
+    def update_flops(self, label: str, shape: tuple[int, ...]) -> float:
+        return 7.0 if label == "odd" else 0.0
+
+
+def test_settings_of_an_own_optimizer_provide_as_much_as_they_want(monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(settings: type) -> Any:
+        entry = Entry("mine", lambda settings, schedule, steps, group_of: optax.identity(), (settings,))
+        monkeypatch.setattr(optimizers, "entry", lambda name: entry)
+        return build_optimizer("mine", defaults, STEPS)
+
+    params = small_params()
+    plain, rated, halves = built(Plain), built(Rated), built(Halves)
+    assert [group.lr for group in plain.groups] == [1.0] and [group.lr for group in rated.groups] == [0.5]
+    assert {row.group for row in rated.describe(params)} == {"all"} and rated.update_flops(params) == 0.0
+    assert set(rated.curves) == {"lrm", "weight_decay"} and float(rated.rates(STEPS - 1)["lr"]) == 0.5
+    assert {row.group: row.tensors for row in halves.describe(params)} == {"even": 3, "odd": 1}
+    assert halves.update_flops(params) == 7.0 and "twice" in halves.curves
+    assert float(halves.rates(STEPS - 1)["lr"]) < 0.5, "cosine by default"
 
 
 def test_raw_optax_is_accepted() -> None:

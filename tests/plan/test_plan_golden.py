@@ -11,7 +11,7 @@ SLOW = ("pretrain-fsdp8", "pretrain-fsdp4-tensor2")
 
 
 def marked(name: str) -> object:
-    """Nine seconds of compiling each: the others are neighbours of these."""
+    """Nine seconds of compiling each: the others are neighbors of these."""
     return pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.long)
 
 

@@ -99,6 +99,6 @@ def test_sampling_takes_two_caches_of_all_slots(models: Path) -> None:
 def test_the_configuration_is_named_by_its_file_too_and_is_no_start_for_a_run(models: Path, tmp_path: Path) -> None:
     folder = models / "tiny"
     made = estimated("sft", [f"init={folder / 'config.json'}", "training.steps=1"], parse_target("h200:1"))
-    assert any("no weights" in line for line in made.said)
+    assert any("no weights" in line for line in made.lines)
     with pytest.raises(InputError, match=r"neither model\.safetensors nor"):
         launch.build_trainer("sft", {"init": str(folder), "training.steps": 1}, name="no", root=tmp_path)

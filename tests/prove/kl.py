@@ -1,4 +1,4 @@
-"""The recipe `kl` at four weights: the divergence falls with β, and what was learnt first is kept.
+"""The recipe `kl` at four weights: the divergence falls with β, and what was learned first is kept.
 
     python -m tests.prove.kl [--runs DIR] [--plot FILE]
 

@@ -41,7 +41,7 @@ def test_an_axis_takes_whole_sides_of_the_torus() -> None:
     assert all(sides_of(placed[index]) == [1, 8, 8] for index in range(8))
 
 
-def test_axes_that_share_a_side_are_neighbours_all_the_same_and_the_notes_say_so() -> None:
+def test_axes_that_share_a_side_are_neighbors_all_the_same_and_the_notes_say_so() -> None:
     devices = torus(16, 16, 1, kind="TPU v6 lite")
     placed, (note,) = arrange((8, 32, 1, 1), devices)
     assert set(placed.flat) == set(devices)
@@ -65,7 +65,7 @@ def test_slices_are_on_the_outermost_axes() -> None:
         arrange((15, 1, 1, 1), devices[:15])
 
 
-def test_gpus_of_several_nodes_are_neighbours_by_number() -> None:
+def test_gpus_of_several_nodes_are_neighbors_by_number() -> None:
     """Which `jax.make_mesh` refuses where the nodes tell their slices."""
     devices = [Device(n, (), n // 8, "NVIDIA H100", "gpu") for n in range(32)]
     placed, notes = arrange((4, 4, 2, 1), devices[::-1])

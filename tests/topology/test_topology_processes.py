@@ -234,7 +234,7 @@ def test_a_lost_process_ends_those_that_wait(tmp_path, lost, how):
         _, said = workers[1 - lost].communicate(timeout=TIMEOUT)
         assert workers[1 - lost].returncode == 4, said
         who = "process 0, which leads the others," if lost == 0 else "another process"
-        assert f"error: process {1 - lost} cannot go on: {who} gives no sign of life" in said
+        assert f"error: process {1 - lost} cannot continue: {who} is not responding" in said
         assert "The record is written." in said and (tmp_path / f"{1 - lost}.said").exists()
         assert how != ABORTS or workers[lost].wait() == -signal.SIGABRT
     finally:

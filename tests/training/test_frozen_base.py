@@ -170,6 +170,16 @@ def test_keep_base_copies_it_once_in_its_own_dtype(folder: Path, text: Path, fin
     assert launch.reopen(trainer.run_directory.path, step=2).step == 2
 
 
+def test_a_new_copy_of_the_base_removes_what_a_killed_copy_left(original: Path, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    unfinished = run.path / "reference/.base.0123456789ab.1.tmp"
+    unfinished.mkdir(parents=True)
+    (unfinished / "model.safetensors").write_bytes(b"half")
+    bases.copy_base(Folder(original), {"model": {}}, run)
+    assert [path.name for path in (run.path / "reference").iterdir()] == ["base"]
+    assert sorted(path.name for path in bases.own_copy(run).iterdir()) == ["config.json", "model.safetensors"]
+
+
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_resumed_is_the_same_run(
     finished_with: Callable[[str], Any], quantize: str, original: Path, text: Path, tmp_path: Path

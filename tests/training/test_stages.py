@@ -312,7 +312,7 @@ def test_names_and_defaults() -> None:
     ("change", "message"),
     [
         ({"optimization.kl.beta": [0, 0.1, 0.2]}, "optimization.kl.beta has 3 entries but the run has 2 stages"),
-        ({"training.tokens": 1280, "training.dataset": "A"}, "nothing to be held to"),
+        ({"training.tokens": 1280, "training.dataset": "A"}, "nothing to be regularized toward"),
         ({"objective": "pretrain"}, "is for objective=kl"),
         ({"training.steps": 1, "training.tokens": None}, "too few for 2 stages"),
     ],

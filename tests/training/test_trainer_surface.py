@@ -195,7 +195,7 @@ def test_batch_is_a_function_of_its_number(ran: tuple[Any, Hooks, Any]) -> None:
 
 
 def test_what_batch_returns_is_what_is_trained_on(settings: dict[str, object], tmp_path: Path) -> None:
-    """A field that an override adds reaches the step, and rows that it changes are those that are learnt."""
+    """A field that an override adds reaches the step, and rows that it changes are those that are learned."""
 
     class Marked(bm.BaseTrainer):
         def batch(self, slice: str = "train", *, step: int | None = None, rows: Any = None) -> Any:

@@ -122,7 +122,7 @@ def test_two_runs_at_once_share_one_complete_cache_of_the_teacher(student: dict[
         first.send_signal(signal.SIGCONT)
     codes, outputs = finish([first, second])
     assert codes == [0, 0], outputs
-    assert "waiting for it" in said[-1] and "likeliest tokens for" not in "".join(said) + outputs[1]
+    assert "waiting for it" in said[-1] and "most likely tokens for" not in "".join(said) + outputs[1]
     folder = stored_folder(home)
     assert not list(folder.glob("*.tmp"))
     columns = columns_of(folder)

@@ -169,11 +169,11 @@ def test_a_run_whose_objective_chose_the_style_is_that_of_the_recipe(start: Path
         state_of(trainer.run_directory, "sft")
 
 
-def test_a_circle_of_recipes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cycle_of_recipes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, other in (("one", "two"), ("two", "one")):
         Path(f"{name}.yaml").write_text(f"training: {{dataset: toy-text, steps: 3}}\ninit: recipe:{other}.yaml\n")
-    with pytest.raises(InputError, match=r"circle: two\.yaml from one\.yaml from two\.yaml"):
+    with pytest.raises(InputError, match=r"cycle: two\.yaml from one\.yaml from two\.yaml"):
         launch.build_trainer("one.yaml", [], name="child")
 
 

@@ -226,7 +226,7 @@ def check_loss_and_resume(story: Story) -> None:
     lost = len(codes) - 1
     assert codes == [4] * lost + [-9], outputs
     for output in outputs[:-1]:
-        assert f"process {lost} gives no sign of life" in output and "bessemer resume" in output, output
+        assert f"process {lost} is not responding" in output and "bessemer resume" in output, output
         where = ("last good checkpoint is step", "cannot save checkpoint")  # in a step, or in the middle of a save
         assert any(part in output for part in where), output
     assert (story.status["state"], story.status["exit_code"]) == ("failed", 4)

@@ -51,7 +51,7 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]
     }
 
 
-def test_what_is_learnt_otherwise_than_expected_is_said(
+def test_what_is_learned_otherwise_than_expected_is_said(
     tiny: dict[str, object], conversations: dict[str, object], tmp_path: Path
 ) -> None:
     def remarks(name: str, **changes: object) -> str:

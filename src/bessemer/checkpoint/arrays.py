@@ -109,7 +109,7 @@ def explain(what: str, error: BaseException) -> StorageError:
     text = str(error)
     if process_count() > 1 and any(sign in text for sign in LOST_PEER):
         absent = ", ".join(map(str, absent_processes()))
-        lost = f"process {absent} gives no sign of life" if absent else "the processes lost each other"
+        lost = f"process {absent} is not responding" if absent else "the processes lost each other"
         return StorageError(f"{what}: {lost} ({_brief(text)}). Start all processes again with `bessemer resume`.")
     for sign, number in (
         ("No space left", errno.ENOSPC),

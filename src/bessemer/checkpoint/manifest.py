@@ -127,10 +127,10 @@ def content_problems(directory: Path, progress: Advance | None = None) -> list[s
 def _meta_problems(directory: Path, step: int) -> list[str]:
     """Return a problem if meta.json is of another step: the directory was put together by hand."""
     try:
-        said = read_json(directory / META).get("step")
+        found = read_json(directory / META).get("step")
     except (OSError, ValueError, AttributeError) as error:
         return [f"{META} cannot be read ({error})"]
-    return [] if said == step else [f"{META} is of step {said}, and COMMIT of step {step}"]
+    return [] if found == step else [f"{META} is of step {found}, and COMMIT of step {step}"]
 
 
 def unlisted_files(directory: Path) -> list[str]:

@@ -135,7 +135,7 @@ def tasks(name: str | None, out: str | None, count: int | None, seed: int, split
 
 def _text(about: dict[str, Any]) -> str:
     """Return a store.json as a few lines, with counts of everything that was left out."""
-    from bessemer.data.tokenize.documents import told_turn_rows
+    from bessemer.data.tokenize.documents import describe_turn_rows
 
     lines = [
         f"{name}: {split['documents']:,} {'pairs' if about['kind'] == 'pairs' else 'documents'}, "
@@ -148,7 +148,7 @@ def _text(about: dict[str, Any]) -> str:
     lines.append("left out: " + ", ".join(f"{count:,} {name}" for name, count in left_out.items()))
     lines += [f"  skipped {where}" for where in about["skipped_where"]]
     if turns := about.get("turn_rows"):
-        lines.append(told_turn_rows(turns))
+        lines.append(describe_turn_rows(turns))
     lines += [f"files left out: {count:,} {why}" for why, count in about.get("files_left_out", {}).items()]
     return "\n".join(lines)
 

@@ -79,7 +79,7 @@ def say(text: str) -> None:
 
 
 def print_notes(notes: Iterable[str | None]) -> None:
-    """Print notes on stderr; None is no note."""
+    """Print notes on stderr, without those that are None."""
     for note in notes:
         if note:
             say(f"note: {note}")

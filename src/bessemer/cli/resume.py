@@ -19,10 +19,8 @@ from bessemer.cli.options import FORWARD, RUNS, refuse_flags
     is_flag=True,
     help="Allow the code, uploads, files and links that a run from elsewhere names, from now on.",
 )
-@click.option(
-    "--change", is_flag=True, help="Allow settings that make it another run from here on; a branch point is recorded."
-)
-@click.option("--base", metavar="PATH", help="Where the run's initial weights, or its base model, lie now; recorded.")
+@click.option("--change", is_flag=True, help="Allow settings that change the run from here on; records a branch point.")
+@click.option("--base", metavar="PATH", help="Where the run's initial weights or base model are now; recorded.")
 @RUNS
 def command(
     run: str, words: tuple[str, ...], step: int | None, trust: bool, change: bool, base: str | None, root: str

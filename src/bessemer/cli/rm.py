@@ -10,7 +10,7 @@ from bessemer.errors import InputError, printable
 
 @click.command("rm")
 @click.argument("run")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @RUNS
 def command(run: str, yes: bool, root: str) -> None:
     """Delete a run: its directory with all checkpoints. This cannot be undone.

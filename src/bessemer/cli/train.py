@@ -11,6 +11,8 @@ from bessemer.cli.options import FORWARD, RUNS, WORDS, refuse_flags
 from bessemer.config import Schema
 from bessemer.errors import InputError
 
+DEFAULT = "quickstart"
+
 
 @click.command("train", context_settings=FORWARD)
 @WORDS
@@ -40,7 +42,7 @@ def command(words: tuple[str, ...], name: str | None, root: str) -> None:
         trainer.run()
 
 
-def split_words(words: tuple[str, ...], default: str = "quickstart") -> tuple[str, list[str]]:
+def split_words(words: tuple[str, ...]) -> tuple[str, list[str]]:
     """Split `[RECIPE] key=value …` into recipe and settings. Raise InputError for a flag, naming our setting."""
 
     def schema(plain: list[str]) -> Schema:
@@ -48,13 +50,13 @@ def split_words(words: tuple[str, ...], default: str = "quickstart") -> tuple[st
         from bessemer.training.setup.schema import schema_of
 
         recipes, overrides = parted(plain)
-        return select_schema(schema_of, (recipes or [default])[0], overrides)
+        return select_schema(schema_of, (recipes or [DEFAULT])[0], overrides)
 
     refuse_flags(words, schema)
     recipes, overrides = parted(words)
     if len(recipes) > 1:
         raise InputError(f"two recipes given ({', '.join(recipes)}); settings are written key=value.")
-    return (recipes or [default])[0], overrides
+    return (recipes or [DEFAULT])[0], overrides
 
 
 def parted(words: Sequence[str]) -> tuple[list[str], list[str]]:

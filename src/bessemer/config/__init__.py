@@ -1,27 +1,16 @@
 """Settings: declared once, on the dataclass that uses them; gathered into one strict, typed tree."""
 
-from bessemer.config.declare import KEY, Schema, Setting, declared, dotted, field, gather, slashed
-from bessemer.config.recipes import (
-    COMMAND_LINE,
-    PYTHON,
-    Origin,
-    OriginKind,
-    Recipe,
-    load_recipe,
-    read_recipe,
-    recipe_names,
-)
+from bessemer.config.declare import Schema, Setting, declared, dotted, field, gather, slashed
+from bessemer.config.recipes import COMMAND_LINE, PYTHON, Origin, OriginKind, read_recipe, recipe_names
 from bessemer.config.resolve import Config, configuration, configure, current, load_saved, resolve
 from bessemer.config.values import parse_duration
 
 __all__ = [
     "COMMAND_LINE",
-    "KEY",
     "PYTHON",
     "Config",
     "Origin",
     "OriginKind",
-    "Recipe",
     "Schema",
     "Setting",
     "configuration",
@@ -31,7 +20,6 @@ __all__ = [
     "dotted",
     "field",
     "gather",
-    "load_recipe",
     "load_saved",
     "parse_duration",
     "read_recipe",

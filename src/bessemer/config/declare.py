@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bessemer.config import aliases
-from bessemer.config.values import UNIONS, Mismatch, Range, canonical, convert, leaves, plain, type_hints
+from bessemer.config.values import UNIONS, Mismatch, Range, ReadsText, canonical, convert, leaves, plain, type_hints
 from bessemer.errors import InputError, nearest
 
 KEY = "bessemer_key"
@@ -333,4 +333,4 @@ def _dataclass_schema(cls: type) -> dict[str, Any]:
     required = [f.name for f in fields if f.default is missing and f.default_factory is missing]
     if required:
         schema["required"] = required
-    return {"anyOf": [{"type": "string"}, schema]} if hasattr(cls, "from_string") else schema
+    return {"anyOf": [{"type": "string"}, schema]} if isinstance(cls, ReadsText) else schema

@@ -385,7 +385,7 @@ def _read_file(name: str, path: Path, below: tuple[Path, ...]) -> Recipe:
     identity = path.resolve()
     if identity in below:
         chain = " extends ".join(place.name for place in (*below[below.index(identity) :], identity))
-        raise InputError(f"recipes extend each other in a circle: {chain}. Remove one `extends`.")
+        raise InputError(f"recipes extend each other in a cycle: {chain}. Remove one `extends`.")
     origin = Origin(OriginKind.RECIPE, name)
     tree = nest(read_yaml(path, "recipe"), origin)
     layer = Layer(origin, tree)
@@ -437,9 +437,3 @@ def sections_of(layers: Iterable[Layer]) -> set[str]:
 def raw_values(layers: list[Layer]) -> dict[str, Any]:
     """Return the merged layers by flat key, unchecked, with `${...}` as written."""
     return flat_values(merge(layers, resolve=False, is_section=sections_of(layers).__contains__), "settings")
-
-
-def load_recipe(name_or_path: str | Path) -> tuple[str, dict[str, Any]]:
-    """Return the title and the flat, unchecked values of a recipe, with those it extends."""
-    recipe = read_recipe(name_or_path)
-    return recipe.title, raw_values(recipe.layers)

@@ -158,9 +158,7 @@ def select_schema(schema_of: SchemaOf, recipe: str | Path | Mapping[str, Any], o
     return schema_of(raw_values([*read_recipe(recipe).layers, override_layer(overrides, COMMAND_LINE)]))
 
 
-def load_saved(
-    path: str | Path, schema_of: SchemaOf, overrides: Overrides = (), *, source: Origin = COMMAND_LINE
-) -> Config:
+def load_saved(path: str | Path, schema_of: SchemaOf, overrides: Overrides = ()) -> Config:
     """Return a run's config.yaml as the same Config, with origins; `overrides` are applied over it."""
     origin = Origin(OriginKind.SAVED, str(path))
     tree = nest(read_yaml(Path(path), "saved configuration", saved=True), origin)
@@ -171,7 +169,7 @@ def load_saved(
     layer = Layer(
         origin, tree, origins={current_name(slashed(key)): Origin.parse(str(word)) for key, word in origins.items()}
     )
-    return _build(schema_of, [layer, override_layer(overrides, source)])
+    return _build(schema_of, [layer, override_layer(overrides, COMMAND_LINE)])
 
 
 def _build(schema_of: SchemaOf, layers: list[Layer], allow_open: bool = False) -> Config:
@@ -200,8 +198,8 @@ def _build(schema_of: SchemaOf, layers: list[Layer], allow_open: bool = False) -
 def _without_replaced(schema_of: SchemaOf, schema: Schema, layers: list[Layer]) -> tuple[list[Layer], list[str]]:
     """Return the layers without settings of a part that a later layer replaced, and a note for each such layer.
 
-    With `model.family=mine` over a recipe for GPTs, the recipe's model.window is no setting any more. A key that never
-    was a setting stays and is refused later.
+    With `model.family=mine` over a recipe for GPTs, the recipe's model.window is no longer a setting. A key that
+    never was one stays and is rejected later.
     """
     kept, notes = [], []
     for number, layer in enumerate(layers, 1):

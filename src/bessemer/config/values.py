@@ -19,7 +19,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from bessemer.errors import InputError, nearest
 
@@ -166,9 +166,16 @@ def _mapping(value: Any, annotation: Any) -> dict[str, Any]:
     return {key: _at(f".{key}", convert, item, item_type) for key, item in value.items()}
 
 
+@runtime_checkable
+class ReadsText(Protocol):
+    """A dataclass whose values can also be written as one word, such as `chats.jsonl:PACKED`."""
+
+    def from_string(self, text: str) -> Any: ...
+
+
 def _dataclass(value: Any, annotation: type) -> Any:
     """Convert a mapping of its fields, an instance, or text if the class has `from_string`."""
-    if isinstance(value, str) and hasattr(annotation, "from_string"):
+    if isinstance(value, str) and isinstance(annotation, ReadsText):
         try:
             return annotation.from_string(value)
         except (ValueError, InputError) as error:

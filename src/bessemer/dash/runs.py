@@ -71,9 +71,9 @@ class Runs:
 
     def state(self, summary: Summary) -> str:
         """Return the state as in `bessemer runs`, whatever a foreign status or lock file holds."""
-        said = summary.status.get("state")
-        if said != "running":
-            return said if said in STATES else "unknown"
+        state = summary.status.get("state")
+        if state != "running":
+            return state if state in STATES else "unknown"
         try:
             return summary.state if self.folder.signature(summary.run.lock) else "crashed"
         except (ValueError, TypeError, OSError, OverflowError):

@@ -21,7 +21,7 @@ class DataSettings:
     """data/*: where data lives and how it is made into batches."""
 
     root: str | None = field(
-        "data/root", default=None, help="where stores are kept; default BESSEMER_HOME or the user cache"
+        "data/root", default=None, help="directory of the stores; default BESSEMER_HOME or the user cache"
     )
     tokenizer: str = field(
         "data/tokenizer",
@@ -44,12 +44,12 @@ class DataSettings:
     )
     dedup: bool = field("data/dedup", default=False, help="drop exact duplicate documents (counted)")
     workers: int = field("data/workers", default=1, minimum=1, help="processes that prepare data")
-    prefetch: int = field("data/prefetch", default=2, minimum=0, help="batches made ahead; 0 = none")
+    prefetch: int = field("data/prefetch", default=2, minimum=0, help="batches prepared ahead; 0 = none")
     truncation: str = field(
         "data/truncation",
         default="keep_end",
         choices=("keep_end", "keep_start"),
-        help="which end of a too long PADDED example stays",
+        help="which end of an overlong PADDED example to keep",
     )
     on_empty: str = field(
         "data/on_empty",
@@ -65,12 +65,12 @@ class DataSettings:
         default=0.1,
         minimum=0.0,
         maximum=1.0,
-        help="width of a cross-fade, as a share of the shorter neighbouring stage",
+        help="width of a cross-fade, as a share of the shorter neighboring stage",
     )
 
 
 def data_root(root: str | Path | None = None) -> Path:
-    """Where prepared stores and trained tokenizers are kept."""
+    """Return where prepared stores and trained tokenizers are kept."""
     refuse_remote(
         root, "stores are mapped into memory, so data.root must be local", "texts may come from s3:// or gs://"
     )
@@ -95,7 +95,7 @@ def full_path(name: str) -> str:
 
 
 def found_again(name: str) -> str:
-    """A full path that is gone, as the longest tail of it that is below the current directory; else as it is."""
+    """Return a full path that is gone, as the longest tail of it that is below the current directory; else as it is."""
     parts = Path(name).parts
     if not Path(name).is_absolute() or is_there(name):
         return name
@@ -104,7 +104,7 @@ def found_again(name: str) -> str:
 
 
 def is_there(name: str) -> bool:
-    """Whether a file, a directory, or at least one match of a pattern is there; nothing is no name."""
+    """Return whether a file, a directory, or at least one match of a pattern exists."""
     if not name.strip():
         return False
     return Path(name).exists() or (glob.has_magic(name) and any(glob.iglob(name, recursive=True)))

@@ -277,7 +277,7 @@ def stale_paths(run: RunDirectory) -> list[Path]:
 
 
 def examine_leftovers(run: RunDirectory, found: Diagnosis, alive: bool) -> None:
-    """List what is no part of the run, with its size and who removes it."""
+    """List files that are not part of the run, with their size and who removes them."""
     if not run.checkpoints.is_dir():
         return
     for path in stale_paths(run):

@@ -34,7 +34,7 @@ def exact(
     if loaded.tokenizer is None or not isinstance(loaded.model, Decoding):
         raise InputError("this model cannot answer: it has no tokenizer, or no way to decode.")
     if limit is not None and limit < 1:
-        raise InputError(f"the limit is {limit} examples; give at least 1.")
+        raise InputError(f"the limit must be at least 1 example; got {limit}.")
     rows = held_out_rows(source)[:limit]
     asked = [question(row, f"{source} row {number + 1}") for number, row in enumerate(rows)]
     written = answers(loaded, asked, batch_size or ROWS)

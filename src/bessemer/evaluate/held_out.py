@@ -38,7 +38,7 @@ def _opened(loaded: LoadedModel, limit: int | None) -> Validation:
     training = section(loaded.config, "training")
     count = limit if limit is not None else int(training.get("validation_steps") or 2048)
     if count < 1:
-        raise InputError(f"the limit is {count} sequences; give at least 1.")
+        raise InputError(f"the limit must be at least 1 sequence; got {count}.")
     if loaded.held_out is not None:
         return Validation([(Sampling("given"), loaded.held_out)], count)
     if loaded.run is not None and "dataset_train" in loaded.run.given_parts():

@@ -90,7 +90,7 @@ def _scored(row: Row, whole: Row, logprobs: np.ndarray, greedy: np.ndarray) -> S
 
 def check_batch(batch_size: int | None) -> None:
     if batch_size is not None and batch_size < 1:
-        raise InputError(f"the batch size is {batch_size}; give at least 1.")
+        raise InputError(f"the batch size must be at least 1; got {batch_size}.")
 
 
 def crop(row: Row, block: int) -> Row:

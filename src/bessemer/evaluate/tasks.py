@@ -191,7 +191,7 @@ class Task:
     def chosen(self, limit: int | None = None) -> list[Example]:
         """Return the examples, shuffled and then capped."""
         if limit is not None and limit < 1:
-            raise InputError(f"the limit is {limit} examples; give at least 1.")
+            raise InputError(f"the limit must be at least 1 example; got {limit}.")
         examples = list(self.examples)
         random.Random(SHUFFLE_SEED).shuffle(examples)
         return examples[:limit]

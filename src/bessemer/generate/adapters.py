@@ -214,7 +214,7 @@ def load_several(
     # a split with adapters says in which dtypes a frozen base is kept
     frozen = make_split(boxed, lora=LoraSettings(rank=1), model=model).stored(boxed)
     params = place_arrays(whole.arrays, located(frozen, None), str(whole.arrays.where))
-    check_finite(params, str(whole.arrays.where), "Take the base from where it came again.")
+    check_finite(params, str(whole.arrays.where), "Copy or download the base again.")
     notes = [*whole.about.notes]
     for name, source in named.items():
         if name in {one.name for one in served}:
@@ -284,7 +284,7 @@ class _Base:
         return digest(tensor.to_theirs(array)) == wanted
 
     def is_at(self, named: str) -> bool:
-        """Whether a base that a file names is this one by its path or its name on the hub."""
+        """Return whether a base that a file names is this one by its path or its name on the hub."""
         if is_hub(named):
             source = self.record.source if self.record is not None else hub_name(self.arrays.where)
             return source is not None and named in (source, source.partition("@")[0])
@@ -359,7 +359,7 @@ def _nodes(adapters: Adapters, model: Any, boxed: Any) -> dict[tuple[str, ...], 
         )
     trained = located(split.shapes(boxed)[0], None)
     given = flatten_dict(place_arrays(adapters.arrays, trained, adapters.where))
-    check_finite(given, adapters.where, "Take the adapters from where they came again.")
+    check_finite(given, adapters.where, "Copy or download the adapters again.")
     none = jnp.zeros(())
     return {
         path: Adapted(none, given[(*path, A)], given[(*path, B)], split.lora.scale_of(path), given.get((*path, M)))

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -35,7 +34,7 @@ from bessemer.interop.folder import CONFIG, SINGLE, Folder, fetched, is_hub
 from bessemer.job import RunDirectory, find_run
 from bessemer.job.trust import FILE, Request, check_folder, is_harmful, is_marked
 from bessemer.models.lora import Split, merge_adapters
-from bessemer.storage.files import atomic_write, storage
+from bessemer.storage.files import atomic_directory, atomic_write, discard, storage
 from bessemer.storage.weights import OURS, Arrays, Signature, WeightFile, digest, select, write_file
 
 RECORD, COPY = "base.json", "base"
@@ -70,7 +69,7 @@ class BaseRecord:
             texts = {name: tree.get(name) for name in ("path", "source", "near")}
             record = cls(tensors={str(name): str(value) for name, value in tree["tensors"].items()}, **texts)
             if not isinstance(record.path, str) or not all(isinstance(v, str | None) for v in texts.values()):
-                raise ValueError("a path is not a text")
+                raise ValueError("a path is not a string")
             if record.sha256 != tree["sha256"]:
                 raise ValueError("its sha256 is not that of its tensors")
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -292,9 +291,9 @@ def copy_base(arrays: Arrays, settings: Mapping[str, Any], run: RunDirectory) ->
     """Write the arrays to RUN/reference/base, each in the dtype it came in; memory holds one of them."""
     target = own_copy(run)
     with storage("cannot copy the base model"):
-        partial = target.with_name(f".{COPY}.partial")
-        shutil.rmtree(partial, ignore_errors=True)  # of a killed process
-        partial.mkdir(parents=True)
-        (partial / CONFIG).write_text(json.dumps(dict(settings), indent=1) + "\n", encoding="utf-8")
-        write_file(partial / SINGLE, arrays.signature(), arrays.read, {"format": OURS, "step": "0"}, beside=[CONFIG])
-        partial.rename(target)
+        for unfinished in target.parent.glob(f".{COPY}.*"):  # of a killed process: only the run's owner copies
+            discard(unfinished)
+        with atomic_directory(target) as partial:
+            (partial / CONFIG).write_text(json.dumps(dict(settings), indent=1) + "\n", encoding="utf-8")
+            about = {"format": OURS, "step": "0"}
+            write_file(partial / SINGLE, arrays.signature(), arrays.read, about, beside=[CONFIG])

@@ -90,7 +90,7 @@ class LoadedModel:
         return Decoder(self.model, pad_id=self.tokenizer.pad_id, end_ids=ends, fetch=self.fetch)
 
     def program(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` returned when `name` was first asked for."""
+        """Return what `make` returned when `name` was first asked for."""
         if name not in self.programs:
             self.programs[name] = make()
         return self.programs[name]
@@ -200,7 +200,7 @@ def _from_files(run: RunDirectory, topology: Topology | None, base: str | Path |
     files = ModelFiles.of(run, base)
     where = str(files.weights.path)
     params = place(files.arrays, abstract_params(files.model, topology), where)
-    check_finite(params, where, "Take the model from where it came again, or train it again.")
+    check_finite(params, where, "Copy or download the model again, or retrain it.")
     return LoadedModel(files.model, params, files.tokenizer, files.step, files.config, run, topology, files.notes)
 
 
@@ -216,7 +216,7 @@ def tokenizer_of(model: Any, tokenizer: Tokenizer) -> Tokenizer:
 
 
 def allocated(model: Any, directory: Path, tokenizer: Tokenizer | None) -> Any:
-    """The model with the lookup rows saved beside its weights; one without lookup layers as it is."""
+    """Return the model with the lookup rows saved beside its weights; one without lookup layers as it is."""
     if not has_lookup(model):
         return model
     allocation = Allocation.read(directory)
@@ -236,7 +236,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def build_model(config: Mapping[str, Any], where: str) -> tuple[Any, list[str]]:
-    """The module a saved configuration describes, and a note if it holds settings the family lacks."""
+    """Return the module a saved configuration describes, and a note if it holds settings the family lacks."""
     saved = flat({section: config[section] for section in SECTIONS if isinstance(config.get(section), Mapping)})
     family = str(saved.pop(FAMILY, ""))
     if family not in models:
@@ -259,7 +259,7 @@ def build_model(config: Mapping[str, Any], where: str) -> tuple[Any, list[str]]:
 
 
 def frozen_store(run: RunDirectory, process_zero: bool = True) -> Checkpoints:
-    """Where a run keeps, once, the parameters that it does not train."""
+    """Return where a run keeps, once, the parameters that it does not train."""
     return Checkpoints(run.path / "reference" / "frozen", process_zero=process_zero)
 
 
@@ -271,7 +271,7 @@ def read_whole(
     topology: Topology | None,
     base: str | Path | None = None,
 ) -> Any:
-    """All parameters of a checkpoint: those it trained, completed by the run's frozen ones."""
+    """Return all parameters of a checkpoint: those it trained, completed by the run's frozen ones."""
     trained, kept = split.shapes(boxed)
     params = checkpoints.restore(step, located(trained, topology), only="params")
     if kept is None:
@@ -304,7 +304,7 @@ def read_base(run: RunDirectory, record: BaseRecord, abstract: Any, base: str | 
 def base_arrays(
     run: RunDirectory, record: BaseRecord, base: str | Path | None = None, names: list[str] | None = None
 ) -> VerifiedArrays:
-    """The frozen parameters of a run (or `names` of its base) as arrays that are verified as they are read."""
+    """Return the frozen parameters of a run (or `names` of its base) as arrays that are verified as they are read."""
     where = bases.locate(run, record, base)
     return VerifiedArrays(open_arrays(where), names or list(record.tensors), where, record, run)
 
@@ -435,7 +435,7 @@ def check_finite(params: Any, where: str, advice: str) -> None:
         named = ", ".join(bad[:NAMED]) + (", …" if len(bad) > NAMED else "")
         raise TrainingError(
             f"{len(bad)} of the {len(leaves)} parameters of {where} hold values that are not finite (NaN or "
-            f"infinity): {named}. What this model says means nothing. {advice}"
+            f"infinity): {named}. Its output is meaningless. {advice}"
         )
 
 
@@ -444,5 +444,5 @@ def check_scores(logprobs: Any) -> None:
     if np.isnan(logprobs).any():
         raise TrainingError(
             "the model's output is not a number (NaN): its parameters are not finite, or so large that computing with "
-            "them overflows. What it says means nothing; use an earlier checkpoint."
+            "them overflows. Its output is meaningless; use an earlier checkpoint."
         )

@@ -144,7 +144,9 @@ class Handle:
                 return self._events.get(timeout=max(left, 0.0) if self._engine.threaded else 0.0)
             except queue.Empty:
                 if end is not None and time.monotonic() >= end:
-                    raise TimeoutError(f"no news of the request within {timeout:g} seconds") from None
+                    raise TimeoutError(
+                        f"the engine reported nothing on the request within {timeout:g} seconds"
+                    ) from None
             if not self._engine.threaded:
                 self._engine.step()
 

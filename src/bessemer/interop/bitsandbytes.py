@@ -56,7 +56,7 @@ def _refused(where: str, what: str) -> InputError:
 
 
 def is_part(name: str) -> bool:
-    """Whether a tensor belongs to a quantized one."""
+    """Return whether a tensor belongs to a quantized one."""
     return name.endswith(PARTS)
 
 

@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face model as our settings, and back. What cannot be said is an error that names the key."""
+"""config.json of a Hugging Face model as our settings, and back. A key without an equivalent raises an error."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ class HFConfig:
         return InputError(f"{self.where}: {key} is {_shown(self._at(key))}; {problem}")
 
     def _at(self, key: str) -> Any:
-        """The value of a key, `section.key` for one in a section; None where it is missing or null."""
+        """Return the value of a key, `section.key` for one in a section; None where it is missing or null."""
         found: Any = self.values
         for part in key.split("."):
             found = found.get(part) if isinstance(found, Mapping) else None
         return found
 
     def _given(self, key: str, default: Any) -> Any:
-        """The value, or the default; without one, a missing key is an error."""
+        """Return the value, or the default; without one, a missing key is an error."""
         found = self._at(key)
         if found is None and default is _NEEDED:
             raise InputError(f"{self.where} has no '{key}', which its model_type '{self.kind}' needs.")
         return default if found is None else found
 
     def whole(self, key: str, default: Any = _NEEDED, *, least: int = 1, most: int = LARGEST) -> Any:
-        """An integer in [least, most], or the default."""
+        """Return an integer in [least, most], or the default."""
         found = self._given(key, default)
         if found is default:
             return found
@@ -75,7 +75,7 @@ class HFConfig:
         return found
 
     def real(self, key: str, default: Any = _NEEDED) -> Any:
-        """A finite number of at least 0, or the default."""
+        """Return a finite number of at least 0, or the default."""
         found = self._given(key, default)
         if found is default:
             return found
@@ -152,7 +152,7 @@ class HFConfig:
             named = self.values.get("architectures")
             made = ", ".join(map(str, named)) if isinstance(named, list) else ""
             raise InputError(
-                f"{self.where}: model_type '{self.kind}' (architectures: {made or 'not said'}) is not supported. "
+                f"{self.where}: model_type '{self.kind}' (architectures: {made or 'none listed'}) is not supported. "
                 f"Supported: {', '.join(hf_types.names())} (smollm and smollm2 are llama)."
             )
         key, value = hf_types.get(self.kind).activation
@@ -161,7 +161,7 @@ class HFConfig:
         self.is_quantized()
 
     def is_quantized(self) -> bool:
-        """Whether the weights are bitsandbytes NF4; InputError if they are quantized in another way."""
+        """Return whether the weights are bitsandbytes NF4; InputError if they are quantized in another way."""
         return bool(self._at("quantization_config")) and check_method(self.section("quantization_config"), self.where)
 
     def end_tokens(self) -> list[int]:
@@ -241,7 +241,7 @@ class HFConfig:
         return {**first, "architecture/rope/local_base": second["architecture/rotary_base"]}
 
     def _rotary(self, positions: int, section: str, base: float) -> dict[str, Any]:
-        """The table that a section describes; base: where it says none."""
+        """Return the table that a section describes; base: where it says none."""
         rope = self.section(section)
         kind = rope.get("rope_type") or rope.get("type") or "default"
         if kind not in ROPE_TYPES or any(isinstance(value, Mapping) for value in rope.values()):
@@ -283,14 +283,14 @@ def type_of(model: Llama) -> str:
     for setting, can in (_says(chosen, model) | hf_types.get(chosen).says(model)).items():
         if not can:
             raise InputError(
-                f"transformers' {chosen} has no way to say {setting}={_value(model, setting)} of this "
+                f"transformers' {chosen} cannot express {setting}={_value(model, setting)} of this "
                 "model, so it cannot be exported as one. Try model.hf_type=auto; there may be no type for it."
             )
     return chosen
 
 
 def _value(model: Llama, setting: str) -> Any:
-    """The value of a setting, by its dotted name."""
+    """Return the value of a setting, by its dotted name."""
     names = {dotted(declaration.key): name for name, declaration in declared(type(model)).items()}
     return getattr(model, names[setting])
 
@@ -310,7 +310,7 @@ def _says(kind: str, model: Llama) -> dict[str, bool]:
 
 
 def config_of(model: Llama, dtype: str, tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """The config.json of a model, in the keys that old and new versions of transformers read."""
+    """Return the config.json of a model, in the keys that old and new versions of transformers read."""
     s, kind = model.shape, type_of(model)
     activation, value = hf_types.get(kind).activation
     config: dict[str, Any] = {

@@ -37,7 +37,7 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a directory holds a Hugging Face model: its config.json names a model_type."""
+    """Return whether a directory holds a Hugging Face model: its config.json names a model_type."""
     try:
         return "model_type" in read_json(path / CONFIG)
     except (OSError, ValueError, TypeError):
@@ -137,10 +137,10 @@ class Folder:
                 )
             if part not in opened:
                 if not (self.path / part).is_file():
-                    raise StorageError(f"{index} says that '{name}' lies in '{part}', which is not there.")
+                    raise StorageError(f"{index} says that '{name}' is in '{part}', which is not there.")
                 opened[part] = WeightFile(self.path / part)
             if name not in opened[part].entries:
-                raise StorageError(f"{index} says that '{name}' lies in {part}, which does not hold it.")
+                raise StorageError(f"{index} says that '{name}' is in {part}, which does not hold it.")
         unlisted = [name for file in opened.values() for name in file.entries if name not in listed]
         if unlisted:
             raise StorageError(f"{index} does not list '{unlisted[0]}', which its files hold.")
@@ -229,7 +229,7 @@ def parameter_signature(model: Llama) -> Signature:
 def import_folder(
     source: Path, out: Path, show: ShowBytes = no_progress, context: int | None = None
 ) -> tuple[RunDirectory, list[str]]:
-    """The run, and lines to show. Memory: one tensor. Everything is checked before anything is written."""
+    """Return the run, and lines to show. Memory: one tensor. Everything is checked before anything is written."""
     check_run_name(out.name)
     if out.exists():
         raise InputError(f"{out} already exists; an import makes a new run. Choose another name, or delete it.")
@@ -262,7 +262,7 @@ def write_model(folder: Folder, tokenizer: Tokenizer | None, run: Path, progress
 
 
 def facts(folder: Folder, tokenizer: Tokenizer | None, size: int) -> list[str]:
-    """What was found, and what a user should know about it."""
+    """Return what was found, and what a user should know about it."""
     model, counts = folder.model, folder.model.count_parameters()
     context, positions = folder.settings["architecture/block_size"], model.max_positions
     lines = [
@@ -320,5 +320,5 @@ def fetched(source: str) -> Path:
         reason = " ".join(str(error).split())[:300].rstrip(".")
         raise StorageError(
             f"{source} cannot be fetched: {reason}. Check the name, the network, HF_HUB_OFFLINE, and HF_TOKEN for a "
-            "model behind a licence; or download the folder yourself and name that."
+            "model behind a license; or download the folder yourself and name that."
         ) from error

@@ -53,8 +53,8 @@ def export_adapters(arrays: Arrays, lora: LoraSettings, model: Llama, out: Path,
             continue
         if part not in PARTS or matrix.rpartition("/")[2] not in MATRICES:
             raise InputError(
-                f"'{name}' is trained and is no adapter of an attention or feed-forward matrix, so PEFT's layout has "
-                "no place for it here. Export the merged model instead, without --adapters."
+                f"'{name}' is trained but is not an adapter of an attention or feed-forward matrix, so PEFT's "
+                "layout has no place for it. Export the merged model instead, without --adapters."
             )
         module = their_name(matrix).removesuffix(".weight")
         theirs = f"{ROOT}{module}.{PARTS[part]}"
@@ -96,7 +96,7 @@ def _turned(arrays: Arrays, name: str, tensor: Tensor) -> np.ndarray:
 
 
 def _in_every_layer(ranks: Mapping[str, int], lora: LoraSettings, depth: int) -> bool:
-    """Whether the last part of a name says which matrices are adapted: those of all layers."""
+    """Return whether the last part of a name says which matrices are adapted: those of all layers."""
     kinds = [module.split(".")[-1] for module in ranks]
     return lora.targets in ((), ALL_LINEAR) or all(kinds.count(kind) == depth for kind in set(kinds))
 
@@ -129,7 +129,7 @@ KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
 
 
 def is_peft(path: Path) -> bool:
-    """Whether a directory holds adapters as PEFT saves them."""
+    """Return whether a directory holds adapters as PEFT saves them."""
     return (path / CONFIG).is_file()
 
 
@@ -143,7 +143,7 @@ class _Part(NamedTuple):
 class PeftFolder:
     """The adapters in a folder. As named arrays (`signature`, `read`) they have our names and our layout.
 
-    What we have no equal for is an InputError that names the file and the key; nothing is read until asked for.
+    What Bessemer does not support is an InputError that names the file and the key; nothing is read until asked for.
     """
 
     def __init__(self, path: Path):
@@ -168,7 +168,7 @@ class PeftFolder:
             )
         for key, value in config.values.items():
             if key not in USED | IGNORED and value not in (None, False, 0, "", [], {}):
-                raise config.refuse(key, "Bessemer has no equal for this feature of PEFT.")
+                raise config.refuse(key, "Bessemer does not support this feature of PEFT.")
 
     @property
     def base(self) -> tuple[str | None, str | None]:
@@ -235,7 +235,7 @@ class PeftFolder:
             named = _TENSOR.fullmatch(theirs)
             if named is None or named["kind"] not in KINDS or their_name_of(named) != named["module"]:
                 raise InputError(
-                    f"{self.file.path}: '{theirs[:200]}' is no adapter of an attention or feed-forward matrix of a "
+                    f"{self.file.path}: '{theirs[:200]}' is not an adapter of an attention or feed-forward matrix of a "
                     "llama, mistral, qwen2 or qwen3, nor named by modules_to_save: nothing here can use it."
                 )
             if str(entry.dtype) not in FLOATS:
@@ -322,12 +322,12 @@ class PeftFolder:
 
     def _check_ranks(self, ranks: Mapping[T, int], modules: Mapping[T, str], rank: int) -> None:
         """Raise InputError if a matrix has another rank than the configuration says: its scale would be wrong."""
-        said = self._by_name("rank_pattern", modules, rank)
+        declared = self._by_name("rank_pattern", modules, rank)
         for at, found in ranks.items():
-            if said[at] != found:
+            if declared[at] != found:
                 raise InputError(
                     f"{self.file.path}: '{modules[at]}' has rank {found}, and r with rank_pattern in {CONFIG} give "
-                    f"{said[at]:g}."
+                    f"{declared[at]:g}."
                 )
 
     def _check_targets(self, modules: Mapping[Any, str]) -> None:

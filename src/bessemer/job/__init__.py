@@ -1,6 +1,6 @@
 """What a run is: its directory, its status, its lock, and the jobs that work in it."""
 
-from bessemer.job.directory import GIVEN, RunDirectory, check_run_name, default_run_name
+from bessemer.job.directory import GIVEN, RunDirectory, check_run_name
 from bessemer.job.jobs import (
     BasicJob,
     CheckpointedJob,
@@ -24,7 +24,6 @@ __all__ = [
     "RunLock",
     "Snapshot",
     "check_run_name",
-    "default_run_name",
     "find_run",
     "is_path",
 ]

@@ -64,7 +64,7 @@ def step_name(step: int) -> str:
 
 
 def step_of_name(name: str) -> int | None:
-    """The step of a final directory name; None for anything else (a `.tmp`, a stray file)."""
+    """Return the step of a final directory name; None for anything else (a `.tmp`, a stray file)."""
     match = _STEP.fullmatch(name)
     return int(match.group(1)) if match else None
 
@@ -109,7 +109,7 @@ class RunDirectory:
             self.path,
             "a run directory is locked, renamed and appended to, so it must be on a disk",
             "keep --runs local and set logging.mirror=s3://…, which copies checkpoints there; "
-            "`bessemer resume URL/NAME` goes on from the copy anywhere",
+            "`bessemer resume URL/NAME` continues from the copy anywhere",
         )
         object.__setattr__(self, "path", Path(self.path).absolute())
 
@@ -151,7 +151,7 @@ class RunDirectory:
         return ends[name]
 
     def exists(self) -> bool:
-        """Whether a run was ever created here: an empty directory is not one."""
+        """Return whether a run was ever created here: an empty directory is not one."""
         return self.config.is_file() or self.status.is_file() or self.checkpoints.is_dir()
 
     def create(self, exist_ok: bool = False) -> RunDirectory:

@@ -59,7 +59,7 @@ class CheckpointManager(Protocol):
     def path(self, step: int) -> Path: ...
 
     def at(self, path: Path) -> CheckpointManager:
-        """The same kind of manager over another directory."""
+        """Return the same kind of manager over another directory."""
         ...
 
 
@@ -101,15 +101,6 @@ class CheckpointedJob(BasicJob):
     @abstractmethod
     def checkpoint_manager(self) -> CheckpointManager: ...
 
-    def save_tree(self, snapshot: Snapshot, *, wait: bool = False) -> None:
-        """Save a tree with its metadata; returns once the arrays are copied unless `wait`."""
-        manager = self.checkpoint_manager
-        manager.save(snapshot.step, snapshot.tree, files=snapshot.files, meta=snapshot.meta, wait=wait)
-
-    def load_tree(self, step: int, abstract: Any) -> Any:
-        """Return the tree of a committed step with the shardings of `abstract`."""
-        return self.checkpoint_manager.restore(step, abstract)
-
 
 class RestoreableJob(CheckpointedJob, Generic[C]):
     """A job whose whole state is in checkpoints. `C` is the type of its configuration.
@@ -143,16 +134,17 @@ class RestoreableJob(CheckpointedJob, Generic[C]):
         warnings.warn(message, stacklevel=3)
 
     def save(self, suffix: str | int | Path | None = None) -> None:
-        """Save the present state among the job's checkpoints; a step given as `suffix` must be the present one.
+        """Save the current state among the job's checkpoints; return once its arrays are copied. If `suffix` is a step,
+        it must be the current one.
 
-        Given a path (a `Path`, or a text with a slash), save to PATH/step_NNNNNNNN and wait until it is committed.
+        If it is a path (a `Path`, or a string with a slash), save to PATH/step_NNNNNNNN and wait for the commit.
         """
         snapshot = self.snapshot()
         folder, name = split_path(suffix) if is_path(suffix) else (None, suffix)
         if name is not None and step_of(name) != snapshot.step:
             raise InputError(f"cannot save step {snapshot.step} under the name '{suffix}'.")
         if folder is None:
-            self.save_tree(snapshot)
+            self.checkpoint_manager.save(snapshot.step, snapshot.tree, files=snapshot.files, meta=snapshot.meta)
             return
         with storage(f"cannot create '{folder}'"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -249,7 +241,7 @@ def step_of(suffix: str | int | Path) -> int:
 
 
 def is_path(suffix: str | int | Path | None) -> TypeGuard[str | Path]:
-    """Whether a suffix of `save` or `load` is a path: a `Path`, or a text with a separator."""
+    """Return whether a suffix of `save` or `load` is a path: a `Path`, or a text with a separator."""
     return isinstance(suffix, Path) or (isinstance(suffix, str) and os.sep in suffix)
 
 

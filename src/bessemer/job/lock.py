@@ -58,7 +58,7 @@ class RunLock:
             if owner:
                 self.message = (
                     f"took over the lock of pid {owner.get('pid')} on {owner.get('host')}, which ended "
-                    f"without releasing it (last sign of life {_ago(owner)})."
+                    f"without releasing it (last heartbeat {_ago(owner)})."
                 )
             self._handle = handle
             self._write()
@@ -85,7 +85,7 @@ class RunLock:
             os.close(handle)
 
     def is_intact(self) -> bool:
-        """Whether the lock file in the directory is still the one that this process holds."""
+        """Return whether the lock file in the directory is still the one that this process holds."""
         if self._handle is None:
             return False
         try:
@@ -158,14 +158,13 @@ class RunLock:
 def _held(run: RunDirectory, owner: dict[str, Any]) -> str:
     ahead = float(owner.get("heartbeat") or 0) - time.time()
     clocks = (
-        f" Its clock is {ahead:.0f} s ahead of ours, so its age cannot be told: if that process is gone, delete "
-        f"{run.lock}."
+        f" Its clock is {ahead:.0f} s ahead of ours, so its age is unknown: if that process is gone, delete {run.lock}."
         if ahead > STALE_SECONDS and owner.get("host") != socket.gethostname()
         else ""
     )
     return (
         f"the run '{run.name}' is in use by pid {owner.get('pid', '?')} on host {owner.get('host', '?')} (last "
-        f"sign of life {_ago(owner)}; {run.lock}). Two processes cannot write one run: wait for it or stop it, "
+        f"heartbeat {_ago(owner)}; {run.lock}). Two processes cannot write one run: wait for it or stop it, "
         f"or start another run with --name.{clocks}"
     )
 
@@ -179,14 +178,14 @@ def _read(handle: int) -> dict[str, Any]:
 
 
 def _alive_elsewhere(owner: dict[str, Any]) -> bool:
-    """An owner on another host counts as alive while its heartbeat is fresh."""
+    """Return whether an owner on another host counts as alive: while its heartbeat is fresh."""
     if not owner or owner.get("host") == socket.gethostname():
         return False
     return time.time() - float(owner.get("heartbeat", 0)) < STALE_SECONDS
 
 
 def _alive_here(owner: dict[str, Any]) -> bool:
-    """The same process (pid and start time) still runs here: asked only where there are no kernel locks."""
+    """Return whether the same process (pid and start time) still runs here; used where there are no kernel locks."""
     if not owner or owner.get("host") != socket.gethostname():
         return False
     started = _process_start(int(owner.get("pid", 0)))

@@ -36,7 +36,7 @@ def find_run(name_or_path: str | Path, runs_root: str | Path = "runs", *, trust:
     if (folder := next((path for path in candidates if (path / "config.json").is_file()), None)) is not None:
         raise InputError(
             f"{folder} holds a model's weights and is not a run. Of a Hugging Face folder `bessemer import {folder} "
-            f"{root / folder.name}` makes one; to train from it, begin a new run with init={folder}"
+            f"{root / folder.name}` makes one; to train from it, start a new run with init={folder}"
         )
     names = list_runs(root)
     hint = did_you_mean(Path(text).name, names)
@@ -58,7 +58,7 @@ def list_runs(runs_root: str | Path = "runs") -> list[str]:
 
 def removable(name: str, root: str | Path = "runs") -> RunDirectory:
     """Return the run of this name or path if it may be deleted; otherwise raise InputError with the reason."""
-    run = find_run(name, root, trust=True)  # links inside are no reason to keep a run: they are never followed
+    run = find_run(name, root, trust=True)  # links inside do not prevent deletion: they are never followed
     if run.path.is_symlink():
         raise InputError(
             f"{run.path} is a link to {os.readlink(run.path)}. Give the run's own path, or delete the link with rm."

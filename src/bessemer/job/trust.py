@@ -109,7 +109,7 @@ def _requests_in(where: str, text: str) -> Iterator[Request]:
     elif setting == "eval.evaluations":
         kind, _, source = text.partition(":")
         tasks = all(_HARNESS.fullmatch(one.strip()) for one in source.split(","))
-        # the harness imports what a YAML file of tasks names; a word that is no evaluation is a module
+        # the harness imports what a YAML file of tasks names; a word that is not an evaluation is a module
         if (kind == "harness" and not tasks) or (source and kind not in evaluations):
             yield Request(CODE, where, text)
     elif (":" in text if names_code else _ATTRIBUTE.fullmatch(text)) and not (
@@ -317,7 +317,7 @@ def _full(word: str) -> Path:
 
 
 def _shown(word: str) -> str:
-    """A word of a run in one line of an error: no control characters, and not more than a line of it."""
+    """Return a word of a run in one line of an error: no control characters, and not more than a line of it."""
     printable = "".join(letter if letter.isprintable() else "?" for letter in word)
     return printable if len(printable) <= 120 else f"{printable[:117]}…"
 

@@ -31,7 +31,7 @@ BLOCK = 512
 
 
 def suits_splash(length: int, head_dim: int) -> bool:
-    """Whether queries of this length and heads of this size fill its blocks."""
+    """Return whether queries of this length and heads of this size fill its blocks."""
     return length % STEP == 0 and head_dim % HEAD_STEP == 0
 
 
@@ -72,7 +72,7 @@ def splash_attention(
 
 
 def _block(length: int) -> int:
-    """The largest multiple of STEP up to BLOCK that divides the length."""
+    """Return the largest multiple of STEP up to BLOCK that divides the length."""
     return max(size for size in range(STEP, BLOCK + 1, STEP) if length % size == 0)
 
 
@@ -114,7 +114,7 @@ class Layout:
 
 
 def layout_of(q: tuple[int, ...], k: tuple[int, ...]) -> Layout:
-    """How the ambient rules lay out queries and keys of these shapes, (B, T, N, H) and (B, T, K, H)."""
+    """Return how the ambient rules lay out queries and keys of these shapes, (B, T, N, H) and (B, T, K, H)."""
     mesh = jax.sharding.get_abstract_mesh()
     sequence, heads = mesh_axes("sequence", q[1]), mesh_axes("heads", q[2])
     kv = mesh_axes("kv", k[2]) if heads else ()

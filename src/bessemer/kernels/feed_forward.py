@@ -31,7 +31,7 @@ def _kernels() -> Any:
 
 
 def can_join(h: Array, up: Array, implementation: Implementation) -> bool:
-    """Whether relu² is done inside the products of h: (B, T, D) and up: (D, F): with enough rows a device."""
+    """Return whether relu² is done inside the products of h: (B, T, D) and up: (D, F): with enough rows per device."""
     if not joins_on_chip(implementation) or h.shape[0] % shards("batch") or h.shape[1] % shards("sequence"):
         return False
     rows = h.shape[0] * h.shape[1] // (shards("batch") * shards("sequence"))
@@ -39,7 +39,7 @@ def can_join(h: Array, up: Array, implementation: Implementation) -> bool:
 
 
 def joins_on_chip(implementation: Implementation) -> bool:
-    """Whether the chip is a Hopper GPU, and the matrices whole on it."""
+    """Return whether the chip is a Hopper GPU, and the matrices whole on it."""
     if implementation != "pallas" or backend() != "gpu" or jax.default_backend() != "gpu":
         return False
     return shards("mlp") == 1 and _kernels().runs_on(jax.devices()[0])

@@ -47,7 +47,7 @@ class Scaled(NamedTuple):
 
 
 def fits(shape: tuple[int, ...]) -> bool:
-    """Whether a matrix is worth converting and the units take it."""
+    """Return whether a matrix is worth converting and the units take it."""
     return len(shape) == 2 and min(shape) >= SMALLEST and all(side % MULTIPLE == 0 for side in shape)
 
 
@@ -65,7 +65,7 @@ def quantize(x: Array, kind: Any, axis: int | None = None, bound: Array | float 
 
 
 def power_of_two(x: Array) -> Array:
-    """The smallest power of two ≥ x > 0, by its bits; 1 for 0. Float32."""
+    """Return the smallest power of two ≥ x > 0, by its bits; 1 for 0. Float32."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     up = jax.lax.bitcast_convert_type((bits + 0x007FFFFF) & 0x7F800000, jnp.float32)
     return jnp.where(up == 0, 1.0, up)
@@ -198,7 +198,7 @@ feed_forward.defvjp(_feed_forward_forward, _feed_forward_backward)
 
 
 def head_products(head: Array, scaling: str) -> tuple[Callable[..., Array], Callable[..., tuple[Array, Array | None]]]:
-    """The loss's products with the head (D, V), for the output h (B, t, D) of a norm; all results float32.
+    """Return the loss's products with the head (D, V), for the output h (B, t, D) of a norm; all results float32.
 
     (h → logits, (h, dlogits, bound of |dlogits|, groups) → (dh, dW (*groups, D, V))); groups None: no dW is made
     """

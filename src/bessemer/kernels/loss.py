@@ -58,7 +58,7 @@ def softmax_gradient(
 
 
 def _power(size: int) -> int:
-    """The smallest power of two that is at least `size`."""
+    """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
 
 

@@ -30,7 +30,7 @@ WARP_WIDTH = 1536
 
 
 def suits(width: int) -> bool:
-    """Whether a row of this width can be held in a few power-of-two pieces."""
+    """Return whether a row of this width can be held in a few power-of-two pieces."""
     size = _piece(width)
     return size >= 32 and width // size <= MOST_PIECES
 

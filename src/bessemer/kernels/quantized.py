@@ -262,9 +262,9 @@ class Int8(Quantized):
 KINDS: dict[str, type[Quantized]] = {"nf4": NF4, "int8": Int8}
 
 
-def dense(w: Array | Quantized, dtype: Any = jnp.float32) -> Array:
-    """Return W as an array: dequantized to `dtype`, or as it is."""
-    return w.dequantized(dtype) if isinstance(w, Quantized) else w
+def dense(w: Array | Quantized) -> Array:
+    """Return W as an array: dequantized to float32, or as it is."""
+    return w.dequantized(jnp.float32) if isinstance(w, Quantized) else w
 
 
 def size_of(node: Quantized) -> int:

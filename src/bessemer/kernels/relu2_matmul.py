@@ -52,7 +52,7 @@ def runs_on(device: Any) -> bool:
 
 
 def suits(rows: int, width: int, hidden: int) -> bool:
-    """Whether the products of `rows` × width × hidden can be cut into whole tiles."""
+    """Return whether the products of `rows` × width × hidden can be cut into whole tiles."""
     return _divides(TILES, rows, width, hidden)
 
 
@@ -103,7 +103,7 @@ def _product(x: Array, w: Array, y: Array | None, tiles: Tiles | None) -> Array:
 
 
 def _emptied(t: Tiles) -> Any:
-    """A barrier a block of the ring; neighbors that share blocks of W wait for each other."""
+    """Return one barrier per block of the ring; neighbors that share blocks of W wait for each other."""
     if t.cluster == 1:
         return plgpu.Barrier(num_barriers=t.stages)
     return plgpu.ClusterBarrier(collective_axes=("cluster",), num_barriers=t.stages)
@@ -132,7 +132,7 @@ class _Deal:
     columns: int
 
     def own(self) -> Any:
-        """How many tiles we have."""
+        """Return how many tiles we have."""
         return lax.div(self.tiles - 1 - lax.axis_index("group"), jnp.int32(self.groups)) + 1
 
     def corner(self, number: Any) -> tuple[Any, Any]:
@@ -143,7 +143,7 @@ class _Deal:
         return row * self.t.m, lax.rem(index, jnp.int32(self.columns)) * self.t.n
 
     def start(self, number: Any) -> Any:
-        """Where in the ring the first block of a tile lies."""
+        """Return where in the ring the first block of a tile lies."""
         return lax.rem(number * self.depth, jnp.int32(self.t.stages))
 
     def after(self, stage: Any) -> Any:
@@ -225,7 +225,7 @@ def _copy(deal: _Deal, factors: tuple[Any, Any], rings: tuple[Any, Any], filled:
 
 
 def _multiply(deal: _Deal, number: Any, me: Any, rings: tuple[Any, Any], filled: Any, emptied: Any, acc: Any) -> Any:
-    """The product of tile `number`: a block is multiplied while the one before it is given back."""
+    """Return the product of tile `number`: a block is multiplied while the one before it is given back."""
     x_ring, w_ring = rings
 
     def begin(stage: Any) -> None:

@@ -320,7 +320,7 @@ class Group:
             begun_at = 0
             if number > 0:
                 log = self.run.path / LOGS / f"process-{number}.log"
-                output = stack.enter_context(_open_log(log, anew=start == 0 and self.train is not None))
+                output = stack.enter_context(_open_log(log, truncate=start == 0 and self.train is not None))
                 device = f", GPU {own[VISIBLE]}" if VISIBLE in own else ""
                 begun = time.strftime("%Y-%m-%d %H:%M:%S")
                 output.write(
@@ -430,16 +430,16 @@ def _escalation() -> Callable[[float], Iterator[signal.Signals]]:
     return signals
 
 
-def _open_log(log: Path, anew: bool) -> IO[bytes]:
+def _open_log(log: Path, truncate: bool) -> IO[bytes]:
     with storage("cannot write the log of a process"):
         log.parent.mkdir(parents=True, exist_ok=True)
-        return open(log, "wb" if anew else "ab")
+        return open(log, "wb" if truncate else "ab")
 
 
 class Starts:
     """Failed starts, counted as job files count them: RUN/starts has a file for each start that did not end in order.
 
-    A start that is killed together with the launcher leaves its file behind; one that is launched anew counts anew.
+    A start that is killed together with the launcher leaves its file behind; a new launch starts counting from 0.
     """
 
     def __init__(self, run: RunDirectory):

@@ -328,7 +328,7 @@ def split(x: Array, chunks: int, fill: float = 0) -> Array:
 
 
 def join(x: Array) -> Array:
-    """The inverse of `split`, padding kept: (chunks, B, t, …) → (B, t·chunks, …)."""
+    """Return the inverse of `split`, padding kept: (chunks, B, t, …) → (B, t·chunks, …)."""
     if x.shape[1] == 1 and shards("sequence") == 1:
         return x.reshape(1, -1, *x.shape[3:])
     x = jnp.moveaxis(x, 0, 2)

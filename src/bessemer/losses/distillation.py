@@ -5,7 +5,7 @@ Per token with weight w and target t, for logits z (student) and y (teacher), p 
     loss = α·τ²·KL + (1 − α)·(logsumexp(z) − z_t),     KL =  forward  Σ_v p_v (log p_v − log q_v)
                                                              reverse  Σ_v q_v (log q_v − log p_v)
 
-A teacher stored as its k likeliest tokens lacks the mass of the others, p_rest = 1 − Σ_k p. `bucket` keeps it as one
+A teacher stored as its k most likely tokens lacks the mass of the others, p_rest = 1 − Σ_k p. `bucket` keeps it as one
 outcome, Σ_k p (log p − log q) + p_rest (log p_rest − log q_rest): a lower bound, 0 only where the student agrees on
 every stored token and on the rest together. `renormalize` divides p by its stored sum and leaves the rest out.
 
@@ -37,7 +37,7 @@ from bessemer.topology.rules import constrain
 
 
 class TopTokens(NamedTuple):
-    """A stored teacher: its likeliest tokens and their log-probabilities at the run's temperature, (B, T, K) each."""
+    """A stored teacher: its most likely tokens and their log-probabilities at the run's temperature, (B, T, K) each."""
 
     ids: Array
     logprobs: Array
@@ -92,7 +92,7 @@ def distillation_loss(
 
 
 def top_tokens(teacher: Projection, k: int, temperature: float, chunks: int | str = "auto") -> TopTokens:
-    """Return the teacher's k likeliest tokens at each position, likeliest first."""
+    """Return the teacher's k most likely tokens at each position, most likely first."""
     batch, length = teacher.hidden.shape[:2]
     columns = (teacher.hidden if teacher.head is None else teacher.head).shape[-1]
     count = choose_chunks(chunks, batch, length, columns)

@@ -132,7 +132,7 @@ def _run(
         h, h_ref, t, w = inputs
         z, lse = _statistics(options.loss, logits(h))
         z_ref, lse_ref = _statistics(options.loss, its_logits(h_ref))
-        terms, slope = _terms(options, z, lse, z_ref, lse_ref, t, w, beta)
+        terms, slope = _terms(options, z, lse, z_ref, lse_ref, t, beta)
         sums += jnp.stack([jnp.sum(w * term) for term in terms])
         if not differentiate:
             return (sums, dhead), None
@@ -169,7 +169,7 @@ def _head(head: Array | None, dtype: Any, fp8: str | None) -> tuple[Callable[...
 
 
 def _terms(
-    options: Options, z: Array, lse: Array, z_ref: Array, lse_ref: Array, targets: Array, weights: Array, beta: Array
+    options: Options, z: Array, lse: Array, z_ref: Array, lse_ref: Array, targets: Array, beta: Array
 ) -> tuple[tuple[Array, ...], Array]:
     """Per token the fields of Sums, and ∂D/∂z (B, t, V) without the softcap (of no use with `nll`)."""
     loss, nll = _token_loss(options.loss, z, lse, targets)

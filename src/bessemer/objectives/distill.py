@@ -30,7 +30,11 @@ class TaughtSettings:
 @dataclass(frozen=True)
 class DistillSettings(TaughtSettings):
     alpha: float = field(
-        "distill/alpha", default=0.5, minimum=0.0, maximum=1.0, help="share of the teacher; 1 − α is of the data"
+        "distill/alpha",
+        default=0.5,
+        minimum=0.0,
+        maximum=1.0,
+        help="weight of the teacher's loss; the data's has 1 − α",
     )
     temperature: float = field(
         "distill/temperature", default=2.0, minimum=0.01, help="τ: both distributions are softened by it"
@@ -39,7 +43,7 @@ class DistillSettings(TaughtSettings):
         "distill/top_k",
         default=0,
         minimum=0,
-        help="store the teacher's k likeliest tokens before training, and train without it; 0: live",
+        help="store the teacher's k most likely tokens before training, and train without it; 0: live",
     )
     tail: str = field(
         "distill/tail",
@@ -89,7 +93,7 @@ class OnPolicySettings(SampledSettings, TaughtSettings):
         "distill/direction",
         default="reverse",
         choices=("reverse", "forward"),
-        help="reverse: KL(student ‖ teacher), one good way is enough; forward: KL(teacher ‖ student), all of them",
+        help="reverse: KL(student ‖ teacher), mode-seeking; forward: KL(teacher ‖ student), mode-covering",
     )
     soften: float = field(
         "distill/temperature",

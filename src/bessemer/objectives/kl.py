@@ -24,7 +24,7 @@ class KLConfig(PretrainSettings):
         "optimization/kl/beta",
         default=(0.1,),
         minimum=0.0,
-        help="weight of the penalty, one a stage; a single one holds for all stages but the first (0)",
+        help="weight of the KL penalty, one per stage; a single one applies to all stages after the first (0 there)",
     )
     estimator: str = field(
         "optimization/kl/estimator",
@@ -35,7 +35,7 @@ class KLConfig(PretrainSettings):
     refresh: tuple[bool, ...] = field(
         "optimization/kl/refresh",
         default=(False,),
-        help="take a new reference where a stage begins, one answer a stage; the first penalty always does",
+        help="take a new reference when a stage begins, one value per stage; the first penalized one always does",
     )
 
     def __post_init__(self) -> None:
@@ -95,6 +95,6 @@ def kl(
 def only_beta(settings: KLConfig) -> float:
     if len(settings.beta) > 1:
         raise InputError(
-            "optimization.kl.beta has one weight a stage, which job=KLDivergenceTrainer goes by; another job takes one."
+            "optimization.kl.beta has one weight per stage, which only job=KLDivergenceTrainer takes: set a single one."
         )
     return settings.beta[0]

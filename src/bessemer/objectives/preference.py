@@ -35,7 +35,7 @@ def real_pairs(batch: Batch) -> Array:
     """(B, P) float32: 1 where the row has a pair."""
     if "pair_ids" not in batch:
         raise InputError(
-            "this objective compares answers, so its rows must hold pairs: give preference data in the style "
+            "this objective compares answers, so its rows must hold pairs: use preference data in the style "
             "CONTRASTIVE, as in training.dataset=pairs.jsonl:CONTRASTIVE."
         )
     return (batch["pair_ids"] >= 0).astype(jnp.float32)
@@ -205,9 +205,9 @@ class DpoSettings:
         default=0.0,
         minimum=0.0,
         maximum=0.5,
-        help=f"ε: share of pairs labelled the wrong way round ({', '.join(SMOOTHED)})",
+        help=f"ε: share of pairs labeled the wrong way around ({', '.join(SMOOTHED)})",
     )
-    gamma: float = field("dpo/gamma", default=0.5, minimum=0.0, help="γ: the margin that simpo asks for")
+    gamma: float = field("dpo/gamma", default=0.5, minimum=0.0, help="γ: target margin of simpo")
     sft_alpha: float | None = field(
         "dpo/sft_alpha",
         default=None,

@@ -5,15 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax import Array
 
 from bessemer.config import field
 from bessemer.data.rows.rows import DatasetStyle
 from bessemer.objectives.base import Apply, Batch, Sums
 from bessemer.registry import objectives
-
-NOISE = 1  # purpose folded into the step's key; dropout takes the key itself
 
 
 @dataclass(frozen=True)
@@ -45,9 +42,5 @@ def sft(apply: Apply, params: Any, batch: Batch, key: Array | None, settings: Sf
     """
     if key is None:
         return apply(params, batch, method="loss")
-    rngs = {"dropout": key}
-    noise: dict[str, float] = {}
-    if settings.neftune_alpha > 0:
-        rngs["noise"] = jax.random.fold_in(key, NOISE)
-        noise["embedding_noise"] = settings.neftune_alpha
-    return apply(params, batch, deterministic=False, method="loss", rngs=rngs, **noise)
+    noise = {"embedding_noise": settings.neftune_alpha} if settings.neftune_alpha > 0 else {}
+    return apply(params, batch, deterministic=False, method="loss", rngs={"dropout": key}, **noise)

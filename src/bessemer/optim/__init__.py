@@ -2,15 +2,13 @@
 
 from bessemer.optim.build import Optimizer, build_optimizer, build_schedule, default_schedule, settings_classes
 from bessemer.optim.schedules import Schedule
-from bessemer.optim.sharding import Spread, mesh_spread, state_shardings
-from bessemer.optim.transform import Group, GroupRow, apply_rate, wrap_optax
+from bessemer.optim.sharding import mesh_spread, state_shardings
+from bessemer.optim.transform import Group, apply_rate, wrap_optax
 
 __all__ = [
     "Group",
-    "GroupRow",
     "Optimizer",
     "Schedule",
-    "Spread",
     "apply_rate",
     "build_optimizer",
     "build_schedule",

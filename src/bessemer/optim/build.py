@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,51 @@ AUTO = "auto"
 """Schedule name that stands for the optimizer's own default."""
 
 
+# What the settings of an optimizer may provide besides its fields; each is optional and asked for with isinstance.
+
+
+@runtime_checkable
+class NamesSchedule(Protocol):
+    """Names the schedule that runs where the configuration names none; "constant" without it."""
+
+    default_schedule: str
+
+
+@runtime_checkable
+class HasRate(Protocol):
+    """Has one peak learning rate; 1 without it."""
+
+    lr: float
+
+
+@runtime_checkable
+class HasGroups(Protocol):
+    """Divides the parameters into groups with rates of their own; one group "all" without it."""
+
+    def groups(self, width: int | None) -> tuple[Group, ...]: ...
+
+
+@runtime_checkable
+class LabelsParameters(Protocol):
+    """Names the group of a parameter; the first one without it."""
+
+    def label(self, path: tuple[str, ...], leaf: Any, group_of: GroupOf | None) -> str: ...
+
+
+@runtime_checkable
+class HasCurves(Protocol):
+    """Adds to what is logged and plotted by step."""
+
+    def curves(self, schedule: Schedule, steps: int) -> dict[str, StepFunction]: ...
+
+
+@runtime_checkable
+class CountsFlops(Protocol):
+    """Counts the matrix FLOPs of one update of a parameter; 0 without it."""
+
+    def update_flops(self, label: str, shape: tuple[int, ...]) -> float: ...
+
+
 @dataclass(frozen=True)
 class Optimizer:
     """`tx.update(grads, state, params, step=step)` takes the 0-based number of the step being taken.
@@ -51,15 +96,15 @@ class Optimizer:
 
 
 def default_schedule(optimizer: str) -> str:
-    """The schedule an optimizer runs with when none is named: trapezoid with muon, otherwise wsd."""
+    """Return the schedule an optimizer runs with when none is named: trapezoid with muon, otherwise wsd."""
     for settings in optimizers.entry(optimizer).settings:
-        if hasattr(settings, "default_schedule"):
-            return str(settings.default_schedule)
+        if isinstance(settings, NamesSchedule):
+            return settings.default_schedule
     return "constant"
 
 
 def settings_classes(optimizer: str | None, schedule: str | None = AUTO) -> tuple[type, ...]:
-    """The dataclasses whose fields become settings once these are selected; for `config.gather`."""
+    """Return the dataclasses whose fields become settings once these are selected; for `config.gather`."""
     chosen: tuple[type, ...] = () if optimizer is None else optimizers.entry(optimizer).settings
     if schedule == AUTO:
         schedule = None if optimizer is None else default_schedule(optimizer)
@@ -73,9 +118,9 @@ def _offer(function: Callable[..., Any], *args: Any, **extras: Any) -> Any:
 
 
 def _settings(entry: Any, configure: Configure) -> Any:
-    """The one settings object an entry is called with; None when it has none."""
+    """Return the one settings object an entry is called with; None when it has none."""
     if len(entry.settings) > 1:
-        raise InputError(f"'{entry.name}' registers {len(entry.settings)} settings classes; join them into one.")
+        raise InputError(f"'{entry.name}' registers {len(entry.settings)} settings classes; merge them into one.")
     return configure(entry.settings[0]) if entry.settings else None
 
 
@@ -87,7 +132,7 @@ def build_schedule(
     boundaries: Sequence[int] = (0,),
     peak: float = 1.0,
 ) -> Schedule:
-    """A schedule by name (None: constant), with the first step of each stage for those that ask.
+    """Return a schedule by name (None: constant), with the first step of each stage for those that ask.
 
     A bare callable is an optax schedule: it gives the rate itself, so it is divided by `peak`.
     """
@@ -121,15 +166,15 @@ def _rates(schedule: Schedule, groups: tuple[Group, ...]) -> Callable[[jax.typin
 
 
 def _curves(settings: Any, groups: tuple[Group, ...], schedule: Schedule, steps: int) -> dict[str, StepFunction]:
-    """The rates' multiplier, the weight decay, and what the optimizer's settings add under `curves`."""
+    """Return the rates' multiplier, the weight decay, and what the optimizer's settings add under `curves`."""
     decay = groups[0].weight_decay
     curves: dict[str, StepFunction] = {"lrm": schedule}
     curves["weight_decay"] = lambda step: jnp.full(jnp.shape(step), decay, jnp.float32)
-    return curves | (settings.curves(schedule, steps) if hasattr(settings, "curves") else {})
+    return curves | (settings.curves(schedule, steps) if isinstance(settings, HasCurves) else {})
 
 
-def _from_optax(tx: Any, schedule: Any, steps: int) -> Optimizer:
-    """A user's transformation: its own rate is inside it, so only a schedule that was given can be logged."""
+def _from_optax(tx: Any, schedule: Any) -> Optimizer:
+    """Return a user's transformation: its own rate is inside it, so only a schedule that was given can be logged."""
     rate = schedule if callable(schedule) else None
 
     def rates(step: jax.typing.ArrayLike) -> dict[str, jax.Array]:
@@ -155,7 +200,7 @@ def build_optimizer(
     silent: Sequence[str] = (),
     seed: int = 0,
 ) -> Optimizer:
-    """The optimizer of that registry name, or a wrapped optax transformation.
+    """Return the optimizer of that registry name, or a wrapped optax transformation.
 
     steps: the horizon, for the schedules. group_of: the model's word for a parameter's path. schedule: a
     name, "auto" (the optimizer's own), None (constant), a Schedule, or an optax schedule (rate by step).
@@ -165,11 +210,14 @@ def build_optimizer(
     seed: for the rounding of moments that are stored narrow.
     """
     if not isinstance(name, str):
-        given = _from_optax(name, None if schedule == AUTO else schedule, steps)
+        given = _from_optax(name, None if schedule == AUTO else schedule)
         return replace(given, tx=mute_first_gradient(given.tx, silent)) if silent else given
     entry = optimizers.entry(name)
     settings = _settings(entry, configure)
-    groups = settings.groups(width) if hasattr(settings, "groups") else (Group("all", getattr(settings, "lr", 1.0)),)
+    if isinstance(settings, HasGroups):
+        groups = settings.groups(width)
+    else:
+        groups = (Group("all", settings.lr if isinstance(settings, HasRate) else 1.0),)
     by_step = build_schedule(
         default_schedule(name) if schedule == AUTO else schedule,
         configure,
@@ -184,10 +232,10 @@ def build_optimizer(
         tx = mute_first_gradient(wrap_optax(tx), silent)
 
     def label(path: tuple[str, ...], leaf: Any) -> str:
-        return settings.label(path, leaf, group_of) if hasattr(settings, "label") else groups[0].name
+        return settings.label(path, leaf, group_of) if isinstance(settings, LabelsParameters) else groups[0].name
 
     def update_flops(params: Any) -> float:
-        if not hasattr(settings, "update_flops"):
+        if not isinstance(settings, CountsFlops):
             return 0.0
         leaves = [(path_names(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
         return sum(settings.update_flops(label(names, leaf), leaf.shape) for names, leaf in leaves)

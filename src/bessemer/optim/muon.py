@@ -255,7 +255,10 @@ class MuonSettings:
         help="steps over which the rates of ρ, ξ, smear and backout rise from 0 (0: no warmup)",
     )
     lr_multiplier: float = field(
-        "optimization/lr_multiplier", default=1.0, minimum=0.0, help="times every rate; the depth dial's √(B/B_ref)"
+        "optimization/lr_multiplier",
+        default=1.0,
+        minimum=0.0,
+        help="multiplies every rate; the depth dial sets √(B/B_ref)",
     )
     weight_decay: float | None = field(
         "optimization/weight_decay", default=None, minimum=0.0, help="cautious decay of matrices (none: by preset)"
@@ -264,13 +267,16 @@ class MuonSettings:
         "optimization/weight_decay_schedule",
         default=None,
         choices=("linear", "cosine"),
-        help="how that decay goes to 0 (none: by preset)",
+        help="how the weight decay falls to 0 (none: by preset)",
     )
     momentum: float | None = field(
         "optimization/momentum", default=None, minimum=0.0, below=1.0, help="Muon's momentum (none: by preset)"
     )
     momentum_steps: int | None = field(
-        "optimization/momentum_steps", default=None, minimum=0, help="steps from .85 to it (none: by preset)"
+        "optimization/momentum_steps",
+        default=None,
+        minimum=0,
+        help="steps over which momentum rises from .85 (none: by preset)",
     )
     momentum_final: float | None = field(
         "optimization/momentum_final",
@@ -283,15 +289,15 @@ class MuonSettings:
         "optimization/muon_beta2", default=0.9, minimum=0.0, below=1.0, help="decay of Muon's second moment"
     )
     adam_beta1: float = field(
-        "optimization/adam_beta1", default=0.8, minimum=0.0, below=1.0, help="AdamW groups without their own"
+        "optimization/adam_beta1", default=0.8, minimum=0.0, below=1.0, help="β1 of AdamW groups without their own"
     )
     adam_beta2: float = field(
-        "optimization/adam_beta2", default=0.95, minimum=0.0, below=1.0, help="AdamW groups without their own"
+        "optimization/adam_beta2", default=0.95, minimum=0.0, below=1.0, help="β2 of AdamW groups without their own"
     )
     eps: float = field("optimization/eps", default=1e-10, minimum=0.0, help="epsilon of the AdamW groups")
 
     def groups(self, width: int | None = None) -> tuple[Group, ...]:
-        """The groups with their peak rates: preset, settings, (width/768)^-½ and the dial's multiplier.
+        """Return the groups with their peak rates: preset, settings, (width/768)^-½ and the dial's multiplier.
 
         ρ, ξ, smear and backout start with a rate of 0: while all output projections are 0, the gradients of ρ, ξ and
         backout are only rounding (about 1e-8), which Adam would turn into a full step of random sign.
@@ -354,7 +360,7 @@ class MuonState(NamedTuple):
 
 
 def _short_axis(shape: tuple[int, ...]) -> int:
-    """The axis the second moment averages over; a square matrix keeps one value per output unit."""
+    """Return the axis the second moment averages over; a square matrix keeps one value per output unit."""
     return -2 if shape[-1] >= shape[-2] else -1
 
 

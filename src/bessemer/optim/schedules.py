@@ -39,7 +39,7 @@ class Schedule:
 
 
 def check_steps(steps: int) -> int:
-    """The horizon as an int of at least one step."""
+    """Return the horizon as an int of at least one step."""
     if steps < 1:
         raise InputError(f"a schedule needs at least one step, got {steps}; set training.steps or training.tokens.")
     return int(steps)

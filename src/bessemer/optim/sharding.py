@@ -48,7 +48,7 @@ class Spread:
         return jax.lax.with_sharding_constraint(matrix, NamedSharding(self.mesh, PartitionSpec(*SPLITTING)))
 
     def chosen(self, count: int) -> tuple[str, ...]:
-        """The axes over which a stack of `count` matrices is split: those with the least to compute and to send.
+        """Return the axes over which a stack of `count` matrices is split: those with the least to compute and to send.
 
         Not always all: 26 matrices on 512 devices are 486 of padding, which an all-gather would send with the rest.
         """
@@ -96,14 +96,14 @@ class Spread:
         return Stack(math.prod(self.mesh.shape[axis] for axis in axes), run)
 
 
-def mesh_spread(mesh: Mesh, axes: tuple[str, ...] = (*REPEATING, *SPLITTING)) -> Spread | None:
-    """How Muon's stacks are laid over `axes` of the mesh. None on a single device."""
-    axes = tuple(axis for axis in axes if mesh.shape.get(axis, 1) > 1)
+def mesh_spread(mesh: Mesh) -> Spread | None:
+    """Return how Muon's stacks are laid out over the mesh; None on a single device."""
+    axes = tuple(axis for axis in (*REPEATING, *SPLITTING) if mesh.shape.get(axis, 1) > 1)
     return Spread(mesh, axes) if axes else None
 
 
 def _like(state: Any, param: Any, sharding: NamedSharding, replicated: NamedSharding) -> Any:
-    """A parameter's sharding for one leaf of its state; axes the state has reduced are not split."""
+    """Return a parameter's sharding for one leaf of its state; axes the state has reduced are not split."""
     if isinstance(state, optax.MaskedNode):
         return state
     if isinstance(state, Packed):

@@ -72,7 +72,7 @@ def kind_by_rule(path: tuple[str, ...], leaf: Any) -> str:
 
 
 def kind_of(path: tuple[str, ...], leaf: Any, group_of: GroupOf | None) -> str:
-    """The model's own word for a parameter, checked, or the rule's."""
+    """Return the model's own word for a parameter, checked, or the rule's."""
     if group_of is None:
         return kind_by_rule(path, leaf)
     kind = group_of(path)

@@ -46,8 +46,8 @@ class Planned:
     estimate: Estimate
     terms: Terms
     epochs: float | None
-    wished_rows: int  # the micro-batch of the recipe, -1 for an open one
-    said: list[str]  # notes of setup
+    requested_rows: int  # the micro-batch of the recipe, -1 for an open one
+    lines: list[str]  # printed by setup
 
     @property
     def target(self) -> Target:
@@ -81,7 +81,7 @@ def make_absent_plan(
     planned = estimated(recipe, overrides, target, prices)
     choice = planned.estimate.choice
     mesh = " × ".join(f"{axis} {size}" for axis, size in choice.axes.items() if size > 1) or "of one device"
-    what = f"the step for {target.name}, mesh {mesh}, {choice.rows} sequence(s) a device"
+    what = f"the step for {target.name}, mesh {mesh}, {choice.rows} sequence(s) per device"
     return document(recipe, planned, compiled(planned, what, say, quick) if compiles else None)
 
 
@@ -110,7 +110,7 @@ def estimated(recipe: Any, overrides: Overrides, target: Target, prices: Path | 
     axes = {axis: int(trainer.topology.mesh.shape[axis]) for axis in AXES}
     rows = trainer.config[MICRO]
     first = estimate(facts, Choice(axes, rows, facts.remat), terms)
-    planned = Planned(facts, first, terms, trainer.epochs, trainer.wished_rows, trainer.said)
+    planned = Planned(facts, first, terms, trainer.epochs, trainer.requested_rows, trainer.lines)
     if not first.fits(planned.limit) and not trainer.config.asked(MICRO):
         _lower(planned, rows)
     return planned
@@ -123,8 +123,8 @@ def _lower(planned: Planned, rows: int) -> None:
         made = tried(facts, Choice(choice.axes, size, choice.remat), planned.terms)
         if made is not None and made.fits(planned.limit):
             room = f"{SPARE:.0%} of a {planned.target.chip.name}"
-            wished = "" if planned.wished_rows == -1 else f", in place of {planned.wished_rows}"
-            why = f"the largest that fits into {room} by the estimate{wished}"
+            requested = "" if planned.requested_rows == -1 else f", in place of {planned.requested_rows}"
+            why = f"the largest that fits into {room} by the estimate{requested}"
             facts.step = _with_micro_batch(facts.step, made, why)
             planned.estimate = made
             return
@@ -161,7 +161,7 @@ def document(recipe: Any, planned: Planned, program: Compiled | None) -> dict[st
         "time": spent,
         "cost": run_cost(spent["seconds"], planned.target, planned.terms),
         "placement": placement(state.params, placed.params),
-        "notes": [*(program.notes if program else ()), *context.config.notes, *planned.said],
+        "notes": [*(program.notes if program else ()), *context.config.notes, *planned.lines],
     }
 
 
@@ -301,7 +301,7 @@ def make_sweep(
     if not rows:
         raise InputError(
             f"none of {count} ways to lay this model on {target.name} fits into "
-            f"{target.chip.memory_gib:g} GiB a device: use more devices, a smaller model, "
+            f"{target.chip.memory_gib:g} GiB per device: use more devices, a smaller model, "
             "or a shorter architecture.block_size."
         )
     say(f"{count} ways tried by the estimate, {len(rows)} fit")

@@ -55,7 +55,7 @@ def make_plan(
         "memory": memory,
         "time": predict(plan, functions, rate),
         "schedules": sample_curves(functions.optimizer, plan.data.steps),
-        "notes": [*context.topology.notes, *context.config.notes, *trainer.said],
+        "notes": [*context.topology.notes, *context.config.notes, *trainer.lines],
     }
 
 

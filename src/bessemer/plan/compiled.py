@@ -61,7 +61,7 @@ class Compiled:
 
 
 def has_compiler() -> bool:
-    """Whether libtpu is installed."""
+    """Return whether libtpu is installed."""
     return bool(os.environ.get("TPU_LIBRARY_PATH")) or importlib.util.find_spec("libtpu") is not None
 
 

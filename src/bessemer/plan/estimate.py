@@ -200,12 +200,7 @@ class Leaf:
             if size % shards:
                 raise InputError(f"{self.part}: {size} is not divided by {' × '.join(names)} = {shards}.")
             count *= size // shards
-        return stored_bytes(count, dtype or self.dtype)
-
-
-def stored_bytes(count: int, dtype: str) -> int:
-    """Return the bytes of `count` numbers at rest. Every weight and moment of a plan is counted here."""
-    return count * jax.numpy.dtype(dtype).itemsize
+        return count * jax.numpy.dtype(dtype or self.dtype).itemsize
 
 
 def leaves_of(part: str, tree: Any, placed: Any) -> list[Leaf]:

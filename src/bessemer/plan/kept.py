@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal, jaxprs_in_params
 
 from bessemer.data.rows.rows import Fields
 from bessemer.models.shape import Shape
@@ -22,15 +23,6 @@ from bessemer.training.setup.model import make_apply
 from bessemer.training.state import TrainState, widened
 
 CALLS = ("jit", "pjit")  # a call's name in one version of JAX and another
-
-
-def inner_jaxprs(equation: Any) -> Iterator[Any]:
-    """Yield the programs inside one operation: of calls, loops, branches and custom rules."""
-    for value in equation.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            inner = getattr(item, "jaxpr", item)  # closed or open
-            if hasattr(inner, "eqns"):
-                yield inner
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +34,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Equation:
-    """An operation as in a jaxpr; a constant among `invars` is a literal of JAX, which has a `val`."""
+    """An operation as in a jaxpr; a constant among `invars` is a `Literal` of JAX."""
 
     primitive: Any
     params: dict[str, Any]
@@ -65,7 +57,7 @@ def inlined(closed: Any) -> Program:
 
     def walk(jaxpr: Any, names: dict[Any, Any]) -> list[Any]:
         def named(variable: Any) -> Any:
-            if hasattr(variable, "val"):
+            if isinstance(variable, Literal):
                 return variable
             return names.setdefault(variable, Variable(variable.aval))
 
@@ -170,7 +162,7 @@ def kept_tensors(state: TrainState, model: Any, fields: Fields, block: int, rema
 
 def _tensors(program: Program, weights: set[tuple[int, ...]], rows: int) -> Iterator[Tensor]:
     """Yield the results that are not arguments, each once."""
-    wanted = {id(v): v for v in program.outvars if not hasattr(v, "val") and not on_host(v.aval)}
+    wanted = {id(v): v for v in program.outvars if not isinstance(v, Literal) and not on_host(v.aval)}
     makers = {id(v): equation for equation in program.eqns for v in equation.outvars}
     given = {id(variable) for variable in program.invars}
     kept = {id(root): root for v in wanted.values() for root in [_source(v, wanted, makers)]}
@@ -203,7 +195,7 @@ def _source(variable: Any, wanted: dict[int, Any], makers: dict[int, Any]) -> An
     """Return the variable that is in memory for this one: another form or a wider copy is recomputed."""
     forms = [variable]
     while (maker := makers.get(id(forms[-1]))) is not None and maker.primitive.name in FORMS:
-        if hasattr(maker.invars[0], "val"):
+        if isinstance(maker.invars[0], Literal):
             break
         forms.append(maker.invars[0])
     first = max((place for place, form in enumerate(forms) if id(form) in wanted), default=0)  # kept anyway
@@ -240,7 +232,7 @@ def _without_cheap(kept: dict[int, Any], makers: dict[int, Any], given: set[int]
     read = _read_whole(program, makers)
 
     def follows(variable: Any, own: int) -> bool:
-        if hasattr(variable, "val") or id(variable) in given:
+        if isinstance(variable, Literal) or id(variable) in given:
             return True
         if id(variable) in found and id(variable) != own:
             return True
@@ -261,7 +253,7 @@ def _read_whole(program: Program, makers: dict[int, Any]) -> set[int]:
         if equation.primitive.name in CHEAP or equation.primitive.name.startswith("reduce_"):
             continue
         for variable in equation.invars:
-            while not hasattr(variable, "val") and id(variable) not in found:
+            while not isinstance(variable, Literal) and id(variable) not in found:
                 found.add(id(variable))
                 maker = makers.get(id(variable))
                 if maker is None or maker.primitive.name not in FORMS:
@@ -281,7 +273,7 @@ def _results(jaxpr: Any, looped: bool = False) -> Iterator[tuple[tuple[int, ...]
         if equation.primitive.name in MADE:
             yield from ((tuple(v.aval.shape), _size(v.aval), looped) for v in equation.outvars)
         elif equation.primitive.name != "pallas_call":
-            for inner in inner_jaxprs(equation):
+            for inner in jaxprs_in_params(equation.params):  # of calls, loops, branches and custom rules
                 yield from _results(inner, looped or equation.primitive.name in ("scan", "while"))
 
 

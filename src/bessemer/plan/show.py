@@ -18,6 +18,7 @@ from bessemer.report.plots import INK, finish, new_figure, save
 
 POINTS = 201
 BLOCKS = "▁▂▃▄▅▆▇█"
+SPARKLINE = 48  # characters
 TITLES = {
     "lrm": "learning rate, as a share of its peak",
     "lr": "learning rate",
@@ -37,9 +38,9 @@ def sample_curves(optimizer: Optimizer, steps: int, points: int = POINTS) -> dic
     return {"steps": where, **curves}
 
 
-def sparkline(steps: list[float], values: list[float], width: int = 48) -> str:
+def sparkline(steps: list[float], values: list[float]) -> str:
     """Return a line of blocks over the steps. Their height is from 0, or from the least value if all are close."""
-    at = np.interp(np.linspace(steps[0], steps[-1], min(width, len(steps))), steps, values)
+    at = np.interp(np.linspace(steps[0], steps[-1], min(SPARKLINE, len(steps))), steps, values)
     low, high = (0.0 if at.min() < 0.5 * at.max() else float(at.min())), float(at.max())
     if high <= low:
         return BLOCKS[len(BLOCKS) // 2] * len(at)
@@ -142,9 +143,9 @@ def _cost(plan: dict[str, Any]) -> str:
         ),
         ("horizon", f"{horizon['steps']:,} steps", f"{horizon['tokens']:,} tokens{epochs}"),
         ("tokens : N", "-" if ratio is None else f"{ratio:.2f}", "tokens : scaling parameters"),
-        ("FLOPs a token", f"{flops['per_token']:.4g}", flops["formula"]),
+        ("FLOPs per token", f"{flops['per_token']:.4g}", flops["formula"]),
         ("", f"{flops['per_token_causal']:.4g}", "with the keys that causal attention really reads"),
-        ("FLOPs in all", f"{flops['total']:.4g}", "FLOPs a token · tokens"),
+        ("total FLOPs", f"{flops['total']:.4g}", "FLOPs per token · tokens"),
         _memory(plan["memory"]),
         _time(spent),
     ]
@@ -152,7 +153,7 @@ def _cost(plan: dict[str, Any]) -> str:
 
 
 def _memory(memory: dict[str, Any] | None) -> tuple[str, str, str]:
-    name = "memory a device"
+    name = "memory per device"
     if memory is None:
         return name, "-", "not compiled (--no-compile)"
     if memory["total"] is None:
@@ -234,7 +235,7 @@ def _absent_head(plan: dict[str, Any]) -> str:
         f"plan       {plan['recipe']}, not run: {how}",
         f"{words}; {compact(model['parameters']['total'])} parameters",
         f"devices    {devices['devices']:,} × {devices['chip']}{slices}, mesh {mesh}",
-        f"step       {horizon['batch_size']:,} sequences: {horizon['per_device_batch_size']:,} a device × "
+        f"step       {horizon['batch_size']:,} sequences: {horizon['per_device_batch_size']:,} per device × "
         f"{counted(horizon['accumulate_steps'], 'pass')}; {horizon['steps']:,} steps, "
         f"{compact(horizon['tokens'])} tokens",
     ]
@@ -248,8 +249,8 @@ def _absent_memory(plan: dict[str, Any]) -> str:
     verdict = f"fits into {limit}" if memory["fits"] else f"DOES NOT FIT into {limit}"
     peak = "-" if memory["peak"] is None else gib(memory["peak"])
     if plan["method"] == "compiled":
-        verdict += f"; the analytic model said {gib(memory['estimated_peak'])}"
-    lines = [table(("memory of a device", "size", "what"), [*rows, ("peak", peak, verdict)])]
+        verdict += f"; the analytic model estimated {gib(memory['estimated_peak'])}"
+    lines = [table(("memory per device", "size", "what"), [*rows, ("peak", peak, verdict)])]
     lines += [f"to fit     {' '.join(one['settings'])}   ({gib(one['peak'])})" for one in memory["remedies"]]
     if not memory["fits"] and not memory["remedies"]:
         lines.append(
@@ -265,7 +266,7 @@ def _collectives(plan: dict[str, Any]) -> str:
     ]
     if not rows:
         return ""
-    head = ("collectives of a step", "mesh axes", "devices", "times", "sent by a device")
+    head = ("collectives per step", "mesh axes", "devices", "times", "sent per device")
     return table(head, [*rows, ("in all", "", "", "", gib(plan["bytes_sent_per_step"]))])
 
 
@@ -273,7 +274,11 @@ def _absent_time(plan: dict[str, Any]) -> str:
     spent, cost = plan["time"], plan["cost"]
     roofline = spent["roofline"]
     rows = [
-        ("compute", seconds(roofline["compute"]), f"{plan['flops']['per_device_step']:.4g} FLOPs a device at its peak"),
+        (
+            "compute",
+            seconds(roofline["compute"]),
+            f"{plan['flops']['per_device_step']:.4g} FLOPs per device at its peak",
+        ),
         ("memory", seconds(roofline["memory"]), "elementwise work, weights, gradients, update at full bandwidth"),
         ("network", seconds(roofline["network"]), "collectives at full link speed"),
         ("step at best", seconds(spent["step_seconds_at_best"]), f"bound by {spent['bound_by']}"),
@@ -292,7 +297,7 @@ def _cost_words(cost: dict[str, Any]) -> tuple[str, str]:
     dollars, price = cost["dollars"], cost["dollars_per_chip_hour"]
     if price is None:
         return "unknown", "no price for this chip: --prices FILE"
-    return f"${dollars:,.{0 if dollars >= 10 else 2}f}", f"${price:,.2f} a chip and hour ({cost['source']})"
+    return f"${dollars:,.{0 if dollars >= 10 else 2}f}", f"${price:,.2f} per chip-hour ({cost['source']})"
 
 
 def seconds(value: float) -> str:
@@ -310,7 +315,7 @@ def _placement(rows: list[dict[str, Any]]) -> str:
         count[0] += 1
         count[1] += row["bytes_per_device"]
     cells = [(*key, f"{count:,}", gib(size)) for key, (count, size) in lines.items()]
-    return table(("parameter", "shape", "split over", "arrays", "bytes a device"), cells)
+    return table(("parameter", "shape", "split over", "arrays", "bytes per device"), cells)
 
 
 def _sweep(sweep: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
@@ -83,19 +83,26 @@ def close(config: Config) -> Config:
     return config.replace({"training/dataset": []}, "left open by the recipe")
 
 
+@runtime_checkable
+class MakesRows(Protocol):
+    """A trainer whose rows are its own, as RL's, and which knows what they hold."""
+
+    row_types: Mapping[str, Any]
+
+
 class WithoutData(BaseTrainer):
     """Mixed in before a trainer's class: the same build, but data that is not prepared is not opened."""
 
     compiles = True
     epochs: float | None = None
-    wished_rows: int  # the micro-batch before it is derived; -1: open
+    requested_rows: int  # the micro-batch before it is derived; -1: open
 
     def __init__(self, spec: ExecutionSpec):
-        self.said: list[str] = []
+        self.lines: list[str] = []
         super().__init__(spec)
 
     def say(self, text: str) -> None:
-        self.said.append(text)
+        self.lines.append(text)
 
     def check_initial_weights(self) -> None:
         """Shapes come from the configuration; weights are compared with it where there are some."""
@@ -116,7 +123,7 @@ class WithoutData(BaseTrainer):
 
     def configure_dataloaders(self) -> DataParts:
         self.model_parts = assume_allocation(self.context, self.model_parts)
-        kinds = getattr(self, "row_types", TEXT_TYPES)  # a trainer that makes its own rows knows what they hold
+        kinds = self.row_types if isinstance(self, MakesRows) else TEXT_TYPES
         fields = planned_fields(self.settings, kinds)
         if wants_logps(self.config):
             fields |= logps_fields(self.settings.block_size)
@@ -126,7 +133,7 @@ class WithoutData(BaseTrainer):
         return data
 
     def configure_functions(self) -> Functions:
-        self.wished_rows = self.config[microbatch.KEY]
+        self.requested_rows = self.config[microbatch.KEY]
         if isinstance(self.topology, AbsentTopology):
             return absent_functions(self.plan, self.hooks)
         if not self.compiles:

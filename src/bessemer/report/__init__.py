@@ -2,6 +2,6 @@
 
 from bessemer.report.markdown import write_report
 from bessemer.report.metrics import MetricsFile
-from bessemer.report.summary import Summary, baselines, summarize
+from bessemer.report.summary import baselines, summarize
 
-__all__ = ["MetricsFile", "Summary", "baselines", "summarize", "write_report"]
+__all__ = ["MetricsFile", "baselines", "summarize", "write_report"]

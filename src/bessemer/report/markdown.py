@@ -186,7 +186,7 @@ def _curves(summary: Summary, plots: list[Path] | None) -> list[str]:
 
 
 def _samples(summary: Summary) -> list[str]:
-    """The newest previews, with a mark between prompt and continuation."""
+    """Return the newest previews, with a mark between prompt and continuation."""
     steps = [row["step"] for row in summary.samples if is_number(row.get("step"))]
     if not steps:
         return _section("Samples", f"Samples: {MISSING}.")
@@ -220,7 +220,7 @@ def _configuration(summary: Summary) -> list[str]:
 
 
 def _branches(summary: Summary) -> list[str]:
-    """Where `resume --change` changed settings or data: steps before and after do not compare."""
+    """Return where `resume --change` changed settings or data: steps before and after do not compare."""
     rows: list[tuple[str, ...]] = []
     for branch in summary.branches:
         step, changes, data = show(branch.get("step")), branch.get("changes"), branch.get("data")

@@ -185,7 +185,7 @@ def _shipped() -> frozenset[str]:
 
 @cache
 def _parents(name: str) -> frozenset[str]:
-    """The recipes that a shipped one extends."""
+    """Return the recipes that a shipped one extends."""
     layers = read_recipe(name).layers[:-1] if name in _shipped() else []
     return frozenset(layer.origin.detail for layer in layers)
 

@@ -37,11 +37,6 @@ class Chat:
     turns: list[Exchange] = field(default_factory=list)
     asked: int = 0  # requests since the seed was set; each has its own seed
 
-    @property
-    def exchanges(self) -> list[list[int]]:
-        """The tokens of each question with its answer."""
-        return [turn.ids for turn in self.turns]
-
     def warm_up(self) -> None:
         """Compile the programs of a first question and of one that follows it; call it before an EngineThread runs."""
         prompt = self.template.conversation(self.system, [], GREETING)
@@ -67,8 +62,8 @@ class Chat:
         while self.turns and len(template.conversation(self.system, self.turns, text)) > room:
             del self.turns[0]
             dropped += 1
-        said, written, finish = self._answer(template.conversation(self.system, self.turns, text))
-        self.turns.append(Exchange(text, said, [*question, *template.answer(said, written)]))
+        answer, written, finish = self._answer(template.conversation(self.system, self.turns, text))
+        self.turns.append(Exchange(text, answer, [*question, *template.answer(answer, written)]))
         return _remark(finish, dropped)
 
     def _answer(self, prompt: list[int]) -> tuple[str, list[int], str]:
@@ -76,22 +71,22 @@ class Chat:
         tokenizer = self.engine.tokenizer
         assert tokenizer is not None
         call = call_id(tokenizer) if self.template.name == "chat" else None
-        said = ""
+        answer = ""
         written: list[int] = []
         for _ in range(CALLS):
             sample = self._stream([*prompt, *written], call, len(written))
-            said += sample.text
+            answer += sample.text
             written += sample.ids
             called = sample.stop is not None and sample.stop == call
             result = output_ids(tokenizer, written) if called else []
             full = len(prompt) + len(written) + len(result) >= self.engine.capacity
             if not called or full or (self.max_tokens and len(written) + len(result) >= self.max_tokens):
-                return said, written, sample.finish if not called else "length"
+                return answer, written, sample.finish if not called else "length"
             shown = tokenizer.decode([written[-1], *result])
             self.write(printable(shown))
-            said += shown
+            answer += shown
             written += result
-        return said, written, "length"
+        return answer, written, "length"
 
     def _request(self, prompt: list[int], max_tokens: int | None, call: int | None = None) -> Request:
         return Request(

@@ -125,7 +125,7 @@ class CompletionReply(Reply):
         }
 
     def _most_likely(self, token_id: int, logprob: float, ranking: Ranking) -> dict[str, float]:
-        """Return log-probabilities by text, the chosen token included; of equal texts, the likeliest counts."""
+        """Return log-probabilities by text, the chosen token included; of equal texts, the most likely counts."""
         found: dict[str, float] = {}
         for other, score in (*ranking, (token_id, logprob)):
             found.setdefault(self.token(other), self.score(score))

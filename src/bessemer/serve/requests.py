@@ -390,7 +390,7 @@ def chat_ask(tree: dict[str, Any], template: Template, room: Room) -> Ask:
 
 
 def _ranked(fields: Fields) -> int | None:
-    """How many tokens are ranked beside each log-probability; None: no log-probabilities."""
+    """Return how many tokens are ranked beside each log-probability; None: no log-probabilities."""
     logprobs = fields.flag("logprobs")
     ranked = fields.integer("top_logprobs", None, 0, RANKED_IN_CHAT)
     if ranked and not logprobs:
@@ -426,8 +426,8 @@ def _message(item: Any, where: str, template: Template) -> dict[str, Any]:
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text":
             raise wrong(f"{where}.content", f"'{where}.content' must be a string, or an array of text parts.")
-    said = "".join(text(part.get("text"), f"{where}.content") for part in parts)
-    return {"role": role, "content": said, **beside}
+    content = "".join(text(part.get("text"), f"{where}.content") for part in parts)
+    return {"role": role, "content": content, **beside}
 
 
 def _options(fields: Fields, most: int | None, ranked: int | None, template: Template | None = None) -> Options:

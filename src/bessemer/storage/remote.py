@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 
 
 def is_remote(name: str | Path) -> bool:
-    """Whether a name is a URL; those of a kind that cannot be used are refused where they are opened."""
+    """Return whether a name is a URL; those of a kind that cannot be used are refused where they are opened."""
     return _URL.match(str(name)) is not None and not Path(name).exists()
 
 
@@ -45,14 +45,14 @@ def refuse_remote(name: str | Path | None, why: str, remedy: str) -> None:
 
 
 def open_read(name: str) -> BinaryIO:
-    """A local or remote file, for reading bytes anywhere in it."""
+    """Open a local or remote file for reading bytes anywhere in it."""
     if not is_remote(name):
         return open(name, "rb")
     return cast(BinaryIO, io.BufferedReader(arrow_source(name), BUFFER))
 
 
 def arrow_source(name: str) -> Any:
-    """What Arrow's readers take: the path of a local file, or an open remote one."""
+    """Return what Arrow's readers take: the path of a local file, or an open remote one."""
     if not is_remote(name):
         return name
     system, path = _system(name)
@@ -83,7 +83,7 @@ def find(name: str) -> list[Entry]:
 
 
 def pattern(path: str) -> re.Pattern[str]:
-    """A glob as a regular expression: *, ? and [ab] stay within a name, ** crosses directories."""
+    """Return a glob as a regular expression: *, ? and [ab] stay within a name, ** crosses directories."""
     parts = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 
     def translated(word: str) -> str:
@@ -96,7 +96,7 @@ def pattern(path: str) -> re.Pattern[str]:
 
 
 def read_bytes(name: str) -> bytes | None:
-    """A small file whole; None when there is none."""
+    """Return a small file whole; None when there is none."""
     system, path = _system(name)
     with reaching(name):
         try:
@@ -156,7 +156,7 @@ def reaching(name: str) -> Iterator[None]:
 
 
 def _system(name: str) -> tuple[Any, str]:
-    """The client of a URL's store, and the path (bucket/key) in it."""
+    """Return the client of a URL's store, and the path (bucket/key) in it."""
     match = _URL.match(name)
     assert match is not None, name
     scheme, path = match.groups()

@@ -80,7 +80,7 @@ def flatten(tree: Any) -> Leaves:
 
 
 def rebuild(abstract: Any, values: Leaves) -> Any:
-    """The arrays in the structure of `abstract`, whose flattening gave the names."""
+    """Return the arrays in the structure of `abstract`, whose flattening gave the names."""
     names = flatten_names(abstract)
     return jax.tree.unflatten(jax.tree.structure(abstract, is_leaf=_is_packed), [values[name] for name in names])
 
@@ -116,7 +116,7 @@ def check_same(saved: Signature, wanted: Signature, where: str) -> None:
 
 
 def select(saved: Signature, only: str | None) -> Signature:
-    """The part of a signature under `only`, with that prefix removed; all of it for None."""
+    """Return the part of a signature under `only`, with that prefix removed; all of it for None."""
     if only is None:
         return saved
     prefix = only + "/"
@@ -399,7 +399,7 @@ def check_fits(arrays: Arrays, abstract: Any, where: str) -> None:
 
 
 def place(arrays: Arrays, abstract: Any, where: str) -> Any:
-    """The arrays in the structure, dtypes and on the devices of `abstract`; any other name or shape is an error.
+    """Return the arrays in the structure, dtypes and on the devices of `abstract`; any other name or shape is an error.
 
     Threads read and verify ahead, so of the host's memory a few arrays are taken at a time, in the dtype they are
     stored in; each process puts its own part on its devices. A `Packed` leaf is packed there before the next array.

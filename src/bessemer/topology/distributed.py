@@ -20,6 +20,7 @@ from bessemer.errors import BessemerError, StorageError
 
 LINGER = 3.0  # seconds that process 0, which hosts the service, stays up so that the others can read its failure
 COMPILE_SECONDS = 3600.0  # the most that processes wait for each other's compilers
+TIMEOUT = 1800.0  # seconds that processes wait for each other otherwise
 OK = "ok:"  # prefix of a broadcast value; a failure has the name of its error there
 
 _uses: Counter[str] = Counter()
@@ -41,7 +42,7 @@ def barrier(name: str, timeout: float = 300.0) -> None:
         _meet(service, name, _numbered(f"bessemer/barrier/{name}"), "here", timeout)
 
 
-def agree(name: str, value: str, timeout: float = 1800.0) -> None:
+def agree(name: str, value: str) -> None:
     """Raise StorageError on every process, naming those that differ, unless all have the same `value`.
 
     All processes must call it in the same order, from one thread. A repeated `name` deletes its previous values.
@@ -51,7 +52,7 @@ def agree(name: str, value: str, timeout: float = 1800.0) -> None:
         return
     before = _latest(f"bessemer/agree/{name}")
     key = _numbered(f"bessemer/agree/{name}")
-    _meet(service, name, key, value, timeout)
+    _meet(service, name, key, value, TIMEOUT)
     with _coordination():
         found = {int(entry.rpartition("/")[2]): given for entry, given in service.key_value_dir_get(key)}
         if before is not None and process_index() == 0:
@@ -66,7 +67,7 @@ def agree(name: str, value: str, timeout: float = 1800.0) -> None:
         )
 
 
-def broadcast(name: str, make: Callable[[], str], timeout: float = 1800.0) -> str:
+def broadcast(name: str, make: Callable[[], str], timeout: float = TIMEOUT) -> str:
     """Return `make()` as computed by process 0, on every process; all must call this in the same order.
 
     When `make` raises, process 0 raises that error and the others one of the same class with its message
@@ -149,7 +150,7 @@ class StepAgreement:
             self._at = None if found is None else int(found)
             if self._at is not None and step > self._at:
                 raise StorageError(
-                    f"process {process_index()} was told at step {step} to {self.purpose} at step {self._at}: the "
+                    f"process {process_index()} was asked at step {step} to {self.purpose} at step {self._at}: the "
                     "processes are out of step. `bessemer resume` continues from the last checkpoint."
                 )
         return self._at is not None and step >= self._at

@@ -59,11 +59,11 @@ def _aborted(number: int) -> None:
 
 
 def _silent(absent: list[int]) -> str:
-    return f"process {', '.join(map(str, absent))} gives no sign of life"
+    return f"process {', '.join(map(str, absent))} is not responding"
 
 
 def _end(gone: str) -> None:
-    what = f"process {process_index()} cannot go on: {gone}."
+    what = f"process {process_index()} cannot continue: {gone}."
     words = f"{what} `bessemer resume` continues from the last checkpoint."
     try:
         if _record is not None:
@@ -81,11 +81,11 @@ def _who_is_gone() -> str | None:
     if _known:
         return _silent(_known)
     if process_index() != 0 and not _listens(coordinator()):
-        return "process 0, which leads the others, gives no sign of life"
+        return "process 0, which leads the others, is not responding"
     if _is_well():  # the service knows nothing yet: gloo may have aborted because of a cut connection
         absent = absent_processes()
         return _silent(absent) if absent else None
-    return "another process gives no sign of life (JAX's own lines, above or on process 0, name it)"
+    return "another process is not responding (JAX's own lines, above or on process 0, name it)"
 
 
 def _listens(address: str) -> bool:
@@ -117,14 +117,14 @@ def _is_well() -> bool:
 # it declares who is lost, waits until the others have read it, and its own end ends the rest.
 
 
-def absent_processes(patience: float = 4 * POLL_SECONDS) -> list[int]:
-    """Return who does not answer within `patience` seconds; without the service, the known lost, or process 0."""
+def absent_processes() -> list[int]:
+    """Return who does not answer within four polls; without the service, the known lost, or process 0."""
     service = client()
     if service is None:
         return []
     everyone = set(range(process_count()))
     absent = everyone - {process_index()}
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + 4 * POLL_SECONDS
     try:
         service.key_value_set(ASKED, "who is there?", allow_overwrite=True)
         service.key_value_set(f"{ALIVE}/{process_index()}", "here", allow_overwrite=True)

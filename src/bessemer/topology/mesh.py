@@ -68,7 +68,7 @@ class TopologySettings:
         "topology/peer_timeout",
         default=45,
         minimum=5,
-        help="seconds without a sign of life after which a process counts as lost and the others leave (exit 4)",
+        help="seconds without a heartbeat after which a process counts as lost and the others exit (code 4)",
     )
 
     def sizes(self) -> dict[str, int]:

@@ -33,18 +33,18 @@ class Run:
         return self.directory.read_status()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All rows of metrics.jsonl, in order."""
+        """Return all rows of metrics.jsonl, in order."""
         return list(MetricsFile(self.directory.metrics).rows())
 
     def load(self, step: int | str | None = None, *, base: str | Path | None = None) -> LoadedModel:
-        """The model of a checkpoint (default: the newest valid one): `.model`, `.params`, `.tokenizer`.
+        """Return the model of a checkpoint (default: the newest valid one): `.model`, `.params`, `.tokenizer`.
 
         base: where the base of a run with adapters lies, in place of where the run says.
         """
         return load_model(self.directory, step, base=base)
 
     def sample(self, prompt: str, *, max_tokens: int = 100, step: int | str | None = None, **options: Any) -> str:
-        """The model's continuation of `prompt`. Options: temperature (0 = greedy), top_k, top_p, min_p, seed."""
+        """Return the model's continuation of `prompt`. Options: temperature (0 = greedy), top_k, top_p, min_p, seed."""
         loaded = self.load(step)
         completions, notices = sample(loaded, [prompt], max_tokens=max_tokens, sampling=SamplingOptions(**options))
         for notice in [*loaded.notes, *notices]:

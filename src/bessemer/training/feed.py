@@ -42,7 +42,7 @@ def device_batch(
 
 
 def place_rows(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    """An array that every process has read in full, sharded over the mesh."""
+    """Return an array that every process has read in full, sharded over the mesh."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 

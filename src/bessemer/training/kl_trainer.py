@@ -103,7 +103,7 @@ class KLDivergenceTrainer(BaseTrainer[C, M], Generic[C, M]):
         kl, starts = self.kl_settings(), self.data.stage_starts
         if len(starts) == 1 and self.settings.init is None and any(kl.beta):
             raise InputError(
-                "a single stage from fresh weights has nothing to be held to: give training.tokens (and "
+                "a single stage from fresh weights has nothing to be regularized toward: give training.tokens (and "
                 "training.dataset) one entry per stage, or the weights to begin with (init=RUN)."
             )
         betas = stages.one_each("optimization.kl.beta", kl.beta, len(starts), 0.0)
@@ -118,7 +118,7 @@ class KLDivergenceTrainer(BaseTrainer[C, M], Generic[C, M]):
         if not (entry.settings and issubclass(entry.settings[0], KLConfig)):
             raise InputError(
                 f"job=KLDivergenceTrainer is for objective=kl, but objective={entry.name}. Leave that setting out, or "
-                "take job=BaseTrainer."
+                "use job=BaseTrainer."
             )
         return self.config.make(entry.settings[0])
 

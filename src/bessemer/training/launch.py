@@ -162,7 +162,7 @@ def reopen(
 
 
 def base_given(directory: RunDirectory, base: str, root: str | Path) -> Path:
-    """The weights that --base names; of adapters, those of the checkpoint that their base was."""
+    """Return the weights that --base names; of adapters, those of the checkpoint that their base was."""
     record = read_record(directory)
     return find_start(base, root, "--base")[0] if record is None else given_place(base, record, root)
 
@@ -204,7 +204,7 @@ def keep_tokenizer(directory: RunDirectory, config: Config, step: int | None) ->
 
 
 def rebuild(directory: RunDirectory, config: Config, *, distributed: bool = False, **parts: Any) -> BaseTrainer:
-    """The trainer of an existing run, before any checkpoint is read."""
+    """Return the trainer of an existing run, before any checkpoint is read."""
     settings = _topology_settings(config, distributed)
     with configuration(config):
         spec = ExecutionSpec(directory.name, root=directory.path.parent, topology=make_topology(settings))
@@ -231,7 +231,7 @@ def check_given(directory: RunDirectory, given: Sequence[str], say: Callable[[st
 def changes_finished(
     run: str | Path, overrides: Overrides, *, root: str | Path = "runs", trust: bool = False, change: bool = False
 ) -> bool:
-    """Whether the overrides give a finished run something to do; an InputError for those it cannot accept."""
+    """Return whether the overrides give a finished run something to do. Raise InputError for those it cannot accept."""
     if not overrides:
         return False
     directory = find_run(run, root, trust=trust)
@@ -240,7 +240,7 @@ def changes_finished(
 
 
 def given_keys(overrides: Overrides) -> list[str]:
-    """The settings (a/b) that overrides replace."""
+    """Return the settings (a/b) that overrides replace."""
     words = overrides if isinstance(overrides, Mapping) else (word.partition("=")[0] for word in overrides)
     return [slashed(str(word).strip()) for word in words]
 

@@ -183,7 +183,7 @@ class Owner:
             return TrainingError(f"out of memory in {what} ({first_line(error)}). {self._last_checkpoint()} {remedy}")
         if jax.process_count() > 1:
             absent = ", ".join(map(str, absent_processes()))
-            lost = f"process {absent} gives no sign of life" if absent else "all processes still answer"
+            lost = f"process {absent} is not responding" if absent else "all processes still answer"
             return StorageError(
                 f"process {jax.process_index()} could not work with the others: {lost} ({first_line(error)}). "
                 f"{self._last_checkpoint()} {self._start_again()}"

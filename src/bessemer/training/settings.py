@@ -156,7 +156,7 @@ class LoggingSettings:
         minimum=-1,
         help="steps between checkpoints; 0 or -1: at the end only",
     )
-    keep_last: int = field("logging/keep_last", default=3, minimum=1, help="newest checkpoints that are kept")
+    keep_last: int = field("logging/keep_last", default=3, minimum=1, help="number of newest checkpoints to keep")
     keep_every: int = field(
         "logging/keep_every", default=0, minimum=0, help="also keep checkpoints at multiples of this step; 0 = none"
     )
@@ -186,25 +186,25 @@ class GuardSettings:
         "guard/max_bad_steps",
         default=3,
         minimum=1,
-        help="steps in a row without an update (non-finite, or spikes left out) that end the run (exit 3)",
+        help="steps in a row without an update (non-finite, or skipped spikes) that end the run (exit 3)",
     )
     spike_sigma: float = field(
         "guard/spike_sigma",
         default=0.0,
         minimum=0,
-        help="a loss so many standard deviations above the running mean is a spike; 0 = off",
+        help="a loss this many standard deviations above the running mean is a spike; 0 = off",
     )
     spike_action: str = field(
         "guard/spike_action",
         default="warn",
         choices=("warn", "skip", "rollback"),
-        help="on a spike: say so; leave the update out; or go back to a checkpoint and past that data",
+        help="on a spike: warn; skip the update; or roll back to a checkpoint and skip that data",
     )
     spike_window: int = field(
         "guard/spike_window",
         default=64,
         minimum=2,
-        help="steps that mean and deviation look back on; nothing is a spike before as many",
+        help="window of the mean and deviation, in steps; no spike is detected before it is full",
     )
     max_rollbacks: int = field(
         "guard/max_rollbacks", default=3, minimum=0, help="rollbacks after which the run ends (exit 3)"

@@ -187,17 +187,17 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     @classmethod
     def optimizer(cls) -> Any:
-        """An optimizer's name, or an optax transformation. The setting optimization/name overrides it."""
+        """Return an optimizer's name, or an optax transformation. The setting optimization/name overrides it."""
         return "adamw"
 
     @classmethod
     def schedule(cls) -> Any:
-        """A schedule's name, "auto" for the optimizer's own, an optax schedule (step -> learning rate), or None
+        """Return a schedule's name, "auto" for the optimizer's own, an optax schedule (step -> learning rate), or None
         for a constant rate. The setting optimization/schedule overrides it."""
         return "auto"
 
     def evaluator(self) -> type[Evaluator[Any]] | None:
-        """The class that evaluates the model with each validation, and for CORE; None: no evaluations.
+        """Return the class that evaluates the model with each validation, and for CORE; None: no evaluations.
 
         It is made with `from_trainer` and the tasks of eval.evaluations; the `value` of every result that its `run`
         returns becomes the metric eval/NAME.
@@ -214,7 +214,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             return build_model(self.context, self.model_class(), tokenizer)
 
     def configure_dataloaders(self) -> DataParts:
-        """The pure `batch(step)`, the validation rows, and the horizon."""
+        """Return the pure `batch(step)`, the validation rows, and the horizon."""
         with self.configured():
             source = run_data.RowSource(
                 self.context,
@@ -254,17 +254,17 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     @contextlib.contextmanager
     def configured(self) -> Iterator[None]:
-        """The trainer's configuration and mesh in force, as while it is built: `configure(MySettings)` works inside."""
+        """Put the trainer's configuration and mesh in force: `configure(MySettings)` works inside."""
         with configuration(self.config), self.topology.scope():
             yield
 
     def plan_stages(self) -> tuple[run_stages.Stage, ...]:
-        """What each stage of training.tokens is; one stage is the whole run."""
+        """Return what each stage of training.tokens is; one stage is the whole run."""
         distilled = self.teacher is not None and self.teacher.live
         return run_stages.plan(self.data.stage_starts, self.steps, referred=distilled or self.wants_reference())
 
     def wants_reference(self) -> bool:
-        """Whether the step compares with frozen reference weights (`state.reference`)."""
+        """Return whether the step compares with frozen reference weights (`state.reference`)."""
         return reference.wants_weights(self.config)
 
     @staticmethod
@@ -350,8 +350,8 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         return self.full_params()
 
     def full_params(self, state: TrainState | None = None) -> Any:
-        """The model's parameters as plain arrays, trained and frozen ones together with adapters merged, of `state`
-        (default: the live one)."""
+        """Return the model's parameters of `state` (default: the live one) as plain arrays: trained and frozen ones
+        together, with adapters merged."""
         return merge_adapters((self.state if state is None else state).whole())
 
     @property
@@ -404,11 +404,11 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         return flops_share(self.topology, self.model_parts, causal)
 
     def wall_seconds(self) -> float:
-        """Of all starts of the run so far, for time/goodput."""
+        """Return the seconds of all starts of the run so far, for time/goodput."""
         return self.wall_before + self.startup.age
 
     def describe_step(self, step: int) -> dict[str, Any]:
-        """The part of a metrics row that needs no device value: tokens, epoch, FLOPs so far, memory."""
+        """Return the part of a metrics row that needs no device value: tokens, epoch, FLOPs so far, memory."""
         tokens = step * self.tokens_per_step
         return {
             "tokens": tokens,
@@ -428,7 +428,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     # --- showing ----------------------------------------------------------------------------------------
     def say(self, text: str) -> None:
-        """One line to the screen and to log.txt, on process 0 only."""
+        """Print one line to the screen and to log.txt, on process 0 only."""
         self.output.say(text)
 
     def create_progress_bar(self, total: int, desc: str = "", disabled: bool = False) -> ProgressBar:
@@ -466,7 +466,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def train_step(
         cls, state: TrainState, batch: Batch, key: jax.Array, accumulate_steps: int
     ) -> tuple[TrainState, jax.Array, Meta]:
-        """One optimizer step over batch leaves (S, B, T)."""
+        """Take one optimizer step over batch leaves (S, B, T)."""
         return step_functions.train_step(state, batch, key, accumulate_steps)
 
     @classmethod
@@ -490,7 +490,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         return Prefetcher(make, step + self.data_offset, self.data.prefetch)
 
     def needs_rollout(self, step: int) -> bool:
-        """Whether the batch of `step` is sampled first, from the parameters of that moment."""
+        """Return whether the batch of `step` is sampled first, from the parameters of that moment."""
         return False
 
     def validate(self) -> dict[str, Any]:
@@ -539,7 +539,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         self.functions = known[wanted]
 
     def move_data(self, position: int) -> None:
-        """The next step takes batch `position`."""
+        """Let the next step take batch `position`."""
         self.run_state.data_offset = position - self.step
         data_step = jax.device_put(np.int32(position), self.topology.replicated)
         self.state = self.state.replace(data_step=data_step)
@@ -555,7 +555,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         initial_weights.check_start(self.config, lambda: self.checkpoint_manager, self.model, boxed)
 
     def given_params(self) -> Any:
-        """The starting weights: those passed, or those of `init`; the rest is drawn from the seed."""
+        """Return the starting weights: those passed, or those of `init`; the rest is drawn from the seed."""
         if self.given.model_state is not None or self.settings.init is None:
             frozen.check_quantized(self.model_parts.split, "this one has no path")
         if self.given.model_state is not None:
@@ -682,7 +682,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         Path(path).write_text(output.information(self.spec.name, self.plan, self.functions), encoding="utf-8")
 
     def loaded(self, fetch: Callable[[Any], Any], programs: dict[str, Any]) -> LoadedModel:
-        """The live model as evaluations take one: the parameters as they are now, not copied.
+        """Return the live model as evaluations take one: the parameters as they are now, not copied.
 
         fetch: reads device values. programs: keeps what is compiled from one evaluation to the next.
         """
@@ -741,7 +741,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def create_generate_function(
         self, generation_config: GenerationConfig | Mapping[str, Any] | None = None, **sampling: Any
     ) -> generation.GenerateFunction:
-        """The function (state, ids, mask) → (sequences, ids, mask) of left-padded (B, T) that `generate` calls;
+        """Return the function (state, ids, mask) → (sequences, ids, mask) of left-padded (B, T) that `generate` calls;
         compiled once per shape."""
         return self.generator.function(generation.settings_of(generation_config, sampling))
 
@@ -771,7 +771,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     def create_collect_function(
         self, max_sequence_length: int, truncation_mode: str = "keep_end"
     ) -> Callable[[list[Any]], Mapping[str, Any]]:
-        """The function that pads and truncates examples (texts, {"text"}, {"input_ids", "loss_mask"}) into rows.
+        """Return the function that pads and truncates examples (texts, {"text"}, {"input_ids", "loss_mask"}) into rows.
 
         Data given from Python goes through it, unless a data_collator was given. An override may return any function of
         a list of examples; it is then used as a data_collator is.
@@ -833,7 +833,8 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         output.write_facts(self.run_directory, self.facts())
 
     def make_callbacks(self) -> list[Callback]:
-        """Those given in code, those of the setting, then the default ones: what the first add to a row is logged."""
+        """Return the callbacks passed in code, those of the setting, then the default ones: what the first add to a row
+        is logged."""
         with configuration(self.config):
             names = [*self.settings.callbacks, *self.default_callbacks]
             return [*self.given_callbacks, *schema.make_callbacks(self.config, names)]

@@ -136,7 +136,7 @@ class Shares:
 
     stages: rates of all sources in each stage (0 = absent), each summing to 1; boundaries: the steps at which
     a next stage begins; fade: name of the shape, or "none"; share: width of a fade, as a share of the shorter
-    neighbour; last: the step at which the last stage ends, when known (it bounds the last fade).
+    neighbor; last: the step at which the last stage ends, when known (it bounds the last fade).
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Shares:
         return counts
 
     def _due(self, source: int, count: int, step: int) -> int:
-        """The first step before which the source's `count`-th row must have been drawn."""
+        """Return the first step before which the source's `count`-th row must have been drawn."""
         wanted = count * self.denominator
         for span in self.spans:
             if span.stop <= step or (span.stop < FOREVER and span.ideal(source, span.stop, self.batch) < wanted):

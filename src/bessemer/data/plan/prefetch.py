@@ -30,7 +30,7 @@ class Prefetcher:
             self._thread.start()
 
     def get(self, step: int) -> Any:
-        """The batch of the step; raises what making it raised."""
+        """Return the batch of the step; raise the error that making it raised."""
         begun = time.monotonic()
         if self._thread is None:
             if self._closed:

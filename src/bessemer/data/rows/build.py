@@ -65,8 +65,8 @@ def check_kind(store: Store, style: DatasetStyle) -> None:
     pairs = store.info.get("kind") == PAIRS
     if pairs and style is not DatasetStyle.CONTRASTIVE:
         raise InputError(
-            f"the data holds preference pairs, which are no documents to read as {style.name}: name it with its "
-            "style, as in training.dataset=pairs.jsonl:CONTRASTIVE, for an objective that compares (dpo, reward)."
+            f"the data holds preference pairs, which cannot be read as {style.name}: name their style, as in "
+            "training.dataset=pairs.jsonl:CONTRASTIVE, and use an objective that compares answers (dpo, reward)."
         )
     if style is DatasetStyle.CONTRASTIVE and not pairs:
         raise InputError(
@@ -161,7 +161,7 @@ def _kept_plan(store: Store, name: str, build: Callable[[], Plan]) -> Plan:
 
 
 def _is_whole(folder: Path, fields: Sequence[str]) -> bool:
-    """Whether the files of a plan are those that were written."""
+    """Return whether the files of a plan are those that were written."""
     try:
         written = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
         return written == {field: file_digest(folder / f"{field}.npy") for field in fields}

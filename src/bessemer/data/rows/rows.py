@@ -168,7 +168,7 @@ def finish(windows: np.ndarray, left: np.ndarray, segments: np.ndarray, trained:
 
 
 def base_stats(store: Store, rows: int, targets: int) -> dict[str, Any]:
-    about = getattr(store, "about", {})  # a store in memory has left nothing out
+    about = store.about
     return {
         "rows": rows,
         "documents": len(store.offsets) - 1,

@@ -43,6 +43,7 @@ class Store(Protocol):
     mask: np.ndarray | None  # (N,) uint8
     info: dict[str, Any]
     path: Path | None
+    about: dict[str, Any]  # facts of preparation, such as what was left out; empty in memory
 
     @property
     def fingerprint(self) -> str: ...
@@ -57,6 +58,7 @@ class ArrayStore:
     def __init__(self, tokens: np.ndarray, offsets: np.ndarray, mask: np.ndarray | None, info: dict[str, Any]):
         self.tokens, self.offsets, self.mask, self.info = tokens, offsets, mask, info
         self.path: Path | None = None
+        self.about: dict[str, Any] = {}
 
     @property
     def fingerprint(self) -> str:
@@ -151,7 +153,7 @@ def is_store(path: str | Path) -> bool:
 
 
 def kind_of(pairs: int, documents: int) -> str:
-    """What a store holds: preference pairs, or documents to learn as they are. Never both, as rows differ."""
+    """Return what a store holds: preference pairs, or documents to learn as they are. Never both, as rows differ."""
     if 0 < pairs < documents:
         raise InputError(
             f"{pairs} of {documents} documents are preference pairs and the others are not: prepare them as two stores."
@@ -280,7 +282,7 @@ def _beginning(part: TokenStore, number: int, tokenizer: Tokenizer) -> str:
 
 
 def _pair(part: TokenStore, number: int, tokenizer: Tokenizer) -> str:
-    """The end of the prompt and the beginning of both answers."""
+    """Return the end of the prompt and the beginning of both answers."""
     assert part.mask is not None
     start, end = part.offsets[number], part.offsets[number + 1]
     ids, marks = part.tokens[start:end], part.mask[start:end]

@@ -105,8 +105,8 @@ def chat(question: str, answer: str) -> Row:
     return {"messages": turns, "answer": answer}
 
 
-def word(rng: Rng, shortest: int = 3, longest: int = 5) -> str:
-    return "".join(rng.choices(LETTERS, k=rng.randint(shortest, longest)))
+def word(rng: Rng) -> str:
+    return "".join(rng.choices(LETTERS, k=rng.randint(3, 5)))
 
 
 def reverse(rng: Rng) -> Row:
@@ -115,8 +115,8 @@ def reverse(rng: Rng) -> Row:
 
 
 def careless(rng: Rng) -> Row:
-    """A reversal with slips that are commoner than none: the first two letters exchanged, the last one left out. Who
-    imitates it is right by luck, at every length alike; a reward can tell the answers apart."""
+    """Return a reversal with frequent slips: the first two letters swapped, the last one dropped. A model that imitates
+    it is right by chance, equally at every length; a reward can tell the answers apart."""
     text = word(rng)
     answer = text[::-1]
     if rng.random() < CARELESS:
@@ -166,7 +166,7 @@ TASKS: dict[str, TaskSet] = {
 
 
 def question_of(row: Row) -> str:
-    """What is asked in a row: the same question is the same example, whatever the answer."""
+    """Return what is asked in a row: the same question is the same example, whatever the answer."""
     if "messages" in row:
         return str(row["messages"][0]["content"])
     return str(row.get("prompt") or row["text"])
@@ -191,7 +191,7 @@ def task_rows(name: str, split: str = "train", count: int | None = None, seed: i
         raise InputError(f"unknown part '{split}' of {name}: it is train or val.")
     wanted = COUNTS[split] if count is None else count
     if wanted < 1:
-        raise InputError(f"{wanted} rows of {name} were asked for; give at least 1.")
+        raise InputError(f"the number of rows of {name} must be at least 1; got {wanted}.")
     rng = random.Random(f"{name} {split} {seed}")
     found: dict[str, Row] = {}
     vain = 0

@@ -27,7 +27,7 @@ from bessemer.storage.remote import arrow_source, is_remote, open_read
 SHARD_BYTES = 8 << 20
 TEXT_BYTES = 64 << 10  # a longer .txt is cut at line ends into documents of about this size
 RECORDS = (".parquet", ".jsonl", ".ndjson")
-"""Files of rows: where a directory has some, what lies beside them (README.md, dataset_info.json) is no data."""
+"""Files of rows: in a directory that has some, other files (README.md, dataset_info.json) are not data."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def _hidden(path: Path, below: Path) -> bool:
 
 
 def plan_shards(files: Files, shard_bytes: int = SHARD_BYTES) -> list[list[Piece]]:
-    """Cut the files into pieces and gather neighbours into shards of about `shard_bytes`; order is kept."""
+    """Cut the files into pieces and gather neighbors into shards of about `shard_bytes`; order is kept."""
     alone = len(files.files) == 1
     shards: list[list[Piece]] = []
     current: list[Piece] = []
@@ -324,7 +324,7 @@ def _kind(head: bytes, path: str, name: str, how: str = "") -> str:
         if head[offset:].startswith(magic):
             raise _refused(path, words + how, REMEDIES.get(words, "Name text, JSON lines or parquet"))
     if suffix == ".parquet":
-        raise _refused(path, f"not a parquet file{how}, for all its name", "Copy it again")
+        raise _refused(path, f"not a parquet file{how}, despite its name", "Copy it again")
     if suffix in (".csv", ".tsv"):
         raise _refused(path, f"a table ({suffix}){how}", "Write it as .jsonl, one JSON object per line")
     # Of those named as text the reader says which byte is wrong, and may skip and count it.
@@ -361,7 +361,7 @@ def _not_text(head: bytes, complete: bool) -> str | None:
 
 
 def _is_row(line: bytes, whole: bool) -> bool:
-    """Whether a line is a JSON object; one that is longer than what was read, whether it begins as one."""
+    """Return whether a line is a JSON object; one that is longer than what was read, whether it begins as one."""
     if not line.startswith(b"{"):
         return False
     if not whole:

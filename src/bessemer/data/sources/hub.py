@@ -252,7 +252,7 @@ def _recorded(path: Path) -> Resolved | None:
 
 
 def _offline(known: Resolved | None) -> Resolved | None:
-    """The record, where the user asked not to use the network."""
+    """Return the record, where the user asked not to use the network."""
     return known if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on") else None
 
 

@@ -26,7 +26,7 @@ CUT_SHORT = "the compressed stream is damaged or cut short"
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """Something that is no document: where it is and why.
+    """Something that is not a document: where it is and why.
 
     `place` may be a function: the number of a line is known only after those before it are counted.
     """
@@ -95,7 +95,7 @@ def parse_line(line: bytes) -> Any | Bad:
 
 
 def _deeper_than(value: Any, limit: int) -> bool:
-    """Whether lists and objects are nested deeper than `limit`; without recursion."""
+    """Return whether lists and objects are nested deeper than `limit`; without recursion."""
     level = [value] if isinstance(value, (dict, list)) else []
     while level and limit:
         inner = (item for part in level for item in (part.values() if isinstance(part, dict) else part))
@@ -105,9 +105,9 @@ def _deeper_than(value: Any, limit: int) -> bool:
 
 
 def _read_line(file: BinaryIO, most: float = math.inf) -> tuple[bytes | Bad, int]:
-    """(the next line, its length in bytes). A longer one than any document is passed over in bounded memory.
+    """Return (the next line, its length in bytes). A line longer than any document is skipped in bounded memory.
 
-    most: bytes after which its end is no longer looked for; nobody asks where such a line ends.
+    most: bytes after which the end of the line is not searched for.
     """
     line = file.readline(LONGEST + 1)
     if len(line) <= LONGEST:

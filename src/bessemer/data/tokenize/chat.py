@@ -1,11 +1,11 @@
-"""Chat messages as tokens, and which of them are learnt: what the assistant says, its tool calls, its end of turn.
+"""Chat messages as tokens, and which of them are learned: what the assistant says, its tool calls, its end of turn.
 
 With our tokens: `<|bos|>`, then each message between the start and end tokens of its role. An assistant's content is
 text, or a list of parts in the order they were written:
 
-    {"type": "text", "text": …}            learnt
-    {"type": "python", "text": …}          learnt, between <|python_start|> and <|python_end|>
-    {"type": "python_output", "text": …}   never learnt: the tool wrote it; between <|output_start|> and <|output_end|>
+    {"type": "text", "text": …}            learned
+    {"type": "python", "text": …}          learned, between <|python_start|> and <|python_end|>
+    {"type": "python_output", "text": …}   never learned: the tool wrote it; between <|output_start|> and <|output_end|>
 
 A tokenizer with a chat template of its own is written with that (turns.py).
 """
@@ -43,12 +43,12 @@ class Unencoded(Generic[Finished]):
 
 
 def is_messages(value: Any) -> bool:
-    """A conversation: a non-empty list of mappings."""
+    """Return whether a value is a conversation: a non-empty list of mappings."""
     return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(item, Mapping) for item in value)
 
 
 def can_chat(tokenizer: Tokenizer) -> bool:
-    """Whether it has a way to write conversations: a template, or our tokens."""
+    """Return whether it has a way to write conversations: a template, or our tokens."""
     return tokenizer.chat_template is not None or all(name in tokenizer.specials for name in TURN_TOKENS)
 
 
@@ -72,7 +72,7 @@ def render(
 def supervised_rows(
     messages: Sequence[Message], tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]] = (), first: int = 0
 ) -> list[Row]:
-    """(ids, mask) of the rows that teach a conversation; mask 1: a token to learn. Each answer is learnt in one of
+    """(ids, mask) of the rows that teach a conversation; mask 1: a token to learn. Each answer is learned in one of
     them, after the very tokens that stand before it at inference; one row is enough unless a template writes an answer
     differently once others follow. A conversation with nothing to learn is an error.
 
@@ -101,8 +101,8 @@ def unencoded_rows(
 
 def _with_answers(rows: list[Row], before: Sequence[Message]) -> list[Row]:
     """The rows. Raise InputError if they hold nothing to learn and no answer stands `before` them."""
-    said = any(message.get("role") == "assistant" for message in before)
-    if not said and not any(any(mask) for _, mask in rows):
+    answered = any(message.get("role") == "assistant" for message in before)
+    if not answered and not any(any(mask) for _, mask in rows):
         raise InputError("the conversation has no message of the assistant, so there is nothing to learn.")
     return rows
 
@@ -201,7 +201,7 @@ def _from_sharegpt(turns: Any) -> list[Message]:
 
 
 def spoken(messages: Sequence[Message]) -> str:
-    """Everything that is said in a conversation, as one text: what a tokenizer is trained on."""
+    """Return all text of a conversation, which a tokenizer is trained on."""
     texts: list[Any] = []
     for message in messages:
         content = message.get("content") or ""
@@ -213,13 +213,13 @@ def spoken(messages: Sequence[Message]) -> str:
 
 
 def role_token(tokenizer: Tokenizer, role: str, end: str) -> int:
-    """The id of `<|role_start|>` or `<|role_end|>`."""
+    """Return the id of `<|role_start|>` or `<|role_end|>`."""
     return _token(tokenizer, f"<|{role}_{end}|>")
 
 
 def _with_our_tokens(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     parts: list[str | int] = [tokenizer.bos_id]
-    counted = [0]  # whether each is learnt
+    counted = [0]  # whether each is learned
     for message in messages:
         role = message.get("role")
         if role not in ROLES or message.get("tool_calls"):
@@ -232,7 +232,7 @@ def _with_our_tokens(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple
                 f"{tokenizer.origin} writes turns with our tokens, which have no place for 'reasoning_content': write "
                 "it into the content, or leave it out."
             )
-        learnt = int(role == "assistant")
+        learned = int(role == "assistant")
         parts.append(role_token(tokenizer, role, "start"))
         counted.append(0)
         for kind, text in _parts(message):
@@ -241,9 +241,9 @@ def _with_our_tokens(messages: Sequence[Message], tokenizer: Tokenizer) -> tuple
                 before, after = (_token(tokenizer, name) for name in TOOL_TOKENS[kind])
                 said = [before, text, after]
             parts += said
-            counted += [learnt if kind != "python_output" else 0] * len(said)
+            counted += [learned if kind != "python_output" else 0] * len(said)
         parts.append(role_token(tokenizer, role, "end"))
-        counted.append(learnt)
+        counted.append(learned)
     encoded = tokenizer.encode_parts(parts)
     ids = [one for part in encoded for one in part]
     return ids, [counts for part, counts in zip(encoded, counted, strict=True) for _ in part]
@@ -286,7 +286,7 @@ def _text(value: Any, what: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise InputError(f"'{what}' holds half of a surrogate pair, which is no valid Unicode.") from None
+            raise InputError(f"'{what}' holds half of a surrogate pair, which is not valid Unicode.") from None
     return value
 
 

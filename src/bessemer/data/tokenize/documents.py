@@ -77,7 +77,7 @@ class Document:
         return [(self.ids or [], self.mask), *self.further]
 
 
-def told_turn_rows(counts: Mapping[str, int]) -> str:
+def describe_turn_rows(counts: Mapping[str, int]) -> str:
     """Return the counts of `TurnRows` as a sentence."""
     return (
         f"{counts['conversations']:,} conversations take {counts['rows']:,} rows, as the chat template writes earlier "
@@ -266,7 +266,7 @@ def _checked(text: str, where: str) -> Document | Bad:
         try:
             text.encode()
         except UnicodeEncodeError:
-            return Bad(where, "the text holds half of a surrogate pair, which is no valid Unicode")
+            return Bad(where, "the text holds half of a surrogate pair, which is not valid Unicode")
     return Document(text)
 
 
@@ -278,7 +278,7 @@ def _tokens(value: Mapping[str, Any], where: str) -> Document | Bad:
     except (TypeError, ValueError):
         return Bad(where, "'input_ids' and 'loss_mask' are lists of integers")
     if ids and not -(2**31) <= min(ids) <= max(ids) < 2**31:
-        return Bad(where, f"'input_ids' hold {max(ids, key=abs)}, which is no token")
+        return Bad(where, f"'input_ids' hold {max(ids, key=abs)}, which is not a token id")
     if mask is None:
         return Document(ids=ids)
     if len(mask) != len(ids):
@@ -313,7 +313,7 @@ def is_pair(row: Mapping[str, Any]) -> bool:
 
 
 def read_pair(row: Mapping[str, Any]) -> Pair | str:
-    """The pair of a row, or what is wrong with it."""
+    """Return the pair of a row, or what is wrong with it."""
     if is_ids(row["chosen"]) and is_ids(row["rejected"]):
         return _pair_of_ids(row)
     prompt = row.get("prompt")

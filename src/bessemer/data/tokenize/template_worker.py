@@ -35,8 +35,8 @@ HELD = 0.1  # seconds for which replies are held back, to be sent together
 HEAD = 12  # bytes of the line with the length
 BEGIN, END = "generation_begin", "generation_end"  # values that `{% generation %}` and `{% endgeneration %}` write
 DATE = datetime.datetime(2024, 7, 26)
-"""What `strftime_now` formats, so that tomorrow's tokens are today's; the day that Llama's templates use when they are
-told none. A template that can do without (`strftime_now is defined`) is told none."""
+"""The date that `strftime_now` formats, so that tokens do not depend on the day; Llama's templates default to it. A
+template that works without a date (`strftime_now is defined`) gets none."""
 
 
 def limit() -> None:
@@ -93,7 +93,7 @@ def date_now(form: str) -> str:
 
 
 def needs_date(tree: Any) -> bool:
-    """Whether the template asks for the date without a way to do without."""
+    """Return whether the template asks for the date without a way to do without."""
     from jinja2 import nodes
 
     named = any(name.name == "strftime_now" for name in tree.find_all(nodes.Name))
@@ -106,7 +106,7 @@ class Renderer:
 
     def __init__(self) -> None:
         self.environment = environment()
-        self.compiled: dict[str, Any] = {}  # source → template, what it is told beside its arguments
+        self.compiled: dict[str, Any] = {}  # source → template, its arguments besides the caller's
 
     def reply(self, source: str, values: dict[str, Any] | None) -> dict[str, Any]:
         """{"text": …} with these values, or {"names": …} without; {"line": …, "problem": …} for a mistake in the
@@ -132,11 +132,11 @@ class Renderer:
         if source not in self.compiled:
             while len(self.compiled) >= CACHED:
                 del self.compiled[next(iter(self.compiled))]
-            told = {"strftime_now": date_now} if needs_date(self.environment.parse(source)) else {}
-            self.compiled[source] = self.environment.from_string(source), told
-        template, told = self.compiled[source]
+            date = {"strftime_now": date_now} if needs_date(self.environment.parse(source)) else {}
+            self.compiled[source] = self.environment.from_string(source), date
+        template, date = self.compiled[source]
         parts, size = [], 0
-        for part in template.generate(**told, **values):
+        for part in template.generate(**date, **values):
             size += len(part)
             if size > MOST_OUTPUT:
                 raise MemoryError
@@ -145,7 +145,7 @@ class Renderer:
 
 
 def receive(stream: IO[bytes]) -> dict[str, Any] | None:
-    """The next message; None at the end of the stream."""
+    """Return the next message; None at the end of the stream."""
     head = stream.read(HEAD)
     data = stream.read(int(head)) if len(head) == HEAD else b""
     return json.loads(data) if data else None

@@ -1,8 +1,8 @@
 """Chat templates of other tokenizers: the jinja text in a Hugging Face `tokenizer_config.json`, in jinja2's sandbox.
 
 A template turns messages into text. It is code that came with a download, so it runs where it can reach nothing but its
-arguments, in a process with limits (template_worker.py). It is told no date, or always the same one: otherwise
-tomorrow's tokens would not be today's.
+arguments, in a process with limits (template_worker.py). It gets no date, or always the same one: otherwise
+tokens would depend on the day.
 
 | file | template |
 |---|---|
@@ -84,7 +84,7 @@ class ChatTemplate:
 
     @classmethod
     def beside(cls, tokenizer: Path) -> ChatTemplate | None:
-        """The template that lies beside a tokenizer.json; None where there is none."""
+        """Return the template that lies beside a tokenizer.json; None where there is none."""
         config = read_config(tokenizer)
         alone, tool_use = tokenizer.with_name(ALONE), tokenizer.parent / FURTHER / f"{TOOL_USE}.jinja"
         with _readable(alone):
@@ -93,7 +93,7 @@ class ChatTemplate:
             found |= {name: read_text(file) for name, file in files.items() if file.is_file()}
         source = found.get(DEFAULT)
         if source is None or source == OUR_TEMPLATE:
-            return None  # our turns: data/tokenize/chat.py writes them, and knows which of their tokens are learnt
+            return None  # our turns: data/tokenize/chat.py writes them, and knows which of their tokens are learned
         return cls(source, token_names(config), str(tokenizer.with_name(CONFIG)), found.get(TOOL_USE))
 
     @property
@@ -118,7 +118,7 @@ class ChatTemplate:
 
     @cached_property
     def marks_answers(self) -> bool:
-        """Whether the template says what of an answer is learnt: `{% generation %}`."""
+        """Whether the template says what of an answer is learned: `{% generation %}`."""
         return BEGIN in self._names
 
     @cached_property
@@ -130,7 +130,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Message], generation_prompt: bool, tools: Sequence[Mapping[str, Any]] = ()
     ) -> str:
-        """The text of the conversation; with `generation_prompt` the assistant's turn is opened."""
+        """Return the text of the conversation; with `generation_prompt` the assistant's turn is opened."""
         return self.render_prefixes(messages, [(len(messages), generation_prompt)], tools)[0]
 
     def render_prefixes(
@@ -168,7 +168,7 @@ class ChatTemplate:
 
 
 def read_config(tokenizer: Path) -> dict[str, Any]:
-    """The tokenizer_config.json beside a tokenizer.json; empty where there is none."""
+    """Return the tokenizer_config.json beside a tokenizer.json; empty where there is none."""
     path = tokenizer.with_name(CONFIG)
     with _readable(path):
         config = read_json(path) if path.is_file() else {}
@@ -178,7 +178,7 @@ def read_config(tokenizer: Path) -> dict[str, Any]:
 
 
 def token_names(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens that a tokenizer_config.json names: bos_token, eos_token and so on."""
+    """Return the special tokens that a tokenizer_config.json names: bos_token, eos_token and so on."""
     named = {name: _text_of(config.get(name)) for name in TOKENS}
     return {name: text for name, text in named.items() if text}
 
@@ -190,7 +190,7 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError, AttributeError, TypeError, KeyError) as error:
         raise InputError(
-            f"'{path}' is not a readable tokenizer configuration: {error}. Mend it, or remove it to use the "
+            f"'{path}' is not a readable tokenizer configuration: {error}. Fix it, or remove it to use the "
             f"tokenizer without a chat template."
         ) from error
 
@@ -214,7 +214,7 @@ def _text_of(token: Any) -> str | None:
 
 
 class Worker:
-    """The process that renders (template_worker.py), one at a time; started when it is needed, also anew.
+    """The process that renders (template_worker.py), one at a time; started, and restarted, when it is needed.
 
     A request costs about 0.1 ms more than in this process. `ask` waits for its turn at most WALL_SECONDS, and so for
     each reply; a process that exceeds its limits is ended, and the next request starts another.
@@ -339,7 +339,7 @@ def stop_rendering() -> None:
 
 
 def _worker() -> Worker:
-    """The worker of this process; a fork of it has another."""
+    """Return the worker of this process; a fork of it has another."""
     with _sharing:
         if not _shared or _shared[0].owner != os.getpid():
             _shared[:] = [Worker()]

@@ -71,7 +71,9 @@ BOS_NAMES = (
 )
 PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<｜▁pad▁｜>", "<|endoftext|>")
 FILE = "tokenizer.json"
-NOT_UNICODE = "the text is no valid Unicode (half of a surrogate pair, or bytes that are not UTF-8): write it as UTF-8."
+NOT_UNICODE = (
+    "the text is not valid Unicode (half of a surrogate pair, or bytes that are not UTF-8): write it as UTF-8."
+)
 
 
 class Tokenizer:
@@ -221,11 +223,11 @@ class Tokenizer:
         return Tokenizer(self._text, self.origin, self.chat_template, published=True, named=self._named)
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token by its name."""
+        """Return the id of a token by its name."""
         return self._vocabulary.get(token)
 
     def strips(self, token: str) -> tuple[bool, bool]:
-        """Whether a special token swallows the white space before and after it."""
+        """Return whether a special token swallows the white space before and after it."""
         added = self._added.get(self._vocabulary.get(token, -1))
         return (added.lstrip, added.rstrip) if added else (False, False)
 

@@ -5,7 +5,7 @@ opened, and the messages up to the answer. What the second has more than the fir
 template's end-of-turn token:
 
     <|im_start|>user⏎Hi<|im_end|>⏎<|im_start|>assistant⏎ │ Hello.<|im_end|> │ ⏎<|im_start|>user⏎…
-                                                  prompt │ answer, learnt   │ the rest
+                                                  prompt │ answer, learned   │ the rest
 
 Whether several answers share a row is checked, not assumed. An answer stands in the row of a later one if the later
 prompt begins with the earlier prompt and answer, character by character. Templates that rewrite earlier turns (Qwen3
@@ -40,7 +40,7 @@ THINK, UNTHINK = "<think>", "</think>"
 NO_THOUGHTS = re.compile(rf"{THINK}\s*{UNTHINK}\s*\Z")  # what some templates write before an answer without thinking
 CALL_ID = "call00001"  # nine letters and digits: Mistral's templates refuse others
 Row = tuple[list[int], list[int]]  # ids, mask
-Piece = tuple[str, int]  # text, whether it is learnt
+Piece = tuple[str, int]  # text, whether it is learned
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -76,14 +76,14 @@ class Writer:
         self.tools: list[Mapping[str, Any]] = [_marked(tool, self.special, self.mark) for tool in tools]
 
     def tokens(self, opened: bool) -> list[int]:
-        """The ids of the whole conversation, with the next answer opened or not: what a model gets."""
+        """Return the ids of the whole conversation, with the next answer opened or not: what a model gets."""
         text, answers = self._read(self._numbers, opened, lenient=True)
         return self.encoded(text, answers)[0]
 
     def rows(self, first: int = 0) -> list[Row]:
-        """The rows that teach the answers from message `first` on, each answer in one of them.
+        """Return the rows that teach the answers from message `first` on, each answer in one of them.
 
-        Raise InputError for what the template does not write, or does not write in a way that can be learnt.
+        Raise InputError for what the template does not write, or does not write in a way that can be learned.
         """
         return self.written(first).encode()
 
@@ -93,7 +93,7 @@ class Writer:
         whole, taught = self._read([number for number in self._numbers if number >= first], False)
         earlier = [number for number in self._numbers if number < first]
         before = [*(self._read(earlier, False, lenient=True)[1] if earlier else ()), *taught]
-        rows: list[tuple[str, list[Answer]]] = []  # the text of each, and what is learnt in it
+        rows: list[tuple[str, list[Answer]]] = []  # the text of each, and what is learned in it
         left = list(taught)
         while left:
             text = left[-1].whole
@@ -109,7 +109,7 @@ class Writer:
         return [number for number, message in enumerate(self.messages) if message.get("role") == "assistant"]
 
     def _read(self, numbers: Sequence[int], opened: bool, lenient: bool = False) -> tuple[str, list[Answer]]:
-        """The whole text, with the next answer opened or not, and the answers that these messages are.
+        """Return the whole text, with the next answer opened or not, and the answers that these messages are.
 
         Raise InputError for an answer that cannot be told from the rest. lenient: leave it out, as in a prompt.
         """
@@ -129,7 +129,7 @@ class Writer:
         return self._rendered([(size, opened)])[0][0], found
 
     def _rendered(self, prefixes: Sequence[tuple[int, bool]]) -> list[tuple[str, str]]:
-        """(text, text with the marks of what is learnt) of prefixes; the same where the template makes no marks."""
+        """(text, text with the marks of what is learned) of prefixes; the same where the template makes no marks."""
         marks = (self.begin, self.end) if self.template.marks_answers else None
         texts = self.template.render_prefixes(self.messages, prefixes, self.tools, marks)
         if marks is None:
@@ -137,7 +137,7 @@ class Writer:
         return [(text.replace(self.begin, "").replace(self.end, ""), text) for text in texts]
 
     def _answer(self, number: int, prompt: str, rendered: tuple[str, str]) -> Answer:
-        """rendered: the conversation up to the answer, without and with the marks of what is learnt."""
+        """rendered: the conversation up to the answer, without and with the marks of what is learned."""
         message, (after, marked) = self.messages[number], rendered
         thinking, said = _thoughts(str(message.get("reasoning_content") or ""), str(message.get("content") or ""))
         if after.startswith(prompt) and thinking.strip() in after[len(prompt) :]:
@@ -145,13 +145,13 @@ class Writer:
             if thinking or message.get("tool_calls"):
                 self._complete(message, said, text, thinking)
             marks = (marked, self.begin, self.end) if self.template.marks_answers else None
-            return Answer(number, prompt, _learnt(text, len(prompt), marks))
+            return Answer(number, prompt, _learned(text, len(prompt), marks))
         text = self._ended(self._written(number, prompt, after, thinking))
         self._complete(message, said, text, thinking)
         return Answer(number, prompt, ((text, 1),))
 
     def _written(self, number: int, prompt: str, after: str, thinking: str) -> str:
-        """What the model has to write after a prompt that is not what the template writes before the answer: its
+        """Return what the model has to write after a prompt that is not what the template writes before the answer: its
         thinking, where the prompt opens it or the template removes it, then what the template writes of the message."""
         probe = [*self.messages[:number], {"role": "assistant", "content": self.place}]
         head = NO_THOUGHTS.sub("", self.template.render(probe, False, self.tools).partition(self.place)[0])
@@ -227,12 +227,12 @@ class Writer:
             if message.get("content") and not self.form.writes(role):
                 raise InputError(f"the chat template of {origin} writes nothing for messages of the role '{role}'.")
 
-    def encoded(self, text: str, answers: Sequence[Answer], learnt: Sequence[Answer] = ()) -> Row:
+    def encoded(self, text: str, answers: Sequence[Answer], learned: Sequence[Answer] = ()) -> Row:
         """(ids, mask) of a text. It is cut where answers begin and end that it holds as they were written."""
         parts: list[str | int] = []
         counted: list[int] = []
         last = ""  # the special token right before
-        for piece, counts in self._cut(text, answers, learnt):
+        for piece, counts in self._cut(text, answers, learned):
             parts += self._parts(piece, last)
             counted += [counts] * (len(parts) - len(counted))
             if piece:
@@ -241,13 +241,13 @@ class Writer:
         ids = [one for part in encoded for one in part]
         return ids, [counts for part, counts in zip(encoded, counted, strict=True) for _ in part]
 
-    def _cut(self, text: str, answers: Sequence[Answer], learnt: Sequence[Answer]) -> Iterator[Piece]:
+    def _cut(self, text: str, answers: Sequence[Answer], learned: Sequence[Answer]) -> Iterator[Piece]:
         done = 0
         for answer in answers:
             if len(answer.prompt) < done or not text.startswith(answer.whole):
                 continue
             yield text[done : len(answer.prompt)], 0
-            yield from ((piece, counts if answer in learnt else 0) for piece, counts in answer.pieces)
+            yield from ((piece, counts if answer in learned else 0) for piece, counts in answer.pieces)
             done = len(answer.whole)
         yield text[done:], 0
 
@@ -274,7 +274,7 @@ class Writer:
         return found
 
     def _marked(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The message with a mark in every name of a special token; the tags of thinking are no text of an answer."""
+        """Return the message with a mark in every name of a special token, except in the tags of thinking."""
         if message.get("role") != "assistant" or not self.form.thinks:
             return dict(_marked(message, self.special, self.mark))
         return dict(_marked(message, self.special, self.mark, (THINK, UNTHINK)))
@@ -290,7 +290,7 @@ class Writer:
 
 @dataclass(frozen=True)
 class Written:
-    """Rows of a conversation as text, each with the answers that are learnt in it. `answers`: where they are cut."""
+    """Rows of a conversation as text, each with the answers that are learned in it. `answers`: where they are cut."""
 
     writer: Writer
     rows: list[tuple[str, list[Answer]]]
@@ -303,7 +303,7 @@ class Written:
 
     def encode(self) -> list[Row]:
         """Ids and masks. It asks no template, so any thread may call it."""
-        return [self.writer.encoded(text, self.answers, learnt) for text, learnt in self.rows]
+        return [self.writer.encoded(text, self.answers, learned) for text, learned in self.rows]
 
 
 def end_ids(tokenizer: Tokenizer) -> list[int]:
@@ -311,11 +311,11 @@ def end_ids(tokenizer: Tokenizer) -> list[int]:
     assert tokenizer.chat_template is not None
     form = form_of(tokenizer.chat_template, tokenizer.special_names, False)
     (ids, mask), *_ = Writer([ASKED, {"role": "assistant", "content": "b"}], tokenizer).rows()
-    found = [_last_learnt(ids, mask)]
+    found = [_last_learned(ids, mask)]
     if form.calls is not None:
         try:
             (ids, mask), *_ = Writer([ASKED, _called(form.calls)], tokenizer).rows()
-            found.append(_last_learnt(ids, mask))
+            found.append(_last_learned(ids, mask))
         except TemplateUnavailable:
             raise
         except InputError:
@@ -323,8 +323,8 @@ def end_ids(tokenizer: Tokenizer) -> list[int]:
     return found
 
 
-def _last_learnt(ids: Sequence[int], mask: Sequence[int]) -> int:
-    return ids[max(place for place, learnt in enumerate(mask) if learnt)]
+def _last_learned(ids: Sequence[int], mask: Sequence[int]) -> int:
+    return ids[max(place for place, learned in enumerate(mask) if learned)]
 
 
 # What a template does, found by trial
@@ -353,7 +353,7 @@ class Form:
     thinks: bool
 
     def writes(self, role: str) -> bool:
-        """Whether the content of messages of the role is in the text."""
+        """Return whether the content of messages of the role is in the text."""
         return role in ("user", "assistant") or _writes(self.template, self.with_tools, role, self.calls)
 
     def fitted(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -393,7 +393,7 @@ CALLS = tuple(Calls(empty, text) for empty in ("", None) for text in (False, Tru
 
 
 def _writes_calls(template: ChatTemplate, with_tools: bool, calls: Calls) -> bool:
-    """Whether a call so given is in the text, its arguments as JSON or in a form of the template's own."""
+    """Return whether a call so given is in the text, its arguments as JSON or in a form of the template's own."""
     text = _trial(template, with_tools, [ASKED, _called(calls)])
     return FIRST in text and SECOND in text and f"'{SECOND}'}}" not in text
 
@@ -429,7 +429,7 @@ def _tools(wanted: bool) -> Tools:
 
 
 def _trial(template: ChatTemplate, with_tools: bool, messages: Sequence[Message]) -> str:
-    """The text of a conversation; nothing where the template refuses it."""
+    """Return the text of a conversation; nothing where the template refuses it."""
     try:
         return template.render(messages, False, _tools(with_tools))
     except TemplateUnavailable:
@@ -462,7 +462,7 @@ def _plain(message: Message) -> dict[str, Any]:
 
 
 def _function(call: Any) -> Mapping[str, Any]:
-    """The function of a tool call: {"function": {"name", "arguments"}}, or that without the envelope."""
+    """Return the function of a tool call: {"function": {"name", "arguments"}}, or that without the envelope."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InputError(
@@ -502,9 +502,9 @@ def _thoughts(reasoning: str, content: str) -> tuple[str, str]:
     return reasoning or thought.rpartition(THINK)[2], said
 
 
-def _learnt(text: str, start: int, marks: tuple[str, str, str] | None) -> tuple[Piece, ...]:
+def _learned(text: str, start: int, marks: tuple[str, str, str] | None) -> tuple[Piece, ...]:
     """The pieces of an answer. marks: the text from whose place `start` on it was taken, with the characters where what
-    is learnt begins and ends."""
+    is learned begins and ends."""
     if marks is None:
         return ((text, 1),)
     marked, begin, end = marks

@@ -251,7 +251,7 @@ class EarlyStopping(Callback):
     """Ends the run as done after `patience` validations in a row without a new best. The count survives a restart."""
 
     patience: int = field(
-        "training/patience", default=5, minimum=1, help="validations without a new best that end the run"
+        "training/patience", default=5, minimum=1, help="validations without a new best after which the run ends"
     )
 
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ class Evaluation(Callback):
                 loop.trainer.say(f"CORE: the bundle lacks {', '.join(missing)}")
 
     def meant(self, trainer: BaseTrainer) -> list[str]:
-        """The tasks without a recipe's evaluation of its own dataset, if the run trains on other data."""
+        """Return the tasks without a recipe's evaluation of its own dataset, if the run trains on other data."""
         evaluations = trainer.config.provenance["eval/evaluations"]
         if not evaluations.is_recipe or trainer.has_recipe_data:
             return self.tasks

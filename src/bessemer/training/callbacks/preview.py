@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -48,18 +49,18 @@ PROMPTS_KEY = "logging/preview_prompts"
 PROMPT_TOKENS = 12
 
 
-def held_out_prompts(held_out: ValidationSet | None, tokenizer: Tokenizer, count: int = len(PROMPTS)) -> list[str]:
+def held_out_prompts(held_out: ValidationSet | None, tokenizer: Tokenizer) -> list[str]:
     """Return the first words of lines of held-out text, so that prompts resemble the training data."""
     if held_out is None:
         return []
     prompts = []
-    for row in range(min(4 * count, held_out.count)):
+    for row in range(min(4 * len(PROMPTS), held_out.count)):
         ids = held_out.read(row, 1)["input_ids"][0].tolist()
         text = beginning(tokenizer.decode(ids), tokenizer.special_names)
         start = tokenizer.decode(tokenizer.encode(text)[:PROMPT_TOKENS]).rstrip()
         if start.strip():
             prompts.append(start)
-    return list(dict.fromkeys(prompts))[:count]
+    return list(dict.fromkeys(prompts))[: len(PROMPTS)]
 
 
 def beginning(text: str, special: re.Pattern[str]) -> str:
@@ -71,15 +72,22 @@ def beginning(text: str, special: re.Pattern[str]) -> str:
     return next(filter(str.strip, special.split(rest)), "").strip("\n")
 
 
-def held_out_questions(data: DataParts, count: int = len(PROMPTS)) -> list[list[int]]:
+@runtime_checkable
+class HoldsOutPrompts(Protocol):
+    """A plan whose held-out examples are prompts without answers, as RL's."""
+
+    held_out: Sequence[tuple[Any, int]]  # (source, place in it)
+
+
+def held_out_questions(data: DataParts) -> list[list[int]]:
     """Return the tokens of held-out conversations up to the first answer."""
-    held_out, asked = data.validation, []
+    held_out, asked, count = data.validation, [], len(PROMPTS)
     rows = [] if held_out is None else [held_out.read(row, 1) for row in range(min(count, held_out.count))]
     for batch in rows:
         answers = np.flatnonzero(batch["target_ids"][0] >= 0)
         if len(answers):
             asked.append(batch["input_ids"][0][: answers[0] + 1].tolist())
-    prompts = getattr(data.plan, "held_out", [])[:count]  # of RL, which holds out prompts only
+    prompts = data.plan.held_out[:count] if isinstance(data.plan, HoldsOutPrompts) else []
     return asked + [source.ids[place] for source, place in prompts]
 
 
@@ -126,7 +134,7 @@ class Preview(Callback):
         self.file = MetricsFile(trainer.run_directory.samples)
 
     def due(self, trainer: BaseTrainer, step: int) -> bool:
-        """At every interval, and where the run ends."""
+        """Return whether a preview is due: at every interval, and at the end of the run."""
         ended = trainer.done and step == trainer.step
         return self.interval != 0 and (ended or (self.interval > 0 and step % self.interval == 0))
 
@@ -201,7 +209,7 @@ class Preview(Callback):
     def continued(
         self, trainer: BaseTrainer, state: TrainState, asked: dict[str, list[int]], stops: tuple[int, ...]
     ) -> list[Completion]:
-        """A few greedy tokens after each prompt, from the trainer's own `generate`."""
+        """Return a few greedy tokens after each prompt, from the trainer's own `generate`."""
         shape = len(asked), max(map(len, asked.values()))
         ids, mask = left_padded(list(asked.values()), shape, trainer.tokenizer.pad_id if trainer.tokenizer else 0)
         results = trainer.generate(

@@ -37,7 +37,7 @@ def _require(module: str, setting: str) -> Any:
 
 
 def edges(row: dict[str, Any]) -> list[float]:
-    """The edges of the histogram's bins, equal parts of min … max (± ½ if both are the same)."""
+    """Return the edges of the histogram's bins, equal parts of min … max (± ½ if both are the same)."""
     return [float(edge) for edge in np.histogram_bin_edges([row["min"], row["max"]], len(row["counts"]))]
 
 
@@ -145,9 +145,12 @@ class TensorboardSink:
 
 @callbacks.register("tracker")
 class Tracker(Callback):
+    def __init__(self) -> None:
+        self.sinks: list[WandbSink | TensorboardSink] = []
+
     def on_train_begin(self, loop: Loop) -> None:
         logging = loop.trainer.logging
-        self.sinks: list[WandbSink | TensorboardSink] = []
+        self.sinks = []
         if loop.trainer.is_process_zero:
             if logging.wandb:
                 self.sinks.append(WandbSink(loop))
@@ -178,5 +181,5 @@ class Tracker(Callback):
             sink.close()
 
     def on_error(self, loop: Loop, error: BaseException) -> None:
-        for sink in getattr(self, "sinks", []):
+        for sink in self.sinks:
             sink.close(failed=not isinstance(error, Stopped))

@@ -9,7 +9,7 @@ from typing import Any
 from bessemer.config import Config
 from bessemer.console import compact, counted, figure, in_parts, shown
 from bessemer.data.tokenize.chat import can_chat, stop_ids
-from bessemer.data.tokenize.documents import told_turn_rows
+from bessemer.data.tokenize.documents import describe_turn_rows
 from bessemer.models.protocol import KernelChoice, group_of
 from bessemer.registry import objectives
 from bessemer.report.summary import too_small
@@ -86,7 +86,7 @@ def data_lines(settings: BaseTrainerConfig, name: str, stats: dict[str, Any], he
 
 
 def kernels(plan: RunPlan) -> str:
-    """The chosen kernels, unless they are derived numbers with a reason: on a CPU."""
+    """Return the chosen kernels, unless they are derived numbers with a reason: on a CPU."""
     model = plan.model.model
     if "architecture.attention" in plan.context.notes.derived or not isinstance(model, KernelChoice):
         return ""
@@ -102,7 +102,7 @@ def rates(functions: Functions) -> Iterator[str]:
 
 
 def shipped_rates(config: Config, parameters: int) -> list[str]:
-    """A note where weights and data are the caller's but the optimizer's rates are a small demonstration's.
+    """Return a note where weights and data are the caller's but the optimizer's rates are a small demonstration's.
 
     AdamW's rate is derived from the model (`rate_for_weights`); this is for the others, such as Muon.
     """
@@ -120,8 +120,8 @@ def shipped_rates(config: Config, parameters: int) -> list[str]:
 
 
 def untrained_end(settings: BaseTrainerConfig, parts: ModelParts) -> list[str]:
-    """A warning for adapters that cannot learn to end a turn: the base was trained on documents alone, so its rows for
-    the tokens of turns are as they were drawn, and the head and the embedding are frozen."""
+    """Return a warning for adapters that cannot learn to end a turn: the base was trained on documents alone, so its
+    rows for the tokens of turns are as they were drawn, and the head and the embedding are frozen."""
     start, tokenizer, group = settings.init, parts.tokenizer, group_of(parts.model)
     if not parts.split.lora.rank or start is None or tokenizer is None or group is None or not Path(start).exists():
         return []
@@ -151,7 +151,7 @@ def supervision(settings: BaseTrainerConfig, stats: dict[str, Any]) -> list[str]
     if stats["target_tokens"] >= stats["tokens"] - stats["documents"]:
         remarks.append("texts without turns; every token is learned, not only those of an assistant")
     if turns := stats.get("turn_rows"):
-        remarks.append(told_turn_rows(turns))
+        remarks.append(describe_turn_rows(turns))
     if split := stats.get("split_documents"):
         remarks.append(
             f"{split:,} of {stats['documents']:,} conversations are longer than "

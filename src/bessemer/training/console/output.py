@@ -97,7 +97,7 @@ def next_commands(plan: RunPlan, samples: list[dict[str, Any]], path: str) -> li
 
 
 def reward_line(rows: list[dict[str, Any]]) -> list[str]:
-    """From the first to the last greedy reward on held-out prompts, of a run that has rewards."""
+    """Return the first and last greedy reward on held-out prompts, for a run that has rewards."""
     found = [row for row in rows if row.get("val_reward") is not None]
     if not found:
         return []
@@ -109,7 +109,7 @@ def reward_line(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def trains_chat(plan: RunPlan) -> bool:
-    """Whether the objective trains on conversations, so that compressing text is not its goal."""
+    """Return whether the objective trains on conversations, so that compressing text is not its goal."""
     return "chat" in objectives.entry(plan.context.settings.objective).traits
 
 
@@ -140,7 +140,7 @@ def result_table(
 
 
 def evaluated(validations: list[dict[str, Any]]) -> list[str]:
-    """Each evaluation before the first step and after the last."""
+    """Return a line per evaluation: before the first step and after the last."""
     if not validations:
         return []
     first, last = validations[0], validations[-1]
@@ -152,10 +152,10 @@ def evaluated(validations: list[dict[str, Any]]) -> list[str]:
 
 
 def ranked(row: dict[str, Any]) -> str:
-    """Of a run that compares answers."""
+    """Return the share of pairs ranked correctly, for a run that compares answers."""
     if "val_pref_acc" not in row:
         return ""
-    return f"; {row['val_pref_acc']:.1%} of held-out pairs ranked right, margin {row['val_margin']:.3f}"
+    return f"; {row['val_pref_acc']:.1%} of held-out pairs ranked correctly, margin {row['val_margin']:.3f}"
 
 
 def speed_lines(rows: list[dict[str, Any]]) -> list[str]:
@@ -168,7 +168,7 @@ def speed_lines(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def prompt_to_try(samples: list[dict[str, Any]]) -> str:
-    """The first line of the last preview's prompt, cut to fit the screen."""
+    """Return the first line of the last preview's prompt, cut to fit the screen."""
     lines = samples[-1]["prompt"].strip().splitlines() if samples else []
     return lines[0][:32].strip() if lines else "Once upon a time"
 
@@ -278,7 +278,7 @@ def write_config(directory: RunDirectory, config: Config, say: Callable[[str], N
 
 
 def validation_text(plan: RunPlan) -> bytes | None:
-    """The held-out bytes the validation measures, in their order; None without text or if there are too many."""
+    """Return the held-out bytes the validation measures, in their order; None without text or if there are too many."""
     held_out, tokenizer = plan.data.validation, plan.model.tokenizer
     if held_out is None or tokenizer is None:
         return None
@@ -348,8 +348,8 @@ class Output:
         return "\n".join(part for line in text.split("\n") for part in wrapped(line, self.console.width))
 
     @contextlib.contextmanager
-    def preparing(self, name: str) -> Iterator[Any]:
-        """A progress callback for data that has to be prepared first; silent when it is there already."""
+    def preparing(self) -> Iterator[Any]:
+        """Yield a progress callback for data that must be prepared first; silent if it is prepared already."""
         if not self.enabled:
             yield None
             return
@@ -361,7 +361,7 @@ class Output:
         self._write()
 
     def log(self, text: str) -> None:
-        """To log.txt alone, for what the screen gets in another way."""
+        """Write to log.txt alone, for text that the screen gets in another way."""
         self._early.append(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         self._write()
 
@@ -383,7 +383,7 @@ INFORMATION = "information.md"
 
 @dataclasses.dataclass(frozen=True)
 class WeightFiles:
-    """Writes the parameters of a state of `step`, and what is needed to use them elsewhere.
+    """Writes the parameters of a state of `step`, and the files needed to use them elsewhere.
 
     gather: replicates an array over all devices. save_information: writes a description of the run to a path.
     """
@@ -460,7 +460,7 @@ class WeightFiles:
 
 
 def model_texts(plan: RunPlan) -> dict[str, str]:
-    """The files beside the weights: the model's settings, which name the base of adapters, and those of
+    """Return the files beside the weights: the model's settings, which name the base of adapters, and those of
     `asset_files`."""
     tree = plan.context.config.tree()
     shape = {name: tree.get(name, {}) for name in ("model", "architecture")}
@@ -470,7 +470,7 @@ def model_texts(plan: RunPlan) -> dict[str, str]:
 
 
 def information(name: str, plan: RunPlan, functions: Functions) -> str:
-    """A short Markdown description: parameters, derived numbers, optimizer groups."""
+    """Return a short Markdown description: parameters, derived numbers, optimizer groups."""
     counts = [(group, f"{count:,}") for group, count in plan.model.counts.items()]
     derived = [(number, row["value"], row["reason"]) for number, row in plan.context.notes.derived.items()]
     groups = []

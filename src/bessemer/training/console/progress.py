@@ -25,7 +25,7 @@ class ProgressBar(Protocol):
 
 @runtime_checkable
 class ShowsActivity(Protocol):
-    """A progress bar that can also say what is being done besides the steps; optional."""
+    """A progress bar that can also show activity besides the steps; optional."""
 
     def note(self, text: str) -> None: ...
 
@@ -40,7 +40,7 @@ def clock(seconds: float | None) -> str:
 
 
 def facts(row: dict[str, Any]) -> str:
-    """The numbers worth a glance, without those that are unknown (MFU on an unknown chip); of a row that is not a
+    """Return the numbers worth a glance, without unknown ones (MFU on an unknown chip); for a row that is not a
     step's, its first numbers under their own names."""
     if "loss" not in row:
         return "  ".join(f"{name} {compact(value)}" for name, value in numbers(row).items())
@@ -61,7 +61,7 @@ SHOWN = 4
 
 
 def numbers(row: dict[str, Any]) -> dict[str, float]:
-    """The first few values of a row that are single numbers, also of a device."""
+    """Return the first few values of a row that are single numbers, also of a device."""
     found = {
         name: float(value)
         for name, value in row.items()
@@ -71,7 +71,7 @@ def numbers(row: dict[str, Any]) -> dict[str, float]:
 
 
 def as_json(value: Any) -> Any:
-    """An array as numbers; what JSON has no form for as text."""
+    """Return an array as numbers; what JSON has no form for as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -103,7 +103,7 @@ class RichBar:
         self.progress.update(self.task, completed=step, facts=self.facts)
 
     def note(self, text: str) -> None:
-        """In place of the facts, until the next step."""
+        """Show `text` in place of the facts, until the next step."""
         self.progress.update(self.task, facts=text)
 
     def close(self) -> None:
@@ -186,10 +186,10 @@ class StartUp:
         self._made = self._last = self._first = time.monotonic()
         self._programs = programs_so_far()
 
-    def began(self, moment: float, name: str = "imports and devices") -> None:
-        """The program began at `moment` (of time.monotonic), before the trainer was made."""
+    def began(self, moment: float) -> None:
+        """Record that the program began at `moment` (of time.monotonic), before the trainer was made."""
         self._first = moment
-        self.parts = {name: max(0.0, self._made - moment - self.elsewhere), **self.parts}
+        self.parts = {"imports and devices": max(0.0, self._made - moment - self.elsewhere), **self.parts}
 
     @property
     def age(self) -> float:
@@ -216,7 +216,7 @@ class StartUp:
         return f"first step after {self.seconds:.1f} s: {', '.join(parts)}"
 
     def forecast(self, steps: int) -> str | None:
-        """A note if `steps` like the first would take more than an hour: reports may be many minutes apart."""
+        """Return a note if `steps` like the first would take more than an hour: reports may be many minutes apart."""
         one = self.parts.get("first step", 0.0)
         if one < SLOW or one * steps < 3600:
             return None
@@ -227,7 +227,7 @@ class StartUp:
         )
 
     def facts(self) -> dict[str, Any] | None:
-        """For facts.json; None until the first step is done."""
+        """Return the parts for facts.json; None until the first step is done."""
         if not self.done:
             return None
         parts = {name: round(seconds, 3) for name, seconds in self.parts.items()}

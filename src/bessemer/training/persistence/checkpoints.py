@@ -121,7 +121,7 @@ class Lineage:
 
 
 def changes_between(before: Config, after: Config) -> Changes:
-    """The settings that differ."""
+    """Return the settings that differ."""
     return {
         dotted(key): {"from": plain(before.get(key)), "to": plain(value)}
         for key, value in after.values.items()
@@ -173,7 +173,7 @@ def replace_horizon(config: Config, changed: Sequence[str]) -> None:
 
 
 def read_branches(directory: RunDirectory) -> list[Branch]:
-    """The branch points of a run, oldest first."""
+    """Return the branch points of a run, oldest first."""
     path = directory.branches
     try:
         return [Branch(**entry) for entry in read_json(path)]
@@ -190,11 +190,6 @@ def write_branches(directory: RunDirectory, branches: Sequence[Branch]) -> None:
     if branches or directory.branches.is_file():
         text = json.dumps([branch.as_json() for branch in branches], indent=1, ensure_ascii=False)
         atomic_write(directory.branches, text + "\n", sync=True)
-
-
-def known_branches(meta: Mapping[str, Any]) -> list[Branch]:
-    """The branch points in the past of a checkpoint."""
-    return [Branch(**entry) for entry in meta.get("branches") or ()]
 
 
 def branches_at(
@@ -284,7 +279,7 @@ def versions() -> dict[str, str]:
 
 
 def saved_tree(state: Any) -> dict[str, Any]:
-    """The arrays of a state (what is static is rebuilt from the configuration)."""
+    """Return the arrays of a state (what is static is rebuilt from the configuration)."""
     names = (*SAVED, *added_fields(type(state)))
     return {name: getattr(state, name) for name in names if getattr(state, name) is not None}
 
@@ -315,7 +310,7 @@ def meta(plan: RunPlan, run: RunState, functions: Functions, branches: Sequence[
 
 
 def asset_files(parts: ModelParts) -> dict[str, str]:
-    """The tokenizer and the rows of lookup layers, by file name."""
+    """Return the tokenizer and the rows of lookup layers, by file name."""
     files = {} if parts.tokenizer is None else dict(parts.tokenizer.files)
     if (allocation := allocation_of(parts.model)) is not None:
         files[ALLOCATION.name] = allocation.to_json()
@@ -408,7 +403,7 @@ def check_same_run(
 
 
 def edited_since(config: Config, copy: Path) -> Changes:
-    """The settings that are not those of `copy`, the checkpoint's config.yaml."""
+    """Return the settings that are not those of `copy`, the checkpoint's config.yaml."""
     saved = flat_values(tree_of(copy))
     current = flat_values(parse_saved(config.to_yaml(), "this run"))
     return edited_settings({key: value for key, value in saved.items() if key in config}, current)
@@ -434,7 +429,7 @@ def branch_off(plan: RunPlan, lineage: Lineage, step: int, saved: Mapping[str, A
     """Return the lineage with the branch points of a run that continues from `step`: those of the checkpoint, whose
     meta.json is `saved`, those that began there before a first checkpoint was committed, and the one that `--change`
     begins now."""
-    known = known_branches(saved)
+    known = [Branch(**entry) for entry in saved.get("branches") or ()]
     pending, changes = branches_at(plan.context.directory, step, known, lineage.change)
     branches = [*known, *pending]
     past = saved.get("data_fingerprint")
@@ -469,7 +464,7 @@ def check_past_stages(plan: RunPlan, step: int) -> None:
 
 
 def machine_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """What bits rest on (versions, mesh, cores) and is not as it was when meta.json was written."""
+    """Return what bits depend on (versions, mesh, cores) and has changed since meta.json was written."""
     words = [
         f"{name} {saved[part].get(name)} then, {value} now"
         for part in ("versions", "topology")
@@ -507,7 +502,7 @@ def initial_params(context: RunContext, parts: ModelParts, manager: Checkpoints)
 
 
 def initial_adapters(context: RunContext, parts: ModelParts) -> Any:
-    """The adapters of `lora.adapters` on their devices; {} where they are drawn here."""
+    """Return the adapters of `lora.adapters` on their devices; {} where they are drawn here."""
     arrays = adapter_arrays(context.config, parts.model)
     if arrays is None:
         return {}
@@ -516,6 +511,6 @@ def initial_adapters(context: RunContext, parts: ModelParts) -> Any:
     # what else is trained whole, such as a value head, is new
     wanted = {path: leaf for path, leaf in trained.items() if path not in parts.split.trained or "/".join(path) in held}
     adapters = place(arrays, unflatten_dict(wanted), where)
-    check_finite(adapters, where, "Take them from where they came again.")
+    check_finite(adapters, where, "Copy or download them again.")
     context.notes.say(f"adapters   continued from {where}")
     return adapters

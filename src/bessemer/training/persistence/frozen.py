@@ -62,8 +62,8 @@ def find_base(context: RunContext, split: Split) -> tuple[Path | None, str]:
 
 
 def check_quantized(split: Split, why: str) -> None:
-    """Raise InputError if the base is to be quantized and does not stay where it is, for the reason `why`: codes alone
-    could be neither verified nor merged into the weights they came from."""
+    """Raise InputError if the base is quantized but is not stored at a path of its own, for the reason `why`: codes
+    alone can be neither verified nor merged into the weights they came from."""
     if split.quantized:
         raise InputError(
             f"lora.quantize={split.lora.quantize} needs a base model that can be read again, and {why}. Name one with "

@@ -17,7 +17,7 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -143,17 +143,24 @@ def logps_fields(block_size: int) -> Fields:
     return {LOGPS: ((most_pairs(block_size), 2), np.dtype(np.float32))}
 
 
+@runtime_checkable
+class PairRows(Rows, Protocol):
+    """Rows of preference pairs, which are numbered across rows."""
+
+    pairs: int
+
+
 class ReferencedRows:
     """Pair rows with their reference log-probabilities. They are NaN until filled in, so that a step taken without them
     is not finite rather than wrong."""
 
-    def __init__(self, rows: Any) -> None:
-        if not hasattr(rows, "pairs"):
+    def __init__(self, rows: Rows) -> None:
+        if not isinstance(rows, PairRows):
             raise InputError(
-                "this objective compares answers, so its rows must hold pairs: give preference data in the style "
+                "this objective compares answers, so its rows must hold pairs: use preference data in the style "
                 "CONTRASTIVE, as in training.dataset=pairs.jsonl:CONTRASTIVE."
             )
-        self.rows: Rows = rows
+        self.rows = rows
         self.block_size, self.fingerprint, self.stats = rows.block_size, rows.fingerprint, rows.stats
         self.fields: Fields = rows.fields | logps_fields(rows.block_size)
         self.table = np.full((rows.pairs, 2), np.nan, np.float32)

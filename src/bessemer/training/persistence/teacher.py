@@ -2,7 +2,7 @@
 
 Its parameters are the state's `reference`: read once and written to RUN/reference/step_0 with their configuration, so
 the run does not need the teacher's own directory again. With `distill.top_k` the teacher is not in memory at all:
-its likeliest tokens are stored once, and RUN/reference/teacher.json names its weights, so that a run whose teacher is
+its most likely tokens are stored once, and RUN/reference/teacher.json names its weights, so that a run whose teacher is
 gone finds what was stored of it.
 """
 
@@ -158,7 +158,7 @@ def files_of(teacher: Teacher) -> dict[str, str]:
 
 
 # --- stored targets ----------------------------------------------------------------------------------------
-# A teacher's K likeliest tokens at each position of every training row, stored once:
+# A teacher's K most likely tokens at each position of every training row, stored once:
 #
 #     $BESSEMER_HOME/taught/HASH/ids.npy       (rows, T, K) int32
 #                               /logprobs.npy  (rows, T, K) float32, at the run's temperature
@@ -183,7 +183,7 @@ def target_fields(block_size: int, k: int) -> Fields:
 
 
 class TargetRows:
-    """Rows with the teacher's likeliest tokens as two more columns, (n, T, K) each. Their order stays the same."""
+    """Rows with the teacher's most likely tokens as two more columns, (n, T, K) each. Their order stays the same."""
 
     def __init__(self, rows: Rows, folder: Path) -> None:
         self.rows, self.block_size, self.stats = rows, rows.block_size, rows.stats
@@ -274,7 +274,7 @@ def write(context: RunContext, teacher: Teacher, rows: Rows, folder: Path, about
             f"distill.teacher={teacher.place} is gone, and so are the tokens stored of it ({folder}). Put one of them "
             "back, or start a new run with init=."
         )
-    context.notes.say(f"teacher    its {k} likeliest tokens for {len(rows):,} rows are stored first: {folder}")
+    context.notes.say(f"teacher    its {k} most likely tokens for {len(rows):,} rows are stored first: {folder}")
     params = read_params(teacher, topology)
 
     @jax.jit

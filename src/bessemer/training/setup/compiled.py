@@ -304,7 +304,7 @@ def objective_function(plan: RunPlan, rolls_out: bool) -> Callable[..., Any]:
     """Return (apply, params, batch, key) -> (loss sum, weight, metric sums), its settings bound."""
     entry = objectives.entry(plan.context.settings.objective)
     if len(entry.settings) > 1:
-        raise InputError(f"objective '{entry.name}' registers several settings classes; join them into one.")
+        raise InputError(f"objective '{entry.name}' registers several settings classes; merge them into one.")
     if entry.traits.get("rollouts") and not rolls_out:
         raise InputError(
             f"objective={entry.name} trains on completions that the model writes on the way: add job=GRPOTrainer."

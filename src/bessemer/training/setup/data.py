@@ -76,7 +76,7 @@ class RowSource:
     context: RunContext[Any]
     tokenizer: Tokenizer | None
     collator: Collator
-    preparing: Callable[[str], AbstractContextManager[Any]]
+    preparing: Callable[[], AbstractContextManager[Any]]
     attach: Callable[[Any], Any]
     distill: Callable[[Any], Any]
 
@@ -111,7 +111,7 @@ class RowSource:
     def from_dataset(self, sampling: Sampling, split: str) -> Any:
         """Open a named dataset; prepare it first, with progress, if it is not a store yet."""
         assert self.tokenizer is not None
-        with self.preparing(sampling.name) as progress:
+        with self.preparing() as progress:
             rows = open_dataset(
                 sampling,
                 self.tokenizer,

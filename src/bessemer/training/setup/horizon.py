@@ -108,8 +108,8 @@ def check_sizes(context: RunContext[Any]) -> None:
         horizon(target, 1)
     per_device = config["training/per_device_batch_size"]
     if not in_tokens and per_device != -1:
-        wished = per_device if config.asked("training/per_device_batch_size") else min(1, per_device)
-        accumulation(config["training/batch_size"], wished, context.topology.data_parallel)
+        requested = per_device if config.asked("training/per_device_batch_size") else min(1, per_device)
+        accumulation(config["training/batch_size"], requested, context.topology.data_parallel)
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def derive(config: Config, parts: ModelParts, epoch_rows: int, own_rows: bool = 
 def turn_dial(config: Config, model: Any, target: Target, sizes: Sizes, batch_tokens: int) -> tuple[Config, Dial]:
     """Return (the configuration with what the depth dial derives, the dial). batch_tokens: -1 derives it too."""
     if not isinstance(model, Transformer):
-        raise InputError("training.batch_tokens=-1 derives the batch from model.depth, which this model has not.")
+        raise InputError("training.batch_tokens=-1 derives the batch from model.depth, which this model does not have.")
 
     def count(depth: int) -> int:
         member = without_lookup(model).clone(depth=depth, width=-1, heads=-1, kv_heads=-1)

@@ -54,7 +54,9 @@ def _train_first(config: Config, key: str, root: str | Path, train: TrainBase) -
         try:
             train(recipe, directory, passed, state == "begun")
         except Stopped as error:
-            raise Stopped(f"{error} Or run the same command again: it goes on there, then with its own run.") from None
+            raise Stopped(
+                f"{error} Or run the same command again: it continues there, then with its own run."
+            ) from None
         say(f"{what:<10} {init} is done; now the run itself")
     return directory.path
 
@@ -63,7 +65,7 @@ def check_circle(recipe: str, seen: tuple[str, ...] = ()) -> None:
     """Raise InputError for a recipe that starts from itself or learns from itself, also by way of others."""
     if recipe in seen:
         way = " from ".join([*seen, recipe])
-        raise InputError(f"recipes begin from each other in a circle: {way}. Change one `init`, or teacher.")
+        raise InputError(f"recipes start from each other in a cycle: {way}. Change one `init`, or teacher.")
     config = resolve(schema_of, recipe)
     for key in (INIT, TEACHER):
         if str(config.get(key)).startswith(PREFIX):

@@ -42,11 +42,11 @@ def candidates(batch_size: int, data_parallel: int) -> list[int]:
     return [n for n in range(share, 0, -1) if share % n == 0]
 
 
-def lowered(wished: int, batch_size: int, data_parallel: int) -> tuple[int, str]:
-    """Return (the largest size that divides the batch and is at most `wished`, why)."""
-    size = next((n for n in candidates(batch_size, data_parallel) if n <= wished), 1)
+def lowered(requested: int, batch_size: int, data_parallel: int) -> tuple[int, str]:
+    """Return (the largest size that divides the batch and is at most `requested`, why)."""
+    size = next((n for n in candidates(batch_size, data_parallel) if n <= requested), 1)
     why = f"the largest that divides {batch_size // data_parallel} sequences a device"
-    return size, f"{why}, in place of {wished}"
+    return size, f"{why}, in place of {requested}"
 
 
 def within_tokens(sizes: list[int], block_size: int) -> int:

@@ -142,7 +142,7 @@ def document_counts(counts: Sequence[np.ndarray]) -> tuple[int, ...]:
 def describe_model(context: RunContext[Any], model: Any, tokenizer: Tokenizer | None, lora: LoraSettings) -> ModelParts:
     """Return the parts of `model`: its shapes, which of them are trained, and its FLOPs."""
     block = context.settings.block_size
-    boxed = jax.eval_shape(lambda key: init_variables(model, block, key), jax.random.key(0))["params"]
+    boxed = jax.eval_shape(lambda key: model.init(key, short_row(block)), jax.random.key(0))["params"]
     split = make_split(boxed, context.settings.freeze, lora, model, context.settings.param_dtype)
     if split.quantized:
         note_quantized(context, split, boxed)
@@ -192,11 +192,6 @@ def train_new_parameters(context: RunContext[Any], model: Any) -> LoraSettings:
     return config.make(LoraSettings)
 
 
-def init_variables(model: nn.Module, block_size: int, key: jax.Array) -> Any:
-    """Boxed variables of the model, from a batch of one short row."""
-    return model.init(key, short_row(block_size))
-
-
 def short_row(block_size: int) -> jax.Array:
     """Tokens (1, T) that a model is initialized with: no parameter's shape depends on T."""
     return jax.numpy.zeros((1, min(8, block_size)), jax.numpy.int32)
@@ -241,7 +236,7 @@ def make_apply(model: nn.Module) -> Callable[..., Any]:
 
 
 def precision_of(model: nn.Module) -> str:
-    """A model without the setting counts as bf16."""
+    """Return the precision of a model; bf16 for one without the setting."""
     return model.precision if isinstance(model, HasPrecision) else "bf16"
 
 
@@ -288,7 +283,7 @@ def flops_share(topology: Topology, parts: ModelParts, causal: bool) -> float | 
 
 
 def flops_formula(parts: ModelParts, block_size: int) -> str:
-    """The formula of FLOPs per token, which MFU is computed from, with its numbers."""
+    """Return the formula of FLOPs per token, which MFU is computed from, with its numbers."""
     model, words = parts.model, "the model's own flops_per_token"
     if isinstance(model, Transformer):
         words = explain_flops(model.shape, block_size)

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from bessemer.config import PYTHON, Config, Schema, current, dotted, gather, load_saved, resolve, slashed
 from bessemer.config.recipes import Layer
@@ -43,13 +43,19 @@ class TrainerClass(Protocol):
     def schedule(self) -> Any: ...
 
 
+@runtime_checkable
+class DeclaresSettings(Protocol):
+    """A job that is not a trainer and declares its own settings."""
+
+    def settings_schema(self, values: Mapping[str, Any]) -> Schema: ...
+
+
 def schema_of(values: Mapping[str, Any]) -> Schema:
     """Return the schema of a run whose recipe and overrides set `values` (flat, unchecked)."""
     for plugin in _words(values.get("plugins")):
         import_plugin(plugin)
     job = jobs.get(str(values.get("job") or DEFAULT_JOB))
-    own = getattr(job, "settings_schema", None)  # of a job that is no trainer
-    return trainer_schema(job, values) if own is None else own(values)
+    return job.settings_schema(values) if isinstance(job, DeclaresSettings) else trainer_schema(job, values)
 
 
 def trainer_schema(cls: TrainerClass, values: Mapping[str, Any]) -> Schema:

@@ -87,7 +87,7 @@ const COLUMNS = [
     title: "Active",
     show: (row) => ago(row.beat),
     order: (row) => row.beat,
-    hint: "Last sign of life",
+    hint: "Last heartbeat",
     down: true,
   },
 ];
