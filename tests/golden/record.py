@@ -190,7 +190,8 @@ def digest(data: bytes) -> str:
 
 def tensors_in(path: Path) -> dict[str, str]:
     """Return a hash of each tensor of a safetensors file (dtype, shape and bytes), and one of the file: of its bytes,
-    or of its tensors where the metadata name the checkpoint that it was made from, whose bytes are not reproducible."""
+    or of its tensors where the metadata name the checkpoint that it was made from, whose bytes are not reproducible,
+    or have the checksum of a config.json that names the path of a base."""
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -200,7 +201,9 @@ def tensors_in(path: Path) -> dict[str, str]:
         first, last = about["data_offsets"]
         kind = f"{about['dtype']} {about['shape']} ".encode()
         found[name] = digest(kind + data[8 + length + first : 8 + length + last])
-    whole = path.name in REPRODUCIBLE
+    config = path.with_name("config.json")
+    names_base = config.is_file() and "base" in json.loads(config.read_text(encoding="utf-8"))
+    whole = path.name in REPRODUCIBLE and not names_base
     return found | {"file": digest(data) if whole else digest(json.dumps(found, sort_keys=True).encode())}
 
 
