@@ -128,6 +128,20 @@ def test_metadata_that_name_a_checkpoint_do_not_count(tmp_path: Path) -> None:
     assert found[0] == found[1] and found[0].keys() == {"w", "file"}
 
 
+def test_metadata_with_the_checksum_of_a_path_do_not_count(tmp_path: Path) -> None:
+    found = []
+    for config in ({"base": {"path": "one"}}, {"base": {"path": "another"}}, {}):
+        header = {"__metadata__": {"checksums": json.dumps(config)}}
+        header |= {"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+        text = json.dumps(header).encode()
+        path = tmp_path / str(len(found)) / "model.safetensors"
+        path.parent.mkdir()
+        path.with_name("config.json").write_text(json.dumps(config))
+        path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+        found.append(tensors_in(path))
+    assert found[0] == found[1] and found[0]["w"] == found[2]["w"] and found[0]["file"] != found[2]["file"]
+
+
 def test_the_first_difference_is_named(tmp_path: Path) -> None:
     a = make_run(tmp_path / "a")
     loss, weight = make_run(tmp_path / "b", loss=2.5000001), make_run(tmp_path / "c", tensor=b"\1\0\x80\x3f")

@@ -190,6 +190,7 @@ def test_the_advised_rate_is_the_one_that_would_be_derived(recipe: str, adapters
     [
         ("sft", [], 100_000, 1, {"training/steps": None, "training/epochs": 2, "training/batch_size": 16}),
         ("finetune-lora", [], 100_000, 8, {"training/steps": None, "training/epochs": 2, "training/batch_size": 16}),
+        ("finetune-qlora", [], 100_000, 8, {"training/steps": None, "training/epochs": 2, "training/batch_size": 16}),
         ("sft", [], 300, 1, {"training/steps": None, "training/epochs": 2, "training/batch_size": 4}),
         ("sft", [], 10, 8, {"training/steps": None, "training/epochs": 2, "training/batch_size": 8}),
         ("sft", ["training.steps=7"], 300, 1, {"training/batch_size": 16}),
@@ -206,6 +207,11 @@ def test_own_data_decides_passes_and_batch(
     derived = sizes_for_own_data(config, rows, own_rows=False, parallel=parallel)
     assert {row.name: row.value for row in derived} == expected
     assert all("your own data" in row.reason for row in derived)
+
+
+def test_finetune_qlora_is_finetune_lora_over_nf4() -> None:
+    lora, qlora = (resolve(schema_of, name, OWN).values for name in ("finetune-lora", "finetune-qlora"))
+    assert {key: value for key, value in qlora.items() if lora[key] != value} == {"lora/quantize": "nf4"}
 
 
 def test_a_demonstration_keeps_its_own_steps_and_batch() -> None:
