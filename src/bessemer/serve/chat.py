@@ -33,7 +33,7 @@ class Chat:
     seed: int
     max_tokens: int | None = None
     system: str | None = None
-    write: Callable[[str], None] = lambda text: print(text, end="", flush=True)
+    write: Callable[[str], None] = lambda text: print(printable(text), end="", flush=True)
     turns: list[Exchange] = field(default_factory=list)
     asked: int = 0  # requests since the seed was set; each has its own seed
 
@@ -88,7 +88,7 @@ class Chat:
             if not called or full or (self.max_tokens and len(written) + len(result) >= self.max_tokens):
                 return said, written, sample.finish if not called else "length"
             shown = tokenizer.decode([written[-1], *result])
-            self.write(printable(shown))
+            self.write(shown)
             said += shown
             written += result
         return said, written, "length"
@@ -113,7 +113,7 @@ class Chat:
         try:
             for event in handle:
                 shown.append(event)
-                self.write(printable(event.text))
+                self.write(event.text)
         except KeyboardInterrupt:
             handle.cancel()
             ids = tuple(token for event in shown for token in event.ids)
