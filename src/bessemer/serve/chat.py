@@ -33,7 +33,7 @@ class Chat:
     seed: int
     max_tokens: int | None = None
     system: str | None = None
-    write: Callable[[str], None] = lambda text: print(text, end="", flush=True)
+    write: Callable[[str], None] = lambda text: print(printable(text), end="", flush=True)
     turns: list[Exchange] = field(default_factory=list)
     asked: int = 0  # requests since the seed was set; each has its own seed
 
@@ -83,7 +83,7 @@ class Chat:
             if not called or full or (self.max_tokens and len(written) + len(result) >= self.max_tokens):
                 return answer, written, sample.finish if not called else "length"
             shown = tokenizer.decode([written[-1], *result])
-            self.write(printable(shown))
+            self.write(shown)
             answer += shown
             written += result
         return answer, written, "length"
@@ -108,7 +108,7 @@ class Chat:
         try:
             for event in handle:
                 shown.append(event)
-                self.write(printable(event.text))
+                self.write(event.text)
         except KeyboardInterrupt:
             handle.cancel()
             ids = tuple(token for event in shown for token in event.ids)
