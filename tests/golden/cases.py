@@ -262,7 +262,7 @@ CASES: dict[str, Case] = {
             "model.experts_shared": 1,
             "architecture.experts.bias_rate": 0.01,
         },
-        interrupted=Interruption("KILL", 3, -9),
+        interrupted=Interruption("SIGKILL", 3, -9),
         resumed=(Resume(),),
     ),
     "llama-experts": Case(

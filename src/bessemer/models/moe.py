@@ -8,11 +8,11 @@ No token is dropped and no expert has a capacity: tokens are sorted by expert, a
 (kernels/grouped.py). Experts are stored as stacks, expert_up (E, D, F), so an optimizer and an adapter see E matrices.
 
 Balance. `bias` (Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3): after each step b_e rises by `bias_rate` for an
-expert with fewer tokens than the mean and falls for one with more. b has no gradient, is part of the parameters, and decides
-only who is chosen. `loss`: an auxiliary loss, E/k · Σ_e f_e · P_e, f_e the share of a row's tokens that chose e and P_e
-the row's mean score (DeepSeek-V3's sequence-wise form). Means over a row, weighted by the row's targets, keep the sum
-over rows exact: the number of micro-batches and devices changes nothing. The z-loss is Σ w · logsumexp(W_r h)²
-(Zoph et al. 2022, ST-MoE). Both are means over the layers.
+expert with fewer tokens than the mean and falls for one with more. b has no gradient, is part of the parameters, and
+decides only who is chosen. `loss`: an auxiliary loss, E/k · Σ_e f_e · P_e, f_e the share of a row's tokens that chose e
+and P_e the row's mean score (DeepSeek-V3's sequence-wise form). Means over a row, weighted by the row's targets, keep
+the sum over rows exact: the number of micro-batches and devices changes nothing. The z-loss is
+Σ w · logsumexp(W_r h)² (Zoph et al. 2022, ST-MoE). Both are means over the layers.
 """
 
 from __future__ import annotations
@@ -117,14 +117,14 @@ class ExpertSettings(nn.Module):
             return
         if not 1 <= self.experts_active <= self.experts:
             raise InputError(
-                f"model.experts_active is {self.experts_active}; a token uses 1 to model.experts={self.experts} of them."
+                f"model.experts_active is {self.experts_active}; a token uses 1 to {self.experts} (model.experts)."
             )
         for name, value, known in (("score", self.expert_score, SCORES), ("balance", self.expert_balance, BALANCES)):
             if value not in known:
                 raise InputError(f"architecture.experts.{name} is '{value}'; known: {', '.join(known)}.")
         if self.experts_active == 1 and self.expert_normalize:
             raise InputError(
-                "model.experts_active=1 with architecture.experts.normalize=true gives each chosen expert the weight 1, "
+                "model.experts_active=1 with architecture.experts.normalize=true weighs each chosen expert with 1, "
                 "so the router would never learn; set architecture.experts.normalize=false."
             )
 
