@@ -1,4 +1,6 @@
-"""The llama family: llama 2 and 3, mistral, qwen2, qwen3, smollm 1 to 3. Weighted norms, SwiGLU, rotary with scalings.
+"""The llama family: llama 2 and 3, mistral, qwen2, qwen3, smollm 1 to 3, and with experts mixtral and qwen3-moe.
+
+Weighted norms, SwiGLU, rotary with scalings.
 
     x += W_o attention(norm x);  x += W_down (silu(W_gate h) · W_up h), h = norm x
 
@@ -118,7 +120,7 @@ class Rope:
 
 
 BIASES = ("none", "qkv", "all")
-HF_TYPES = ("auto", "llama", "mistral", "qwen2", "qwen3", "smollm3")
+HF_TYPES = ("auto", "llama", "mistral", "qwen2", "qwen3", "smollm3", "mixtral", "qwen3_moe")
 DTYPES = ("float32", "bfloat16", "float16")
 MLP_MULTIPLE = 64
 
@@ -384,6 +386,8 @@ class Llama(Transformer, ExpertSettings):
     @property
     def natural_type(self) -> str:
         """The simplest model_type that can say all of the model, for `hf_type=auto`."""
+        if self.experts:
+            return "qwen3_moe" if self.head_norm else "mixtral"
         if "N" in self._tiled(self.rotary_layers):
             return "smollm3"
         if self.attention_bias == "qkv":
