@@ -282,6 +282,9 @@ CASES: dict[str, Case] = {
         },
         devices=4,
     ),
+    "olmoe": Case(
+        "quickstart", {**LLAMA, **ADAMW, "model.family": "olmoe", "model.experts": 9, "model.expert_width": 8}
+    ),
     # ---- processes, kills, stops, branches
     "two-processes": Case(
         "quickstart",
@@ -389,7 +392,7 @@ CASES: dict[str, Case] = {
             {**PAIRS, "objective": "reward", "init": f"runs/{family}", "model.family": f"{family}-reward"},
             needs=(family,),
         )
-        for family in ("olmo", "gemma")
+        for family in ("olmo", "gemma", "olmoe")
     },
     "distill": Case(
         "distill",
