@@ -205,7 +205,7 @@ MORE: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 12.0,
         "query_pre_attn_scalar": 6,
     },
-    "mixtral-whole": {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 1, "head_dim": 12},
+    "mixtral-whole": {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 12},
     "qwen3-moe-biased": {
         "model_type": "qwen3_moe",
         "head_dim": 16,

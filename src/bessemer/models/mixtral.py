@@ -9,6 +9,7 @@ from typing import Any
 
 from bessemer.models.hf_types import ConfigReader, HFType
 from bessemer.models.llama import Llama
+from bessemer.models.moe import MOST_EXPERTS
 from bessemer.registry import hf_types
 
 QWEN_NAMES = {
@@ -27,7 +28,8 @@ MIXTRAL_NAMES = {
 
 def read_experts(config: ConfigReader, width: str, normalize: bool) -> dict[str, Any]:
     """Return the settings of experts. width: the key of an expert's width; nothing balances until it is asked for."""
-    count = config.whole("num_local_experts", None) or config.whole("num_experts")
+    key = "num_experts" if config.values.get("num_local_experts") is None else "num_local_experts"
+    count = config.whole(key, most=MOST_EXPERTS)
     active = config.whole("num_experts_per_tok")
     if active > count:
         raise config.refuse("num_experts_per_tok", f"there are {count} experts.")
@@ -141,6 +143,7 @@ hf_types.register("qwen3_moe")(
             "max_position_embeddings": 32768,
             "sliding_window": 4096,
             "moe_intermediate_size": 768,
+            "num_experts": 128,
             "num_experts_per_tok": 8,
             "router_aux_loss_coef": 0.001,
         },

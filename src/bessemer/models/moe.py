@@ -41,6 +41,7 @@ from bessemer.topology.rules import mesh_axes, rule_axes
 SCORES = ("softmax", "sigmoid")
 BALANCES = ("bias", "loss", "none")
 WIDTH_MULTIPLE = 16
+MOST_EXPERTS = 4096  # checked before a shape is derived: a configuration from elsewhere may name any number
 LOAD = "expert_load"
 """In the sums of a training step: tokens by layer and expert, (layers, experts)."""
 ROUTER, BIAS = "router", "router_bias"
@@ -115,6 +116,8 @@ class ExpertSettings(nn.Module):
         """Raise InputError for settings of experts that cannot be built."""
         if not self.experts:
             return
+        if self.experts > MOST_EXPERTS:
+            raise InputError(f"model.experts is {self.experts}; a layer has at most {MOST_EXPERTS:,}.")
         if not 1 <= self.experts_active <= self.experts:
             raise InputError(
                 f"model.experts_active is {self.experts_active}; a token uses 1 to {self.experts} (model.experts)."
@@ -122,7 +125,7 @@ class ExpertSettings(nn.Module):
         for name, value, known in (("score", self.expert_score, SCORES), ("balance", self.expert_balance, BALANCES)):
             if value not in known:
                 raise InputError(f"architecture.experts.{name} is '{value}'; known: {', '.join(known)}.")
-        if self.experts_active == 1 and self.expert_normalize:
+        if self.experts_active == 1 and self.expert_normalize and self.expert_balance != "none":
             raise InputError(
                 "model.experts_active=1 with architecture.experts.normalize=true weighs each chosen expert with 1, "
                 "so the router would never learn; set architecture.experts.normalize=false."

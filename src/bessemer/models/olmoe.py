@@ -70,7 +70,13 @@ hf_types.register("olmoe")(
     HFType(
         "OlmoeForCausalLM",
         "olmoe",
-        {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01},
+        {
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "router_aux_loss_coef": 0.01,
+        },
         experts=QWEN_NAMES,
         read=_read,
         write=_write,
