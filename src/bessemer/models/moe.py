@@ -241,8 +241,8 @@ def _specs(leaf: Any, axes: list[Any]) -> Any:
     """Return the specs of a stack (E, m, n) whose axes lie on the mesh axes `axes`, and of its adapter."""
     if isinstance(leaf, Adapted):
         _, rows, columns = axes
-        a, b = PartitionSpec(None, rows), PartitionSpec(None, None, columns)
-        return replace(leaf, w=_specs(leaf.w, axes), a=a, b=b)
+        specs: dict[str, Any] = {"a": PartitionSpec(None, rows), "b": PartitionSpec(None, None, columns)}
+        return replace(leaf, w=_specs(leaf.w, axes), **specs)
     return jax.tree.map(lambda _: PartitionSpec(), leaf) if _is_quantized(leaf) else PartitionSpec(*axes)
 
 
