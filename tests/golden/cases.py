@@ -252,6 +252,39 @@ CASES: dict[str, Case] = {
             "architecture.softcap": 30,
         },
     ),
+    "gpt-experts": Case(  # biases are part of a checkpoint: killed and resumed, the run is the same
+        "quickstart",
+        {
+            **GPT,
+            "optimization.name": "muon",
+            "model.experts": 4,
+            "model.experts_active": 2,
+            "model.experts_shared": 1,
+            "architecture.experts.bias_rate": 0.01,
+        },
+        interrupted=Interruption("SIGKILL", 3, -9),
+        resumed=(Resume(),),
+    ),
+    "llama-experts": Case(
+        "quickstart",
+        {
+            **LLAMA,
+            **ADAMW,
+            "model.experts": 4,
+            "model.expert_width": 16,
+            "architecture.experts.balance": "loss",
+            "architecture.experts.score": "softmax",
+            "architecture.experts.z_loss": 0.001,
+            "architecture.scan_layers": "true",
+            "training.per_device_batch_size": 1,
+            "topology.fsdp": 2,
+            "topology.tensor": 2,
+        },
+        devices=4,
+    ),
+    "olmoe": Case(
+        "quickstart", {**LLAMA, **ADAMW, "model.family": "olmoe", "model.experts": 9, "model.expert_width": 8}
+    ),
     # ---- processes, kills, stops, branches
     "two-processes": Case(
         "quickstart",
@@ -359,7 +392,7 @@ CASES: dict[str, Case] = {
             {**PAIRS, "objective": "reward", "init": f"runs/{family}", "model.family": f"{family}-reward"},
             needs=(family,),
         )
-        for family in ("olmo", "gemma")
+        for family in ("olmo", "gemma", "olmoe")
     },
     "distill": Case(
         "distill",

@@ -98,7 +98,7 @@ def test_weights_are_dequantized_as_they_are_read(quantized: Path, plain: Path) 
     folder, original, stored = Folder(quantized), Folder(plain), load_file(quantized / "model.safetensors")
     assert folder.settings["model/weights_dtype"] == "float32"  # of what is not quantized
     assert folder.signature()["blocks_0/q"] == ("bfloat16", (128, 128))
-    for name, tensor in folder.tensors.items():
+    for name, (tensor,) in folder.tensors.items():
         got, want = folder.read(name), original.read(name)
         if tensor.theirs not in folder.quantized:
             np.testing.assert_array_equal(got, want)

@@ -27,6 +27,7 @@ from bessemer.job import RunDirectory
 from bessemer.models.gemma import Gemma
 from bessemer.models.llama import Llama
 from bessemer.models.olmo import Olmo
+from bessemer.models.olmoe import Olmoe
 from bessemer.storage.weights import WeightFile, write_file
 
 
@@ -199,6 +200,13 @@ def refused(path: Path, kind: type[BessemerError], *words: str) -> None:
             ("rope_parameters.full_attention", "'longrope'"),
         ),
         ({"model_type": "olmo2", "hidden_act": "gelu"}, ("hidden_act", "'gelu'")),
+        ({"model_type": "mixtral", "num_local_experts": 10**9}, ("num_local_experts", "1 to 4,096")),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, ("num_experts_per_tok", "8 experts")),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.1}, ("router_jitter_noise", "0.1")),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, ("mlp_only_layers", "[0]")),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, ("decoder_sparse_step", "2")),
+        ({"model_type": "qwen3_moe", "norm_topk_prob": "true"}, ("norm_topk_prob", "'true'")),
+        ({"model_type": "olmoe", "clip_qkv": 8.0}, ("clip_qkv", "8.0")),
         ({"model_type": "gemma2", "hidden_activation": "silu"}, ("hidden_activation", "'silu'")),
         ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, ("query_pre_attn_scalar", "0")),
         ({"model_type": "gemma2", "attn_logit_softcapping": "50"}, ("attn_logit_softcapping", "'50'")),
@@ -386,6 +394,37 @@ def test_the_type_of_an_exported_olmo_or_gemma_says_all_of_it() -> None:
             type_of(model)
 
 
+def test_the_type_of_exported_experts_says_all_of_them() -> None:
+    sizes: dict[str, Any] = {"depth": 2, "width": 32, "heads": 4, "head_dim": 8, "vocab_size": 67, "mlp_width": 40}
+    made: dict[str, Any] = {"experts": 5, "experts_active": 3, "expert_score": "softmax", "expert_balance": "loss"}
+    exported: list[tuple[str, Llama]] = [
+        ("mixtral", Llama(**sizes, **made, expert_width=24, sliding_window=4)),
+        ("qwen3_moe", Llama(**sizes, **made, expert_width=24, expert_normalize=False, head_norm=True)),
+        ("olmoe", Olmoe(**sizes, **made, expert_width=24, expert_aux_loss=0.5)),
+    ]
+    for kind, model in exported:
+        assert type_of(model) == kind
+        read = HFConfig(config_of(model, "float32", {}), "config.json").settings()
+        names = {setting.key: name for name, setting in declared(type(model)).items()}
+        again = type(model)(**{names[key]: value for key, value in read.items() if key in names})
+        assert again.shape.experts == model.shape.experts and again.shape.windows == model.shape.windows
+        assert again.count_parameters() == model.count_parameters()
+        for name in ("head_norm", "expert_score", "expert_normalize", "expert_aux_loss"):
+            assert getattr(again, name) == getattr(model, name), (kind, name)
+        assert again.expert_balance == "none"  # asked for again in a run that trains it
+    for change, words in (
+        ({"expert_balance": "bias"}, r"mixtral .* architecture\.experts\.balance=bias"),
+        ({"expert_score": "sigmoid"}, r"architecture\.experts\.score=sigmoid"),
+        ({"experts_shared": 1}, r"model\.experts_shared=1"),
+        ({"hf_type": "llama"}, r"llama .* model\.experts=5"),
+        ({"hf_type": "mixtral", "expert_normalize": False}, r"architecture\.experts\.normalize=False"),
+    ):
+        with pytest.raises(InputError, match=words):
+            type_of(Llama(**{**sizes, **made, **change}))
+    with pytest.raises(InputError, match=r"mixtral .* model\.experts=0"):
+        type_of(Llama(**sizes, hf_type="mixtral"))
+
+
 def test_keys_that_a_configuration_leaves_out_have_the_values_of_its_type() -> None:
     """As the classes of transformers have them."""
     given = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
@@ -400,6 +439,11 @@ def test_keys_that_a_configuration_leaves_out_have_the_values_of_its_type() -> N
     assert read["model/sliding_layers"] == "SLS" and read["architecture/attention_cap"] == 50.0
     read = HFConfig({"model_type": "olmo3", "num_hidden_layers": 5, **given}, "config.json").settings()
     assert read["model/sliding_layers"] == "SSSLS" and read["architecture/rotary_base"] == 500_000.0
+    for kind, sizes in (("mixtral", (8, 2, 48)), ("qwen3_moe", (128, 8, 768)), ("olmoe", (64, 8, 48))):
+        few = {"num_hidden_layers": 2, "num_key_value_heads": 2, **given}
+        read = HFConfig({"model_type": kind, **few}, "config.json").settings()
+        assert tuple(read[f"model/{name}"] for name in ("experts", "experts_active", "expert_width")) == sizes
+        assert read["architecture/experts/normalize"] == (kind == "mixtral") and read["model/sliding_window"] == 0
 
 
 def test_gpt_is_exported_in_our_own_format_and_says_so(tmp_path: Path) -> None:

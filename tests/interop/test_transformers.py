@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tests.interop.test_llama_reference import assert_close, compare, greedy, logits_and_gradients
 from tests.interop.tiny_hf import SFT, chatty_folder, config_of_case, load_folder, make_folder, make_talks, raw
-from tests.reference.huggingface import CASES, MORE, PROMPT, build, clear_case, some_ids
+from tests.reference.huggingface import CASES, MORE, PROMPT, build, clear_case, gradients_of, some_ids
 from tests.reference.peft_lora import ADAPTERS, OUT, adapted, answers
 
 from bessemer.console import no_progress
@@ -43,13 +43,14 @@ def compare_gradients_and_text(model: Any, ours: Any, params: Any) -> None:
     """‖Δ‖ < 1e-4 ‖gradient‖ of every tensor, and the same 64 greedy tokens, each with its own cache."""
     ids, made = clear_case(model)
     model(input_ids=ids, labels=ids).loss.backward()
-    theirs = {name: parameter.grad.numpy() for name, parameter in model.named_parameters()}
+    theirs = gradients_of(model)
     _, gradients = logits_and_gradients(ours, params, ids.numpy().astype(np.int32))
     flat = flatten(gradients)
     for name, tensor in tensors_of(signature(flat), ours).items():
         gradient = flat[tensor.ours]
-        difference = np.linalg.norm(tensor.to_theirs(gradient) - theirs.pop(name))
-        assert difference < 1e-4 * max(np.linalg.norm(gradient), 1e-6), name
+        wanted = theirs.pop(name)
+        difference = np.linalg.norm(tensor.to_theirs(gradient) - wanted)
+        assert difference < 1e-4 * max(np.linalg.norm(wanted), 1e-6), name
     assert not theirs
     assert greedy(ours, params, ids[0, :PROMPT].tolist()) == made[0, PROMPT:].tolist()
 

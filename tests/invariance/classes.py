@@ -82,6 +82,14 @@ BF16: Settings = {"architecture.precision": "bf16"}
 SGD: Settings = {"optimization.name": "sgd", "optimization.lr": 0.1, "training.max_grad_norm": 0}
 ADAMW: Settings = {"optimization.name": "adamw", "optimization.lr": 1e-3}
 MUON: Settings = {"optimization.name": "muon"}
+EXPERTS: Settings = {
+    "model.depth": 4,
+    "model.experts": 4,
+    "model.experts_shared": 1,
+    "architecture.experts.balance": "loss",
+    "architecture.experts.aux_loss": 0.1,
+    "architecture.experts.z_loss": 0.01,
+}
 ALONE: Settings = {**SGD, "training.batch_size": 12, "training.per_device_batch_size": 12}
 
 EXACT = Bound(0, 0, 0, 0, 0, "the same program on the same numbers")
@@ -145,6 +153,16 @@ CLASSES: dict[str, Class] = {
         shared=SGD,
     ),
     "mesh, muon": Class({"data 2 x fsdp 2 x tensor 2": mesh(data=2, fsdp=2, tensor=2)}, POLAR, shared=MUON),
+    # experts: choices are integers, so a sum in another order must never change one
+    "experts": Class(
+        {
+            "S=4": accumulate(2),
+            "scanned, recomputed": member(architecture__scan_layers="true", architecture__remat="block"),
+            "fsdp 2 x tensor 2 x context 2": mesh(fsdp=2, tensor=2, context=2),
+        },
+        ROUNDING,
+        shared={**SGD, **EXPERTS},
+    ),
     "processes": Class(
         {"two, data": mesh(data=2, processes=2), "two, fsdp": mesh(fsdp=2, processes=2)}, ROUNDING, shared=SGD
     ),

@@ -25,6 +25,7 @@ SIZES = {"depth": 2, "width": 64, "heads": 8, "kv_heads": 2, "head_dim": 8, "voc
 SHARED = {**SIZES, "block_size": LENGTH, "document_mask": True, "loss_chunks": 4, "precision": "float32"}
 K = np.where(np.arange(VOCAB) % 10 == 0, 20, 1)  # rows of each token in a lookup table
 LOOKUP = {"lookup_after_layers": [0], "lookup_path": "sorted", "allocation": Allocation.of(K)}
+EXPERTS = {"experts": 6, "experts_active": 2, "experts_shared": 1, "expert_width": 48}
 # LLVM's own optimisation is two fifths of the time to compile, and changes no result by more than rounding.
 QUICKLY = {"xla_backend_optimization_level": 0}
 
@@ -35,6 +36,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"mlp_width": 192, "sliding_window": 100, "sliding_layers": "SL"}),
     "olmo": ("olmo", {"mlp_width": 192, "sliding_window": 100, "sliding_layers": "SL"}),
     "gemma": ("gemma", {"mlp_width": 192, "sliding_window": 100, "sliding_layers": "SL"}),
+    "gpt-experts": ("gpt", {**EXPERTS, "window": "SL", "backout": False}),
+    "llama-experts": ("llama", {**EXPERTS, "sliding_window": 100}),
+    "olmoe": ("olmoe", {**EXPERTS, "mlp_width": 192}),
 }
 
 

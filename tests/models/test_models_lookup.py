@@ -231,12 +231,12 @@ def test_backout_takes_the_block_before_its_lookup(scan):
     params = [{"a": jnp.ones(()), "lookup": {"b": jnp.ones(())}} for _ in range(4)]
 
     def step(window, p, index, stream):
-        return stream[0] + p["a"], stream[1]
+        return stream[0] + p["a"], *stream[1:]
 
     def after(p, x):
         return 10 * x * p["b"]
 
-    x, middle = run_layers(step, after, params, [None] * 4, jnp.ones(()), scan=scan, remat=["none"])
+    x, middle, _ = run_layers(step, after, params, [None] * 4, jnp.ones(()), scan=scan, remat=["none"])
     assert (float(middle), float(x)) == (211.0, 21110.0)
 
 

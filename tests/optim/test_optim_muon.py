@@ -22,6 +22,7 @@ from bessemer.optim.muon import (
     orthogonalize,
     orthogonalize_stacked,
     polar_express,
+    polar_flops,
     scale_by_muon,
     trapezoid,
 )
@@ -191,8 +192,22 @@ def test_the_rest_goes_to_adamw_groups_in_float32() -> None:
 
 
 def test_what_is_no_matrix_is_refused() -> None:
-    with pytest.raises(InputError, match=r"block/q has shape \(2, 4, 4\)"):
-        scale_by_muon(lambda step: jnp.float32(0.9)).init({"block": {"q": jnp.zeros((2, 4, 4))}})
+    with pytest.raises(InputError, match=r"block/q has shape \(4,\)"):
+        scale_by_muon(lambda step: jnp.float32(0.9)).init({"block": {"q": jnp.zeros(4)}})
+
+
+def test_a_stack_of_experts_is_updated_as_its_matrices_alone() -> None:
+    """A layer's experts are one parameter (n, fan_in, fan_out); sharing a norm would couple their updates."""
+    tx = scale_by_muon(lambda step: jnp.float32(0.9))
+    stack = {"experts": normal(1, 3, 8, 4), "other": normal(2, 3, 8, 4)}
+    apart = {f"{name}{n}": array[n] for name, array in stack.items() for n in range(3)}
+    state, alone = tx.init(stack), tx.init(apart)
+    for number in range(2):
+        made, state = tx.update(stack, state, step=jnp.int32(number))
+        wanted, alone = tx.update(apart, alone, step=jnp.int32(number))
+    for name, array in made.items():
+        np.testing.assert_allclose(array, np.stack([wanted[f"{name}{n}"] for n in range(3)]), rtol=1e-5, atol=1e-6)
+    assert polar_flops((3, 8, 4)) == 3 * polar_flops((8, 4))
 
 
 def test_scalars_do_not_move_at_the_first_step_and_warm_up() -> None:

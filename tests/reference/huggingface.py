@@ -117,6 +117,35 @@ CASES: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
         },
     },
+    "mixtral": {
+        "model_type": "mixtral",
+        "num_hidden_layers": 3,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+    },
+    "qwen3-moe": {  # weights of three experts sum to 1
+        "model_type": "qwen3_moe",
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 14,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "rope_parameters": YARN,
+    },
+    "olmoe": {  # keys are normed over fewer heads than queries; weights as the router gives them
+        "model_type": "olmoe",
+        "hidden_size": 36,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+    },
 }
 # Compared only where transformers is installed.
 MORE: dict[str, dict[str, Any]] = {
@@ -176,6 +205,24 @@ MORE: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 12.0,
         "query_pre_attn_scalar": 6,
     },
+    "mixtral-whole": {"model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 12},
+    "qwen3-moe-biased": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 8,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+    },
+    "olmoe-normalized-tied": {
+        "model_type": "olmoe",
+        "num_experts": 9,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -204,6 +251,24 @@ def some_ids(size: int, seed: int = 0, length: int = 14) -> np.ndarray:
     return np.random.default_rng(seed).integers(3, size, (1, length))
 
 
+def in_files(kind: str, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """Views of a parameter of transformers by their names in files, where experts are tensors of their own."""
+    stack, _, part = name.rpartition(".experts.")
+    if not stack:
+        return {name.replace(".mlp.", ".block_sparse_moe.") if kind == "mixtral" else name: array}
+    half = array.shape[1] // 2
+    found = {}
+    for number, own in enumerate(array):
+        if kind == "mixtral":
+            names, prefix = ("w1", "w3", "w2"), f"{stack.replace('.mlp', '.block_sparse_moe')}.experts.{number}"
+        else:
+            names, prefix = ("gate_proj", "up_proj", "down_proj"), f"{stack}.experts.{number}"
+        parts = (own[:half], own[half:]) if part == "gate_up_proj" else (own,)
+        for theirs, view in zip(names[:2] if part == "gate_up_proj" else names[2:], parts, strict=True):
+            found[f"{prefix}.{theirs}.weight"] = view
+    return found
+
+
 def build(case: dict[str, Any]) -> Any:
     """transformers' own model of a case, with the drawn weights."""
     import torch
@@ -215,7 +280,10 @@ def build(case: dict[str, Any]) -> Any:
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(drawn(name, tuple(parameter.shape))))
+            whole = np.empty(tuple(parameter.shape), np.float32)
+            for theirs, part in in_files(config.model_type, name, whole).items():
+                part[...] = drawn(theirs, part.shape)
+            parameter.copy_(torch.from_numpy(whole))
     return model
 
 
@@ -239,6 +307,14 @@ def clear_case(model: Any) -> tuple[Any, Any]:
     raise AssertionError("every prompt has a near tie")
 
 
+def gradients_of(model: Any) -> dict[str, np.ndarray]:
+    """Their gradients by the names of tensors in files."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        found |= in_files(model.config.model_type, name, parameter.grad.numpy())
+    return found
+
+
 def answers(model: Any) -> dict[str, Any]:
     """Logits, gradient sketches of the mean loss, and the greedy continuation of a prompt."""
     ids, made = clear_case(model)
@@ -248,8 +324,7 @@ def answers(model: Any) -> dict[str, Any]:
         "ids": ids.tolist(),
         "logits": [[float(f"{x:.7g}") for x in row] for row in output.logits[0].detach().numpy()],
         "gradients": {
-            name: [float(f"{x:.8g}") for x in sketch(name, parameter.grad.numpy())]
-            for name, parameter in model.named_parameters()
+            name: [float(f"{x:.8g}") for x in sketch(name, gradient)] for name, gradient in gradients_of(model).items()
         },
         "generated": made[0, PROMPT:].tolist(),
     }

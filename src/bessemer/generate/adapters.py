@@ -25,6 +25,7 @@ from bessemer.generate.base import (
     CheckpointArrays,
     VerifiedArrays,
     hub_name,
+    joined_hash,
     read_hashed,
     read_record,
 )
@@ -280,8 +281,9 @@ class _Base:
         array = self.arrays.arrays.read(name)
         if isinstance(self.arrays.arrays, Folder):
             return digest(array) == wanted
-        (tensor,) = tensors_of({name: (array.dtype.name, array.shape)}, self.model).values()
-        return digest(tensor.to_theirs(array)) == wanted
+        tensors = tensors_of({name: (array.dtype.name, array.shape)}, self.model)
+        hashes = {theirs: digest(tensor.to_theirs(array)) for theirs, tensor in tensors.items()}
+        return (joined_hash(hashes) if len(hashes) > 1 else next(iter(hashes.values()))) == wanted
 
     def is_at(self, named: str) -> bool:
         """Return whether a base that a file names is this one by its path or its name on the hub."""

@@ -264,21 +264,27 @@ def read_hashed(arrays: Arrays, name: str) -> tuple[np.ndarray, str]:
 
 
 def _read_folder(folder: Folder, name: str) -> tuple[np.ndarray, str]:
-    """A tensor in 4 bits is stored as several: its hash is of theirs."""
+    """A tensor in 4 bits and a stack of experts are stored as several: their hash is of all of them."""
     hashes: dict[str, str] = {}
 
     def read(theirs: str) -> np.ndarray:
         stored, hashes[theirs] = _read_file(folder.files[theirs], theirs)
         return stored
 
-    array, theirs = folder.read_parts(name, read), folder.tensors[name].theirs
-    if theirs not in folder.quantized:
-        return array, hashes[theirs]
-    for part in folder.quantized[theirs].parts:
+    array, stored = folder.read_parts(name, read), [tensor.theirs for tensor in folder.tensors[name]]
+    packed = [theirs for theirs in stored if theirs in folder.quantized]
+    if len(stored) == 1 and not packed:
+        return array, hashes[stored[0]]
+    for part in [part for theirs in packed for part in folder.quantized[theirs].parts]:
         if part not in hashes:
             read(part)
+    return array, joined_hash(hashes)
+
+
+def joined_hash(hashes: Mapping[str, str]) -> str:
+    """Return the sha256 of several tensors, by their names."""
     lines = "".join(f"{part} {own}\n" for part, own in sorted(hashes.items()))
-    return array, hashlib.sha256(lines.encode()).hexdigest()
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _read_file(file: WeightFile, name: str) -> tuple[np.ndarray, str]:

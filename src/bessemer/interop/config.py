@@ -13,8 +13,10 @@ import numpy as np
 from bessemer.config import declared, dotted
 from bessemer.errors import InputError
 from bessemer.interop.bitsandbytes import check_method
-from bessemer.models.hf_types import layer_types
+from bessemer.models.hf_types import HFType, layer_types
 from bessemer.models.llama import ROPE_TYPES, Llama
+from bessemer.models.moe import AXES as STACKS
+from bessemer.models.moe import ROUTER
 from bessemer.models.transformer import MOST_LAYERS
 from bessemer.registry import hf_types
 from bessemer.storage.weights import Signature
@@ -306,6 +308,10 @@ def _says(kind: str, model: Llama) -> dict[str, bool]:
         "model.sliding_layers": kind != "mistral" or not model.sliding_window or model.sliding_layers == "S",
         "model.rotary_layers": kind == "smollm3" or None not in model.ropes,
         "architecture.rope.local_base": hf_types.get(kind).rotary is not None or not model.rope_local_base,
+        "model.experts": bool(hf_types.get(kind).experts) == bool(model.experts),
+        "model.experts_shared": not (model.experts and model.experts_shared),
+        "architecture.experts.score": not model.experts or model.expert_score == "softmax",
+        "architecture.experts.balance": not model.experts or model.expert_balance != "bias",
     }
 
 
@@ -373,8 +379,8 @@ def _scaling(model: Llama) -> dict[str, Any] | None:
     return scaling | {key: value for key, value in values.items() if value or key not in derived}
 
 
-# Hugging Face's names for our parameters. All types share those of matrices and tables; a layer's norms have names by
-# type (HFType.norms).
+# Hugging Face's names for our parameters. All types share those of matrices and tables; a layer's norms and experts
+# have names by type (HFType.norms, HFType.experts).
 #
 # Theirs are (fan_out, fan_in), ours (fan_in, fan_out); our tables of tokens are padded to whole 64s.
 
@@ -388,6 +394,7 @@ MATRICES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+EXPERTS = (ROUTER, *STACKS)  # named by type (HFType.experts)
 TOP = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
 LAYER: dict[str, str] = {
     **{name: f"{theirs}.weight" for name, theirs in MATRICES.items()},
@@ -398,57 +405,70 @@ BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Saved by old versions beside the weights; they follow from the configuration."""
 
 
-def their_name(name: str, norms: Mapping[str, str] | None = None) -> str:
-    """blocks_3/q → model.layers.3.self_attn.q_proj.weight. norms: those of the type, if any are asked for."""
+def their_name(name: str, kind: HFType | None = None, expert: int | None = None) -> str:
+    """blocks_3/q → model.layers.3.self_attn.q_proj.weight. kind: the type, if norms or experts are asked for."""
     block, _, part = name.rpartition("/")
     if not block:
         return TOP[name]
-    inner = f"{norms[part]}.weight" if norms and part in norms else LAYER[part]
+    inner = LAYER.get(part, "")
+    if kind is not None and part in kind.norms:
+        inner = f"{kind.norms[part]}.weight"
+    elif kind is not None and part in kind.experts:
+        inner = f"{kind.experts[part].format(expert)}.weight"
     return f"model.layers.{block.removeprefix('blocks_')}.{inner}"
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter in both layouts."""
+    """One parameter in both layouts, or one expert's part of a stack (E, m, n)."""
 
     ours: str
     theirs: str
     shape: tuple[int, ...]  # ours
     vocab_size: int
+    expert: int | None = None
 
     @property
     def turned(self) -> bool:
-        return self.ours == "head" or self.ours.rpartition("/")[2] in MATRICES
+        return self.ours == "head" or self.ours.rpartition("/")[2] in (*MATRICES, *EXPERTS)
 
     @property
     def their_shape(self) -> tuple[int, ...]:
-        shape = self.shape[::-1] if self.turned else self.shape
+        own = self.shape if self.expert is None else self.shape[1:]
+        shape = own[::-1] if self.turned else own
         return (self.vocab_size, *shape[1:]) if self.ours in ("embedding", "head") else shape
 
     def to_ours(self, array: np.ndarray) -> np.ndarray:
+        """Return the parameter, or the matrix of one expert, from their array."""
         if self.ours in ("embedding", "head"):
             rows = (self.shape[1] if self.turned else self.shape[0]) - self.vocab_size
             array = np.pad(array, ((0, rows), (0, 0))) if rows else array
         return array.T if self.turned else array
 
     def to_theirs(self, array: np.ndarray) -> np.ndarray:
+        """Return their array from our parameter; of a stack, that of one expert."""
+        array = array if self.expert is None else array[self.expert]
         array = array.T if self.turned else array
         return array[: self.vocab_size] if self.ours in ("embedding", "head") else array
 
 
 def tensors_of(shapes: Signature, model: Llama) -> dict[str, Tensor]:
-    """Every parameter by their name, in the order of the layers. `shapes`: of our parameters, by our name."""
-    norms = hf_types.get(type_of(model)).norms
+    """Every tensor by their name, in the order of the layers. `shapes`: of our parameters, by our name."""
+    kind = hf_types.get(type_of(model))
     found = [
-        Tensor(name, their_name(name, norms), tuple(shape), model.vocab_size) for name, (_, shape) in shapes.items()
+        Tensor(name, their_name(name, kind, expert), tuple(shape), model.vocab_size, expert)
+        for name, (_, shape) in shapes.items()
+        for expert in (range(shape[0]) if len(shape) > 2 else (None,))
     ]
     return {tensor.theirs: tensor for tensor in sorted(found, key=_order)}
 
 
-def _order(tensor: Tensor) -> tuple[int, int, str]:
+def _order(tensor: Tensor) -> tuple[int, int, str, int]:
+    """The order of writing: by layer, and the experts of a stack one after the other."""
     if tensor.ours in TOP:
-        return (0 if tensor.ours == "embedding" else 2, 0, tensor.theirs)
-    return (1, int(tensor.ours.split("/")[0].removeprefix("blocks_")), tensor.theirs)
+        return (0 if tensor.ours == "embedding" else 2, 0, tensor.theirs, 0)
+    block = int(tensor.ours.split("/")[0].removeprefix("blocks_"))
+    return (1, block, tensor.theirs, 0) if tensor.expert is None else (1, block, tensor.ours, tensor.expert)
 
 
 class TreeArrays:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,12 @@ def export_folder(
     if tokenizer is not None:
         texts |= tokenizer_files(tokenizer, ids, positions_of(model))
 
+    @lru_cache(1)  # the experts of a stack are written one after the other
+    def read_ours(name: str) -> np.ndarray:
+        return arrays.read(name)
+
     def read(name: str) -> np.ndarray:
-        return tensors[name].to_theirs(arrays.read(tensors[name].ours))
+        return tensors[name].to_theirs(read_ours(tensors[name].ours))
 
     with storage("cannot write the export"):
         make_empty(out)

@@ -170,8 +170,11 @@ class Folder:
         return InputError(f"{self.path} has neither {SINGLE} nor {INDEX}.{pickled}")
 
     @cached_property
-    def tensors(self) -> dict[str, Tensor]:
-        """Our name → the parameter. Every one is in the files in the right shape, and nothing else is."""
+    def tensors(self) -> dict[str, tuple[Tensor, ...]]:
+        """Our name → the tensors it is stored in: one, or one per expert of a stack.
+
+        Every one is in the files in the right shape, and nothing else is.
+        """
         self._check_depth()
         wanted = tensors_of(parameter_signature(self.model), self.model)
         for name, tensor in wanted.items():
@@ -191,7 +194,10 @@ class Folder:
                     f"{self.files[name].path} holds '{name}', which a {self.settings['model/hf_type']} of this "
                     f"{CONFIG} does not have; leaving it out would make another model."
                 )
-        return {tensor.ours: tensor for tensor in wanted.values()}
+        found: dict[str, tuple[Tensor, ...]] = {}
+        for tensor in sorted(wanted.values(), key=lambda tensor: tensor.expert or 0):
+            found[tensor.ours] = (*found.get(tensor.ours, ()), tensor)
+        return {tensor.ours: found[tensor.ours] for tensor in wanted.values()}
 
     def _check_depth(self) -> None:
         """Raise InputError if config.json asks for more layers than the files hold, before they are traced."""
@@ -203,16 +209,18 @@ class Folder:
             )
 
     def signature(self) -> Signature:
-        return {name: (self.entry(tensor.theirs)[0], tensor.shape) for name, tensor in self.tensors.items()}
+        return {name: (self.entry(parts[0].theirs)[0], parts[0].shape) for name, parts in self.tensors.items()}
 
     def read(self, name: str) -> np.ndarray:
         return self.read_parts(name, lambda theirs: self.files[theirs].read(theirs))
 
     def read_parts(self, name: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
         """Return an array in our layout from the tensors it is stored in, each of which is taken from `read`."""
-        tensor = self.tensors[name]
-        packed = self.quantized.get(tensor.theirs)
-        return tensor.to_ours(read(tensor.theirs) if packed is None else packed.read(read))
+        made = []
+        for tensor in self.tensors[name]:
+            packed = self.quantized.get(tensor.theirs)
+            made.append(tensor.to_ours(read(tensor.theirs) if packed is None else packed.read(read)))
+        return made[0] if self.tensors[name][0].expert is None else np.stack(made)
 
 
 @lru_cache(maxsize=4)

@@ -278,7 +278,7 @@ def quantized_linear(x: Array, w: Quantized, axes: Axes, dtype: Any) -> Array:
 
     W has no gradient. On a mesh its codes are gathered, not the dequantized matrix.
     """
-    x, w = _tied(x, w)
+    x, w = tied(x, w)
     return x @ constrain(w.constrained(axes).dequantized(dtype), *axes)
 
 
@@ -287,11 +287,11 @@ def _forward(x: Array, w: Quantized, axes: Axes, dtype: Any) -> tuple[Array, Qua
 
 
 def _backward(axes: Axes, dtype: Any, w: Quantized, g: Array) -> tuple[Array, None]:
-    g, w = _tied(g, w)
+    g, w = tied(g, w)
     return input_gradient(w.constrained(axes).dequantized(dtype), g, axes, dtype), None
 
 
-def _tied(x: Array, w: Quantized) -> tuple[Array, Quantized]:
+def tied(x: Array, w: Quantized) -> tuple[Array, Quantized]:
     """Return both so that nothing is computed from `w` before `x` is there, nor shared with another use of `w`."""
     x, w = jax.lax.optimization_barrier((x, w))
     if backend() != "cpu":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from bessemer.models.cache import Cache
 from bessemer.models.layers import AXES, BlockParameters, LayerOptions, Stream, declare, layer, ramp, run_layers
 from bessemer.models.lookup import AXES as LOOKUP_AXES
 from bessemer.models.lookup import LookupOptions, LookupParameters, LookupSettings, lookup_layer, with_lookup
+from bessemer.models.moe import ExpertSettings, Stats, add_stats, no_stats
 from bessemer.models.shape import Shape, layer_windows
 from bessemer.models.transformer import AttendAt, Transformer, require
 from bessemer.registry import models
@@ -42,6 +43,8 @@ GROUPS = {
     "smear_gate": "scalar",
     "smear_scale": "scalar",
     "backout_scale": "scalar",
+    "router": "gate",
+    "router_bias": "scalar",
 }
 TABLES = ("embedding", "value_embedding")  # groups that are looked up, not multiplied
 
@@ -90,7 +93,7 @@ def plan_conversion(matrices: Iterable[tuple[tuple[str, ...], tuple[int, ...]]],
 
 
 @models.register("gpt")
-class GPT(Transformer, LookupSettings):
+class GPT(Transformer, LookupSettings, ExpertSettings):
     """The family of the depth dial, `model.depth=N`. Every architectural feature can be turned off."""
 
     window: str = field("model/window", default="SSSL", help="S short, L full context; tiled, last layer L")
@@ -131,7 +134,7 @@ class GPT(Transformer, LookupSettings):
             residual_mix=self.residual_mix,
             backout=self.backout,
         )
-        return with_lookup(self, shape)
+        return with_lookup(self, replace(shape, experts=self.expert_shape(shape.mlp_width)))
 
     # -- facts ---------------------------------------------------------------------------------------------------
 
@@ -166,6 +169,11 @@ class GPT(Transformer, LookupSettings):
             f"architecture.fp8 is set but architecture.precision is '{self.precision}', so it would do nothing; set "
             "architecture.precision=fp8, or leave architecture.fp8 out.",
         )
+        self.check_experts()
+        require(
+            self.precision != "fp8" or not self.experts,
+            "architecture.precision=fp8 is for dense models; with model.experts set architecture.precision=bf16.",
+        )
         require(self.softcap >= 0, f"architecture.softcap is {self.softcap}; 0 turns it off.")
         require(self.rotary_base > 1, f"architecture.rotary_base is {self.rotary_base}; it must be above 1.")
         require(
@@ -195,7 +203,7 @@ class GPT(Transformer, LookupSettings):
         return plan_conversion(matrices, self.fp8_head)
 
     def kernel_work(self, implementation: str) -> str:
-        joined = self.precision != "fp8" and joins_on_chip(implementation)
+        joined = self.precision != "fp8" and not self.experts and joins_on_chip(implementation)
         return "norms, relu² inside its products, loss" if joined else super().kernel_work(implementation)
 
     def _fp8(self, training: bool) -> str | None:
@@ -229,8 +237,15 @@ class GPT(Transformer, LookupSettings):
         return ops.rms_norm(ops.lookup(self.embedding, ids, ("vocab", None), self.compute_dtype))
 
     def _layers(
-        self, x: Array, ids: Array, positions: Array, documents: Array | None, keys: Array | None, training: bool
-    ) -> Array:
+        self,
+        x: Array,
+        ids: Array,
+        positions: Array,
+        documents: Array | None,
+        keys: Array | None,
+        training: bool,
+        counted: Array | None,
+    ) -> tuple[Array, Stats]:
         if self.smear:
             same = None if documents is None else documents == ops.shift(documents, documents[:, :1])
             x = self._smear(x, ops.shift(x, jnp.zeros_like(x[:, :1])), same)
@@ -244,12 +259,16 @@ class GPT(Transformer, LookupSettings):
         def step(window: int | None, params: dict[str, Array], index: Array, stream: Stream) -> Stream:
             attend = self._attend(window, documents)
             layer_keys = None if keys is None else ops.fold_in(keys, index)
-            return layer(options, params, *stream, ids, rotary, attend, layer_keys)
+            x, x0, seen = layer(options, params, *stream[:2], ids, rotary, attend, layer_keys, counted)
+            return x, x0, add_stats(stream[2], seen, index)
 
         params, windows = self._layer_params(), self.shape.windows
+        stats = no_stats(options.routing, self.depth, counted)
         after = partial(self._look_up, ids, scaling=options.fp8)
-        x, middle = run_layers(step, after, params, windows, x, scan=self.scan_layers, remat=self.remat)
-        return ops.rms_norm(self._back_out(x, middle))
+        x, middle, stats = run_layers(
+            step, after, params, windows, x, scan=self.scan_layers, remat=self.remat, stats=stats
+        )
+        return ops.rms_norm(self._back_out(x, middle)), stats
 
     # -- decoding ------------------------------------------------------------------------------------------------
 
@@ -262,7 +281,7 @@ class GPT(Transformer, LookupSettings):
         rotary = ops.rotary_table(positions, length, self.head_dim, self.rotary_base)
         x0 = middle = x
         for index, params in enumerate(self._layer_params()):
-            x, x0 = layer(self._layer_options(), params, x, x0, input_ids, rotary, attend(index), None)
+            x, x0, _ = layer(self._layer_options(), params, x, x0, input_ids, rotary, attend(index), None)
             middle = x if index == self.depth // 2 else middle
             x = self._look_up(input_ids, params["lookup"], x) if "lookup" in params else x
         return ops.rms_norm(self._back_out(x, middle)), embedded
@@ -290,7 +309,9 @@ class GPT(Transformer, LookupSettings):
 
     def _layer_options(self, scaling: str | None = None) -> LayerOptions:
         kernels = choose_kernels(self.kernels, self.compute_dtype)
-        return LayerOptions(self.head_dim, self.compute_dtype, self.qk_norm, self.dropout, kernels, scaling)
+        return LayerOptions(
+            self.head_dim, self.compute_dtype, self.qk_norm, self.dropout, kernels, scaling, self.routing()
+        )
 
     def _look_up(self, ids: Array, params: dict[str, Array], x: Array, scaling: str | None = None) -> Array:
         if self.is_initializing():  # parameters need no allocation

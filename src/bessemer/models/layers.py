@@ -24,7 +24,9 @@ from bessemer.kernels.norms import add_norm, can_pack, mix_norm, unpack_rotate_n
 from bessemer.kernels.ops import Axes, dropout, fold_in, linear, lookup, relu_squared, rms_norm, rotate, rotate_norm
 from bessemer.kernels.quantized import Quantized, quantized_linear
 from bessemer.models.lora import Adapted, is_node, with_keys
-from bessemer.models.shape import Shape, scan_segments
+from bessemer.models.moe import AXES as EXPERT_AXES
+from bessemer.models.moe import BIAS, ROUTER, Routing, Stats, expert_sizes, routed_feed_forward
+from bessemer.models.shape import ExpertShape, Shape, scan_segments
 from bessemer.topology.rules import constrain
 
 QK_SCALE = 1.2  # queries and keys after their norm; sharper attention at the start
@@ -76,6 +78,24 @@ def declare(
     return cast(Array, module.param(name, nn.with_logical_partitioning(init, axes), size))
 
 
+ROUTER_INIT = 0.02  # deviation of fresh routers
+
+
+def declare_experts(
+    module: nn.Module, shape: ExpertShape, width: int, inits: dict[str, Callable[..., Array]]
+) -> dict[str, Array]:
+    """Declare the router and the stacks of a layer's experts, from the initializer of each stack."""
+    params = {
+        name: declare(module, name, inits[name], EXPERT_AXES[name], size)
+        for name, size in expert_sizes(shape, width, "expert_gate" in inits).items()
+    }
+    normal = nn.initializers.normal(ROUTER_INIT)
+    params[ROUTER] = declare(module, ROUTER, normal, ("embed", None), (width, shape.count))
+    if shape.biased:
+        params[BIAS] = declare(module, BIAS, nn.initializers.zeros, (None,), (shape.count,))
+    return params
+
+
 class BlockParameters(nn.Module):
     """Declares the parameters of one layer. q, k, v: U(±√3/√d); up: 0.4 × that; output projections 0."""
 
@@ -92,10 +112,14 @@ class BlockParameters(nn.Module):
             "k": (symmetric(bound), (s.width, s.kv_width)),
             "v": (symmetric(bound), (s.width, s.kv_width)),
             "out": (zeros, (s.query_width, s.width)),
-            "up": (symmetric(0.4 * bound), (s.width, s.mlp_width)),
-            "down": (zeros, (s.mlp_width, s.width)),
         }
+        if s.dense_width:
+            matrices["up"] = (symmetric(0.4 * bound), (s.width, s.dense_width))
+            matrices["down"] = (zeros, (s.dense_width, s.width))
         params = {name: declare(self, name, init, AXES[name], size) for name, (init, size) in matrices.items()}
+        if s.experts is not None:
+            inits = {"expert_up": symmetric(0.4 * bound), "expert_down": zeros}
+            params |= declare_experts(self, s.experts, s.width, inits)
         if self.value_embedding:
             gate = nn.initializers.uniform(0.02)
             table_size, gate_size = (s.padded_vocab, s.kv_width), (s.gate_channels, s.kv_heads)
@@ -114,6 +138,7 @@ class LayerOptions:
     dropout: float
     kernels: str = "xla"
     fp8: str | None = None  # the scaling, for matrices that fit; None: all products in `dtype`
+    routing: Routing | None = None
 
 
 def layer(
@@ -125,10 +150,12 @@ def layer(
     rotary: tuple[Array, Array],
     attend: Attend,
     keys: Array | None,
-) -> tuple[Array, Array]:
+    counted: Array | None = None,
+) -> tuple[Array, Array, Stats]:
     """x ← ρx + ξx0; x += attention(norm x); x += W_down relu(W_up norm x)². x, x0: (B, T, D); ids: (B, T).
 
-    Returns (x, x0): x0 goes through every layer, so that its gradient is added up on the way back.
+    Returns (x, x0, what the router measured): x0 goes through every layer, so that its gradient is added up on the way
+    back. counted: (B, T), weights of the tokens in the loss, or None to measure nothing.
     """
     first, second = (None, None) if keys is None else (fold_in(keys, 0), fold_in(keys, 1))
     params = with_keys(params, keys)
@@ -139,8 +166,9 @@ def layer(
     mixed = dropout(_attention(options, params, h, ids, rotary, attend), options.dropout, first)
     x, h = add_norm(x, mixed, options.kernels)
     x = checkpoint_name(x, "residual")
-    x = x + dropout(_feed_forward(options, params, h), options.dropout, second)
-    return constrain(x, "batch", "sequence", "embed_act"), x0
+    y, stats = _feed_forward(options, params, h, counted)
+    x = x + dropout(y, options.dropout, second)
+    return constrain(x, "batch", "sequence", "embed_act"), x0, stats
 
 
 def _attention(
@@ -211,7 +239,16 @@ def _turn(options: LayerOptions, x: Array, rotary: tuple[Array, Array]) -> Array
     return rotate_norm(x, *rotary, QK_SCALE) if options.qk_norm else rotate(x, *rotary).astype(x.dtype)
 
 
-def _feed_forward(options: LayerOptions, params: dict[str, Array], h: Array) -> Array:
+def _feed_forward(
+    options: LayerOptions, params: dict[str, Array], h: Array, counted: Array | None
+) -> tuple[Array, Stats]:
+    if options.routing is None:
+        return _dense_feed_forward(options, params, h), {}
+    y, stats = routed_feed_forward(options.routing, params, h, counted, jax.nn.relu, options.dtype)
+    return (y + _dense_feed_forward(options, params, h) if "up" in params else y), stats
+
+
+def _dense_feed_forward(options: LayerOptions, params: dict[str, Array], h: Array) -> Array:
     matrices, axes = (params["up"], params["down"]), (AXES["up"], AXES["down"])
     plain = not any(is_node(m) for m in matrices)  # the joined forms take arrays alone
     if plain and options.fp8 is not None and fp8.fits(params["up"].shape):
@@ -243,7 +280,8 @@ def _product(options: LayerOptions, name: str, w: Array | Quantized | Adapted, x
 # their parameters are stacked when the program is traced, and the parameter tree stays the same.
 
 
-Stream = tuple[Array, Array]  # x and the embeddings x0 that every layer mixes in, (B, T, D) each
+# x and the embeddings x0 that every layer mixes in, (B, T, D) each, and what the routers have measured so far
+Stream = tuple[Array, Array, Stats]
 Step = Callable[[Any, dict[str, Any], Array, Stream], Stream]  # of kind, params, index, stream
 After = Callable[[dict[str, Array], Array], Array]  # (params["lookup"], x) → x
 
@@ -257,8 +295,9 @@ def run_layers(
     *,
     scan: bool,
     remat: Sequence[str],
-) -> tuple[Array, Array]:
-    """(output of the last layer, output of layer n//2). x: (B, T, D), the embeddings.
+    stats: Stats | None = None,
+) -> tuple[Array, Array, Stats]:
+    """(output of the last layer, output of layer n//2, stats). x: (B, T, D), the embeddings; stats: to add to.
 
     kinds: the static part of each layer, such as its window; layers of one kind are one program.
     A layer whose parameters hold "lookup" is followed by `after` with those; its own output is the one before.
@@ -286,21 +325,21 @@ def run_layers(
         for offset, p in enumerate(xs[0]):
             stream = layer(kinds[start + offset])(p, xs[1] + offset, stream)
             middle = jnp.where(xs[1] + offset == depth // 2, stream[0], middle)
-            stream = (look_up(p, stream[0]), stream[1])
+            stream = (look_up(p, stream[0]), *stream[1:])
         return (stream, middle), None
 
-    carry: tuple[Stream, Array] = ((x, x), x)
+    carry: tuple[Stream, Array] = ((x, x, stats or {}), x)
     for start, period, repeats in segments:
         groups = [params[start + g * period : start + (g + 1) * period] for g in range(repeats)]
         if repeats == 1:
             stream = layer(kinds[start])(params[start], jnp.int32(start), carry[0])
             middle = stream[0] if start == depth // 2 else carry[1]
-            carry = ((look_up(params[start], stream[0]), stream[1]), middle)
+            carry = ((look_up(params[start], stream[0]), *stream[1:]), middle)
         else:
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *groups)
             starts = jnp.arange(start, start + repeats * period, period)
             carry, _ = jax.lax.scan(partial(group, start), carry, (stacked, starts))
-    return carry[0][0], carry[1]
+    return carry[0][0], carry[1], carry[0][2]
 
 
 def _form(params: dict[str, Any]) -> tuple[Any, ...]:

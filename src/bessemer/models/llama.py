@@ -1,4 +1,6 @@
-"""The llama family: llama 2 and 3, mistral, qwen2, qwen3, smollm 1 to 3. Weighted norms, SwiGLU, rotary with scalings.
+"""The llama family: llama 2 and 3, mistral, qwen2, qwen3, smollm 1 to 3, and with experts mixtral and qwen3-moe.
+
+Weighted norms, SwiGLU, rotary with scalings.
 
     x += W_o attention(norm x);  x += W_down (silu(W_gate h) · W_up h), h = norm x
 
@@ -26,8 +28,9 @@ from bessemer.kernels.ops import rows_of_table
 from bessemer.models.cache import Cache
 from bessemer.models.hf_types import HFType
 from bessemer.models.layers import AXES as MATRIX_AXES
-from bessemer.models.layers import Attend, Stream, attend_heads, declare, run_layers
+from bessemer.models.layers import Attend, Stream, attend_heads, declare, declare_experts, run_layers
 from bessemer.models.lora import project, with_keys
+from bessemer.models.moe import BIAS, ROUTER, ExpertSettings, Routing, Stats, add_stats, no_stats, routed_feed_forward
 from bessemer.models.shape import Shape, round_up
 from bessemer.models.transformer import AttendAt, Transformer, require
 from bessemer.registry import hf_types, models
@@ -117,7 +120,7 @@ class Rope:
 
 
 BIASES = ("none", "qkv", "all")
-HF_TYPES = ("auto", "llama", "mistral", "qwen2", "qwen3", "smollm3")
+HF_TYPES = ("auto", "llama", "mistral", "qwen2", "qwen3", "smollm3", "mixtral", "qwen3_moe")
 DTYPES = ("float32", "bfloat16", "float16")
 MLP_MULTIPLE = 64
 
@@ -134,6 +137,8 @@ class LlamaShape(Shape):
     tied: bool = False
     vectors: int = 0  # parameters of norms and biases
 
+    mlp_matrices: ClassVar[int] = 3
+
     @property
     def mlp_width(self) -> int:
         return self.feed_forward
@@ -143,17 +148,23 @@ class LlamaShape(Shape):
         return 1  # nothing, but a cache holds an array of it
 
     def count_parameters(self) -> dict[str, int]:
-        """By optimizer group, with `total` and `scaling` (matrices in blocks + head). A tied table is the head."""
+        """By optimizer group, with `total` and `scaling` (matrices in blocks + head; of experts the active ones).
+
+        A tied table is the head.
+        """
         table = self.padded_vocab * self.width
-        per_block = self.width * (2 * self.query_width + 2 * self.kv_width + 3 * self.mlp_width)
+        per_block = self.width * (2 * self.query_width + 2 * self.kv_width) + self.feed_forward_parameters()
+        router, router_bias = self.router_parameters()
         counts = {
             "matrix": self.depth * per_block,
-            "gate": 0,
+            "gate": router,
             "embedding": 0 if self.tied else table,
             "head": table,
             "rho": self.vectors,
+            "scalar": router_bias,
         }
-        return {**counts, "total": sum(counts.values()), "scaling": counts["matrix"] + table}
+        scaling = counts["matrix"] - self.idle_experts() + table
+        return {**counts, "total": sum(counts.values()), "scaling": scaling}
 
 
 AXES = {**MATRIX_AXES, "gate": MATRIX_AXES["up"]}
@@ -188,12 +199,15 @@ class LlamaBlock(nn.Module):
             "k": (s.width, s.kv_width),
             "v": (s.width, s.kv_width),
             "out": (s.query_width, s.width),
-            "gate": (s.width, s.mlp_width),
-            "up": (s.width, s.mlp_width),
-            "down": (s.mlp_width, s.width),
         }
+        if s.dense_width:
+            into, out = (s.width, s.dense_width), (s.dense_width, s.width)
+            sizes |= {"gate": into, "up": into, "down": out}
         normal, zeros = nn.initializers.normal(INIT), nn.initializers.zeros
         params = {name: declare(self, name, normal, AXES[name], size) for name, size in sizes.items()}
+        if s.experts is not None:
+            stacks = dict.fromkeys(("expert_gate", "expert_up", "expert_down"), normal)
+            params |= declare_experts(self, s.experts, s.width, stacks)
         for name in self.biased:
             params[f"{name}_bias"] = declare(self, f"{name}_bias", zeros, (None,), sizes[name][1:])
         ones = nn.initializers.constant(1.0 - self.norm_offset)
@@ -211,22 +225,31 @@ class LayerOptions:
     norm_offset: float = 0.0
     query_scale: float = 1.0
     activation: Callable[[Array], Array] = jax.nn.silu
+    routing: Routing | None = None
 
 
 Rotary = tuple[Array, Array] | None  # cos and sin; None: a layer without positions
 
 
-def layer(options: LayerOptions, params: Params, x: Array, rotary: Rotary, attend: Attend, keys: Array | None) -> Array:
-    """x: (B, T, D) → (B, T, D)."""
+def layer(
+    options: LayerOptions,
+    params: Params,
+    x: Array,
+    rotary: Rotary,
+    attend: Attend,
+    keys: Array | None,
+    counted: Array | None = None,
+) -> tuple[Array, Stats]:
+    """x: (B, T, D) → (B, T, D), and what the router measured. counted: (B, T), weights of the tokens in the loss."""
     first, second = (None, None) if keys is None else (ops.fold_in(keys, 0), ops.fold_in(keys, 1))
     params = with_keys(params, keys)
     h = _normed(options, params, "attention_norm", x)
     y = _normed(options, params, "attention_post_norm", _attention(options, params, h, rotary, attend))
     x = checkpoint_name(x + ops.dropout(y, options.dropout, first), "residual")
     h = _normed(options, params, "mlp_norm", x)
-    y = _normed(options, params, "mlp_post_norm", _feed_forward(options, params, h))
-    x = x + ops.dropout(y, options.dropout, second)
-    return constrain(x, "batch", "sequence", "embed_act")
+    y, stats = _feed_forward(options, params, h, counted)
+    x = x + ops.dropout(_normed(options, params, "mlp_post_norm", y), options.dropout, second)
+    return constrain(x, "batch", "sequence", "embed_act"), stats
 
 
 def _normed(options: LayerOptions, params: Params, name: str, x: Array) -> Array:
@@ -258,7 +281,14 @@ def _heads(options: LayerOptions, params: Params, name: str, h: Array) -> Array:
     return _normed(options, params, f"{name}_norm", y) if of_heads else y
 
 
-def _feed_forward(options: LayerOptions, params: Params, h: Array) -> Array:
+def _feed_forward(options: LayerOptions, params: Params, h: Array, counted: Array | None) -> tuple[Array, Stats]:
+    if options.routing is None:
+        return _dense_feed_forward(options, params, h), {}
+    y, stats = routed_feed_forward(options.routing, params, h, counted, options.activation, options.dtype)
+    return (y + _dense_feed_forward(options, params, h) if "up" in params else y), stats
+
+
+def _dense_feed_forward(options: LayerOptions, params: Params, h: Array) -> Array:
     gate, up = (
         constrain(checkpoint_name(_linear(options, params, name, h), name), "batch", "sequence", "mlp")
         for name in ("gate", "up")
@@ -273,7 +303,7 @@ def _linear(options: LayerOptions, params: Params, name: str, x: Array) -> Array
 
 
 @models.register("llama")
-class Llama(Transformer):
+class Llama(Transformer, ExpertSettings):
     """Any open model of the family; llama, mistral, qwen2, qwen3 and the smollms differ in settings."""
 
     projected_groups: ClassVar[tuple[str, ...]] = ("matrix",)
@@ -356,6 +386,8 @@ class Llama(Transformer):
     @property
     def natural_type(self) -> str:
         """The simplest model_type that can say all of the model, for `hf_type=auto`."""
+        if self.experts:
+            return "qwen3_moe" if self.head_norm else "mixtral"
         if "N" in self._tiled(self.rotary_layers):
             return "smollm3"
         if self.attention_bias == "qkv":
@@ -380,6 +412,7 @@ class Llama(Transformer):
             windows=tuple(window if letter == "S" else None for letter in self._tiled(self.sliding_layers)),
             feed_forward=wide,
             tied=self.tied_head,
+            experts=self.expert_shape(wide),
             vectors=depth * (sum(self.norm_sizes().values()) + biases) + width,
         )
 
@@ -424,6 +457,11 @@ class Llama(Transformer):
             "architecture.precision=fp8 is of the gpt family: its bounds rest on norms without weights. Use auto or "
             "bf16.",
         )
+        self.check_experts()
+        require(
+            not (self.experts and self.mlp_bias),
+            "architecture.mlp_bias=true is for dense feed-forward layers; experts have no biases. Set it to false.",
+        )
         require(
             bool(self.sliding_layers) and set(self.sliding_layers) <= set("SL"),
             f"model.sliding_layers is '{self.sliding_layers}'; it is a pattern of S (sliding) and L (long), such as S.",
@@ -451,6 +489,8 @@ class Llama(Transformer):
     def group_of(self, path: tuple[str, ...]) -> str:
         """The optimizer group of a parameter: norms and biases train at the rate of scales near 1."""
         name = path[-1]
+        if name in (ROUTER, BIAS):
+            return "gate" if name == ROUTER else "scalar"
         if name in NORMS or name.endswith("_bias"):
             return "rho"
         if name == "embedding":
@@ -470,8 +510,15 @@ class Llama(Transformer):
         self.norm = declare(self, "norm", ones, (None,), (s.width,))
 
     def _layers(
-        self, x: Array, ids: Array, positions: Array, documents: Array | None, keys: Array | None, training: bool
-    ) -> Array:
+        self,
+        x: Array,
+        ids: Array,
+        positions: Array,
+        documents: Array | None,
+        keys: Array | None,
+        training: bool,
+        counted: Array | None,
+    ) -> tuple[Array, Stats]:
         x = constrain(x, "batch", "sequence", "embed_act")
         rotary = self._tables(positions, max(self.block_size, x.shape[1]))
         options = self._layer_options()
@@ -479,12 +526,16 @@ class Llama(Transformer):
         def step(kind: tuple[int | None, Rope | None], params: Params, index: Array, stream: Stream) -> Stream:
             attend = self._attend(kind[0], documents)
             layer_keys = None if keys is None else ops.fold_in(keys, index)
-            return layer(options, params, stream[0], rotary[kind[1]], attend, layer_keys), stream[1]
+            x, seen = layer(options, params, stream[0], rotary[kind[1]], attend, layer_keys, counted)
+            return x, stream[1], add_stats(stream[2], seen, index)
 
         params = [block() for block in self.blocks]
         kinds = list(zip(self.shape.windows, self.ropes, strict=True))
-        x, _ = run_layers(step, lambda _, x: x, params, kinds, x, scan=self.scan_layers, remat=self.remat)
-        return norm(x, self.norm, self.norm_epsilon, self.norm_offset)
+        stats = no_stats(options.routing, self.depth, counted)
+        x, _, stats = run_layers(
+            step, lambda _, x: x, params, kinds, x, scan=self.scan_layers, remat=self.remat, stats=stats
+        )
+        return norm(x, self.norm, self.norm_epsilon, self.norm_offset), stats
 
     def _decode_layers(self, input_ids: Array, cache: Cache, positions: Array, attend: AttendAt) -> tuple[Array, Array]:
         embedded = x = self._embed(input_ids)
@@ -492,7 +543,7 @@ class Llama(Transformer):
         length = max(self.block_size, cache.capacity) + input_ids.shape[1]
         rotary = self._tables(positions, length)
         for index, (block, rope) in enumerate(zip(self.blocks, self.ropes, strict=True)):
-            x = layer(self._layer_options(), block(), x, rotary[rope], attend(index), None)
+            x, _ = layer(self._layer_options(), block(), x, rotary[rope], attend(index), None)
         return norm(x, self.norm, self.norm_epsilon, self.norm_offset), embedded[..., : cache.previous.shape[-1]]
 
     def _tables(self, positions: Array, length: int) -> dict[Rope | None, Rotary]:
@@ -507,7 +558,8 @@ class Llama(Transformer):
         return self.embedding.T if self.tied_head else self.head
 
     def _layer_options(self) -> LayerOptions:
-        return LayerOptions(self.head_dim, self.compute_dtype, self.norm_epsilon, self.dropout, self.norm_offset)
+        options = (self.head_dim, self.compute_dtype, self.norm_epsilon, self.dropout, self.norm_offset)
+        return LayerOptions(*options, routing=self.routing())
 
 
 # Their config.json is read and written in interop/config.py.

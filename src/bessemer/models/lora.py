@@ -38,6 +38,9 @@ from bessemer.kernels.quantized import KINDS, Quantized, dense, quantized_linear
 from bessemer.models.protocol import Adaptable, GroupOf, group_of
 
 A, B, M = "lora_a", "lora_b", "lora_m"
+EXPERTS = "expert"
+STACKED = ("layers", EXPERTS)
+"""Names of an axis along which matrices are stacked."""
 ALL_LINEAR = ("all-linear",)
 PARAM_DTYPES = ("float32", "bfloat16")
 """Of trained parameters at rest (training.param_dtype); those of fewer than two axes, and adapters, are float32."""
@@ -262,6 +265,11 @@ def stack_adapters(base: Any, adapters: Sequence[Mapping[Path, Adapted]]) -> Any
     flat = flatten_dict(base)
     for path in {path: None for held in adapters for path in held}:
         w = flat[path]
+        if len(w.shape) > 2:
+            raise InputError(
+                f"several adapters at once are for dense matrices, and '{'/'.join(path)}' is a stack of experts. Merge "
+                "such an adapter into its model (bessemer export), and serve that."
+            )
         nodes = [None, *(replace(held[path], w=w) if path in held else None for held in adapters)]
         rank = max(node.a.shape[-1] for node in nodes if node is not None)
         # on the host: adapters are small, and every shape would be a program
@@ -321,11 +329,11 @@ def adapter_shapes(path: Path, box: Any, lora: LoraSettings) -> dict[str, Any]:
     rank = lora.rank_of(path)
     names, leaf = (box.names, box.value) if isinstance(box, nn.Partitioned) else (None, box)
     shape = tuple(leaf.shape)
-    stacked = names is not None and all(name == "layers" for name in names[:-2])
+    stacked = names is not None and all(name in STACKED for name in names[:-2])
     if len(shape) < 2 or (len(shape) > 2 and not stacked):
         raise InputError(
             f"lora.targets: '{'/'.join(path)}' has shape {shape}; an adapter needs a matrix, or a stack of "
-            "matrices whose leading axis is named 'layers'."
+            f"matrices whose leading axis is named {' or '.join(map(repr, STACKED))}."
         )
     *lead, m, n = shape
     if rank > min(m, n):
@@ -445,19 +453,20 @@ class Split:
             flat[path] = node.merged() if path in self.tables else node
         return unflatten_dict(flat)
 
-    def idle(self, boxed: Any, group_of: GroupOf | None) -> int:
-        """Parameters in matrix products whose gradient is never made; that of a table with an adapter is."""
+    def idle(self, boxed: Any, group_of: GroupOf | None, active: float = 1.0) -> int:
+        """Parameters in a token's matrix products whose gradient is never made; that of a table with an adapter is.
+
+        active: share of the experts that a token uses.
+        """
         flat = flatten_dict(boxed)
         paths = (*self.frozen, *(path for path in self.adapted if path not in self.tables))
-        return sum(math.prod(_shape(flat[path])) for path in paths if _multiplies(path, flat[path], group_of))
+        return sum(_used(flat[path], active) for path in paths if _multiplies(path, flat[path], group_of))
 
-    def adapter_parameters(self, boxed: Any) -> int:
-        """Parameters of the adapters that stand beside their matrices."""
+    def adapter_parameters(self, boxed: Any, active: float = 1.0) -> int:
+        """Parameters of the adapters that stand beside their matrices, in a token's products."""
         flat = flatten_dict(self.shapes(boxed)[0])
         return sum(
-            math.prod(_shape(leaf))
-            for path, leaf in flat.items()
-            if path[-1] in (A, B) and path[:-1] not in self.tables
+            _used(leaf, active) for path, leaf in flat.items() if path[-1] in (A, B) and path[:-1] not in self.tables
         )
 
     def quantized_parameters(self, boxed: Any) -> int:
@@ -528,6 +537,12 @@ def make_split(
             f"lora.{'dora' if lora.dora else 'dropout'} is for matrices of plain products, and "
             f"'{'/'.join(min(tables))}' is not one in this model. Leave it out of lora.targets, or switch the setting "
             "off."
+        )
+    stacks = [path for path in adapted if is_stack_of_experts(flat[path])]
+    if stacks and (lora.dora or lora.dropout):
+        raise InputError(
+            f"lora.{'dora' if lora.dora else 'dropout'} is for dense matrices, and '{'/'.join(stacks[0])}' is a stack "
+            "of experts. Leave experts out of lora.targets, or switch the setting off."
         )
     quantized = _quantized(flat, (*rest, *adapted), tables, model) if lora.quantize != "none" else frozenset()
     narrow = narrow - quantized if dtype != "float32" else frozenset()
@@ -615,6 +630,16 @@ def _rank(box: Any) -> int:
     """The number of axes, without that of stacked layers."""
     stacked = isinstance(box, nn.Partitioned) and box.names[:1] == ("layers",)
     return len(_shape(box)) - stacked
+
+
+def is_stack_of_experts(box: Any) -> bool:
+    """Whether a boxed parameter is (E, m, n), a matrix per expert."""
+    return isinstance(box, nn.Partitioned) and EXPERTS in box.names[:-2]
+
+
+def _used(box: Any, active: float) -> int:
+    """The parameters that a token is multiplied with: of experts a share."""
+    return round(math.prod(_shape(box)) * (active if is_stack_of_experts(box) else 1))
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:

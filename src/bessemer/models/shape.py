@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 VOCAB_MULTIPLE = 64  # vocabulary rows are padded to this, so that they divide over tensor-parallel devices
 WINDOW_MULTIPLE = 128  # short windows are rounded up to this, a tile of the attention kernels
@@ -35,6 +36,22 @@ class LookupShape:
 
 
 @dataclass(frozen=True)
+class ExpertShape:
+    """Sizes of the experts of a layer. width: of one expert; biased: each has a bias that balances their load."""
+
+    count: int
+    active: int
+    shared: int
+    width: int
+    biased: bool
+
+    @property
+    def shared_width(self) -> int:
+        """Width of the shared experts, which are one dense layer; 0 without any."""
+        return self.shared * self.width
+
+
+@dataclass(frozen=True)
 class Shape:
     """All derived sizes of one GPT. `windows[i]` is the number of keys layer i attends to, None = all."""
 
@@ -50,6 +67,9 @@ class Shape:
     residual_mix: bool = True
     backout: bool = True
     lookup: LookupShape | None = None
+    experts: ExpertShape | None = None
+
+    mlp_matrices: ClassVar[int] = 2
 
     @property
     def padded_vocab(self) -> int:
@@ -80,35 +100,59 @@ class Shape:
     def gate_channels(self) -> int:
         return min(VALUE_GATE_CHANNELS, self.width)
 
+    @property
+    def dense_width(self) -> int:
+        """Width of the feed-forward layer that every token uses; with experts, of the shared ones."""
+        return self.mlp_width if self.experts is None else self.experts.shared_width
+
+    def feed_forward_parameters(self, active: bool = False) -> int:
+        """Parameters of the feed-forward matrices of a layer, or of those that one token is multiplied with."""
+        experts = self.experts
+        used = 0 if experts is None else (experts.active if active else experts.count) * experts.width
+        return self.mlp_matrices * self.width * (self.dense_width + used)
+
+    def router_parameters(self) -> tuple[int, int]:
+        """(parameters of the routers' matrices, of their biases), all layers."""
+        if self.experts is None:
+            return 0, 0
+        return self.depth * self.width * self.experts.count, self.depth * self.experts.count * self.experts.biased
+
+    def idle_experts(self) -> int:
+        """Parameters that a token is not multiplied with, all layers."""
+        return self.depth * (self.feed_forward_parameters() - self.feed_forward_parameters(active=True))
+
     def has_value_embedding(self, layer: int) -> bool:
         """Whether the layer has one: every other layer, counted from the last."""
         return self.value_embeddings and layer % 2 == (self.depth - 1) % 2
 
     def count_parameters(self) -> dict[str, int]:
-        """Parameters by optimizer group, with `total` and `scaling` (matrices in blocks + head).
+        """Parameters by optimizer group, with `total` and `scaling` (matrices in blocks + head; of experts the active).
 
         Lookup tables count with the value embeddings, whose optimizer group they share.
         """
         value_layers = sum(self.has_value_embedding(layer) for layer in range(self.depth))
-        per_block = 2 * self.width * (self.query_width + self.kv_width + self.mlp_width)
+        per_block = 2 * self.width * (self.query_width + self.kv_width) + self.feed_forward_parameters()
+        router, router_bias = self.router_parameters()
         tables, dense = (self.lookup.tables(self.width), self.lookup.dense(self.width)) if self.lookup else (0, 0)
         counts = {
             "matrix": self.depth * per_block + dense,
-            "gate": value_layers * self.gate_channels * self.kv_heads,
+            "gate": value_layers * self.gate_channels * self.kv_heads + router,
             "embedding": self.padded_vocab * self.width,
             "head": self.padded_vocab * self.width,
             "value_embedding": value_layers * self.padded_vocab * self.kv_width + tables,
             "rho": self.depth * self.residual_mix,
             "xi": self.depth * self.residual_mix,
-            "scalar": (self.smear_channels + 1) * self.smear + int(self.backout),
+            "scalar": (self.smear_channels + 1) * self.smear + int(self.backout) + router_bias,
         }
         total = sum(counts.values())
-        return {**counts, "total": total, "scaling": counts["matrix"] + counts["head"]}
+        return {**counts, "total": total, "scaling": counts["matrix"] - self.idle_experts() + counts["head"]}
 
     def matmul_parameters(self) -> int:
-        """Parameters in matrix products: all but tables and scalars."""
+        """Parameters in a token's matrix products: all but tables, scalars and experts that it does not use."""
         counts = self.count_parameters()
-        return counts["matrix"] + counts["head"] + counts["gate"] + self.smear_channels * self.smear
+        return (
+            counts["matrix"] - self.idle_experts() + counts["head"] + counts["gate"] + self.smear_channels * self.smear
+        )
 
     def flops_per_token(self, block_size: int, causal: bool = False) -> float:
         """Training FLOPs per token: 6 × (parameters in matmuls) + Σ_layers 12 · width · min(window, T).
@@ -125,7 +169,8 @@ def explain_flops(shape: Shape, block_size: int) -> str:
     """Return the formula of `flops_per_token` with its numbers, in one line."""
     keys = sum(attended_keys(window, block_size, causal=False) for window in shape.windows)
     matmul, width = shape.matmul_parameters(), shape.query_width
-    words = f"6 · {matmul:,} parameters in matmuls + 12 · {width:,} · {keys:,} keys of all layers"
+    used = "active parameters" if shape.experts else "parameters"
+    words = f"6 · {matmul:,} {used} in matmuls + 12 · {width:,} · {keys:,} keys of all layers"
     if (lookup := shape.lookup) is None:
         return words
     return f"{words} + 12 · {shape.width:,} · {lookup.mean_k:,.4g} rows · {len(lookup.layers)} lookup layer(s)"

@@ -27,6 +27,7 @@ from bessemer.losses.cross_entropy import Projection, cross_entropy, soft_cap, t
 from bessemer.models.cache import Cache, begin, empty_cache, held_positions, write
 from bessemer.models.layers import TENSOR_NAMES, Attend, remat_names
 from bessemer.models.lora import drops
+from bessemer.models.moe import Stats, router_sums
 from bessemer.models.protocol import Batch, Model
 from bessemer.models.shape import Shape, round_up
 from bessemer.topology.chips import backend
@@ -121,9 +122,20 @@ class Transformer(Model):
 
     @abstractmethod
     def _layers(
-        self, x: Array, ids: Array, positions: Array, documents: Array | None, keys: Array | None, training: bool
-    ) -> Array:
-        """Return the normed output of the last layer, (B, T, D). x: embeddings; keys: (B,), for dropout, or None."""
+        self,
+        x: Array,
+        ids: Array,
+        positions: Array,
+        documents: Array | None,
+        keys: Array | None,
+        training: bool,
+        counted: Array | None,
+    ) -> tuple[Array, Stats]:
+        """Return the normed output of the last layer, (B, T, D), and what routers measured.
+
+        x: embeddings; keys: (B,), for dropout, or None; counted: (B, T), weights of tokens in the loss that routers
+        measure with, or None to measure nothing.
+        """
 
     @abstractmethod
     def _decode_layers(self, input_ids: Array, cache: Cache, positions: Array, attend: AttendAt) -> tuple[Array, Array]:
@@ -256,6 +268,19 @@ class Transformer(Model):
 
         embedding_noise: α of ops.add_noise; keys: (B,), random keys of the rows (default: by place in input_ids).
         """
+        return self._run(input_ids, positions, segment_ids, deterministic, embedding_noise, keys, None)[0]
+
+    def _run(
+        self,
+        input_ids: Array,
+        positions: Array | None,
+        segment_ids: Array | None,
+        deterministic: bool,
+        embedding_noise: float,
+        keys: Array | None,
+        counted: Array | None,
+    ) -> tuple[Array, Stats]:
+        """Return `hidden`, and what routers measured of the tokens that are `counted`."""
         if positions is None:
             positions = jnp.arange(input_ids.shape[1])[None]
         documents = segment_ids if self.document_mask else None
@@ -268,7 +293,7 @@ class Transformer(Model):
         if documents is not None and self.max_documents:
             # more would attend wrongly: NaN is seen, and nothing is trained
             x = jnp.where(too_many_documents(documents, self.document_slots(len(documents))), jnp.nan, x)
-        return self._layers(x, input_ids, positions, documents, keys if dropping else None, not deterministic)
+        return self._layers(x, input_ids, positions, documents, keys if dropping else None, not deterministic, counted)
 
     def _attend(self, window: int | None, documents: Array | None) -> Attend:
         """Return the attention of one layer over whole rows."""
@@ -298,7 +323,7 @@ class Transformer(Model):
         return self._logits(self.hidden(input_ids, positions, segment_ids, deterministic))
 
     def projection(self, batch: Batch, deterministic: bool = True) -> Projection:
-        hidden, fp8 = self._hidden_of(batch, deterministic), self._head_fp8(not deterministic)
+        (hidden, _), fp8 = self._hidden_of(batch, deterministic), self._head_fp8(not deterministic)
         kernels = choose_kernels(self.kernels, self.compute_dtype)
         return Projection(hidden, self._head(), self.vocab_size, self._cap(), self.loss_chunks, fp8, kernels)
 
@@ -311,8 +336,9 @@ class Transformer(Model):
         embedding_noise: float = 0.0,
     ) -> tuple[Array, Array, dict[str, Array]]:
         weights = target_weights(batch)
+        hidden, stats = self._hidden_of(batch, deterministic, embedding_noise, None if deterministic else weights)
         loss, nll = cross_entropy(
-            self._hidden_of(batch, deterministic, embedding_noise),
+            hidden,
             self._head(),
             batch["target_ids"],
             weights,
@@ -324,11 +350,14 @@ class Transformer(Model):
             kernels=choose_kernels(self.kernels, self.compute_dtype),
             fp8=self._head_fp8(not deterministic),
         )
-        return loss, jnp.sum(weights), {"nll": nll}
+        loss = loss + stats["loss"] if stats else loss
+        return loss, jnp.sum(weights), {"nll": nll, **router_sums(stats)}
 
-    def _hidden_of(self, batch: Batch, deterministic: bool, noise: float = 0.0) -> Array:
+    def _hidden_of(
+        self, batch: Batch, deterministic: bool, noise: float = 0.0, counted: Array | None = None
+    ) -> tuple[Array, Stats]:
         fields = (batch["input_ids"], batch.get("positions"), batch.get("segment_ids"))
-        return self.hidden(*fields, deterministic, noise, batch.get(ops.ROW_KEYS))
+        return self._run(*fields, deterministic, noise, batch.get(ops.ROW_KEYS), counted)
 
     def _logits(self, hidden: Array) -> Array:
         table = constrain(self._head().astype(hidden.dtype), "embed", "vocab")

@@ -14,6 +14,7 @@ from bessemer.models.gpt import GPT
 from bessemer.models.layers import declare
 from bessemer.models.llama import Llama
 from bessemer.models.olmo import Olmo
+from bessemer.models.olmoe import Olmoe
 from bessemer.models.transformer import Transformer
 from bessemer.registry import models
 
@@ -36,8 +37,8 @@ class ValueHead(Transformer):
 
     def values(self, batch: Mapping[str, Array], deterministic: bool = True) -> Array:
         """Return one number per position, (B, T) float32: the value of the row up to there."""
-        hidden = self._hidden_of(batch, deterministic).astype(jnp.float32)
-        return jnp.einsum("btd,d->bt", hidden, self.value_head)
+        hidden, _ = self._hidden_of(batch, deterministic)
+        return jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), self.value_head)
 
     def count_parameters(self) -> dict[str, int]:
         counts, more = super().count_parameters(), self.shape.width
@@ -65,3 +66,8 @@ class RewardOlmo(ValueHead, Olmo):
 @models.register("gemma-reward")
 class RewardGemma(ValueHead, Gemma):
     """Starts from the weights of a gemma."""
+
+
+@models.register("olmoe-reward")
+class RewardOlmoe(ValueHead, Olmoe):
+    """Starts from the weights of an olmoe."""

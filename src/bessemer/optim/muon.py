@@ -2,12 +2,13 @@
 
 Muon (Jordan 2024) replaces the momentum of a matrix by its polar factor. With it: row equalization, rescaling to the
 exact norm, a second moment per output or input unit (NorMuon, arXiv 2510.05491), and cautious decay. Matrices are
-(fan_in, fan_out). Matrices of one shape are stacked for one batched polar step; the state is kept per parameter, so its
-shardings follow the parameters'.
+(fan_in, fan_out); a parameter with one axis more is a stack of matrices, such as a layer's experts. Matrices of one
+shape are stacked for one batched polar step; the state is kept per parameter, so its shardings follow the parameters'.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -164,9 +165,9 @@ def polar_express(x: jax.Array) -> jax.Array:
 
 
 def polar_flops(shape: tuple[int, ...]) -> float:
-    """Return the matrix FLOPs of `polar_express` for one m × n matrix (m ≤ n): 4m²n + 2m³ per step."""
+    """Return the matrix FLOPs of `polar_express` for each m × n matrix (m ≤ n) of a stack: 4m²n + 2m³ per step."""
     m, n = sorted(shape[-2:])
-    return float(len(COEFFICIENTS) * (4 * m * m * n + 2 * m**3))
+    return float(math.prod(shape[:-2]) * len(COEFFICIENTS) * (4 * m * m * n + 2 * m**3))
 
 
 def orthogonalize(x: jax.Array) -> jax.Array:
@@ -371,13 +372,20 @@ def _second_like(p: jax.Array) -> jax.Array:
 
 
 def orthogonalize_stacked(leaves: list[jax.Array], dtype: jnp.dtype, spread: Spread | None = None) -> list[jax.Array]:
-    """Return `orthogonalize` of each (fan_in, fan_out) leaf, in one batched call per shape; float32."""
+    """Return `orthogonalize` of each leaf, in one batched call per shape; float32.
+
+    A leaf is a matrix (fan_in, fan_out), or a stack of matrices (n, fan_in, fan_out), such as a layer's experts.
+    """
     shapes: dict[tuple[int, ...], list[int]] = {}
     for index, leaf in enumerate(leaves):
         shapes.setdefault(leaf.shape, []).append(index)
     out = list(leaves)
-    for members in shapes.values():
+    for shape, members in shapes.items():
         matrices = [leaves[index].astype(dtype) for index in members]
+        if len(shape) > 2:
+            for index, stack in zip(members, _orthogonalize_stacks(matrices, dtype, spread), strict=True):
+                out[index] = stack
+            continue
         if spread is None:
             stack = orthogonalize(jnp.stack(matrices))  # (n, fan_in, fan_out)
         else:
@@ -391,8 +399,23 @@ def orthogonalize_stacked(leaves: list[jax.Array], dtype: jnp.dtype, spread: Spr
     return out
 
 
+def _orthogonalize_stacks(stacks: list[jax.Array], dtype: jnp.dtype, spread: Spread | None) -> list[jax.Array]:
+    """Return `orthogonalize` of each matrix of each stack (n, fan_in, fan_out), all stacks in one batched call."""
+    count = len(stacks[0])
+    joined = jnp.concatenate(stacks)
+    if spread is None:
+        made = orthogonalize(joined)
+    else:
+        layout = spread.over(len(joined))
+        padded = jnp.pad(joined, ((0, -len(joined) % layout.multiple), (0, 0), (0, 0)))
+        made = layout.run(lambda x: orthogonalize(x).astype(dtype), padded).astype(jnp.float32)
+    return [made[first : first + count] for first in range(0, len(joined), count)]
+
+
 def _normalize(g: jax.Array, second: jax.Array, beta2: float) -> tuple[jax.Array, jax.Array]:
-    """v ← lerp(v, mean g², 1-β2); g/√v, rescaled so that ‖g‖_F is kept. Returns (g, v)."""
+    """v ← lerp(v, mean g², 1-β2); g/√v, rescaled so that ‖g‖_F is kept. Returns (g, v). Of a stack: each matrix."""
+    if g.ndim > 2:
+        return jax.vmap(lambda g, second: _normalize(g, second, beta2))(g, second)
     axis = _short_axis(g.shape)
     mean_square = jnp.mean(jnp.square(g), axis=axis, keepdims=True)
     second = second + (1.0 - beta2) * (mean_square - second)
@@ -405,7 +428,7 @@ def _normalize(g: jax.Array, second: jax.Array, beta2: float) -> tuple[jax.Array
 def scale_by_muon(
     momentum: StepFunction, beta2: float = 0.9, *, spread: Spread | None = None, compute_dtype: jnp.dtype | None = None
 ) -> optax.GradientTransformationExtraArgs:
-    """m ← lerp(m, g, 1-μ); Nesterov lerp(g, m, μ); orthogonalize; second moment. Every leaf must be a matrix.
+    """m ← lerp(m, g, 1-μ); Nesterov lerp(g, m, μ); orthogonalize; second moment. Every leaf is a matrix or a stack.
 
     The polar step runs in `compute_dtype` (bf16 on accelerators, float32 on a CPU unless given).
     """
@@ -413,10 +436,10 @@ def scale_by_muon(
 
     def init(params: Any) -> MuonState:
         def check(path: Any, p: Any) -> None:
-            if p.ndim != 2:
+            if p.ndim not in (2, 3):
                 raise InputError(
-                    f"Muon takes matrices (fan_in, fan_out), but {'/'.join(path_names(path))} has shape "
-                    f"{p.shape}; store it as a matrix, or let group_of give it another group."
+                    f"Muon takes matrices (fan_in, fan_out) and stacks of them, but {'/'.join(path_names(path))} has "
+                    f"shape {p.shape}; store it as a matrix, or let group_of give it another group."
                 )
 
         jax.tree_util.tree_map_with_path(check, params)

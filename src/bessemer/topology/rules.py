@@ -28,6 +28,7 @@ _SHARED: tuple[tuple[str, MeshAxes], ...] = (
     ("layers", None),
     ("rows", None),
     ("gate", None),
+    ("expert", None),
     ("embed_act", None),
     ("batch", ("data", "fsdp")),
     ("sequence", "context"),

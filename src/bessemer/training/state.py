@@ -185,6 +185,7 @@ class StepRules:
     rates: Callable[[jax.Array], dict[str, jax.Array]] = lambda step: {}
     split: Split | None = None  # None: every parameter is trained
     teacher: bool = False  # `reference` is another model's parameters
+    rebalance: Callable[[Any, jax.Array], Any] | None = None  # (trained parameters, expert load) → parameters
     own_validation: bool = False  # held-out rows are measured by the objective, not by plain likelihood
 
     def complete(self, params: Any, frozen: Any) -> Any:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from bessemer.kernels.ops import ROW_KEYS, row_keys
 from bessemer.losses.cross_entropy import target_weights
+from bessemer.models.moe import LOAD, balance_metrics
 from bessemer.optim.rounding import apply_updates
 from bessemer.training.state import Statistics, TrainState, judge, widened
 
@@ -41,7 +42,8 @@ def train_step(
         scale = jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-12))
         grads = jax.tree.map(lambda g: g * scale, grads)
     applied, guard, spikes = judge(state.rules.spikes, state.guard, loss, finite, state.data_step)
-    new_state = _updated(state, grads, applied, guard, jax.random.fold_in(key, ROUNDING))
+    load = sums.pop(LOAD, None)
+    new_state = _updated(state, grads, applied, guard, jax.random.fold_in(key, ROUNDING), load)
     targets = sums.pop(TARGETS, weight)  # tokens, where the loss is divided by something else, such as pairs
     meta = {name: value / weight for name, value in sums.items() if name not in ("loss", "weight")}
     meta |= state.rules.rates(jnp.asarray(state.step)) | {
@@ -51,6 +53,7 @@ def train_step(
         "finite": finite,
         "clipped": finite & (norm > limit) if limit > 0 else jnp.zeros((), bool),
         **spikes,
+        **({} if load is None else balance_metrics(load)),
     }
     return new_state, loss, meta
 
@@ -89,11 +92,17 @@ def _accumulate(state: TrainState, batch: Batch, key: jax.Array, accumulate_step
     return total
 
 
-def _updated(state: TrainState, grads: Any, applied: jax.Array, guard: Statistics | None, key: jax.Array) -> TrainState:
-    """Apply the optimizer; a bad step advances `step` and changes no parameter and no moment. key: for the rounding of
-    bf16 parameters."""
+def _updated(
+    state: TrainState, grads: Any, applied: jax.Array, guard: Statistics | None, key: jax.Array, load: jax.Array | None
+) -> TrainState:
+    """Apply the optimizer; a bad step advances `step` and changes no parameter and no moment.
+
+    key: for the rounding of bf16 parameters; load: tokens by layer and expert, by which routers are balanced.
+    """
     updates, opt_state = state.tx.update(grads, state.opt_state, state.params, step=state.step)
     params = apply_updates(state.params, updates, key)
+    if load is not None and state.rules.rebalance is not None:
+        params = state.rules.rebalance(params, load)
 
     def keep(new: Any, old: Any) -> Any:
         return jax.tree.map(lambda n, o: jnp.where(applied, n, o), new, old)

@@ -15,6 +15,7 @@ from bessemer.config import dotted
 from bessemer.data import data_root
 from bessemer.errors import InputError, TrainingError
 from bessemer.models.lora import group_of_adapted
+from bessemer.models.moe import balancer
 from bessemer.models.protocol import SilentAtStart, group_of
 from bessemer.models.transformer import Transformer
 from bessemer.optim import Optimizer, build_optimizer, mesh_spread, state_shardings
@@ -272,6 +273,7 @@ def abstract_state(plan: RunPlan, hooks: StepHooks, optimizer: Optimizer) -> tup
         spikes=spike_rule(plan.context.guard, plan.data.stage_starts[1:]),
         split=None if split.everything else split,
         teacher=teacher is not None,
+        rebalance=balancer(plan.model.model),
         own_validation=bool(objectives.entry(settings.objective).traits.get("own_validation")),
     )
     loss_fn, kind = objective_function(plan, hooks.rolls_out), hooks.state_class

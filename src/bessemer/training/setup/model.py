@@ -21,6 +21,7 @@ from bessemer.kernels.fp8 import GPU_OPTIONS as FLOAT8_OPTIONS
 from bessemer.models.allocation import Allocation, compute_lzw_allocation
 from bessemer.models.lookup import allocation_of, choose_path, has_lookup
 from bessemer.models.lora import LoraSettings, Split, make_split
+from bessemer.models.moe import active_share
 from bessemer.models.protocol import Checked, HasPrecision, KernelChoice, group_of, new_parameters
 from bessemer.models.shape import explain_flops, round_up
 from bessemer.models.transformer import Transformer
@@ -146,7 +147,8 @@ def describe_model(context: RunContext[Any], model: Any, tokenizer: Tokenizer | 
     split = make_split(boxed, context.settings.freeze, lora, model, context.settings.param_dtype)
     if split.quantized:
         note_quantized(context, split, boxed)
-    idle, added = split.idle(boxed, group_of(model)), split.adapter_parameters(boxed)
+    active = active_share(model)
+    idle, added = split.idle(boxed, group_of(model), active), split.adapter_parameters(boxed, active)
     return ModelParts(
         model,
         None if tokenizer is None else tokenizer_of(model, tokenizer),

@@ -220,6 +220,9 @@ def note_shares(notes: Notes, mixture: Sequence[Sampling]) -> None:
 NEEDS = {  # prefix of settings -> the setting that must not be 0 or empty for them to have an effect
     "lora/": "lora/rank",
     "architecture/lookup/": "architecture/lookup/after_layers",
+    "architecture/experts/": "model/experts",
+    "model/experts_": "model/experts",
+    "model/expert_width": "model/experts",
     "guard/spike_": "guard/spike_sigma",
     "guard/max_rollbacks": "guard/spike_sigma",
     "eval/core_bundle": "eval/core_interval",

@@ -1,0 +1,345 @@
+"""Mixtures of experts: a feed-forward layer of which every token uses `model.experts_active` of `model.experts` parts.
+
+    s = softmax(W_r h) or sigmoid(W_r h)            scores of the experts, float32
+    C = the experts_active largest of s + b          ties go to the expert with the lower number
+    y = Σ_{e in C} w_e · expert_e(h) + shared(h),    w_e = s_e, or s_e / Σ_C s with `normalize`
+
+No token is dropped and no expert has a capacity: tokens are sorted by expert, and the products are grouped
+(kernels/grouped.py). Experts are stored as stacks, expert_up (E, D, F), so an optimizer and an adapter see E matrices.
+
+Balance. `bias` (Wang et al. 2024, arXiv 2408.15664; DeepSeek-V3): after each step b_e rises by `bias_rate` for an
+expert with fewer tokens than the mean and falls for one with more. b has no gradient, is part of the parameters, and
+decides only who is chosen. `loss`: an auxiliary loss, E/k · Σ_e f_e · P_e, f_e the share of a row's tokens that chose e
+and P_e the row's mean score (DeepSeek-V3's sequence-wise form). Means over a row, weighted by the row's targets, keep
+the sum over rows exact: the number of micro-batches and devices changes nothing. The z-loss is
+Σ w · logsumexp(W_r h)² (Zoph et al. 2022, ST-MoE). Both are means over the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from bessemer.config import field
+from bessemer.errors import InputError
+from bessemer.kernels.grouped import Order, collect, dispatch, grouped_linear, quantized_grouped_linear
+from bessemer.kernels.ops import linear, relu_squared
+from bessemer.kernels.quantized import Quantized
+from bessemer.models.lora import Adapted
+from bessemer.models.shape import ExpertShape, round_up
+from bessemer.topology.rules import mesh_axes, rule_axes
+
+SCORES = ("softmax", "sigmoid")
+BALANCES = ("bias", "loss", "none")
+WIDTH_MULTIPLE = 16
+MOST_EXPERTS = 4096  # checked before a shape is derived: a configuration from elsewhere may name any number
+LOAD = "expert_load"
+"""In the sums of a training step: tokens by layer and expert, (layers, experts)."""
+ROUTER, BIAS = "router", "router_bias"
+AXES: dict[str, tuple[str | None, ...]] = {
+    "expert_gate": ("expert", "embed", "mlp"),
+    "expert_up": ("expert", "embed", "mlp"),
+    "expert_down": ("expert", "mlp", "embed"),
+}
+
+Stats = dict[str, Array]
+"""What the routers of a training step measured, summed over tokens; empty where nothing is measured."""
+
+
+class ExpertSettings(nn.Module):
+    """Settings of the experts, for a model family to inherit."""
+
+    experts: int = field("model/experts", default=0, minimum=0, help="experts of a feed-forward layer; 0 = one, dense")
+    experts_active: int = field("model/experts_active", default=2, minimum=1, help="experts that a token uses")
+    experts_shared: int = field(
+        "model/experts_shared", default=0, minimum=0, help="experts that every token uses besides, as one dense layer"
+    )
+    expert_width: int = field(
+        "model/expert_width",
+        default=-1,
+        minimum=1,
+        also=(-1,),
+        help="width of one expert; -1 = as many active parameters as the dense layer has, up to 16s",
+    )
+    expert_score: str = field(
+        "architecture/experts/score", default="sigmoid", choices=SCORES, help="scores of experts from router logits"
+    )
+    expert_normalize: bool = field(
+        "architecture/experts/normalize", default=True, help="weights of a token's experts sum to 1"
+    )
+    expert_balance: str = field(
+        "architecture/experts/balance",
+        default="bias",
+        choices=BALANCES,
+        help="how experts get equal shares of tokens: a bias moved after each step, an auxiliary loss, or not at all",
+    )
+    expert_bias_rate: float = field(
+        "architecture/experts/bias_rate", default=0.001, minimum=0.0, help="balance=bias: change of a bias per step"
+    )
+    expert_aux_loss: float = field(
+        "architecture/experts/aux_loss", default=0.01, minimum=0.0, help="balance=loss: weight of the auxiliary loss"
+    )
+    expert_z_loss: float = field(
+        "architecture/experts/z_loss", default=0.0, minimum=0.0, help="weight of logsumexp² of the router logits"
+    )
+
+    def expert_shape(self, dense: int) -> ExpertShape | None:
+        """Return the sizes of the experts, or None without any. dense: width of the layer they stand for."""
+        if not self.experts:
+            return None
+        width = self.expert_width
+        if width < 0:
+            width = round_up(max(dense // (self.experts_active + self.experts_shared), 1), WIDTH_MULTIPLE)
+        return ExpertShape(
+            self.experts, self.experts_active, self.experts_shared, width, biased=self.expert_balance == "bias"
+        )
+
+    def routing(self) -> Routing | None:
+        """Return the static part of the router, or None without experts."""
+        if not self.experts:
+            return None
+        aux = self.expert_aux_loss if self.expert_balance == "loss" else 0.0
+        return Routing(
+            self.experts, self.experts_active, self.expert_score, self.expert_normalize, aux, self.expert_z_loss
+        )
+
+    def check_experts(self) -> None:
+        """Raise InputError for settings of experts that cannot be built."""
+        if not self.experts:
+            return
+        if self.experts > MOST_EXPERTS:
+            raise InputError(f"model.experts is {self.experts}; a layer has at most {MOST_EXPERTS:,}.")
+        if not 1 <= self.experts_active <= self.experts:
+            raise InputError(
+                f"model.experts_active is {self.experts_active}; a token uses 1 to {self.experts} (model.experts)."
+            )
+        for name, value, known in (("score", self.expert_score, SCORES), ("balance", self.expert_balance, BALANCES)):
+            if value not in known:
+                raise InputError(f"architecture.experts.{name} is '{value}'; known: {', '.join(known)}.")
+        if self.experts_active == 1 and self.expert_normalize and self.expert_balance != "none":
+            raise InputError(
+                "model.experts_active=1 with architecture.experts.normalize=true weighs each chosen expert with 1, "
+                "so the router would never learn; set architecture.experts.normalize=false."
+            )
+
+
+def active_share(model: nn.Module) -> float:
+    """Return the share of the experts that a token uses; 1 for a model without any."""
+    return model.experts_active / model.experts if isinstance(model, ExpertSettings) and model.experts else 1.0
+
+
+def balancer(model: nn.Module) -> Callable[[Any, Array], Any] | None:
+    """Return (trained parameters, load) → parameters with moved biases, or None for a model without such biases."""
+    if not isinstance(model, ExpertSettings) or not model.experts or model.expert_balance != "bias":
+        return None
+    return partial(move_biases, model.expert_bias_rate)
+
+
+def move_biases(rate: float, params: Any, load: Array) -> Any:
+    """Return the trained parameters with b + rate · sign(mean load − load). load: (layers, E)."""
+    moved = dict(params)
+    for layer in range(load.shape[0]):
+        block = moved.get(f"blocks_{layer}", {})
+        if BIAS in block:  # absent where it is frozen
+            moved[f"blocks_{layer}"] = {**block, BIAS: block[BIAS] + rate * jnp.sign(load[layer].mean() - load[layer])}
+    return moved
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The static part of a router."""
+
+    experts: int
+    active: int
+    score: str
+    normalize: bool
+    aux_loss: float
+    z_loss: float
+
+
+def expert_sizes(shape: ExpertShape, width: int, gated: bool) -> dict[str, tuple[int, int, int]]:
+    """Return name → shape of the stacks of one layer."""
+    into, out = (shape.count, width, shape.width), (shape.count, shape.width, width)
+    return ({"expert_gate": into} if gated else {}) | {"expert_up": into, "expert_down": out}
+
+
+def routed_feed_forward(
+    routing: Routing,
+    params: Mapping[str, Any],
+    h: Array,
+    counted: Array | None,
+    activation: Callable[[Array], Array],
+    dtype: Any,
+) -> tuple[Array, Stats]:
+    """Return Σ w_e · expert_e(h), (B, T, D), and what the router measured where `counted` is given.
+
+    params: `router` (D, E), `router_bias` (E,) or none, stacks with the names of AXES; with `expert_gate` an expert is
+    down(activation(gate h) · up h), without it down(relu(up h)²). counted: (B, T), weights of the tokens in the loss.
+    """
+    logits = linear(h.astype(jnp.float32), params[ROUTER], ("embed", None), jnp.float32)  # (B, T, E)
+    scores = jax.nn.softmax(logits) if routing.score == "softmax" else jax.nn.sigmoid(logits)
+    ranked = jax.lax.stop_gradient(scores)
+    if BIAS in params:
+        ranked = ranked + jax.lax.stop_gradient(params[BIAS])
+    stacks = {name: _without_keys(params[name]) for name in AXES if name in params}
+    y, chosen = _on_own_tokens(routing, stacks, h, scores, ranked, activation, dtype)
+    return y, {} if counted is None else _measure(routing, logits, scores, chosen, counted)
+
+
+def _on_own_tokens(
+    routing: Routing,
+    stacks: dict[str, Any],
+    h: Array,
+    scores: Array,
+    ranked: Array,
+    activation: Callable[[Array], Array],
+    dtype: Any,
+) -> tuple[Array, Array]:
+    """Route the tokens of each device on that device: a sort over all devices would gather the activations.
+
+    Over the tensor axis every device has a slice of each expert's width, and the results are added up. Quantized stacks
+    are whole on every device: their scales belong to blocks of rows.
+    """
+    whole = any(isinstance(leaf, Quantized) for leaf in jax.tree.leaves(stacks, is_leaf=_is_quantized))
+    width = stacks["expert_up"].shape[2]
+    split = () if whole else mesh_axes("mlp", width)
+
+    def local(h: Array, scores: Array, ranked: Array, stacks: dict[str, Any]) -> tuple[Array, Array]:
+        y, chosen = _routed(routing, stacks, h, scores, ranked, activation, dtype)
+        y = jax.lax.psum(y, split) if split else y
+        return y.astype(h.dtype), chosen
+
+    if jax.sharding.get_abstract_mesh().empty or not nn.get_logical_axis_rules():
+        return local(h, scores, ranked, stacks)
+    rows = PartitionSpec(rule_axes("batch", h.shape[0]), rule_axes("sequence", h.shape[1]))
+    axes = {"mlp": None if whole else (rule_axes("mlp", width) or None)}
+    specs = {name: _specs(leaf, [axes.get(str(axis)) for axis in AXES[name]]) for name, leaf in stacks.items()}
+    return jax.shard_map(local, in_specs=(rows, rows, rows, specs), out_specs=(rows, rows), check_vma=False)(
+        h, scores, ranked, stacks
+    )
+
+
+def _without_keys(leaf: Any) -> Any:
+    """Return a stack without the keys of its adapter's dropout, which stacks do not have (lora.make_split)."""
+    return replace(leaf, keys=None) if isinstance(leaf, Adapted) else leaf
+
+
+def _is_quantized(leaf: Any) -> bool:
+    return isinstance(leaf, Quantized)
+
+
+def _specs(leaf: Any, axes: list[Any]) -> Any:
+    """Return the specs of a stack (E, m, n) whose axes lie on the mesh axes `axes`, and of its adapter."""
+    if isinstance(leaf, Adapted):
+        _, rows, columns = axes
+        specs: dict[str, Any] = {"a": PartitionSpec(None, rows), "b": PartitionSpec(None, None, columns)}
+        return replace(leaf, w=_specs(leaf.w, axes), **specs)
+    return jax.tree.map(lambda _: PartitionSpec(), leaf) if _is_quantized(leaf) else PartitionSpec(*axes)
+
+
+def _routed(
+    routing: Routing,
+    stacks: dict[str, Any],
+    h: Array,
+    scores: Array,
+    ranked: Array,
+    activation: Callable[[Array], Array],
+    dtype: Any,
+) -> tuple[Array, Array]:
+    """Return (Σ w_e · expert_e(h) in float32, chosen experts (B, T, k))."""
+    batch, length, width = h.shape
+    _, chosen = jax.lax.top_k(ranked.reshape(-1, routing.experts), routing.active)  # of equal ones the first
+    picked = chosen[..., None] == jnp.arange(routing.experts)  # (N, k, E)
+    weights = jnp.sum(jnp.where(picked, scores.reshape(-1, 1, routing.experts), 0), axis=-1)  # (N, k)
+    if routing.normalize:
+        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-20)
+    order = Order.of(chosen, routing.experts)
+    rows = dispatch(h.reshape(-1, width), order.order, order.inverse)
+
+    def product(name: str, x: Array) -> Array:
+        return grouped_product(x, stacks[name], order.sizes, dtype)
+
+    up = product("expert_up", rows)
+    if "expert_gate" in stacks:
+        gate = checkpoint_name(product("expert_gate", rows), "gate")
+        hidden = checkpoint_name(activation(gate) * checkpoint_name(up, "up"), "mlp_hidden")
+    else:
+        hidden = relu_squared(up, "mlp_hidden")
+    made = collect(product("expert_down", hidden), order.order, order.inverse)
+    made = made.reshape(batch, length, routing.active, width).astype(jnp.float32)
+    y = jnp.sum(made * weights.reshape(batch, length, routing.active, 1), axis=2)
+    return y, chosen.reshape(batch, length, routing.active)
+
+
+def grouped_product(x: Array, w: Any, sizes: Array, dtype: Any) -> Array:
+    """Return x W by group, with the products of the adapters if the stack has them. x: (N, m); w: (E, m, n)."""
+    if isinstance(w, Adapted):
+        low = checkpoint_name(grouped_linear(x, w.a, sizes, dtype), "adapter")
+        return grouped_product(x, w.w, sizes, dtype) + grouped_linear(low, w.scale * w.b, sizes, dtype)
+    if isinstance(w, Quantized):
+        return quantized_grouped_linear(x, w, sizes, dtype)
+    return grouped_linear(x, w, sizes, dtype)
+
+
+# -- what a training step measures -------------------------------------------------------------------------------------
+
+
+def no_stats(routing: Routing | None, layers: int, counted: Array | None) -> Stats:
+    """Return the zeros to which layers add, or nothing where nothing is measured."""
+    if routing is None or counted is None:
+        return {}
+    scalars = {name: jnp.zeros((), jnp.float32) for name in ("loss", "entropy", "dropped")}
+    return {LOAD: jnp.zeros((layers, routing.experts), jnp.float32), **scalars}
+
+
+def add_stats(stats: Stats, layer: Stats, index: Array) -> Stats:
+    """Return `stats` with those of layer number `index`; the sums become means over the layers."""
+    if not stats:
+        return stats
+    layers = stats[LOAD].shape[0]
+    sums = {name: stats[name] + layer[name] / layers for name in stats if name != LOAD}
+    return {LOAD: stats[LOAD].at[index].set(layer[LOAD]), **sums}
+
+
+def _measure(routing: Routing, logits: Array, scores: Array, chosen: Array, counted: Array) -> Stats:
+    """logits, scores: (B, T, E); chosen: (B, T, k); counted: (B, T)."""
+    member = jnp.any(chosen[..., None] == jnp.arange(routing.experts), axis=2)  # (B, T, E)
+    shares = scores if routing.score == "softmax" else scores / jnp.sum(scores, axis=-1, keepdims=True)
+    entropy = -jnp.sum(shares * jnp.log(jnp.maximum(shares, 1e-30)), axis=-1)
+    reached = jnp.sum(member, axis=-1) / routing.active
+    loss = jnp.zeros((), jnp.float32)
+    if routing.aux_loss:
+        weight = jnp.sum(counted, axis=1)  # of a row
+        mean = counted[..., None] / jnp.maximum(weight, 1e-20)[:, None, None]
+        chosen_share, mean_score = (jnp.sum(mean * x, axis=1) for x in (member, shares))
+        rows = routing.experts / routing.active * jnp.sum(chosen_share * mean_score, axis=-1)
+        loss += routing.aux_loss * jnp.sum(weight * rows)
+    if routing.z_loss:
+        loss += routing.z_loss * jnp.sum(counted * jnp.square(jax.nn.logsumexp(logits, axis=-1)))
+    return {
+        LOAD: jnp.sum(member & (counted > 0)[..., None], axis=(0, 1), dtype=jnp.float32),
+        "loss": loss,
+        "entropy": jax.lax.stop_gradient(jnp.sum(counted * entropy)),
+        "dropped": jnp.sum(counted * (1 - reached)),
+    }
+
+
+def router_sums(stats: Stats) -> dict[str, Array]:
+    """Return the sums that a loss reports beside its own: the load, and metrics to be divided by the weight."""
+    if not stats:
+        return {}
+    return {LOAD: stats[LOAD], "experts/entropy": stats["entropy"], "experts/dropped": stats["dropped"]}
+
+
+def balance_metrics(load: Array) -> dict[str, Array]:
+    """Return experts/balance: the busiest expert's share of tokens over the mean, averaged over layers; 1 is even."""
+    return {"experts/balance": jnp.mean(jnp.max(load, axis=1) / jnp.maximum(jnp.mean(load, axis=1), 1e-20))}
