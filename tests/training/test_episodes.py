@@ -182,7 +182,7 @@ def test_a_failing_environment_ends_the_run_or_is_skipped_and_counted(
     patience = {"environment_timeout": 2.0 if how == "hang" else 60.0, "environment_retries": 0 if how == "hang" else 1}
     sampler.settings = replace(settings, environment=spec, **patience)
     try:
-        with whole.topology.scope(), pytest.raises(TrainingError, match="worlds:Faulty' failed at .* turn 2: .*"):
+        with whole.topology.scope(), pytest.raises(TrainingError, match=r"worlds:Faulty' failed at .* turn 2: .*"):
             sampler.rollout(9)
         sampler.close()
         sampler.settings = replace(sampler.settings, on_environment_error="skip")

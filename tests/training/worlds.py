@@ -38,7 +38,7 @@ class Relay(Environment):
 
 
 class Faulty(Relay):
-    """The second step of rows below `bad` goes wrong. `times`: a folder that counts how often, to fail only at first."""
+    """The second step of rows below `bad` goes wrong; `times`: a folder that counts how often, to fail at first."""
 
     def __init__(self, how: str, bad: int = 20, times: str = "", at_most: int = 10**9):
         super().__init__()
