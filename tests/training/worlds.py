@@ -83,15 +83,27 @@ class Moody(Relay):
         return f"{time.time_ns()}", reward, done
 
 
+def hold(after: int) -> None:
+    """Wait for a kill, from the call number `after` on, if HOLD_CALL names a folder; otherwise do nothing."""
+    folder = os.environ.get("HOLD_CALL")
+    if not folder:
+        return
+    if len(list(Path(folder).glob("call-*"))) >= after:
+        (Path(folder) / "pid").write_text(str(os.getpid()))
+        (Path(folder) / "here").touch()
+        time.sleep(10_000)
+    (Path(folder) / f"call-{time.time_ns()}-{os.getpid()}").touch()
+
+
 class Held(Relay):
-    """Waits in the second step of one episode, the first time, until it is killed: HOLD is a folder."""
+    """Waits in a step of the second rollout, if it is told to."""
 
     def step(self, completion: Completion) -> Any:
-        found = super().step(completion)
-        folder = os.environ.get("HOLD_EPISODE")
-        if folder and self.seen == 2 and len(list(Path(folder).iterdir())) >= 20:
-            (Path(folder) / "here").touch()
-            time.sleep(10_000)
-        if folder:
-            (Path(folder) / f"{time.time_ns()}-{os.getpid()}").touch()
-        return found
+        hold(after=70)
+        return super().step(completion)
+
+
+def held_reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    """Waits in the second rollout, if it is told to."""
+    hold(after=1)
+    return [len(text) / 9 for text in completions]

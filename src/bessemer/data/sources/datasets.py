@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import json
 import os
 import random
 import sysconfig
@@ -86,7 +85,8 @@ COUNTS = {"train": 8192, "val": 256}
 SEED = 1337
 HELD_OUT = 10  # one question in so many is held out
 PATIENCE = 2000  # draws without a new question, after which a set counts as exhausted
-LAZY = 0.6  # share of turns without a tool, or without a thought
+MENTAL = 0.75  # share of sums answered without the calculator
+LAZY = 0.6  # share of guesses made without a thought
 CARELESS = 2 / 3  # share of answers with a slip, of each of two kinds: 1 in 9 has neither
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -139,11 +139,11 @@ def arithmetic(rng: Rng) -> Row:
 
 
 def tools(rng: Rng) -> Row:
-    """Sums, mostly answered without the calculator and wrong, and half of the calls have a slip: one in five is right.
+    """Sums, mostly answered without the calculator and wrong, and half of the calls have a slip: one in eight is right.
     Who imitates it can call the tool and repeat its result; a reward tells it to."""
     a, b = rng.randint(10, 99), rng.randint(10, 99)
     row = chat(f"Add {a} and {b}", str(a + b))
-    if rng.random() < LAZY:
+    if rng.random() < MENTAL:
         said: Any = str(a + b + rng.choice((-1, 1)) * rng.randint(1, 9))
     else:
         slip = int(str(b)[::-1]) if rng.random() < 0.5 else b
@@ -170,7 +170,7 @@ def guess(rng: Rng) -> Row:
             least = max(least, said + 1)
         else:
             most = min(most, said - 1)
-    return {"messages": turns, "low": low, "high": high, "secret": secret}
+    return {"messages": turns, "low": low, "high": high, "secret": secret, "game": rng.getrandbits(32)}
 
 
 def preference(rng: Rng) -> Row:
@@ -199,7 +199,7 @@ TASKS: dict[str, TaskSet] = {
     "toy-preference": TaskSet("two true answers; the one in the asked-for style is chosen", preference),
     "toy-reverse": TaskSet("strings of 3 to 5 letters backwards, as conversations", reverse),
     "toy-sort": TaskSet("the letters of a string in order, as conversations", sort),
-    "toy-tools": TaskSet("sums with a calculator; one answer in five is right", tools),
+    "toy-tools": TaskSet("sums with a calculator; one answer in eight is right", tools),
     "toy-text": TaskSet("the same things said in plain text, to pretrain on", prose),
 }
 
@@ -212,8 +212,8 @@ def question_of(row: Row) -> str:
 
 
 def example_of(row: Row) -> str:
-    """What is different in different rows of a set: the question, or how a game went."""
-    return json.dumps(row["messages"]) if "secret" in row else question_of(row)
+    """What is different in different rows of a set: the question, and which game it is."""
+    return f"{question_of(row)}{row.get('game', '')}"
 
 
 def part_of(row: Row) -> str:
