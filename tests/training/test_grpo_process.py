@@ -69,10 +69,9 @@ def test_killed_inside_an_episode_or_a_reward_call(
     """SIGKILL while a worker process is in a step of the second rollout, or the run itself in a reward."""
     rows = [json.dumps({"prompt": f"cats {n}", "number": n}) for n in range(40)]
     (tmp_path / "cats.jsonl").write_text("\n".join(rows) + "\n")
-    chosen: dict[str, object] = {"grpo.rewards": f"['{WORLDS}:held_reward']"}
+    given = settings | {"grpo.rewards": f"['{WORLDS}:held_reward']"}
     if place == "episode":
-        chosen |= {"grpo.environment": f"{WORLDS}:Held", "architecture.block_size": 64, "grpo.max_turns": 4}
-    given = settings | chosen
+        given = settings | {"grpo.environment": f"{WORLDS}:Held", "architecture.block_size": 64}
     whole, run, folder = tmp_path / "runs" / "whole", tmp_path / "runs" / "killed", tmp_path / "hold"
     code, output = call(home, *train(given, whole))
     assert code == 0, output

@@ -86,7 +86,7 @@ SEED = 1337
 HELD_OUT = 10  # one question in so many is held out
 PATIENCE = 2000  # draws without a new question, after which a set counts as exhausted
 MENTAL = 0.75  # share of sums answered without the calculator
-LAZY = 0.6  # share of guesses made without a thought
+LAZY = (0.6, 0.5, 0.5)  # share of first, second and third guesses made without a thought
 CARELESS = 2 / 3  # share of answers with a slip, of each of two kinds: 1 in 9 has neither
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -156,12 +156,12 @@ def tools(rng: Rng) -> Row:
 def guess(rng: Rng) -> Row:
     """Games of higher and lower: seven numbers, three guesses. A guess is mostly the lowest number, sometimes the
     middle of what is left, which alone always finds the secret."""
-    low = rng.randint(10, 93)
+    low = 10 * rng.randint(1, 9) + rng.randint(0, 3)  # all seven have the same first digit
     high = low + 6
     secret, least, most = rng.randint(low, high), low, high
     turns = [{"role": "user", "content": f"Guess {low} to {high}"}]
     for number in range(3):
-        said = low if rng.random() < LAZY else (least + most) // 2
+        said = low if rng.random() < LAZY[number] else (least + most) // 2
         turns.append({"role": "assistant", "content": str(said)})
         if said == secret or number == 2:
             break
