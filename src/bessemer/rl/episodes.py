@@ -271,7 +271,7 @@ class Play:
     ):
         self.sampler, self.engine, self.settings, self.what = sampler, sampler.engine, sampler.settings, what
         self.longest = sampler.policy.max_completion_length
-        self.options = {"sampling": sampling or SamplingOptions(), "logprobs": logprobs}
+        self.options: dict[str, Any] = {"sampling": sampling or SamplingOptions(), "logprobs": logprobs}
         self.size = n
         self.episodes = [
             Episode(

@@ -106,11 +106,11 @@ def _value(node: ast.AST, depth: int) -> Any:
                 if bool(result) is isinstance(op, ast.Or):
                     break
             return result
-        case ast.Compare(left=left, ops=ops, comparators=others) if all(type(op) in OPERATORS for op in ops):
+        case ast.Compare(left=left, ops=ops, comparators=others) if all(type(one) in OPERATORS for one in ops):
             here = of(left)
-            for op, other in zip(ops, others, strict=True):
+            for compared, other in zip(ops, others, strict=True):
                 following = of(other)
-                if not OPERATORS[type(op)](here, following):
+                if not OPERATORS[type(compared)](here, following):
                     return False
                 here = following
             return True
