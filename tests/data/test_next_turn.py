@@ -76,6 +76,7 @@ def test_calls_that_cannot_be_read_are_said_so() -> None:
     assert [bool(call.error) for call in parser.parse(broken, None)] == [True, True]
     two = "".join(f"<tool_call>{json.dumps({'name': name, 'arguments': {'x': 1}})}</tool_call>" for name in "ab")
     assert parser.parse(f"first {two}", None) == (ToolCall("a", {"x": 1}), ToolCall("b", {"x": 1}))
+    assert CallParser(BY_NAME["ours/smollm2"].tokenizer, ()).parse(two, None) == ()  # no tools, no calls
     with pytest.raises(InputError, match="does not write tool calls as JSON"):
         CallParser(BY_NAME["ours/smollm2"].tokenizer, TOOLS)
 

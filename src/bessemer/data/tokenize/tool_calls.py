@@ -37,12 +37,13 @@ class ToolCall:
 
 
 class CallParser:
-    """Reads the calls of a tokenizer's format. Raise InputError if its template writes calls that cannot be read."""
+    """Reads the calls of a tokenizer's format; without tools there are none. Raise InputError if its template writes
+    calls that cannot be read."""
 
     def __init__(self, tokenizer: Tokenizer, tools: Tools):
         self.end_id: int | None = None  # a token that ends a call and with it the completion, beside the ends of turns
         self.opening: str | None = None
-        if tokenizer.chat_template is not None:
+        if tools and tokenizer.chat_template is not None:
             self.opening = _opening(tokenizer, tools)
         elif tools:
             self.end_id = tokenizer.specials.get(PYTHON_END)
