@@ -60,7 +60,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "logging.checkpoint_interval": 2,
         "logging.keep_last": 20,
         "logging.progress": "none",
-        "logging.preview_interval": 0,
+        "logging.preview_interval": -1,
+        "logging.preview_prompts": ["held-out"],
     }
 
 
@@ -89,6 +90,7 @@ def test_episodes_are_trained_on_and_reported(whole: Any) -> None:
     judged = [row for row in rows(whole.run_directory.path) if "val_reward" in row]
     assert [row["step"] for row in judged] == [0, 4, 6] and all(row["val_turns"] == 3 for row in judged)
     assert "workers" not in whole.sampler.__dict__, "no process is left behind"
+    assert (whole.run_directory.path / "samples.jsonl").read_text(), "previews do without prompts in the rows"
 
 
 def test_trained_ids_are_the_sampled_ids(whole: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

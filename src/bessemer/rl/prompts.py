@@ -36,7 +36,7 @@ from bessemer.errors import InputError
 from bessemer.generate.text import prompt_ids, turn_ends
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages
 from bessemer.rl.rollout import FIELDS, TOKEN_FIELDS, GRPOTrainerConfig, Passes, completion_rows, row_types, spread
-from bessemer.rl.rows import Row, prompt_of
+from bessemer.rl.rows import Row, prompt_of, question_of
 from bessemer.training.context import RunContext
 from bessemer.training.setup.data import DataParts
 
@@ -111,8 +111,11 @@ class PromptRows:
             where = f"{name} row {place + 1}"
             if taken := [column for column in TAKEN if column in row]:
                 raise InputError(f"{where}: the column '{taken[0]}' is an argument of every reward; rename it.")
-            prompt, ids = row.get("prompt"), []
-            if not environment:
+            if environment:
+                prompt = question_of(row)  # for previews and rewards
+                ids = [] if prompt is None else prompt_ids(prompt, tokenizer, chat)
+                ids = ids if len(ids) <= longest else []
+            else:
                 prompt, row = prompt_of(row, where)
                 ids = prompt_ids(prompt, tokenizer, chat, tools_of(row))
             if len(ids) > longest:

@@ -28,3 +28,11 @@ def prompt_of(row: Row, where: str) -> tuple[Any, Row]:
     if (isinstance(prompt, str) and prompt.strip()) or is_messages(prompt):
         return prompt, row
     raise InputError(f"{where}: a prompt is a text or a list of messages, and not empty; got {prompt!r:.100}.")
+
+
+def question_of(row: Row) -> str | None:
+    """Return the text that a row begins with, if it has one: an environment's row needs none."""
+    messages = row.get("messages")
+    first = messages[0].get("content") if is_messages(messages) else None
+    found = next((text for text in (row.get("prompt"), row.get("question"), first) if isinstance(text, str)), None)
+    return found if found and found.strip() else None

@@ -80,7 +80,9 @@ def held_out_questions(data: DataParts, count: int = len(PROMPTS)) -> list[list[
         if len(answers):
             asked.append(batch["input_ids"][0][: answers[0] + 1].tolist())
     prompts = getattr(data.plan, "held_out", [])[:count]  # of RL, which holds out prompts only
-    return asked + [source.ids[place] for source, place in prompts]
+    return asked + [
+        source.ids[place] for source, place in prompts if source.ids[place]
+    ]  # an environment's may be empty
 
 
 @callbacks.register("preview")
