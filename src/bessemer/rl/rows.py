@@ -32,7 +32,7 @@ def prompt_of(row: Row, where: str) -> tuple[Any, Row]:
 
 def question_of(row: Row) -> str | None:
     """Return the text that a row begins with, if it has one: an environment's row needs none."""
-    messages = row.get("messages")
+    messages: Any = row.get("messages")
     first = messages[0].get("content") if is_messages(messages) else None
     found = next((text for text in (row.get("prompt"), row.get("question"), first) if isinstance(text, str)), None)
     return found if found and found.strip() else None
