@@ -78,7 +78,7 @@ NOT_RUN = {
     r"bessemer launch local (?!.*--processes ).*": "needs GPUs: tests/launch/test_launch_local.py has fake ones",
     r"bessemer train … topology\.coordinator=.*": "two processes at once: tests/training/test_training_processes.py",
     r"bessemer (train|resume) (speedrun|runs/road).*": "minutes, and killed: tests/training/test_training_phases.py",
-    r"bessemer train (sft|dpo|reward|grpo|finetune-q?lora) --name \w+": "a whole demonstration: make prove",
+    r"bessemer train (sft|dpo|reward|grpo|grpo-tools|grpo-multiturn|finetune-q?lora) --name \w+": "make prove",
     r"bessemer train distill .*": "trains a teacher too: tests/training/test_training_distill.py",
     r"bessemer train distill-online .*": "with a teacher and a student before it: make prove; test_on_policy.py",
     r"bessemer plan .*--topology (\d+x)?v\w+:[\dx]+( --quick)?": "needs libtpu: tests/plan/test_plan_topology.py",
@@ -171,6 +171,7 @@ def make_files(folder: Path) -> None:
     write_lines(folder / "pairs.jsonl", pairs * 4)
     make_tasks(folder)
     make_prompts(folder)
+    (folder / "my_env.py").write_text(blocks(ROOT / "docs" / "grpo.md", "python")[0])
     make_agents(folder)
     make_config(folder / "models" / "Llama-3.1-8B")
 

@@ -115,14 +115,26 @@ def test_a_run_remembers_the_file(here: Path) -> None:
     given = {"job": "GRPOTrainer", "objective": "grpo", "callbacks": ["own_parts:Told", "early_stopping"]}
     given |= {"grpo.rewards": ["own_parts.py:longer", "exact_match"], "plugins": ["own_parts"]}  # type: ignore[dict-item]
     given |= {"eval.evaluations": ["own_parts:score", "core:bundle", "bpb"], "training.dataset": "own_parts:texts"}  # type: ignore[dict-item]
+    given |= {"grpo.environment": {"name": "own_parts:World", "options": {"target": "own_parts.py:Maze", "x": "a: b"}}}  # type: ignore[dict-item]
     config = pinned(resolve(schema_of, {}, given))
     file = str(here.resolve() / "own_parts.py")
+    played = config["grpo.environment"]
+    assert played.name == f"{file}:World" and played.options == {"target": f"{file}:Maze", "x": "a: b"}
     assert config["callbacks"] == [f"{file}:Told", "early_stopping"]
     assert [spec.name for spec in config["grpo.rewards"]] == [f"{file}:longer", "exact_match"]
     assert config["plugins"] == [file]
     assert config["eval.evaluations"] == [f"{file}:score", "core:bundle", "bpb"]
     assert config["training.dataset"][0][0].name == f"{file}:texts"
-    code = {file, f"{file}:Told", f"{file}:longer", f"{file}:score", f"{file}:texts"}
+    code = {
+        file,
+        f"{file}:World",
+        f"{file}:Maze",
+        "a: b",
+        f"{file}:Told",
+        f"{file}:longer",
+        f"{file}:score",
+        f"{file}:texts",
+    }
     assert set(named_code(config.tree())) == code
 
 
@@ -131,6 +143,8 @@ def test_a_run_remembers_the_file(here: Path) -> None:
     [
         ("grpo: {rewards: [WORD]}", "own_parts:longer"),
         ("grpo: {rewards: [{name: WORD, weight: 2.0}]}", "own_parts.py:longer"),
+        ("grpo: {environment: 'WORD'}", "own_parts:World"),
+        ("grpo: {environment: {name: guess, options: {target: 'WORD'}}}", "own_parts.py:World"),
         ("callbacks: [WORD]", "own_parts:Told"),
         ("eval: {evaluations: [WORD]}", "own_parts:score"),
         ("eval: {evaluations: [WORD]}", "own_parts.py:score"),

@@ -1,4 +1,5 @@
-"""Registries: names → models, objectives, optimizers, schedules, datasets, evaluations, rewards, callbacks, jobs.
+"""Registries: names → models, objectives, optimizers, schedules, datasets, evaluations, rewards, environments,
+callbacks, jobs.
 
 The first lookup imports every module of a registry's packages, and each module registers what it defines, so adding one
 is one new file. User code registers with the same decorator (`plugins=[my_file.py]` imports it), or is named directly:
@@ -124,6 +125,7 @@ schedules = Registry("schedule", "bessemer.optim")
 datasets = Registry("dataset", "bessemer.data.sources")
 evaluations = Registry("evaluation", "bessemer.evaluate")
 rewards = Registry("reward", "bessemer.rl")
+environments = Registry("environment", "bessemer.rl.environments")
 callbacks = Registry("callback", "bessemer.training.callbacks")
 
 

@@ -464,6 +464,29 @@ CASES: dict[str, Case] = {
         devices=4,
         needs=("gpt", "sft"),
     ),
+    **{
+        f"episodes-{name}": Case(
+            "grpo",
+            {
+                **ONLINE,
+                "objective": "grpo",
+                "init": "runs/sft",
+                "architecture.block_size": 128,
+                "grpo.environment": environment,
+                "grpo.max_turns": 3,
+                "training.steps": 3,
+            },
+            needs=("gpt", "sft"),
+        )
+        for name, environment in {
+            "calculator": "calculator",
+            "python": "{name: python, options: {match: number}}",
+            "guess": "{name: guess, options: {low: 1, high: 9}}",
+            "treasure": "{name: treasure, options: {cost: 0.1}}",
+            "tools": "{name: tools, options: {target: own_env.py:TOOLS}}",
+            "gymnasium": "{name: gymnasium, options: {target: own_env.py:Corridor, actions: [left, right]}}",
+        }.items()
+    },
     "gspo-stored-logprobs": Case(
         "grpo",
         {**STORED, "objective": "gspo", "init": "runs/gpt", "grpo.offline": "logprobs"},

@@ -31,13 +31,34 @@ class Stop(bm.Callback):
             os.kill(os.getpid(), getattr(signal, os.environ["GOLDEN_SIGNAL"]))
 '''
 
+ENVIRONMENT = '''\
+"""A function to call, and a game with Gymnasium's interface."""
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+TOOLS = [add]
+
+
+class Corridor:
+    def reset(self, seed=None):
+        self.place = seed % 3
+        return self.place, {}
+
+    def step(self, action):
+        self.place += 2 * action - 1
+        return self.place, self.place / 3, self.place == 3, False, {}
+'''
+
 
 def sentence(rng: random.Random, least: int = 10, most: int = 30) -> str:
     return " ".join(rng.choice(WORDS.split()) for _ in range(rng.randint(least, most))) + "."
 
 
 def write_data(folder: Path) -> None:
-    """Write every file that a case names: text, conversations, pairs, prompts, completions, and a callback."""
+    """Write every file that a case names: text, conversations, pairs, prompts, completions, user code."""
     rng = random.Random(0)
     write_lines(folder / "corpus.jsonl", ({"text": sentence(rng)} for _ in range(60)))
     (folder / "notes.txt").write_text("\n\n".join(sentence(rng, 20, 60) for _ in range(30)) + "\n")
@@ -46,6 +67,7 @@ def write_data(folder: Path) -> None:
     write_lines(folder / "prompts.jsonl", ({"prompt": f"count {n}", "answer": str(n)} for n in range(40)))
     write_lines(folder / "completions.jsonl", (group(rng, n) for n in range(16)))
     (folder / "stop.py").write_text(STOP)
+    (folder / "own_env.py").write_text(ENVIRONMENT)
 
 
 def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -38,6 +38,7 @@ PARTS: dict[str, tuple[Iterable[str], set[str]]] = {
     "optimizer": (registry.optimizers.names(), values("optimization.name")),
     "schedule": (registry.schedules.names(), values("optimization.schedule")),
     "reward": (registry.rewards.names(), words_of("grpo.rewards")),
+    "environment": (registry.environments.names(), words_of("grpo.environment")),
     "row style": (DatasetStyle.__members__, words_of("training.dataset")),
 }
 

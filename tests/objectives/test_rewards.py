@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -50,6 +52,25 @@ def test_gsm8k_reads_the_number_after_the_mark():
     assert gsm8k(["q"], ["#### 1,000"], answer=["1000"]) == [1]
     with pytest.raises(InputError, match="no number in the answer"):
         gsm8k(["q"], ["#### 1"], answer=["#### many"])
+
+
+def test_a_reward_that_hangs_ends_the_run_after_its_time():
+    over = threading.Event()
+
+    def hangs(prompts, completions, **columns):
+        over.wait()
+        return [0.0] * len(completions)
+
+    made = Rewards([RewardSpec("exact_match")], timeout=0.2)
+    made.functions = [hangs]
+    with pytest.raises(TrainingError, match=r"'exact_match' did not return within grpo.reward_timeout=0.2 seconds"):
+        made(["?"], ["a"], {})
+    over.set()
+    patient = Rewards([RewardSpec("exact_match")], timeout=600)
+    np.testing.assert_array_equal(patient(["?"] * 2, ["a", "b"], {"answer": ["a", "a"]})[0], [1, 0])
+    with pytest.raises(TrainingError, match="'exact_match' failed: KeyError"):
+        patient.functions = [fails]
+        patient(["?"], ["a"], {})
 
 
 def fails(prompts, completions, **columns):

@@ -58,6 +58,17 @@ PROOFS = {
     # At first the policy is its reference: margins are 0 but for rounding, so right or wrong is chance.
     "dpo": Proof("dpo", "val_pref_acc", before=0.6, after=0.9, first=("toy", "sft")),
     "grpo": Proof("grpo", "val_reward", before=0.3, after=0.8, first=("toy", "toy-start"), logged=("clip_frac", "kl")),
+    "grpo-tools": Proof(
+        "grpo-tools", "val_reward", before=0.4, after=0.95, first=("toy", "toy-start-tools"), logged=("env/turns", "kl")
+    ),
+    "grpo-multiturn": Proof(
+        "grpo-multiturn",
+        "val_reward",
+        before=0.4,
+        after=0.95,
+        first=("toy", "toy-start-guess"),
+        logged=("env/turns", "kl"),
+    ),
     "distill-online": Proof(
         "distill-online", "eval/exact:toy-reverse", before=0.4, after=0.9, first=("toy", "toy-start", "sft")
     ),

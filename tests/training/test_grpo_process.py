@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.faults.harness import HOLDING, assert_resumes, call, finish, hold, steps_saved, train, until
+from tests.faults.harness import HOLDING, assert_resumes, call, finish, hold, start, steps_saved, train, until
+from tests.processes import TIMEOUT
 from tests.tiny_run import tiny_tokenizer
 
 pytestmark = pytest.mark.slow
+WORLDS = Path(__file__).with_name("worlds.py")
 
 
 @pytest.fixture
@@ -56,6 +59,34 @@ def test_killed_between_two_steps_of_a_rollout(settings: dict[str, object], tmp_
     process.kill()
     finish(process)
     assert process.returncode == -9
+    assert_resumes(run, whole, home)
+
+
+@pytest.mark.parametrize("place", ["episode", "reward"])
+def test_killed_inside_an_episode_or_a_reward_call(
+    place: str, settings: dict[str, object], tmp_path: Path, home: Path
+) -> None:
+    """SIGKILL while a worker process is in a step of the second rollout, or the run itself in a reward."""
+    rows = [json.dumps({"prompt": f"cats {n}", "number": n}) for n in range(40)]
+    (tmp_path / "cats.jsonl").write_text("\n".join(rows) + "\n")
+    given = settings | {"grpo.rewards": f"['{WORLDS}:held_reward']"}
+    if place == "episode":
+        given = settings | {"grpo.environment": f"{WORLDS}:Held", "architecture.block_size": 64}
+    whole, run, folder = tmp_path / "runs" / "whole", tmp_path / "runs" / "killed", tmp_path / "hold"
+    code, output = call(home, *train(given, whole))
+    assert code == 0, output
+    folder.mkdir()
+    process = start(home, *train(given, run), HOLD_CALL=str(folder))
+    assert until(process, (folder / "here").exists, poll=0.01), finish(process)
+    assert until(process, lambda: steps_saved(run) >= 3)
+    held = int((folder / "pid").read_text())
+    process.kill()
+    finish(process)
+    assert process.returncode == -9
+    deadline = time.monotonic() + TIMEOUT
+    while Path(f"/proc/{held}").exists():
+        assert time.monotonic() < deadline, "a worker outlives its run"
+        time.sleep(0.05)
     assert_resumes(run, whole, home)
 
 

@@ -105,6 +105,29 @@ def test_two_processes_are_one_run(pair: Pair, home: Path) -> None:
         assert b == pytest.approx(a, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
+def test_episodes_of_two_processes_are_those_of_one(pair: Pair, home: Path) -> None:
+    """Process 0 alone runs the environment, and both append what it said."""
+    settings = pair.settings | {
+        "grpo.environment": "{name: guess, options: {low: 1, high: 9}}",
+        "grpo.max_turns": 2,
+        "architecture.block_size": 64,
+        "training.steps": 2,
+        "training.validation": "false",
+    }
+    found = []
+    for name, processes, devices in (("played-one", 1, "2"), ("played-two", 2, "1")):
+        run = pair.run.with_name(name)
+        codes, outputs = finish(start(home, processes, *train(settings, run), JAX_NUM_CPU_DEVICES=devices))
+        assert codes == [0] * processes, outputs
+        found.append(load_file(run / "checkpoints/step_00000002/rollout.safetensors"))
+    one, two = found
+    assert one.keys() == two.keys() and (one["rows/loss_mask"] > 0).any()
+    for name in one:
+        most = 1e-5 if name == "rows/old_logprobs" else 0
+        np.testing.assert_allclose(two[name], one[name], 0, most, err_msg=name)
+
+
 @pytest.mark.long
 def test_two_processes_go_on_in_the_middle_of_a_rollout(pair: Pair, home: Path) -> None:
     again = pair.run.with_name("again")

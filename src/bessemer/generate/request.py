@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -63,6 +63,11 @@ class Sample:
     stop: int | str | None = None  # the token or string that stopped it
     top: tuple[Ranking, ...] = ()  # the most likely tokens at each of `ids`; () unless asked for
 
+    @property
+    def length(self) -> int:
+        """The number of tokens that the model wrote."""
+        return len(self.ids)
+
 
 @dataclass(frozen=True)
 class Result:
@@ -101,6 +106,11 @@ class Handle:
     def done(self) -> bool:
         """Whether all samples have finished, even if their events were not read."""
         return len(self._samples) == self.request.n
+
+    @property
+    def samples(self) -> Mapping[int, Sample]:
+        """The samples that have finished, by their index, even if their events were not read."""
+        return self._samples
 
     def cancel(self) -> None:
         """End unfinished samples at the next round, as "cancelled"."""

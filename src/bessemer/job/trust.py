@@ -42,7 +42,7 @@ SECRET = "secret"
 BASE = ("init", "distill.teacher")
 """Settings that name a base model, for which `resume` has --base."""
 MOST_ENTRIES = 200_000
-CODE_SETTINGS = (*(key.replace("/", ".") for key in SELECTORS), "training.dataset", "grpo.rewards")
+CODE_SETTINGS = (*(key.replace("/", ".") for key in SELECTORS), "training.dataset", "grpo.rewards", "grpo.environment")
 """Settings whose every word with a colon names code; elsewhere it must look like a module and an attribute."""
 _HUB_NAME = re.compile(
     r"hf:[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.%-]+)?(/[\w.-]+)?(:[A-Z]+)?\Z"

@@ -311,7 +311,7 @@ def run_layers(
         """A jitted call, which the compiler inlines: traced and lowered once for all layers of a kind."""
 
         def run(p: dict[str, Any], index: Array, stream: Stream) -> Stream:
-            return step(kind, p, index, (named_input(stream[0], remat), stream[1]))
+            return step(kind, p, index, (named_input(stream[0], remat), *stream[1:]))
 
         return jax.jit(rematerialized(run, remat))
 

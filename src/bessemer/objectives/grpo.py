@@ -194,13 +194,18 @@ EPSILON = 1e-4
 """Added to a group's standard deviation: a group of equal rewards has advantages of 0, not 0/0."""
 
 
-def group_advantages(rewards: np.ndarray, baseline: str = "group", scale: bool = True) -> np.ndarray:
+def group_advantages(
+    rewards: np.ndarray, baseline: str = "group", scale: bool = True, kept: np.ndarray | None = None
+) -> np.ndarray:
     """A = (r − b) / (s + ε) in float64. rewards: (groups, G) → (groups, G).
 
     b: "group" mean of the group; "leave_one_out" mean of the others in it; "rollout" mean of all; "none" 0.
     s: standard deviation of the group (n − 1 below), with `scale`; otherwise nothing is divided.
+    kept: (groups, G) bool, those that count; the others get 0. One that is alone in its group has nothing to compare.
     """
     rewards = np.asarray(rewards, np.float64)
+    if kept is not None and not kept.all():
+        return _advantages_of_some(rewards, baseline, scale, kept)
     size = rewards.shape[1]
     if baseline == "group":
         centered = rewards - rewards.mean(axis=1, keepdims=True)
@@ -215,3 +220,14 @@ def group_advantages(rewards: np.ndarray, baseline: str = "group", scale: bool =
         return centered
     deviation = rewards.std(axis=1, ddof=1, keepdims=True) if size > 1 else np.zeros((len(rewards), 1))
     return centered / (deviation + EPSILON)
+
+
+def _advantages_of_some(rewards: np.ndarray, baseline: str, scale: bool, kept: np.ndarray) -> np.ndarray:
+    advantages = np.zeros_like(rewards)
+    if baseline in ("rollout", "none"):
+        advantages[kept] = group_advantages(rewards[kept][None], "group" if baseline == "rollout" else "none", False)[0]
+        return advantages
+    for group, counts, out in zip(rewards, kept, advantages, strict=True):
+        if counts.sum() > 1:
+            out[counts] = group_advantages(group[counts][None], baseline, scale)[0]
+    return advantages

@@ -30,16 +30,16 @@ from bessemer.data.sources.datasets import hashed_below, own_held_out
 from bessemer.data.sources.files import Files
 from bessemer.data.sources.readers import Raw, read_file_rows
 from bessemer.data.stores.catalog import find_source
-from bessemer.data.tokenize.chat import is_messages, tools_of
+from bessemer.data.tokenize.chat import tools_of
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate.text import prompt_ids, turn_ends
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages
 from bessemer.rl.rollout import FIELDS, TOKEN_FIELDS, GRPOTrainerConfig, Passes, completion_rows, row_types, spread
+from bessemer.rl.rows import Row, prompt_of, question_of
 from bessemer.training.context import RunContext
 from bessemer.training.setup.data import DataParts
 
-Row = dict[str, Any]
 Horizon = Callable[[int], tuple[int, int]]
 """(rows of one epoch) -> batch size in rows, steps."""
 TAKEN = ("prompts", "completions", "completion_tokens")  # arguments of every reward, so not names of columns
@@ -77,26 +77,6 @@ def checked_row(item: Any, where: str) -> Row:
     return {str(column): value for column, value in item.items()}
 
 
-def prompt_of(row: Row, where: str) -> tuple[Any, Row]:
-    """Return the prompt of a row (a text or messages), and the row, with the answer that its messages end with."""
-    column = next((name for name in ("prompt", "messages", "question") if name in row), None)
-    if column is None:
-        raise InputError(
-            f"{where}: a row needs a prompt under 'prompt', 'messages' or 'question'; it has "
-            f"{', '.join(row) or 'nothing'}."
-        )
-    prompt = row[column]
-    if column == "messages":
-        if not is_messages(prompt):
-            raise InputError(f"{where}: 'messages' is not a list of messages.")
-        if prompt[-1].get("role") == "assistant":
-            row = {"answer": prompt[-1].get("content"), **row}
-            prompt = prompt[:-1]
-    if (isinstance(prompt, str) and prompt.strip()) or is_messages(prompt):
-        return prompt, row
-    raise InputError(f"{where}: a prompt is a text or a list of messages, and not empty; got {prompt!r:.100}.")
-
-
 def end_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that end a completion: the ends of the assistant's turn, if there are any, and of documents."""
     return tuple(dict.fromkeys((*turn_ends(tokenizer), tokenizer.bos_id)))
@@ -118,6 +98,7 @@ class PromptRows:
         longest: int,
         chat: bool = True,
         number: int = 0,
+        environment: bool = False,  # which makes the prompts itself
     ):
         self.block_size, self.number, self.name = block_size, number, name
         self.fields: Fields = {"source": ((), np.dtype(np.int64)), "prompt": ((), np.dtype(np.int64))}
@@ -130,8 +111,13 @@ class PromptRows:
             where = f"{name} row {place + 1}"
             if taken := [column for column in TAKEN if column in row]:
                 raise InputError(f"{where}: the column '{taken[0]}' is an argument of every reward; rename it.")
-            prompt, row = prompt_of(row, where)
-            ids = prompt_ids(prompt, tokenizer, chat, tools_of(row))
+            if environment:
+                prompt = question_of(row)  # for previews and rewards
+                ids = [] if prompt is None else prompt_ids(prompt, tokenizer, chat)
+                ids = ids if len(ids) <= longest else []
+            else:
+                prompt, row = prompt_of(row, where)
+                ids = prompt_ids(prompt, tokenizer, chat, tools_of(row))
             if len(ids) > longest:
                 too_long += 1
                 continue
@@ -284,7 +270,14 @@ def read_prompts(
             parts = list(read_split(sampling, val_fraction if settings.validate else 0.0))
         for rows, into in zip(parts, (mixture, held_out), strict=True):
             made = PromptRows(
-                rows, sampling.name, tokenizer, settings.block_size, longest=longest, chat=settings.chat, number=number
+                rows,
+                sampling.name,
+                tokenizer,
+                settings.block_size,
+                longest=longest,
+                chat=settings.chat,
+                number=number,
+                environment=settings.environment is not None,
             )
             into.append((sampling, made))
             if made.stats["too_long"]:

@@ -6,14 +6,17 @@ They receive every column of the dataset, repeated for each completion of its ro
     def my_reward(prompts, completions, answer, **columns):
         return [float(text == right) for text, right in zip(completions, answer)]
 
-A reward that raises, or does not return one finite number per completion, ends the run with an error that names it.
+A reward that raises, takes longer than grpo.reward_timeout, or does not return one finite number per completion, ends
+the run with an error that names it.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+import queue
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as plain_field
@@ -49,12 +52,12 @@ class RewardSpec:
 class Rewards:
     """The rewards of a run, weighted and summed."""
 
-    def __init__(self, specs: Sequence[RewardSpec]):
+    def __init__(self, specs: Sequence[RewardSpec], timeout: float = 0.0):
         if not specs:
             raise InputError(f"grpo.rewards is empty: name at least one of {', '.join(rewards.names())}.")
         if len({spec.label for spec in specs}) < len(specs):
             raise InputError("grpo.rewards names one reward twice; add their weights up.")
-        self.specs = list(specs)
+        self.specs, self.timeout = list(specs), timeout
         self.functions: list[Reward] = [rewards.get(spec.name) for spec in specs]
 
     def check_columns(self, columns: Sequence[str], partial: Mapping[str, str] | None = None) -> None:
@@ -103,7 +106,9 @@ class Rewards:
     ) -> np.ndarray:
         kept = accepted(function, {name: value for name, value in columns.items() if name not in spec.options})
         try:
-            found = function(prompts=list(prompts), completions=list(completions), **kept, **spec.options)
+            found = self._called(
+                spec, lambda: function(prompts=list(prompts), completions=list(completions), **kept, **spec.options)
+            )
         except BessemerError:
             raise
         except Exception as error:  # any code of the user's
@@ -112,6 +117,29 @@ class Rewards:
                 f"{len(completions)} completions and the columns {', '.join(sorted(kept)) or '(none)'}."
             ) from error
         return checked(spec.label, found, completions)
+
+    def _called(self, spec: RewardSpec, call: Callable[[], Any]) -> Any:
+        """Return what the reward returns. With a time-out it runs in a thread of its own, which is left behind."""
+        if not self.timeout:
+            return call()
+        outcome: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                outcome.put((call(), None))
+            except BaseException as error:  # noqa: BLE001 -- the caller raises it
+                outcome.put((None, error))
+
+        threading.Thread(target=run, name="reward", daemon=True).start()
+        try:
+            found, error = outcome.get(timeout=self.timeout)
+        except queue.Empty:
+            raise TrainingError(
+                f"the reward '{spec.label}' did not return within grpo.reward_timeout={self.timeout:g} seconds."
+            ) from None
+        if error is not None:
+            raise error
+        return found
 
 
 def accepted(function: Reward, columns: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:

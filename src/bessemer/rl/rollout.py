@@ -22,8 +22,9 @@ import numpy as np
 
 from bessemer.config import field
 from bessemer.data import key_of, permute
-from bessemer.errors import InputError, StorageError
+from bessemer.errors import InputError, StorageError, TrainingError
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings
+from bessemer.rl.environments.base import EpisodeSettings
 from bessemer.rl.rewards import RewardSpec
 from bessemer.storage.weights import WeightFile, to_bytes
 from bessemer.training.settings import BaseTrainerConfig
@@ -44,7 +45,7 @@ def row_types(policy: SampledSettings) -> dict[str, Any]:
 
 
 @dataclass
-class GRPOTrainerConfig(BaseTrainerConfig):
+class GRPOTrainerConfig(EpisodeSettings, BaseTrainerConfig):
     """Settings of rollouts; those of the loss and the advantages are the objective's (grpo, dapo, …)."""
 
     group_size: int = field("grpo/group_size", default=4, minimum=1, help="completions of one prompt")
@@ -73,6 +74,12 @@ class GRPOTrainerConfig(BaseTrainerConfig):
         "grpo/rewards",
         default=None,
         help="names or {name, weight, options}, summed by weight; none: exact_match, or with a teacher no reward",
+    )
+    reward_timeout: float = field(
+        "grpo/reward_timeout",
+        default=0.0,
+        minimum=0,
+        help="seconds that a reward may take, after which the run ends; 0 = any time, in the caller's own thread",
     )
     chat: bool = field("grpo/chat", default=True, help="a text prompt is a user's message; false: plain text")
     slots: int = field("grpo/slots", default=64, minimum=1, help="completions written at the same time")
@@ -152,6 +159,11 @@ class Passes:
         if not rows["loss_mask"].any():
             rows["loss_mask"] = (rows["target_ids"] >= 0).astype(np.float32)
             rows["advantages"] = np.zeros_like(rows["advantages"])
+        if not rows["loss_mask"].any():
+            raise TrainingError(
+                f"rollout {rollout.number}: all episodes of one step were skipped, so there is nothing to train on. "
+                "The metrics env/failures and env/timeouts count them; larger groups or batches make this less likely."
+            )
         return rows
 
 

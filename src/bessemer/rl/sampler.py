@@ -77,6 +77,21 @@ class Sampler:
     # --- sampling ---
 
     @property
+    def judges(self) -> bool:
+        """Whether completions get a reward."""
+        return self.rewards is not None
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest prompt."""
+        return self.plan.longest
+
+    def advantages(self, samples: Sequence[Sample], grouped: np.ndarray) -> np.ndarray:
+        """Return the advantages (groups, G) of the samples. grouped: their rewards, (groups, G)."""
+        assert isinstance(self.policy, GrpoSettings)
+        return group_advantages(grouped, self.policy.baseline, self.policy.scale)
+
+    @property
     def sampling(self) -> SamplingOptions:
         """How rollouts are drawn."""
         return SamplingOptions(self.policy.temperature, self.settings.top_k, self.settings.top_p)
@@ -91,7 +106,7 @@ class Sampler:
                 f"{type(model).__name__} has no `decode` and `init_cache`, so it cannot sample; see docs/extending.md."
             )
         ends = (*end_ids(tokenizer), *end_tokens(model, tokenizer))
-        longest = self.plan.longest
+        longest = self.longest
         return Engine(
             model,
             None,
@@ -155,12 +170,12 @@ class Sampler:
         rows = self.rows_of(results)
         cut = np.array([sample.finish != "stop" for sample in samples])
         metrics = {
-            "completion_len": float(np.mean([len(sample.ids) for sample in samples])),
+            "completion_len": float(np.mean([sample.length for sample in samples])),
             "truncated": float(cut.mean()),
         }
         clock.end("time/rollout_s")
         rewards: dict[str, np.ndarray] = {}
-        if self.rewards is not None:
+        if self.judges:
             self.show(f"rewards of {len(samples)} completions")
             total, each = self.judge(chosen, samples, size)
             rewards = {"reward": total, **each}
@@ -171,7 +186,7 @@ class Sampler:
             if policy.overlong == "mask":
                 rows["loss_mask"][cut] = 0
             grouped = rewards["reward"].reshape(-1, size)
-            rows["advantages"][:] = group_advantages(grouped, policy.baseline, policy.scale).reshape(-1, 1)
+            rows["advantages"][:] = self.advantages(samples, grouped).reshape(-1, 1)
             sampled = spread([sample.logprobs for sample in samples], rows)
             self.show(f"log-probabilities of {len(samples)} completions")
             rows["old_logprobs"], gap = self.old_logprobs(rows, sampled)
@@ -217,7 +232,7 @@ class Sampler:
             name: [source.columns[place][name] for source, place in chosen for _ in range(copies)]
             for name in self.plan.columns
         }
-        columns["completion_tokens"] = [len(sample.ids) for sample in samples]
+        columns["completion_tokens"] = [sample.length for sample in samples]
         assert self.rewards is not None
         total, each = self.rewards(prompts, [sample.text for sample in samples], columns)
         return json.dumps([total.tolist(), {name: values.tolist() for name, values in each.items()}])
@@ -232,7 +247,7 @@ class Sampler:
         row = {"val_reward": float(total.mean())}
         if len(each) > 1:
             row |= {f"val_reward/{name}": float(values.mean()) for name, values in each.items()}
-        return row | {"val_completion_len": float(np.mean([len(sample.ids) for sample in samples]))}
+        return row | {"val_completion_len": float(np.mean([sample.length for sample in samples]))}
 
     def divergence(self, step: int, val_step: Callable[[Any], Any]) -> dict[str, float]:
         """Return the objective's own metrics for one completion of each held-out prompt, always from the same seeds.

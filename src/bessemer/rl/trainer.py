@@ -22,6 +22,7 @@ from bessemer.errors import InputError
 from bessemer.job import CheckpointManager, Snapshot
 from bessemer.objectives.grpo import TOKENS, GrpoSettings, SampledSettings
 from bessemer.registry import jobs, objectives
+from bessemer.rl.episodes import EpisodeSampler, check_environment
 from bessemer.rl.prompts import PromptPlan, StoredPlan, build_prompts, build_stored
 from bessemer.rl.rewards import Rewards, RewardSpec
 from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, row_types
@@ -53,6 +54,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         if not entry.traits.get("rollouts"):
             family = [one.name for one in objectives if one.traits.get("rollouts")]
             raise InputError(f"GRPOTrainer trains objective={'|'.join(family)}, not {entry.name}.")
+        if self.settings.environment is not None:
+            check_environment(self.settings.environment, self.policy)
         horizon = functools.partial(plan_horizon, self.context, self.model_parts)
         if isinstance(self.policy, GrpoSettings) and self.policy.offline != "no":
             assert self.tokenizer is not None
@@ -87,17 +90,20 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
     @functools.cached_property
     def sampler(self) -> Sampler:
         """Created at its first use, since its batches are those of the compiled step."""
-        return Sampler(
-            self.settings,
-            self.policy,
-            self.model_parts,
-            self.topology,
-            self.prompts,
-            self.rewards,
-            self.functions.micro,
-            params=lambda: self.state.whole(),
-            show=lambda text: self.show_progress(text),
-        )
+        parts: dict[str, Any] = {
+            "settings": self.settings,
+            "policy": self.policy,
+            "parts": self.model_parts,
+            "topology": self.topology,
+            "plan": self.prompts,
+            "rewards": self.rewards,
+            "micro": self.functions.micro,
+            "params": lambda: self.state.whole(),
+            "show": lambda text: self.show_progress(text),
+        }
+        if self.settings.environment is None:
+            return Sampler(**parts)
+        return EpisodeSampler(**parts, plugins=list(self.config["plugins"]), say=self.say)
 
     @property
     def reinforces(self) -> bool:
@@ -116,11 +122,13 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         """Return the configured rewards; by default exact match, and none with a teacher."""
         if self.reinforces:
             named = self.settings.rewards
-            return Rewards([RewardSpec("exact_match")] if named is None else named)
+            if named is None and self.settings.environment is not None:
+                return None  # the environment's own
+            return Rewards([RewardSpec("exact_match")] if named is None else named, self.settings.reward_timeout)
         for key in ("grpo/sync_interval", "grpo/old_logprobs"):
             if self.config.is_set(key):
                 self.say(f"note: {dotted(key)} has no effect with a teacher, which never changes")
-        return Rewards(self.settings.rewards) if self.settings.rewards else None
+        return Rewards(self.settings.rewards, self.settings.reward_timeout) if self.settings.rewards else None
 
     @property
     def prompts(self) -> PromptPlan:
@@ -228,7 +236,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         mean divergence from it on the student's own completions."""
         row: dict[str, Any] = {}
         with self.topology.scope():
-            if self.rewards is not None:
+            if self.sampler.judges:
                 row |= self.sampler.validate(self.step)
             if not self.reinforces:
                 val_step = functools.partial(self.functions.val_step, self.state)
@@ -238,6 +246,12 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         return row
 
     # --- checkpoints ---
+
+    def finish(self) -> None:
+        sampler = self.__dict__.get("sampler")
+        if isinstance(sampler, EpisodeSampler):
+            sampler.close()
+        super().finish()
 
     def snapshot(self) -> Snapshot:
         made = super().snapshot()

@@ -85,6 +85,8 @@ COUNTS = {"train": 8192, "val": 256}
 SEED = 1337
 HELD_OUT = 10  # one question in so many is held out
 PATIENCE = 2000  # draws without a new question, after which a set counts as exhausted
+MENTAL = 0.75  # share of sums answered without the calculator
+LAZY = (0.6, 0.5, 0.5)  # share of first, second and third guesses made without a thought
 CARELESS = 2 / 3  # share of answers with a slip, of each of two kinds: 1 in 9 has neither
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -136,6 +138,41 @@ def arithmetic(rng: Rng) -> Row:
     return chat(f"Add {a} and {b}", str(a + b))
 
 
+def tools(rng: Rng) -> Row:
+    """Sums, mostly answered without the calculator and wrong, and half of the calls have a slip: one in eight is right.
+    Who imitates it can call the tool and repeat its result; a reward tells it to."""
+    a, b = rng.randint(10, 99), rng.randint(10, 99)
+    row = chat(f"Add {a} and {b}", str(a + b))
+    if rng.random() < MENTAL:
+        said: Any = str(a + b + rng.choice((-1, 1)) * rng.randint(1, 9))
+    else:
+        slip = int(str(b)[::-1]) if rng.random() < 0.5 else b
+        parts = (("python", f"{a}+{slip}"), ("python_output", str(a + slip)), ("text", str(a + slip)))
+        said = [{"type": kind, "text": text} for kind, text in parts]
+    row["messages"][-1]["content"] = said
+    return row
+
+
+def guess(rng: Rng) -> Row:
+    """Games of higher and lower: seven numbers, three guesses. A guess is mostly the lowest number, sometimes the
+    middle of what is left, which alone always finds the secret."""
+    low = 10 * rng.randint(1, 9) + rng.randint(0, 3)  # all seven have the same first digit
+    high = low + 6
+    secret, least, most = rng.randint(low, high), low, high
+    turns = [{"role": "user", "content": f"Guess {low} to {high}"}]
+    for number in range(3):
+        said = low if rng.random() < LAZY[number] else (least + most) // 2
+        turns.append({"role": "assistant", "content": str(said)})
+        if said == secret or number == 2:
+            break
+        turns.append({"role": "user", "content": "higher" if said < secret else "lower"})
+        if said < secret:
+            least = max(least, said + 1)
+        else:
+            most = min(most, said - 1)
+    return {"messages": turns, "low": low, "high": high, "secret": secret, "game": rng.getrandbits(32)}
+
+
 def preference(rng: Rng) -> Row:
     """Both answers are true; the one in the asked-for style is chosen. So the prompt decides, not the answer alone."""
     item, place = f"{rng.choice(KINDS)} {rng.choice(ITEMS)}", rng.choice(PLACES)
@@ -158,9 +195,11 @@ def prose(rng: Rng) -> Row:
 TASKS: dict[str, TaskSet] = {
     "toy-arithmetic": TaskSet("sums of two numbers below 100, as conversations", arithmetic),
     "toy-careless": TaskSet("the questions of toy-reverse; one answer in nine is right", careless),
+    "toy-guess": TaskSet("games of higher and lower, mostly played badly", guess),
     "toy-preference": TaskSet("two true answers; the one in the asked-for style is chosen", preference),
     "toy-reverse": TaskSet("strings of 3 to 5 letters backwards, as conversations", reverse),
     "toy-sort": TaskSet("the letters of a string in order, as conversations", sort),
+    "toy-tools": TaskSet("sums with a calculator; one answer in eight is right", tools),
     "toy-text": TaskSet("the same things said in plain text, to pretrain on", prose),
 }
 
@@ -168,8 +207,13 @@ TASKS: dict[str, TaskSet] = {
 def question_of(row: Row) -> str:
     """Return what is asked in a row: the same question is the same example, whatever the answer."""
     if "messages" in row:
-        return str(row["messages"][0]["content"])
+        return f"{row['messages'][0]['content']}{row.get('secret', '')}"
     return str(row.get("prompt") or row["text"])
+
+
+def example_of(row: Row) -> str:
+    """What is different in different rows of a set: the question, and which game it is."""
+    return f"{question_of(row)}{row.get('game', '')}"
 
 
 def part_of(row: Row) -> str:
@@ -197,8 +241,8 @@ def task_rows(name: str, split: str = "train", count: int | None = None, seed: i
     vain = 0
     while len(found) < wanted and vain < PATIENCE:
         row = draw_part(TASKS[name].draw, rng, split)
-        vain = vain + 1 if question_of(row) in found else 0
-        found.setdefault(question_of(row), row)
+        vain = vain + 1 if example_of(row) in found else 0
+        found.setdefault(example_of(row), row)
     if len(found) == wanted or count is None:  # unasked, all that a small set has will do
         return list(found.values())
     raise InputError(f"{name} has no {wanted} different rows in its {split} part; about {len(found)} were found.")

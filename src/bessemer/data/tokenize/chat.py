@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from bessemer.data.tokenize.templates import Message
 from bessemer.data.tokenize.tokenizer import Tokenizer
-from bessemer.data.tokenize.turns import Row, Writer, end_ids
+from bessemer.data.tokenize.turns import CALL_ID, Row, Writer, continuation, end_ids
 from bessemer.errors import InputError
 
 ROLES = ("system", "user", "assistant")
@@ -67,6 +67,39 @@ def render(
         raise _no_tools(tokenizer)
     ids, _ = _with_our_tokens(messages, tokenizer)
     return [*ids, role_token(tokenizer, "assistant", "start")] if generation_prompt else ids
+
+
+def render_next(
+    messages: Sequence[Message],
+    tokenizer: Tokenizer,
+    *,
+    before: Sequence[int],
+    ended: bool,
+    called: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[int]:
+    """Ids of the messages that follow what the model wrote, with its next answer opened; none of its own are written
+    again.
+
+    before: all ids so far. ended: the last of them ends the assistant's turn; otherwise it is ended first. called: it
+    called a tool. With our tokens the result of a call (role `tool`) is written into the open turn of the assistant.
+    """
+    if tokenizer.chat_template is not None:
+        given = [{"tool_call_id": CALL_ID, **one} if one.get("role") == "tool" else one for one in messages]
+        return continuation(given, tokenizer, tools, before=before, called=called, ended=ended)
+    ids: list[int] = []
+    for message in messages:
+        if message.get("role") == "tool":
+            if ended:
+                raise InputError("a tool's result follows a call, and the assistant's turn has ended without one.")
+            start, end = (_token(tokenizer, name) for name in TOOL_TOKENS["python_output"])
+            ids += [start, *tokenizer.encode(_text(message.get("content"), "content"), after=[start]), end]
+            continue
+        if not ended:
+            ids.append(role_token(tokenizer, "assistant", "end"))
+            ended = True
+        ids += _with_our_tokens([message], tokenizer)[0][1:]  # without the bos
+    return [*ids, role_token(tokenizer, "assistant", "start")] if ended else ids
 
 
 def supervised_rows(

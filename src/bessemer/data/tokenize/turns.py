@@ -104,6 +104,30 @@ class Writer:
             rows = [(whole, taught)]  # with what follows the last answer
         return Written(self, rows, before)
 
+    def following(self, before: Sequence[int], called: bool, ended: bool) -> list[int]:
+        """The ids of these messages and the next answer's beginning, as they follow an answer (see `continuation`)."""
+        calls = self.form.calls if called else None
+        answer: Message = {"role": "assistant", "content": self.place} if calls is None else _called(calls, self.place)
+        said = [
+            message if self.form.writes(str(message.get("role"))) else {**message, "role": "user"}
+            for message in self.messages
+        ]
+        text = self.template.render([ASKED, answer, *said], True, self.tools)
+        tail = text[text.rindex(self.place) + 1 :]
+        ends = _known_ends(self.tokenizer)
+        end = next(
+            (found for found in self.special.finditer(tail) if self.tokenizer.id_of(found.group()) in ends), None
+        )
+        if end is None:
+            raise InputError(
+                f"the chat template of {self.template.origin} does not end the assistant's turn with a special token, "
+                "so nothing can follow it."
+            )
+        newest = list(before[-1:])
+        parts = self._parts(tail[end.end() :], end.group()) if ended else self._parts(tail[end.start() :], "")
+        encoded = self.tokenizer.encode_parts([*newest, *parts])
+        return [one for part in encoded[len(newest) :] for one in part]
+
     @property
     def _numbers(self) -> list[int]:
         return [number for number, message in enumerate(self.messages) if message.get("role") == "assistant"]
@@ -323,6 +347,11 @@ def end_ids(tokenizer: Tokenizer) -> list[int]:
     return found
 
 
+@lru_cache(maxsize=16)
+def _known_ends(tokenizer: Tokenizer) -> frozenset[int]:
+    return frozenset(end_ids(tokenizer))
+
+
 def _last_learned(ids: Sequence[int], mask: Sequence[int]) -> int:
     return ids[max(place for place, learned in enumerate(mask) if learned)]
 
@@ -415,8 +444,31 @@ def _writes(template: ChatTemplate, with_tools: bool, role: str, calls: Calls | 
         return True
 
 
-def _called(calls: Calls) -> Message:
-    arguments: Any = {"x": SECOND}
+def rendered_call(tokenizer: Tokenizer, tools: Tools) -> str:
+    """What the tokenizer's template writes of an answer that calls a function named FIRST; "" if it writes no calls."""
+    template = tokenizer.chat_template
+    assert template is not None
+    form = form_of(template, tokenizer.special_names, bool(tools))
+    if form.calls is None:
+        return ""
+    messages = [ASKED, _called(form.calls)]
+    prompt, text = template.render([ASKED], True, tools), template.render(messages, False, tools)
+    return text.removeprefix(prompt) if text.startswith(prompt) else text[text.rindex(ASKED["content"]) :]
+
+
+def continuation(
+    messages: Sequence[Message], tokenizer: Tokenizer, tools: Tools, *, before: Sequence[int], called: bool, ended: bool
+) -> list[int]:
+    """The tokens between an answer that the model has written and its next one: messages of others, under the
+    tokenizer's template. Nothing of what was written is looked at, so nothing of it changes.
+
+    before: all ids so far. called: the answer called a function. ended: its last token ends the turn.
+    """
+    return Writer(messages, tokenizer, tools).following(before, called, ended)
+
+
+def _called(calls: Calls, value: str = "") -> Message:
+    arguments: Any = {"x": value or SECOND}
     function = {"name": FIRST, "arguments": json.dumps(arguments, ensure_ascii=False) if calls.text else arguments}
     call = {"id": CALL_ID, "type": "function", "function": function}
     return {"role": "assistant", "content": calls.empty, "tool_calls": [call]}

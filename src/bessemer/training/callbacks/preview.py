@@ -88,7 +88,8 @@ def held_out_questions(data: DataParts) -> list[list[int]]:
         if len(answers):
             asked.append(batch["input_ids"][0][: answers[0] + 1].tolist())
     prompts = data.plan.held_out[:count] if isinstance(data.plan, HoldsOutPrompts) else []
-    return asked + [source.ids[place] for source, place in prompts]
+    # an environment's may be empty
+    return asked + [source.ids[place] for source, place in prompts if source.ids[place]]
 
 
 @callbacks.register("preview")

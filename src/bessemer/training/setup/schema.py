@@ -226,6 +226,9 @@ NEEDS = {  # prefix of settings -> the setting that must not be 0 or empty for t
     "guard/spike_": "guard/spike_sigma",
     "guard/max_rollbacks": "guard/spike_sigma",
     "eval/core_bundle": "eval/core_interval",
+    "grpo/environment_": "grpo/environment",
+    "grpo/on_environment_error": "grpo/environment",
+    "grpo/max_turns": "grpo/environment",
 }
 OF_STAGES = ("data/crossfade", "optimization/stage_reset")
 
@@ -260,6 +263,11 @@ def _parts(value: str | list[str], find: Find) -> str | list[str]:
     return [located(word) if ":" in word else word for word in value]
 
 
+def _target(key: str, value: Any) -> Any:
+    """Locate the code that an adapter's option `target` names."""
+    return located(value) if key == "target" and isinstance(value, str) and ":" in value else value
+
+
 def _tokenizer(value: str, find: Find) -> str:
     return value if value == "auto" or value.startswith("train:") else find(value)
 
@@ -276,9 +284,12 @@ PATHS: dict[str, Callable[[Any, Find], Any]] = {
     **dict.fromkeys(SELECTORS, _parts),
     "eval/evaluations": lambda value, find: [located(word) if names_code(word) else word for word in value],
     "grpo/rewards": lambda value, find: [replace(spec, name=_parts(spec.name, find)) for spec in value],
+    "grpo/environment": lambda value, find: replace(
+        value, name=_parts(value.name, find), options={key: _target(key, one) for key, one in value.options.items()}
+    ),
 }
 # settings that name code, which is never searched for elsewhere: another file is other code
-CODE = ("plugins", *SELECTORS, "eval/evaluations", "grpo/rewards")
+CODE = ("plugins", *SELECTORS, "eval/evaluations", "grpo/rewards", "grpo/environment")
 
 
 def pinned(config: Config) -> Config:

@@ -1,0 +1,1 @@
+"""Environments of multi-turn RL: base.py has the protocol, every other file registers one environment."""
