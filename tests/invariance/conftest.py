@@ -63,7 +63,7 @@ class Runs:
     home: Path
     data: dict[str, Path]
     made: dict[Any, Path] = field(default_factory=dict)
-    weights: dict[int, Path] = field(default_factory=dict)
+    weights: dict[tuple[int, int], Path] = field(default_factory=dict)
 
     def recipe(self, data: str) -> Path:
         path = self.root / f"{data}.yaml"
@@ -81,31 +81,40 @@ class Runs:
             )
         return path
 
-    def start(self, depth: int) -> Path:
+    def start(self, settings: Settings) -> Path:
         """A run directory whose only checkpoint holds random weights: a fresh model has matrices of zeros, behind
         which no gradient flows."""
-        if depth not in self.weights:
+        depth, experts = settings.get("model.depth", DEPTH), settings.get("model.experts", 0)
+        if (depth, experts) not in self.weights:
             tokenizer = tiny_tokenizer()
             shape: dict[str, Any] = {"depth": depth, "width": 64, "head_dim": 16, "kv_heads": 4, "window": "L"}
-            model = GPT(**shape, vocab_size=tokenizer.vocab_size, block_size=BLOCK, precision="float32")
-            run = RunDirectory(self.root / f"start-{depth}").create()
-            config = json.dumps({"job": "BaseTrainer", "model": {"family": "gpt", **shape}})
+            if experts:
+                shape |= {"experts": experts, "experts_shared": settings["model.experts_shared"]}
+            balance = settings.get("architecture.experts.balance", "bias")
+            model = GPT(**shape, vocab_size=tokenizer.vocab_size, block_size=BLOCK, precision="float32").clone(
+                expert_balance=balance
+            )
+            run = RunDirectory(self.root / f"start-{depth}-{experts}").create()
+            about: dict[str, Any] = {"job": "BaseTrainer", "model": {"family": "gpt", **shape}}
+            if experts:
+                about["architecture"] = {"experts": {"balance": balance}}
+            config = json.dumps(about)
             run.config.write_text(config)
             checkpoints = Checkpoints(run.checkpoints)
             state = {"params": random_params(model, seed=depth, scale=0.1)}
             files = {"config.yaml": config, "tokenizer.json": tokenizer.to_json()}
             checkpoints.save(1, state, files=files, meta={"tokenizer_hash": tokenizer.hash}, wait=True)
             checkpoints.close()
-            self.weights[depth] = run.path
-        return self.weights[depth]
+            self.weights[depth, experts] = run.path
+        return self.weights[depth, experts]
 
     def start_arrays(self, settings: Settings) -> Arrays:
-        return saved_arrays(self.start(settings.get("model.depth", DEPTH)))
+        return saved_arrays(self.start(settings))
 
     def train(self, data: str, settings: Settings, member: Member, platform: str = "cpu") -> Path:
         """The finished run of a member; members that come to the same settings share one."""
         settings = {**settings, **member.settings}
-        settings = {"init": self.start(settings.get("model.depth", DEPTH)), **settings}
+        settings = {"init": self.start(settings), **settings}
         words = [f"{key}={value}".format_map(self.data) for key, value in settings.items()]
         words += [f"topology.platform={platform}"]
         key = (data, frozenset(words), member.devices, member.processes)
