@@ -15,9 +15,10 @@ from tests.tiny_run import random_params, tiny_model, tiny_params
 
 from bessemer.errors import InputError
 from bessemer.kernels.ops import dropout, row_keys
-from bessemer.losses.cross_entropy import Projection, cross_entropy, policy_scores, token_logprobs
+from bessemer.losses.cross_entropy import Projection, cross_entropy
 from bessemer.losses.distillation import TopTokens, distillation_loss
 from bessemer.losses.divergence import kl_regularized_loss
+from bessemer.losses.token_scores import policy_scores, token_logprobs
 from bessemer.models.gpt import GPT
 from bessemer.models.llama import Llama
 from bessemer.models.lora import (

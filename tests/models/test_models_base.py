@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import bessemer as bm
-from bessemer.losses.cross_entropy import Projection, cross_entropy, token_logprobs
+from bessemer.losses.cross_entropy import Projection, cross_entropy
+from bessemer.losses.token_scores import token_logprobs
 
 VOCAB, WIDTH = 13, 6
 
