@@ -112,6 +112,11 @@ class ExpertSettings(nn.Module):
             self.experts, self.experts_active, self.expert_score, self.expert_normalize, aux, self.expert_z_loss
         )
 
+    @property
+    def bias_step(self) -> float | None:
+        """The change of a router's bias per step; None without such biases."""
+        return self.expert_bias_rate if self.experts and self.expert_balance == "bias" else None
+
     def check_experts(self) -> None:
         """Raise InputError for settings of experts that cannot be built."""
         if not self.experts:
@@ -139,9 +144,8 @@ def active_share(model: nn.Module) -> float:
 
 def balancer(model: nn.Module) -> Callable[[Any, Array], Any] | None:
     """Return (trained parameters, load) → parameters with moved biases, or None for a model without such biases."""
-    if not isinstance(model, ExpertSettings) or not model.experts or model.expert_balance != "bias":
-        return None
-    return partial(move_biases, model.expert_bias_rate)
+    rate = model.bias_step if isinstance(model, ExpertSettings) else None
+    return None if rate is None else partial(move_biases, rate)
 
 
 def move_biases(rate: float, params: Any, load: Array) -> Any:

@@ -11,7 +11,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -87,7 +87,7 @@ def content(value: Any, what: str) -> Any:
     """Return a text, messages or token ids as JSON has them."""
     if isinstance(value, str) and value:
         return value
-    listed = list(value) if not isinstance(value, str | Mapping) and hasattr(value, "__iter__") else []
+    listed = list(value) if isinstance(value, Iterable) and not isinstance(value, str | Mapping) else []
     if listed and all(isinstance(item, Mapping) for item in listed):
         return [dict(item) for item in listed]
     if listed and all(isinstance(item, Integral) and not isinstance(item, bool) for item in listed):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any
 
 from bessemer.data.tokenize.tool_calls import EXPRESSION, ToolCall
@@ -131,7 +131,7 @@ def _computed(op: ast.operator, left: Any, right: Any) -> Any:
     if isinstance(op, ast.Mod) and isinstance(left, str):
         raise ToolError("formatting is not allowed")
     if isinstance(op, ast.Mult) and not (_is_number(left) and _is_number(right)):
-        size = max((len(side) for side in (left, right) if hasattr(side, "__len__")), default=0)
+        size = max((len(side) for side in (left, right) if isinstance(side, Sized)), default=0)
         times = max((side for side in (left, right) if isinstance(side, int)), default=0)
         if size * times > SIZE:
             raise ToolError("too large")

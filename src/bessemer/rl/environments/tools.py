@@ -134,7 +134,7 @@ def tool_of(item: Any, where: str) -> tuple[dict[str, Any], Callable[..., Any]]:
     """Return the description and the function of an entry of a list of tools."""
     if isinstance(item, Mapping) and callable(item.get("call")) and isinstance(item.get("function"), Mapping):
         return {"type": "function", "function": dict(item["function"])}, item["call"]
-    if not callable(item) or not hasattr(item, "__name__"):
+    if not inspect.isroutine(item):
         raise InputError(f"'{where}': {item!r:.100} is not a function, and not a description with one under 'call'.")
     hints = typing.get_type_hints(item)
     parameters, required = {}, []
