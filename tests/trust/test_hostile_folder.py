@@ -76,7 +76,7 @@ ADAPTERS: dict[str, tuple[Attack, tuple[str, ...]]] = {
     "alpha not a number": (says(lora_alpha=float("nan")), (CONFIG, "lora_alpha is nan")),
     "dropout of everything": (says(lora_dropout=1), (CONFIG, "lora_dropout")),
     "a slow regular expression": (says(rank_pattern={"(a+)+$": 4}), (CONFIG, "rank_pattern", "regular expression")),
-    "a name that controls a terminal": (says(**{f"x{CONTROL}": 1}), (CONFIG, "no equal")),
+    "a name that controls a terminal": (says(**{f"x{CONTROL}": 1}), (CONFIG, "does not support")),
     "nested header": (header(NESTED), (WEIGHTS, "nested too deeply")),
     "shapes beyond memory": (header(json.dumps(HUGE)), (WEIGHTS, "q_proj", "rank 1099511627776")),
     "NaN": (holds(f"{MATRIX}.lora_A.weight", np.full((4, 32), np.nan, np.float32)), (WEIGHTS, "lora_A", "NaN")),

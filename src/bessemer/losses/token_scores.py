@@ -94,7 +94,8 @@ class _Options:
 
 def _per_target(score: Score, projection: Projection, targets: Array, temperature: float = 1.0) -> tuple[Array, ...]:
     """Return `score(z, logsumexp(z), targets)` for targets (B, T); only its first result is differentiable."""
-    hidden, head, given = projection.hidden, projection.head, targets.shape
+    hidden, targets = jnp.asarray(projection.hidden), jnp.asarray(targets)
+    head, given = projection.head, targets.shape
     loss = LossOptions(projection.vocab_size, 1, projection.softcap, temperature=temperature)
     if head is None:
         return score(*_statistics(loss, hidden), targets)
