@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from tests.conftest import words
 from tests.processes import TIMEOUT, finish, start, wait_until
-from tests.training.test_training_processes import STEPS, UNHURRIED, assert_same_run, reached
+from tests.training.test_training_processes import STEPS, UNHURRIED, assert_same_run, is_saved, reached
 
 from bessemer.cli.launch import command
 from bessemer.errors import InputError
@@ -376,7 +376,7 @@ def check_kill(group: Launched) -> None:
     """The last process is killed with SIGKILL; the launcher restarts all, and the run is the undisturbed one."""
     slow, run = group.hold(), group.root / "killed"
     process = group.train("killed")
-    wait_until([process], lambda: reached(run) >= 7)
+    wait_until([process], lambda: reached(run) >= 7 and is_saved(run))
     last = group.count - 1
     os.kill(descendants(process.pid)[str(last)], signal.SIGKILL)
     slow.unlink()

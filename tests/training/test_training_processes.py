@@ -130,7 +130,7 @@ def tell(count: int, settings: dict[str, object], root: Path, home: Path) -> Sto
     slow, told = root / "slow", root / "told"
     slow.touch()  # so that there is a middle to be met
     processes = start(home, count, *arguments, "told")
-    wait_until(processes, lambda: reached(told) >= 7)
+    wait_until(processes, lambda: reached(told) >= 7 and is_saved(told))
     processes[-1].kill()
     slow.unlink()
     killed, status = finish(processes), json.loads((told / "status.json").read_text())
@@ -147,6 +147,11 @@ def tell(count: int, settings: dict[str, object], root: Path, home: Path) -> Sto
 
 def reached(path: Path) -> int:
     return max((row["step"] for row in metrics(path)), default=0)
+
+
+def is_saved(path: Path) -> bool:
+    """Whether a checkpoint is committed: it is written beside the steps, so a later step says nothing about it."""
+    return any(path.glob("checkpoints/step_*/COMMIT"))
 
 
 def stream(path: Path) -> dict[int, str]:

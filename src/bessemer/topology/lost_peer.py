@@ -9,6 +9,7 @@ Python (0.10: its argument is not converted).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -140,22 +141,36 @@ def absent_processes() -> list[int]:
 
 
 def answer_roll_calls() -> None:
-    """Start the thread that answers, for the life of the process. Process 0 leaves when somebody is missing."""
+    """Start the thread that answers until the program ends. Process 0 leaves when somebody is missing.
+
+    It ends before the interpreter is taken apart: before Python 3.14 a thread that is in a call of the service then
+    ends the process with an abort.
+    """
     service: Any = client()
+    over = threading.Event()
 
     def answer() -> None:
         try:
             while read_key(service, ASKED) is None:
-                time.sleep(POLL_SECONDS)
+                if over.wait(POLL_SECONDS):
+                    return
             service.key_value_set(f"{ALIVE}/{process_index()}", "here", allow_overwrite=True)
             if process_index() == 0:
                 if absent := absent_processes():
                     _end(_silent(absent))
                 return
             while (lost := read_key(service, LOST)) is None:
-                time.sleep(POLL_SECONDS / 4)
+                if over.wait(POLL_SECONDS / 4):
+                    return
             _known.extend(int(number) for number in lost.split(","))
         except (RuntimeError, ValueError, AttributeError):  # the service has ended, with the run or with process 0
             return
 
-    threading.Thread(target=answer, name="bessemer-roll-call", daemon=True).start()
+    thread = threading.Thread(target=answer, name="bessemer-roll-call", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        over.set()
+        thread.join(ANSWER_SECONDS)
+
+    atexit.register(end)  # later than jax's own exit function, hence run before it
