@@ -17,7 +17,15 @@ import pytest
 from bessemer.config import declared
 from bessemer.errors import InputError
 from bessemer.models.gpt import GPT
-from bessemer.objectives.grpo import TOKENS, VARIANTS, GrpoSettings, group_advantages, grpo, policy_loss
+from bessemer.objectives.grpo import (
+    TOKENS,
+    VARIANTS,
+    GrpoSettings,
+    group_advantages,
+    grpo,
+    importance_weights,
+    policy_loss,
+)
 from bessemer.registry import objectives
 
 REFERENCE = Path(__file__).parent.parent / "reference" / "grpo_trl.json"
@@ -155,6 +163,90 @@ def test_a_negative_advantage_is_not_rescued_by_the_clip():
         _, gradient, metrics = run(data, settings)
         assert bool(gradient[0, 0] != 0) is moves
         assert metrics["clip_frac"] == (0.0 if moves else 1.0)
+
+
+LETTERS, END = 3, 0
+
+
+def completions(length: int) -> list[tuple[int, ...]]:
+    """All completions over LETTERS tokens that stop at END, or after `length` tokens."""
+    found: list[tuple[int, ...]] = [()]
+    for _ in range(length):
+        grown = [one if one[-1:] == (END,) else None for one in found]
+        found = [one for one in grown if one is not None] + [
+            (*one, token) for one, done in zip(found, grown, strict=True) if done is None for token in range(LETTERS)
+        ]
+    return found
+
+
+def expected_gradient(theta: np.ndarray, sampler: np.ndarray, kind: str, cap: float = 1e9) -> np.ndarray:
+    """Exact E_μ of the loss's gradient. theta, sampler: logits (length, LETTERS + 1, LETTERS), after each token; μ is
+    the sampler's distribution, the trainer's is softmax(theta). A reward is the number of 2s, twice it after a 1."""
+    length = len(theta)
+    every = completions(length)
+    ids, before, real = (np.zeros((len(every), length), int) for _ in range(3))
+    for row, one in enumerate(every):
+        ids[row, : len(one)], real[row, : len(one)] = one, 1
+        before[row, : len(one)] = [LETTERS, *one[:-1]]
+    at, real = np.arange(length), real > 0
+    rewards = np.array([one.count(2) * (2.0 if 1 in one else 1.0) for one in every])
+
+    def picked(logits):
+        table = jax.nn.log_softmax(jnp.asarray(logits))
+        return jnp.where(real, table[at, before, ids], 0.0)
+
+    old, drawn = np.asarray(picked(theta), np.float64), np.asarray(picked(sampler), np.float64)
+    chances = np.exp(drawn.sum(axis=1, where=real))
+    assert abs(chances.sum() - 1) < 1e-5
+    weights, _ = importance_weights(old, np.where(real, drawn, 0), real, kind, cap)
+    settings = GrpoSettings(kl_coef=0.0, normalization="fixed", max_completion_length=1)
+
+    def loss(logits):
+        advantages = jnp.asarray(rewards[:, None] * weights * np.ones(real.shape), jnp.float32)
+        scaled = advantages * jnp.asarray(chances[:, None], jnp.float32)  # the mean over μ, row by row
+        return policy_loss(picked(logits), jnp.asarray(old, jnp.float32), None, scaled, jnp.float32(real), settings)[0]
+
+    return np.asarray(jax.grad(loss)(jnp.asarray(theta, jnp.float32)))
+
+
+def mismatched(length: int, size: float) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(3)
+    theta = rng.standard_normal((length, LETTERS + 1, LETTERS))
+    return theta, theta + size * rng.standard_normal(theta.shape)
+
+
+@pytest.mark.parametrize(("length", "kind"), [(1, "truncated"), (1, "sequence"), (3, "sequence")])
+def test_importance_weights_remove_the_bias_of_another_sampler(length, kind):
+    """Every completion enumerated: the expected gradient is that of an exact sampler, and without weights it is not."""
+    theta, sampler = mismatched(length, 0.5)
+    right = expected_gradient(theta, theta, "none")
+    np.testing.assert_allclose(expected_gradient(theta, sampler, kind), right, atol=1e-5)
+    assert np.linalg.norm(expected_gradient(theta, sampler, "none") - right) > 0.1 * np.linalg.norm(right)
+
+
+def test_weights_of_tokens_leave_the_bias_of_the_tokens_before_and_the_cap_adds_some():
+    """`truncated` on completions of several tokens: less bias than without, not 0. So does the cap."""
+    theta, sampler = mismatched(3, 0.5)
+    right = expected_gradient(theta, theta, "none")
+    bias = {
+        name: np.linalg.norm(expected_gradient(theta, sampler, *how) - right)
+        for name, how in {"none": ("none",), "token": ("truncated",), "capped": ("sequence", 1.2)}.items()
+    }
+    assert 0.01 < bias["token"] < bias["none"] and 0.001 < bias["capped"] < bias["none"]
+
+
+def test_importance_is_measured_over_real_tokens():
+    old, sampled = np.log([[0.5, 0.2, 0.9], [0.1, 0.4, 0.9]]), np.log([[0.25, 0.4, 0.1], [0.1, 0.1, 0.1]])
+    real = np.array([[True, True, False], [True, True, False]])
+    weights, found = importance_weights(old, sampled, real, "truncated", 3.0)
+    np.testing.assert_allclose(weights, [[2, 0.5, 1], [1, 3, 1]], rtol=1e-6)
+    ratios = np.array([2, 0.5, 1, 4])
+    assert found["ess"] == pytest.approx(ratios.sum() ** 2 / (4 * (ratios**2).sum()))
+    assert found["importance_capped"] == 0.25 and found["ratio_p50"] == pytest.approx(1.5)
+    weights, found = importance_weights(old, sampled, real, "sequence", 3.0)
+    np.testing.assert_allclose(weights, [[1, 1, 1], [3, 3, 1]], rtol=1e-6)
+    weights, found = importance_weights(old, sampled, real, "none")
+    assert (weights == 1).all() and "importance_capped" not in found
 
 
 def test_advantages():

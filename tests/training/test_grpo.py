@@ -101,6 +101,9 @@ def test_rollouts_are_trained_on_and_reported(whole: Any) -> None:
     assert max(row["clip_frac"] for row in found) > 0 and found[2]["kl"] > 0
     assert found[3]["kl"] < found[2]["kl"]  # the reference was renewed after step 3
     assert all(row["logprob_gap_max"] < 1e-4 for row in found)
+    for row in found:  # sampler and trainer agree to rounding, so the weights that correct them are 1
+        assert row["ratio_p01"] == pytest.approx(1, abs=1e-4) and row["ratio_p99"] == pytest.approx(1, abs=1e-4)
+        assert row["ess"] == pytest.approx(1, abs=1e-6) and row["importance_capped"] == 0
     assert found[0]["reward"] == found[3]["reward"] != found[4]["reward"]  # a rollout lasts four steps
     assert [row["step"] for row in rows(whole.run_directory.path) if "val_reward" in row] == [0, 4, 7]
     assert all(stats["prompts"] > 0 and "PMD" not in name for name, stats in whole.data.plan.stats.items())
@@ -153,6 +156,7 @@ def test_a_rollout_of_other_prompts_compiles_nothing(whole: Any) -> None:
     assert whole.sampler.engine.compilations == programs <= 4
 
 
+@pytest.mark.slow
 def test_scoring_is_compiled_ahead_from_shapes(whole: Any, tmp_path: Path) -> None:
     """What a thread compiles beside the step is what the first rollout scores with."""
     made = whole.sampler
@@ -199,6 +203,44 @@ def test_a_rollout_is_repeatable_and_cut_completions_can_be_masked(whole: Any, m
     assert (one.rows["old_logprobs"][real > 0] < 0).all() and (one.rows["old_logprobs"][real == 0] == 0).all()
 
 
+END = 206  # a token that the untrained model often draws
+
+
+def test_old_logprobs_of_the_sampler_are_those_of_the_distribution_drawn_from(
+    whole: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Temperature, top-k and top-p are in them, and so is the end token; weights are π_old / μ, cut off at the cap."""
+    monkeypatch.setattr(sampler, "end_ids", lambda tokenizer: (*end_ids(tokenizer), END))
+    made = whole.sampler
+    parts = {name: getattr(made, name) for name in made.__dataclass_fields__}
+    parts["policy"] = replace(made.policy, temperature=0.7)
+    filtered = replace(made.settings, top_k=8, top_p=0.8, old_logprobs="sampler")
+    weighted = replace(filtered, old_logprobs="forward", importance_cap=1.0)
+    with whole.topology.scope():
+        given = sampler.Sampler(**parts | {"settings": filtered}).rollout(9)
+        plain = sampler.Sampler(**parts | {"settings": replace(weighted, importance="none")}).rollout(9)
+        capped = sampler.Sampler(**parts | {"settings": weighted}).rollout(9)
+        logits = np.asarray(jax.jit(whole.model_parts.apply)(whole.state.params, given.rows["input_ids"]), np.float64)
+    rows, real = given.rows, given.rows["target_ids"] >= 0
+    wanted, model = (np.zeros(real.shape) for _ in range(2))
+    for place in zip(*np.nonzero(real), strict=True):
+        z, token = logits[place] / 0.7, rows["target_ids"][place]
+        p = np.exp(z - z.max())
+        model[place] = np.log(p[token] / p.sum())
+        order = np.argsort(-p)[:8]
+        kept = order[np.cumsum(p[order]) - p[order] < 0.8 * p[order].sum()]
+        wanted[place] = np.log(p[token] / p[kept].sum())
+        assert token in kept
+    lasts = [int(row[row >= 0][-1]) for row in rows["target_ids"]]
+    assert 0 < lasts.count(END) < len(lasts), "some completions end with their stop token"
+    np.testing.assert_allclose(rows["old_logprobs"], wanted, atol=1e-4)
+    np.testing.assert_allclose(plain.rows["old_logprobs"], model, atol=1e-4)
+    np.testing.assert_array_equal(given.rows["advantages"], plain.rows["advantages"])
+    ratio = np.where(real, np.minimum(np.exp(model - wanted), 1.0), 1.0)
+    np.testing.assert_allclose(capped.rows["advantages"], plain.rows["advantages"] * ratio, rtol=1e-3, atol=1e-6)
+    assert ratio[real].mean() < 0.9 and capped.metrics["ratio_p50"] < 0.95 and capped.metrics["logprob_gap_max"] < 1e-4
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [3, 5])
 def test_stopped_in_the_middle_of_a_rollout_and_resumed(
@@ -226,7 +268,6 @@ def test_what_cannot_work_is_said_before_anything_is_written(settings: dict[str,
     refused("do not fit into", grpo__max_prompt_length=30)
     refused("needs pattern", grpo__rewards=["regex"])
     refused("is a setting of objective", objective="pretrain")
-    refused("temperature 1", grpo__old_logprobs="sampler", grpo__temperature=0.5)
     refused("longer than 2 tokens", grpo__max_prompt_length=2)
 
 

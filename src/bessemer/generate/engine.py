@@ -50,6 +50,7 @@ class Row:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[Ranking] = field(default_factory=list)
+    policy: list[float] = field(default_factory=list)  # log p of the distribution drawn from
     pieces: list[str] = field(default_factory=list)
     made: list[int] = field(default_factory=list)  # ids, and what the device generated after a stop string
     stop: int | str | None = None
@@ -64,8 +65,16 @@ class Row:
         """The tokens in its cache: all but the newest."""
         return (*self.handle.request.prompt_ids, *self.made)[:-1]
 
-    def take(self, ids: Sequence[int], logprobs: Sequence[float], ended: bool, top: Sequence[Ranking] = ()) -> Event:
-        """Add new tokens and return their event; `ended`: the device generates no more. `top`: their rankings."""
+    def take(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[float],
+        ended: bool,
+        top: Sequence[Ranking] = (),
+        policy: Sequence[float] = (),
+    ) -> Event:
+        """Add new tokens and return their event; `ended`: the device generates no more. `top`: their rankings;
+        `policy`: their log-probabilities in the distribution drawn from."""
         self.made += ids
         if ended and ids and ids[-1] in self.stops:
             self.stop = ids[-1]
@@ -75,6 +84,7 @@ class Row:
             if self.text.stop is not None:
                 self.stop, taken, ended = self.text.stop, count, True
             text += self.text.finish() if ended else ""
+        self.policy += policy[:taken]
         finish = None
         if ended:
             finish = "stop" if self.stop is not None else self._why_full()
@@ -85,7 +95,16 @@ class Row:
 
     def sample(self, finish: str) -> Sample:
         text = "".join(self.pieces)
-        return Sample(self.index, tuple(self.ids), tuple(self.logprobs), text, finish, self.stop, tuple(self.top))
+        return Sample(
+            self.index,
+            tuple(self.ids),
+            tuple(self.logprobs),
+            text,
+            finish,
+            self.stop,
+            tuple(self.top),
+            tuple(self.policy),
+        )
 
     def _event(
         self, text: str, ids: Sequence[int], logprobs: Sequence[float], finish: str | None, top: Sequence[Ranking] = ()
@@ -191,6 +210,7 @@ class Engine:
         narrowest: int = SMALLEST,  # no prompt is padded to fewer tokens: fewer widths to compile
         whole: bool = False,  # a round computes all slots, however few are in use: one size to compile
         least: Way = Way.GREEDY,  # rounds choose tokens by this way or a later one: batches of all kinds share programs
+        policy_logprobs: bool = False,  # samples also have log p of the distribution drawn from
         fetch: Callable[[Any], Any] = jax.device_get,
         scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         seed: int = 0,
@@ -212,7 +232,7 @@ class Engine:
         self.rounds = self.tokens = self.prompt_tokens = 0
         self._cast: Any = None  # the parameters as programs read them, from their first use on
         with scope():
-            self._slots = Slots(model, slots, self.capacity, steps or round_of(), self.pad_id, whole)
+            self._slots = Slots(model, slots, self.capacity, steps or round_of(), self.pad_id, whole, policy_logprobs)
         self._pace = Pace(self._slots.steps, clocked=process_count() == 1)
         self._rows: dict[int, Row] = {}  # by slot
         self._free = deque(range(self._slots.count))  # longest free first
@@ -546,7 +566,8 @@ class Engine:
             made, row = counts[column], self._rows[slot]
             self.tokens += made
             ranked = _rankings(output, column, made) if row.handle.request.top_logprobs else []
-            event = row.take(tokens[column][:made], scores[column][:made], not live[column], ranked)
+            drawn = [] if output.policy_logprobs is None else output.policy_logprobs[:made, column].tolist()
+            event = row.take(tokens[column][:made], scores[column][:made], not live[column], ranked, drawn)
             self._hand_out(slot, event)
 
     def _hand_out(self, slot: int, event: Event) -> None:

@@ -62,6 +62,7 @@ class Sample:
     finish: str  # "stop", "length" (max_tokens), "context" (the row is full) or "cancelled"
     stop: int | str | None = None  # the token or string that stopped it
     top: tuple[Ranking, ...] = ()  # the most likely tokens at each of `ids`; () unless asked for
+    policy_logprobs: tuple[float, ...] = ()  # of the distribution drawn from; () unless the engine records them
 
     @property
     def length(self) -> int:

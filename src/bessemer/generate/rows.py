@@ -20,7 +20,7 @@ from flax import struct
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from bessemer.generate.sampling import Filters, SamplingOptions, Way, choose, row_keys
+from bessemer.generate.sampling import Filters, SamplingOptions, Way, draw, policy_logits, policy_logprob, row_keys
 from bessemer.kernels.quantized import Quantized
 from bessemer.models.lora import Adapted, for_rows, holds_several, is_node
 from bessemer.models.shape import round_up
@@ -71,6 +71,9 @@ class Output(NamedTuple):
     live: Array  # (B,)
     top_ids: Array | None = None  # (steps, B, K) int32: the model's K most likely tokens, if asked for
     top_logprobs: Array | None = None  # (steps, B, K) float32, descending
+    policy_logprobs: Array | None = (
+        None  # (steps, B) float32: log p(token) of the distribution drawn from, if asked for
+    )
 
 
 class Taken(NamedTuple):
@@ -80,6 +83,7 @@ class Taken(NamedTuple):
     logprobs: Array
     top_ids: Array | None = None
     top_logprobs: Array | None = None
+    policy_logprobs: Array | None = None
 
 
 def stop_table(stops: Sequence[Iterable[int]]) -> np.ndarray:
@@ -181,10 +185,12 @@ def decode_block(
     way: Way | None = None,
     bound: Array | int | None = None,
     top: int = 0,
+    policy: bool = False,
 ) -> tuple[Rows, Output]:
     """Generate up to `steps` tokens for every live row; end early when none is live, or after `bound` steps.
 
     `bound` (a multiple of `looks`) is a traced value. `top`: how many of the most likely tokens to record per step.
+    `policy`: also record log p(token) of the distribution drawn from.
     """
     params = for_rows(in_use(model, params), rows.adapter)
     size = rows.token.shape[0]
@@ -196,7 +202,7 @@ def decode_block(
     def advance(_: int, carry: tuple[Array, Rows, Taken]) -> tuple[Array, Rows, Taken]:
         step, rows, noted = carry
         logits, cache = forward(model, params, rows.token[:, None], rows.cache, rows.live.astype(jnp.int32))
-        rows, taken = _take(pad_id, replace(rows, cache=cache), logits, way, top)
+        rows, taken = _take(pad_id, replace(rows, cache=cache), logits, way, top, policy)
         return step + 1, rows, jax.tree.map(lambda buffer, new: buffer.at[step].set(new), noted, taken)
 
     some = functools.partial(jax.lax.fori_loop, 0, looks(steps, way), advance)
@@ -204,14 +210,17 @@ def decode_block(
     if top:
         ranked = (steps, size, top)
         noted = noted._replace(top_ids=jnp.zeros(ranked, jnp.int32), top_logprobs=jnp.zeros(ranked, jnp.float32))
+    if policy:
+        noted = noted._replace(policy_logprobs=jnp.zeros((steps, size), jnp.float32))
     _, rows, noted = jax.lax.while_loop(goes_on, some, (jnp.zeros((), jnp.int32), rows, noted))
-    output = Output(noted.ids, noted.logprobs, rows.count - before, rows.live, noted.top_ids, noted.top_logprobs)
+    output = Output(noted.ids, noted.logprobs, rows.count - before, rows.live, *noted[2:])
     return rows, jax.tree.map(everywhere, output)
 
 
-def _take(pad_id: int, rows: Rows, logits: Array, way: Way | None, top: int) -> tuple[Rows, Taken]:
+def _take(pad_id: int, rows: Rows, logits: Array, way: Way | None, top: int, policy: bool) -> tuple[Rows, Taken]:
     """Choose a token for each live row, and mark the rows that end with it. logits: (B, V)."""
-    chosen = choose(logits, row_keys(rows.streams, rows.count), rows.filters, rows.seen, way, rows.made)
+    drawn_from = policy_logits(logits, rows.filters, rows.seen, way, rows.made)
+    chosen = draw(drawn_from, row_keys(rows.streams, rows.count), rows.filters, way)
     token = jnp.where(rows.live, chosen, pad_id)
     scores = jax.nn.log_softmax(logits)
     logprob = jnp.take_along_axis(scores, token[:, None], axis=-1)[:, 0]
@@ -226,6 +235,9 @@ def _take(pad_id: int, rows: Rows, logits: Array, way: Way | None, top: int) -> 
     if top:
         best, ids = jax.lax.top_k(scores, top)
         taken = taken._replace(top_ids=ids.astype(jnp.int32), top_logprobs=best)
+    if policy:
+        found = policy_logprob(drawn_from, token, rows.filters)
+        taken = taken._replace(policy_logprobs=jnp.where(was_live, found, 0.0))
     return replace(rows, token=token, count=count, live=live, seen=seen, made=made), taken
 
 
@@ -286,10 +298,12 @@ class Slots:
         decode    by rows (`sizes`) and by the part of the capacity in use (`reach`)
 
     whole: every block computes all slots, so that there is one size; for batches whose rows end at about the same time.
-    Create and call it under the mesh of the parameters.
+    policy: see `decode_block`. Create and call it under the mesh of the parameters.
     """
 
-    def __init__(self, model: Any, count: int, capacity: int, steps: int, pad_id: int, whole: bool = False):
+    def __init__(
+        self, model: Any, count: int, capacity: int, steps: int, pad_id: int, whole: bool = False, policy: bool = False
+    ):
         self.capacity, self.steps = capacity, steps
         self.shards = shards("batch")
         self.count = round_up(count, self.shards)
@@ -303,7 +317,10 @@ class Slots:
         self._start = CompiledTogether(jax.jit(start, keep_unused=True), "the engine's empty rows")
         self._model = model
         self._cast = CompiledTogether(jax.jit(functools.partial(_cast_leaves, model)), "the cast of the parameters")
-        self._programs = (functools.partial(_admit, model), functools.partial(_decode, model, pad_id, steps))
+        self._programs = (
+            functools.partial(_admit, model),
+            functools.partial(_decode, model, pad_id, steps, policy=policy),
+        )
         self._admit: Any = None  # CompiledTogether, once it is known where the rows lie
         self._decode: Any = None
 
@@ -500,6 +517,7 @@ def _decode(
     reach: int,
     way: Way | None,
     top: int = 0,
+    policy: bool = False,
 ) -> tuple[Rows, Output]:
     """Run a block of at most `bound` steps for the slots in `mask` (S,), which are those of `index` (R,) if given."""
     rows = replace(rows, live=rows.live & mask)
@@ -508,12 +526,12 @@ def _decode(
     size = part.token.shape[0]
     shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(size, reach)))]
     if index is None and shapes == [leaf.shape for leaf in whole]:
-        return decode_block(model, pad_id, steps, params, rows, way, bound, top)
+        return decode_block(model, pad_id, steps, params, rows, way, bound, top, policy)
     some = [_beginning(leaf, shape, index) for leaf, shape in zip(whole, shapes, strict=True)]
     part = replace(part, cache=jax.tree.unflatten(jax.tree.structure(rows.cache), some))
     if index is not None:
         part = replace(part, live=part.live & (index < rows.live.shape[0]))
-    part, output = decode_block(model, pad_id, steps, params, part, way, bound, top)
+    part, output = decode_block(model, pad_id, steps, params, part, way, bound, top, policy)
     return put_rows(rows, part, index), output
 
 

@@ -141,6 +141,13 @@ def choose(
     logits: (B, V) float32; keys: (B,). For penalties, `seen` (B, V) marks the tokens of the row, and `made` (B, V)
     counts generated ones. What no row needs is not computed (`way`: see `way_of`); rows do not affect each other.
     """
+    return draw(policy_logits(logits, filters, seen, way, made), keys, filters, way)
+
+
+def policy_logits(
+    logits: Array, filters: Filters, seen: Array | None = None, way: Way | None = None, made: Array | None = None
+) -> Array:
+    """Return the logits (B, V) that tokens are drawn from: after penalties, temperature and filters."""
     filters = filters.columns(logits.shape[0])
     drawn = jnp.asarray(filters.temperature) > 0  # (B, 1)
     special = drawn & ~((filters.top_k >= logits.shape[-1]) & (filters.top_p >= 1) & (filters.min_p <= 0))
@@ -157,18 +164,35 @@ def choose(
     def filtered() -> Array:
         return keep(temper(penalise(logits, seen, made, filters)), filters)
 
+    return _either(way, Way.FILTERED, special, filtered, lambda: temper(logits))
+
+
+def draw(scores: Array, keys: Array, filters: Filters, way: Way | None = None) -> Array:
+    """Return the argmax of each row, (B,) int32, after Gumbel noise for sampled rows. scores: see `policy_logits`."""
+    drawn = jnp.asarray(filters.columns(scores.shape[0]).temperature) > 0  # (B, 1)
+
     def noisy() -> Array:
-        noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], logits.dtype))(keys)
+        noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[1:], scores.dtype))(keys)
         return jnp.where(drawn, scores + noise, scores)
 
-    def either(least: Way, needed: Array, yes: Callable[[], Array], no: Callable[[], Array]) -> Array:
-        if way is None:
-            return jax.lax.cond(jnp.any(needed), yes, no)
-        return yes() if way >= least else no()
-
-    scores = either(Way.FILTERED, special, filtered, lambda: temper(logits))
-    scores = either(Way.DRAWN, drawn, noisy, lambda: scores)
+    scores = _either(way, Way.DRAWN, drawn, noisy, lambda: scores)
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+
+
+def _either(way: Way | None, least: Way, needed: Array, yes: Callable[[], Array], no: Callable[[], Array]) -> Array:
+    """Return yes() if any row needs it, else no(); with a fixed `way` that is known without a branch."""
+    if way is None:
+        return jax.lax.cond(jnp.any(needed), yes, no)
+    return yes() if way >= least else no()
+
+
+def policy_logprob(scores: Array, token: Array, filters: Filters) -> Array:
+    """Return the log-probability (B,) with which each token was drawn: 0 for greedy rows, which have no choice.
+
+    scores: (B, V), see `policy_logits`; token: (B,).
+    """
+    found = jnp.take_along_axis(jax.nn.log_softmax(scores), token[:, None], axis=-1)[:, 0]
+    return jnp.where(jnp.broadcast_to(filters.temperature, found.shape) > 0, found, 0.0)
 
 
 def penalise(logits: Array, seen: Array | None, made: Array | None, filters: Filters) -> Array:

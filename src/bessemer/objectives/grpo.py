@@ -107,8 +107,8 @@ def grpo(
 ) -> Sums:
     """(Σ loss, Σ weight, sums over tokens) of the module's formula; no dropout, as ρ compares like with like.
 
-    batch, (B, T) each: input_ids, target_ids, loss_mask (1 on completion tokens and their end), advantages (the same
-    on every token of a row), old_logprobs (absent: those of the reference).
+    batch, (B, T) each: input_ids, target_ids, loss_mask (1 on completion tokens and their end), advantages (those of
+    the row, times `importance_weights`), old_logprobs (absent: those of the reference).
     """
     if "advantages" not in batch:
         raise InputError("this objective trains on completions with advantages: add job=GRPOTrainer.")
@@ -220,6 +220,38 @@ def group_advantages(
         return centered
     deviation = rewards.std(axis=1, ddof=1, keepdims=True) if size > 1 else np.zeros((len(rewards), 1))
     return centered / (deviation + EPSILON)
+
+
+def importance_weights(
+    old: np.ndarray, sampled: np.ndarray, real: np.ndarray, kind: str = "truncated", cap: float = 2.0
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Return w (N, T) float32, by which advantages are multiplied, and how far sampler and trainer are apart.
+
+    old: log π_old of the tokens by a training pass; sampled: log μ, as they were drawn; real: bool, which tokens count.
+
+        r_t = π_old(t) / μ(t)      truncated  w_t = min(r_t, cap)      sequence  w_t = min(Π_t r_t, cap)     none  w = 1
+
+    `truncated` corrects each token given what comes before it, `sequence` the completion as a whole, with more
+    variance. Tokens that top-k or top-p removed have μ = 0 and are never sampled: no weight brings them back.
+    Metrics: quantiles of r_t; ess, the effective sample size (Σr)² / (n·Σr²), 1 where they agree; the share of w at the
+    cap. Source: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
+    """
+    log_ratio = np.where(real, np.asarray(old, np.float64) - sampled, 0.0)
+    ratio = np.exp(log_ratio)
+    known = ratio[real]
+    low, middle, high = np.quantile(known, (0.01, 0.5, 0.99))
+    metrics = {
+        "ratio_p01": float(low),
+        "ratio_p50": float(middle),
+        "ratio_p99": float(high),
+        "ess": float(known.sum() ** 2 / (known.size * np.square(known).sum())),
+    }
+    if kind == "none":
+        return np.ones(real.shape, np.float32), metrics
+    if kind == "sequence":
+        ratio = np.broadcast_to(np.exp(log_ratio.sum(axis=1, keepdims=True)), real.shape)
+    metrics["importance_capped"] = float((ratio[real] > cap).mean())
+    return np.where(real, np.minimum(ratio, cap), 1.0).astype(np.float32), metrics
 
 
 def _advantages_of_some(rewards: np.ndarray, baseline: str, scale: bool, kept: np.ndarray) -> np.ndarray:

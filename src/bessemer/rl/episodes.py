@@ -98,6 +98,7 @@ class Episode:
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    policy: list[float] = field(default_factory=list)  # see Sample.policy_logprobs
     reward: float = 0.0
     turns: int = 0
     last: Sample | None = None
@@ -109,6 +110,7 @@ class Episode:
         self.ids += sample.ids
         self.mask += [1] * len(sample.ids)
         self.logprobs += sample.logprobs
+        self.policy += sample.policy_logprobs
         self.turns += 1
         self.last = sample
 
@@ -122,6 +124,7 @@ class Episode:
             tuple(self.logprobs),
             self.last.text if self.last is not None else "",
             self.finish,
+            policy_logprobs=tuple(self.policy),
             mask=tuple(self.mask),
             reward=self.reward,
             turns=self.turns,

@@ -4,7 +4,8 @@ A row is a prompt with one completion:
 
     input_ids      prompt … completion … pad        loss_mask   1 where the target is a completion token or its end
     target_ids     the next token, −1 in the prompt and the padding
-    old_logprobs   log π of each target under the policy that sampled        advantages   of the row, on every token
+    old_logprobs   log π of each target under the policy that sampled        advantages   of the row, on every token,
+                                                                             times the token's importance weight
 
 Only reinforcement has the last two. A rollout is used for `iterations × parts` steps: each pass shuffles the groups and
 splits them into parts.
@@ -69,6 +70,15 @@ class GRPOTrainerConfig(EpisodeSettings, BaseTrainerConfig):
         default="forward",
         choices=("forward", "sampler"),
         help="of the policy that sampled: from a training pass over the rollout, or as the sampler gave them",
+    )
+    importance: str = field(
+        "grpo/importance",
+        default="truncated",
+        choices=("truncated", "sequence", "none"),
+        help="weights π_old / sampler that correct their mismatch: of each token, of whole completions, or none",
+    )
+    importance_cap: float = field(
+        "grpo/importance_cap", default=2.0, minimum=1, help="importance weights are cut off at it"
     )
     rewards: list[RewardSpec] | None = field(
         "grpo/rewards",

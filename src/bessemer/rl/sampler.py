@@ -29,7 +29,7 @@ from bessemer.generate.engine import round_of
 from bessemer.generate.sampling import Way, way_of
 from bessemer.models.protocol import Decoding
 from bessemer.models.shape import round_up
-from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages
+from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages, importance_weights
 from bessemer.rl.prompts import Chosen, PromptPlan, end_ids
 from bessemer.rl.rewards import Rewards
 from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, completion_rows, row_types, spread
@@ -96,6 +96,11 @@ class Sampler:
         """How rollouts are drawn."""
         return SamplingOptions(self.policy.temperature, self.settings.top_k, self.settings.top_p)
 
+    @property
+    def alters_logits(self) -> bool:
+        """Whether completions are drawn from another distribution than the model's own."""
+        return isinstance(self.policy, GrpoSettings) and self.sampling != SamplingOptions(1.0)
+
     @functools.cached_property
     def engine(self) -> Engine:
         model: Any = self.parts.model
@@ -118,6 +123,7 @@ class Sampler:
             narrowest=bucket(longest, model.block_size) // 2,  # two widths for prompts of all lengths
             whole=jax.default_backend() != "cpu",  # see `row_sizes`: there, few rows take about as long as all
             least=way_of([self.sampling]) or Way.GREEDY,  # validation needs no program of its own
+            policy_logprobs=self.alters_logits,
             fetch=fetch,
             scope=self.topology.scope,
         )
@@ -187,9 +193,9 @@ class Sampler:
                 rows["loss_mask"][cut] = 0
             grouped = rewards["reward"].reshape(-1, size)
             rows["advantages"][:] = self.advantages(samples, grouped).reshape(-1, 1)
-            sampled = spread([sample.logprobs for sample in samples], rows)
             self.show(f"log-probabilities of {len(samples)} completions")
-            rows["old_logprobs"], gap = self.old_logprobs(rows, sampled)
+            rows["old_logprobs"], weights, gap = self.old_logprobs(rows, samples)
+            rows["advantages"] *= weights
             metrics |= {
                 "reward_std": float(grouped.std(axis=1).mean()),
                 "flat_groups": float((np.ptp(grouped, axis=1) == 0).mean()),
@@ -262,13 +268,23 @@ class Sampler:
 
     # --- log-probabilities ---
 
-    def old_logprobs(self, rows: dict[str, np.ndarray], sampled: np.ndarray) -> tuple[np.ndarray, dict[str, float]]:
-        """Return log π_old (N, T), and how far the engine's log-probabilities are from those of a training pass."""
+    def old_logprobs(
+        self, rows: dict[str, np.ndarray], samples: Sequence[Sample]
+    ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
+        """Return log π_old (N, T), importance weights (N, T), and how far sampler and training pass are apart.
+
+        logprob_gap compares the model's own log-probabilities; the weights compare with the distribution drawn from.
+        """
         scored, plain = self.score(rows)
         real = rows["target_ids"] >= 0
-        gap = np.abs(np.asarray(plain, np.float64) - sampled)[real]
+        model = spread([sample.logprobs for sample in samples], rows)
+        drawn = spread([sample.policy_logprobs for sample in samples], rows) if self.alters_logits else model
+        gap = np.abs(np.asarray(plain, np.float64) - model)[real]
         measured = {"logprob_gap": float(gap.mean()), "logprob_gap_max": float(gap.max())}
-        return (sampled if self.settings.old_logprobs == "sampler" else scored), measured
+        given = self.settings.old_logprobs == "sampler"  # the ratio of the loss is to the sampler then: no weights
+        kind = "none" if given else self.settings.importance
+        weights, apart = importance_weights(scored, drawn, real, kind, self.settings.importance_cap)
+        return (drawn if given else scored), weights, measured | apart
 
     def score(self, rows: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return log p of every target (N, T): of the policy at its temperature, and of the model (temperature 1)."""

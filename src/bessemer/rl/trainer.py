@@ -61,11 +61,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             assert self.tokenizer is not None
             data, self.passes = build_stored(self.settings, self.policy, self.tokenizer, horizon, self.say)
             return data
-        if self.reinforces and self.settings.old_logprobs == "sampler" and self.policy.temperature != 1:
-            raise InputError(
-                "grpo.old_logprobs=sampler gives the log-probabilities of temperature 1, and grpo.temperature="
-                f"{self.policy.temperature} is trained: use grpo.old_logprobs=forward."
-            )
+        if self.settings.old_logprobs == "sampler" and self.config.is_set("grpo/importance"):
+            self.say("note: grpo.importance has no effect with grpo.old_logprobs=sampler: the ratio is to the sampler")
         self.rollout_seconds = 0.0
         self.rewards = self.choose_rewards()
         data, self.passes = build_prompts(self.context, self.tokenizer, self.policy, horizon)
@@ -125,7 +122,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             if named is None and self.settings.environment is not None:
                 return None  # the environment's own
             return Rewards([RewardSpec("exact_match")] if named is None else named, self.settings.reward_timeout)
-        for key in ("grpo/sync_interval", "grpo/old_logprobs"):
+        for key in ("grpo/sync_interval", "grpo/old_logprobs", "grpo/importance", "grpo/importance_cap"):
             if self.config.is_set(key):
                 self.say(f"note: {dotted(key)} has no effect with a teacher, which never changes")
         return Rewards(self.settings.rewards, self.settings.reward_timeout) if self.settings.rewards else None
