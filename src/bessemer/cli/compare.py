@@ -27,23 +27,29 @@ if TYPE_CHECKING:
 )
 @click.option("--common", is_flag=True, help="Also measure all models on the same held-out text.")
 @click.option("--limit", type=click.IntRange(min=1), help="With --common: maximum held-out sequences.")
+@click.option("--noise", is_flag=True, help="Group runs that differ only in their seed; say which group is better.")
 @RUNS
-def command(runs: tuple[str, ...], out: str, against: str, common: bool, limit: int | None, root: str) -> None:
+def command(
+    runs: tuple[str, ...], out: str, against: str, common: bool, limit: int | None, noise: bool, root: str
+) -> None:
     """Print the final numbers of runs and the settings that differ; plot their curves in one picture.
 
     Runs evaluated on different held-out sets cannot be ranked by their bits per byte. --common measures the
-    newest checkpoint of each on the held-out text of every run.
+    newest checkpoint of each on the held-out text of every run. --noise compares final validation losses: paired by
+    seed where two groups share at least two seeds, otherwise with an assumed deviation of .02 between seeds.
 
     \b
     Examples:
       bessemer compare runs/one runs/two
       bessemer compare runs/one runs/two --common
+      bessemer compare base-0 base-1 new-0 new-1 --noise
       bessemer compare one two three --out curves.png --against flops
     """
     from bessemer.job import find_run
     from bessemer.report.listing import comparison, labels_of
     from bessemer.report.plots import write_overlay
     from bessemer.report.summary import summarize
+    from bessemer.report.verdict import compare_seeds
 
     if len(runs) < 2:
         raise InputError("compare needs at least two runs.")
@@ -51,6 +57,8 @@ def command(runs: tuple[str, ...], out: str, against: str, common: bool, limit: 
         raise InputError("--limit needs --common.")
     summaries = [summarize(find_run(run, root)) for run in runs]
     click.echo(comparison(summaries))
+    if noise:
+        click.echo("\n" + "\n".join(compare_seeds(summaries, labels_of(summaries))))
     if common:
         click.echo(f"\n{on_common_text(summaries, labels_of(summaries), limit)}")
     path = Path(out) / "compare.png" if Path(out).is_dir() else Path(out)

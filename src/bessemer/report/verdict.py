@@ -1,0 +1,148 @@
+"""Whether one group of runs ends lower than another: mean, spread, and the confidence of the difference.
+
+`bessemer compare --noise` prints it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bessemer.errors import InputError
+from bessemer.report.summary import Summary
+
+NOISE = 0.02
+"""Standard deviation between seeds that is assumed where it cannot be measured: nats per token, final validation
+loss of short runs at depth 8 and 12."""
+
+CONFIDENT = 0.95
+
+Results = Mapping[int | None, float]
+"""Seed → final loss. The seed None: unknown, so the run has no partner."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`first` against `second`: difference = mean(first) − mean(second), so below 0 the first is better."""
+
+    first: str
+    second: str
+    difference: float
+    error: float  # standard error of the difference
+    confidence: float  # probability that the sign of the difference is right, .5 to 1
+    method: str
+
+    @property
+    def decided(self) -> bool:
+        return self.confidence >= CONFIDENT
+
+    def __str__(self) -> str:
+        """a is .0150 below b ± .0040 (98% confident; paired by 3 seeds)"""
+        where = "below" if self.difference < 0 else "above"
+        end = "" if self.decided else "; undecided"
+        return (
+            f"{self.first} is {abs(self.difference):.4f} {where} {self.second} ± {self.error:.4f} "
+            f"({self.confidence:.1%} confident; {self.method}{end})"
+        )
+
+
+def mean_and_spread(results: Results) -> tuple[float, float | None]:
+    """Return the mean and the standard deviation between seeds; of one run the latter is None."""
+    values = list(results.values())
+    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+
+
+def describe(groups: Mapping[str, Results], noise: float = NOISE) -> list[str]:
+    """Return one line per group, best first, then the best against each of the others."""
+    order = sorted(groups, key=lambda name: mean_and_spread(groups[name])[0])
+    lines = []
+    for name in order:
+        mean, spread = mean_and_spread(groups[name])
+        deviation = "one run, spread unknown" if spread is None else f"spread {spread:.4f}, {len(groups[name])} runs"
+        lines.append(f"{name}: {mean:.4f} ({deviation})")
+    return lines + [str(judge(order[0], groups[order[0]], name, groups[name], noise)) for name in order[1:]]
+
+
+SAME_RUN = ("seed", "training.per_device_batch_size", "training.time_limit")
+"""Settings, with logging.* and topology.*, that do not make a run another contender."""
+
+
+def compare_seeds(summaries: Sequence[Summary], labels: Sequence[str]) -> list[str]:
+    """Group runs whose settings differ only in the seed and return `describe` of their final validation losses."""
+    unfinished = [label for label, s in zip(labels, summaries, strict=True) if s.state != "done"]
+    if unfinished:
+        raise InputError(f"--noise compares finished runs; not done: {', '.join(unfinished)}.")
+    if any(s.last("val_loss") is None for s in summaries):
+        raise InputError("--noise needs a validation loss in every run; see training.validation.")
+    prints = {s.held_out.get("fingerprint") for s in summaries}
+    if len(prints) > 1 or None in prints:
+        raise InputError("--noise needs runs judged on the same recorded held-out set; try --common.")
+    groups: dict[str, dict[int | None, float]] = {}
+    names: dict[str, str] = {}
+    for label, summary in zip(labels, summaries, strict=True):
+        settings = sorted(
+            (key, repr(value))
+            for key, value in summary.config.items()
+            if key not in SAME_RUN and not key.startswith(("logging.", "topology."))
+        )
+        name = names.setdefault(repr(settings), label)
+        seed = summary.config.get("seed")
+        if seed in groups.setdefault(name, {}):
+            raise InputError(f"{label} and another run have the same settings and seed {seed}; pass one of them.")
+        groups[name][seed] = float(summary.last("val_loss"))
+    if len(groups) < 2:
+        raise InputError("--noise: all runs have the same settings but for the seed; nothing to compare.")
+    return describe(groups)
+
+
+def judge(first: str, one: Results, second: str, two: Results, noise: float = NOISE) -> Verdict:
+    """Compare two groups of final losses.
+
+    With at least two seeds in common: a paired t-test over them. The standard error is s/√n, where s is the deviation
+    of the differences. Otherwise each run is taken to have the standard deviation `noise`, so that the error is
+    noise·√(1/n₁ + 1/n₂), and the normal distribution gives the confidence.
+    """
+    shared = sorted(seed for seed in one.keys() & two.keys() if seed is not None)
+    if len(shared) > 1:
+        gaps = [one[seed] - two[seed] for seed in shared]
+        difference, error = statistics.fmean(gaps), statistics.stdev(gaps) / math.sqrt(len(gaps))
+        method = f"paired by {len(shared)} seeds"
+        left_out = len(one) + len(two) - 2 * len(shared)
+        method += f", {left_out} unpaired left out" if left_out else ""
+        return Verdict(first, second, difference, error, _sign_confidence(difference, error, len(gaps) - 1), method)
+    difference = statistics.fmean(one.values()) - statistics.fmean(two.values())
+    error = noise * math.sqrt(1 / len(one) + 1 / len(two))
+    method = f"{len(one)} against {len(two)}, assumed noise {noise:g}"
+    return Verdict(first, second, difference, error, _sign_confidence(difference, error, None), method)
+
+
+def _sign_confidence(difference: float, error: float, freedom: int | None) -> float:
+    """P(T ≤ |difference| / error), T of Student's t with `freedom` degrees, or normal when None."""
+    if error == 0:
+        return 0.5 if difference == 0 else 1.0
+    t = abs(difference) / error
+    return 0.5 * (1 + math.erf(t / math.sqrt(2))) if freedom is None else student_cdf(t, freedom)
+
+
+def student_cdf(t: float, freedom: int) -> float:
+    """Return P(T ≤ t) for t ≥ 0 and an integer number of degrees of freedom, exactly.
+
+    With θ = atan(t/√ν), the two-sided probability is a finite sum (Abramowitz and Stegun 26.7.3 and 26.7.4).
+    """
+    theta = math.atan2(t, math.sqrt(freedom))
+    cos2 = math.cos(theta) ** 2
+    if freedom % 2:
+        total, term = 0.0, math.cos(theta)
+        for k in range(1, (freedom - 1) // 2 + 1):
+            total += term
+            term *= cos2 * (2 * k) / (2 * k + 1)
+        two_sided = 2 / math.pi * (theta + math.sin(theta) * total)
+    else:
+        total, term = 0.0, 1.0
+        for k in range(1, freedom // 2 + 1):
+            total += term
+            term *= cos2 * (2 * k - 1) / (2 * k)
+        two_sided = math.sin(theta) * total
+    return 0.5 * (1 + two_sided)
