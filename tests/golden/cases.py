@@ -285,6 +285,18 @@ CASES: dict[str, Case] = {
     "olmoe": Case(
         "quickstart", {**LLAMA, **ADAMW, "model.family": "olmoe", "model.experts": 9, "model.expert_width": 8}
     ),
+    "gptoss": Case(
+        "quickstart",
+        {
+            **LLAMA,
+            **ADAMW,
+            "model.family": "gptoss",
+            "model.experts": 5,
+            "model.experts_active": 2,
+            "model.expert_width": 8,
+            "model.sliding_window": 16,
+        },
+    ),
     # ---- processes, kills, stops, branches
     "two-processes": Case(
         "quickstart",
@@ -392,7 +404,7 @@ CASES: dict[str, Case] = {
             {**PAIRS, "objective": "reward", "init": f"runs/{family}", "model.family": f"{family}-reward"},
             needs=(family,),
         )
-        for family in ("olmo", "gemma", "olmoe")
+        for family in ("olmo", "gemma", "olmoe", "gptoss")
     },
     "distill": Case(
         "distill",

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-AXES = ("data", "fsdp", "tensor", "context")
+AXES = ("data", "fsdp", "expert", "tensor", "context")
 Settings = dict[str, Any]
 
 
@@ -159,6 +159,7 @@ CLASSES: dict[str, Class] = {
             "S=4": accumulate(2),
             "scanned, recomputed": member(architecture__scan_layers="true", architecture__remat="block"),
             "fsdp 2 x tensor 2 x context 2": mesh(fsdp=2, tensor=2, context=2),
+            "fsdp 2 x expert 2 x tensor 2": mesh(fsdp=2, expert=2, tensor=2),
         },
         ROUNDING,
         shared={**SGD, **EXPERTS},

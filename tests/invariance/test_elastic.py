@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from tests.invariance.classes import ADAMW, MUON, NORMALIZED, Member, Settings, accumulate, member, mesh
+from tests.invariance.classes import ADAMW, EXPERTS, MUON, NORMALIZED, Member, Settings, accumulate, member, mesh
 from tests.invariance.compare import difference, digests, meta, saved_arrays
 from tests.invariance.conftest import STEPS, Runs
 
@@ -68,8 +68,16 @@ RESTORED: dict[str, tuple[Settings, Member]] = {
     "adamw, data 8": (WHOLE, mesh(data=8)),
     "adamw, fsdp 2 x tensor 2 x context 2": (WHOLE, mesh(fsdp=2, tensor=2, context=2)),
     "adamw, tensor 4": (WHOLE, mesh(tensor=4)),
+    "experts, fsdp 2 x expert 2 x tensor 2": ({**WHOLE, **EXPERTS}, mesh(fsdp=2, expert=2, tensor=2)),
     "muon, fsdp 4 x tensor 2": (MUON, mesh(fsdp=4, tensor=2)),
 }
+
+
+def saved_by(settings: Settings) -> Member:
+    """The mesh that a run is saved by; experts come from an axis of their own too."""
+    if "model.experts" in settings:
+        return mesh(expert=4, data=2)
+    return mesh(data=8) if settings is WHOLE else Member()
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if "muon" in n else []) for n in RESTORED])
@@ -77,7 +85,7 @@ def test_every_array_comes_back_on_another_mesh(name: str, runs: Runs, monkeypat
     """Saved by one kind of mesh, restored onto another: every weight, average and moment has its bits, is spread
     over the devices, and the batches to come are those the first mesh was given."""
     settings, other = RESTORED[name]
-    source = runs.train("uneven", settings, mesh(data=8) if settings is WHOLE else Member())
+    source = runs.train("uneven", settings, saved_by(settings))
     run = copied(source, "restored")
     devices = jax.devices()[: other.devices]
     monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(settings, devices))

@@ -41,10 +41,18 @@ MESHES: dict[str, dict[str, int]] = {
     "fsdp 4 x tensor 2": {"fsdp": 4, "tensor": 2},
     "tensor 4 x context 2": {"tensor": 4, "context": 2},
 }
+EXPERT_MESHES: dict[str, dict[str, int]] = {
+    "expert 2": {"expert": 2},
+    "fsdp 2 x expert 2 x tensor 2": {"fsdp": 2, "expert": 2, "tensor": 2},
+    "data 2 x expert 2 x context 2": {"data": 2, "expert": 2, "context": 2},
+}
+"""Of families with experts alone; their number, 6, is a multiple of the axis."""
 FAST = {("gpt", "fsdp 2 x tensor 2 x context 2"), ("gpt", "data 2 x fsdp 2 x tensor 2"), ("gpt", "context 4")}
 FAST |= {(family, "fsdp 2 x tensor 2 x context 2") for family in FAMILIES}
+FAST |= {("gpt-experts", "fsdp 2 x expert 2 x tensor 2"), ("llama-experts", "data 2 x expert 2 x context 2")}
 SLOW = {("gpt", name) for name in ("data 8", "fsdp 8", "tensor 8", "data 2 x fsdp 4", "fsdp 4 x tensor 2")}
 SLOW |= {(family, name) for family in FAMILIES for name in ("data 8", "data 2 x fsdp 2 x tensor 2")}
+SLOW |= {(family, "expert 2") for family, (_, settings) in FAMILIES.items() if "experts" in settings}
 """The others are run by `make long`."""
 
 BOUNDS = {  # with AdamW's own epsilon, measured: largest 1.6e-7, 1.2e-5, 3.3e-2, 1.3e-5, 2.5e-5
@@ -68,7 +76,7 @@ MOVES = {
 
 def cases():
     for family in FAMILIES:
-        for mesh in MESHES:
+        for mesh in (*MESHES, *(EXPERT_MESHES if "experts" in FAMILIES[family][1] else ())):
             marks = []
             if (family, mesh) not in FAST:
                 marks.append(pytest.mark.slow if (family, mesh) in SLOW else pytest.mark.long)
@@ -87,7 +95,7 @@ def test_every_family_of_the_package_is_on_the_meshes() -> None:
 
 @pytest.mark.parametrize(("family", "mesh"), list(cases()))
 def test_a_mesh_is_one_device(family: str, mesh: str, capfd: pytest.CaptureFixture[str]) -> None:
-    topology = mesh_of(MESHES[mesh])
+    topology = mesh_of((MESHES | EXPERT_MESHES)[mesh])
     with topology.scope():
         tiny = build(family, topology=topology)
     tiny.model.check()

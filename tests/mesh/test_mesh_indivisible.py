@@ -26,6 +26,8 @@ REFUSED: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
         {"heads": 6, "kv_heads": 6, "width": 48},
         "'vocab' has 128 entries.*topology.tensor=3",
     ),
+    "experts": ({"expert": 4}, {"experts": 6}, "'expert' has 6 entries.*topology.expert=4.*model.experts"),
+    "no experts": ({"expert": 2}, {}, "topology.expert=2.*no experts.*model.experts"),
     "width": ({"fsdp": 3}, {}, "'embed' has 64 entries.*topology.fsdp=3.*model.width"),
 }
 

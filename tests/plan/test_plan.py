@@ -37,6 +37,7 @@ def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(room, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
 
 
+@pytest.mark.slow
 def test_depth_12_through_the_command_line(
     cli: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

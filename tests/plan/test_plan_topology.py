@@ -83,7 +83,9 @@ def test_bytes_sent_stay_flat_in_fsdp_and_data(deep: Any) -> None:
     """Per device and step at one pass a step: 64 times the devices change them by less than a fifth."""
 
     def sent(data: int, fsdp: int) -> float:
-        choice = Choice({"data": data, "fsdp": fsdp, "tensor": 1, "context": 1}, 512 // (data * fsdp), ("none",))
+        choice = Choice(
+            {"data": data, "fsdp": fsdp, "expert": 1, "tensor": 1, "context": 1}, 512 // (data * fsdp), ("none",)
+        )
         made = estimate(deep.facts, choice, deep.terms)
         assert made.accumulate == 1
         return sum(one.sent for one in made.collectives)
@@ -101,7 +103,7 @@ def test_what_the_torus_makes_of_the_mesh_is_a_note_of_the_plan(deep: Any) -> No
 
 def test_memory_follows_the_mesh(deep: Any) -> None:
     def memory(rows: int = 4, remat: str = "none", **axes: int) -> Any:
-        sizes = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1} | axes
+        sizes = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1, "context": 1} | axes
         made = tried(deep.facts, Choice(sizes, rows, (remat,)), deep.terms)
         assert made is not None
         return made.memory
@@ -115,10 +117,11 @@ def test_memory_follows_the_mesh(deep: Any) -> None:
     assert one.activations / 2 < memory(tensor=2).activations < one.activations
     kept = [memory(remat=remat, fsdp=8).activations for remat in ("block", "none")]
     assert kept[0] < kept[1] / 4
-    wrong = Choice({"data": 1, "fsdp": 5, "tensor": 1, "context": 1}, 1, ("none",))
+    wrong = Choice({"data": 1, "fsdp": 5, "expert": 1, "tensor": 1, "context": 1}, 1, ("none",))
     assert tried(deep.facts, wrong, deep.terms) is None, "a width that 5 does not divide"
 
 
+@pytest.mark.slow
 def test_quantized_bytes_are_counted() -> None:
     """Of frozen matrices: 2 bytes per weight in bfloat16, 0.516 in nf4; on several chips a share of the codes."""
     words = ["model.family=llama", "model.depth=2", "model.width=1024", "model.head_dim=128", "lora.rank=8"]
@@ -136,6 +139,7 @@ def test_quantized_bytes_are_counted() -> None:
     assert plain - split == pytest.approx((2 / 4 - 0.5 / 4 - 1 / 64) * weights, rel=5e-2)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_says_what_to_change() -> None:
     words = ["model.depth=4", "training.batch_size=4096", "training.per_device_batch_size=512"]
     small = make_absent_plan("pretrain", words, topology="rtx4090:8")

@@ -146,6 +146,20 @@ CASES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
     },
+    "gpt-oss": {  # limits low enough to cut; a window, then all keys; one key head for three queries
+        "model_type": "gpt_oss",
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 14,
+        "intermediate_size": 20,
+        "num_hidden_layers": 3,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+        "swiglu_limit": 1.5,
+        "rope_parameters": {**YARN, "truncate": False},
+    },
 }
 # Compared only where transformers is installed.
 MORE: dict[str, dict[str, Any]] = {
@@ -223,6 +237,14 @@ MORE: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "tie_word_embeddings": True,
     },
+    "gpt-oss-default-rope": {  # YaRN with whole dimensions left alone, as config.json has it when it says nothing
+        "model_type": "gpt_oss",
+        "head_dim": 6,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 3,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+    },
 }
 
 
@@ -254,7 +276,7 @@ def some_ids(size: int, seed: int = 0, length: int = 14) -> np.ndarray:
 def in_files(kind: str, name: str, array: np.ndarray) -> dict[str, np.ndarray]:
     """Views of a parameter of transformers by their names in files, where experts are tensors of their own."""
     stack, _, part = name.rpartition(".experts.")
-    if not stack:
+    if not stack or kind == "gpt_oss":  # whose files hold stacks
         return {name.replace(".mlp.", ".block_sparse_moe.") if kind == "mixtral" else name: array}
     half = array.shape[1] // 2
     found = {}

@@ -384,6 +384,7 @@ _TABLE: list[Alias] = [
     Alias("data_parallel_shard_degree ici_fsdp_parallelism", "topology.fsdp"),
     Alias("tensor_parallel_degree tensor_parallel_size ici_tensor_parallelism model_axis_size", "topology.tensor"),
     Alias("context_parallel_degree ici_context_parallelism", "topology.context"),
+    Alias("expert_parallel_degree expert_parallel_size ici_expert_parallelism", "topology.expert"),
     Alias("pipeline_parallel_degree", note=f"There is no pipeline parallelism. {_MESH}"),
     Alias("device device_type", "topology.platform", values={"cuda": "gpu"}),
     # adapters

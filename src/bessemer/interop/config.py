@@ -13,6 +13,7 @@ import numpy as np
 from bessemer.config import declared, dotted
 from bessemer.errors import InputError
 from bessemer.interop.bitsandbytes import check_method
+from bessemer.interop.mxfp4 import is_mxfp4
 from bessemer.models.hf_types import HFType, layer_types
 from bessemer.models.llama import ROPE_TYPES, Llama
 from bessemer.models.moe import AXES as STACKS
@@ -160,11 +161,16 @@ class HFConfig:
         key, value = hf_types.get(self.kind).activation
         if self.text(key, value) != value:
             raise self.refuse(key, f"{self.kind} has {value}.")
-        self.is_quantized()
+        self.quantization()
 
-    def is_quantized(self) -> bool:
-        """Return whether the weights are bitsandbytes NF4; InputError if they are quantized in another way."""
-        return bool(self._at("quantization_config")) and check_method(self.section("quantization_config"), self.where)
+    def quantization(self) -> str:
+        """Return nf4 (bitsandbytes), mxfp4 (gpt-oss) or none; InputError for weights quantized in another way."""
+        if not self._at("quantization_config"):
+            return "none"
+        section = self.section("quantization_config")
+        if self.kind == "gpt_oss" and is_mxfp4(section):
+            return "mxfp4"
+        return "nf4" if check_method(section, self.where) else "none"
 
     def end_tokens(self) -> list[int]:
         found = self._given("eos_token_id", [])
@@ -413,6 +419,8 @@ def their_name(name: str, kind: HFType | None = None, expert: int | None = None)
     inner = LAYER.get(part, "")
     if kind is not None and part in kind.norms:
         inner = f"{kind.norms[part]}.weight"
+    elif kind is not None and part in kind.whole:
+        inner = kind.whole[part]
     elif kind is not None and part in kind.experts:
         inner = f"{kind.experts[part].format(expert)}.weight"
     return f"model.layers.{block.removeprefix('blocks_')}.{inner}"
@@ -427,9 +435,14 @@ class Tensor:
     shape: tuple[int, ...]  # ours
     vocab_size: int
     expert: int | None = None
+    whole: bool = False  # files hold it in our layout (HFType.whole)
 
     @property
     def turned(self) -> bool:
+        return not self.whole and self._is_matrix
+
+    @property
+    def _is_matrix(self) -> bool:
         return self.ours == "head" or self.ours.rpartition("/")[2] in (*MATRICES, *EXPERTS)
 
     @property
@@ -455,10 +468,14 @@ class Tensor:
 def tensors_of(shapes: Signature, model: Llama) -> dict[str, Tensor]:
     """Every tensor by their name, in the order of the layers. `shapes`: of our parameters, by our name."""
     kind = hf_types.get(type_of(model))
+
+    def is_whole(name: str) -> bool:
+        return name.rpartition("/")[2] in kind.whole
+
     found = [
-        Tensor(name, their_name(name, kind, expert), tuple(shape), model.vocab_size, expert)
+        Tensor(name, their_name(name, kind, expert), tuple(shape), model.vocab_size, expert, is_whole(name))
         for name, (_, shape) in shapes.items()
-        for expert in (range(shape[0]) if len(shape) > 2 else (None,))
+        for expert in (range(shape[0]) if len(shape) > 2 and not is_whole(name) else (None,))
     ]
     return {tensor.theirs: tensor for tensor in sorted(found, key=_order)}
 

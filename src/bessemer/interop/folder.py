@@ -23,6 +23,7 @@ from bessemer.data.tokenize.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError, to_install
 from bessemer.interop.bitsandbytes import STATE, QuantizedTensor, is_part
 from bessemer.interop.config import BUFFERS, HEAD, HFConfig, Tensor, tensors_of
+from bessemer.interop.mxfp4 import BLOCKS, Mxfp4Tensor, is_mxfp4_part
 from bessemer.job import RunDirectory, check_run_name
 from bessemer.job.trust import check_folder
 from bessemer.models.llama import Llama
@@ -83,7 +84,7 @@ class Folder:
             return values | {"model/weights_dtype": named if named in FLOATS else FLOATS[0]}
         if config.values.get("tie_word_embeddings") is None and HEAD not in self.files:
             values["model/tied_head"] = True  # the key was left out, as its default was; the weights tell
-        kinds = {str(file.entries[name].dtype) for name, file in self.files.items() if not is_part(name)}
+        kinds = {str(file.entries[name].dtype) for name, file in self.files.items() if not self._is_part(name)}
         kinds |= {str(packed.dtype) for packed in self.quantized.values()}
         floats = [kind for kind in FLOATS if kind in kinds]
         values["model/weights_dtype"] = floats[0] if floats else "float32"
@@ -147,10 +148,20 @@ class Folder:
         return {name: opened[part] for name, part in listed.items()}
 
     @cached_property
-    def quantized(self) -> dict[str, QuantizedTensor]:
+    def quantization(self) -> str:
+        return HFConfig(read_object(self.path / CONFIG), str(self.path / CONFIG)).quantization()
+
+    def _is_part(self, name: str) -> bool:
+        return is_mxfp4_part(name) if self.quantization == "mxfp4" else is_part(name)
+
+    @cached_property
+    def quantized(self) -> dict[str, QuantizedTensor | Mxfp4Tensor]:
         """Their name → a tensor that is stored in 4 bits."""
-        if not HFConfig(read_object(self.path / CONFIG), str(self.path / CONFIG)).is_quantized():
+        if self.quantization == "none":
             return {}
+        if self.quantization == "mxfp4":
+            packed = [name.removesuffix(BLOCKS) for name in self.files if name.endswith(BLOCKS)]
+            return {name: Mxfp4Tensor.of(name, self.files) for name in packed}
         names = [name.removesuffix(STATE) for name in self.files if name.endswith(STATE)]
         for name in names:
             if name not in self.files:
@@ -178,10 +189,11 @@ class Folder:
         self._check_depth()
         wanted = tensors_of(parameter_signature(self.model), self.model)
         for name, tensor in wanted.items():
-            if name not in self.files:
+            packed = self.quantized.get(name)
+            if name not in self.files and packed is None:
                 place = INDEX if (self.path / INDEX).is_file() else SINGLE
                 raise StorageError(f"{self.path / place} has no '{name}', which {CONFIG} calls for.")
-            (dtype, shape), file = self.entry(name), self.files[name].path
+            (dtype, shape), file = self.entry(name), self.files[name if packed is None else packed.parts[0]].path
             if shape != tensor.their_shape:
                 raise StorageError(f"{file}: '{name}' has shape {shape}; {CONFIG} calls for {tensor.their_shape}.")
             if dtype not in FLOATS:

@@ -216,21 +216,28 @@ def attention(
     implementation: Implementation | str = "auto",
     max_documents: int = 0,
     softcap: float = 0.0,
+    sinks: Array | None = None,
 ) -> Array:
     """softmax(q kᵀ / √d) v over the allowed keys. q: (B, T, N, H); k, v: (B, T, K, H), K divides N → (B, T, N, H).
 
     Query t sees keys ≤ t, and with `segment_ids` (B, T) only those of its own segment. A sequence that the mesh splits
     stays split outside. max_documents: the most runs of equal ids in all B rows together, which the caller guarantees;
     0 = any number (cuDNN then reads a table of T² pairs). softcap: c of scores c·tanh(s/c), 0 = off.
+    sinks: (N,), a logit per head that takes part in the softmax and has no value (gpt-oss); XLA alone has it.
     """
     if window is not None and window >= q.shape[1]:
         window = None
     layout = layout_of(q.shape, k.shape)
     masked, capped = segment_ids is not None, softcap > 0
-    name = choose_attention(implementation, q.dtype, q.shape[-1], masked, q.shape[1], layout, capped)
+    sunk = sinks is not None
+    name = choose_attention(implementation, q.dtype, q.shape[-1], masked, q.shape[1], layout, capped, sunk)
     kernel = partial(KERNELS[name], window=window)
     if capped:
         kernel = partial(kernel, softcap=softcap)
+    if sinks is not None:
+        if layout.way != "none":
+            raise InputError("attention sinks are for whole sequences: set topology.context=1.")
+        kernel = partial(kernel, sinks=sinks)
     alone = not (layout.batch or layout.sequence or layout.heads)
     addressed = q.size < 2**31  # offsets are int32
     if name == "cudnn" and segment_ids is not None and max_documents and window is None and alone and addressed:
@@ -246,20 +253,21 @@ def choose_attention(
     length: int | None = None,
     layout: Layout | None = None,
     capped: bool = False,
+    sunk: bool = False,
 ) -> str:
     """`architecture/attention`: auto takes what the platform has for these heads, and XLA otherwise.
 
     cuDNN: an NVIDIA GPU, half precision, head dimensions up to 128 in steps of 8, as many keys as queries, an even
     number of them with a document mask, scores without a cap. Splash: a TPU, head dimensions in steps of 64, sequences
-    (what a device has of them) in steps of 128.
+    (what a device has of them) in steps of 128. Neither has attention sinks.
     """
     layout = layout or Layout()
     platform = backend()
     half = dtype in (jnp.bfloat16, jnp.float16)
-    shaped = half and head_dim % 8 == 0 and head_dim <= 128 and not capped
+    shaped = half and head_dim % 8 == 0 and head_dim <= 128 and not capped and not sunk
     possible = {
         "cudnn": platform == "gpu" and shaped and layout.way != "keys" and not (masked and (length or 0) % 2),
-        "splash": platform == "tpu" and (length is None or suits_splash(layout.queries(length), head_dim)),
+        "splash": platform == "tpu" and not sunk and (length is None or suits_splash(layout.queries(length), head_dim)),
     }
     if not possible.get(implementation, True):
         raise InputError(f"architecture.attention={implementation} {NEEDS[implementation]}")
@@ -271,10 +279,10 @@ def choose_attention(
 NEEDS = {
     "cudnn": "needs an NVIDIA GPU, half precision, a head dimension of at most 128 in steps of 8, and a "
     "topology.context that divides the key-value heads; with a document mask also a sequence of even length, and no "
-    "architecture.attention_cap. Set "
+    "architecture.attention_cap or attention sinks. Set "
     "architecture.attention=auto.",
     "splash": "is a kernel for TPUs, for head dimensions in steps of 64 and sequences in steps of 128 on each "
-    "device. Set architecture.attention=auto.",
+    "device, without attention sinks. Set architecture.attention=auto.",
 }
 
 
@@ -384,7 +392,14 @@ def _flash_options(q: Array) -> dict[str, Any]:
 
 
 def _blocked(
-    q: Array, k: Array, v: Array, q_ids: Array | None, k_ids: Array | None, window: int | None, softcap: float = 0.0
+    q: Array,
+    k: Array,
+    v: Array,
+    q_ids: Array | None,
+    k_ids: Array | None,
+    window: int | None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
 ) -> Array:
     """Query blocks, each against only the keys that its window can reach: cost follows the window, not T².
 
@@ -393,7 +408,7 @@ def _blocked(
     """
     length, before = q.shape[1], k.shape[1] - q.shape[1]
     size = block_length(length)
-    attend: Callable[..., Array] = partial(_attend, softcap=softcap)
+    attend: Callable[..., Array] = partial(_attend, softcap=softcap, sinks=sinks)
     attend = jax.checkpoint(attend) if before else attend
     q, k, v = _head_major(q, k, v)
     outputs = []
@@ -460,6 +475,7 @@ def cached_attention(
     k_positions: Array,
     window: int | None = None,
     softcap: float = 0.0,
+    sinks: Array | None = None,
 ) -> Array:
     """Attention to a cache. q: (B, T, N, H); k, v: (B, K, S, H), head-major → (B, T, N, H).
 
@@ -470,7 +486,7 @@ def cached_attention(
     allowed = (keys >= 0) & (keys <= queries)  # (B, T, S)
     if window is not None:
         allowed &= keys > queries - window
-    return _token_major(_attend(_grouped(q, k.shape[1]), k, v, allowed, softcap))
+    return _token_major(_attend(_grouped(q, k.shape[1]), k, v, allowed, softcap, sinks))
 
 
 def _head_major(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
@@ -490,12 +506,16 @@ def _token_major(out: Array) -> Array:
     return out.reshape(*out.shape[:2], -1, out.shape[-1])
 
 
-def _attend(q: Array, k: Array, v: Array, allowed: Array, softcap: float = 0.0) -> Array:
-    """Masked softmax attention of head-major arrays, in float32 inside. allowed: (1 or B, T, S) bool."""
+def _attend(q: Array, k: Array, v: Array, allowed: Array, softcap: float = 0.0, sinks: Array | None = None) -> Array:
+    """Masked softmax attention of head-major arrays, in float32 inside. allowed: (1 or B, T, S) bool; sinks: (N,)."""
     scores = jnp.einsum("bkgth,bksh->bkgts", q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
-    weights = masked_softmax(scores, allowed[:, None, None]).astype(v.dtype)
+    if sinks is None:
+        weights = masked_softmax(scores, allowed[:, None, None]).astype(v.dtype)
+    else:
+        own = sinks.astype(jnp.float32).reshape(1, *q.shape[1:3], 1, 1)
+        weights = softmax_with_sink(scores, allowed[:, None, None], own).astype(v.dtype)
     out = jnp.einsum("bkgts,bksh->bkgth", weights, v, preferred_element_type=jnp.float32)
     return out.astype(v.dtype)
 
@@ -523,3 +543,11 @@ def _softmax_backward(p: Array, g: Array) -> tuple[Array, None]:
 
 
 masked_softmax.defvjp(_softmax_forward, _softmax_backward)
+
+
+def softmax_with_sink(scores: Array, allowed: Array, sink: Array) -> Array:
+    """e^s / (e^sink + Σ e^s) over the allowed entries of the last axis, 0 elsewhere. sink: (…, 1)."""
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    top = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sink))
+    weights = jnp.exp(scores - top)
+    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - top))

@@ -51,7 +51,8 @@ class HFType:
     defaults: values of keys that a config.json may leave out, as transformers has them; activation: the key of the
     feed-forward's activation and the one value it may have; norms: our name of a layer's norm → theirs; rotary: the
     default bases of full and of sliding layers, for a type whose sliding layers have a rotary table of their own;
-    experts: our names of a layer's router and stacks → theirs, {} standing for the number of the expert.
+    experts: our names of a layer's router and stacks → theirs, {} standing for the number of the expert; whole: our
+    names of parameters of a layer that files hold in our layout, stacks in one tensor → their full names.
     read: (config.json, layers) → settings beyond the common ones; write: model → keys beyond the common ones;
     says: model → setting → whether a config.json of this type can say it.
     """
@@ -63,6 +64,7 @@ class HFType:
     norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
     rotary: tuple[float, float] | None = None
     experts: Mapping[str, str] = field(default_factory=dict)
+    whole: Mapping[str, str] = field(default_factory=dict)
     read: Callable[[ConfigReader, int], dict[str, Any]] = nothing
     write: Callable[[Any], dict[str, Any]] = nothing
     says: Callable[[Any], dict[str, bool]] = nothing

@@ -46,7 +46,7 @@ AXES: dict[str, Axes] = {
     "down": ("mlp", "embed"),
 }
 
-Attend = Callable[[Array, Array, Array], Array]
+Attend = Callable[..., Array]  # of q, k, v, and `sinks` in a model that has them
 
 
 def symmetric(bound: float) -> Callable[..., Array]:
@@ -87,7 +87,7 @@ def declare_experts(
     """Declare the router and the stacks of a layer's experts, from the initializer of each stack."""
     params = {
         name: declare(module, name, inits[name], EXPERT_AXES[name], size)
-        for name, size in expert_sizes(shape, width, "expert_gate" in inits).items()
+        for name, size in expert_sizes(shape, width, "expert_gate" in inits, "expert_gate_up" in inits).items()
     }
     normal = nn.initializers.normal(ROUTER_INIT)
     params[ROUTER] = declare(module, ROUTER, normal, ("embed", None), (width, shape.count))

@@ -5,7 +5,8 @@ Weighted norms, SwiGLU, rotary with scalings.
     x += W_o attention(norm x);  x += W_down (silu(W_gate h) · W_up h), h = norm x
 
 Matrices are stored (fan_in, fan_out), blocks_0/q, blocks_0/k, …, as in GPT. A related family is a subclass in a file of
-its own: it overrides `norm_sizes`, `ropes`, `_layer_options` or `_embed`, and registers its model_types (hf_types.py).
+its own: it overrides `norm_sizes`, `vector_sizes`, `ropes`, `_layer_options` or `_embed`, and registers its model_types
+(hf_types.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -173,6 +175,8 @@ INIT = 0.02  # deviation of fresh matrices and tables, as these models are begun
 BIASED = {"none": (), "qkv": ("q", "k", "v"), "all": ("q", "k", "v", "out")}
 
 Params = dict[str, Array]
+STACKS = ("expert_gate", "expert_up", "expert_down")
+Vector = tuple[str, tuple[str | None, ...], tuple[int, ...]]  # name, logical axes and shape of a parameter
 
 
 def norm(x: Array, weight: Array, epsilon: float, offset: float = 0.0) -> Array:
@@ -190,6 +194,8 @@ class LlamaBlock(nn.Module):
     biased: tuple[str, ...]
     norms: tuple[tuple[str, int], ...]  # (name, size)
     norm_offset: float = 0.0
+    stacks: tuple[str, ...] = STACKS
+    vectors: tuple[Vector, ...] = ()
 
     @nn.compact
     def __call__(self) -> Params:
@@ -206,8 +212,9 @@ class LlamaBlock(nn.Module):
         normal, zeros = nn.initializers.normal(INIT), nn.initializers.zeros
         params = {name: declare(self, name, normal, AXES[name], size) for name, size in sizes.items()}
         if s.experts is not None:
-            stacks = dict.fromkeys(("expert_gate", "expert_up", "expert_down"), normal)
-            params |= declare_experts(self, s.experts, s.width, stacks)
+            params |= declare_experts(self, s.experts, s.width, dict.fromkeys(self.stacks, normal))
+        for name, axes, size in self.vectors:
+            params[name] = declare(self, name, zeros, axes, size)
         for name in self.biased:
             params[f"{name}_bias"] = declare(self, f"{name}_bias", zeros, (None,), sizes[name][1:])
         ones = nn.initializers.constant(1.0 - self.norm_offset)
@@ -261,6 +268,8 @@ def _normed(options: LayerOptions, params: Params, name: str, x: Array) -> Array
 def _attention(options: LayerOptions, params: Params, h: Array, rotary: Rotary, attend: Attend) -> Array:
     q, k, v = (_heads(options, params, name, h) for name in ("q", "k", "v"))
     q, k = _turned(q, rotary, options.query_scale), _turned(k, rotary)
+    if "sinks" in params:
+        attend = partial(attend, sinks=params["sinks"])
     return _linear(options, params, "out", attend_heads(attend, q, k, v))
 
 
@@ -310,6 +319,7 @@ class Llama(Transformer, ExpertSettings):
     remat_with_adapters: ClassVar[tuple[str, ...]] = ("mlp_hidden",)
     cast_groups: ClassVar[tuple[str, ...]] = ("matrix", "embedding", "head")
     norm_offset: ClassVar[float] = 0.0  # a norm multiplies by this plus its weight
+    expert_stacks: ClassVar[tuple[str, ...]] = STACKS
 
     mlp_width: int = field(
         "model/mlp_width",
@@ -399,21 +409,27 @@ class Llama(Transformer, ExpertSettings):
         super().__post_init__()
 
     @property
+    def wide(self) -> int:
+        """Width of the dense feed-forward layer."""
+        return self.mlp_width if self.mlp_width > 0 else round_up(8 * self.sizes()["width"] // 3, MLP_MULTIPLE)
+
+    @property
     def shape(self) -> LlamaShape:
         sizes = self.sizes()
         width, depth = sizes["width"], self.depth
-        wide = self.mlp_width if self.mlp_width > 0 else round_up(8 * width // 3, MLP_MULTIPLE)
+        wide = self.wide
         window = self.sliding_window or None
         queries, keys = sizes["heads"] * self.head_dim, sizes["kv_heads"] * self.head_dim
         biases = {"none": 0, "qkv": queries + 2 * keys, "all": queries + 2 * keys + width}[self.attention_bias]
         biases += (2 * wide + width) * self.mlp_bias
+        more = sum(math.prod(size) for _, _, size in self.vector_sizes())
         return LlamaShape(
             **sizes,
             windows=tuple(window if letter == "S" else None for letter in self._tiled(self.sliding_layers)),
             feed_forward=wide,
             tied=self.tied_head,
             experts=self.expert_shape(wide),
-            vectors=depth * (sum(self.norm_sizes().values()) + biases) + width,
+            vectors=depth * (sum(self.norm_sizes().values()) + biases + more) + width,
         )
 
     def norm_sizes(self) -> dict[str, int]:
@@ -421,6 +437,10 @@ class Llama(Transformer, ExpertSettings):
         width = self.sizes()["width"]
         heads = {"q_norm": self.head_dim, "k_norm": self.head_dim} if self.head_norm else {}
         return {"attention_norm": width, "mlp_norm": width, **heads}
+
+    def vector_sizes(self) -> tuple[Vector, ...]:
+        """Return further parameters of a layer, which begin at 0 and train at the rate of norms."""
+        return ()
 
     def _tiled(self, pattern: str) -> str:
         """Return one letter per layer."""
@@ -491,7 +511,7 @@ class Llama(Transformer, ExpertSettings):
         name = path[-1]
         if name in (ROUTER, BIAS):
             return "gate" if name == ROUTER else "scalar"
-        if name in NORMS or name.endswith("_bias"):
+        if name in NORMS or name.endswith("_bias") or name == "sinks":
             return "rho"
         if name == "embedding":
             return "head" if self.tied_head else "embedding"
@@ -505,7 +525,10 @@ class Llama(Transformer, ExpertSettings):
             self.head = declare(self, "head", normal, ("embed", "vocab"), table[::-1])
         biased = (*BIASED[self.attention_bias], *(("gate", "up", "down") if self.mlp_bias else ()))
         norms = tuple(self.norm_sizes().items())
-        self.blocks = [LlamaBlock(s, biased, norms, self.norm_offset) for _ in range(s.depth)]
+        self.blocks = [
+            LlamaBlock(s, biased, norms, self.norm_offset, self.expert_stacks, self.vector_sizes())
+            for _ in range(s.depth)
+        ]
         ones = nn.initializers.constant(1.0 - self.norm_offset)
         self.norm = declare(self, "norm", ones, (None,), (s.width,))
 

@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec
 
 from bessemer.config import field
 from bessemer.errors import InputError
+from bessemer.kernels.exchange import exchange_sizes, give_back, send
 from bessemer.kernels.grouped import Order, collect, dispatch, grouped_linear, quantized_grouped_linear
 from bessemer.kernels.ops import linear, relu_squared
 from bessemer.kernels.quantized import Quantized
@@ -45,10 +46,17 @@ MOST_EXPERTS = 4096  # checked before a shape is derived: a configuration from e
 LOAD = "expert_load"
 """In the sums of a training step: tokens by layer and expert, (layers, experts)."""
 ROUTER, BIAS = "router", "router_bias"
+LOGIT_BIAS = "router_logit_bias"
+"""A trained bias of the router's logits (gpt-oss); BIAS balances the load and has no gradient."""
 AXES: dict[str, tuple[str | None, ...]] = {
     "expert_gate": ("expert", "embed", "mlp"),
     "expert_up": ("expert", "embed", "mlp"),
+    "expert_gate_up": ("expert", "embed", "mlp"),
     "expert_down": ("expert", "mlp", "embed"),
+}
+BIAS_AXES: dict[str, tuple[str | None, ...]] = {
+    "expert_gate_up_bias": ("expert", "mlp"),
+    "expert_down_bias": ("expert", "embed"),
 }
 
 Stats = dict[str, Array]
@@ -168,11 +176,14 @@ class Routing:
     normalize: bool
     aux_loss: float
     z_loss: float
+    combine: Callable[[Array, Array], Array] | None = None  # of gate and up; None: activation(gate) · up
 
 
-def expert_sizes(shape: ExpertShape, width: int, gated: bool) -> dict[str, tuple[int, int, int]]:
-    """Return name → shape of the stacks of one layer."""
+def expert_sizes(shape: ExpertShape, width: int, gated: bool, joined: bool = False) -> dict[str, tuple[int, int, int]]:
+    """Return name → shape of the stacks of one layer. joined: gate and up are one stack."""
     into, out = (shape.count, width, shape.width), (shape.count, shape.width, width)
+    if joined:
+        return {"expert_gate_up": (shape.count, width, 2 * shape.width), "expert_down": out}
     return ({"expert_gate": into} if gated else {}) | {"expert_up": into, "expert_down": out}
 
 
@@ -187,14 +198,18 @@ def routed_feed_forward(
     """Return Σ w_e · expert_e(h), (B, T, D), and what the router measured where `counted` is given.
 
     params: `router` (D, E), `router_bias` (E,) or none, stacks with the names of AXES; with `expert_gate` an expert is
-    down(activation(gate h) · up h), without it down(relu(up h)²). counted: (B, T), weights of the tokens in the loss.
+    down(activation(gate h) · up h), without it down(relu(up h)²). `expert_gate_up` (E, D, 2F) holds gate and up in
+    turns, gate first. Stacks may have biases (BIAS_AXES), and the logits `router_logit_bias` (E,).
+    counted: (B, T), weights of the tokens in the loss.
     """
     logits = linear(h.astype(jnp.float32), params[ROUTER], ("embed", None), jnp.float32)  # (B, T, E)
+    if LOGIT_BIAS in params:
+        logits = logits + params[LOGIT_BIAS]
     scores = jax.nn.softmax(logits) if routing.score == "softmax" else jax.nn.sigmoid(logits)
     ranked = jax.lax.stop_gradient(scores)
     if BIAS in params:
         ranked = ranked + jax.lax.stop_gradient(params[BIAS])
-    stacks = {name: _without_keys(params[name]) for name in AXES if name in params}
+    stacks = {name: _without_keys(params[name]) for name in (*AXES, *BIAS_AXES) if name in params}
     y, chosen = _on_own_tokens(routing, stacks, h, scores, ranked, activation, dtype)
     return y, {} if counted is None else _measure(routing, logits, scores, chosen, counted)
 
@@ -211,22 +226,29 @@ def _on_own_tokens(
     """Route the tokens of each device on that device: a sort over all devices would gather the activations.
 
     Over the tensor axis every device has a slice of each expert's width, and the results are added up. Quantized stacks
-    are whole on every device: their scales belong to blocks of rows.
+    are whole on every device: their scales belong to blocks of rows. Over the expert axis every device has the stacks
+    of its own experts, and tokens travel to them and back (`_by_owner`).
     """
     whole = any(isinstance(leaf, Quantized) for leaf in jax.tree.leaves(stacks, is_leaf=_is_quantized))
-    width = stacks["expert_up"].shape[2]
+    width = stacks["expert_down"].shape[1]
     split = () if whole else mesh_axes("mlp", width)
+    owners = mesh_axes("expert", routing.experts)
+    if whole and owners:
+        raise InputError("lora.quantize does not split experts over devices; set topology.expert=1.")
 
     def local(h: Array, scores: Array, ranked: Array, stacks: dict[str, Any]) -> tuple[Array, Array]:
-        y, chosen = _routed(routing, stacks, h, scores, ranked, activation, dtype)
+        parts = jax.lax.axis_size(split) if split else 1
+        run = partial(_experts, routing, stacks, activation, dtype, parts)
+        y, chosen = _routed(routing, h, scores, ranked, partial(_by_owner, owners[0], run) if owners else run)
         y = jax.lax.psum(y, split) if split else y
         return y.astype(h.dtype), chosen
 
     if jax.sharding.get_abstract_mesh().empty or not nn.get_logical_axis_rules():
         return local(h, scores, ranked, stacks)
     rows = PartitionSpec(rule_axes("batch", h.shape[0]), rule_axes("sequence", h.shape[1]))
-    axes = {"mlp": None if whole else (rule_axes("mlp", width) or None)}
-    specs = {name: _specs(leaf, [axes.get(str(axis)) for axis in AXES[name]]) for name, leaf in stacks.items()}
+    axes = {} if whole else {"mlp": rule_axes("mlp", width) or None, "expert": rule_axes("expert", routing.experts)}
+    named = AXES | BIAS_AXES
+    specs = {name: _specs(leaf, [axes.get(str(axis)) for axis in named[name]]) for name, leaf in stacks.items()}
     return jax.shard_map(local, in_specs=(rows, rows, rows, specs), out_specs=(rows, rows), check_vma=False)(
         h, scores, ranked, stacks
     )
@@ -244,22 +266,16 @@ def _is_quantized(leaf: Any) -> bool:
 def _specs(leaf: Any, axes: list[Any]) -> Any:
     """Return the specs of a stack (E, m, n) whose axes lie on the mesh axes `axes`, and of its adapter."""
     if isinstance(leaf, Adapted):
-        _, rows, columns = axes
-        specs: dict[str, Any] = {"a": PartitionSpec(None, rows), "b": PartitionSpec(None, None, columns)}
+        expert, rows, columns = axes
+        specs: dict[str, Any] = {"a": PartitionSpec(expert, rows), "b": PartitionSpec(expert, None, columns)}
         return replace(leaf, w=_specs(leaf.w, axes), **specs)
     return jax.tree.map(lambda _: PartitionSpec(), leaf) if _is_quantized(leaf) else PartitionSpec(*axes)
 
 
 def _routed(
-    routing: Routing,
-    stacks: dict[str, Any],
-    h: Array,
-    scores: Array,
-    ranked: Array,
-    activation: Callable[[Array], Array],
-    dtype: Any,
+    routing: Routing, h: Array, scores: Array, ranked: Array, run: Callable[[Array, Array], Array]
 ) -> tuple[Array, Array]:
-    """Return (Σ w_e · expert_e(h) in float32, chosen experts (B, T, k))."""
+    """Return (Σ w_e · expert_e(h) in float32, chosen experts (B, T, k)). run: (rows by expert, sizes) → rows."""
     batch, length, width = h.shape
     _, chosen = jax.lax.top_k(ranked.reshape(-1, routing.experts), routing.active)  # of equal ones the first
     picked = chosen[..., None] == jnp.arange(routing.experts)  # (N, k, E)
@@ -268,20 +284,69 @@ def _routed(
         weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-20)
     order = Order.of(chosen, routing.experts)
     rows = dispatch(h.reshape(-1, width), order.order, order.inverse)
-
-    def product(name: str, x: Array) -> Array:
-        return grouped_product(x, stacks[name], order.sizes, dtype)
-
-    up = product("expert_up", rows)
-    if "expert_gate" in stacks:
-        gate = checkpoint_name(product("expert_gate", rows), "gate")
-        hidden = checkpoint_name(activation(gate) * checkpoint_name(up, "up"), "mlp_hidden")
-    else:
-        hidden = relu_squared(up, "mlp_hidden")
-    made = collect(product("expert_down", hidden), order.order, order.inverse)
+    made = collect(run(rows, order.sizes), order.order, order.inverse)
     made = made.reshape(batch, length, routing.active, width).astype(jnp.float32)
     y = jnp.sum(made * weights.reshape(batch, length, routing.active, 1), axis=2)
     return y, chosen.reshape(batch, length, routing.active)
+
+
+def _experts(
+    routing: Routing,
+    stacks: dict[str, Any],
+    activation: Callable[[Array], Array],
+    dtype: Any,
+    parts: int,
+    rows: Array,
+    sizes: Array,
+) -> Array:
+    """Return expert_e(rows) of rows sorted by expert. rows: (N, D); sizes: (E,), the sum at most N.
+
+    parts: devices whose results are added up; each adds its share of the bias of `expert_down`.
+    """
+
+    def product(name: str, x: Array) -> Array:
+        y = grouped_product(x, stacks[name], sizes, dtype)
+        bias = stacks.get(f"{name}_bias")
+        if bias is None:
+            return y
+        expert = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(x.shape[0]), side="right")  # E: an empty row
+        own = expert[:, None] == jnp.arange(sizes.shape[0])  # (N, E)
+        share = bias / parts if name == "expert_down" else bias
+        return y + (own.astype(dtype) @ share.astype(dtype)).astype(y.dtype)  # a product: its gradient adds in order
+
+    if "expert_gate_up" in stacks:
+        both = product("expert_gate_up", rows)
+        hidden = _gated(routing, activation, both[:, ::2], both[:, 1::2])
+    elif "expert_gate" in stacks:
+        hidden = _gated(routing, activation, product("expert_gate", rows), product("expert_up", rows))
+    else:
+        hidden = relu_squared(product("expert_up", rows), "mlp_hidden")
+    return product("expert_down", hidden)
+
+
+def _by_owner(axis: str, run: Callable[[Array, Array], Array], rows: Array, sizes: Array) -> Array:
+    """Return `run(rows, sizes)` where each device of the mesh axis holds an equal part of the experts, in order.
+
+    Rows travel to the device of their expert and back. No token is dropped: the buffers have room for the case that
+    every device sends all of its rows to one of them, X · N · k rows for X devices with N tokens each.
+    """
+    devices = jax.lax.axis_size(axis)
+    by_device = sizes.reshape(devices, -1)  # (X, E/X)
+    exchange = exchange_sizes(jnp.sum(by_device, axis=1), axis)
+    counts = jax.lax.all_to_all(by_device, axis, 0, 0, tiled=True)  # rows from each device for each expert here
+    capacity, own = rows.shape[0], counts.shape[1]
+    place = jnp.arange(capacity)
+    expert = jnp.sum(place[:, None] >= jnp.cumsum(counts, axis=1)[:, None], axis=2)  # (X, capacity); own: empty
+    order = Order.of(expert.reshape(-1, 1), own + 1)
+    received = send(rows, exchange, axis, capacity)
+    made = run(dispatch(received, order.order, order.inverse), order.sizes[:own])
+    return give_back(collect(made, order.order, order.inverse), exchange, axis, capacity, capacity)
+
+
+def _gated(routing: Routing, activation: Callable[[Array], Array], gate: Array, up: Array) -> Array:
+    gate, up = checkpoint_name(gate, "gate"), checkpoint_name(up, "up")
+    made = activation(gate) * up if routing.combine is None else routing.combine(gate, up)
+    return checkpoint_name(made, "mlp_hidden")
 
 
 def grouped_product(x: Array, w: Any, sizes: Array, dtype: Any) -> Array:

@@ -153,6 +153,10 @@ class Transformer(Model):
         """c of attention scores c·tanh(s/c); 0 = off."""
         return 0.0
 
+    def _has_sinks(self) -> bool:
+        """Whether attention has a learned logit per head beside the keys."""
+        return False
+
     def _head_fp8(self, training: bool) -> str | None:
         """The scaling of the head's float8 products; None: they are in the compute dtype."""
         return None
@@ -194,7 +198,9 @@ class Transformer(Model):
         dtype, s, length = self.compute_dtype, self.shape, self.block_size
         layout = layout_of((1, length, s.heads, s.head_dim), (1, length, s.kv_heads, s.head_dim))
         capped = self._attention_cap() > 0
-        attention = choose_attention(self.attention, dtype, s.head_dim, self.document_mask, length, layout, capped)
+        attention = choose_attention(
+            self.attention, dtype, s.head_dim, self.document_mask, length, layout, capped, self._has_sinks()
+        )
         rows = choose_kernels(self.kernels, dtype)
         why = f"{jnp.dtype(dtype).name}, head dimension {s.head_dim}"
         masked = ", with a document mask" if self.document_mask else ""
@@ -402,7 +408,16 @@ class Transformer(Model):
         )
 
     def _attend_cache(
-        self, cache: Cache, index: int, positions: Array, added: Array, stores: list[Any], q: Array, k: Array, v: Array
+        self,
+        cache: Cache,
+        index: int,
+        positions: Array,
+        added: Array,
+        stores: list[Any],
+        q: Array,
+        k: Array,
+        v: Array,
+        sinks: Array | None = None,
     ) -> Array:
         """Attention of new tokens, whose keys and values go to `stores`. positions: (B, n); added: (B,)."""
         window, old = self.shape.windows[index], (cache.keys[index], cache.values[index])
@@ -415,7 +430,8 @@ class Transformer(Model):
         keys, values = (put(store, new, cache.lengths, added) for store, new in zip(old, (k, v), strict=True))
         stores.append((keys, values))
         if cache.empty:
-            return attention(q, k, v, window=window, implementation=self.attention, softcap=self._attention_cap())
+            cap = self._attention_cap()
+            return attention(q, k, v, window=window, implementation=self.attention, softcap=cap, sinks=sinks)
         size = keys.shape[2]
         if q.shape[1] == 1:
             held = held_positions(size, cache.lengths + added)
@@ -426,14 +442,16 @@ class Transformer(Model):
             )
             held = jnp.concatenate([held_positions(size, cache.lengths), positions], axis=1)
         cap = self._attention_cap()
-        return cached_attention(q, keys, values, window=window, q_positions=positions, k_positions=held, softcap=cap)
+        return cached_attention(
+            q, keys, values, window=window, q_positions=positions, k_positions=held, softcap=cap, sinks=sinks
+        )
 
     def steps_in_one_kernel(self) -> bool:
         """Whether a step's attention is the kernel: its rows and heads are then those of one device."""
         chosen = choose_kernels(self.kernels, self.compute_dtype) == "pallas"
         alone = shards("batch") * shards("kv") == 1
         s = self.shape
-        if self._attention_cap():  # the kernel has no cap
+        if self._attention_cap() or self._has_sinks():  # the kernel has neither
             return False
         return chosen and alone and suits_decode(s.head_dim, s.heads // s.kv_heads)
 

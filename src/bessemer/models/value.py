@@ -11,6 +11,7 @@ from jax import Array
 
 from bessemer.models.gemma import Gemma
 from bessemer.models.gpt import GPT
+from bessemer.models.gptoss import GptOss
 from bessemer.models.layers import declare
 from bessemer.models.llama import Llama
 from bessemer.models.olmo import Olmo
@@ -66,6 +67,11 @@ class RewardOlmo(ValueHead, Olmo):
 @models.register("gemma-reward")
 class RewardGemma(ValueHead, Gemma):
     """Starts from the weights of a gemma."""
+
+
+@models.register("gptoss-reward")
+class RewardGptOss(ValueHead, GptOss):
+    """Starts from the weights of a gpt-oss."""
 
 
 @models.register("olmoe-reward")

@@ -16,7 +16,7 @@ from bessemer.optim.moments import Packed
 
 # Axes that replicate the matrices, and axes that split them at rest. The first come first: a slice makes the stack
 # smaller before anything travels.
-REPEATING, SPLITTING = ("data", "context"), ("fsdp", "tensor")
+REPEATING, SPLITTING = ("data", "context", "expert"), ("fsdp", "tensor")
 POLAR_COST = 4.0  # a polar step takes about as long as sending its matrix so many times
 
 

@@ -268,7 +268,7 @@ def choices(facts: Facts, remat: tuple[str, ...]) -> Iterator[Choice]:
             if facts.batch % parallel or facts.block % context:
                 continue
             for fsdp in divisors(parallel):
-                axes = {"data": parallel // fsdp, "fsdp": fsdp, "tensor": tensor, "context": context}
+                axes = {"data": parallel // fsdp, "fsdp": fsdp, "expert": 1, "tensor": tensor, "context": context}
                 for rows in candidates(facts.batch, parallel):
                     yield Choice(axes, rows, remat)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
 
 
 @dataclass(frozen=True)

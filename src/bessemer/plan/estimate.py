@@ -155,7 +155,7 @@ class Facts:
             dtype = model.compute_dtype
             cache = jax.eval_shape(lambda: model.init_cache(int(config[SLOTS]), self.block, dtype))
         held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-        split = axes["data"] * axes["fsdp"] * axes["tensor"]
+        split = axes["data"] * axes["fsdp"] * axes["expert"] * axes["tensor"]
         wide = [leaf for leaf in self.leaves.elements() if leaf.part in ("parameters", "frozen")]
         name = jax.numpy.dtype(dtype).name
         cast = sum(leaf.held(axes, name) for leaf in wide if len(leaf.shape) > 1 and leaf.dtype != name)
@@ -290,7 +290,7 @@ class Choice:
 
     @property
     def parallel(self) -> int:
-        return self.axes["data"] * self.axes["fsdp"]
+        return self.axes["data"] * self.axes["fsdp"] * self.axes["expert"]
 
 
 @dataclass(frozen=True)
@@ -341,6 +341,7 @@ def peak_memory(facts: Facts, choice: Choice, steps: int) -> Memory:
     held = state.parameters + state.optimizer + state.frozen + state.other
     recomputed = facts.one_layer(choice.remat) * choice.rows / axes["context"]
     activations = kept.activations(choice.rows, *split, axes["fsdp"]) + recomputed
+    activations += _exchange_buffers(facts, choice)
     used = facts.compute_bytes / 4  # of a parameter's float32 bytes
     gathered = state.largest * (1 + 2 * used) if axes["fsdp"] > 1 else state.largest * used
     workspace = kept.workspace(choice.rows, *split) + gathered + recomputed  # the gradients of that block
@@ -379,9 +380,31 @@ def _traffic(facts: Facts, choice: Choice, steps: int) -> float:
     return steps * (between + weights + 2 * state.trained) + update
 
 
+def _stacks(facts: Facts) -> float:
+    """Return the parameters in stacks of experts, which the expert axis splits."""
+    shape = facts.shape
+    if shape is None or shape.experts is None:
+        return 0.0
+    return float(shape.depth * shape.experts.count * shape.mlp_matrices * shape.width * shape.experts.width)
+
+
+def _exchange_buffers(facts: Facts, choice: Choice) -> float:
+    """Return the bytes that room for the worst case adds: a device has room for the rows of all X devices of the expert
+    axis, X · N · k, and keeps the inputs and hidden values of all of them for its backward pass."""
+    shape, axes = facts.shape, choice.axes
+    if shape is None or shape.experts is None or axes["expert"] == 1:
+        return 0.0
+    rows = (axes["expert"] - 1) * choice.rows * facts.block / axes["context"] * shape.experts.active
+    width = 2 * shape.width + shape.mlp_matrices * shape.experts.width / axes["tensor"]
+    layers = shape.depth if remat_names(choice.remat) is None else 1
+    return layers * rows * width * facts.compute_bytes
+
+
 def _collectives(facts: Facts, choice: Choice, steps: int, layout: Layout) -> list[Collective]:
     axes, width = choice.axes, facts.compute_bytes
-    weights = facts.parameters / axes["tensor"]
+    stacks = _stacks(facts) / axes["tensor"]
+    dense = facts.parameters / axes["tensor"] - stacks
+    weights = dense + stacks / axes["expert"]
     matrices = facts.muon_parameters / axes["tensor"]
     found: list[Collective] = []
 
@@ -393,7 +416,8 @@ def _collectives(facts: Facts, choice: Choice, steps: int, layout: Layout) -> li
 
     add("all-gather", ("fsdp",), 2 * steps, 2 * steps * weights * width)
     add("reduce-scatter", ("fsdp",), steps, steps * weights * 4)
-    add("all-reduce", ("data", "context"), steps, steps * weights / axes["fsdp"] * 4)
+    add("all-reduce", ("data", "expert", "context"), steps, steps * dense / axes["fsdp"] * 4)
+    add("all-reduce", ("data", "context"), steps, steps * stacks / axes["expert"] / axes["fsdp"] * 4)
     add("all-gather", ("data",), 1, matrices / axes["fsdp"] * width)
     add("all-to-all", ("fsdp",), 2, 2 * matrices / (axes["fsdp"] * axes["data"]) * width)
     _activation_collectives(facts, choice, steps, add)
@@ -407,6 +431,9 @@ def _activation_collectives(facts: Facts, choice: Choice, steps: int, add: Any) 
         return
     tokens = steps * choice.rows * facts.block * facts.compute_bytes
     stream = tokens / choice.axes["context"] * shape.width
+    if shape.experts is not None:  # rows to their experts and back, and the gradients of both
+        exchanges = 4 * shape.depth
+        add("all-to-all", ("expert",), exchanges * steps, exchanges * stream * shape.experts.active)
     add("all-reduce", ("tensor",), (4 * shape.depth + 2) * steps, (4 * shape.depth + 2) * stream)
     keys = 2 * tokens * shape.kv_width / choice.axes["tensor"] * shape.depth
     add("all-gather", ("context",), 4 * shape.depth * steps, 2 * keys)

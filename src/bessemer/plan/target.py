@@ -200,8 +200,8 @@ def fit_micro_batch(context: RunContext[Any], batch: int) -> int:
     if batch % parallel:
         raise InputError(
             f"a step of {batch:,} sequences cannot be shared by {parallel:,} data-parallel devices "
-            f"(topology.data × topology.fsdp): make training.batch_size a multiple of {parallel:,}, or use fewer and "
-            "put the rest on topology.tensor or topology.context."
+            f"(topology.data × topology.fsdp × topology.expert): make training.batch_size a multiple of {parallel:,}, "
+            "or use fewer and put the rest on topology.tensor or topology.context."
         )
     size, why = batch // parallel, f"the largest that divides {batch // parallel} sequences a device"
     if asked != -1:

@@ -19,10 +19,10 @@ from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.topology.chips import Chip, chip_of, has_float8
 from bessemer.topology.distributed import process_index
-from bessemer.topology.rules import COMPUTE_RULES, REST_RULES, Rules, check_rules, shardings, unbox
+from bessemer.topology.rules import BATCH_AXES, COMPUTE_RULES, REST_RULES, Rules, check_rules, shardings, unbox
 
 # Outermost first: neighbors in the device order share a tensor/context group, where links are fastest.
-AXES: tuple[str, ...] = ("data", "fsdp", "tensor", "context")
+AXES: tuple[str, ...] = ("data", "fsdp", "expert", "tensor", "context")
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,13 @@ class TopologySettings:
     )
     fsdp: int = field(
         "topology/fsdp", default=1, minimum=1, also=(-1,), help="shards of parameters and optimizer state; -1 fills"
+    )
+    expert: int = field(
+        "topology/expert",
+        default=1,
+        minimum=1,
+        also=(-1,),
+        help="shards of the experts of a mixture, a divisor of model.experts; -1 fills",
     )
     tensor: int = field(
         "topology/tensor", default=1, minimum=1, also=(-1,), help="shards of heads, mlp and vocabulary; -1 fills"
@@ -107,12 +114,12 @@ class Topology:
 
     @property
     def data_parallel(self) -> int:
-        """The number of devices with different rows of the batch: data · fsdp."""
+        """The number of devices with different rows of the batch: data · fsdp · expert."""
         return int(math.prod(self.mesh.shape[axis] for axis in self.batch_axes))
 
     @property
-    def batch_axes(self) -> tuple[str, str]:
-        return ("data", "fsdp")
+    def batch_axes(self) -> tuple[str, ...]:
+        return BATCH_AXES
 
     @property
     def is_process_zero(self) -> bool:
@@ -123,7 +130,10 @@ class Topology:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def batch_sharding(self, ndim_leading: int = 0) -> NamedSharding:
-        """Return the sharding of (B, T), or (S, B, T) with `ndim_leading=1`: B over data and fsdp, T over context."""
+        """Return the sharding of (B, T), or (S, B, T) with `ndim_leading=1`.
+
+        B lies over data, fsdp and expert, T over context.
+        """
         return NamedSharding(self.mesh, PartitionSpec(*[None] * ndim_leading, self.batch_axes, "context"))
 
     @property

@@ -19,6 +19,8 @@ from bessemer.errors import InputError, did_you_mean
 MeshAxes = str | tuple[str, ...] | None
 Rules = Sequence[tuple[str, MeshAxes]]
 
+BATCH_AXES = ("data", "fsdp", "expert")  # rows of the batch; the expert axis exchanges tokens only in expert layers
+
 _SHARED: tuple[tuple[str, MeshAxes], ...] = (
     ("vocab", "tensor"),
     ("heads", "tensor"),
@@ -28,9 +30,9 @@ _SHARED: tuple[tuple[str, MeshAxes], ...] = (
     ("layers", None),
     ("rows", None),
     ("gate", None),
-    ("expert", None),
+    ("expert", "expert"),
     ("embed_act", None),
-    ("batch", ("data", "fsdp")),
+    ("batch", BATCH_AXES),
     ("sequence", "context"),
 )
 # Where weights rest: split over fsdp as well. Where they compute: gathered over fsdp at the moment of use.
@@ -43,6 +45,7 @@ _SIZED_BY = {
     "heads": "model.heads",
     "kv": "model.kv_heads",
     "mlp": "model.width",
+    "expert": "model.experts",
     "embed": "model.width",
     "batch": "training.batch_size",
     "sequence": "architecture.block_size",
@@ -84,8 +87,15 @@ def shardings(tree: Any, mesh: Mesh, rules: Rules | None = None) -> Any:
 
 def validate_divisible(tree: Any, topology: Any) -> None:
     """Raise InputError, naming parameter, dimension and setting, if `tree` cannot be stored or computed with there."""
-    shardings(tree, topology.mesh, topology.rest_rules)
+    placed = shardings(tree, topology.mesh, topology.rest_rules)
     shardings(tree, topology.mesh, topology.compute_rules)
+    size = topology.mesh.shape.get("expert", 1)
+    used = {axis for sharding in jax.tree.leaves(placed) for entry in sharding.spec for axis in _as_tuple(entry)}
+    if size > 1 and "expert" not in used:
+        raise InputError(
+            f"topology.expert={size}, but this model has no experts to split (model.experts=0). Use topology.data or "
+            "topology.fsdp for these devices, or set model.experts."
+        )
 
 
 def unbox(tree: Any) -> Any:
