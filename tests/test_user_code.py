@@ -166,6 +166,7 @@ def test_a_run_from_elsewhere_names_no_code_without_trust(here: Path, key: str, 
     assert "own_parts" not in sys.modules
 
 
+@pytest.mark.slow
 def test_callbacks_named_by_file_take_part_in_a_run(here: Path) -> None:
     """Through the command line, in a process of its own, from the directory of the file."""
     (here / "corpus.txt").write_text("the red fox runs over the green hill.\n" * 400)

@@ -36,6 +36,7 @@ def test_ratios_are_of_what_both_measured() -> None:
     assert found["ours-adamw / transformers"] == {**expected, "flops_per_token": 0.5, "processor_ms": 2}
 
 
+@pytest.mark.slow
 def test_each_system_runs_or_says_why_not() -> None:
     """The script as a user runs it, at a toy size; the peer's line is a measurement only where torch is."""
     words = ["--depth", "1", "--width", "32", "--head_dim", "16", "--vocab", "64", "--batch", "2"]

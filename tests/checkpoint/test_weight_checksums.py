@@ -128,6 +128,7 @@ def test_every_command_that_opens_damaged_weights_ends_with_exit_4(
     assert str(damaged.model / SINGLE) in said and "is damaged" in said and "Put the file back" in said
 
 
+@pytest.mark.slow
 def test_init_from_damaged_weights_is_an_error_that_names_the_file(damaged: RunDirectory, tmp_path: Path) -> None:
     talks = make_talks(tmp_path)
     settings = {**SFT, "training.dataset": str(talks), "init": str(damaged.path)}

@@ -47,6 +47,7 @@ def before_and_after(path: Path) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name not in ("lock",)}
 
 
+@pytest.mark.slow
 def test_train_onto_an_existing_run(finished: Path, tiny: dict[str, object], refused: Callable[..., str]) -> None:
     kept = before_and_after(finished)
     text = refused("train", "quickstart", *words(tiny), "--runs", str(finished.parent), "--name", "mine")
@@ -89,6 +90,7 @@ def test_checkpoint_of_another_tokenizer(
     assert "another tokenizer" in text and "data.tokenizer=" in text
 
 
+@pytest.mark.slow
 def test_changed_data_is_refused_on_resume(
     tiny: dict[str, object], tmp_path: Path, refused: Callable[..., str]
 ) -> None:

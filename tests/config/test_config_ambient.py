@@ -108,6 +108,7 @@ def test_threads_never_see_each_others_configuration():
     assert strangers == [None] * 4
 
 
+@pytest.mark.slow
 def test_only_the_constructors_of_jobs_read_the_configuration_in_force():
     """Everything else is passed a Config, so what it does can be read from its arguments."""
     root = Path(bessemer.__file__).parent

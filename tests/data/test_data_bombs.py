@@ -99,6 +99,7 @@ def train_tokenizer(source: Path, out: Path) -> Ended:
     return bessemer("tokenizer", "train", str(source), "-o", str(out), "--vocab-size", "300")
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_trained_on_a_bounded_sample_of_a_sparse_terabyte(tmp_path: Path) -> None:
     """Zeros are one-character text in a .txt, and a line without an end in a .jsonl."""
     for name, code in (("big.txt", 0), ("big.jsonl", 2)):
@@ -152,6 +153,7 @@ def test_a_parquet_file_that_repeats_one_text_is_refused_in_bounded_memory(
     assert "row group 0: 8,3" in ended.errors and "over 1,000 times as many" in ended.errors
 
 
+@pytest.mark.slow
 def test_a_parquet_page_that_expands_is_refused_before_it_is_unpacked(tokenizer: str, tmp_path: Path) -> None:
     """300 MB of one letter in one row: 10,000-fold by zstd."""
     path = tmp_path / "page.parquet"

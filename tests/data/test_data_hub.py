@@ -135,6 +135,7 @@ def test_a_split_is_downloaded_once_with_its_size_and_license_stated(hub: Hub, t
     assert [path for method, path in hub.served if method == "GET" and "/resolve/" in path] == before
 
 
+@pytest.mark.slow
 def test_a_card_names_the_files_of_a_config(hub: Hub, tmp_path: Path) -> None:
     repository = with_splits(hub)
     repository.card["configs"] = [
@@ -159,6 +160,7 @@ def test_code_in_a_repository_is_not_run_and_the_conversion_is_read(hub: Hub, tm
     assert [name for name, _, _ in found] == ["0000.parquet"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_download_continues_where_it_broke_off(hub: Hub, tmp_path: Path) -> None:
     data = b"".join(os.urandom(32).hex().encode() + b"\n" for _ in range(400_000))  # 26 MB; the client writes tens
     hub.repositories["steel/texts"] = Repository()
@@ -208,6 +210,7 @@ def test_what_cannot_be_read_says_what_to_do(hub: Hub, tmp_path: Path) -> None:
     assert "accept its terms" in refusal(hub, tmp_path, "hf:steel/texts")
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_a_dataset_of_the_hub(hub: Hub, tmp_path: Path) -> None:
     with_splits(hub)
     settings = ["training.dataset=hf:steel/texts", "data.tokenizer=train:300", "model.depth=1", "model.head_dim=16"]

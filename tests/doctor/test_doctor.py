@@ -84,6 +84,7 @@ def contents(path: Path) -> dict[str, tuple[int, bytes]]:
 
 
 # --- sound runs -------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_sound_run_is_promised_and_nothing_is_touched(run: RunDirectory, home: Path) -> None:
     before, outside = contents(run.path), contents(home)
     found = diagnose(run)

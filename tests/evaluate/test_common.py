@@ -54,6 +54,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(make_run(tmp_path_factory.mktemp("common")))
 
 
+@pytest.mark.slow
 def test_every_byte_of_the_text_is_scored_once(loaded: LoadedModel) -> None:
     """Against the full forward, a window at a time."""
     assert loaded.tokenizer is not None
@@ -129,6 +130,7 @@ def test_compare_says_when_held_out_sets_differ(tmp_path: Path, monkeypatch: pyt
     assert "did not record their held-out set" in compare(*paths)
 
 
+@pytest.mark.slow
 def test_common_judges_runs_with_different_tokenizers_on_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,7 @@ def test_a_whole_bundle_says_no_number_of_tasks(loaded, bundle, tmp_path):
     assert found["metric"] == "CORE" and found["missing"] == []
 
 
+@pytest.mark.slow
 def test_the_command_prints_parts_and_one_json_document(run, bundle):
     from bessemer.cli.eval import command
 

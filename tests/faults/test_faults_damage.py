@@ -66,6 +66,7 @@ def test_no_damage_goes_unnoticed(which: str, whole_in_place: Path, tmp_path: Pa
         assert "step_00000012" in messages[0] and file.name in messages[0], damage.__name__
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_passed_over(
     in_place: None, whole_in_place: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +125,7 @@ def test_what_kills_left_behind_is_never_taken_for_a_checkpoint_and_goes(
     assert not [path.name for path in run.iterdir() if path.name.endswith(".tmp")]
 
 
+@pytest.mark.slow
 def test_stray_files_named_like_checkpoints_do_not_stop_resume(in_place: None, whole_in_place: Path, run: Path) -> None:
     """Files where a save, its temporary directory or a deletion would go."""
     copy_unfinished(whole_in_place, run)

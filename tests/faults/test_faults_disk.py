@@ -98,6 +98,7 @@ def test_a_disk_that_fills_up(in_place: None, settings: Settings, small_disk: Pa
     assert_same_run(run, whole_in_place)
 
 
+@pytest.mark.slow
 def test_a_disk_full_at_the_final_weights(
     in_place: None, settings: Settings, small_disk: Path, whole_in_place: Path
 ) -> None:
@@ -163,6 +164,7 @@ def test_a_directory_for_runs_that_is_read_only(in_place: None, settings: Settin
     assert code == 4 and "read-only" in message and "--runs" in message
 
 
+@pytest.mark.slow
 def test_a_run_directory_deleted_during_the_run(in_place: None, settings: Settings, run: Path) -> None:
     """Exit 4. TensorStore makes the directory of a save in progress again; it must not become a checkpoint."""
     code, message = ends(build(settings, run, At(7, lambda: vanish(run))))
@@ -180,6 +182,7 @@ def raced(path: Path) -> None:
     (path / "status.json").write_text('{"state": "running", "step": 5}')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 5, 7, 12])
 def test_a_run_directory_deleted_by_rm_that_raced_with_the_run(
     step: int, in_place: None, settings: Settings, run: Path
@@ -191,6 +194,7 @@ def test_a_run_directory_deleted_by_rm_that_raced_with_the_run(
     assert Checkpoints(run / "checkpoints").committed() == [] and not (run / "model").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["validate", "save_pretrained"])
 def test_a_run_directory_deleted_after_the_last_save(
     moment: str, in_place: None, settings: Settings, run: Path

@@ -39,6 +39,7 @@ def test_one_non_finite_batch_is_skipped_and_counted(settings: Settings, run: Pa
     assert json.loads(store.read(12, "loop.json"))["skipped_steps"] == 1
 
 
+@pytest.mark.slow
 def test_non_finite_batches_in_a_row_end_the_run(settings: Settings, run: Path, whole_in_place: Path) -> None:
     trainer = build(settings, run)
     poison(trainer, {7, 8, 9, 10, 11})
@@ -64,6 +65,7 @@ def test_a_run_that_never_made_an_update_is_not_told_of_its_learning_rate(settin
     assert code == 3 and "those of step 0" in message and "learning rate is not the cause" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [
@@ -97,6 +99,7 @@ def hungry(loaded: Any, **options: Any) -> dict[str, Any]:
     return {"metric": "sum", "value": float(jnp.zeros(size).sum())}
 
 
+@pytest.mark.slow
 def test_an_evaluation_without_memory_loses_nothing(
     settings: Settings, run: Path, whole_in_place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +126,7 @@ def scale_weights(trainer: Any, factor: float, at: int) -> None:
     trainer.functions = trainer.configure_functions()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [6, 7, 12])
 def test_an_update_that_makes_weights_non_finite_ends_the_run_unsaved(at: int, settings: Settings, run: Path) -> None:
     """At a checkpoint, between two, and at the last step: the loss of the step itself is still finite."""
@@ -137,6 +141,7 @@ def test_an_update_that_makes_weights_non_finite_ends_the_run_unsaved(at: int, s
     assert not (run / "model").exists() and json.loads((run / "status.json").read_text())["state"] == "failed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("validates", [True, False])
 def test_a_final_model_that_overflows_is_not_called_done(validates: bool, settings: Settings, run: Path) -> None:
     """Finite weights of 1e30: the last step's loss is not finite, and too few such steps follow to stop the run."""
@@ -150,6 +155,7 @@ def test_a_final_model_that_overflows_is_not_called_done(validates: bool, settin
     assert json.loads((run / "status.json").read_text())["exit_code"] == 3
 
 
+@pytest.mark.slow
 def test_one_bad_batch_at_the_end_leaves_a_good_model_done(settings: Settings, run: Path) -> None:
     trainer = build(settings, run)
     poison(trainer, {11})

@@ -32,6 +32,7 @@ from bessemer.training import launch
 Settings = dict[str, object]
 
 
+@pytest.mark.slow
 def test_a_second_writer_is_refused_and_the_first_unharmed(
     in_place: None, settings: Settings, run: Path, whole_in_place: Path
 ) -> None:

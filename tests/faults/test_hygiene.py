@@ -95,6 +95,7 @@ class Oracle(Callback):
         assert {p.name for p in manager.root.iterdir()} == {f"step_{s:08d}" for s in self.kept[step]}
 
 
+@pytest.mark.slow
 def test_retention_is_exact_after_every_save(
     in_place: None, settings: Settings, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def forward(model, params):
     return run
 
 
+@pytest.mark.slow
 def test_greedy_equals_the_argmax_of_the_full_forward(decoder, params, forward):
     result = decoder(params, PROMPTS, max_tokens=10)
     assert result.lengths.tolist() == [10, 10, 10] and set(result.reasons) == {"length"}

@@ -224,6 +224,7 @@ def test_one_compilation_a_bucket_and_one_fetch_a_round(params):
     assert engine.compilations == 2
 
 
+@pytest.mark.slow
 def test_rollouts_of_prompts_of_any_length_share_one_prefill_width_and_one_decode_program(params):
     """As RL samples on an accelerator: one width, all slots in every round, a kernel that reads what rows hold."""
     model = tiny_model().clone(kernels="pallas", block_size=256)
@@ -245,6 +246,7 @@ def test_rollouts_of_prompts_of_any_length_share_one_prefill_width_and_one_decod
     assert not made and engine.compilations == 3
 
 
+@pytest.mark.slow
 def test_programs_compiled_ahead_from_shapes_are_all_that_a_rollout_needs(params, tmp_path):
     """As RL does beside the compilation of its step: the first rollout finds every program in the cache on disk."""
     topology = make_topology(TopologySettings(data=1), jax.devices()[:1])
@@ -280,6 +282,7 @@ def test_buckets_of_rows_are_few_where_few_rows_take_as_long_as_many(monkeypatch
     assert row_sizes(16) == (1, 16) and row_sizes(128) == (1, 16, 128)
 
 
+@pytest.mark.slow
 def test_parameters_are_cast_once_until_they_change_and_no_program_casts_them_again(monkeypatch):
     model = tiny_model().clone(precision="bf16")
     params = tiny_params(1)

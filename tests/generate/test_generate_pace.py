@@ -62,6 +62,7 @@ def paced(pace, rows, unit=1, rounds=6):
     return found
 
 
+@pytest.mark.slow
 def test_a_reader_has_the_first_token_before_a_whole_round_is_over(engine):
     engine._pace = Pace(16, clocked=False)
     before = engine.rounds

@@ -78,6 +78,7 @@ def test_held_out_text_begins_at_a_line_a_document_or_a_word(row, prompt):
     assert beginning(row, re.compile(re.escape("<|bos|>"))) == prompt
 
 
+@pytest.mark.slow
 def test_previews_at_due_steps_and_after_the_end(loop):
     before = feed.calls
     run(loop, Preview(interval=2))

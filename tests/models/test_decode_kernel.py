@@ -61,6 +61,7 @@ def test_a_row_that_holds_nothing_gives_zeros_and_what_is_beyond_a_row_weighs_no
     np.testing.assert_allclose(got[1], decode_attention(q, k, v, *stores, lengths, added)[0][1], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_model_decodes_the_same_tokens_with_it_through_a_full_window() -> None:
     model = GPT(
         depth=2,

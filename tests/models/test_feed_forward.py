@@ -61,6 +61,7 @@ def check(rows: tuple[int, ...], width: int, hidden: int) -> None:
         near(mine, theirs)
 
 
+@pytest.mark.slow
 def test_the_joined_feed_forward_and_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relu2_matmul, "TILES", SMALL)
     with interpreted():
@@ -93,6 +94,7 @@ def test_it_is_left_alone_where_it_cannot_be() -> None:
     assert not relu2_matmul.suits(65536, 768, 3000) and not relu2_matmul.suits(100, 768, 3072)
 
 
+@pytest.mark.slow
 def test_on_a_mesh_each_device_multiplies_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulation has one GPU: plain products stand for the kernels here, and see 4 × 64 rows and whole matrices."""
     seen = []

@@ -201,6 +201,7 @@ def test_a_lookup_layer_matches_a_float64_reference(scaling: str) -> None:
     assert 0.01 < distance(got, plain) < 0.08
 
 
+@pytest.mark.slow
 def test_a_lookup_model_is_converted_in_training_alone() -> None:
     model, batch = fp8_model(**LOOKUP), batch_of()
     params = random_params(model, scale=0.1)

@@ -125,6 +125,7 @@ def test_the_whole_model_gives_the_same_loss_and_gradients():
     assert_same(xla, pallas, 1e-4)
 
 
+@pytest.mark.slow
 def test_on_a_mesh_each_device_takes_its_own_rows(monkeypatch: pytest.MonkeyPatch):
     """Norms, rotary and the loss; the rows of a device are 1/8 of the batch's."""
     logits = []
@@ -147,6 +148,7 @@ def test_on_a_mesh_each_device_takes_its_own_rows(monkeypatch: pytest.MonkeyPatc
     assert_same(gradient_of_odd_rows("xla"), uneven, 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [512, 768, 1280])
 def test_the_kernels_lower_for_a_gpu(width: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -141,6 +141,7 @@ def test_a_layer_without_positions_sees_the_same_tokens_in_any_order() -> None:
     assert np.abs(last[1][0] - last[1][1]).max() > 1e-5
 
 
+@pytest.mark.slow
 def test_layers_with_and_without_positions_are_scanned_in_groups(single: Any) -> None:
     _, params, _ = single
     four = {**params, "blocks_2": params["blocks_0"], "blocks_3": params["blocks_1"]}

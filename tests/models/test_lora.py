@@ -108,6 +108,7 @@ def adapted_parts(model, **settings):
     return split, jax.tree.map(lambda leaf: leaf + 0.02, trained), frozen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_adapters_beside_their_matrices_equal_the_merged_form(family: str) -> None:
     """Loss, gradients and decoding, to rounding: float32, or bf16 where the kernels ask for it."""
@@ -137,6 +138,7 @@ def test_adapters_beside_their_matrices_equal_the_merged_form(family: str) -> No
     np.testing.assert_allclose(*both, rtol=1e-4 if exact else 0.1, atol=1e-5 if exact else 0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt", "llama-tied-scan", "gpt-packed"])
 def test_dora_scales_columns_by_a_trained_length(family: str) -> None:
     """y = m/‖W + sAB‖ · (xW + s·xAB) equals the merged form, begins at the base, and its norm has no gradient."""
@@ -165,6 +167,7 @@ def test_dora_scales_columns_by_a_trained_length(family: str) -> None:
             np.testing.assert_allclose(got[path], leaf, rtol=2e-4, atol=1e-5 * np.abs(leaf).max(), err_msg=str(path))
 
 
+@pytest.mark.slow
 def test_dropout_is_of_the_row_and_of_training_alone() -> None:
     """A row drops the same entries whatever rows stand beside it; evaluation drops none; the base's product none."""
     model = LLAMA

@@ -35,6 +35,7 @@ def made():
     return model, model.init(jax.random.key(0), ids), jax.tree.map(jnp.asarray, batch)
 
 
+@pytest.mark.slow
 def test_the_loss_and_its_gradient_are_those_of_the_shared_formula(made):
     model, variables, batch = made
     params = variables["params"]

@@ -65,6 +65,7 @@ def test_steps_equal_the_full_forward(settings):
     assert cache.lengths.tolist() == [10, 10]
 
 
+@pytest.mark.slow
 def test_windows_while_decoding():
     model, params, decode = make(block_size=256, window="SL")
     assert model.shape.windows == (128, None, None)
@@ -77,6 +78,7 @@ def test_windows_while_decoding():
         np.testing.assert_allclose(logits[:, 0], full[:, t], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_window_keeps_only_its_own_keys_however_it_is_fed():
     """Rows of different lengths, pieces longer and shorter than what is left of the ring, padding, a row that rests."""
     model, params, decode = make(block_size=256, window="SL", depth=2)

@@ -128,6 +128,7 @@ def test_windows_and_segments():
     assert scan_segments((1, 2, 3, 3, 3, 4)) == [(0, 1, 1), (1, 1, 1), (2, 1, 3), (5, 1, 1)]
 
 
+@pytest.mark.slow
 def test_logits_are_capped_and_padding_is_never_predicted():
     model, params = make()
     logits = forward(model, params, batch_of()["input_ids"])

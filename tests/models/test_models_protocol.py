@@ -71,6 +71,7 @@ def test_the_base_adds_no_fields_before_those_of_a_family():
     assert {field.name for field in dataclasses.fields(Model)} <= {"parent", "name"}, "those of linen alone"
 
 
+@pytest.mark.slow
 def test_no_module_asks_a_model_for_an_attribute_by_name():
     found = []
     for path in sorted(Path(bm.__file__).parent.rglob("*.py")):

@@ -114,6 +114,7 @@ def batch(rows, length):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switches", SWITCHES, ids=str)
 def test_loss_and_every_gradient_equal_the_reference(switches):
     model, config, params = pair(switches)
@@ -136,6 +137,7 @@ def test_loss_and_every_gradient_equal_the_reference(switches):
         np.testing.assert_allclose(other, gradient, rtol=2e-4, atol=2e-6, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switches", SWITCHES[:2] + SWITCHES[3:], ids=str)
 def test_incremental_decoding_equals_the_reference(switches):
     model, config, params = pair(switches)

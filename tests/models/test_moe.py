@@ -201,6 +201,7 @@ def assert_same_step(got: Any, expected: Any) -> None:
         np.testing.assert_allclose(got[0][1][name], expected[0][1][name], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("axes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2, "context": 2}])
 def test_a_mesh_with_scanned_and_recomputed_layers_changes_nothing(family: str, axes: dict[str, int]) -> None:
@@ -214,6 +215,7 @@ def test_a_mesh_with_scanned_and_recomputed_layers_changes_nothing(family: str, 
         assert_same_step(step(jax.device_put(params, places), batch), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_micro_batches_add_up_to_the_batch(family: str) -> None:
     """Also the auxiliary loss, whose usual form is a product of means over the micro-batch."""

@@ -39,6 +39,7 @@ def step_of(model: Llama) -> Any:
     return jax.value_and_grad(loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mesh_scan_and_remat_change_nothing(family: str) -> None:
     model = FAMILIES[family]

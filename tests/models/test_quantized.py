@@ -187,6 +187,7 @@ def test_loss_gradients_and_decoding_are_those_of_the_dequantized_base(case: str
     np.testing.assert_allclose(logits, spoken, rtol=1e-4 if exact else 0.1, atol=1e-5 if exact else 0.2)
 
 
+@pytest.mark.slow
 def test_frozen_matrices_of_plain_products_take_half_a_byte_per_weight() -> None:
     """Adapted or not; embedding, head and norms stay as they are, and no full copy of a matrix is in the tree."""
     model = Llama(depth=2, width=256, head_dim=64, mlp_width=512, vocab_size=300, block_size=16, precision="bf16")
@@ -256,6 +257,7 @@ def test_no_gradient_of_a_quantized_matrix_is_computed() -> None:
     assert len(step.outvars) == len(jax.tree.leaves(trained))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
 def test_dequantized_matrices_of_all_layers_are_not_alive_at_once(scan: bool) -> None:
     """Temporary memory of a compiled step: a layer more costs less than its matrices in float32 would."""

@@ -42,6 +42,7 @@ def test_equals_xla_with_gradients(keys: int, window: int | None) -> None:
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_scores_are_capped_as_xla_caps_them() -> None:
     q, k, v = 4 * draw(1, 128, 2, 32), draw(1, 128, 1, 32, seed=1), draw(1, 128, 1, 32, seed=2)
 

@@ -169,6 +169,7 @@ def kind(path: tuple[str, ...]) -> str:
     )
 
 
+@pytest.mark.slow
 def test_the_rest_goes_to_adamw_groups_in_float32() -> None:
     shapes = {"e": (10, 4), "h": (4, 10), "v": (10, 4), "r": (3,), "x": (3,), "s": (), "g": (4, 2), "gv": (4,)}
     params: Any = {"block": {"q": jnp.asarray(normal(0, 4, 4), jnp.float32)}}

@@ -87,6 +87,7 @@ def trained() -> dict[str, np.ndarray]:
     return runs | {"nearest": run(jnp.bfloat16, True)}
 
 
+@pytest.mark.slow
 def test_small_updates_of_bf16_parameters_add_up_to_those_of_float32(trained: dict[str, np.ndarray]) -> None:
     moved = {name: (trained[name] - trained["start"]) * -trained["slope"] for name in ("float32", "bfloat16")}
     expected, found = moved["float32"].mean(), moved["bfloat16"]

@@ -90,6 +90,7 @@ def run_muon(mesh: jax.sharding.Mesh, spread: bool, blocks: int) -> tuple[Any, C
     return jax.device_get(updates), Counter(re.findall(kinds, compiled.as_text()))
 
 
+@pytest.mark.slow
 def test_spread_polar_step_is_the_same_with_few_collectives() -> None:
     alone, _ = run_muon(build_mesh(1, 1), False, blocks=5)
     over_data, collectives = run_muon(build_mesh(8, 1), True, blocks=5)  # 5 matrices a shape on 8 devices: padded

@@ -69,6 +69,7 @@ def several(place: Path) -> Any:
         return load_several(run(place, "ranks"), {"style": "peft-dora"}, root=place / "runs")
 
 
+@pytest.mark.slow
 def test_the_base_is_in_memory_once(place: Path) -> None:
     """Every byte of the devices belongs to the one tree, in which each matrix of the base stands once."""
     gc.collect()

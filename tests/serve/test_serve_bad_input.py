@@ -146,6 +146,7 @@ def bodies(path: str) -> st.SearchStrategy[bytes]:
 asks = st.sampled_from(sorted(right)).flatmap(lambda path: st.tuples(st.just(path), bodies(path)))
 
 
+@pytest.mark.slow
 @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(ask=asks)
 def test_anything_gets_an_answer(impatient: Live, ask: tuple[str, bytes]) -> None:

@@ -37,6 +37,7 @@ def open_stream(live: Live, **ask: object) -> http.client.HTTPConnection:
     return connection
 
 
+@pytest.mark.slow
 def test_a_full_queue_is_429_and_is_served_later(live: Live) -> None:
     with live.gate.closed():
         waiting = open_stream(live, n=QUEUE, max_tokens=4)

@@ -52,6 +52,7 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
         yield server
 
 
+@pytest.mark.slow
 def test_completions_are_answered_while_a_template_loops(hostile: Live) -> None:
     hostile_body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": 2}
     friendly_body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}

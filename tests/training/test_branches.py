@@ -70,6 +70,7 @@ def stopped(settings: dict[str, object], root: Path, step: int) -> Path:
     return root / "a"
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_extended_only_with_change_and_says_so(done: Path) -> None:
     with pytest.raises(InputError, match=r"training\.steps cannot be changed on resume.*add --change"):
         launch.reopen(done, {"training.steps": 6})
@@ -107,6 +108,7 @@ def test_a_run_extended_before_its_end_is_the_longer_run_where_rates_agree(
     assert_same(whole, again)
 
 
+@pytest.mark.slow
 def test_a_branch_survives_a_kill_before_its_first_checkpoint(halfway: Path, corpus: Path, tmp_path: Path) -> None:
     """config.yaml is then not that of the checkpoint, and branches.json says why."""
     run = halfway
@@ -147,6 +149,7 @@ def test_other_data_keeps_the_runs_tokenizer_and_forgets_the_best(halfway: Path,
     assert before.loop_state.best_val_loss is not None and again.loop_state.best_val_loss is None
 
 
+@pytest.mark.slow
 def test_data_that_changed_on_disk_needs_change_and_keeps_the_tokenizer(
     short: dict[str, object], corpus: Path, tmp_path: Path
 ) -> None:

@@ -173,6 +173,7 @@ def test_a_rollout_is_repeatable_whatever_the_workers_and_each_episode_has_its_s
     assert len({line["row"] for line in resets}) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "nan", "text", "short", "blank", "object", "hang", "die"])
 def test_a_failing_environment_ends_the_run_or_is_skipped_and_counted(
     how: str, whole: Any, capsys: pytest.CaptureFixture[str]
@@ -204,6 +205,7 @@ def test_a_failing_environment_ends_the_run_or_is_skipped_and_counted(
     assert "4 of 16 episodes of 'worlds:Faulty' failed and are skipped" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_retry_replays_the_episode(whole: Any, tmp_path: Path) -> None:
     """What fails once is repeated in a new process, and the rollout is the one without the failure."""
     sampler, settings = whole.sampler, whole.sampler.settings
@@ -247,6 +249,7 @@ def test_episodes_end_at_the_last_turn_and_where_the_block_is_full(whole: Any) -
     assert (full.rows["segment_ids"].sum(axis=1) <= 64).all()
 
 
+@pytest.mark.slow
 def test_stopped_between_two_steps_of_a_rollout_and_resumed(
     settings: dict[str, Any], whole: Any, tmp_path: Path
 ) -> None:

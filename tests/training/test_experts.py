@@ -32,6 +32,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_biases_of_the_uninterrupted_one(
     tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +83,7 @@ def exported_logits(root: Path) -> np.ndarray:
     return logits(*load_folder(root / "out"))
 
 
+@pytest.mark.slow
 def test_sft_of_all_parameters_is_exported_as_it_was_trained(folder: Path, tmp_path: Path) -> None:
     trainer = tuned(folder, tmp_path)
     before = load_folder(folder)[1]["blocks_0"]

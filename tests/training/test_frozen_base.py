@@ -161,6 +161,7 @@ def test_the_run_names_its_base_by_path_and_hash(finished: Any, original: Path) 
     assert f"{original}, sha256 {record['sha256'][:16]}" in (run.path / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_keep_base_copies_it_once_in_its_own_dtype(folder: Path, text: Path, finished: Any, tmp_path: Path) -> None:
     trainer = trained(adapters(folder, text, lora__keep_base=True), tmp_path)
     copy = trainer.run_directory.path / "reference/base/model.safetensors"
@@ -180,6 +181,7 @@ def test_a_new_copy_of_the_base_removes_what_a_killed_copy_left(original: Path, 
     assert sorted(path.name for path in bases.own_copy(run).iterdir()) == ["config.json", "model.safetensors"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_resumed_is_the_same_run(
     finished_with: Callable[[str], Any], quantize: str, original: Path, text: Path, tmp_path: Path
@@ -215,6 +217,7 @@ def test_killed_and_resumed_is_the_same_run(
     assert bytes_below(part / "reference") < 10_000  # base.json
 
 
+@pytest.mark.slow
 @QUANTIZED
 def test_a_base_that_moved_is_pointed_to(
     folder: Path, text: Path, finished_with: Callable[[str], Any], quantize: str, tmp_path: Path
@@ -237,6 +240,7 @@ def test_a_base_that_moved_is_pointed_to(
     assert_equal(merge_adapters(load_model(run).params), finished.full_params())
 
 
+@pytest.mark.slow
 def test_the_base_of_a_finished_run_is_pointed_to(folder: Path, text: Path, tmp_path: Path, home: Path) -> None:
     run = trained(adapters(folder, text), tmp_path).run_directory
     away = tmp_path.parent / f"{tmp_path.name}-away"
@@ -245,6 +249,7 @@ def test_the_base_of_a_finished_run_is_pointed_to(folder: Path, text: Path, tmp_
     assert str(away) in line and load_model(run).step == 4
 
 
+@pytest.mark.slow
 def test_a_base_that_moved_with_the_run_is_found(
     folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +285,7 @@ def test_a_base_changed_by_one_bit_is_refused(
     assert any(finding.level == "error" and "base model" in finding.text for finding in found.findings)
 
 
+@pytest.mark.slow
 def test_another_model_of_the_same_shape_is_refused(folder: Path, text: Path, tmp_path: Path) -> None:
     """Its own checksums are right: only the run knows that it is another one."""
     run = stopped(adapters(folder, text), tmp_path)
@@ -289,6 +295,7 @@ def test_another_model_of_the_same_shape_is_refused(folder: Path, text: Path, tm
         launch.reopen(run.path, base=str(other))
 
 
+@pytest.mark.slow
 def test_a_record_that_was_changed_is_refused(folder: Path, text: Path, tmp_path: Path) -> None:
     run = stopped(adapters(folder, text), tmp_path)
     record = bases.read_record(run)
@@ -301,6 +308,7 @@ def test_a_record_that_was_changed_is_refused(folder: Path, text: Path, tmp_path
         launch.reopen(run.path)
 
 
+@pytest.mark.slow
 def test_loaded_sampled_evaluated_and_exported(finished: Any, original: Path, tmp_path: Path) -> None:
     """Everything that reads the run gets base and adapters; the export is merged, in the base's dtype."""
     run, whole = finished.run_directory, finished.full_params()
@@ -331,6 +339,7 @@ def test_the_final_model_alone_is_enough(finished: Any, text: Path, tmp_path: Pa
     assert_equal(on.state.params, merge_adapters(load_model(copy).params))
 
 
+@pytest.mark.slow
 def test_adapters_on_adapters(finished: Any, text: Path, tmp_path: Path) -> None:
     """The base is a finished run with a base of its own: nothing is copied, and the chain is loaded and resumed."""
     trainer = trained(adapters(finished.run_directory.path, text), tmp_path)
@@ -347,6 +356,7 @@ def test_an_imported_run_is_a_base(original: Path, text: Path, finished: Any, tm
     assert not (trainer.run_directory.path / "reference/frozen").exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_unfinished_run_is_copied(original: Path, text: Path, tmp_path: Path) -> None:
     """That run deletes it when it goes on; the log says why there is a copy."""
     settings = settings_of(original, text, objective="pretrain", training__steps=4)
@@ -358,6 +368,7 @@ def test_a_checkpoint_of_an_unfinished_run_is_copied(original: Path, text: Path,
     assert_equal(merge_adapters(load_model(trainer.run_directory).params), trainer.full_params())
 
 
+@pytest.mark.slow
 def test_a_run_from_elsewhere_opens_no_base_of_its_choice(
     folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,6 +386,7 @@ def test_a_run_from_elsewhere_opens_no_base_of_its_choice(
     assert load_model(run).step == 3  # trusted from now on
 
 
+@pytest.mark.slow
 def test_a_base_of_the_hub_is_named_by_its_revision(
     original: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,6 +414,7 @@ def test_a_base_of_the_hub_is_named_by_its_revision(
         load_model(run)
 
 
+@pytest.mark.slow
 def test_the_commands_take_the_base_that_is_given(folder: Path, text: Path, tmp_path: Path) -> None:
     run = trained(adapters(folder, text), tmp_path).run_directory
     away = tmp_path.parent / f"{tmp_path.name}-away"

@@ -145,6 +145,7 @@ def test_off_by_default_nothing_is_added(tiny: dict[str, object], tmp_path: Path
     assert trainer.functions.abstract_state.guard is None and "guard" not in trainer.abstract_state()
 
 
+@pytest.mark.slow
 def test_warn_says_counts_reports_and_changes_nothing(
     guarded: dict[str, object], tmp_path: Path, newer_loops: None
 ) -> None:

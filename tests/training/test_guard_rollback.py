@@ -39,6 +39,7 @@ def whole(rolling: dict[str, object], home: Path, tmp_path_factory: pytest.TempP
         return run(rolling, tmp_path_factory.mktemp("runs"), "whole", record), record
 
 
+@pytest.mark.slow
 def test_poisoned_batches_are_passed_over(whole: tuple[Any, Record]) -> None:
     """Step 7 took batch 6: back to 4, on with batch 7. Step 11 takes 13: back to 8, on with 14."""
     trainer, record = whole
@@ -57,6 +58,7 @@ def test_poisoned_batches_are_passed_over(whole: tuple[Any, Record]) -> None:
     assert trainer.run_directory.read_status()["rollbacks"] == 2
 
 
+@pytest.mark.slow
 def test_it_is_the_run_on_the_data_without_the_gap(rolling: dict[str, object], tmp_path: Path) -> None:
     """Bit for bit what a run gives whose data never held batches 4 to 6."""
     rolled = run({**rolling, "training.poison": {"6": 50.0}}, tmp_path, "a")
@@ -75,6 +77,7 @@ def saved_tree_of(trainer: Any) -> dict[str, Any]:
     return saved_tree(trainer.state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -145,6 +148,7 @@ def test_what_decides_the_way_back_cannot_be_changed_on_resume(rolling: dict[str
         launch.reopen(tmp_path / "a", {"logging.checkpoint_interval": 3})
 
 
+@pytest.mark.slow
 def test_the_way_back_is_kept_from_retention(
     whole: tuple[Any, Record], rolling: dict[str, object], tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def finished(finished_with: Any) -> Any:
     return finished_with("nf4")
 
 
+@pytest.mark.slow
 def test_the_state_holds_codes_of_the_stored_weights(finished: Any, original: Path) -> None:
     folder, nodes = Folder(original), {
         path: leaf for path, leaf in flatten_dict(finished.state.frozen).items() if isinstance(leaf, Quantized)
@@ -57,6 +58,7 @@ def test_the_run_says_what_is_quantized(finished: Any) -> None:
     assert derived["value"] == held and derived["reason"].startswith("nf4: 14 frozen matrices")
 
 
+@pytest.mark.slow
 def test_loaded_sampled_and_evaluated_with_codes(finished: Any) -> None:
     run = finished.run_directory
     params = load_model(run).params

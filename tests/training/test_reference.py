@@ -45,6 +45,7 @@ def test_taken_once_and_in_force_after_a_restart(settings: dict[str, object], tm
     assert_same(second, whole)
 
 
+@pytest.mark.slow
 def test_a_reference_that_is_gone_or_changed_is_refused(settings: dict[str, object], tmp_path: Path) -> None:
     first = launch.build_trainer("quickstart", settings, name="part", root=tmp_path, callbacks=[StopAt(2)])
     with pytest.raises(Stopped):
@@ -54,6 +55,7 @@ def test_a_reference_that_is_gone_or_changed_is_refused(settings: dict[str, obje
         launch.reopen(tmp_path / "part")
 
 
+@pytest.mark.slow
 def test_a_later_reference_replaces_it_in_the_state_and_stands_beside_it_on_the_disk(
     settings: dict[str, object], tmp_path: Path
 ) -> None:

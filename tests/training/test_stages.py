@@ -150,6 +150,7 @@ def test_the_plan_of_stages() -> None:
         one_each("x", [1, 2], 3, 0)
 
 
+@pytest.mark.slow
 def test_a_reference_from_the_second_stage_on(whole: tuple[Any, Watch]) -> None:
     """The first stage has none and its program costs less; the second is held to the parameters at the boundary."""
     trainer, watch = whole

@@ -194,6 +194,7 @@ def test_batch_is_a_function_of_its_number(ran: tuple[Any, Hooks, Any]) -> None:
         trainer.batch("typo")
 
 
+@pytest.mark.slow
 def test_what_batch_returns_is_what_is_trained_on(settings: dict[str, object], tmp_path: Path) -> None:
     """A field that an override adds reaches the step, and rows that it changes are those that are learned."""
 
@@ -307,6 +308,7 @@ def test_the_build_steps_can_be_called_on_a_built_trainer(ran: tuple[Any, Hooks,
     assert trainer.arguments["training.steps"] == trainer.arguments["training/steps"] == 3
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_what_sharded_init_returns(settings: dict[str, object], tmp_path: Path) -> None:
     """Scaled by an override, on four devices; every other parameter keeps its bits."""
 
@@ -452,6 +454,7 @@ def test_log_metrics_takes_any_metrics(
 # --- names that mean something else here -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_as_a_callback_says_what_to_set(settings: dict[str, object], tmp_path: Path) -> None:
     asked = {**settings, "callbacks": ["gradient_checkpointing"]}
     trainer: Any = bm.BaseTrainer(spec(tmp_path, "a"), dataset_train=TEXTS, arguments=asked)

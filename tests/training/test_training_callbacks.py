@@ -73,6 +73,7 @@ def test_weights_that_are_no_numbers_leave_a_file_that_can_be_resumed(tmp_path: 
         append_weights(tmp_path, {"head": jnp.ones(2)}, 3)  # a directory stands for a disk that refuses
 
 
+@pytest.mark.slow
 def test_time_limit_stops_with_a_checkpoint(tiny: dict[str, object], tmp_path: Path) -> None:
     settings = {**tiny, "training.time_limit": "0.001s"}
     trainer = launch.build_trainer("quickstart", settings, name="a", root=tmp_path)

@@ -57,6 +57,7 @@ def student(teacher: RunDirectory, tmp_path: Path) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_the_student_comes_closer_and_resumes_without_the_teachers_run(
     student: dict[str, object], teacher: RunDirectory, tmp_path: Path
 ) -> None:

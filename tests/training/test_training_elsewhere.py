@@ -84,6 +84,7 @@ def test_resumed_from_another_directory(
     assert results["bpb"]["value"] == pytest.approx(rows(run)[-1]["val_bpb"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_moved_folder_is_found_from_inside_it(
     project: Path, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_moved_folder_is_found_from_inside_it(
     assert not project.exists()  # nor made again, for the cache
 
 
+@pytest.mark.slow
 def test_the_same_data_given_again_is_no_change_and_other_data_is(project: Path, settings: dict[str, object]) -> None:
     run = stopped(settings, "half")
     assert launch.reopen(run, {"training.dataset": "mine.jsonl"}).step == 2
@@ -111,6 +113,7 @@ def test_the_same_data_given_again_is_no_change_and_other_data_is(project: Path,
         launch.reopen(run, {"training.dataset": "other.jsonl"})
 
 
+@pytest.mark.slow
 def test_a_run_that_holds_a_relative_name_is_resumed_where_it_leads(
     project: Path, elsewhere: Path, settings: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

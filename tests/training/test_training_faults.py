@@ -30,6 +30,7 @@ def hungry(loaded: Any, *, limit: int | None = None, batch_size: int | None = No
     return {"metric": "nothing", "value": 1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [7, STEPS])
 def test_an_evaluation_out_of_memory_is_named_and_loses_nothing(
     step: int,
@@ -52,6 +53,7 @@ def test_an_evaluation_out_of_memory_is_named_and_loses_nothing(
     assert [row["step"] for row in rows(tmp_path / "a") if "loss" in row] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_out_of_memory_in_the_loop_says_what_to_lower(
     guarded: dict[str, object],  # noqa: F811
     tmp_path: Path,
@@ -67,6 +69,7 @@ def test_out_of_memory_in_the_loop_says_what_to_lower(
     assert "checkpoint is step 4" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_other_data_on_resume_needs_a_permission_and_is_recorded(
     guarded: dict[str, object],  # noqa: F811
     corpus: Path,

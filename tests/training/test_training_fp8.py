@@ -50,6 +50,7 @@ def test_refused_on_a_chip_without_float8(settings: dict[str, object], tmp_path:
     assert error.value.exit_code == 2 and "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_start_says_what_is_converted(finished: Any) -> None:
     path = finished.run_directory.path
     reason = json.loads((path / "derived.json").read_text())["architecture.precision"]["reason"]

@@ -42,6 +42,7 @@ def greedy(trainer):
     return trainer.generate(prompts=PROMPTS, max_tokens=8, return_metadata=True, all_gather=True)
 
 
+@pytest.mark.slow
 def test_generate_equals_the_decoder_and_its_arrays_are_padded_as_promised(trainer, greedy):
     tokenizer = trainer.tokenizer
     rows = [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in PROMPTS]

@@ -83,6 +83,7 @@ def assert_equal(one: Any, other: Any) -> None:
         np.testing.assert_array_equal(one[name], other[name], err_msg=name)
 
 
+@pytest.mark.slow
 def test_weights_are_read_while_the_steps_compile(
     folder: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +105,7 @@ def test_weights_are_read_while_the_steps_compile(
     assert len(losses) == 1 and trainer.step == 1
 
 
+@pytest.mark.slow
 def test_the_state_is_created_while_the_steps_compile(
     folder: Path, pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +239,7 @@ def test_held_near_the_imported_model(folder: Path, pairs: Path, tmp_path: Path)
     assert found[0]["kl"] == pytest.approx(0, abs=1e-5) and found[-1]["kl"] > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("imported", [False, True], ids=["folder", "imported run"])
 def test_stored_tokens_of_a_folder(folder: Path, imported: bool, tmp_path: Path) -> None:
     """A teacher without a checkpoint was a FileNotFoundError."""

@@ -99,6 +99,7 @@ def test_rows_are_shown_and_saved(whole: BaseTrainer) -> None:
     assert np.abs(table - np.asarray(whole.state.ema["lookups_0"]["lookup_values"])).max() > 0
 
 
+@pytest.mark.slow
 def test_resume_is_the_same_run_and_shares_out_nothing(
     settings: dict[str, object], whole: BaseTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

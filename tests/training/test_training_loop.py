@@ -62,6 +62,7 @@ class Witness(Callback):
         self.hooks.append("train_end")
 
 
+@pytest.mark.slow
 def test_steps_hooks_and_rows(tiny: dict[str, object], tmp_path: Path) -> None:
     witness = Witness()
     trainer = launch.build_trainer("quickstart", tiny, name="a", root=tmp_path, callbacks=[witness])
@@ -100,6 +101,7 @@ def test_steps_hooks_and_rows(tiny: dict[str, object], tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a/status.json").read_text())["state"] == "done"
 
 
+@pytest.mark.slow
 def test_fetch_only_at_report_points_and_one_compilation(tiny: dict[str, object], tmp_path: Path) -> None:
     settings = {
         **tiny,
@@ -187,6 +189,7 @@ class VirtualLoss:
         return self
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", [1, 4])
 def test_step_time_runs_from_completion_to_completion(
     interval: int, tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -285,6 +288,7 @@ def test_jit_cache_holds_one_program_after_twenty_steps(tiny: dict[str, object],
     assert trainer.functions.train_step._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_non_finite_steps_end_the_run_with_exit_3(tiny: dict[str, object], tmp_path: Path) -> None:
     class Poison(Callback):
         def on_batch_begin(self, loop: Any) -> None:
@@ -303,6 +307,7 @@ def test_non_finite_steps_end_the_run_with_exit_3(tiny: dict[str, object], tmp_p
     assert trainer.run_directory.read_status()["state"] == "failed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", [-1, 1000])
 def test_a_bad_run_ends_within_34_steps_however_rare_its_reports_are(
     interval: int, tiny: dict[str, object], tmp_path: Path

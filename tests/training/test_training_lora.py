@@ -188,6 +188,7 @@ def test_a_run_saved_with_the_old_spelling_of_a_setting_resumes_bit_for_bit(
     assert load_model(second.run_directory, 3).params["blocks_0"]["q"].scale == 4.0  # α/√r
 
 
+@pytest.mark.slow
 def test_dora_dropout_and_ranks_by_pattern_resume_and_do_not_depend_on_the_micro_batch(
     lora: dict[str, object], tmp_path: Path
 ) -> None:
@@ -222,6 +223,7 @@ def doctors_words(run: RunDirectory) -> str:
     return " ".join(finding.text for finding in found.findings)
 
 
+@pytest.mark.slow
 def test_frozen_weights_that_are_gone_are_refused(lora: dict[str, object], tmp_path: Path) -> None:
     first = launch.build_trainer("quickstart", lora, name="part", root=tmp_path, callbacks=[StopAt(2)])
     with pytest.raises(Stopped):
@@ -274,6 +276,7 @@ def test_other_optimizers_take_adapters(optimizer: str, lora: dict[str, object],
     assert all(np.abs(leaf).max() > 0 for leaf in arrays(trainer.state.params).values())
 
 
+@pytest.mark.slow
 def test_frozen_parameters_stay_and_have_no_moments(start: dict[str, object], tmp_path: Path) -> None:
     settings = {**start, "training.freeze": ["embedding", "blocks_0/*"]}
     trainer = launch.build_trainer("quickstart", settings, name="frozen", root=tmp_path)

@@ -79,6 +79,7 @@ def is_matrix(leaf: Any) -> bool:
     return leaf.ndim > 1
 
 
+@pytest.mark.slow
 def test_matrices_are_bf16_and_the_rest_and_the_average_are_float32(run: Callable[..., Any]) -> None:
     state = run(**NARROW).state
     for leaf in jax.tree.leaves(state.params):
@@ -86,6 +87,7 @@ def test_matrices_are_bf16_and_the_rest_and_the_average_are_float32(run: Callabl
     assert {leaf.dtype.name for leaf in jax.tree.leaves(state.ema)} == {"float32"}
 
 
+@pytest.mark.slow
 def test_eight_bit_moments_follow_the_losses_of_float32(run: Callable[..., Any]) -> None:
     exact, found = losses(run()), losses(run(**{"optimization.state_dtype": "int8"}))
     assert len(exact) == 30 and exact[-1] < 0.8 * exact[0]
@@ -127,6 +129,7 @@ def test_resume_is_bit_identical(run: Callable[..., Any], settings: Settings, tm
     assert_same(second, run(**NARROW))
 
 
+@pytest.mark.slow
 def test_rounding_does_not_depend_on_the_accumulation(
     run: Callable[..., Any], settings: Settings, tmp_path: Path
 ) -> None:
@@ -194,6 +197,7 @@ def test_another_run_starts_from_bf16_weights_in_float32(
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b, np.float32))
 
 
+@pytest.mark.slow
 def test_frozen_parameters_are_bf16_too(settings: Settings, tmp_path: Path) -> None:
     more = {**settings, **NARROW, "training.freeze": ["embedding"], "training.steps": 2}
     trainer = launch.build_trainer("quickstart", more, name="frozen", root=tmp_path)

@@ -220,6 +220,7 @@ def test_a_demonstration_keeps_its_own_steps_and_batch() -> None:
     assert sizes_for_own_data(config, 10_000, own_rows=False, parallel=1) == []
 
 
+@pytest.mark.slow
 def test_a_fine_tuning_run_derives_passes_and_resumes_with_them(tiny: dict[str, object], tmp_path: Path) -> None:
     base = launch.build_trainer("quickstart", {**tiny, "training.steps": 1}, name="base", root=tmp_path)
     base.run()
@@ -238,6 +239,7 @@ def test_a_fine_tuning_run_derives_passes_and_resumes_with_them(tiny: dict[str, 
     assert (again.steps, again.training_batch_size) == (trainer.steps, trainer.training_batch_size)
 
 
+@pytest.mark.slow
 def test_a_fine_tuning_run_derives_its_rate_and_resumes_with_it(tiny: dict[str, object], tmp_path: Path) -> None:
     base = launch.build_trainer("quickstart", {**tiny, "training.steps": 1}, name="base", root=tmp_path)
     base.run()
@@ -297,6 +299,7 @@ def test_out_of_memory_names_the_largest_micro_batch_that_fits(
     check_step(resumed.plan, resumed.hooks, resumed.functions)
 
 
+@pytest.mark.slow
 def test_out_of_memory_says_when_no_micro_batch_fits(
     tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,6 +390,7 @@ def test_stages_change_the_data_at_their_step(tiny: dict[str, object], corpus: P
     assert by_step[6] == 1.0 and by_step[7] == pytest.approx(0.01), "the schedule warms up again with the stage"
 
 
+@pytest.mark.slow
 def test_weights_from_another_run_and_the_class_from_a_checkpoint(tiny: dict[str, object], tmp_path: Path) -> None:
     first = launch.build_trainer("quickstart", {**tiny, "training.steps": 3}, name="first", root=tmp_path)
     first.run()
@@ -415,6 +419,7 @@ def test_resume_from_an_older_checkpoint_is_the_same_run(tiny: dict[str, object]
     assert [row["step"] for row in kept] == [json.loads(row)["step"] for row in rows]
 
 
+@pytest.mark.slow
 def test_a_list_and_a_collator_from_python(tiny: dict[str, object], corpus: Path, tmp_path: Path) -> None:
     texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
     tokenizer = bm.Tokenizer.train(texts, 300)
@@ -482,6 +487,7 @@ def test_sharded_init_makes_arrays_on_their_devices() -> None:
     assert head.sharding == placed["params"]["head"] and len(head.addressable_shards) == 8
 
 
+@pytest.mark.slow
 def test_a_run_with_given_data_is_resumed_only_with_it(tiny: dict[str, object], corpus: Path, tmp_path: Path) -> None:
     texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
     tokenizer = bm.Tokenizer.train(texts, 300)

@@ -78,6 +78,7 @@ def test_stopped_after_k_steps_and_resumed(
     assert_same(second, undisturbed)
 
 
+@pytest.mark.slow
 def test_killed_after_the_final_save(tiny: dict[str, object], undisturbed: BaseTrainer, tmp_path: Path) -> None:
     """All steps are taken and saved, the end is not: resume finishes, without a row or a sample twice."""
 
@@ -120,6 +121,7 @@ def test_saving_by_time_and_a_crash_after_it_change_no_bit(
     assert_same(second, undisturbed)
 
 
+@pytest.mark.slow
 def test_the_clock_starts_again_with_every_checkpoint(
     tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def test_words_for_the_cache() -> None:
     assert Programs(5, 4) - Programs(3, 4) == Programs(2, 0)
 
 
+@pytest.mark.slow
 def test_a_run_says_it_once(tiny: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from bessemer.topology import make_topology
 

@@ -136,6 +136,7 @@ def test_clip_scales_the_gradient_and_reports_the_norm_before_it() -> None:
     assert int(limited.step) == 1
 
 
+@pytest.mark.slow
 def test_ema_follows_the_parameters() -> None:
     state = setup(ema=0.9)
     after, _, _ = step_of(1)(state, split(rows(), 1), jax.random.key(1))

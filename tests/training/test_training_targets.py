@@ -52,6 +52,7 @@ def test_rows_without_a_target_are_refused_before_anything_is_written(
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 def test_a_later_batch_without_a_target_is_left_out_and_named(tiny: dict[str, object], tmp_path: Path) -> None:
     trainer = build(tiny, tmp_path, "train", first=2)
     trainer.run()

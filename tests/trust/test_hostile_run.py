@@ -211,6 +211,7 @@ BODIES: dict[str, list[Any]] = {
 """Routes of the server that take a body."""
 
 
+@pytest.mark.slow
 def test_no_route_of_the_server_is_harmed(sound: RunDirectory, place: Path) -> None:
     """A model whose tokenizer has a template that never ends, behind every registered route."""
     run = make_hostile(sound, place, "template")
