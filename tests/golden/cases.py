@@ -282,6 +282,19 @@ CASES: dict[str, Case] = {
         },
         devices=4,
     ),
+    "gpt-experts-mesh": Case(
+        "quickstart",
+        {
+            **GPT,
+            "optimization.name": "muon",
+            "model.experts": 4,
+            "model.experts_active": 2,
+            "training.per_device_batch_size": 1,
+            "topology.fsdp": 2,
+            "topology.expert": 2,
+        },
+        devices=4,
+    ),
     "olmoe": Case(
         "quickstart", {**LLAMA, **ADAMW, "model.family": "olmoe", "model.experts": 9, "model.expert_width": 8}
     ),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.mesh.harness import SHARED, mesh_of
+from tests.mesh.harness import SHARED, batch_of, build, mesh_of
 
 from bessemer.errors import InputError
 from bessemer.models.gpt import GPT
@@ -42,6 +42,12 @@ def test_a_model_that_the_mesh_cannot_split_is_refused(name: str) -> None:
         model.check()
         validate_divisible(boxed, topology)
     assert re.search(message, str(caught.value), re.DOTALL)
+
+
+def test_attention_sinks_need_whole_sequences() -> None:
+    tiny = build("gptoss")
+    with mesh_of({"context": 2}).scope(), pytest.raises(InputError, match=r"attention sinks.*topology.context=1"):
+        jax.eval_shape(tiny.step, tiny.params, tiny.tx.init(tiny.params), batch_of(), np.int32(0))
 
 
 def test_a_batch_and_a_sequence_that_the_mesh_cannot_split_are_refused() -> None:

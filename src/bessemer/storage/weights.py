@@ -109,10 +109,7 @@ def check_same(saved: Signature, wanted: Signature, where: str) -> None:
     if problems:
         shown = "; ".join(problems[:5])
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise StorageError(
-            f"{where} does not fit this model and optimizer: {shown}{more}. Use the configuration it was "
-            "saved with; to start from other weights use init=RUN in a new run."
-        )
+        raise OtherModel(where, shown + more)
 
 
 def select(saved: Signature, only: str | None) -> Signature:
@@ -155,6 +152,17 @@ OURS, CHECKSUMS = "bessemer", "checksums"
 
 class DamagedFile(StorageError):
     """A weight file that is not what was written, as against one that holds another model."""
+
+
+class OtherModel(StorageError):
+    """Sound weights of another model than the one at hand. `problem` names the arrays that differ."""
+
+    def __init__(self, where: str, problem: str):
+        self.problem = problem
+        super().__init__(
+            f"{where} does not fit this model and optimizer: {problem}. Use the configuration it was saved with; to "
+            "start from other weights use init=RUN in a new run."
+        )
 
 
 class Arrays(Protocol):

@@ -33,7 +33,7 @@ from bessemer.models.protocol import new_parameters
 from bessemer.registry import models
 from bessemer.report.summary import has_phases, phases_of
 from bessemer.storage.files import atomic_write, storage
-from bessemer.storage.weights import Arrays, DamagedFile, WeightFile, check_fits, place, select
+from bessemer.storage.weights import Arrays, DamagedFile, OtherModel, WeightFile, check_fits, place, select
 from bessemer.topology import Topology, unbox
 
 INIT = "init"
@@ -370,7 +370,7 @@ def check_start(config: Config, checkpoints: Callable[[], Checkpoints], model: A
     except DamagedFile:
         raise
     except StorageError as error:
-        problem = str(error).partition(": ")[2].partition(". Use the configuration")[0]
+        problem = error.problem if isinstance(error, OtherModel) else str(error).rstrip(".")
         given = differences(path, config)
         remedy = f"Leave out {', '.join(given)}" if given else "Use the model they were trained with"
         raise InputError(f"init={path}: the weights do not fit this model: {problem}. {remedy}.") from error
