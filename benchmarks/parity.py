@@ -23,7 +23,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,16 +90,22 @@ def schema_of(values: Mapping[str, Any]) -> Schema:
     return gather(BaseTrainerConfig, TopologySettings, GPT, PretrainSettings, *chosen)
 
 
-def settings_of(shape: Mapping[str, Any], given: Sequence[str] = ()) -> Config:
-    """The reference's settings for a shape (the header of a stored curve), then what `--set` gives."""
+def recipe_of(shape: Mapping[str, Any], given: Iterable[str] = ()) -> dict[str, Any]:
+    """The reference's settings for a shape (the header of a stored curve), less those that the settings named in
+    `given` bring numbers of their own for."""
     recipe = {**REFERENCE, **{key: shape[name] for key, name in SHAPE.items()}}
     names = {word.partition("=")[0].strip().replace("/", ".") for word in given}
     if names & {"model.depth", "model.aspect"} and "model.width" not in names:
         recipe["model.width"] = -1
-    if names & {"optimization.name", "optimization.preset"}:  # which bring numbers of their own
+    if names & {"optimization.name", "optimization.preset"}:
         recipe = {key: value for key, value in recipe.items() if not key.startswith("optimization.")}
         recipe["optimization.name"] = "muon"
-    config = resolve(schema_of, recipe, given)
+    return recipe
+
+
+def settings_of(shape: Mapping[str, Any], given: Sequence[str] = ()) -> Config:
+    """The reference's settings for a shape (the header of a stored curve), then what `--set` gives."""
+    config = resolve(schema_of, recipe_of(shape, given), given)
     tokens = config["training/batch_size"] * config["architecture/block_size"]
     multiplier = math.sqrt(tokens / REFERENCE_BATCH)
     if "optimization/lr_multiplier" in config and not config.is_set("optimization/lr_multiplier"):
@@ -107,6 +113,24 @@ def settings_of(shape: Mapping[str, Any], given: Sequence[str] = ()) -> Config:
         if not config.is_set("optimization/smear_lr"):
             config.set("optimization/smear_lr", 0.2 / multiplier, "smear and backout: .2 at any batch size")
     return config
+
+
+def references_of(directory: Path, depth: int, rate: float) -> list[dict[str, Any]]:
+    """Return the stored curves of a depth at our rate of the matrices: .04 is in the name (…_lr04.json), .02 is not.
+
+    A curve at another rate is no reference. Raise InputError if there is none of this depth at all.
+    """
+    found = sorted(directory.glob(f"nanochat_d{depth}_s*.json"))
+    if not found:
+        raise InputError(f"no nanochat_d{depth}_s*.json in '{directory}'.")
+    rates = {path: 0.04 if path.stem.endswith("_lr04") else 0.02 for path in found}
+    return [json.loads(path.read_text()) for path in found if math.isclose(rates[path], rate)]
+
+
+def shape_of(directory: Path, depth: int) -> dict[str, Any]:
+    """Return the header of a stored curve of that depth; all have one shape."""
+    found = [curve for rate in (0.02, 0.04) for curve in references_of(directory, depth, rate)]
+    return found[0]
 
 
 class Program(NamedTuple):
@@ -261,12 +285,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> None:
     args = arguments(given)
-    references = [
-        json.loads(file.read_text()) for file in sorted(args.reference.glob(f"nanochat_d{args.depth}_s*.json"))
-    ]
-    if not references:
-        raise InputError(f"no nanochat_d{args.depth}_s*.json in '{args.reference}'.")
-    config = settings_of(references[0], args.set)
+    shape = shape_of(args.reference, args.depth)
+    config = settings_of(shape, args.set)
+    references = references_of(args.reference, args.depth, config.get("optimization/matrix_lr") or 0.02)
     started = time.perf_counter()
     streams = load_streams(args.data, args.reference, args.cache)
     if not args.any_stream:
@@ -282,7 +303,7 @@ def main(given: Sequence[str] | None = None) -> None:
         results.append(run(program, streams, seed, say))
         line = {"set": args.set, **results[-1], "seconds": round(time.perf_counter() - started, 1)}
         print(json.dumps(line), flush=True)
-    same = all(config[key] == references[0][name] for key, name in SHAPE.items())
+    same = all(config[key] == shape[name] for key, name in SHAPE.items())
     final = summary(results, references, args.depth, same)
     if args.json:
         print(json.dumps({"set": args.set, **final}, ensure_ascii=False))

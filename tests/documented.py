@@ -77,7 +77,7 @@ NOT_RUN = {
     r"bessemer serve smol --adapter .*": "needs adapters of one base: tests/serve/test_serve_adapters.py",
     r"bessemer launch local (?!.*--processes ).*": "needs GPUs: tests/launch/test_launch_local.py has fake ones",
     r"bessemer train … topology\.coordinator=.*": "two processes at once: tests/training/test_training_processes.py",
-    r"bessemer (train|resume) (speedrun|runs/road).*": "minutes, and killed: tests/training/test_training_phases.py",
+    r"bessemer (train|resume) (demo|runs/road).*": "minutes, and killed: tests/training/test_training_phases.py",
     r"bessemer train (sft|dpo|reward|grpo|grpo-tools|grpo-multiturn|finetune-q?lora) --name \w+": "make prove",
     r"bessemer train distill .*": "trains a teacher too: tests/training/test_training_distill.py",
     r"bessemer train distill-online .*": "with a teacher and a student before it: make prove; test_on_policy.py",

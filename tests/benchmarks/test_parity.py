@@ -44,7 +44,9 @@ def reference(texts: dict[str, list[str]], tmp_path_factory: pytest.TempPathFact
     size.save(directory)
     rows = [{"step": 0, "val_loss": 5.7}, {"step": 0, "train_loss": 5.7}, {"step": 3, "val_loss": 5.0}]
     stored = {**HEADER, "vocab": size.vocab_size, "steps": 3, "seed": 0, "rows": rows}
-    (directory / "nanochat_d8_s0.json").write_text(json.dumps(stored))
+    (directory / "nanochat_d8_s0_lr04.json").write_text(json.dumps(stored))
+    slower = [*rows[:2], {"step": 3, "val_loss": 5.2}]  # at a rate of .02: not what ours at .04 is compared with
+    (directory / "nanochat_d8_s0.json").write_text(json.dumps({**stored, "rows": slower}))
     return directory
 
 
@@ -101,6 +103,16 @@ def test_the_reference_settings_are_expressed() -> None:
     assert other["optimization/lr"] == 0.001
     with pytest.raises(InputError, match="matrix_rl"):
         parity.settings_of(HEADER, ["optimization.matrix_rl=0.1"])
+
+
+def test_curves_are_compared_at_equal_rates(reference: Path) -> None:
+    ends = {
+        rate: [curve["rows"][-1]["val_loss"] for curve in parity.references_of(reference, 8, rate)]
+        for rate in (0.02, 0.03, 0.04)
+    }
+    assert ends == {0.02: [5.2], 0.03: [], 0.04: [5.0]}
+    with pytest.raises(InputError, match="nanochat_d12"):
+        parity.references_of(reference, 12, 0.02)
 
 
 @pytest.mark.slow

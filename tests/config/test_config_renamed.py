@@ -9,13 +9,17 @@ import pytest
 from click.testing import CliRunner
 
 from bessemer.cli.config import command
-from bessemer.config import resolve
-from bessemer.config.aliases import RENAMED, RENAMED_VALUES
-from bessemer.config.recipes import saved_tree
+from bessemer.config import is_shipped_recipe, recipe_names, resolve
+from bessemer.config.aliases import RENAMED, RENAMED_RECIPES, RENAMED_VALUES
+from bessemer.config.recipes import Origin, note_new_name, read_recipe, saved_tree
 from bessemer.config.resolve import Config, load_saved
 from bessemer.errors import InputError
+from bessemer.job.trust import requests_of
 from bessemer.models.lora import LoraSettings, split_of
+from bessemer.report.summary import recipe_of
 from bessemer.training.persistence.checkpoints import Branch, recorded_changes
+from bessemer.training.setup.horizon import is_shipped
+from bessemer.training.setup.init_recipe import check_circle
 from bessemer.training.setup.schema import schema_of
 
 GRPO = ["training.dataset=DIR"]
@@ -81,3 +85,41 @@ def test_config_shows_the_new_name() -> None:
 def test_a_branch_point_recorded_with_the_old_name_explains_the_change() -> None:
     branch = Branch(4, {"grpo.normalisation": {"from": "token", "to": "fixed"}})
     assert recorded_changes([branch], 4) == {"grpo.normalization"}
+
+
+# -- recipes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_RECIPES.items())
+def test_a_recipe_is_found_by_its_old_name_which_names_the_new_one(
+    old: str, new: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert new in recipe_names() and old not in recipe_names() and is_shipped_recipe(old)
+    note_new_name.cache_clear()
+    by_old, by_new = resolve(schema_of, old), resolve(schema_of, new)
+    assert by_old.values == by_new.values and by_old.provenance == by_new.provenance
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.splitlines() == [
+        f"note: the recipe '{old}' is now called '{new}'; the old name still works."
+    ]
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"extends: {old}\nseed: 3\n")
+    assert resolve(schema_of, mine).values == {**by_new.values, "seed": 3}
+    assert [layer.origin for layer in read_recipe(old).layers] == [layer.origin for layer in read_recipe(new).layers]
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_RECIPES.items())
+def test_an_old_run_and_a_start_from_a_recipe_keep_the_old_name(old: str, new: str) -> None:
+    check_circle(old)  # what `init=recipe:speedrun` reads first
+    assert requests_of({"init": f"recipe:{old}", "extends": old}) == []  # shipped: nothing a foreign run must ask for
+    assert requests_of({"init": "recipe:mine.yaml"})
+    assert recipe_of({"seed": "recipe speedrun", "job": f"recipe {old}"}) == new
+    saved = resolve(schema_of, new)
+    saved.set("job", saved["job"], Origin.parse(f"recipe {old}"))  # as the config.yaml of an old run has it
+    assert is_shipped(saved, "job")
+
+
+def test_the_old_name_works_on_the_command_line() -> None:
+    result = CliRunner().invoke(command, ["speedrun", "phases.grpo=null"])
+    assert result.exit_code == 0, result.output
+    assert "phases" in result.stdout

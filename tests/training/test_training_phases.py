@@ -111,7 +111,7 @@ def test_killed_in_every_phase_it_goes_on(tmp_path: Path, home: Path) -> None:
         ("phases/sft/checkpoints/step_00000002", signal.SIGTERM),
         ("eval/pretrain.json", signal.SIGKILL),
     ]
-    command = ["train", "speedrun", *SMALL, "--name", "job"]
+    command = ["train", "demo", *SMALL, "--name", "job"]
     for place, number in moments:
         process = start(tmp_path, home, *command)
         while not (job / place).exists() and process.poll() is None:

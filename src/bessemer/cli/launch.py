@@ -139,13 +139,13 @@ def k8s(words: tuple[str, ...], out: str | None, mount: str, **options: Any) -> 
           --node-selector cloud.google.com/gke-tpu-accelerator=tpu-v5-lite-podslice \\
           --node-selector cloud.google.com/gke-tpu-topology=4x4
     """
-    from bessemer.config.recipes import recipe_names
+    from bessemer.config.recipes import is_shipped_recipe
     from bessemer.launch.job_files import Pods, manifest
 
     names = ("image", "claim", "resource", "namespace", "cpus", "memory", "selectors")
     pods = Pods(mount=mount, **{name: options.pop(name) for name in names})
     recipe = split_words(words)[0]
-    if recipe not in recipe_names() and not recipe.startswith(f"{mount.rstrip('/')}/"):
+    if not is_shipped_recipe(recipe) and not recipe.startswith(f"{mount.rstrip('/')}/"):
         raise InputError(
             f"the pods do not have the file '{recipe}': put it on the volume and pass it as {mount}/…, or pass a "
             "shipped recipe with settings."

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bessemer.config import Schema, recipe_names
+from bessemer.config import Schema, is_shipped_recipe
 from bessemer.config.aliases import VALUE, answer
 from bessemer.errors import InputError
 
@@ -134,7 +134,7 @@ def _is_value(word: str) -> bool:
     """Return whether a word after a flag is its value, as in `--depth 12 quickstart`."""
     if word.startswith("-"):
         return word[1:2].isdigit()
-    return "=" not in word and word not in recipe_names() and not word.endswith((".yaml", ".yml"))
+    return "=" not in word and not is_shipped_recipe(word) and not word.endswith((".yaml", ".yml"))
 
 
 # The process: memory allocation and closed output streams

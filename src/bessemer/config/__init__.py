@@ -1,7 +1,15 @@
 """Settings: declared once, on the dataclass that uses them; gathered into one strict, typed tree."""
 
 from bessemer.config.declare import Schema, Setting, declared, dotted, field, gather, slashed
-from bessemer.config.recipes import COMMAND_LINE, PYTHON, Origin, OriginKind, read_recipe, recipe_names
+from bessemer.config.recipes import (
+    COMMAND_LINE,
+    PYTHON,
+    Origin,
+    OriginKind,
+    is_shipped_recipe,
+    read_recipe,
+    recipe_names,
+)
 from bessemer.config.resolve import Config, configuration, configure, current, load_saved, resolve
 from bessemer.config.values import parse_duration
 
@@ -20,6 +28,7 @@ __all__ = [
     "dotted",
     "field",
     "gather",
+    "is_shipped_recipe",
     "load_saved",
     "parse_duration",
     "read_recipe",

@@ -20,6 +20,15 @@ RENAMED_VALUES = {"distill/tail": {"renormalise": "renormalize"}}
 """Values that had another name, by setting."""
 
 
+RENAMED_RECIPES = {"speedrun": "demo", "speedrun-gpu": "demo-gpu"}
+"""Shipped recipes that had another name. The old one is found wherever recipes are named, with a note."""
+
+
+def current_recipe(name: str) -> str:
+    """Return the present name of a shipped recipe that may be written with its old one."""
+    return RENAMED_RECIPES.get(name, name)
+
+
 def current_name(key: str) -> str:
     """Return the present name of a setting (section/name) that may be written with its old one."""
     return RENAMED.get(key, key)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import functools
 import io
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as attribute
@@ -12,7 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from bessemer.config.aliases import RENAMED, RENAMED_VALUES, current_name, current_value
+from bessemer.config.aliases import RENAMED, RENAMED_VALUES, current_name, current_recipe, current_value
 from bessemer.config.bounded import check_references, check_yaml, read_text
 from bessemer.config.declare import RESERVED, dotted
 from bessemer.config.values import Mismatch, plain
@@ -350,9 +352,22 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in recipe_directory().glob("*.yaml"))
 
 
+def is_shipped_recipe(name: str) -> bool:
+    """Return whether a shipped recipe has or had this name."""
+    return current_recipe(name) in recipe_names()
+
+
+@functools.cache
+def note_new_name(old: str, new: str) -> None:
+    """Say once per process, on stderr, that a recipe has another name now."""
+    print(f"note: the recipe '{old}' is now called '{new}'; the old name still works.", file=sys.stderr)
+
+
 def find_recipe(name: str | Path, beside: Path | None = None) -> Path:
     """Return the file of a shipped name or of a path, relative to the recipe that extends it if one does."""
-    word = str(name)
+    word = current_recipe(str(name))
+    if word != str(name):
+        note_new_name(str(name), word)
     if word in recipe_names():
         return recipe_directory() / f"{word}.yaml"
     path = Path(word).expanduser()
@@ -378,7 +393,7 @@ def read_recipe(recipe: str | Path | Mapping[str, Any]) -> Recipe:
     if isinstance(recipe, Mapping):
         layer = override_layer(recipe, PYTHON)
         return _assemble("python", layer.tree, layer, beside=None, below=())
-    return _read_file(str(recipe), find_recipe(recipe), ())
+    return _read_file(current_recipe(str(recipe)), find_recipe(recipe), ())
 
 
 def _read_file(name: str, path: Path, below: tuple[Path, ...]) -> Recipe:
@@ -404,7 +419,7 @@ def _assemble(name: str, tree: dict[str, Any], layer: Layer, *, beside: Path | N
     title, description, extends = reserved["title"] or "", reserved["description"] or "", reserved["extends"]
     if not extends:
         return Recipe(name, title, description, [layer])
-    parent = _read_file(extends, find_recipe(extends, beside), below)
+    parent = _read_file(current_recipe(extends), find_recipe(extends, beside), below)
     return Recipe(name, title or parent.title, description or parent.description, [*parent.layers, layer])
 
 

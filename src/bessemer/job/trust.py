@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from bessemer import user_code
 from bessemer.config.bounded import read_json, texts_in
-from bessemer.config.recipes import nest, recipe_names, saved_tree
+from bessemer.config.recipes import is_shipped_recipe, nest, saved_tree
 from bessemer.errors import InputError, StorageError
 from bessemer.job.directory import RunDirectory
 from bessemer.registry import SELECTORS, evaluations
@@ -100,7 +100,7 @@ def _requests_in(where: str, text: str) -> Iterator[Request]:
     setting = _PHASE.sub("", where)
     recipe = text.removeprefix("recipe:")
     if recipe != text or setting in ("recipe", "extends"):
-        if recipe not in recipe_names():
+        if not is_shipped_recipe(recipe):
             yield Request(RECIPE, where, text)
         return
     names_code = any(setting == key or setting.startswith(f"{key}.") for key in CODE_SETTINGS)

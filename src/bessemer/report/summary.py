@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
 from bessemer.config import Origin, read_recipe, recipe_names
+from bessemer.config.aliases import current_recipe
 from bessemer.config.bounded import read_json
 from bessemer.config.recipes import saved_tree
 from bessemer.console import counted, size
@@ -172,7 +173,7 @@ def phases_of(run: RunDirectory) -> list[RunDirectory]:
 def recipe_of(provenance: Mapping[str, Any]) -> str | None:
     """Return the recipe that settings with these origins came from, not those that it extends."""
     origins = (Origin.parse(str(origin)) for origin in provenance.values())
-    named = list(dict.fromkeys(origin.detail for origin in origins if origin.is_recipe))
+    named = list(dict.fromkeys(current_recipe(origin.detail) for origin in origins if origin.is_recipe))
     own = [name for name in named if name not in _shipped()]  # a shipped one extends shipped ones only
     inherited = {parent for name in named for parent in _parents(name)}
     return next((name for name in reversed(own or named) if name not in inherited), None)

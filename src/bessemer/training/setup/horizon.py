@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from bessemer.config import Config, Origin, OriginKind, dotted
+from bessemer.config.aliases import RENAMED_RECIPES
 from bessemer.config.recipes import recipe_names
 from bessemer.console import counted
 from bessemer.errors import InputError
@@ -44,7 +45,7 @@ HORIZONS = {
 MANY = 8  # epochs of one text; up to about four, repeating it is nearly as good as new text (arXiv:2305.16264)
 REPORTS = "logging/report_interval"
 FEWEST_ROWS = 50
-SHIPPED = frozenset(recipe_names())
+SHIPPED = frozenset((*recipe_names(), *RENAMED_RECIPES))
 OWN_TOKENS = 2**15  # of a step on the caller's own weights and data: as large a batch as fine-tuning usually needs
 OWN_STEPS = 100  # smaller batches than that, rather than fewer steps
 DIALED = Origin(OriginKind.DEPTH_DIAL)
