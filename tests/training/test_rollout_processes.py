@@ -27,6 +27,11 @@ def of_process_0(prompts, completions, **columns):
     assert ME == "0"
     return [sum(map(ord, text)) % 7 / 7 for text in completions]
 
+@rewards.register("flat_for_odd_prompts")
+def flat_for_odd_prompts(prompts, completions, **columns):
+    assert ME == "0"
+    return [0.0 if int(p.split()[-1]) % 2 else sum(map(ord, c)) % 97 / 97 for p, c in zip(prompts, completions)]
+
 @datasets.register("one_each")
 def one_each():
     return [{"prompt": f"cats of process {ME}, {n}"} for n in range(40)]
@@ -126,6 +131,29 @@ def test_episodes_of_two_processes_are_those_of_one(pair: Pair, home: Path) -> N
     for name in one:
         most = 1e-5 if name == "rows/old_logprobs" else 0
         np.testing.assert_allclose(two[name], one[name], 0, most, err_msg=name)
+
+
+@pytest.mark.slow
+def test_two_processes_replace_the_same_flat_groups_as_one(pair: Pair, home: Path) -> None:
+    settings = pair.settings | {
+        "grpo.rewards": "[flat_for_odd_prompts]",
+        "grpo.resample": 2,
+        "training.steps": 2,
+        "training.validation": "false",
+    }
+    found = []
+    for name, processes, devices in (("resampled-one", 1, "2"), ("resampled-two", 2, "1")):
+        run = pair.run.with_name(name)
+        codes, outputs = finish(start(home, processes, *train(settings, run), JAX_NUM_CPU_DEVICES=devices))
+        assert codes == [0] * processes, outputs
+        found.append((load_file(run / "checkpoints/step_00000002/rollout.safetensors"), metrics(run)))
+    (one, left), (two, right) = found
+    assert one.keys() == two.keys()
+    for name in one:
+        most = 1e-5 if name == "rows/old_logprobs" else 0
+        np.testing.assert_allclose(two[name], one[name], 0, most, err_msg=name)
+    for a, b in zip(left, right, strict=True):
+        assert b == pytest.approx(a, rel=1e-4, abs=1e-6) and b["resample/discarded"] > 0
 
 
 @pytest.mark.long

@@ -107,3 +107,10 @@ def held_reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
     """Waits in the second rollout, if it is told to."""
     hold(after=1)
     return [len(text) / 9 for text in completions]
+
+
+def held_in_a_round(prompts: Any, completions: Any, number: Any, **columns: Any) -> list[float]:
+    """Flat for odd rows. Waits in the second call for fewer completions than a rollout of 16 has, if it is told to."""
+    if len(completions) < 16:
+        hold(after=1)
+    return [0.0 if n % 2 else sum(map(ord, text)) % 97 / 97 for n, text in zip(number, completions, strict=True)]

@@ -19,10 +19,11 @@ import hashlib
 import inspect
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -146,8 +147,8 @@ class EpisodeSampler(Sampler):
 
     plugins: list[str]
     say: Callable[[str], None]
-    played: list[EpisodeSample] = field(default_factory=list)  # of the last call of `complete`
-    counts: dict[str, int] = field(default_factory=dict)
+    played: list[EpisodeSample] = field(default_factory=list)  # of the last call of `complete`, or of the rollout
+    counts: Counter[str] = field(default_factory=Counter)  # since the rollout began, also of episodes replaced
     waited: float = 0.0  # seconds that the sampler waited for environments
 
     @property
@@ -180,8 +181,10 @@ class EpisodeSampler(Sampler):
         if workers is not None:
             workers.close()
 
-    def complete(self, what: str, chosen: Chosen, seeds: Sequence[int], **options: Any) -> list[Result]:
-        """Return one result per episode, `n` for each prompt."""
+    def complete(
+        self, what: str, chosen: Chosen, seeds: Sequence[int], may_fail: bool = False, **options: Any
+    ) -> list[Result]:
+        """Return one result per episode, `n` for each prompt. Raise TrainingError if all fail, unless they may."""
         engine = self.engine
         engine.update_params(self.params())
         try:
@@ -193,9 +196,10 @@ class EpisodeSampler(Sampler):
             if process_index() == 0:
                 self.workers.forget()
         self.played = [episode.as_sample() for episode in play.episodes]
-        self.counts, self.waited = play.counts, play.waited
         failed = [sample for sample in self.played if not sample.kept]
-        if len(failed) == len(self.played):
+        self.counts.update(play.counts, failures=len(failed))
+        self.waited += play.waited
+        if len(failed) == len(self.played) and not may_fail:
             raise TrainingError(
                 f"{what}: every one of {len(failed)} episodes of the environment '{label(self.spec.name)}' failed; the "
                 f"last: {play.failure}."
@@ -223,28 +227,41 @@ class EpisodeSampler(Sampler):
     def judge(self, chosen: Chosen, samples: Sequence[Sample], copies: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return the environment's rewards, and those of grpo.rewards beside them. A skipped episode gets the mean of
         the others, so that means are theirs; its advantage is 0."""
-        kept = np.array([sample.kept for sample in self.played])
-        total = np.array([sample.reward for sample in self.played])
+        played = _episodes(samples)
+        total = np.array([sample.reward for sample in played])
         each = {label(self.spec.name): total}
         if self.rewards is not None:
             more, others = super().judge(chosen, samples, copies)
             total, each = total + more, {**each, **others}
-        total = np.where(kept, total, total[kept].mean())
-        return total, {name: np.where(kept, values, values[kept].mean()) for name, values in each.items()}
+        return self.averaged(played, total), {name: self.averaged(played, values) for name, values in each.items()}
+
+    def averaged(self, samples: Sequence[Sample], values: np.ndarray) -> np.ndarray:
+        kept = np.array([sample.kept for sample in _episodes(samples)])
+        return np.where(kept, values, values[kept].mean() if kept.any() else 0.0)
 
     def advantages(self, samples: Sequence[Sample], grouped: np.ndarray) -> np.ndarray:
         assert isinstance(self.policy, GrpoSettings)
-        kept = np.array([sample.kept for sample in self.played]).reshape(grouped.shape)
+        kept = np.array([sample.kept for sample in _episodes(samples)]).reshape(grouped.shape)
         return group_advantages(grouped, self.policy.baseline, self.policy.scale, kept)
 
+    def flat(self, samples: Sequence[Sample], grouped: np.ndarray) -> np.ndarray:
+        """Episodes that failed are not compared."""
+        kept = np.array([sample.kept for sample in _episodes(samples)]).reshape(grouped.shape)
+        return np.array([len(np.unique(rewards[counts])) < 2 for rewards, counts in zip(grouped, kept, strict=True)])
+
+    def take(self, samples: Sequence[Sample]) -> None:
+        self.played = _episodes(samples)
+
     def rollout(self, number: int) -> Rollout:
+        self.counts.clear()
+        self.waited = 0.0
         made = super().rollout(number)
         kept = [sample for sample in self.played if sample.kept]
         made.metrics |= {
             "completion_len": float(np.mean([sample.length for sample in kept])),
             "truncated": float(np.mean([sample.finish != "stop" for sample in kept])),
             "env/turns": float(np.mean([sample.turns for sample in kept])),
-            "env/failures": float(len(self.played) - len(kept)),
+            "env/failures": float(self.counts["failures"]),
             **{f"env/{name}": float(self.counts[name]) for name in COUNTED},
             "time/env_s": self.waited,
         }
@@ -257,6 +274,11 @@ class EpisodeSampler(Sampler):
             "val_completion_len": float(np.mean([sample.length for sample in kept])),
             "val_turns": float(np.mean([sample.turns for sample in kept])),
         }
+
+
+def _episodes(samples: Sequence[Sample]) -> list[EpisodeSample]:
+    """Return the samples of an EpisodeSampler as what they are."""
+    return cast(list[EpisodeSample], list(samples))
 
 
 class Play:

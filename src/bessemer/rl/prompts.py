@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from bessemer.data import BatchPlan, DataPlan, Validation
+from bessemer.data import BatchPlan, DataPlan, Validation, key_of
 from bessemer.data.plan.mixture import Sampling
 from bessemer.data.rows.rows import Batch, Fields, Rows, fields_of
 from bessemer.data.sources.datasets import hashed_below, own_held_out
@@ -159,8 +159,9 @@ class PromptPlan(BatchPlan):
         passes: Passes,
         validation_count: int,
     ):
-        self.passes = passes
+        self.passes, self.mixture = passes, list(mixture)
         self.inner = DataPlan([list(mixture)], passes.prompts, passes.seed)
+        self._streams: dict[int, DataPlan] = {}  # of the rounds of grpo.resample
         kept = [(sampling, rows) for sampling, rows in held_out if len(rows)]
         self.held_out: Chosen = []
         if kept:
@@ -173,7 +174,16 @@ class PromptPlan(BatchPlan):
         return self.inner.batch(self.passes.place(step)[0], rows)
 
     def prompts(self, number: int) -> Chosen:
-        batch = self.inner.batch(number)
+        return self._chosen(self.inner.batch(number))
+
+    def others(self, number: int, turn: int) -> Chosen:
+        """Return the prompts that round `turn` of resampling draws from, (prompts,); each round has its own order."""
+        if turn not in self._streams:
+            seed = key_of(self.passes.seed, "resample", turn)
+            self._streams[turn] = DataPlan([self.mixture], self.passes.prompts, seed)
+        return self._chosen(self._streams[turn].batch(number))
+
+    def _chosen(self, batch: Batch) -> Chosen:
         pairs = zip(batch["source"].tolist(), batch["prompt"].tolist(), strict=True)
         return [(self.sources[source], index) for source, index in pairs]
 

@@ -80,6 +80,12 @@ class GRPOTrainerConfig(EpisodeSettings, BaseTrainerConfig):
     importance_cap: float = field(
         "grpo/importance_cap", default=2.0, minimum=1, help="importance weights are cut off at it"
     )
+    resample: int = field(
+        "grpo/resample",
+        default=0,
+        minimum=0,
+        help="rounds in which groups of equal rewards are replaced by groups of other prompts (DAPO); 0 = never",
+    )
     rewards: list[RewardSpec] | None = field(
         "grpo/rewards",
         default=None,

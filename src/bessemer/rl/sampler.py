@@ -31,6 +31,7 @@ from bessemer.models.protocol import Decoding
 from bessemer.models.shape import round_up
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages, importance_weights
 from bessemer.rl.prompts import Chosen, PromptPlan, end_ids
+from bessemer.rl.resample import Groups, replace_flat
 from bessemer.rl.rewards import Rewards
 from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, completion_rows, row_types, spread
 from bessemer.topology import CompiledTogether, Topology, agree, broadcast, forget
@@ -45,7 +46,7 @@ CAPACITY_STEP = 64  # a row of the sampler's cache has a multiple of it: the dec
 
 
 class Laps:
-    """Divides time into parts without gaps: each ends where the next begins."""
+    """Divides time into parts without gaps: each ends where the next begins. A part may have several pieces."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -53,7 +54,7 @@ class Laps:
 
     def end(self, part: str) -> None:
         now = time.monotonic()
-        self.seconds[part], self._mark = now - self._mark, now
+        self.seconds[part], self._mark = self.seconds.get(part, 0.0) + (now - self._mark), now
 
 
 @dataclass
@@ -145,8 +146,11 @@ class Sampler:
             with ThreadPoolExecutor(len(lowered)) as pool:
                 list(pool.map(lambda program: program.compile(), lowered))
 
-    def complete(self, what: str, chosen: Chosen, seeds: Sequence[int], **options: Any) -> list[Result]:
-        """Return `n` samples of each prompt; progress is shown as `what`. The engine starts empty."""
+    def complete(
+        self, what: str, chosen: Chosen, seeds: Sequence[int], may_fail: bool = False, **options: Any
+    ) -> list[Result]:
+        """Return `n` samples of each prompt; progress is shown as `what`. The engine starts empty. `may_fail`: so may
+        every episode; completions without an environment do not fail."""
         engine = self.engine
 
         def progress(done: int, total: int) -> None:
@@ -174,20 +178,24 @@ class Sampler:
         samples = [sample for result in results for sample in result.samples]
         self.compare(f"rollout {number}", samples)
         rows = self.rows_of(results)
+        clock.end("time/rollout_s")
+        rewards: dict[str, np.ndarray] = {}
+        if self.judges:
+            rewards = self.rewarded(chosen, samples)
+            clock.end("time/reward_s")
+        resampled: dict[str, float] = {}
+        if self.settings.resample:
+            groups, resampled = self.resampled(number, chosen, results, rewards, clock)
+            results, samples = [result for group in groups.results for result in group], groups.samples
+            self.take(samples)
+            rewards = {name: self.averaged(samples, values.ravel()) for name, values in groups.rewards.items()}
+            rows = self.rows_of(results)
         cut = np.array([sample.finish != "stop" for sample in samples])
         metrics = {
             "completion_len": float(np.mean([sample.length for sample in samples])),
             "truncated": float(cut.mean()),
+            **{name if name == "reward" else f"reward/{name}": float(each.mean()) for name, each in rewards.items()},
         }
-        clock.end("time/rollout_s")
-        rewards: dict[str, np.ndarray] = {}
-        if self.judges:
-            self.show(f"rewards of {len(samples)} completions")
-            total, each = self.judge(chosen, samples, size)
-            rewards = {"reward": total, **each}
-            metrics["reward"] = float(total.mean())
-            metrics |= {f"reward/{name}": float(values.mean()) for name, values in each.items()}
-            clock.end("time/reward_s")
         if isinstance(policy, GrpoSettings):
             if policy.overlong == "mask":
                 rows["loss_mask"][cut] = 0
@@ -199,15 +207,62 @@ class Sampler:
             metrics |= {
                 "reward_std": float(grouped.std(axis=1).mean()),
                 "flat_groups": float((np.ptp(grouped, axis=1) == 0).mean()),
+                **resampled,
                 **gap,
             }
             clock.end("time/score_s")
         return Rollout(number, rows, rewards, metrics | clock.seconds)
 
+    def rewarded(self, chosen: Chosen, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+        """Return the rewards that a rollout is trained on, by name; "reward" is their weighted sum."""
+        self.show(f"rewards of {len(samples)} completions")
+        total, each = self.judge(chosen, samples, self.settings.group_size)
+        return {"reward": total, **each}
+
+    def resampled(
+        self, number: int, chosen: Chosen, results: list[Result], rewards: dict[str, np.ndarray], clock: Laps
+    ) -> tuple[Groups, dict[str, float]]:
+        """Return the groups of rollout `number` with flat ones replaced, and the metrics of it."""
+        size, before = self.settings.group_size, sum(clock.seconds.values())
+
+        def groups(results: list[Result], rewards: dict[str, np.ndarray]) -> Groups:
+            grouped = {name: values.reshape(-1, size) for name, values in rewards.items()}
+            each = len(results) // len(grouped["reward"])
+            parts = [results[first : first + each] for first in range(0, len(results), each)]
+            samples = [sample for result in results for sample in result.samples]
+            return Groups(parts, grouped, self.flat(samples, grouped["reward"]))
+
+        def draw(turn: int, chosen: Chosen) -> Groups:
+            drawn = self.drawn(chosen, ROLLOUT, number, "resample", turn, n=size, logprobs=True, may_fail=True)
+            samples = [sample for result in drawn for sample in result.samples]
+            self.compare(f"rollout {number}, round {turn}", samples)
+            clock.end("time/rollout_s")
+            rewards = self.rewarded(chosen, samples)
+            clock.end("time/reward_s")
+            return groups(drawn, rewards)
+
+        def others(turn: int) -> Chosen:
+            return self.plan.others(number, turn)
+
+        made = replace_flat(groups(results, rewards), chosen, self.settings.resample, others, draw)
+        seconds = sum(clock.seconds.values()) - before
+        return made.groups, {**made.metrics, "time/resample_s": seconds}
+
+    def flat(self, samples: Sequence[Sample], grouped: np.ndarray) -> np.ndarray:
+        """Return which groups have equal rewards, (groups,). grouped: the rewards of the samples, (groups, G)."""
+        return np.ptp(grouped, axis=1) == 0
+
+    def averaged(self, samples: Sequence[Sample], values: np.ndarray) -> np.ndarray:
+        """Return the rewards (n,) of the samples; one that has none gets the mean of the others."""
+        return values
+
+    def take(self, samples: Sequence[Sample]) -> None:
+        """Note that the rollout consists of these samples, of all that were drawn for it."""
+
     def drawn(self, chosen: Chosen, *purpose: Any, **options: Any) -> list[Result]:
         """Return completions sampled as configured; each prompt has its own seed for the purpose."""
         seeds = [key_of(self.settings.seed, *purpose, row) % 2**32 for row in range(len(chosen))]
-        what = "rollout" if purpose[0] == ROLLOUT else "validation"
+        what = {(ROLLOUT, 2): "rollout", (ROLLOUT, 4): "resampling"}.get((purpose[0], len(purpose)), "validation")
         return self.complete(what, chosen, seeds, sampling=self.sampling, **options)
 
     def rows_of(self, results: Sequence[Result]) -> dict[str, np.ndarray]:

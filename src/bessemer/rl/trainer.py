@@ -24,6 +24,7 @@ from bessemer.objectives.grpo import TOKENS, GrpoSettings, SampledSettings
 from bessemer.registry import jobs, objectives
 from bessemer.rl.episodes import EpisodeSampler, check_environment
 from bessemer.rl.prompts import PromptPlan, StoredPlan, build_prompts, build_stored
+from bessemer.rl.resample import check_resampling
 from bessemer.rl.rewards import Rewards, RewardSpec
 from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, row_types
 from bessemer.rl.sampler import Sampler
@@ -56,6 +57,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             raise InputError(f"GRPOTrainer trains objective={'|'.join(family)}, not {entry.name}.")
         if self.settings.environment is not None:
             check_environment(self.settings.environment, self.policy)
+        check_resampling(self.settings.resample, self.policy)
         horizon = functools.partial(plan_horizon, self.context, self.model_parts)
         if isinstance(self.policy, GrpoSettings) and self.policy.offline != "no":
             assert self.tokenizer is not None
