@@ -124,6 +124,8 @@ class Sampler:
             whole=jax.default_backend() != "cpu",  # see `row_sizes`: there, few rows take about as long as all
             least=way_of([self.sampling]) or Way.GREEDY,  # validation needs no program of its own
             policy_logprobs=self.alters_logits,
+            speculate=self.settings.speculation,
+            weights=self.settings.sampling_weights,
             fetch=fetch,
             scope=self.topology.scope,
         )
@@ -169,6 +171,7 @@ class Sampler:
         log-probabilities. Its metrics include the seconds of sampling, rewards and scoring."""
         size, policy = self.settings.group_size, self.policy
         clock = Laps()
+        tokens, passes = self.engine.tokens, self.engine.passes
         chosen = self.plan.prompts(number)
         results = self.drawn(chosen, ROLLOUT, number, n=size, logprobs=isinstance(policy, GrpoSettings))
         samples = [sample for result in results for sample in result.samples]
@@ -179,6 +182,8 @@ class Sampler:
             "completion_len": float(np.mean([sample.length for sample in samples])),
             "truncated": float(cut.mean()),
         }
+        if self.settings.speculation is not None:
+            metrics["tokens_per_pass"] = (self.engine.tokens - tokens) / max(self.engine.passes - passes, 1)
         clock.end("time/rollout_s")
         rewards: dict[str, np.ndarray] = {}
         if self.judges:
