@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from bessemer.cli.options import BASE, RUNS, SAMPLING, STEP, TEMPLATE, open_model, print_notes, say
+from bessemer.cli.options import BASE, DECODING, RUNS, SAMPLING, STEP, TEMPLATE, open_model, print_notes, say
 
 
 @click.command("chat")
@@ -16,6 +16,7 @@ from bessemer.cli.options import BASE, RUNS, SAMPLING, STEP, TEMPLATE, open_mode
 @click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Length of one answer.")
 @SAMPLING
 @click.option("--seed", type=int, help="The same seed gives the same answers; default: a new one.")
+@DECODING
 @TEMPLATE
 @BASE
 @RUNS
@@ -27,6 +28,10 @@ def command(
     seed: int | None,
     base: str | None,
     root: str,
+    speculate: str,
+    draft: int,
+    ngram: int,
+    weights: str,
     **options: Any,
 ) -> None:
     """Talk to a run's model. /help lists the commands; Ctrl-D leaves.
@@ -40,7 +45,7 @@ def command(
     import secrets
     import sys
 
-    from bessemer.generate import Engine, SamplingOptions
+    from bessemer.generate import Engine, SamplingOptions, Speculation
     from bessemer.job import find_run
     from bessemer.serve.chat import Chat, Repl, read_line
     from bessemer.serve.conversation import PREPARING, remark, template_of
@@ -49,11 +54,11 @@ def command(
     template = options.pop("template")
     sampling = SamplingOptions(seed=chosen, **options)
     found = find_run(run, root)
-    loaded = open_model(found, step, base)
+    loaded = open_model(found, step, base, weights)
     form = template_of(loaded, template)
     print_notes([remark(form, template)])
     say(f"{found.name}, step {loaded.step}, seed {chosen}. /help lists the commands.")
-    engine = Engine.of(loaded, slots=1, reuse=True)
+    engine = Engine.of(loaded, slots=1, reuse=True, speculate=Speculation.of(speculate, draft, ngram))
     chat = Chat(engine, form, sampling, chosen, max_tokens, system)
     if sys.stdin.isatty():  # compile before somebody waits for an answer; a pipe compiles only what it needs
         say(PREPARING)

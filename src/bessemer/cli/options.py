@@ -61,6 +61,30 @@ SAMPLING = several(
         "--top-p", type=float, default=1.0, help="Sample from the most likely tokens that reach probability P."
     ),
 )
+DECODING = several(
+    click.option(
+        "--speculate",
+        type=click.Choice(["none", "ngram"]),
+        default="none",
+        show_default=True,
+        help="ngram: drafts from the text itself, several tokens checked per pass; the text stays the same.",
+    ),
+    click.option("--draft", type=click.IntRange(1, 64), default=4, show_default=True, help="Tokens of a draft."),
+    click.option(
+        "--ngram",
+        type=click.IntRange(1, 16),
+        default=3,
+        show_default=True,
+        help="A draft follows the latest place with the most last tokens in common, at most N.",
+    ),
+    click.option(
+        "--weights",
+        type=click.Choice(["auto", "fp8", "int8"]),
+        default="auto",
+        show_default=True,
+        help="Matrices in 8 bits: half the memory of bf16, slightly other text.",
+    ),
+)
 TEMPLATE = click.option(
     "--template",
     type=click.Choice(["auto", "chat", "plain"]),
@@ -85,14 +109,17 @@ def print_notes(notes: Iterable[str | None]) -> None:
             say(f"note: {note}")
 
 
-def open_model(run: RunDirectory, step: int | str | None, base: str | None = None) -> LoadedModel:
-    """Load the model of a run, keeping compiled programs on disk, and print its notes."""
+def open_model(
+    run: RunDirectory, step: int | str | None, base: str | None = None, weights: str = "auto"
+) -> LoadedModel:
+    """Load the model of a run, keeping compiled programs on disk, and print its notes. weights: of `DECODING`."""
     from bessemer.generate import load_model
     from bessemer.training.setup.compiled import keep_compiled_programs
 
     keep_compiled_programs(None)
     loaded = load_model(run, step, base=base)
     print_notes(loaded.notes)
+    loaded.quantize(weights)
     return loaded
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from bessemer.cli.options import BASE, JSON, RUNS, SAMPLING, STEP, open_model, print_notes
+from bessemer.cli.options import BASE, DECODING, JSON, RUNS, SAMPLING, STEP, open_model, print_notes
 from bessemer.errors import printable
 
 
@@ -19,6 +19,7 @@ from bessemer.errors import printable
 @click.option("--max-tokens", type=int, default=100, show_default=True, help="New tokens at most.")
 @SAMPLING
 @click.option("--seed", type=int, default=0, show_default=True, help="The same seed gives the same text.")
+@DECODING
 @JSON
 @BASE
 @RUNS
@@ -31,6 +32,10 @@ def command(
     as_json: bool,
     base: str | None,
     root: str,
+    speculate: str,
+    draft: int,
+    ngram: int,
+    weights: str,
     **sampling: Any,
 ) -> None:
     """Continue a text with a run's model.
@@ -43,14 +48,16 @@ def command(
       bessemer sample runs/mine --prompt "def main("
       bessemer sample mine --prompt "Once" --temperature 0 --max-tokens 40
       bessemer sample mine --prompt "Once" --step 512 --top-k 50 --seed 7 --json
+      bessemer sample mine --prompt "Once" --speculate ngram --weights fp8
     """
-    from bessemer.generate import SamplingOptions, sample
+    from bessemer.generate import SamplingOptions, Speculation, sample
     from bessemer.job import find_run
 
     options = SamplingOptions(seed=seed, **sampling)
     found = find_run(run, root)
-    loaded = open_model(found, step, base)
-    (completion,), notices = sample(loaded, [prompt], max_tokens=max_tokens, sampling=options)
+    loaded = open_model(found, step, base, weights)
+    drafts = Speculation.of(speculate, draft, ngram)
+    (completion,), notices = sample(loaded, [prompt], max_tokens=max_tokens, sampling=options, speculate=drafts)
     print_notes(notices)
     if as_json:
         document = {
@@ -71,4 +78,6 @@ def command(
     click.echo(printable(completion.prompt))
     click.echo(click.style("--- continuation", dim=True))
     click.echo(click.style(printable(completion.text), bold=True))
-    click.echo(click.style(f"--- {ends[completion.finish]}", dim=True))
+    saved = completion.speculation
+    passes = "" if saved is None else f"; {saved['passes']} passes, {saved['tokens_per_pass']:.2f} tokens per pass"
+    click.echo(click.style(f"--- {ends[completion.finish]}{passes}", dim=True))

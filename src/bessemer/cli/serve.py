@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from bessemer.cli.options import BASE, RUNS, STEP, TEMPLATE, open_model, print_notes, say
+from bessemer.cli.options import BASE, DECODING, RUNS, STEP, TEMPLATE, open_model, print_notes, say
 from bessemer.errors import InputError
 
 
@@ -28,6 +28,7 @@ from bessemer.errors import InputError
     help="Further adapters over the same base, chosen by the request's model; may be given several times.",
 )
 @click.option("--timeout", type=float, default=300, show_default=True, help="Seconds a request may take.")
+@DECODING
 @TEMPLATE
 @BASE
 @RUNS
@@ -39,6 +40,10 @@ def command(
     adapters: tuple[str, ...],
     base: str | None,
     root: str,
+    speculate: str,
+    draft: int,
+    ngram: int,
+    weights: str,
     **options: Any,
 ) -> None:
     """Serve a run's model to OpenAI's clients: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics.
@@ -52,7 +57,7 @@ def command(
       bessemer serve base --adapter poems=runs/poems --adapter code=models/peft-code
       BESSEMER_API_TOKEN=… bessemer serve mine --host 0.0.0.0
     """
-    from bessemer.generate import LoadedModel
+    from bessemer.generate import LoadedModel, Speculation
     from bessemer.generate.adapters import Served, load_several
     from bessemer.job import find_run
     from bessemer.serve.app import ServerOptions, serve
@@ -61,7 +66,8 @@ def command(
     from bessemer.training.setup.compiled import keep_compiled_programs
 
     token = read_token(token_file, os.environ.get(TOKEN_VARIABLE))
-    server = ServerOptions(token=token, template=template, **options)
+    drafts = Speculation.of(speculate, draft, ngram)
+    server = ServerOptions(token=token, template=template, speculate=drafts, **options)
     found = find_run(run, root)
 
     named = named_adapters(adapters)
@@ -71,8 +77,9 @@ def command(
             keep_compiled_programs(None)
             loaded, served = load_several(found, named, step, base, root)
             print_notes(loaded.notes)
+            loaded.quantize(weights)
         else:
-            loaded, served = open_model(found, step, base), []
+            loaded, served = open_model(found, step, base, weights), []
         print_notes([remark(template_of(loaded, template), template)])
         return loaded, served
 

@@ -18,8 +18,9 @@ import numpy as np
 from jax import Array
 
 from bessemer.errors import InputError, nearest
-from bessemer.generate.rows import Asked, Output, begin_rows, decode_block, ends_of, forward, stop_table
+from bessemer.generate.rows import Asked, Output, Text, begin_rows, decode_block, ends_of, forward, stop_table
 from bessemer.generate.sampling import Filters, SamplingOptions, Way, way_of
+from bessemer.generate.speculate import Speculation, speculate_block
 from bessemer.models.llama import Llama
 from bessemer.topology import CompiledTogether
 
@@ -35,6 +36,8 @@ class Generation:
     logprobs: np.ndarray  # (B, N) float32: log p(token) of the model itself, before temperature and filters
     reasons: tuple[str, ...]  # "stop" (an end token), "length" (max_tokens) or "context" (the block is full)
     notices: list[str] = field(default_factory=list)
+    passes: np.ndarray | None = None  # (B,) with speculation: passes of each row
+    drafted: np.ndarray | None = None  # (B,) with speculation: tokens of its drafts
 
     def row(self, index: int) -> list[int]:
         """Return the new tokens of a row, without its end token."""
@@ -55,11 +58,19 @@ class Decoder:
     """
 
     def __init__(
-        self, model: Any, *, pad_id: int = 0, end_ids: Sequence[int] = (), fetch: Callable[[Any], Any] = jax.device_get
+        self,
+        model: Any,
+        *,
+        pad_id: int = 0,
+        end_ids: Sequence[int] = (),
+        speculate: Speculation | None = None,
+        fetch: Callable[[Any], Any] = jax.device_get,
     ):
+        if speculate is not None:
+            speculate.check(model)
         self.model, self.pad_id, self.end_ids, self.fetch = model, pad_id, tuple(end_ids), fetch
         static = ("tokens", "way")
-        program = jax.jit(functools.partial(run_rows, model, pad_id), static_argnames=static)
+        program = jax.jit(functools.partial(run_rows, model, pad_id, speculate=speculate), static_argnames=static)
         self._run = CompiledTogether(program, "decoding", static)
 
     @property
@@ -95,7 +106,10 @@ class Decoder:
                 f"{full} of {count} rows stopped before {max_tokens} new tokens, because prompt and "
                 f"continuation filled the context of {block} tokens."
             )
-        return Generation(ids[:count, :longest], lengths, logprobs[:count, :longest], reasons, notices)
+        passes = None if output.passes is None else output.passes[:count]
+        drafted = None if output.drafted is None else output.drafted[:count]
+        made = (ids[:count, :longest], lengths, logprobs[:count, :longest])
+        return Generation(*made, reasons, notices, passes, drafted)
 
     def _arguments(
         self, rows: Sequence[Sequence[int]], limits: Sequence[int], sampling: SamplingOptions, stops: set[int]
@@ -152,7 +166,16 @@ def _reason(stopped: bool, short: bool) -> str:
 
 
 def run_rows(
-    model: Any, pad_id: int, params: Any, prompts: Array, lengths: Array, asked: Asked, *, tokens: int, way: Way | None
+    model: Any,
+    pad_id: int,
+    params: Any,
+    prompts: Array,
+    lengths: Array,
+    asked: Asked,
+    *,
+    tokens: int,
+    way: Way | None,
+    speculate: Speculation | None = None,
 ) -> Output:
     """Prefill, then decode to the end of every row. prompts: (B, P), right-padded; lengths, `asked`: (B·n,), the n
     samples of a prompt in sequence; `tokens`: the most per row."""
@@ -162,7 +185,11 @@ def run_rows(
     parts = (cache, *ends_of(model.vocab_size, prompts, lengths[::each]))
     cache, token, seen = jax.tree.map(lambda leaf: jax.numpy.repeat(leaf, each, axis=0), parts)
     rows = begin_rows(model.vocab_size, cache, token, seen, asked)
-    return decode_block(model, pad_id, tokens, params, rows, way)[1]
+    if speculate is None:
+        return decode_block(model, pad_id, tokens, params, rows, way)[1]
+    text = jnp.pad(jnp.repeat(prompts, each, axis=0), ((0, 0), (0, tokens)))
+    rows = replace(rows, text=Text(text, lengths))
+    return speculate_block(speculate, model, pad_id, tokens, params, rows, way, room=tokens)[1]
 
 
 # --- batches of prompts for a trainer ---

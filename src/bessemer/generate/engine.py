@@ -8,6 +8,7 @@ float32 on a CPU within one bucket; elsewhere rounding may choose the other of t
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -27,7 +28,9 @@ from bessemer.generate.load import LoadedModel, check_scores
 from bessemer.generate.request import TOP, Event, Handle, QueueFull, Ranking, Request, Result, Sample
 from bessemer.generate.rows import STOPS, Admission, Asked, Output, Slots, looks, stop_table
 from bessemer.generate.sampling import Filters, SamplingOptions, Way, way_of
+from bessemer.generate.speculate import Speculation, acceptance, speculate_block
 from bessemer.generate.text import TextStream
+from bessemer.generate.weights import Quantizer
 from bessemer.models.lora import holds_several
 from bessemer.topology import process_count
 
@@ -132,10 +135,11 @@ class Pace:
     """Chooses the steps of each round: `most`, or few while somebody reads along. The tokens do not depend on it.
 
     `clocked`: also by the time of the previous round; several processes must choose alike, so they go by counts only.
+    `width`: the most tokens of a row per step; above 1 with speculation, where a step is a pass.
     """
 
-    def __init__(self, most: int, clocked: bool):
-        self.most, self.clocked = most, clocked
+    def __init__(self, most: int, clocked: bool, width: int = 1):
+        self.most, self.clocked, self.width = most, clocked, width
         self._seconds = 0.0  # per step, at most: includes any prefill or compilation of that round
 
     def next(self, rows: Collection[Row], unit: int) -> tuple[int, int]:
@@ -143,8 +147,12 @@ class Pace:
 
         The second decides how much of the cache is computed with, so a round ends there at the latest.
         """
-        end = max(row.length - len(row.made) % self.most for row in rows) + self.most
-        steps = min(self.most, end - max(row.length for row in rows))
+        longest = max(row.length for row in rows)
+        if self.width == 1:
+            end = max(row.length - len(row.made) % self.most for row in rows) + self.most
+            steps = min(self.most, end - longest)
+        else:  # rows are not in step with each other
+            steps, end = self.most, longest + self.most * self.width
         read = [len(row.made) for row in rows if row.handle.request.stream]
         if read:
             steps = min(steps, GROWTH * min(read))
@@ -211,6 +219,8 @@ class Engine:
         whole: bool = False,  # a round computes all slots, however few are in use: one size to compile
         least: Way = Way.GREEDY,  # rounds choose tokens by this way or a later one: batches of all kinds share programs
         policy_logprobs: bool = False,  # samples also have log p of the distribution drawn from
+        speculate: Speculation | None = None,  # drafts verified in one pass: the same text in fewer passes
+        weights: str = "auto",  # fp8, int8: sample from a copy of the matrices in 8 bits, made at their first use
         fetch: Callable[[Any], Any] = jax.device_get,
         scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         seed: int = 0,
@@ -230,10 +240,19 @@ class Engine:
         self.threaded = False  # an EngineThread runs the rounds
         self._several = holds_several(params)
         self.rounds = self.tokens = self.prompt_tokens = 0
+        self.passes = self.drafted = 0  # of rows, with speculation; a pass makes a token and what it accepts
+        block = None
+        if speculate is not None:
+            speculate.check(model)
+            block = functools.partial(speculate_block, speculate)
+        self.speculate = speculate
+        self._quantizer = None if weights == "auto" else Quantizer(model, weights)
         self._cast: Any = None  # the parameters as programs read them, from their first use on
         with scope():
-            self._slots = Slots(model, slots, self.capacity, steps or round_of(), self.pad_id, whole, policy_logprobs)
-        self._pace = Pace(self._slots.steps, clocked=process_count() == 1)
+            options = (whole, policy_logprobs, block)
+            self._slots = Slots(model, slots, self.capacity, steps or round_of(), self.pad_id, *options)
+        width = 1 if speculate is None else speculate.width
+        self._pace = Pace(self._slots.steps, process_count() == 1, width)
         self._rows: dict[int, Row] = {}  # by slot
         self._free = deque(range(self._slots.count))  # longest free first
         self._held: dict[int, tuple[int, ...]] = {}  # tokens in the cache of a free slot, with `reuse`
@@ -260,6 +279,11 @@ class Engine:
     def compilations(self) -> int:
         """Programs compiled so far: one per bucket of prompts, one per bucket of rows."""
         return self._slots.compilations
+
+    @property
+    def acceptance(self) -> dict[str, float] | None:
+        """What drafts saved so far; None without speculation."""
+        return None if self.speculate is None else acceptance(self.tokens, self.passes, self.drafted)
 
     @property
     def active(self) -> int:
@@ -374,6 +398,7 @@ class Engine:
         longest = max(longest - 1, 1)
         widths = sorted({bucket(max(length, self.narrowest), self.capacity) for length in (1, longest)})
         with self.scope():
+            params = params if self._quantizer is None else self._quantizer.abstract(params)
             admissions = [
                 (self._admission((), width, height), width)
                 for width in widths
@@ -381,6 +406,9 @@ class Engine:
             ]
             way = None if way_of([]) is None else self.least
             return self._slots.lower_ahead(params, admissions, way)
+
+    def _read(self, params: Any) -> Any:
+        return params if self._quantizer is None else self._quantizer(params)
 
     # --- rounds ---
 
@@ -398,7 +426,7 @@ class Engine:
                 with self.scope():
                     self._drop_cancelled()
                     if self._cast is None:
-                        self._cast = self._slots.cast(self.params)
+                        self._cast = self._slots.cast(self._read(self.params))
                     self._admit()
                     if self._rows:
                         self._decode()
@@ -558,13 +586,17 @@ class Engine:
         top = min(TOP, self.vocab_size) if wanted else 0
         output, columns = self._slots.decode(self._cast, active, length, way, steps, top)
         output = self.fetch(output)
-        self._pace.took(time.perf_counter() - begun, int(output.made.max()))
+        taken = output.made if output.passes is None else output.passes
+        self._pace.took(time.perf_counter() - begun, int(taken.max()))
         check_scores(output.logprobs)  # 0 where no token is
         self.rounds += 1
         tokens, scores, counts, live = (array.T.tolist() for array in output[:4])
         for slot, column in zip(active, columns, strict=True):
             made, row = counts[column], self._rows[slot]
             self.tokens += made
+            if output.passes is not None:
+                self.passes += int(output.passes[column])
+                self.drafted += int(output.drafted[column])
             ranked = _rankings(output, column, made) if row.handle.request.top_logprobs else []
             drawn = [] if output.policy_logprobs is None else output.policy_logprobs[:made, column].tolist()
             event = row.take(tokens[column][:made], scores[column][:made], not live[column], ranked, drawn)

@@ -27,6 +27,8 @@ from bessemer.errors import InputError, StorageError, TrainingError
 from bessemer.generate import base as bases
 from bessemer.generate.base import BaseRecord, CheckpointArrays, MergedArrays, VerifiedArrays
 from bessemer.generate.decoder import Decoder, end_tokens
+from bessemer.generate.speculate import Speculation
+from bessemer.generate.weights import Quantizer
 from bessemer.interop.folder import Folder, is_folder
 from bessemer.job import RunDirectory
 from bessemer.job.jobs import step_of
@@ -83,11 +85,24 @@ class LoadedModel:
         """Ends rows at the document token and at those of the model."""
         return self.program("decoder", self._make_decoder)
 
-    def _make_decoder(self) -> Decoder:
+    def decoder_with(self, speculate: Speculation | None) -> Decoder:
+        """Return the decoder with or without drafts."""
+        if speculate is None:
+            return self.decoder
+        return self.program(f"decoder {speculate}", lambda: self._make_decoder(speculate))
+
+    def _make_decoder(self, speculate: Speculation | None = None) -> Decoder:
+        options: dict[str, Any] = {"speculate": speculate, "fetch": self.fetch}
         if self.tokenizer is None:
-            return Decoder(self.model, fetch=self.fetch)
+            return Decoder(self.model, **options)
         ends = end_tokens(self.model, self.tokenizer)
-        return Decoder(self.model, pad_id=self.tokenizer.pad_id, end_ids=ends, fetch=self.fetch)
+        return Decoder(self.model, pad_id=self.tokenizer.pad_id, end_ids=ends, **options)
+
+    def quantize(self, weights: str) -> None:
+        """Keep the matrices in 8 bits from now on (`generate.weights`); auto: as they are."""
+        if weights != "auto":
+            with self.scope():
+                self.params = Quantizer(self.model, weights).release_each(self.params)
 
     def program(self, name: str, make: Callable[[], Any]) -> Any:
         """Return what `make` returned when `name` was first asked for."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -36,6 +36,14 @@ ROWS = 128  # the most slots that one prefill fills; a request of at most as man
 
 
 @struct.dataclass
+class Text:
+    """The tokens of B rows, prompt and continuation, from which drafts are taken."""
+
+    ids: Array  # (B, N) int32
+    length: Array  # (B,): of them, the newest included
+
+
+@struct.dataclass
 class Rows:
     """B rows, the first axis of every array."""
 
@@ -50,6 +58,7 @@ class Rows:
     filters: Filters  # (B,)
     stops: Array  # (B, STOPS) int32, -1 where there is none
     adapter: Array | None = None  # (B,) int32, of several over one base (`stack_adapters`)
+    text: Text | None = None  # with speculation
 
 
 class Asked(NamedTuple):
@@ -74,6 +83,8 @@ class Output(NamedTuple):
     policy_logprobs: Array | None = (
         None  # (steps, B) float32: log p(token) of the distribution drawn from, if asked for
     )
+    passes: Array | None = None  # (B,) with speculation: passes of the row, each of one token or more
+    drafted: Array | None = None  # (B,) with speculation: tokens of its drafts
 
 
 class Taken(NamedTuple):
@@ -302,16 +313,25 @@ class Slots:
     """
 
     def __init__(
-        self, model: Any, count: int, capacity: int, steps: int, pad_id: int, whole: bool = False, policy: bool = False
+        self,
+        model: Any,
+        count: int,
+        capacity: int,
+        steps: int,
+        pad_id: int,
+        whole: bool = False,
+        policy: bool = False,
+        block: Callable[..., tuple[Rows, Output]] | None = None,  # in place of `decode_block`, on rows with their text
     ):
         self.capacity, self.steps = capacity, steps
         self.shards = shards("batch")
         self.count = round_up(count, self.shards)
         self.sizes = (self.count,) if whole or self.shards > 1 else row_sizes(self.count)
         # a kernel that reads what rows hold gains nothing from a shorter cache, and every length is a program
-        self.by_length = not (isinstance(model, Transformer) and model.steps_in_one_kernel())
+        one_kernel = isinstance(model, Transformer) and model.steps_in_one_kernel()
+        self.by_length = block is not None or not one_kernel  # the kernel is of single tokens
         self.rows: Rows | None = None
-        start = functools.partial(_empty_rows, model, self.count, capacity)
+        start = functools.partial(_empty_rows, model, self.count, capacity, texts=block is not None)
         # keep_unused: rows are committed to a device if the parameters are. Programs return committed rows then, and
         # the first prefill would compile again for them: 2.2 s in the second request of a tiny Llama on a CPU.
         self._start = CompiledTogether(jax.jit(start, keep_unused=True), "the engine's empty rows")
@@ -319,7 +339,7 @@ class Slots:
         self._cast = CompiledTogether(jax.jit(functools.partial(_cast_leaves, model)), "the cast of the parameters")
         self._programs = (
             functools.partial(_admit, model),
-            functools.partial(_decode, model, pad_id, steps, policy=policy),
+            functools.partial(_decode, model, pad_id, steps, policy=policy, block=block or decode_block),
         )
         self._admit: Any = None  # CompiledTogether, once it is known where the rows lie
         self._decode: Any = None
@@ -413,7 +433,7 @@ class Slots:
         compiler's choice.
         """
         params = self._cast_abstract(params)
-        rows = _compiled_shapes(self._start.program, params)
+        rows = compiled_shapes(self._start.program, params)
         self._make_programs(rows)
         found = [
             self._admit.program.lower(params, rows, admission, width=width, reuse=False)
@@ -429,7 +449,7 @@ class Slots:
         after = jax.tree.leaves(jax.eval_shape(functools.partial(cast_matrices, self._model), params))
         changed = [n for n, (old, new) in enumerate(zip(before, after, strict=True)) if old.dtype != new.dtype]
         if changed:
-            made = _compiled_shapes(self._cast.program, [before[n] for n in changed])
+            made = compiled_shapes(self._cast.program, [before[n] for n in changed])
             for n, leaf in zip(changed, made, strict=True):
                 before[n] = leaf
         return jax.tree.unflatten(form, before)
@@ -444,7 +464,7 @@ def row_sizes(count: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def _compiled_shapes(program: Any, *args: Any) -> Any:
+def compiled_shapes(program: Any, *args: Any) -> Any:
     """Compile `program` for abstract arguments; return its results as abstract arrays with their shardings."""
     lowered = program.lower(*args)
     shapes, places = lowered.out_info, lowered.compile().output_shardings
@@ -460,7 +480,7 @@ def _program(function: Any, name: str, static: tuple[str, ...], places: Any) -> 
     return CompiledTogether(made, name, static)
 
 
-def _empty_rows(model: Any, count: int, capacity: int, params: Any) -> Rows:
+def _empty_rows(model: Any, count: int, capacity: int, params: Any, texts: bool = False) -> Rows:
     cache = model.init_cache(count, capacity)
     nothing = jnp.zeros((count,), jnp.int32)
     adapter = nothing if holds_several(params) else None
@@ -480,6 +500,7 @@ def _empty_rows(model: Any, count: int, capacity: int, params: Any) -> Rows:
         filters=jax.tree.map(jnp.asarray, Filters.rows([SamplingOptions()] * count, model.vocab_size)),
         stops=jnp.full((count, STOPS), -1, jnp.int32),
         adapter=adapter,
+        text=Text(jnp.zeros((count, capacity + 1), jnp.int32), nothing) if texts else None,
     )
     placed = jax.tree.map(_by_rows, replace(rows, cache=None))
     return replace(placed, cache=rows.cache)
@@ -501,7 +522,10 @@ def _admit(model: Any, params: Any, rows: Rows, new: Admission, *, width: int, r
     _, cache = forward(model, for_rows(params, new.adapters), ids, cache, new.lengths - 1 - new.held)
     ends = ends_of(model.vocab_size, prompts, new.lengths)
     cache, (token, seen) = take_rows((cache, ends), new.sources)
-    return put_rows(rows, begin_rows(model.vocab_size, cache, token, seen, new.asked), new.slots)
+    begun = begin_rows(model.vocab_size, cache, token, seen, new.asked)
+    if rows.text is not None:
+        begun = replace(begun, text=take_rows(Text(prompts, new.lengths), new.sources))
+    return put_rows(rows, begun, new.slots)
 
 
 def _decode(
@@ -518,6 +542,7 @@ def _decode(
     way: Way | None,
     top: int = 0,
     policy: bool = False,
+    block: Callable[..., tuple[Rows, Output]] = decode_block,
 ) -> tuple[Rows, Output]:
     """Run a block of at most `bound` steps for the slots in `mask` (S,), which are those of `index` (R,) if given."""
     rows = replace(rows, live=rows.live & mask)
@@ -526,12 +551,12 @@ def _decode(
     size = part.token.shape[0]
     shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(size, reach)))]
     if index is None and shapes == [leaf.shape for leaf in whole]:
-        return decode_block(model, pad_id, steps, params, rows, way, bound, top, policy)
+        return block(model, pad_id, steps, params, rows, way, bound, top, policy)
     some = [_beginning(leaf, shape, index) for leaf, shape in zip(whole, shapes, strict=True)]
     part = replace(part, cache=jax.tree.unflatten(jax.tree.structure(rows.cache), some))
     if index is not None:
         part = replace(part, live=part.live & (index < rows.live.shape[0]))
-    part, output = decode_block(model, pad_id, steps, params, part, way, bound, top, policy)
+    part, output = block(model, pad_id, steps, params, part, way, bound, top, policy)
     return put_rows(rows, part, index), output
 
 

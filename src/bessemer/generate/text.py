@@ -12,17 +12,19 @@ from bessemer.errors import InputError
 from bessemer.generate.decoder import Decoder
 from bessemer.generate.load import LoadedModel, check_scores
 from bessemer.generate.sampling import SamplingOptions
+from bessemer.generate.speculate import Speculation, acceptance
 
 
 @dataclass(frozen=True)
 class Completion:
-    """One prompt and its continuation. `finish`: "stop", "length" or "context"."""
+    """One prompt and its continuation. `finish`: "stop", "length" or "context"; `speculation`: what drafts saved."""
 
     prompt: str
     text: str
     tokens: list[int]
     logprobs: list[float]
     finish: str
+    speculation: dict[str, float] | None = None
 
 
 def complete(
@@ -47,7 +49,12 @@ def complete(
     for index, prompt in enumerate(prompts):
         tokens = result.row(index)
         logprobs = [float(value) for value in result.logprobs[index, : len(tokens)]]
-        completions.append(Completion(prompt, tokenizer.decode(tokens), tokens, logprobs, result.reasons[index]))
+        speculation = None
+        if result.passes is not None and result.drafted is not None:
+            counts = (int(result.lengths[index]), int(result.passes[index]), int(result.drafted[index]))
+            speculation = acceptance(*counts)
+        text = tokenizer.decode(tokens)
+        completions.append(Completion(prompt, text, tokens, logprobs, result.reasons[index], speculation))
     return completions, result.notices
 
 
@@ -58,13 +65,14 @@ def sample(
     max_tokens: int = 100,
     sampling: SamplingOptions | None = None,
     stop_ids: Sequence[int] = (),
+    speculate: Speculation | None = None,
 ) -> tuple[list[Completion], list[str]]:
     """Continue texts with a loaded model; greedy without `sampling`."""
     if loaded.tokenizer is None:
         raise InputError("this model was trained on token ids without a tokenizer, so it cannot read a text prompt.")
     options: dict[str, Any] = {"max_tokens": max_tokens, "sampling": sampling, "stop_ids": stop_ids}
     with loaded.scope():
-        return complete(loaded.decoder, loaded.params, loaded.tokenizer, prompts, **options)
+        return complete(loaded.decoder_with(speculate), loaded.params, loaded.tokenizer, prompts, **options)
 
 
 def prompt_ids(

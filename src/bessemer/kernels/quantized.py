@@ -2,7 +2,7 @@
 
 NF4 (Dettmers et al. 2023, QLoRA): blocks of 64 inputs of one output column share a scale, their largest |w|, and each
 weight is the nearest of 16 constants times it. Scales are quantized again ("double quantization"), to 8-bit floats
-around their mean. Int8: one scale per output column.
+around their mean. Int8: one scale per output column. Float8: e4m3 with one scale per output column, for sampling.
 
 A matrix is dequantized where it is used, in the forward pass and again in the backward pass, and never kept between
 them. `optimization_barrier` ties the codes to the activations, so that the compiler neither shares the two
@@ -83,6 +83,10 @@ class Quantized(Packed):
     @abstractmethod
     def dequantized(self, dtype: Any) -> Array:
         """Return (…, m, n)."""
+
+    def times(self, x: Array, axes: Axes, dtype: Any) -> Array:
+        """Return x W for a matrix (m, n) that is laid out as `axes` say."""
+        return x @ constrain(self.dequantized(dtype), *axes)
 
     @abstractmethod
     def __getitem__(self, rows: slice) -> Self:
@@ -259,7 +263,47 @@ class Int8(Quantized):
         return type(self)(tuple(names), (*lead, None, last))
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Float8(Quantized):
+    """codes: (…, m, n) float8_e4m3fn; scales: (…, 1, n) float32, the largest |w| of a column over 448.
+
+    1 byte per weight; an error of at most 1/16 of the weight, or of 2^-10 scales where that is more. Every code is
+    exact in bfloat16, so a product takes the codes as they are and scales its columns.
+    """
+
+    scales: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.codes.shape)
+
+    @classmethod
+    def of(cls, w: Array) -> Self:
+        wide = w.astype(jnp.float32)
+        scales = jnp.max(jnp.abs(wide), axis=-2, keepdims=True) / LARGEST_FLOAT8
+        codes = jnp.clip(wide / jnp.where(scales > 0, scales, 1), -LARGEST_FLOAT8, LARGEST_FLOAT8)
+        return cls(codes.astype(jnp.float8_e4m3fn), scales)
+
+    def dequantized(self, dtype: Any) -> Array:
+        return (self.codes.astype(jnp.float32) * self.scales).astype(dtype)
+
+    def times(self, x: Array, axes: Axes, dtype: Any) -> Array:
+        codes = constrain(self.codes.astype(dtype), *axes)
+        return (jnp.matmul(x, codes, preferred_element_type=jnp.float32) * self.scales[0]).astype(dtype)
+
+    def __getitem__(self, rows: slice) -> Self:
+        return replace(self, codes=self.codes[rows])
+
+    def _axes(self, names: Names) -> Self:
+        *lead, _, last = names
+        return type(self)(tuple(names), (*lead, None, last))
+
+
 KINDS: dict[str, type[Quantized]] = {"nf4": NF4, "int8": Int8}
+"""Of a frozen base: `lora.quantize`."""
+SAMPLING_KINDS: dict[str, type[Quantized]] = {"fp8": Float8, "int8": Int8}
+"""Of a copy that only samples: `generate.weights`."""
 
 
 def dense(w: Array | Quantized) -> Array:
@@ -279,7 +323,7 @@ def quantized_linear(x: Array, w: Quantized, axes: Axes, dtype: Any) -> Array:
     W has no gradient. On a mesh its codes are gathered, not the dequantized matrix.
     """
     x, w = tied(x, w)
-    return x @ constrain(w.constrained(axes).dequantized(dtype), *axes)
+    return w.constrained(axes).times(x, axes, dtype)
 
 
 def _forward(x: Array, w: Quantized, axes: Axes, dtype: Any) -> tuple[Array, Quantized]:
@@ -298,6 +342,9 @@ def tied(x: Array, w: Quantized) -> tuple[Array, Quantized]:
         return x, w
     # There XLA drops barriers before it looks for common subexpressions. Bit 1 of a square is 0, which it cannot know.
     bits = jax.lax.bitcast_convert_type(x[(0,) * x.ndim].astype(jnp.float32), jnp.int32)
+    if w.codes.dtype == jnp.float8_e4m3fn:  # as bytes: a sum in float8 is made in float32, and rounded again
+        raw = jax.lax.bitcast_convert_type(w.codes, jnp.uint8) + (bits * bits & 2).astype(jnp.uint8)
+        return x, replace(w, codes=jax.lax.bitcast_convert_type(raw, jnp.float8_e4m3fn))
     return x, replace(w, codes=w.codes + (bits * bits & 2).astype(w.codes.dtype))
 
 

@@ -80,3 +80,21 @@ def begin(store: Array, new: Array, lengths: Array, added: Array) -> Array:
     if new.shape[1] > store.shape[2]:
         return write(store, new, lengths, added)
     return store.at[:, :, : new.shape[1]].set(new.swapaxes(1, 2).astype(store.dtype))
+
+
+def unwrite(store: Array, before: Array, lengths: Array, added: Array, kept: Array, n: int) -> Array:
+    """Take back the last `added` - `kept` (B,) tokens that `write` appended to `before`, and return the store.
+
+    They lie in a ring over keys that the row still sees, which come from `before`; n, the most tokens that were
+    appended, is at most S.
+    """
+    size, offset = store.shape[2], jnp.arange(n)
+    taken_back = (offset >= kept[:, None]) & (offset < added[:, None])
+    place = (lengths[:, None] + offset) % size
+
+    def row(store: Array, before: Array, place: Array, taken_back: Array) -> Array:
+        old = before[:, place]
+        where = jnp.where(taken_back, place, size + offset)  # beyond the end: dropped
+        return store.at[:, where].set(old, mode="drop", unique_indices=True)
+
+    return jax.vmap(row)(store, before, place, taken_back)

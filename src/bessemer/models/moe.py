@@ -234,7 +234,7 @@ def _on_own_tokens(
     split = () if whole else mesh_axes("mlp", width)
     owners = mesh_axes("expert", routing.experts)
     if whole and owners:
-        raise InputError("lora.quantize does not split experts over devices; set topology.expert=1.")
+        raise InputError("lora.quantize and generate.weights do not split experts over devices; set topology.expert=1.")
 
     def local(h: Array, scores: Array, ranked: Array, stacks: dict[str, Any]) -> tuple[Array, Array]:
         parts = jax.lax.axis_size(split) if split else 1

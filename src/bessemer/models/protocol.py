@@ -108,6 +108,17 @@ class Decoding(Protocol):
 
 
 @runtime_checkable
+class Rewinding(Decoding, Protocol):
+    """Takes back tokens that `decode` appended, which speculative decoding needs."""
+
+    most_rewound: int  # tokens that one call may append, if some of them are to be taken back
+
+    def rewind(self, cache: Any, before: Any, input_ids: Array, kept: Array) -> Any:
+        """Return `cache`, which `decode` made of `before` and input_ids (B, n), with only the first `kept` (B,) of the
+        appended tokens."""
+
+
+@runtime_checkable
 class Scoring(Protocol):
     """Scores given tokens, which multiple-choice evaluations need."""
 

@@ -24,7 +24,7 @@ from bessemer.kernels.attention import (
 from bessemer.kernels.decode import decode_attention, suits_decode
 from bessemer.kernels.norms import choose_kernels
 from bessemer.losses.cross_entropy import Projection, cross_entropy, soft_cap, target_weights
-from bessemer.models.cache import Cache, begin, empty_cache, held_positions, write
+from bessemer.models.cache import Cache, begin, empty_cache, held_positions, unwrite, write
 from bessemer.models.layers import TENSOR_NAMES, Attend, remat_names
 from bessemer.models.lora import drops
 from bessemer.models.moe import Stats, router_sums
@@ -405,6 +405,38 @@ class Transformer(Model):
             values=tuple(store[1] for store in stores),
             lengths=cache.lengths + added,
             previous=jnp.where(added[:, None] > 0, newest, cache.previous),
+        )
+
+    @property
+    def most_rewound(self) -> int:
+        """The most tokens that one call of `decode` may append if `rewind` is to take some of them back."""
+        return min((window for window in self.shape.windows if window is not None), default=self.block_size)
+
+    def rewind(self, cache: Cache, before: Cache, input_ids: Array, kept: Array) -> Cache:
+        """Return `cache`, which `decode` made of `before` and input_ids (B, n), with only the first `kept` (B,) of the
+        appended tokens. n is at most `most_rewound`.
+
+        A layer that sees everything forgets by its length alone; in a window the dropped tokens have replaced others.
+        """
+        n, added = input_ids.shape[1], cache.lengths - before.lengths
+
+        def restored(stores: tuple[Array, ...], old: tuple[Array, ...]) -> tuple[Array, ...]:
+            pairs = zip(self.shape.windows, stores, old, strict=True)
+            return tuple(
+                store if window is None else unwrite(store, held, before.lengths, added, kept, n)
+                for window, store, held in pairs
+            )
+
+        previous = before.previous
+        if previous.shape[-1]:
+            last = jnp.take_along_axis(input_ids, jnp.maximum(kept - 1, 0)[:, None], axis=1)
+            newest = self._embed(last)[:, 0, : previous.shape[-1]].astype(previous.dtype)
+            previous = jnp.where(kept[:, None] > 0, newest, previous)
+        return Cache(
+            keys=restored(cache.keys, before.keys),
+            values=restored(cache.values, before.values),
+            lengths=before.lengths + kept,
+            previous=previous,
         )
 
     def _attend_cache(

@@ -24,6 +24,7 @@ import numpy as np
 from bessemer.config import field
 from bessemer.data import key_of, permute
 from bessemer.errors import InputError, StorageError, TrainingError
+from bessemer.generate.settings import DecodingSettings
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings
 from bessemer.rl.environments.base import EpisodeSettings
 from bessemer.rl.rewards import RewardSpec
@@ -46,7 +47,7 @@ def row_types(policy: SampledSettings) -> dict[str, Any]:
 
 
 @dataclass
-class GRPOTrainerConfig(EpisodeSettings, BaseTrainerConfig):
+class GRPOTrainerConfig(EpisodeSettings, DecodingSettings, BaseTrainerConfig):
     """Settings of rollouts; those of the loss and the advantages are the objective's (grpo, dapo, …)."""
 
     group_size: int = field("grpo/group_size", default=4, minimum=1, help="completions of one prompt")

@@ -125,6 +125,8 @@ class Sampler:
             whole=jax.default_backend() != "cpu",  # see `row_sizes`: there, few rows take about as long as all
             least=way_of([self.sampling]) or Way.GREEDY,  # validation needs no program of its own
             policy_logprobs=self.alters_logits,
+            speculate=self.settings.speculation,
+            weights=self.settings.sampling_weights,
             fetch=fetch,
             scope=self.topology.scope,
         )
@@ -173,6 +175,7 @@ class Sampler:
         log-probabilities. Its metrics include the seconds of sampling, rewards and scoring."""
         size, policy = self.settings.group_size, self.policy
         clock = Laps()
+        tokens, passes = self.engine.tokens, self.engine.passes
         chosen = self.plan.prompts(number)
         results = self.drawn(chosen, ROLLOUT, number, n=size, logprobs=isinstance(policy, GrpoSettings))
         samples = [sample for result in results for sample in result.samples]
@@ -196,6 +199,8 @@ class Sampler:
             "truncated": float(cut.mean()),
             **{name if name == "reward" else f"reward/{name}": float(each.mean()) for name, each in rewards.items()},
         }
+        if self.settings.speculation is not None:
+            metrics["tokens_per_pass"] = (self.engine.tokens - tokens) / max(self.engine.passes - passes, 1)
         if isinstance(policy, GrpoSettings):
             if policy.overlong == "mask":
                 rows["loss_mask"][cut] = 0

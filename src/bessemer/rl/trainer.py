@@ -58,6 +58,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         if self.settings.environment is not None:
             check_environment(self.settings.environment, self.policy)
         check_resampling(self.settings.resample, self.policy)
+        self.note_unused_decoding()
         horizon = functools.partial(plan_horizon, self.context, self.model_parts)
         if isinstance(self.policy, GrpoSettings) and self.policy.offline != "no":
             assert self.tokenizer is not None
@@ -80,6 +81,17 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             f"{self.passes.rows} completions in groups of {self.passes.group_size}, {self.passes.steps} steps each",
         )
         return data
+
+    def note_unused_decoding(self) -> None:
+        """Print a note for each setting of the sampler that has no effect in this run."""
+        drafts = ("generate/draft", "generate/ngram")
+        unused = dict.fromkeys(drafts, "without generate.speculate=ngram") if not self.settings.speculation else {}
+        if self.offline:
+            every = ("generate/speculate", *drafts, "generate/weights")
+            unused = dict.fromkeys(every, "with grpo.offline: nothing is sampled")
+        for key, why in unused.items():
+            if self.config.is_set(key):
+                self.say(f"note: {dotted(key)} has no effect {why}")
 
     @functools.cached_property
     def policy(self) -> SampledSettings:

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from bessemer.console import markdown_table
 from bessemer.data.tokenize.templates import stop_rendering
 from bessemer.errors import BessemerError, InputError
-from bessemer.generate import Engine, EngineThread, LoadedModel, QueueFull, SamplingOptions
+from bessemer.generate import Engine, EngineThread, LoadedModel, QueueFull, SamplingOptions, Speculation
 from bessemer.generate import Request as Generation
 from bessemer.generate.adapters import Served
 from bessemer.report.html import page, to_html
@@ -261,6 +261,7 @@ class ServerOptions:
     queue: int = 256
     timeout: float = 300.0
     template: str = "auto"
+    speculate: Speculation | None = None
 
     def __post_init__(self) -> None:
         check_port(self.port)
@@ -304,7 +305,8 @@ def serve(
         name = loaded.run.name if loaded.run else "model"
         others = entries_of(served, options.template)
         own = others.pop(name, Entry(template, loaded.step))
-        engine = Engine.of(loaded, slots=options.slots, queue=options.queue, seed=secrets.randbits(32))
+        limits: dict[str, Any] = {"slots": options.slots, "queue": options.queue}
+        engine = Engine.of(loaded, **limits, speculate=options.speculate, seed=secrets.randbits(32))
         service = Service(
             engine,
             template,

@@ -56,6 +56,10 @@ class Metrics:
         add("prompt_tokens_total", "counter", "Prompt tokens processed.", [("", engine.prompt_tokens)])
         add("tokens_total", "counter", "Tokens generated.", [("", engine.tokens)])
         add("rounds_total", "counter", "Rounds of the engine.", [("", engine.rounds)])
+        if (saved := engine.acceptance) is not None:
+            add("passes_total", "counter", "Passes of a row, each of one token or more.", [("", saved["passes"])])
+            add("draft_tokens_total", "counter", "Tokens of drafts.", [("", saved["drafted"])])
+            add("accepted_tokens_total", "counter", "Tokens of drafts that were accepted.", [("", saved["accepted"])])
         add("compilations_total", "counter", "Programs compiled.", [("", engine.compilations)])
         return "\n".join(lines) + "\n"
 
