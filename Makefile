@@ -13,7 +13,7 @@ N ?= 50
 PINNED = $(wildcard constraints/$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt)
 INSTALL = python -m pip install --quiet $(if $(PINNED),--constraint $(PINNED))
 
-.PHONY: train test slow long scale services lowest constraints soak prove check docs format clean
+.PHONY: train test slow long scale services lowest constraints soak prove reference check docs format clean
 
 train: $(VENV)/.base
 	$(BIN)/bessemer train
@@ -55,6 +55,10 @@ lowest:
 # Resolve all extras again and write constraints/X.Y.txt for this Python.
 constraints: $(BIN)/python
 	$(BIN)/python -m constraints
+
+# Pages of the reference and what shell completion knows, from the code.
+reference: $(VENV)/.test
+	$(BIN)/python -m docs.generate
 
 soak: $(VENV)/.test
 	$(BIN)/python -m tests.faults.soak --kills $(N)
