@@ -70,6 +70,7 @@ check: $(VENV)/.test docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m docs.prose
 
 # The documentation as a site in site/, readable without a server or a network. A link that leads nowhere is an error
 # (with --quiet it would not be: warnings are then dropped before --strict counts them).
@@ -79,6 +80,7 @@ docs: $(VENV)/.test
 format: $(VENV)/.test
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/python -m docs.prose --wrap
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
