@@ -12,6 +12,7 @@ import pytest
 import yaml
 from docs.generate import METRICS, PAGES, ROOT, files
 
+import bessemer
 from bessemer.config import dotted, resolve
 from bessemer.training.setup.schema import schema_of
 
@@ -66,3 +67,8 @@ def test_every_metric_of_a_run_is_in_the_reference(
         name for row in rows for name in row if not any(re.fullmatch(pattern(known), name) for known in known_metrics())
     }
     assert len(rows) > 2 and not unknown
+
+
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == bessemer.__version__ and citation["license"] == "Apache-2.0"
