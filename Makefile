@@ -13,7 +13,7 @@ N ?= 50
 PINNED = $(wildcard constraints/$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])').txt)
 INSTALL = python -m pip install --quiet $(if $(PINNED),--constraint $(PINNED))
 
-.PHONY: train test slow long scale services lowest constraints soak prove check docs format clean
+.PHONY: train test slow long scale services lowest constraints soak prove reference check docs format clean
 
 train: $(VENV)/.base
 	$(BIN)/bessemer train
@@ -56,6 +56,10 @@ lowest:
 constraints: $(BIN)/python
 	$(BIN)/python -m constraints
 
+# Pages of the reference and what shell completion knows, from the code.
+reference: $(VENV)/.test
+	$(BIN)/python -m docs.generate
+
 soak: $(VENV)/.test
 	$(BIN)/python -m tests.faults.soak --kills $(N)
 
@@ -66,6 +70,7 @@ check: $(VENV)/.test docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python -m docs.prose
 
 # The documentation as a site in site/, readable without a server or a network. A link that leads nowhere is an error
 # (with --quiet it would not be: warnings are then dropped before --strict counts them).
@@ -75,6 +80,7 @@ docs: $(VENV)/.test
 format: $(VENV)/.test
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/python -m docs.prose --wrap
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -58,6 +58,7 @@ READS: dict[str, list[list[str]]] = {
     "config": [["quickstart", "init={run}"]],
     "tokenizer": [["train", "{run}/config.yaml", "-o", "tokenizer", "--vocab-size", "300"]],
     "data": [["inspect", "{run}"]],
+    "completion": [["bash"]],
 }
 """Command → its words, with a run in every place where one can be named."""
 

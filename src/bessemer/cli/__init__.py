@@ -13,6 +13,7 @@ import traceback
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from bessemer import __version__
 from bessemer.cli.options import keep_memory, outlive_readers
@@ -42,6 +43,7 @@ COMMANDS = {
     "config": "Show the resolved settings of a recipe, each with its origin.",
     "tokenizer": "Train a tokenizer.",
     "data": "Prepare text for training, and inspect prepared data.",
+    "completion": "Print the completion script of bash, zsh or fish.",
 }
 
 
@@ -60,10 +62,16 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+        if args and args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
             hint = did_you_mean(args[0], list(COMMANDS))
             raise InputError(f"unknown command '{args[0]}'.{hint} `bessemer --help` lists them.")
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete commands without importing them."""
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        return [CompletionItem(name, help=about) for name, about in COMMANDS.items() if name.startswith(incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -89,6 +97,10 @@ def cli() -> None:
 def main(arguments: list[str] | None = None) -> Any:
     """Run the command line. An expected error is one paragraph on stderr and the exit code of its class."""
     if arguments is None:
+        if "_BESSEMER_COMPLETE" in os.environ:  # a shell asks for completions; click answers in `cli.main`
+            from bessemer.cli.completion import answer_the_shell
+
+            answer_the_shell()
         atexit.register(_skip_finalization)  # first, hence run last: jax and trackers have ended their own work
         if sys.argv[1:2] in (["train"], ["resume"]):
             keep_memory()

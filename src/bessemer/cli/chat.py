@@ -6,11 +6,11 @@ from typing import Any
 
 import click
 
-from bessemer.cli.options import BASE, DECODING, RUNS, SAMPLING, STEP, TEMPLATE, open_model, print_notes, say
+from bessemer.cli.options import BASE, DECODING, RUN, RUNS, SAMPLING, STEP, TEMPLATE, open_model, print_notes, say
 
 
 @click.command("chat")
-@click.argument("run")
+@RUN
 @STEP
 @click.option("--system", help="A system message before the conversation.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=512, show_default=True, help="Length of one answer.")

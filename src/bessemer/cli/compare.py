@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from bessemer.cli.candidates import complete_run
 from bessemer.cli.options import RUNS, print_notes
 from bessemer.errors import InputError
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command("compare")
-@click.argument("runs", nargs=-1, required=True, metavar="RUN RUN...")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN RUN...", shell_complete=complete_run)
 @click.option("--out", default="compare.png", show_default=True, help="File of the plot.")
 @click.option(
     "--against",

@@ -8,11 +8,11 @@ import os
 
 import click
 
-from bessemer.cli.options import JSON, RUNS
+from bessemer.cli.options import JSON, RUN, RUNS
 
 
 @click.command("doctor")
-@click.argument("run")
+@RUN
 @click.option("--fix", is_flag=True, help="Remove leftovers of killed saves; nothing else is ever changed.")
 @JSON
 @RUNS

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from bessemer.cli.options import BASE, JSON, RUNS, STEP, print_notes
+from bessemer.cli.options import BASE, JSON, RUN, RUNS, STEP, print_notes
 
 
 @click.command("eval")
-@click.argument("run")
+@RUN
 @click.option(
     "--tasks",
     required=True,

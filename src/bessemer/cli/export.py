@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from bessemer.cli.options import BASE, RUNS, STEP
+from bessemer.cli.options import BASE, RUN, RUNS, STEP
 
 
 @click.command("export")
-@click.argument("run")
+@RUN
 @click.argument("out")
 @click.option(
     "--format",

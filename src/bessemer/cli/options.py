@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from bessemer.cli.candidates import complete_run, complete_settings, complete_words
 from bessemer.config import Schema, is_shipped_recipe
 from bessemer.config.aliases import VALUE, answer
 from bessemer.errors import InputError
@@ -52,7 +53,13 @@ RUNS = click.option("--runs", "root", default="runs", show_default=True, help="D
 STEP = click.option("--step", type=Step(), help="Checkpoint to use, or stage-N; default: the newest valid one.")
 BASE = click.option("--base", metavar="PATH", help="Base model of the adapters, in place of the path in the run.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
-WORDS = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [key=value ...]")
+RUN = click.argument("run", shell_complete=complete_run)
+WORDS = click.argument(
+    "words", nargs=-1, type=click.UNPROCESSED, metavar="[RECIPE] [key=value ...]", shell_complete=complete_words
+)
+SETTINGS = click.argument(
+    "words", nargs=-1, type=click.UNPROCESSED, metavar="[key=value ...]", shell_complete=complete_settings
+)
 FORWARD = {"ignore_unknown_options": True, "allow_extra_args": True}  # flags of other programs reach `refuse_flags`
 SAMPLING = several(
     click.option("--temperature", type=float, default=0.8, show_default=True, help="0 takes the most likely token."),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from bessemer.cli.options import RUNS
+from bessemer.cli.options import RUN, RUNS
 
 
 @click.command("report")
-@click.argument("run")
+@RUN
 @click.option("--html", is_flag=True, help="Also write RUN/report.html, one self-contained file.")
 @RUNS
 def command(run: str, html: bool, root: str) -> None:

@@ -7,12 +7,12 @@ import functools
 import click
 
 from bessemer.cli import BEGAN
-from bessemer.cli.options import FORWARD, RUNS, refuse_flags
+from bessemer.cli.options import FORWARD, RUN, RUNS, SETTINGS, refuse_flags
 
 
 @click.command("resume", context_settings=FORWARD)
-@click.argument("run")
-@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[key=value ...]")
+@RUN
+@SETTINGS
 @click.option("--step", type=int, help="Continue from this checkpoint; later ones are discarded.")
 @click.option(
     "--trust",

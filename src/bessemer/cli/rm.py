@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from bessemer.cli.options import RUNS, say
+from bessemer.cli.options import RUN, RUNS, say
 from bessemer.errors import InputError, printable
 
 
 @click.command("rm")
-@click.argument("run")
+@RUN
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @RUNS
 def command(run: str, yes: bool, root: str) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from bessemer.cli.options import BASE, DECODING, JSON, RUNS, SAMPLING, STEP, open_model, print_notes
+from bessemer.cli.options import BASE, DECODING, JSON, RUN, RUNS, SAMPLING, STEP, open_model, print_notes
 from bessemer.errors import printable
 
 
 @click.command("sample")
-@click.argument("run")
+@RUN
 @click.option("--prompt", required=True, help="Beginning of the text.")
 @STEP
 @click.option("--max-tokens", type=int, default=100, show_default=True, help="New tokens at most.")

@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from bessemer.cli.options import BASE, DECODING, RUNS, STEP, TEMPLATE, open_model, print_notes, say
+from bessemer.cli.options import BASE, DECODING, RUN, RUNS, STEP, TEMPLATE, open_model, print_notes, say
 from bessemer.errors import InputError
 
 
 @click.command("serve")
-@click.argument("run")
+@RUN
 @STEP
 @click.option("--host", default="127.0.0.1", show_default=True, help="Any other address needs a token.")
 @click.option("--port", type=int, default=8000, show_default=True, help="0 picks a free one.")

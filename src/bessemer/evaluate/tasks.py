@@ -3,7 +3,7 @@
 Examples are shuffled with Random(1337), then capped by the limit. Few-shot examples are drawn from the others with
 Random(1234 + index of the question).
 
-    centred = (accuracy − baseline) / (1 − baseline)      0 = guessing, 1 = all right
+    centered = (accuracy − baseline) / (1 − baseline)      0 = guessing, 1 = all right
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def rows_of(task: Task, examples: Sequence[Example], indices: Sequence[int], tok
 def run_task(
     loaded: LoadedModel, task: Task, *, limit: int | None = None, batch_size: int | None = None
 ) -> dict[str, Any]:
-    """Return accuracy, centred accuracy, and how many examples were cut to the context."""
+    """Return accuracy, centered accuracy, and how many examples were cut to the context."""
     if loaded.tokenizer is None:
         raise InputError("this model has no tokenizer, so it cannot read the examples of a task.")
     examples = task.chosen(limit)

@@ -70,10 +70,11 @@ def step_of_name(name: str) -> int | None:
 
 
 class _Inside:
-    """A path in the run directory, by its name."""
+    """A path in the run directory, by its name; `about` says what is there (docs/reference/run-directory.md)."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, about: str) -> None:
         self.name = name
+        self.about = about
 
     def __get__(self, run: RunDirectory, owner: type[RunDirectory]) -> Path:
         return run.path / self.name
@@ -85,24 +86,30 @@ class RunDirectory:
 
     path: Path
 
-    config = _Inside("config.yaml")
-    derived = _Inside("derived.json")
-    branches = _Inside("branches.json")  # steps after which the run went on with other settings (`resume --change`)
-    stages = _Inside("stages.json")
-    facts = _Inside("facts.json")
-    status = _Inside("status.json")
-    origin = _Inside("origin.json")
-    lock = _Inside("lock")
-    log = _Inside("log.txt")
-    metrics = _Inside("metrics.jsonl")
-    samples = _Inside("samples.jsonl")
-    weights = _Inside("weights.jsonl")  # histograms of parameters, with callbacks=[weight_distribution]
-    eval = _Inside("eval")
-    checkpoints = _Inside("checkpoints")
-    reference = _Inside("reference")
-    report = _Inside("report.md")
-    plots = _Inside("plots")
-    model = _Inside("model")
+    config = _Inside("config.yaml", "The resolved configuration: every setting, with the origin of its value.")
+    derived = _Inside("derived.json", "What the program derived or chose, with the reason.")
+    branches = _Inside("branches.json", "Steps after which the run continued with other settings (`resume --change`).")
+    stages = _Inside("stages.json", "The last step of each stage, for runs with several.")
+    facts = _Inside(
+        "facts.json", "Counts of parameters and tokens, FLOPs, devices, versions and start-up times, for the report."
+    )
+    status = _Inside(
+        "status.json", "State (running, done, stopped, failed), step, process, heartbeat, exit code, message."
+    )
+    origin = _Inside(
+        "origin.json", "Signature of the user who started the run; `resume` checks it before it runs code."
+    )
+    lock = _Inside("lock", "Held by the process that writes the run.")
+    log = _Inside("log.txt", "Everything that was printed, and tracebacks.")
+    metrics = _Inside("metrics.jsonl", "One row per report, validation and evaluation.")
+    samples = _Inside("samples.jsonl", "Text that the model generated during training.")
+    weights = _Inside("weights.jsonl", "Histograms of parameters, with `callbacks=[weight_distribution]`.")
+    eval = _Inside("eval", "Results of `bessemer eval`, one JSON file each.")
+    checkpoints = _Inside("checkpoints", "One directory per checkpoint: state, loop state, configuration, tokenizer.")
+    reference = _Inside("reference", "Frozen reference weights or their log-probabilities, written once.")
+    report = _Inside("report.md", "Results, curves, settings, and how to reproduce the run.")
+    plots = _Inside("plots", "The report's curves as PNG files.")
+    model = _Inside("model", "The final weights (safetensors), with their configuration and tokenizer.")
 
     def __post_init__(self) -> None:
         refuse_remote(

@@ -15,7 +15,15 @@ from bessemer.job.trust import check_links
 from bessemer.storage.files import discard, storage
 
 PHASES = "phases"
-BESIDE = {"logs", "model-hf", "profile", "report.html", "starts", "tensorboard", PHASES}
+BESIDE = {
+    "logs": "Output of each process of `bessemer launch local`.",
+    "model-hf": "The final weights in the layout of transformers, with `save_pretrained`.",
+    "profile": "A profile of JAX, with `callbacks=[profiler]`.",
+    "report.html": "The report in one file, by `bessemer report --html`.",
+    "starts": "The addresses that the processes of `bessemer launch local` agreed on, per start.",
+    "tensorboard": "Events of TensorBoard, with `logging.tensorboard=true`.",
+    PHASES: "The run of each phase, where the job has phases (`speedrun`).",
+}
 """What runs write besides the paths of RunDirectory."""
 
 
@@ -85,7 +93,7 @@ def strangers(run: RunDirectory) -> list[str]:
 
 def written_by_runs(run: RunDirectory) -> set[str]:
     """Names at the top of a run directory that belong to the run."""
-    return BESIDE | run.names()
+    return run.names().union(BESIDE)
 
 
 def described(run: RunDirectory) -> str:

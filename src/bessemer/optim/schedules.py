@@ -115,7 +115,7 @@ class SgdrSettings(CosineSettings):
 
 @schedules.register("sgdr", settings=(SgdrSettings,))
 def sgdr(settings: SgdrSettings, steps: int) -> Schedule:
-    """Warmup as `cosine`; then cycles, each half a cosine from 1 towards min_rate, of length C, C·t, C·t², …
+    """Warmup as `cosine`; then cycles, each half a cosine from 1 toward min_rate, of length C, C·t, C·t², …
 
     The starts of the cycles are whole steps computed here once, so no floating-point logarithm decides at
     which step a restart happens.

@@ -299,7 +299,7 @@ class LoopState:
 
     @property
     def loss_smooth(self) -> float | None:
-        """Σ .9^(n-i) loss_i / Σ .9^(n-i): the running average without the bias towards its start at 0."""
+        """Σ .9^(n-i) loss_i / Σ .9^(n-i): the running average without the bias toward its start at 0."""
         if self.steps_counted == 0:
             return None
         return self.loss_average / (1 - SMOOTHING**self.steps_counted)

@@ -1,0 +1,272 @@
+"""Write the reference from the code: `make reference`. A test compares what is there with what this would write.
+
+docs/reference/*.md are the settings, the command line, the metrics, the exit codes and the run directory;
+src/bessemer/cli/settings.json is what shell completion knows of the settings.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import yaml
+
+from bessemer import errors, registry
+from bessemer.cli import COMMANDS, cli
+from bessemer.config import declared, dotted
+from bessemer.config.declare import Setting
+from bessemer.config.values import describe, plain
+from bessemer.console import show
+from bessemer.job.directory import RunDirectory
+from bessemer.job.runs import BESIDE
+from bessemer.training.setup.schema import schema_of
+
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "docs" / "reference"
+SETTINGS = ROOT / "src" / "bessemer" / "cli" / "settings.json"
+METRICS = ROOT / "docs" / "metrics.yaml"
+NOTE = "<!-- Written by `make reference` from the code. Do not edit. -->"
+
+
+def files() -> dict[Path, str]:
+    """Return path → contents of every generated file."""
+    found = declarations()
+    return {
+        PAGES / "settings.md": settings_page(found),
+        PAGES / "command-line.md": command_line_page(),
+        PAGES / "metrics.md": metrics_page(),
+        PAGES / "exit-codes.md": exit_codes_page(),
+        PAGES / "run-directory.md": run_directory_page(),
+        SETTINGS: one_per_line(for_completion(found)),
+    }
+
+
+# --- settings ---
+class Declaration(NamedTuple):
+    """A setting as one class declares it; `needs`: selector → names that select the class, {} if every run has it."""
+
+    setting: Setting
+    needs: dict[str, list[str]]
+
+
+def declarations() -> dict[str, list[Declaration]]:
+    """Return dotted key → its declarations by the classes of the package, in alphabetical order."""
+    usual = {setting.owner for setting in schema_of({}).settings.values()}
+    reached: dict[type, dict[str, list[str]]] = {owner: {} for owner in usual}  # owner → selector → names
+    for selector, entries in registry.SELECTORS.items():
+        for entry in entries:
+            for owner in {one.owner for cls in registry.settings_classes(entry) for one in declared(cls).values()}:
+                reached.setdefault(owner, {}).setdefault(selector, []).append(entry.name)
+    found: dict[str, list[Declaration]] = {}
+    for owner, selectors in sorted(reached.items(), key=lambda item: item[0].__module__ + item[0].__qualname__):
+        needs = {
+            dotted(selector): names
+            for selector, names in selectors.items()
+            if names != registry.SELECTORS[selector].names()
+            and not (owner in usual and selector in ("job", "callbacks"))  # those of every run
+        }
+        for setting in declared(owner).values():
+            if setting.owner is owner:
+                found.setdefault(dotted(setting.key), []).append(Declaration(setting, needs))
+    return dict(sorted(found.items()))
+
+
+def settings_page(found: Mapping[str, list[Declaration]]) -> str:
+    """One table per section; a setting that several classes declare differently has a row for each."""
+    sections: dict[str, list[str]] = {}
+    for key in found:
+        sections.setdefault(key.partition(".")[0] if "." in key else "", []).append(key)
+    text = [
+        "# Settings",
+        NOTE,
+        f"Every setting of the package: {len(found)} in {len(sections) - 1} sections. Write them as "
+        "`section.key=value` on the command line, or nested in a YAML recipe.",
+        "```bash\nbessemer config quickstart                      # values and origins of one recipe\n"
+        "bessemer config pretrain --schema               # JSON Schema, for editors\n```",
+        "The last column names the module that declares the setting and, for settings of a part, the words that select "
+        "the part. [Configuration](../configuration.md) explains recipes and overrides.",
+    ]
+    for section in sorted(sections):
+        rows = [settings_row(key, one) for key in sections[section] for one in found[key]]
+        text += [f"## {section or 'Top level'}", table(("setting", "type and range", "default", "meaning", "in"), rows)]
+    return page(text)
+
+
+def settings_row(key: str, one: Declaration) -> tuple[str, ...]:
+    setting = one.setting
+    kind = describe(setting.type)
+    if setting.choices is not None:
+        kind = ("list of " if kind.startswith("list of") else "") + ", ".join(f"`{word}`" for word in setting.choices)
+        kind += " or null" if type(None) in getattr(setting.type, "__args__", ()) else ""
+    if not setting.range.is_free:
+        kind += f", {setting.range.describe()}"
+    default = "required" if setting.required else code(show(plain(setting.default)) or "empty")
+    place = f"`{setting.owner.__module__.removeprefix('bessemer.')}`"
+    words = [f"`{selector}={'|'.join(shortened(names))}`" for selector, names in one.needs.items()]
+    return (f"`{key}`", kind, default, setting.help, ": ".join([place, *([", ".join(words)] if words else [])]))
+
+
+def shortened(names: list[str]) -> list[str]:
+    """Leave out reward models: each family has one, with the same settings."""
+    return [name for name in names if name.removesuffix("-reward") not in names or not name.endswith("-reward")]
+
+
+def for_completion(found: Mapping[str, list[Declaration]]) -> dict[str, dict[str, Any]]:
+    """Return dotted key → what `bessemer.cli.candidates.Known` holds."""
+    known = {}
+    for key, declared_by in found.items():
+        one = min(declared_by, key=lambda each: len(each.needs)).setting  # of every run, if there is one
+        types = describe(one.type)
+        table_of = next((names for selector, names in registry.SELECTORS.items() if dotted(selector) == key), None)
+        values = [str(choice) for each in declared_by for choice in each.setting.choices or ()]
+        if table_of is not None:
+            values = table_of.names()
+        elif key == "training.dataset":
+            values = registry.datasets.names()
+        elif key == "grpo.rewards":
+            values = registry.rewards.names()
+        elif key == "grpo.environment":
+            values = registry.environments.names()
+        elif key == "eval.evaluations":
+            values = registry.evaluations.names()
+        elif "true or false" in types:
+            values = ["true", "false"]
+        known[key] = {
+            "help": one.help,
+            "values": list(dict.fromkeys(values)),
+            "text": one.choices is None and bool(re.search("text|path|Spec|Sampling", types)),
+            "many": "list" in types,
+        }
+    return known
+
+
+def one_per_line(values: Mapping[str, Any]) -> str:
+    """Return a JSON object with a line per key, so that branches that add settings merge."""
+    lines = [f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+# --- the command line ---
+def command_line_page() -> str:
+    """The help of every command, as `--help` prints it at 100 columns."""
+    text = [
+        "# Command line",
+        NOTE,
+        "```bash\nbessemer --help\nbessemer train --help\n```",
+        "Settings are words `section.key=value` ([all of them](settings.md)); options start with dashes. "
+        "[Exit codes](exit-codes.md) tell scripts how a command ended.",
+        table(
+            ("command", "what it does"), [(f"[`{name}`](#bessemer-{name})", about) for name, about in COMMANDS.items()]
+        ),
+    ]
+    for names, command in commands(cli, ["bessemer"]):
+        context = click.Context(command, info_name=" ".join(names), max_content_width=100, terminal_width=100)
+        context.help_option_names = ["-h", "--help"]
+        usage = command.get_help(context)
+        text += [f"## {' '.join(names)}", f"```text\n{usage}\n```"]
+    return page(text)
+
+
+def commands(group: click.Group, names: list[str]) -> Iterator[tuple[list[str], click.Command]]:
+    for name in group.list_commands(click.Context(group)):
+        command = group.get_command(click.Context(group), name)
+        assert command is not None, name
+        yield [*names, name], command
+        if isinstance(command, click.Group):
+            yield from commands(command, [*names, name])
+
+
+# --- metrics, exit codes, the run directory ---
+def metrics_page() -> str:
+    groups = yaml.safe_load(METRICS.read_text(encoding="utf-8"))
+    text = [
+        "# Metrics",
+        NOTE,
+        "Every report is one JSON object in `runs/NAME/metrics.jsonl`. Read the last row with",
+        "```bash\nbessemer train quickstart --name first\ntail -n 1 runs/first/metrics.jsonl\n```",
+        '`bessemer.Run("runs/first").metrics()` returns all rows. Names with `time/` and `mem/` are measurements of '
+        "the machine; all others are bit-for-bit the same after a resume. A value that is not finite is `null`, and "
+        "the row names it under `non_finite`. `NAME` stands for a name of your run, such as a reward or a task.",
+    ]
+    for title, rows in groups.items():
+        text += [f"## {title}", table(("metric", "meaning"), [(f"`{name}`", about) for name, about in rows.items()])]
+    return page(text)
+
+
+def exit_codes_page() -> str:
+    classes = [errors.BessemerError, *errors.BessemerError.__subclasses__()]
+    rows = [("0", "", "Done.")]
+    rows += [
+        (str(cls.exit_code), f"`{cls.__name__}`", first_line(cls)) for cls in classes if cls is not errors.BessemerError
+    ]
+    rows.insert(1, ("1", "any other exception", "A bug. The traceback is in the run's `log.txt`, or on the screen."))
+    rows += [
+        ("130", "", "Interrupted (Ctrl-C) where there is no run to save yet."),
+        ("128 + N", "", "Ended by signal N before the run directory was created, for example while data is prepared."),
+    ]
+    text = [
+        "# Exit codes",
+        NOTE,
+        "Scripts and job files depend on these. A job file starts the same command again on 75.",
+        '```bash\nbessemer train quickstart training.time_limit=1s --name first || echo "exit code $?"\n'
+        "bessemer resume first training.time_limit=1h\n```",
+        table(("code", "Python", "meaning"), rows),
+        "Python code that calls Bessemer gets the same classes, from `bessemer.errors`. An error's text says what "
+        "happened, where, and what to do; it goes to stderr as one paragraph. "
+        "[Reliability](../reliability.md) lists every fault with its outcome.",
+    ]
+    return page(text)
+
+
+def run_directory_page() -> str:
+    inside = {value.name: value.about for value in vars(RunDirectory).values() if hasattr(value, "about")}
+    folders = {"eval", "checkpoints", "reference", "plots", "model"}
+
+    def rows(names: Mapping[str, str]) -> list[tuple[str, str]]:
+        return [(f"`{name}{'/' * (name in folders)}`", about) for name, about in names.items()]
+
+    text = [
+        "# The run directory",
+        NOTE,
+        "A run is one directory, `runs/NAME`. Copy, move or archive it as a whole.",
+        "```bash\nbessemer train quickstart --name first\nbessemer doctor first          # checks them all\n```",
+        table(("path", "contents"), rows(inside)),
+        "Some settings and commands write more:",
+        table(("path", "contents"), rows(BESIDE)),
+        "A checkpoint is complete once its file `COMMIT` exists ([checkpoints](../checkpoints.md)). Files are written "
+        "under a temporary name and renamed, so that a reader never sees half of one.",
+    ]
+    return page(text)
+
+
+# --- Markdown ---
+def page(parts: Iterable[str]) -> str:
+    return "\n\n".join(parts) + "\n"
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell(text) for text in line) + " |" for line in lines)
+
+
+def cell(text: str) -> str:
+    return re.sub(r"\s+", " ", text).replace("|", "\\|").strip()
+
+
+def code(text: str) -> str:
+    return f"`{text}`"
+
+
+def first_line(cls: type) -> str:
+    return (cls.__doc__ or "").strip().partition("\n")[0]
+
+
+if __name__ == "__main__":
+    for path, text in files().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(path.relative_to(ROOT))
