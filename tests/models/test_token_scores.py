@@ -73,6 +73,34 @@ def test_policy_scores_and_their_gradients_are_those_of_whole_logits(kernels, te
     assert not np.any(made[0][1][:, REAL:]), "columns that only pad learn nothing"
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("whole", [False, True], ids=["tiles", "logits"])
+def test_the_entropy_has_a_gradient_where_it_is_asked_for(whole, temperature, softcap):
+    """Beside that of the log-probabilities, from tiles of logits, and from whole logits of a padded vocabulary."""
+    hidden, head, targets = case()
+    g, e = np.random.default_rng(3).standard_normal((2, *targets.shape)).astype(np.float32)
+
+    def ours(hidden, head, asked=True):
+        logits = jnp.einsum("btd,dv->btv", hidden, head) if whole else None
+        projection = Projection(hidden if logits is None else logits, None if whole else head, REAL, softcap, 5)
+        found = policy_scores(projection, targets, temperature, asked)
+        return jnp.sum(g * found[0] + e * found[1])
+
+    def wanted(hidden, head):
+        found = plain_scores(hidden, head, targets, softcap, temperature)
+        return jnp.sum(g * found[0] + e * found[1])
+
+    made, expected = (jax.grad(f, argnums=(0, 1))(hidden, head) for f in (ours, wanted))
+    for a, b in zip(made, expected, strict=True):
+        assert np.isfinite(a).all()
+        np.testing.assert_allclose(a, b, atol=5e-5)
+    without = jax.grad(lambda *x: ours(*x, asked=False), argnums=(0, 1))(hidden, head)
+    assert np.abs(np.asarray(made[0]) - np.asarray(without[0])).max() > 1e-3
+    frozen = jax.grad(ours)(hidden, head)  # of the hidden states alone
+    np.testing.assert_allclose(frozen, made[0], atol=1e-6)
+
+
 def test_positions_without_a_target_cost_no_tile():
     """8 tiles cover all positions; targets fill 2 of them, and 0 in a batch without any."""
     hidden, head, targets = case(6)

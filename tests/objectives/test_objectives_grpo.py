@@ -138,6 +138,30 @@ def test_equals_numpy_and_its_differences(normalization, estimator, ratio):
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence", "fixed"])
+def test_a_bonus_is_divided_as_the_loss_is(normalization):
+    """c·H of uneven micro-batches adds up to that of the batch, over the same denominator."""
+    settings, data = GrpoSettings(normalization=normalization, max_completion_length=7), arrays()
+    mask = data["mask"]
+    bonus = np.random.default_rng(0).uniform(0, 1, mask.shape)
+    names = ("logprobs", "old", "reference", "advantages", "mask")
+
+    def sums(rows, with_bonus):
+        some = [jnp.asarray(data[name][rows], jnp.float32) for name in names]
+        extra = jnp.asarray(bonus[rows], jnp.float32) if with_bonus else None
+        return np.array(policy_loss(*some, settings, extra)[:2], np.float64)
+
+    parts = [slice(0, 1), slice(1, 3), slice(3, 8)]
+    (loss, weight), (plain, same) = (sum(sums(rows, on) for rows in parts) for on in (True, False))
+    wanted = {
+        "token": (mask * bonus).sum() / mask.sum(),
+        "sequence": np.mean((mask * bonus).sum(axis=1) / mask.sum(axis=1)),
+        "fixed": (mask * bonus).sum() / (len(mask) * 7),
+    }[normalization]
+    assert weight == same
+    np.testing.assert_allclose((plain - loss) / weight, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence", "fixed"])
 def test_parts_of_a_batch_add_up_to_the_batch(normalization):
     """Accumulation: sums and weights of uneven micro-batches are those of the whole."""
     settings, data = GrpoSettings(normalization=normalization), arrays()

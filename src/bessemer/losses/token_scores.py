@@ -28,6 +28,7 @@ from bessemer.losses.cross_entropy import (
     Projection,
     _logits,
     _pick,
+    _products,
     _statistics,
     choose_chunks,
     join,
@@ -59,13 +60,16 @@ def token_scores(projection: Projection, targets: Array) -> tuple[Array, Array]:
     return logprobs, missed == 0
 
 
-def policy_scores(projection: Projection, targets: Array, temperature: float = 1.0) -> tuple[Array, Array]:
+def policy_scores(
+    projection: Projection, targets: Array, temperature: float = 1.0, entropy_gradient: bool = False
+) -> tuple[Array, Array]:
     """Return (log π(target), entropy of π), (B, T) each, of the sampling policy π = softmax(z / temperature).
 
-    Differentiable in the first. (0, 0) where the target is below 0.
+    Differentiable in the first, and with `entropy_gradient` in the second, which makes the backward pass's tiles of
+    logits once more. (0, 0) where the target is below 0.
     """
-    logprobs, entropy = _per_target(_logprob_and_entropy, projection, targets, temperature)
-    return logprobs, jax.lax.stop_gradient(entropy)
+    logprobs, entropy = _per_target(_logprob_and_entropy, projection, targets, temperature, entropy_gradient)
+    return logprobs, entropy if entropy_gradient else jax.lax.stop_gradient(entropy)
 
 
 def _logprob(z: Array, lse: Array, targets: Array) -> tuple[Array]:
@@ -85,20 +89,26 @@ def _logprob_and_entropy(z: Array, lse: Array, targets: Array) -> tuple[Array, A
 
 @dataclass(frozen=True)
 class _Options:
-    """Static: the loss with its tiles in the forward pass, and in the backward pass."""
+    """Static: the loss with its tiles in the forward pass, and in the backward pass. entropy: the second result is
+    an entropy, and differentiable too."""
 
     score: Score
     forward: LossOptions
     backward: LossOptions
+    entropy: bool = False
 
 
-def _per_target(score: Score, projection: Projection, targets: Array, temperature: float = 1.0) -> tuple[Array, ...]:
-    """Return `score(z, logsumexp(z), targets)` for targets (B, T); only its first result is differentiable."""
+def _per_target(
+    score: Score, projection: Projection, targets: Array, temperature: float = 1.0, entropy: bool = False
+) -> tuple[Array, ...]:
+    """Return `score(z, logsumexp(z), targets)` for targets (B, T); only its first result is differentiable, and with
+    `entropy` the second."""
     hidden, targets = jnp.asarray(projection.hidden), jnp.asarray(targets)
     head, given = projection.head, targets.shape
     loss = LossOptions(projection.vocab_size, 1, projection.softcap, temperature=temperature)
     if head is None:
-        return score(*_statistics(loss, hidden), targets)
+        found = score(*_statistics(loss, hidden), targets)
+        return (found[0], _whole_entropy(loss, hidden, targets)) if entropy else found
     count: Array | None = None
     if shards("batch") * shards("sequence") * shards("vocab") == 1:
         flat = targets.reshape(-1)
@@ -111,7 +121,7 @@ def _per_target(score: Score, projection: Projection, targets: Array, temperatur
     chunks = choose_chunks(projection.chunks, *sizes, KERNEL_TILE if kernel else None)
     if kernel and row_groups(sizes[0], -(-sizes[1] // chunks)) != (shards("batch"), shards("sequence")):
         kernel, chunks = False, choose_chunks(projection.chunks, *sizes)  # devices would have different rows
-    options = _Options(score, replace(loss, chunks=forward), replace(loss, chunks=chunks, kernel=kernel))
+    options = _Options(score, replace(loss, chunks=forward), replace(loss, chunks=chunks, kernel=kernel), entropy)
     found = _scores(options, hidden, head, targets, count)
     if count is None:
         return found
@@ -152,7 +162,70 @@ def _backward(options: _Options, residuals: Any, cotangents: tuple[Any, ...]) ->
     tiles = _tiles(count, jax.eval_shape(partial(split, chunks=loss.chunks), targets))
     wanted = trained is not None
     _, gradients = loss_and_gradients(loss, wanted, hidden, head, jnp.maximum(targets, 0), weights, tiles)
-    return *gradients, None, None
+    if not options.entropy or isinstance(cotangents[1], SymbolicZero):
+        return *gradients, None, None
+    weights = jnp.where(targets < 0, 0.0, cotangents[1])
+    added = _entropy_gradients(loss, wanted, hidden, head, weights, tiles)
+    dhead = None if gradients[1] is None or added[1] is None else gradients[1] + added[1]
+    return gradients[0] + added[0], dhead, None, None
+
+
+def _entropy_gradients(
+    options: LossOptions, trained: bool, hidden: Array, head: Array, weights: Array, tiles: Array | None
+) -> tuple[Array, Array | None]:
+    """Return (dhidden, dW) of Σ w·H, tile by tile, as `loss_and_gradients` does. weights: (B, T).
+
+    H = −Σ p log p over z:   ∂H/∂z_j = −p_j (log p_j + H)
+    """
+    logits, gradients = _products(head, hidden.dtype)
+    groups = row_groups(hidden.shape[0], -(-hidden.shape[1] // options.chunks))
+
+    def tile(dhead: Array, inputs: tuple[Array, Array]) -> tuple[Array, Array]:
+        h, w = inputs
+        dlogits = _entropy_gradient(options, logits(h), w)
+        dh, added = gradients(h, dlogits, jnp.max(jnp.abs(dlogits)), groups if trained else None)
+        if added is None:
+            return dhead, dh.astype(h.dtype)
+        return constrain(dhead + added, "batch", "sequence", None, "vocab"), dh.astype(h.dtype)
+
+    zeros = jnp.zeros((*groups, *head.shape) if trained else (1, 1, 1, 1), jnp.float32)
+    start = constrain(zeros, "batch", "sequence", None, "vocab")
+    pieces = (split(hidden, options.chunks), split(weights, options.chunks))
+    dhead, dhidden = scan_tiles(tile, start, pieces, options.chunks, tiles)
+    dhidden = join(dhidden)[:, : hidden.shape[1]]
+    return dhidden, jnp.sum(dhead, axis=(0, 1)).astype(head.dtype) if trained else None
+
+
+def _entropy_gradient(options: LossOptions, logits: Array, weights: Array) -> Array:
+    """∂(Σ w·H)/∂logits, (B, t, V) float32."""
+    z, lse = _statistics(options, logits)
+    scores = z - lse[..., None]
+    known = jnp.isfinite(scores)
+    p, scores = jnp.where(known, jnp.exp(scores), 0.0), jnp.where(known, scores, 0.0)
+    entropy = -jnp.sum(p * scores, axis=-1, keepdims=True)
+    gradient = -weights[..., None] * p * (scores + entropy)
+    if options.softcap:
+        gradient *= 1 - jnp.square(jnp.where(known, z, 0.0) * (options.temperature / options.softcap))
+    return gradient / options.temperature if options.temperature != 1 else gradient
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _whole_entropy(options: LossOptions, logits: Array, targets: Array) -> Array:
+    """The entropy (B, T) from whole logits, with the gradient above: padding of the vocabulary is no NaN in it."""
+    return _logprob_and_entropy(*_statistics(options, logits), targets)[1]
+
+
+def _whole_forward(options: LossOptions, logits: Array, targets: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _whole_entropy(options, logits, targets), (logits, targets)
+
+
+def _whole_backward(options: LossOptions, residuals: tuple[Array, Array], g: Array) -> tuple[Array, None]:
+    logits, targets = residuals
+    gradient = _entropy_gradient(options, logits, jnp.where(targets < 0, 0.0, g))
+    return gradient.astype(logits.dtype), None
+
+
+_whole_entropy.defvjp(_whole_forward, _whole_backward)
 
 
 _scores.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -82,9 +82,14 @@ class Model(nn.Module, ABC):
         """Return (log p(target), whether the target is the argmax), (B, T) each; (0, True) without a target."""
         return token_scores(self.projection(batch, deterministic), batch["target_ids"])
 
-    def policy_scores(self, batch: Batch, temperature: float = 1.0, deterministic: bool = True) -> tuple[Array, Array]:
-        """Return (log π(target), entropy of π), (B, T) each; 0 without a target. π = softmax(logits / temperature)."""
-        return policy_scores(self.projection(batch, deterministic), batch["target_ids"], temperature)
+    def policy_scores(
+        self, batch: Batch, temperature: float = 1.0, deterministic: bool = True, entropy_gradient: bool = False
+    ) -> tuple[Array, Array]:
+        """Return (log π(target), entropy of π), (B, T) each; 0 without a target. π = softmax(logits / temperature).
+
+        The entropy is differentiable with `entropy_gradient` alone."""
+        projection = self.projection(batch, deterministic)
+        return policy_scores(projection, batch["target_ids"], temperature, entropy_gradient)
 
 
 @runtime_checkable

@@ -2,9 +2,10 @@
 
 For completion i of a group, token t, advantage A_i (`group_advantages`), ρ = π_θ / π_old of the token:
 
-    L_t = −min(ρ·A, clip(ρ, 1 − ε_lo, 1 + ε_hi)·A) + β·KL_t          d = log π_θ − log π_ref
+    L_t = −min(ρ·A, clip(ρ, 1 − ε_lo, 1 + ε_hi)·A) + β·KL_t − c·H_t   d = log π_θ − log π_ref
 
     KL_t:  squared d²;  k1 d;  k3 exp(−d) − 1 + d                    (Schulman 2020, "Approximating KL divergence")
+    H_t:   entropy of π_θ before the token; c is grpo.entropy_coef, by default 0
     loss:  token  Σ L_t / Σ tokens;   sequence  mean_i (Σ_t L_t / tokens_i);   fixed  Σ L_t / (rows · longest)
 
 π_old is the policy that sampled, at its temperature; π_ref a frozen copy. All three denominators are sums over the
@@ -83,12 +84,44 @@ class GrpoSettings(SampledSettings):
         choices=("keep", "mask"),
         help="completions cut at that length: train on them, or leave their tokens out",
     )
+    overlong_penalty: float = field(
+        "grpo/overlong_penalty",
+        default=0.0,
+        minimum=0,
+        help="taken off the reward at max_completion_length, less over the overlong_buffer tokens before it; 0 = off",
+    )
+    overlong_buffer: int | None = field(
+        "grpo/overlong_buffer",
+        default=None,
+        minimum=1,
+        help="tokens below max_completion_length over which overlong_penalty rises; none: a fifth of it",
+    )
+    entropy_coef: float = field(
+        "grpo/entropy_coef", default=0.0, minimum=0, help="weight of the policy's entropy, which is maximized; 0 = off"
+    )
+    entropy_target: float | None = field(
+        "grpo/entropy_target",
+        default=None,
+        above=0,
+        help="nats per token that entropy_coef is adapted to, as part of the saved state; none: it is constant",
+    )
+    entropy_rate: float = field(
+        "grpo/entropy_rate", default=1e-3, above=0, help="change of the coefficient per step and nat off the target"
+    )
+    entropy_coef_max: float = field(
+        "grpo/entropy_coef_max", default=0.1, above=0, help="the largest coefficient that the target may lead to"
+    )
     offline: str = field(
         "grpo/offline",
         default="no",
         choices=("no", "reference", "logprobs"),
         help="train on stored completions: ρ is to the reference, or to their stored log-probabilities",
     )
+
+    @property
+    def buffer(self) -> int:
+        """The tokens below the longest completion over which the penalty rises."""
+        return -(-self.max_completion_length // 5) if self.overlong_buffer is None else self.overlong_buffer
 
     @property
     def clip(self) -> tuple[float, float]:
@@ -103,9 +136,17 @@ def needs_reference(settings: GrpoSettings) -> bool:
 
 
 def grpo(
-    apply: Apply, params: Any, batch: Batch, key: Array | None, settings: GrpoSettings, reference: Any = None
+    apply: Apply,
+    params: Any,
+    batch: Batch,
+    key: Array | None,
+    settings: GrpoSettings,
+    reference: Any = None,
+    entropy_offset: Array | None = None,
 ) -> Sums:
     """(Σ loss, Σ weight, sums over tokens) of the module's formula; no dropout, as ρ compares like with like.
+
+    entropy_offset: with grpo.entropy_target, what is added to the coefficient of the entropy.
 
     batch, (B, T) each: input_ids, target_ids, loss_mask (1 on completion tokens and their end), advantages (those of
     the row, times `importance_weights`), old_logprobs (absent: those of the reference).
@@ -113,23 +154,33 @@ def grpo(
     if "advantages" not in batch:
         raise InputError("this objective trains on completions with advantages: add job=GRPOTrainer.")
 
-    def scores(weights: Any) -> tuple[Array, Array]:
-        return apply(weights, batch, settings.temperature, True, method="policy_scores")
+    def scores(weights: Any, *entropy_gradient: bool) -> tuple[Array, Array]:
+        return apply(weights, batch, settings.temperature, True, *entropy_gradient, method="policy_scores")
 
-    logprobs, entropy = scores(params)
+    explores = settings.entropy_coef > 0 or entropy_offset is not None
+    logprobs, entropy = scores(params, *([True] if explores else []))
     against = None if reference is None else jax.lax.stop_gradient(scores(reference)[0])
     old = batch.get("old_logprobs", against)
     if old is None:
         raise InputError("stored completions without log-probabilities need grpo.offline=reference.")
     mask = batch["loss_mask"].astype(jnp.float32)
-    loss, weight, sums = policy_loss(logprobs, old, against, batch["advantages"], mask, settings)
+    coef = settings.entropy_coef if entropy_offset is None else settings.entropy_coef + entropy_offset
+    bonus = coef * entropy if explores else None
+    loss, weight, sums = policy_loss(logprobs, old, against, batch["advantages"], mask, settings, bonus)
     return loss, weight, {**sums, "entropy": jnp.sum(mask * entropy)}
 
 
 def policy_loss(
-    logprobs: Array, old: Array, reference: Array | None, advantages: Array, mask: Array, settings: GrpoSettings
+    logprobs: Array,
+    old: Array,
+    reference: Array | None,
+    advantages: Array,
+    mask: Array,
+    settings: GrpoSettings,
+    bonus: Array | None = None,
 ) -> Sums:
-    """The loss from log-probabilities; all arrays (B, T), float32. Only `logprobs` is differentiated."""
+    """The loss from log-probabilities; all arrays (B, T), float32. Only `logprobs` is differentiated, and `bonus`: what
+    is taken off the loss of each token."""
     lengths = jnp.sum(mask, axis=-1, keepdims=True)  # (B, 1)
     shares = mask / jnp.maximum(lengths, 1.0)
     log_ratio = jnp.where(mask > 0, logprobs - old, 0.0)
@@ -144,6 +195,8 @@ def policy_loss(
         divergence = kl_estimate(jnp.where(mask > 0, logprobs - reference, 0.0), settings.kl_estimator)
         losses = losses + settings.kl_coef * divergence
         sums["kl"] = jnp.sum(mask * divergence)
+    if bonus is not None:
+        losses = losses - bonus
     if settings.normalization == "sequence":
         return jnp.sum(shares * losses), jnp.sum(lengths > 0).astype(jnp.float32), sums
     total = jnp.sum(mask * losses)

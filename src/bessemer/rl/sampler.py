@@ -34,6 +34,7 @@ from bessemer.rl.prompts import Chosen, PromptPlan, end_ids
 from bessemer.rl.resample import Groups, replace_flat
 from bessemer.rl.rewards import Rewards
 from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, completion_rows, row_types, spread
+from bessemer.rl.shaping import OVERLONG, overlong_penalty
 from bessemer.topology import CompiledTogether, Topology, agree, broadcast, forget
 from bessemer.training.feed import abstract_batch, device_batch, fetch
 from bessemer.training.setup.model import ModelParts
@@ -222,6 +223,11 @@ class Sampler:
         """Return the rewards that a rollout is trained on, by name; "reward" is their weighted sum."""
         self.show(f"rewards of {len(samples)} completions")
         total, each = self.judge(chosen, samples, self.settings.group_size)
+        policy = self.policy
+        if isinstance(policy, GrpoSettings) and policy.overlong_penalty > 0:
+            lengths = [sample.length for sample in samples]
+            each[OVERLONG] = overlong_penalty(lengths, policy.max_completion_length, policy.buffer)
+            total = total + policy.overlong_penalty * each[OVERLONG]
         return {"reward": total, **each}
 
     def resampled(

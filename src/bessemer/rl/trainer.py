@@ -22,12 +22,14 @@ from bessemer.errors import InputError
 from bessemer.job import CheckpointManager, Snapshot
 from bessemer.objectives.grpo import TOKENS, GrpoSettings, SampledSettings
 from bessemer.registry import jobs, objectives
+from bessemer.rl.entropy import EntropyState, check_entropy, follow_target
 from bessemer.rl.episodes import EpisodeSampler, check_environment
 from bessemer.rl.prompts import PromptPlan, StoredPlan, build_prompts, build_stored
 from bessemer.rl.resample import check_resampling
 from bessemer.rl.rewards import Rewards, RewardSpec
 from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, row_types
 from bessemer.rl.sampler import Sampler
+from bessemer.rl.shaping import check_penalty
 from bessemer.storage.artifacts import ROLLOUT
 from bessemer.topology import agree, process_count
 from bessemer.training import step
@@ -35,6 +37,7 @@ from bessemer.training.feed import device_batch
 from bessemer.training.outcome import doing
 from bessemer.training.setup.data import DataParts
 from bessemer.training.setup.horizon import plan_horizon
+from bessemer.training.setup.plan import StepHooks
 from bessemer.training.state import TrainState
 from bessemer.training.trainer import BaseTrainer, M
 
@@ -59,6 +62,9 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             check_environment(self.settings.environment, self.policy)
         check_resampling(self.settings.resample, self.policy)
         self.note_unused_decoding()
+        named = [spec.label for spec in self.settings.rewards or []]
+        check_penalty(self.policy, named, self.settings.environment is not None)
+        check_entropy(self.policy, self.config)
         horizon = functools.partial(plan_horizon, self.context, self.model_parts)
         if isinstance(self.policy, GrpoSettings) and self.policy.offline != "no":
             assert self.tokenizer is not None
@@ -115,6 +121,15 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         if self.settings.environment is None:
             return Sampler(**parts)
         return EpisodeSampler(**parts, plugins=list(self.config["plugins"]), say=self.say)
+
+    @property
+    def hooks(self) -> StepHooks:
+        """As BaseTrainer's; with grpo.entropy_target the state and the step adapt the coefficient too."""
+        hooks, policy = super().hooks, self.policy
+        if not isinstance(policy, GrpoSettings) or policy.entropy_target is None:
+            return hooks
+        step = functools.partial(follow_target, hooks.train_step, policy)
+        return dataclasses.replace(hooks, train_step=step, state_class=EntropyState)
 
     @property
     def reinforces(self) -> bool:

@@ -1,0 +1,163 @@
+"""The soft overlong penalty and the entropy of the policy: in a run, in its metrics, and in its saved state."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tests.tiny_run import tiny_tokenizer
+from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
+
+from bessemer.errors import InputError, Stopped
+from bessemer.objectives.grpo import GrpoSettings
+from bessemer.rl.shaping import OVERLONG, overlong_penalty
+from bessemer.storage.artifacts import ROLLOUT
+from bessemer.topology import TopologySettings, make_topology
+from bessemer.training import launch
+
+HERE = "tests.training.test_grpo_shaping"
+TARGET, RATE, START = 9.0, 0.01, 0.02
+
+
+def letters(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    return [sum(map(ord, text)) % 97 / 97 for text in completions]
+
+
+@pytest.fixture(autouse=True)
+def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("prompts")
+    tiny_tokenizer().save(folder)
+    lines = [json.dumps({"prompt": f"cats and dogs {n}"}) for n in range(40)]
+    (folder / "cats.jsonl").write_text("\n".join(lines) + "\n")
+    return {
+        "job": "GRPOTrainer",
+        "objective": "grpo",
+        "training.dataset": str(folder / "cats.jsonl"),
+        "training.batch_size": 16,
+        "training.per_device_batch_size": 4,
+        "training.steps": 4,
+        "training.validation": False,
+        "data.tokenizer": str(folder),
+        "model.depth": 1,
+        "model.width": 32,
+        "model.head_dim": 16,
+        "model.window": "L",
+        "architecture.block_size": 32,
+        "architecture.precision": "float32",
+        "grpo.mini_batches": 2,
+        "grpo.max_completion_length": 6,
+        "grpo.overlong_penalty": 0.5,
+        "grpo.overlong_buffer": 4,
+        "grpo.entropy_coef": START,
+        "grpo.entropy_target": TARGET,
+        "grpo.entropy_rate": RATE,
+        "grpo.rewards": [f"{HERE}:letters"],
+        "optimization.name": "adamw",
+        "optimization.lr": 0.03,
+        "logging.report_interval": 1,
+        "logging.checkpoint_interval": 1,
+        "logging.keep_last": 20,
+        "logging.progress": "none",
+        "logging.preview_interval": 0,
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(settings: dict[str, Any], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BESSEMER_HOME", str(home))
+        patch.setattr(launch, "make_topology", lambda settings: one_device())
+        trainer = launch.build_trainer(None, settings, name="whole", root=tmp_path_factory.mktemp("runs"))
+        trainer.run()
+    return trainer
+
+
+def test_the_penalty_rises_over_the_buffer() -> None:
+    found = overlong_penalty([1, 15, 16, 18, 19, 20], 20, 4)
+    np.testing.assert_array_equal(found, [0, 0, 0, -0.5, -0.75, -1])
+    assert GrpoSettings(max_completion_length=64).buffer == 13 and GrpoSettings(overlong_buffer=3).buffer == 3
+
+
+def test_the_penalty_is_a_reward_of_its_own(whole: Any) -> None:
+    found = [row for row in rows(whole.run_directory.path) if "loss" in row]
+    for row in found:
+        total = row[f"reward/{HERE}:letters"] + 0.5 * row[f"reward/{OVERLONG}"]
+        assert row["reward"] == pytest.approx(total) and row[f"reward/{OVERLONG}"] < 0
+    held = load_file(ROLLOUT.path(whole.checkpoint_manager.path(3)))
+    lengths = (held["rows/target_ids"] >= 0).sum(axis=1)
+    np.testing.assert_array_equal(held[f"rewards/{OVERLONG}"], overlong_penalty(lengths, 6, 4))
+    shaped = held[f"rewards/{HERE}:letters"] + 0.5 * held[f"rewards/{OVERLONG}"]
+    np.testing.assert_array_equal(held["rewards/reward"], shaped)
+
+
+def test_the_coefficient_follows_the_target_and_is_saved(whole: Any) -> None:
+    found = [row for row in rows(whole.run_directory.path) if "loss" in row]
+    coef = START
+    for row in found:
+        assert row["entropy_coef"] == pytest.approx(coef, rel=1e-5)
+        coef = min(max(coef + RATE * (TARGET - row["entropy"]), 0), 0.1)
+    assert len({row["entropy_coef"] for row in found}) == 4 and coef > START
+    assert float(whole.state.entropy_offset) == pytest.approx(coef - START, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_stopped_and_resumed_the_coefficient_goes_on(settings: dict[str, Any], whole: Any, tmp_path: Path) -> None:
+    with pytest.raises(Stopped):
+        launch.build_trainer(None, settings, name="part", root=tmp_path, callbacks=[StopAt(3)]).run()
+    again = launch.reopen(tmp_path / "part")
+    assert float(again.state.entropy_offset) != 0
+    again.run()
+    assert_same(again, whole)
+    np.testing.assert_array_equal(np.asarray(again.state.entropy_offset), np.asarray(whole.state.entropy_offset))
+
+
+@pytest.mark.slow
+def test_the_bonus_is_the_same_on_a_mesh_and_in_other_micro_batches(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One device in one micro-batch, in four, and data 4 × fsdp 2: the same update; without the bonus another one."""
+    given = settings | {"training.steps": 2, "optimization.name": "sgd", "optimization.lr": 0.1}
+    given |= {"grpo.rewards": [{"name": "length_penalty", "options": {"scale": 6}}]}
+    made = {}
+    for name, mesh, devices, micro, coef in (
+        ("one", {}, 1, 16, 0.1),
+        ("parts", {}, 1, 4, 0.1),
+        ("eight", {"data": 4, "fsdp": 2}, 8, 2, 0.1),
+        ("without", {}, 1, 16, 0.0),
+    ):
+        topology = make_topology(TopologySettings(**mesh), devices=jax.devices()[:devices])
+        monkeypatch.setattr(launch, "make_topology", lambda settings, made=topology: made)
+        changed = given | {"training.per_device_batch_size": micro, "grpo.entropy_coef": coef}
+        if not coef:
+            changed = {key: value for key, value in changed.items() if not key.startswith("grpo.entropy")}
+        trainer = launch.build_trainer(None, changed, name=name, root=tmp_path)
+        trainer.run()
+        made[name] = [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state.params)]
+    for name in ("parts", "eight"):
+        for left, right in zip(made["one"], made[name], strict=True):
+            np.testing.assert_allclose(left, right, atol=1e-5)
+    apart = max(np.abs(left - right).max() for left, right in zip(made["one"], made["without"], strict=True))
+    assert apart > 1e-4
+
+
+def test_what_has_no_effect_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    for match, changes in (
+        ("set that too", {"grpo.overlong_penalty": 0}),
+        ("grpo.overlong_buffer=7 is more than", {"grpo.overlong_buffer": 7}),
+        ("an episode has several", {"grpo.environment": {"name": "guess"}}),
+        ("rewards are stored", {"grpo.offline": "logprobs"}),
+        ("set that too", {"grpo.entropy_target": None}),
+        ("is above grpo.entropy_coef_max=0.01", {"grpo.entropy_coef_max": 0.01}),
+    ):
+        with pytest.raises(InputError, match=match):
+            launch.build_trainer(None, settings | changes, name="no", root=tmp_path)
