@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from bessemer.generate.sampling import Filters, SamplingOptions, Way, draw, policy_logits, policy_logprob, row_keys
 from bessemer.kernels.quantized import Quantized
 from bessemer.models.lora import Adapted, for_rows, holds_several, is_node
+from bessemer.models.moe import ROUTING, recorded, recorded_shape
 from bessemer.models.shape import round_up
 from bessemer.models.transformer import Transformer
 from bessemer.topology import CompiledTogether
@@ -74,6 +75,7 @@ class Output(NamedTuple):
     policy_logprobs: Array | None = (
         None  # (steps, B) float32: log p(token) of the distribution drawn from, if asked for
     )
+    routes: Array | None = None  # (steps, B, layers, k) int16: the experts of the token that each step read
 
 
 class Taken(NamedTuple):
@@ -84,6 +86,7 @@ class Taken(NamedTuple):
     top_ids: Array | None = None
     top_logprobs: Array | None = None
     policy_logprobs: Array | None = None
+    routes: Array | None = None
 
 
 def stop_table(stops: Sequence[Iterable[int]]) -> np.ndarray:
@@ -97,6 +100,13 @@ def forward(model: Any, params: Any, ids: Array, cache: Any, lengths: Array) -> 
     """Return (logits (B, V) of each row's last real token, cache). ids: (B, n); lengths: (B,)."""
     logits, cache = model.apply({"params": params}, ids, cache, lengths, last_only=True, method="decode")
     return logits[:, 0], cache
+
+
+def forward_routed(model: Any, params: Any, ids: Array, cache: Any, lengths: Array) -> tuple[Array, Any, Array]:
+    """Return what `forward` does, and the experts of every token, (B, n, layers, k) int16."""
+    given = {"params": params}
+    (logits, cache), seen = model.apply(given, ids, cache, lengths, last_only=True, method="decode", mutable=[ROUTING])
+    return logits[:, 0], cache, recorded(seen)
 
 
 def cast_matrices(model: Any, params: Any) -> Any:
@@ -186,11 +196,12 @@ def decode_block(
     bound: Array | int | None = None,
     top: int = 0,
     policy: bool = False,
+    routes: bool = False,
 ) -> tuple[Rows, Output]:
     """Generate up to `steps` tokens for every live row; end early when none is live, or after `bound` steps.
 
     `bound` (a multiple of `looks`) is a traced value. `top`: how many of the most likely tokens to record per step.
-    `policy`: also record log p(token) of the distribution drawn from.
+    `policy`: also record log p(token) of the distribution drawn from. `routes`: also the experts of a token.
     """
     params = for_rows(in_use(model, params), rows.adapter)
     size = rows.token.shape[0]
@@ -201,8 +212,10 @@ def decode_block(
 
     def advance(_: int, carry: tuple[Array, Rows, Taken]) -> tuple[Array, Rows, Taken]:
         step, rows, noted = carry
-        logits, cache = forward(model, params, rows.token[:, None], rows.cache, rows.live.astype(jnp.int32))
+        given = (model, params, rows.token[:, None], rows.cache, rows.live.astype(jnp.int32))
+        logits, cache, *chosen = forward_routed(*given) if routes else forward(*given)
         rows, taken = _take(pad_id, replace(rows, cache=cache), logits, way, top, policy)
+        taken = taken._replace(routes=chosen[0][:, 0]) if routes else taken
         return step + 1, rows, jax.tree.map(lambda buffer, new: buffer.at[step].set(new), noted, taken)
 
     some = functools.partial(jax.lax.fori_loop, 0, looks(steps, way), advance)
@@ -212,6 +225,8 @@ def decode_block(
         noted = noted._replace(top_ids=jnp.zeros(ranked, jnp.int32), top_logprobs=jnp.zeros(ranked, jnp.float32))
     if policy:
         noted = noted._replace(policy_logprobs=jnp.zeros((steps, size), jnp.float32))
+    if routes:
+        noted = noted._replace(routes=jnp.zeros((steps, size, *(recorded_shape(model) or ())), jnp.int16))
     _, rows, noted = jax.lax.while_loop(goes_on, some, (jnp.zeros((), jnp.int32), rows, noted))
     output = Output(noted.ids, noted.logprobs, rows.count - before, rows.live, *noted[2:])
     return rows, jax.tree.map(everywhere, output)
@@ -298,12 +313,21 @@ class Slots:
         decode    by rows (`sizes`) and by the part of the capacity in use (`reach`)
 
     whole: every block computes all slots, so that there is one size; for batches whose rows end at about the same time.
-    policy: see `decode_block`. Create and call it under the mesh of the parameters.
+    policy, routes: see `decode_block`. Create and call it under the mesh of the parameters.
     """
 
     def __init__(
-        self, model: Any, count: int, capacity: int, steps: int, pad_id: int, whole: bool = False, policy: bool = False
+        self,
+        model: Any,
+        count: int,
+        capacity: int,
+        steps: int,
+        pad_id: int,
+        whole: bool = False,
+        policy: bool = False,
+        routes: bool = False,
     ):
+        self.routes = routes
         self.capacity, self.steps = capacity, steps
         self.shards = shards("batch")
         self.count = round_up(count, self.shards)
@@ -318,8 +342,8 @@ class Slots:
         self._model = model
         self._cast = CompiledTogether(jax.jit(functools.partial(_cast_leaves, model)), "the cast of the parameters")
         self._programs = (
-            functools.partial(_admit, model),
-            functools.partial(_decode, model, pad_id, steps, policy=policy),
+            functools.partial(_admit, model, routes=routes),
+            functools.partial(_decode, model, pad_id, steps, policy=policy, routes=routes),
         )
         self._admit: Any = None  # CompiledTogether, once it is known where the rows lie
         self._decode: Any = None
@@ -351,10 +375,14 @@ class Slots:
             before[n] = leaf
         return jax.tree.unflatten(form, before)
 
-    def admit(self, params: Any, admission: Admission, width: int, reuse: bool) -> None:
-        """Prefill new rows into slots; `width` is the bucket of what their prompts add to the cache."""
+    def admit(self, params: Any, admission: Admission, width: int, reuse: bool) -> Array | None:
+        """Prefill new rows into slots; `width` is the bucket of what their prompts add to the cache.
+
+        With `routes` return the experts of each prompt's tokens but the last, (R, width, layers, k), right-padded.
+        """
         self.rows = self._ready(params)
-        self.rows = self._admit(params, self.rows, admission, width=width, reuse=reuse)
+        self.rows, routes = self._admit(params, self.rows, admission, width=width, reuse=reuse)
+        return routes
 
     def reach(self, length: int) -> int:
         """Return the part of the capacity to compute with if no row is longer than `length` after a block."""
@@ -402,8 +430,8 @@ class Slots:
         meshed = not jax.sharding.get_abstract_mesh().empty
         places = jax.tree.map(lambda leaf: leaf.sharding, rows) if meshed else None
         admit, decode = self._programs
-        self._admit = _program(admit, "prefill", ("width", "reuse"), places)
         out = (places, None) if meshed else None
+        self._admit = _program(admit, "prefill", ("width", "reuse"), out)
         self._decode = _program(decode, "decoding", ("reach", "way", "top"), out)
 
     def lower_ahead(self, params: Any, admissions: Iterable[tuple[Admission, int]], way: Way | None) -> list[Any]:
@@ -489,8 +517,13 @@ def _by_rows(leaf: Array) -> Array:
     return constrain(leaf, "batch", *[None] * (leaf.ndim - 1))
 
 
-def _admit(model: Any, params: Any, rows: Rows, new: Admission, *, width: int, reuse: bool) -> Rows:
-    """Prefill, and write each row to its slot. `reuse`: a prompt continues what its slot holds (M = R then)."""
+def _admit(
+    model: Any, params: Any, rows: Rows, new: Admission, *, width: int, reuse: bool, routes: bool = False
+) -> tuple[Rows, Array | None]:
+    """Prefill, and write each row to its slot. `reuse`: a prompt continues what its slot holds (M = R then).
+
+    Returns the rows, and with `routes` the experts of the new tokens, (R, width, layers, k).
+    """
     prompts = new.prompts
     if reuse:
         cache = take_rows(rows.cache, new.slots)
@@ -498,10 +531,12 @@ def _admit(model: Any, params: Any, rows: Rows, new: Admission, *, width: int, r
         ids = prompts.at[jnp.arange(prompts.shape[0])[:, None], at].get(mode="fill", fill_value=0)
     else:
         cache, ids = model.init_cache(prompts.shape[0], width), prompts[:, :width]
-    _, cache = forward(model, for_rows(params, new.adapters), ids, cache, new.lengths - 1 - new.held)
+    given = (model, for_rows(params, new.adapters), ids, cache, new.lengths - 1 - new.held)
+    _, cache, *chosen = forward_routed(*given) if routes else forward(*given)
     ends = ends_of(model.vocab_size, prompts, new.lengths)
     cache, (token, seen) = take_rows((cache, ends), new.sources)
-    return put_rows(rows, begin_rows(model.vocab_size, cache, token, seen, new.asked), new.slots)
+    rows = put_rows(rows, begin_rows(model.vocab_size, cache, token, seen, new.asked), new.slots)
+    return rows, everywhere(chosen[0]) if routes else None
 
 
 def _decode(
@@ -518,6 +553,7 @@ def _decode(
     way: Way | None,
     top: int = 0,
     policy: bool = False,
+    routes: bool = False,
 ) -> tuple[Rows, Output]:
     """Run a block of at most `bound` steps for the slots in `mask` (S,), which are those of `index` (R,) if given."""
     rows = replace(rows, live=rows.live & mask)
@@ -526,12 +562,12 @@ def _decode(
     size = part.token.shape[0]
     shapes = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(size, reach)))]
     if index is None and shapes == [leaf.shape for leaf in whole]:
-        return decode_block(model, pad_id, steps, params, rows, way, bound, top, policy)
+        return decode_block(model, pad_id, steps, params, rows, way, bound, top, policy, routes)
     some = [_beginning(leaf, shape, index) for leaf, shape in zip(whole, shapes, strict=True)]
     part = replace(part, cache=jax.tree.unflatten(jax.tree.structure(rows.cache), some))
     if index is not None:
         part = replace(part, live=part.live & (index < rows.live.shape[0]))
-    part, output = decode_block(model, pad_id, steps, params, part, way, bound, top, policy)
+    part, output = decode_block(model, pad_id, steps, params, part, way, bound, top, policy, routes)
     return put_rows(rows, part, index), output
 
 

@@ -25,6 +25,7 @@ from jax import Array
 
 from bessemer.config import field
 from bessemer.errors import InputError
+from bessemer.models.moe import EXPERT_IDS
 from bessemer.objectives.base import Apply, Batch, Sums
 from bessemer.registry import objectives
 
@@ -108,16 +109,18 @@ def grpo(
     """(Σ loss, Σ weight, sums over tokens) of the module's formula; no dropout, as ρ compares like with like.
 
     batch, (B, T) each: input_ids, target_ids, loss_mask (1 on completion tokens and their end), advantages (those of
-    the row, times `importance_weights`), old_logprobs (absent: those of the reference).
+    the row, times `importance_weights`), old_logprobs (absent: those of the reference), expert_ids if experts are
+    replayed (models/moe.py).
     """
     if "advantages" not in batch:
         raise InputError("this objective trains on completions with advantages: add job=GRPOTrainer.")
 
-    def scores(weights: Any) -> tuple[Array, Array]:
-        return apply(weights, batch, settings.temperature, True, method="policy_scores")
+    def scores(weights: Any, rows: Batch) -> tuple[Array, Array]:
+        return apply(weights, rows, settings.temperature, True, method="policy_scores")
 
-    logprobs, entropy = scores(params)
-    against = None if reference is None else jax.lax.stop_gradient(scores(reference)[0])
+    logprobs, entropy = scores(params, batch)
+    own = {name: value for name, value in batch.items() if name != EXPERT_IDS}  # a reference routes by itself
+    against = None if reference is None else jax.lax.stop_gradient(scores(reference, own)[0])
     old = batch.get("old_logprobs", against)
     if old is None:
         raise InputError("stored completions without log-probabilities need grpo.offline=reference.")
