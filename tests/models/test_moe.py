@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -15,7 +15,20 @@ from bessemer.errors import InputError
 from bessemer.kernels.grouped import Order, grouped_linear
 from bessemer.models.gpt import GPT
 from bessemer.models.llama import Llama
-from bessemer.models.moe import BIAS, LOAD, Routing, balance_metrics, move_biases, routed_feed_forward
+from bessemer.models.moe import (
+    APART,
+    BIAS,
+    EXPERT_IDS,
+    LOAD,
+    ROUTING,
+    Routing,
+    Watch,
+    balance_metrics,
+    move_biases,
+    recorded,
+    recorded_shape,
+    routed_feed_forward,
+)
 from bessemer.topology import TopologySettings, make_topology, shardings, unbox
 
 EXPERTS: dict[str, Any] = {"experts": 6, "experts_active": 2, "experts_shared": 1, "expert_width": 24}
@@ -121,7 +134,7 @@ def test_the_layer_is_a_loop_over_experts(gated: bool, score: str, normalize: bo
     counted = np.random.default_rng(8).uniform(size=(3, 11)).astype(np.float32)
 
     def ours(params: Any, h: Any) -> Any:
-        y, stats = routed_feed_forward(routing, params, h, counted, jax.nn.silu, jnp.float32)
+        y, stats = routed_feed_forward(routing, params, h, Watch(counted), jax.nn.silu, jnp.float32)
         return jnp.sum(upstream * y) + stats["loss"]
 
     def theirs(params: Any, h: Any) -> Any:
@@ -136,10 +149,42 @@ def test_the_layer_is_a_loop_over_experts(gated: bool, score: str, normalize: bo
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
+def test_replayed_experts_are_weighed_by_the_router_at_hand() -> None:
+    """Choices that no router would make: value and gradients of a loop over them. -1 is the router's own choice."""
+    routing = Routing(7, 3, "sigmoid", True, 0.0, 0.0)
+    params, h, upstream = layer_params(7, 12, 10, True), normal(5, 3, 11, 12), normal(6, 3, 11, 12)
+    replayed = np.argsort(normal(9, 3, 11, 7), axis=-1)[..., :3].astype(np.int16)
+    replayed[0, :4] = -1
+    scores = jax.nn.sigmoid(h @ params["router"])
+    own = np.asarray(jax.lax.top_k(scores, 3)[1])
+    member = np.where(replayed[..., :1] < 0, own, replayed)[..., None] == np.arange(7)
+
+    def ours(params: Any, h: Any) -> Any:
+        y, stats = routed_feed_forward(routing, params, h, Watch(replayed=replayed), jax.nn.silu, jnp.float32)
+        return jnp.sum(upstream * y), stats[APART]
+
+    def theirs(params: Any, h: Any) -> Any:
+        weights = jnp.where(member.any(axis=2), jax.nn.sigmoid(h @ params["router"]), 0)
+        weights = weights / weights.sum(-1, keepdims=True)
+        hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", h, params["expert_gate"]))
+        hidden = hidden * jnp.einsum("btd,edf->btef", h, params["expert_up"])
+        return jnp.sum(upstream * jnp.einsum("btef,efd,bte->btd", hidden, params["expert_down"], weights))
+
+    got = jax.jit(jax.value_and_grad(ours, (0, 1), has_aux=True), compiler_options=QUICK)(params, h)
+    wanted = jax.jit(jax.value_and_grad(theirs, (0, 1)), compiler_options=QUICK)(params, h)
+    np.testing.assert_allclose(got[0][0], wanted[0], rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(got[1]), jax.tree.leaves(wanted[1]), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+    assert np.any(got[1][0]["router"])
+    same = np.sort(own, axis=-1) == np.sort(replayed, axis=-1)
+    assert got[0][1] == np.sum((replayed[..., 0] >= 0) & ~same.all(axis=-1)) > 20
+
+
 def test_of_equal_experts_the_first_are_chosen() -> None:
     routing = Routing(5, 2, "softmax", True, 0.0, 0.0)
     params = layer_params(5, 8, 6, True) | {"router": np.zeros((8, 5), np.float32)}
-    _, stats = routed_feed_forward(routing, params, normal(1, 2, 4, 8), np.ones((2, 4)), jax.nn.silu, jnp.float32)
+    watch = Watch(jnp.ones((2, 4)))
+    _, stats = routed_feed_forward(routing, params, normal(1, 2, 4, 8), watch, jax.nn.silu, jnp.float32)
     assert stats[LOAD].tolist() == [8, 8, 0, 0, 0]
     assert float(stats["dropped"]) == 0
     np.testing.assert_allclose(stats["entropy"], 8 * np.log(5), rtol=1e-6)
@@ -160,7 +205,8 @@ def test_biases_move_towards_the_idle_experts_and_spread_the_load() -> None:
     @jax.jit
     def load(bias: Any) -> Any:
         given = {**layer, "router_bias": bias}
-        return routed_feed_forward(routing, given, h, jnp.ones(h.shape[:2]), jax.nn.silu, jnp.float32)[1][LOAD]
+        watch = Watch(jnp.ones(h.shape[:2]))
+        return routed_feed_forward(routing, given, h, watch, jax.nn.silu, jnp.float32)[1][LOAD]
 
     before = load(layer["router_bias"])
     for _ in range(200):
@@ -217,6 +263,33 @@ def test_a_mesh_with_scanned_and_recomputed_layers_changes_nothing(family: str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("axes", [{"expert": 2, "fsdp": 2, "tensor": 2}, {"data": 2, "expert": 2, "context": 2}])
+def test_replayed_experts_on_a_mesh_are_those_of_one_device(family: str, axes: dict[str, int]) -> None:
+    boxed, params, _ = single(family)
+    model, rng = FAMILIES[family].clone(scan_layers=True, remat=["block"]), np.random.default_rng(3)
+    rows = batch_of()
+    order = np.argsort(rng.random((*rows["input_ids"].shape, model.depth, model.experts)), axis=-1)
+    rows[EXPERT_IDS] = order[..., : model.experts_active].astype(np.int16)
+    rows[EXPERT_IDS][:, 11:] = -1
+
+    def scores(params: Any, batch: Any) -> Any:
+        (logprobs, _), seen = model.apply({"params": params}, batch, method="policy_scores", mutable=[ROUTING])
+        return jnp.sum(logprobs), seen[ROUTING][APART][0]
+
+    step = jax.value_and_grad(scores, has_aux=True)
+    expected = jax.device_get(jax.jit(step, compiler_options=QUICK)(params, rows))
+    topology = make_topology(TopologySettings(**{"data": 1, **axes}))
+    places = shardings(boxed, topology.mesh)
+    with topology.scope():
+        batch = jax.tree.map(lambda x: jax.device_put(x, topology.batch_sharding()), rows)
+        again = jax.value_and_grad(scores, has_aux=True)
+        got = jax.jit(again, compiler_options=QUICK)(jax.device_put(params, places), batch)
+    assert got[0][1] == expected[0][1] > 100
+    assert_same((got[0][0], got[1]), (expected[0][0], expected[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_micro_batches_add_up_to_the_batch(family: str) -> None:
     """Also the auxiliary loss, whose usual form is a product of means over the micro-batch."""
     _, params, expected = single(family)
@@ -239,13 +312,35 @@ def test_decoding_with_a_cache_gives_the_logits_of_the_whole_row(family: str) ->
     _, params, _ = single(family)
     model, ids = FAMILIES[family].clone(document_mask=False), batch_of(rows=2)["input_ids"]
     wanted = jax.jit(model.apply, compiler_options=QUICK)({"params": params}, ids)
-    decode = jax.jit(lambda p, i, c: model.apply({"params": p}, i, c, method="decode"), compiler_options=QUICK)
-    logits, cache = decode(params, ids[:, :9], model.init_cache(2, 16))
-    made = [logits]
+
+    @partial(jax.jit, compiler_options=QUICK)
+    def decode(params: Any, ids: Any, cache: Any) -> Any:
+        (logits, cache), seen = model.apply({"params": params}, ids, cache, method="decode", mutable=[ROUTING])
+        return logits, cache, recorded(seen)
+
+    logits, cache, chosen = decode(params, ids[:, :9], model.init_cache(2, 16))
+    made, routes = [logits], [chosen]
     for place in range(9, 16):
-        logits, cache = decode(params, ids[:, place : place + 1], cache.replace(empty=False))
+        logits, cache, chosen = decode(params, ids[:, place : place + 1], cache.replace(empty=False))
         made.append(logits)
+        routes.append(chosen)
     np.testing.assert_allclose(np.concatenate(made, axis=1), wanted, atol=2e-5 * np.abs(wanted).max())
+    # what was recorded is what a training pass chooses, so it replays the same; other choices are another model
+    replayed = np.concatenate(routes, axis=1)
+    assert replayed.shape == (2, 16, *recorded_shape(model)) and replayed.dtype == np.int16
+
+    @partial(jax.jit, compiler_options=QUICK)
+    def score(params: Any, batch: Any) -> Any:
+        hidden, seen = model.apply({"params": params}, batch, method="projection", mutable=[ROUTING])
+        return hidden.hidden, seen.get(ROUTING, {}).get(APART, (-1,))[0]
+
+    batch = {"input_ids": ids, "target_ids": ids}
+    plain, nothing = score(params, batch)
+    same, apart = score(params, {**batch, EXPERT_IDS: replayed})
+    np.testing.assert_array_equal(plain, same)
+    assert nothing == -1 and apart == 0
+    moved, apart = score(params, {**batch, EXPERT_IDS: (replayed + 1) % model.experts})
+    assert np.abs(np.asarray(moved) - plain).max() > 1e-3 and apart > 0.3 * replayed[..., 0].size
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -57,6 +57,7 @@ GROUPS = (
     Group("Goodput", ("time/goodput",), "share of the wall clock spent training"),
     Group("Log-probabilities", ("logps/*", "val_logps/*"), "nats per answer", fold=True),
     Group("Sampler against trainer", ("logprob_gap", "logprob_gap_max"), "nats per token"),
+    Group("Experts replayed that the trainer would not choose", ("routed_apart",), "share of tokens and layers"),
     Group("Importance ratios", ("ratio_p01", "ratio_p50", "ratio_p99"), "trainer's probability over the sampler's"),
     Group("Effective sample size", ("ess", "importance_capped"), "share of tokens"),
     Group("Token loss", ("nll",), "nats per token, auxiliary losses left out"),

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import jax
 import numpy as np
+from jax import Array
 
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
@@ -54,6 +55,7 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     top: list[Ranking] = field(default_factory=list)
     policy: list[float] = field(default_factory=list)  # log p of the distribution drawn from
+    routes: list[np.ndarray] = field(default_factory=list)  # experts of the tokens read: the prompt's, then by round
     pieces: list[str] = field(default_factory=list)
     made: list[int] = field(default_factory=list)  # ids, and what the device generated after a stop string
     stop: int | str | None = None
@@ -75,9 +77,10 @@ class Row:
         ended: bool,
         top: Sequence[Ranking] = (),
         policy: Sequence[float] = (),
+        routes: np.ndarray | None = None,
     ) -> Event:
         """Add new tokens and return their event; `ended`: the device generates no more. `top`: their rankings;
-        `policy`: their log-probabilities in the distribution drawn from."""
+        `policy`: their log-probabilities in the distribution drawn from; `routes`: experts of the tokens before."""
         self.made += ids
         if ended and ids and ids[-1] in self.stops:
             self.stop = ids[-1]
@@ -88,6 +91,8 @@ class Row:
                 self.stop, taken, ended = self.text.stop, count, True
             text += self.text.finish() if ended else ""
         self.policy += policy[:taken]
+        if routes is not None:
+            self.routes.append(routes[:taken])
         finish = None
         if ended:
             finish = "stop" if self.stop is not None else self._why_full()
@@ -107,6 +112,7 @@ class Row:
             self.stop,
             tuple(self.top),
             tuple(self.policy),
+            np.concatenate(self.routes) if self.routes else None,
         )
 
     def _event(
@@ -221,11 +227,13 @@ class Engine:
         policy_logprobs: bool = False,  # samples also have log p of the distribution drawn from
         speculate: Speculation | None = None,  # drafts verified in one pass: the same text in fewer passes
         weights: str = "auto",  # fp8, int8: sample from a copy of the matrices in 8 bits, made at their first use
+        routes: bool = False,  # samples also have the experts of their tokens; not with `reuse`
         fetch: Callable[[Any], Any] = jax.device_get,
         scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         seed: int = 0,
     ):
         self.model, self.tokenizer, self.params = model, tokenizer, params
+        assert not (routes and reuse), "the experts of reused tokens are not recorded"
         self.capacity = capacity or int(model.block_size)
         if not 0 < self.capacity <= model.block_size:
             raise InputError(f"capacity is {capacity}; the model's context is {model.block_size} tokens.")
@@ -249,11 +257,12 @@ class Engine:
         self._quantizer = None if weights == "auto" else Quantizer(model, weights)
         self._cast: Any = None  # the parameters as programs read them, from their first use on
         with scope():
-            options = (whole, policy_logprobs, block)
+            options = (whole, policy_logprobs, block, routes)
             self._slots = Slots(model, slots, self.capacity, steps or round_of(), self.pad_id, *options)
         width = 1 if speculate is None else speculate.width
         self._pace = Pace(self._slots.steps, process_count() == 1, width)
         self._rows: dict[int, Row] = {}  # by slot
+        self._prefilled: list[tuple[Array | None, list[Joining]]] = []  # experts of the prompts of this round
         self._free = deque(range(self._slots.count))  # longest free first
         self._held: dict[int, tuple[int, ...]] = {}  # tokens in the cache of a free slot, with `reuse`
         self._waiting: deque[Waiting] = deque()
@@ -467,6 +476,7 @@ class Engine:
 
     def _empty(self) -> None:
         self._held.clear()
+        self._prefilled.clear()
         self._free = deque(range(self._slots.count))
         self._slots.rows = None
 
@@ -499,7 +509,9 @@ class Engine:
         for one in joining:
             self._place(one)
         for group, width, height in self._prefills(joining):
-            self._slots.admit(self._cast, self._admission(group, width, height), width, reuse=group[0].held > 0)
+            admission = self._admission(group, width, height)
+            routes = self._slots.admit(self._cast, admission, width, reuse=group[0].held > 0)
+            self._prefilled.append((routes, group))
 
     def _prefills(self, joining: Sequence[Joining]) -> Iterator[tuple[list[Joining], int, int]]:
         """Yield what each prefill program gets: requests, their width bucket, and the prompts it computes."""
@@ -585,7 +597,8 @@ class Engine:
         wanted = any(row.handle.request.top_logprobs for row in rows)
         top = min(TOP, self.vocab_size) if wanted else 0
         output, columns = self._slots.decode(self._cast, active, length, way, steps, top)
-        output = self.fetch(output)
+        output, prompts = self.fetch((output, [routes for routes, _ in self._prefilled]))
+        self._note_prompts(prompts)
         taken = output.made if output.passes is None else output.passes
         self._pace.took(time.perf_counter() - begun, int(taken.max()))
         check_scores(output.logprobs)  # 0 where no token is
@@ -599,8 +612,19 @@ class Engine:
                 self.drafted += int(output.drafted[column])
             ranked = _rankings(output, column, made) if row.handle.request.top_logprobs else []
             drawn = [] if output.policy_logprobs is None else output.policy_logprobs[:made, column].tolist()
-            event = row.take(tokens[column][:made], scores[column][:made], not live[column], ranked, drawn)
+            routes = None if output.routes is None else output.routes[:made, column]
+            event = row.take(tokens[column][:made], scores[column][:made], not live[column], ranked, drawn, routes)
             self._hand_out(slot, event)
+
+    def _note_prompts(self, routes: Sequence[np.ndarray | None]) -> None:
+        """Give the rows that entered in this round the experts of their prompts."""
+        for found, (_, group) in zip(routes, self._prefilled, strict=True):
+            if found is None:
+                continue
+            for number, one in enumerate(group):
+                for slot in one.slots:
+                    self._rows[slot].routes.append(found[number, : one.length - 1])
+        self._prefilled.clear()
 
     def _hand_out(self, slot: int, event: Event) -> None:
         """Give the event to its request; the last one frees the slot."""

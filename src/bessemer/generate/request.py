@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from bessemer.errors import BessemerError
 from bessemer.generate.sampling import SamplingOptions
 
@@ -63,6 +65,8 @@ class Sample:
     stop: int | str | None = None  # the token or string that stopped it
     top: tuple[Ranking, ...] = ()  # the most likely tokens at each of `ids`; () unless asked for
     policy_logprobs: tuple[float, ...] = ()  # of the distribution drawn from; () unless the engine records them
+    # experts of every token of prompt and continuation but the last, (tokens, layers, k), if the engine records them
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def length(self) -> int:

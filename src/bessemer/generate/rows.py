@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from bessemer.generate.sampling import Filters, SamplingOptions, Way, draw, policy_logits, policy_logprob, row_keys
 from bessemer.kernels.quantized import Quantized
 from bessemer.models.lora import Adapted, for_rows, holds_several, is_node
+from bessemer.models.moe import ROUTING, recorded, recorded_shape
 from bessemer.models.shape import round_up
 from bessemer.models.transformer import Transformer
 from bessemer.topology import CompiledTogether
@@ -85,6 +86,7 @@ class Output(NamedTuple):
     )
     passes: Array | None = None  # (B,) with speculation: passes of the row, each of one token or more
     drafted: Array | None = None  # (B,) with speculation: tokens of its drafts
+    routes: Array | None = None  # (steps, B, layers, k) int16: the experts of the token that each step read
 
 
 class Taken(NamedTuple):
@@ -95,6 +97,7 @@ class Taken(NamedTuple):
     top_ids: Array | None = None
     top_logprobs: Array | None = None
     policy_logprobs: Array | None = None
+    routes: Array | None = None
 
 
 def stop_table(stops: Sequence[Iterable[int]]) -> np.ndarray:
@@ -108,6 +111,13 @@ def forward(model: Any, params: Any, ids: Array, cache: Any, lengths: Array) -> 
     """Return (logits (B, V) of each row's last real token, cache). ids: (B, n); lengths: (B,)."""
     logits, cache = model.apply({"params": params}, ids, cache, lengths, last_only=True, method="decode")
     return logits[:, 0], cache
+
+
+def forward_routed(model: Any, params: Any, ids: Array, cache: Any, lengths: Array) -> tuple[Array, Any, Array]:
+    """Return what `forward` does, and the experts of every token, (B, n, layers, k) int16."""
+    given = {"params": params}
+    (logits, cache), seen = model.apply(given, ids, cache, lengths, last_only=True, method="decode", mutable=[ROUTING])
+    return logits[:, 0], cache, recorded(seen)
 
 
 def cast_matrices(model: Any, params: Any) -> Any:
@@ -197,11 +207,12 @@ def decode_block(
     bound: Array | int | None = None,
     top: int = 0,
     policy: bool = False,
+    routes: bool = False,
 ) -> tuple[Rows, Output]:
     """Generate up to `steps` tokens for every live row; end early when none is live, or after `bound` steps.
 
     `bound` (a multiple of `looks`) is a traced value. `top`: how many of the most likely tokens to record per step.
-    `policy`: also record log p(token) of the distribution drawn from.
+    `policy`: also record log p(token) of the distribution drawn from. `routes`: also the experts of a token.
     """
     params = for_rows(in_use(model, params), rows.adapter)
     size = rows.token.shape[0]
@@ -212,8 +223,10 @@ def decode_block(
 
     def advance(_: int, carry: tuple[Array, Rows, Taken]) -> tuple[Array, Rows, Taken]:
         step, rows, noted = carry
-        logits, cache = forward(model, params, rows.token[:, None], rows.cache, rows.live.astype(jnp.int32))
+        given = (model, params, rows.token[:, None], rows.cache, rows.live.astype(jnp.int32))
+        logits, cache, *chosen = forward_routed(*given) if routes else forward(*given)
         rows, taken = _take(pad_id, replace(rows, cache=cache), logits, way, top, policy)
+        taken = taken._replace(routes=chosen[0][:, 0]) if routes else taken
         return step + 1, rows, jax.tree.map(lambda buffer, new: buffer.at[step].set(new), noted, taken)
 
     some = functools.partial(jax.lax.fori_loop, 0, looks(steps, way), advance)
@@ -223,8 +236,10 @@ def decode_block(
         noted = noted._replace(top_ids=jnp.zeros(ranked, jnp.int32), top_logprobs=jnp.zeros(ranked, jnp.float32))
     if policy:
         noted = noted._replace(policy_logprobs=jnp.zeros((steps, size), jnp.float32))
+    if routes:
+        noted = noted._replace(routes=jnp.zeros((steps, size, *(recorded_shape(model) or ())), jnp.int16))
     _, rows, noted = jax.lax.while_loop(goes_on, some, (jnp.zeros((), jnp.int32), rows, noted))
-    output = Output(noted.ids, noted.logprobs, rows.count - before, rows.live, *noted[2:])
+    output = Output(made=rows.count - before, live=rows.live, **noted._asdict())
     return rows, jax.tree.map(everywhere, output)
 
 
@@ -309,7 +324,7 @@ class Slots:
         decode    by rows (`sizes`) and by the part of the capacity in use (`reach`)
 
     whole: every block computes all slots, so that there is one size; for batches whose rows end at about the same time.
-    policy: see `decode_block`. Create and call it under the mesh of the parameters.
+    policy, routes: see `decode_block`. Create and call it under the mesh of the parameters.
     """
 
     def __init__(
@@ -322,7 +337,9 @@ class Slots:
         whole: bool = False,
         policy: bool = False,
         block: Callable[..., tuple[Rows, Output]] | None = None,  # in place of `decode_block`, on rows with their text
+        routes: bool = False,
     ):
+        self.routes = routes
         self.capacity, self.steps = capacity, steps
         self.shards = shards("batch")
         self.count = round_up(count, self.shards)
@@ -337,9 +354,10 @@ class Slots:
         self._start = CompiledTogether(jax.jit(start, keep_unused=True), "the engine's empty rows")
         self._model = model
         self._cast = CompiledTogether(jax.jit(functools.partial(_cast_leaves, model)), "the cast of the parameters")
+        block = block or functools.partial(decode_block, routes=routes)
         self._programs = (
-            functools.partial(_admit, model),
-            functools.partial(_decode, model, pad_id, steps, policy=policy, block=block or decode_block),
+            functools.partial(_admit, model, routes=routes),
+            functools.partial(_decode, model, pad_id, steps, policy=policy, block=block),
         )
         self._admit: Any = None  # CompiledTogether, once it is known where the rows lie
         self._decode: Any = None
@@ -371,10 +389,14 @@ class Slots:
             before[n] = leaf
         return jax.tree.unflatten(form, before)
 
-    def admit(self, params: Any, admission: Admission, width: int, reuse: bool) -> None:
-        """Prefill new rows into slots; `width` is the bucket of what their prompts add to the cache."""
+    def admit(self, params: Any, admission: Admission, width: int, reuse: bool) -> Array | None:
+        """Prefill new rows into slots; `width` is the bucket of what their prompts add to the cache.
+
+        With `routes` return the experts of each prompt's tokens but the last, (R, width, layers, k), right-padded.
+        """
         self.rows = self._ready(params)
-        self.rows = self._admit(params, self.rows, admission, width=width, reuse=reuse)
+        self.rows, routes = self._admit(params, self.rows, admission, width=width, reuse=reuse)
+        return routes
 
     def reach(self, length: int) -> int:
         """Return the part of the capacity to compute with if no row is longer than `length` after a block."""
@@ -422,8 +444,8 @@ class Slots:
         meshed = not jax.sharding.get_abstract_mesh().empty
         places = jax.tree.map(lambda leaf: leaf.sharding, rows) if meshed else None
         admit, decode = self._programs
-        self._admit = _program(admit, "prefill", ("width", "reuse"), places)
         out = (places, None) if meshed else None
+        self._admit = _program(admit, "prefill", ("width", "reuse"), out)
         self._decode = _program(decode, "decoding", ("reach", "way", "top"), out)
 
     def lower_ahead(self, params: Any, admissions: Iterable[tuple[Admission, int]], way: Way | None) -> list[Any]:
@@ -510,8 +532,13 @@ def _by_rows(leaf: Array) -> Array:
     return constrain(leaf, "batch", *[None] * (leaf.ndim - 1))
 
 
-def _admit(model: Any, params: Any, rows: Rows, new: Admission, *, width: int, reuse: bool) -> Rows:
-    """Prefill, and write each row to its slot. `reuse`: a prompt continues what its slot holds (M = R then)."""
+def _admit(
+    model: Any, params: Any, rows: Rows, new: Admission, *, width: int, reuse: bool, routes: bool = False
+) -> tuple[Rows, Array | None]:
+    """Prefill, and write each row to its slot. `reuse`: a prompt continues what its slot holds (M = R then).
+
+    Returns the rows, and with `routes` the experts of the new tokens, (R, width, layers, k).
+    """
     prompts = new.prompts
     if reuse:
         cache = take_rows(rows.cache, new.slots)
@@ -519,13 +546,14 @@ def _admit(model: Any, params: Any, rows: Rows, new: Admission, *, width: int, r
         ids = prompts.at[jnp.arange(prompts.shape[0])[:, None], at].get(mode="fill", fill_value=0)
     else:
         cache, ids = model.init_cache(prompts.shape[0], width), prompts[:, :width]
-    _, cache = forward(model, for_rows(params, new.adapters), ids, cache, new.lengths - 1 - new.held)
+    given = (model, for_rows(params, new.adapters), ids, cache, new.lengths - 1 - new.held)
+    _, cache, *chosen = forward_routed(*given) if routes else forward(*given)
     ends = ends_of(model.vocab_size, prompts, new.lengths)
     cache, (token, seen) = take_rows((cache, ends), new.sources)
     begun = begin_rows(model.vocab_size, cache, token, seen, new.asked)
     if rows.text is not None:
         begun = replace(begun, text=take_rows(Text(prompts, new.lengths), new.sources))
-    return put_rows(rows, begun, new.slots)
+    return put_rows(rows, begun, new.slots), everywhere(chosen[0]) if routes else None
 
 
 def _decode(

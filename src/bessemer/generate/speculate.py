@@ -166,9 +166,8 @@ def speculate_block(
     carry = (jnp.zeros((), jnp.int32), rows, buffers, zero, zero)
     _, rows, buffers, passes, drafted = jax.lax.while_loop(goes_on, some, carry)
     noted = jax.tree.map(lambda buffer: jnp.swapaxes(buffer, 0, 1), buffers)
-    output = Output(noted.ids, noted.logprobs, rows.count - before, rows.live)
-    output = output._replace(**{name: getattr(noted, name) for name in Taken._fields[2:]})
-    return rows, jax.tree.map(everywhere, output._replace(passes=passes, drafted=drafted))
+    output = Output(made=rows.count - before, live=rows.live, passes=passes, drafted=drafted, **noted._asdict())
+    return rows, jax.tree.map(everywhere, output)
 
 
 def _choose(

@@ -25,7 +25,7 @@ from bessemer.models.lookup import AXES as LOOKUP_AXES
 from bessemer.models.lookup import LookupOptions, LookupParameters, LookupSettings, lookup_layer, with_lookup
 from bessemer.models.moe import ExpertSettings, Stats, add_stats, no_stats
 from bessemer.models.shape import Shape, layer_windows
-from bessemer.models.transformer import AttendAt, Transformer, require
+from bessemer.models.transformer import AttendAt, Tokens, Transformer, require
 from bessemer.registry import models
 from bessemer.topology import unbox
 from bessemer.topology.rules import constrain
@@ -236,16 +236,8 @@ class GPT(Transformer, LookupSettings, ExpertSettings):
     def _embed(self, ids: Array) -> Array:
         return ops.rms_norm(ops.lookup(self.embedding, ids, ("vocab", None), self.compute_dtype))
 
-    def _layers(
-        self,
-        x: Array,
-        ids: Array,
-        positions: Array,
-        documents: Array | None,
-        keys: Array | None,
-        training: bool,
-        counted: Array | None,
-    ) -> tuple[Array, Stats]:
+    def _layers(self, x: Array, tokens: Tokens) -> tuple[Array, Stats]:
+        ids, positions, documents, keys, training, watch = tokens
         if self.smear:
             same = None if documents is None else documents == ops.shift(documents, documents[:, :1])
             x = self._smear(x, ops.shift(x, jnp.zeros_like(x[:, :1])), same)
@@ -259,11 +251,11 @@ class GPT(Transformer, LookupSettings, ExpertSettings):
         def step(window: int | None, params: dict[str, Array], index: Array, stream: Stream) -> Stream:
             attend = self._attend(window, documents)
             layer_keys = None if keys is None else ops.fold_in(keys, index)
-            x, x0, seen = layer(options, params, *stream[:2], ids, rotary, attend, layer_keys, counted)
+            x, x0, seen = layer(options, params, *stream[:2], ids, rotary, attend, layer_keys, watch.of_layer(index))
             return x, x0, add_stats(stream[2], seen, index)
 
         params, windows = self._layer_params(), self.shape.windows
-        stats = no_stats(options.routing, self.depth, counted)
+        stats = no_stats(options.routing, self.depth, watch)
         after = partial(self._look_up, ids, scaling=options.fp8)
         x, middle, stats = run_layers(
             step, after, params, windows, x, scan=self.scan_layers, remat=self.remat, stats=stats
@@ -281,7 +273,8 @@ class GPT(Transformer, LookupSettings, ExpertSettings):
         rotary = ops.rotary_table(positions, length, self.head_dim, self.rotary_base)
         x0 = middle = x
         for index, params in enumerate(self._layer_params()):
-            x, x0, _ = layer(self._layer_options(), params, x, x0, input_ids, rotary, attend(index), None)
+            x, x0, seen = layer(self._layer_options(), params, x, x0, input_ids, rotary, attend(index), None)
+            self._record(seen)
             middle = x if index == self.depth // 2 else middle
             x = self._look_up(input_ids, params["lookup"], x) if "lookup" in params else x
         return ops.rms_norm(self._back_out(x, middle)), embedded

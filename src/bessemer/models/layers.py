@@ -25,7 +25,7 @@ from bessemer.kernels.ops import Axes, dropout, fold_in, linear, lookup, relu_sq
 from bessemer.kernels.quantized import Quantized, quantized_linear
 from bessemer.models.lora import Adapted, is_node, with_keys
 from bessemer.models.moe import AXES as EXPERT_AXES
-from bessemer.models.moe import BIAS, ROUTER, Routing, Stats, expert_sizes, routed_feed_forward
+from bessemer.models.moe import BIAS, NOTHING, ROUTER, Routing, Stats, Watch, expert_sizes, routed_feed_forward
 from bessemer.models.shape import ExpertShape, Shape, scan_segments
 from bessemer.topology.rules import constrain
 
@@ -150,12 +150,12 @@ def layer(
     rotary: tuple[Array, Array],
     attend: Attend,
     keys: Array | None,
-    counted: Array | None = None,
+    watch: Watch = NOTHING,
 ) -> tuple[Array, Array, Stats]:
     """x ← ρx + ξx0; x += attention(norm x); x += W_down relu(W_up norm x)². x, x0: (B, T, D); ids: (B, T).
 
     Returns (x, x0, what the router measured): x0 goes through every layer, so that its gradient is added up on the way
-    back. counted: (B, T), weights of the tokens in the loss, or None to measure nothing.
+    back.
     """
     first, second = (None, None) if keys is None else (fold_in(keys, 0), fold_in(keys, 1))
     params = with_keys(params, keys)
@@ -166,7 +166,7 @@ def layer(
     mixed = dropout(_attention(options, params, h, ids, rotary, attend), options.dropout, first)
     x, h = add_norm(x, mixed, options.kernels)
     x = checkpoint_name(x, "residual")
-    y, stats = _feed_forward(options, params, h, counted)
+    y, stats = _feed_forward(options, params, h, watch)
     x = x + dropout(y, options.dropout, second)
     return constrain(x, "batch", "sequence", "embed_act"), x0, stats
 
@@ -239,12 +239,10 @@ def _turn(options: LayerOptions, x: Array, rotary: tuple[Array, Array]) -> Array
     return rotate_norm(x, *rotary, QK_SCALE) if options.qk_norm else rotate(x, *rotary).astype(x.dtype)
 
 
-def _feed_forward(
-    options: LayerOptions, params: dict[str, Array], h: Array, counted: Array | None
-) -> tuple[Array, Stats]:
+def _feed_forward(options: LayerOptions, params: dict[str, Array], h: Array, watch: Watch) -> tuple[Array, Stats]:
     if options.routing is None:
         return _dense_feed_forward(options, params, h), {}
-    y, stats = routed_feed_forward(options.routing, params, h, counted, jax.nn.relu, options.dtype)
+    y, stats = routed_feed_forward(options.routing, params, h, watch, jax.nn.relu, options.dtype)
     return (y + _dense_feed_forward(options, params, h) if "up" in params else y), stats
 
 

@@ -32,9 +32,20 @@ from bessemer.models.hf_types import HFType
 from bessemer.models.layers import AXES as MATRIX_AXES
 from bessemer.models.layers import Attend, Stream, attend_heads, declare, declare_experts, run_layers
 from bessemer.models.lora import project, with_keys
-from bessemer.models.moe import BIAS, ROUTER, ExpertSettings, Routing, Stats, add_stats, no_stats, routed_feed_forward
+from bessemer.models.moe import (
+    BIAS,
+    NOTHING,
+    ROUTER,
+    ExpertSettings,
+    Routing,
+    Stats,
+    Watch,
+    add_stats,
+    no_stats,
+    routed_feed_forward,
+)
 from bessemer.models.shape import Shape, round_up
-from bessemer.models.transformer import AttendAt, Transformer, require
+from bessemer.models.transformer import AttendAt, Tokens, Transformer, require
 from bessemer.registry import hf_types, models
 from bessemer.topology.rules import constrain
 
@@ -245,16 +256,16 @@ def layer(
     rotary: Rotary,
     attend: Attend,
     keys: Array | None,
-    counted: Array | None = None,
+    watch: Watch = NOTHING,
 ) -> tuple[Array, Stats]:
-    """x: (B, T, D) → (B, T, D), and what the router measured. counted: (B, T), weights of the tokens in the loss."""
+    """x: (B, T, D) → (B, T, D), and what the router measured."""
     first, second = (None, None) if keys is None else (ops.fold_in(keys, 0), ops.fold_in(keys, 1))
     params = with_keys(params, keys)
     h = _normed(options, params, "attention_norm", x)
     y = _normed(options, params, "attention_post_norm", _attention(options, params, h, rotary, attend))
     x = checkpoint_name(x + ops.dropout(y, options.dropout, first), "residual")
     h = _normed(options, params, "mlp_norm", x)
-    y, stats = _feed_forward(options, params, h, counted)
+    y, stats = _feed_forward(options, params, h, watch)
     x = x + ops.dropout(_normed(options, params, "mlp_post_norm", y), options.dropout, second)
     return constrain(x, "batch", "sequence", "embed_act"), stats
 
@@ -290,10 +301,10 @@ def _heads(options: LayerOptions, params: Params, name: str, h: Array) -> Array:
     return _normed(options, params, f"{name}_norm", y) if of_heads else y
 
 
-def _feed_forward(options: LayerOptions, params: Params, h: Array, counted: Array | None) -> tuple[Array, Stats]:
+def _feed_forward(options: LayerOptions, params: Params, h: Array, watch: Watch) -> tuple[Array, Stats]:
     if options.routing is None:
         return _dense_feed_forward(options, params, h), {}
-    y, stats = routed_feed_forward(options.routing, params, h, counted, options.activation, options.dtype)
+    y, stats = routed_feed_forward(options.routing, params, h, watch, options.activation, options.dtype)
     return (y + _dense_feed_forward(options, params, h) if "up" in params else y), stats
 
 
@@ -532,16 +543,8 @@ class Llama(Transformer, ExpertSettings):
         ones = nn.initializers.constant(1.0 - self.norm_offset)
         self.norm = declare(self, "norm", ones, (None,), (s.width,))
 
-    def _layers(
-        self,
-        x: Array,
-        ids: Array,
-        positions: Array,
-        documents: Array | None,
-        keys: Array | None,
-        training: bool,
-        counted: Array | None,
-    ) -> tuple[Array, Stats]:
+    def _layers(self, x: Array, tokens: Tokens) -> tuple[Array, Stats]:
+        _, positions, documents, keys, _, watch = tokens
         x = constrain(x, "batch", "sequence", "embed_act")
         rotary = self._tables(positions, max(self.block_size, x.shape[1]))
         options = self._layer_options()
@@ -549,12 +552,12 @@ class Llama(Transformer, ExpertSettings):
         def step(kind: tuple[int | None, Rope | None], params: Params, index: Array, stream: Stream) -> Stream:
             attend = self._attend(kind[0], documents)
             layer_keys = None if keys is None else ops.fold_in(keys, index)
-            x, seen = layer(options, params, stream[0], rotary[kind[1]], attend, layer_keys, counted)
+            x, seen = layer(options, params, stream[0], rotary[kind[1]], attend, layer_keys, watch.of_layer(index))
             return x, stream[1], add_stats(stream[2], seen, index)
 
         params = [block() for block in self.blocks]
         kinds = list(zip(self.shape.windows, self.ropes, strict=True))
-        stats = no_stats(options.routing, self.depth, counted)
+        stats = no_stats(options.routing, self.depth, watch)
         x, _, stats = run_layers(
             step, lambda _, x: x, params, kinds, x, scan=self.scan_layers, remat=self.remat, stats=stats
         )
@@ -566,7 +569,8 @@ class Llama(Transformer, ExpertSettings):
         length = max(self.block_size, cache.capacity) + input_ids.shape[1]
         rotary = self._tables(positions, length)
         for index, (block, rope) in enumerate(zip(self.blocks, self.ropes, strict=True)):
-            x, _ = layer(self._layer_options(), block(), x, rotary[rope], attend(index), None)
+            x, seen = layer(self._layer_options(), block(), x, rotary[rope], attend(index), None)
+            self._record(seen)
         return norm(x, self.norm, self.norm_epsilon, self.norm_offset), embedded[..., : cache.previous.shape[-1]]
 
     def _tables(self, positions: Array, length: int) -> dict[Rope | None, Rotary]:

@@ -13,6 +13,9 @@ decides only who is chosen. `loss`: an auxiliary loss, E/k · Σ_e f_e · P_e, f
 and P_e the row's mean score (DeepSeek-V3's sequence-wise form). Means over a row, weighted by the row's targets, keep
 the sum over rows exact: the number of micro-batches and devices changes nothing. The z-loss is
 Σ w · logsumexp(W_r h)² (Zoph et al. 2022, ST-MoE). Both are means over the layers.
+
+Replay. Reinforcement learning can give the choices C that were made when a text was sampled (EXPERT_IDS of a batch):
+weights and gradients are still those of the router at hand, s_e for e in C (Ma et al. 2025, arXiv 2510.11370).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -43,8 +46,14 @@ SCORES = ("softmax", "sigmoid")
 BALANCES = ("bias", "loss", "none")
 WIDTH_MULTIPLE = 16
 MOST_EXPERTS = 4096  # checked before a shape is derived: a configuration from elsewhere may name any number
+MEANS = ("loss", "entropy", "dropped")
 LOAD = "expert_load"
 """In the sums of a training step: tokens by layer and expert, (layers, experts)."""
+EXPERT_IDS = "expert_ids"
+"""In a batch: recorded choices of experts, (B, T, layers with experts, experts_active), -1 for the router's own."""
+ROUTING, CHOSEN, APART = "routing", "chosen", "routed_apart"
+"""The collection that `decode` and scoring write to if it is mutable: the choices of each layer, (B, n, k); and the
+number of choices, over tokens and layers, that differ from the replayed ones."""
 ROUTER, BIAS = "router", "router_bias"
 LOGIT_BIAS = "router_logit_bias"
 """A trained bias of the router's logits (gpt-oss); BIAS balances the load and has no gradient."""
@@ -61,6 +70,22 @@ BIAS_AXES: dict[str, tuple[str | None, ...]] = {
 
 Stats = dict[str, Array]
 """What the routers of a training step measured, summed over tokens; empty where nothing is measured."""
+
+
+class Watch(NamedTuple):
+    """What the routers of a forward pass are told."""
+
+    counted: Array | None = None  # (B, T), weights of the tokens in the loss; None: measure nothing
+    replayed: Array | None = None  # (B, T, layers, k), EXPERT_IDS, or of one layer (B, T, k); None: routers choose
+
+    def of_layer(self, place: Array) -> Watch:
+        """Return what the router of layer `place`, of those with experts, is told."""
+        if self.replayed is None:
+            return self
+        return self._replace(replayed=jax.lax.dynamic_index_in_dim(self.replayed, place, axis=2, keepdims=False))
+
+
+NOTHING = Watch()
 
 
 class ExpertSettings(nn.Module):
@@ -145,6 +170,18 @@ class ExpertSettings(nn.Module):
             )
 
 
+def recorded_shape(model: Any) -> tuple[int, int] | None:
+    """Return (layers with experts, experts of a token), the choices that are recorded per token; None without any."""
+    if not isinstance(model, ExpertSettings) or not model.experts:
+        return None
+    return model.depth, model.experts_active
+
+
+def recorded(variables: Mapping[str, Any]) -> Array:
+    """Return the choices of a call of `decode`, (B, n, layers, k) int16. variables: what ROUTING was mutable in."""
+    return jnp.stack(variables[ROUTING][CHOSEN], axis=2).astype(jnp.int16)
+
+
 def active_share(model: nn.Module) -> float:
     """Return the share of the experts that a token uses; 1 for a model without any."""
     return model.experts_active / model.experts if isinstance(model, ExpertSettings) and model.experts else 1.0
@@ -191,16 +228,15 @@ def routed_feed_forward(
     routing: Routing,
     params: Mapping[str, Any],
     h: Array,
-    counted: Array | None,
+    watch: Watch,
     activation: Callable[[Array], Array],
     dtype: Any,
 ) -> tuple[Array, Stats]:
-    """Return Σ w_e · expert_e(h), (B, T, D), and what the router measured where `counted` is given.
+    """Return Σ w_e · expert_e(h), (B, T, D), and what the router chose (CHOSEN) and measured.
 
     params: `router` (D, E), `router_bias` (E,) or none, stacks with the names of AXES; with `expert_gate` an expert is
     down(activation(gate h) · up h), without it down(relu(up h)²). `expert_gate_up` (E, D, 2F) holds gate and up in
     turns, gate first. Stacks may have biases (BIAS_AXES), and the logits `router_logit_bias` (E,).
-    counted: (B, T), weights of the tokens in the loss.
     """
     logits = linear(h.astype(jnp.float32), params[ROUTER], ("embed", None), jnp.float32)  # (B, T, E)
     if LOGIT_BIAS in params:
@@ -210,8 +246,9 @@ def routed_feed_forward(
     if BIAS in params:
         ranked = ranked + jax.lax.stop_gradient(params[BIAS])
     stacks = {name: _without_keys(params[name]) for name in (*AXES, *BIAS_AXES) if name in params}
-    y, chosen = _on_own_tokens(routing, stacks, h, scores, ranked, activation, dtype)
-    return y, {} if counted is None else _measure(routing, logits, scores, chosen, counted)
+    y, chosen, apart = _on_own_tokens(routing, stacks, h, scores, ranked, watch.replayed, activation, dtype)
+    stats = {CHOSEN: chosen} if apart is None else {CHOSEN: chosen, APART: jnp.sum(apart, dtype=jnp.float32)}
+    return y, stats if watch.counted is None else stats | _measure(routing, logits, scores, chosen, watch.counted)
 
 
 def _on_own_tokens(
@@ -220,9 +257,10 @@ def _on_own_tokens(
     h: Array,
     scores: Array,
     ranked: Array,
+    replayed: Array | None,
     activation: Callable[[Array], Array],
     dtype: Any,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array | None]:
     """Route the tokens of each device on that device: a sort over all devices would gather the activations.
 
     Over the tensor axis every device has a slice of each expert's width, and the results are added up. Quantized stacks
@@ -236,22 +274,25 @@ def _on_own_tokens(
     if whole and owners:
         raise InputError("lora.quantize and generate.weights do not split experts over devices; set topology.expert=1.")
 
-    def local(h: Array, scores: Array, ranked: Array, stacks: dict[str, Any]) -> tuple[Array, Array]:
+    def local(
+        h: Array, scores: Array, ranked: Array, replayed: Array | None, stacks: dict[str, Any]
+    ) -> tuple[Array, Array, Array | None]:
         parts = jax.lax.axis_size(split) if split else 1
         run = partial(_experts, routing, stacks, activation, dtype, parts)
-        y, chosen = _routed(routing, h, scores, ranked, partial(_by_owner, owners[0], run) if owners else run)
+        chosen, apart = _choose(routing, ranked, replayed)
+        y = _routed(routing, h, scores, chosen, partial(_by_owner, owners[0], run) if owners else run)
         y = jax.lax.psum(y, split) if split else y
-        return y.astype(h.dtype), chosen
+        return y.astype(h.dtype), chosen, apart
 
     if jax.sharding.get_abstract_mesh().empty or not nn.get_logical_axis_rules():
-        return local(h, scores, ranked, stacks)
+        return local(h, scores, ranked, replayed, stacks)
     rows = PartitionSpec(rule_axes("batch", h.shape[0]), rule_axes("sequence", h.shape[1]))
     axes = {} if whole else {"mlp": rule_axes("mlp", width) or None, "expert": rule_axes("expert", routing.experts)}
     named = AXES | BIAS_AXES
     specs = {name: _specs(leaf, [axes.get(str(axis)) for axis in named[name]]) for name, leaf in stacks.items()}
-    return jax.shard_map(local, in_specs=(rows, rows, rows, specs), out_specs=(rows, rows), check_vma=False)(
-        h, scores, ranked, stacks
-    )
+    return jax.shard_map(
+        local, in_specs=(rows, rows, rows, rows, specs), out_specs=(rows, rows, rows), check_vma=False
+    )(h, scores, ranked, replayed, stacks)
 
 
 def _without_keys(leaf: Any) -> Any:
@@ -272,12 +313,22 @@ def _specs(leaf: Any, axes: list[Any]) -> Any:
     return jax.tree.map(lambda _: PartitionSpec(), leaf) if _is_quantized(leaf) else PartitionSpec(*axes)
 
 
-def _routed(
-    routing: Routing, h: Array, scores: Array, ranked: Array, run: Callable[[Array, Array], Array]
-) -> tuple[Array, Array]:
-    """Return (Σ w_e · expert_e(h) in float32, chosen experts (B, T, k)). run: (rows by expert, sizes) → rows."""
+def _choose(routing: Routing, ranked: Array, replayed: Array | None) -> tuple[Array, Array | None]:
+    """Return the experts of each token, (B, T, k), and if any are replayed, whether the router would choose other ones,
+    (B, T). ranked: (B, T, E); replayed: (B, T, k)."""
+    _, chosen = jax.lax.top_k(ranked, routing.active)  # of equal ones the first
+    if replayed is None:
+        return chosen, None
+    replayed = replayed.astype(chosen.dtype)
+    given = replayed[..., 0] >= 0
+    apart = given & (jnp.sort(chosen, axis=-1) != jnp.sort(replayed, axis=-1)).any(axis=-1)
+    return jnp.where(given[..., None], replayed, chosen), apart
+
+
+def _routed(routing: Routing, h: Array, scores: Array, chosen: Array, run: Callable[[Array, Array], Array]) -> Array:
+    """Return Σ w_e · expert_e(h) in float32. chosen: (B, T, k); run: (rows by expert, sizes) → rows."""
     batch, length, width = h.shape
-    _, chosen = jax.lax.top_k(ranked.reshape(-1, routing.experts), routing.active)  # of equal ones the first
+    chosen = chosen.reshape(-1, routing.active)
     picked = chosen[..., None] == jnp.arange(routing.experts)  # (N, k, E)
     weights = jnp.sum(jnp.where(picked, scores.reshape(-1, 1, routing.experts), 0), axis=-1)  # (N, k)
     if routing.normalize:
@@ -286,8 +337,7 @@ def _routed(
     rows = dispatch(h.reshape(-1, width), order.order, order.inverse)
     made = collect(run(rows, order.sizes), order.order, order.inverse)
     made = made.reshape(batch, length, routing.active, width).astype(jnp.float32)
-    y = jnp.sum(made * weights.reshape(batch, length, routing.active, 1), axis=2)
-    return y, chosen.reshape(batch, length, routing.active)
+    return jnp.sum(made * weights.reshape(batch, length, routing.active, 1), axis=2)
 
 
 def _experts(
@@ -362,20 +412,26 @@ def grouped_product(x: Array, w: Any, sizes: Array, dtype: Any) -> Array:
 # -- what a training step measures -------------------------------------------------------------------------------------
 
 
-def no_stats(routing: Routing | None, layers: int, counted: Array | None) -> Stats:
+def no_stats(routing: Routing | None, layers: int, watch: Watch) -> Stats:
     """Return the zeros to which layers add, or nothing where nothing is measured."""
-    if routing is None or counted is None:
+    zero = jnp.zeros((), jnp.float32)
+    if routing is None:
         return {}
-    scalars = {name: jnp.zeros((), jnp.float32) for name in ("loss", "entropy", "dropped")}
-    return {LOAD: jnp.zeros((layers, routing.experts), jnp.float32), **scalars}
+    apart = {} if watch.replayed is None else {APART: zero}
+    if watch.counted is None:
+        return apart
+    return {LOAD: jnp.zeros((layers, routing.experts), jnp.float32), **dict.fromkeys(MEANS, zero), **apart}
 
 
 def add_stats(stats: Stats, layer: Stats, index: Array) -> Stats:
     """Return `stats` with those of layer number `index`; the sums become means over the layers."""
     if not stats:
         return stats
+    sums = {APART: stats[APART] + layer[APART]} if APART in stats else {}
+    if LOAD not in stats:
+        return sums
     layers = stats[LOAD].shape[0]
-    sums = {name: stats[name] + layer[name] / layers for name in stats if name != LOAD}
+    sums |= {name: stats[name] + layer[name] / layers for name in MEANS}
     return {LOAD: stats[LOAD].at[index].set(layer[LOAD]), **sums}
 
 
@@ -404,7 +460,7 @@ def _measure(routing: Routing, logits: Array, scores: Array, chosen: Array, coun
 
 def router_sums(stats: Stats) -> dict[str, Array]:
     """Return the sums that a loss reports beside its own: the load, and metrics to be divided by the weight."""
-    if not stats:
+    if LOAD not in stats:
         return {}
     return {LOAD: stats[LOAD], "experts/entropy": stats["entropy"], "experts/dropped": stats["dropped"]}
 

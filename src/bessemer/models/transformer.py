@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -27,7 +27,7 @@ from bessemer.losses.cross_entropy import Projection, cross_entropy, soft_cap, t
 from bessemer.models.cache import Cache, begin, empty_cache, held_positions, unwrite, write
 from bessemer.models.layers import TENSOR_NAMES, Attend, remat_names
 from bessemer.models.lora import drops
-from bessemer.models.moe import Stats, router_sums
+from bessemer.models.moe import APART, CHOSEN, EXPERT_IDS, ROUTING, Stats, Watch, router_sums
 from bessemer.models.protocol import Batch, Model
 from bessemer.models.shape import Shape, round_up
 from bessemer.topology.chips import backend
@@ -40,6 +40,17 @@ LONGEST_BLOCK = 2**22
 PRECISIONS = ("auto", "float32", "bf16", "fp8")
 
 AttendAt = Callable[[int], Attend]  # layer → its attention to the cache
+
+
+class Tokens(NamedTuple):
+    """What layers know of the tokens of a batch besides their embeddings."""
+
+    ids: Array  # (B, T)
+    positions: Array  # (B, T) or (1, T)
+    documents: Array | None  # (B, T); tokens of different numbers do not see each other
+    keys: Array | None  # (B,), for dropout
+    training: bool
+    watch: Watch
 
 
 class Transformer(Model):
@@ -121,21 +132,8 @@ class Transformer(Model):
         """Return embeddings (B, T, D) of ids (B, T)."""
 
     @abstractmethod
-    def _layers(
-        self,
-        x: Array,
-        ids: Array,
-        positions: Array,
-        documents: Array | None,
-        keys: Array | None,
-        training: bool,
-        counted: Array | None,
-    ) -> tuple[Array, Stats]:
-        """Return the normed output of the last layer, (B, T, D), and what routers measured.
-
-        x: embeddings; keys: (B,), for dropout, or None; counted: (B, T), weights of tokens in the loss that routers
-        measure with, or None to measure nothing.
-        """
+    def _layers(self, x: Array, tokens: Tokens) -> tuple[Array, Stats]:
+        """Return the normed output of the last layer, (B, T, D), and what routers measured. x: embeddings."""
 
     @abstractmethod
     def _decode_layers(self, input_ids: Array, cache: Cache, positions: Array, attend: AttendAt) -> tuple[Array, Array]:
@@ -274,7 +272,7 @@ class Transformer(Model):
 
         embedding_noise: α of ops.add_noise; keys: (B,), random keys of the rows (default: by place in input_ids).
         """
-        return self._run(input_ids, positions, segment_ids, deterministic, embedding_noise, keys, None)[0]
+        return self._run(input_ids, positions, segment_ids, deterministic, embedding_noise, keys, Watch())[0]
 
     def _run(
         self,
@@ -284,9 +282,9 @@ class Transformer(Model):
         deterministic: bool,
         embedding_noise: float,
         keys: Array | None,
-        counted: Array | None,
+        watch: Watch,
     ) -> tuple[Array, Stats]:
-        """Return `hidden`, and what routers measured of the tokens that are `counted`."""
+        """Return `hidden`, and what routers measured."""
         if positions is None:
             positions = jnp.arange(input_ids.shape[1])[None]
         documents = segment_ids if self.document_mask else None
@@ -299,7 +297,8 @@ class Transformer(Model):
         if documents is not None and self.max_documents:
             # more would attend wrongly: NaN is seen, and nothing is trained
             x = jnp.where(too_many_documents(documents, self.document_slots(len(documents))), jnp.nan, x)
-        return self._layers(x, input_ids, positions, documents, keys if dropping else None, not deterministic, counted)
+        dropped = keys if dropping else None
+        return self._layers(x, Tokens(input_ids, positions, documents, dropped, not deterministic, watch))
 
     def _attend(self, window: int | None, documents: Array | None) -> Attend:
         """Return the attention of one layer over whole rows."""
@@ -356,14 +355,18 @@ class Transformer(Model):
             kernels=choose_kernels(self.kernels, self.compute_dtype),
             fp8=self._head_fp8(not deterministic),
         )
-        loss = loss + stats["loss"] if stats else loss
+        loss = loss + stats["loss"] if "loss" in stats else loss
         return loss, jnp.sum(weights), {"nll": nll, **router_sums(stats)}
 
     def _hidden_of(
         self, batch: Batch, deterministic: bool, noise: float = 0.0, counted: Array | None = None
     ) -> tuple[Array, Stats]:
         fields = (batch["input_ids"], batch.get("positions"), batch.get("segment_ids"))
-        return self._run(*fields, deterministic, noise, batch.get(ops.ROW_KEYS), counted)
+        watch = Watch(counted, batch.get(EXPERT_IDS))
+        hidden, stats = self._run(*fields, deterministic, noise, batch.get(ops.ROW_KEYS), watch)
+        if APART in stats:
+            self.sow(ROUTING, APART, stats[APART])
+        return hidden, stats
 
     def _logits(self, hidden: Array) -> Array:
         table = constrain(self._head().astype(hidden.dtype), "embed", "vocab")
@@ -438,6 +441,11 @@ class Transformer(Model):
             lengths=before.lengths + kept,
             previous=previous,
         )
+
+    def _record(self, seen: Stats) -> None:
+        """Note the experts that a layer chose, if the caller of `decode` makes ROUTING mutable."""
+        if CHOSEN in seen:
+            self.sow(ROUTING, CHOSEN, seen[CHOSEN])
 
     def _attend_cache(
         self,

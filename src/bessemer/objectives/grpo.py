@@ -26,6 +26,7 @@ from jax import Array
 
 from bessemer.config import field
 from bessemer.errors import InputError
+from bessemer.models.moe import EXPERT_IDS
 from bessemer.objectives.base import Apply, Batch, Sums
 from bessemer.registry import objectives
 
@@ -149,17 +150,19 @@ def grpo(
     entropy_offset: with grpo.entropy_target, what is added to the coefficient of the entropy.
 
     batch, (B, T) each: input_ids, target_ids, loss_mask (1 on completion tokens and their end), advantages (those of
-    the row, times `importance_weights`), old_logprobs (absent: those of the reference).
+    the row, times `importance_weights`), old_logprobs (absent: those of the reference), expert_ids if experts are
+    replayed (models/moe.py).
     """
     if "advantages" not in batch:
         raise InputError("this objective trains on completions with advantages: add job=GRPOTrainer.")
 
-    def scores(weights: Any, *entropy_gradient: bool) -> tuple[Array, Array]:
-        return apply(weights, batch, settings.temperature, True, *entropy_gradient, method="policy_scores")
+    def scores(weights: Any, rows: Batch, *entropy_gradient: bool) -> tuple[Array, Array]:
+        return apply(weights, rows, settings.temperature, True, *entropy_gradient, method="policy_scores")
 
     explores = settings.entropy_coef > 0 or entropy_offset is not None
-    logprobs, entropy = scores(params, *([True] if explores else []))
-    against = None if reference is None else jax.lax.stop_gradient(scores(reference)[0])
+    logprobs, entropy = scores(params, batch, *([True] if explores else []))
+    own = {name: value for name, value in batch.items() if name != EXPERT_IDS}  # a reference routes by itself
+    against = None if reference is None else jax.lax.stop_gradient(scores(reference, own)[0])
     old = batch.get("old_logprobs", against)
     if old is None:
         raise InputError("stored completions without log-probabilities need grpo.offline=reference.")

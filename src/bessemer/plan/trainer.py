@@ -88,6 +88,7 @@ class MakesRows(Protocol):
     """A trainer whose rows are its own, as RL's, and which knows what they hold."""
 
     row_types: Mapping[str, Any]
+    added_fields: Fields  # not one number per token
 
 
 class WithoutData(BaseTrainer):
@@ -125,6 +126,7 @@ class WithoutData(BaseTrainer):
         self.model_parts = assume_allocation(self.context, self.model_parts)
         kinds = self.row_types if isinstance(self, MakesRows) else TEXT_TYPES
         fields = planned_fields(self.settings, kinds)
+        fields |= self.added_fields if isinstance(self, MakesRows) else {}
         if wants_logps(self.config):
             fields |= logps_fields(self.settings.block_size)
         if self.teacher is not None and not self.teacher.live:

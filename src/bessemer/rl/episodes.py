@@ -100,6 +100,7 @@ class Episode:
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     policy: list[float] = field(default_factory=list)  # see Sample.policy_logprobs
+    routes: np.ndarray | None = None  # see Sample.routes
     reward: float = 0.0
     turns: int = 0
     last: Sample | None = None
@@ -112,6 +113,11 @@ class Episode:
         self.mask += [1] * len(sample.ids)
         self.logprobs += sample.logprobs
         self.policy += sample.policy_logprobs
+        if (
+            sample.routes is not None
+        ):  # what was sampled keeps the experts of its turn; observations get those of prefill
+            known = sample.routes[:0] if self.routes is None else self.routes
+            self.routes = np.concatenate([known, sample.routes[len(known) :]])
         self.turns += 1
         self.last = sample
 
@@ -126,6 +132,7 @@ class Episode:
             self.last.text if self.last is not None else "",
             self.finish,
             policy_logprobs=tuple(self.policy),
+            routes=self.routes,
             mask=tuple(self.mask),
             reward=self.reward,
             turns=self.turns,

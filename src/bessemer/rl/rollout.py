@@ -6,9 +6,10 @@ A row is a prompt with one completion:
     target_ids     the next token, −1 in the prompt and the padding
     old_logprobs   log π of each target under the policy that sampled        advantages   of the row, on every token,
                                                                              times the token's importance weight
+    expert_ids     with grpo.router_replay, the experts that the sampler chose for each input, (T, layers, k)
 
-Only reinforcement has the last two. A rollout is used for `iterations × parts` steps: each pass shuffles the groups and
-splits them into parts.
+Only reinforcement has the last three. A rollout is used for `iterations × parts` steps: each pass shuffles the groups
+and splits them into parts.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ import numpy as np
 
 from bessemer.config import field
 from bessemer.data import key_of, permute
+from bessemer.data.rows.rows import Fields
 from bessemer.errors import InputError, StorageError, TrainingError
 from bessemer.generate.settings import DecodingSettings
+from bessemer.models.moe import EXPERT_IDS, recorded_shape
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings
 from bessemer.rl.environments.base import EpisodeSettings
 from bessemer.rl.rewards import RewardSpec
@@ -39,6 +42,24 @@ TOKEN_FIELDS: dict[str, Any] = {
     "loss_mask": np.float32,
 }
 FIELDS: dict[str, Any] = {**TOKEN_FIELDS, "advantages": np.float32, "old_logprobs": np.float32}
+
+
+def routes_fields(config: GRPOTrainerConfig, policy: SampledSettings, model: Any) -> Fields:
+    """Return the field of recorded experts, if the run replays them."""
+    shape = recorded_shape(model)
+    replays = isinstance(policy, GrpoSettings) and policy.offline == "no" and config.router_replay
+    return {EXPERT_IDS: ((config.block_size, *shape), np.dtype(np.int16))} if shape and replays else {}
+
+
+def route_rows(routes: Sequence[np.ndarray | None], fields: Fields) -> dict[str, np.ndarray]:
+    """Return EXPERT_IDS of the rows, -1 where nothing is recorded. routes: (tokens, layers, k) each, or None."""
+    rows = {}
+    for name, (shape, dtype) in fields.items():
+        rows[name] = np.full((len(routes), *shape), -1, dtype)
+        for row, found in zip(rows[name], routes, strict=True):
+            if found is not None:
+                row[: len(found)] = found
+    return rows
 
 
 def row_types(policy: SampledSettings) -> dict[str, Any]:
@@ -99,6 +120,11 @@ class GRPOTrainerConfig(EpisodeSettings, DecodingSettings, BaseTrainerConfig):
         help="seconds that a reward may take, after which the run ends; 0 = any time, in the caller's own thread",
     )
     chat: bool = field("grpo/chat", default=True, help="a text prompt is a user's message; false: plain text")
+    router_replay: bool = field(
+        "grpo/router_replay",
+        default=True,
+        help="models with experts: train each token with the experts that the sampler chose for it",
+    )
     slots: int = field("grpo/slots", default=64, minimum=1, help="completions written at the same time")
 
 

@@ -21,19 +21,28 @@ import jax
 import numpy as np
 
 from bessemer.data import key_of
-from bessemer.data.rows.rows import fields_of
+from bessemer.data.rows.rows import Fields, fields_of
 from bessemer.errors import InputError
 from bessemer.generate import Engine, Request, Result, Sample, SamplingOptions
 from bessemer.generate.decoder import bucket, end_tokens
 from bessemer.generate.engine import round_of
 from bessemer.generate.sampling import Way, way_of
+from bessemer.models.moe import APART, EXPERT_IDS, ROUTING
 from bessemer.models.protocol import Decoding
 from bessemer.models.shape import round_up
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages, importance_weights
 from bessemer.rl.prompts import Chosen, PromptPlan, end_ids
 from bessemer.rl.resample import Groups, replace_flat
 from bessemer.rl.rewards import Rewards
-from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, completion_rows, row_types, spread
+from bessemer.rl.rollout import (
+    GRPOTrainerConfig,
+    Rollout,
+    completion_rows,
+    route_rows,
+    routes_fields,
+    row_types,
+    spread,
+)
 from bessemer.rl.shaping import OVERLONG, overlong_penalty
 from bessemer.topology import CompiledTogether, Topology, agree, broadcast, forget
 from bessemer.training.feed import abstract_batch, device_batch, fetch
@@ -103,6 +112,11 @@ class Sampler:
         """Whether completions are drawn from another distribution than the model's own."""
         return isinstance(self.policy, GrpoSettings) and self.sampling != SamplingOptions(1.0)
 
+    @property
+    def routes(self) -> Fields:
+        """The field of recorded experts, if the run replays them."""
+        return routes_fields(self.settings, self.policy, self.parts.model)
+
     @functools.cached_property
     def engine(self) -> Engine:
         model: Any = self.parts.model
@@ -128,6 +142,7 @@ class Sampler:
             policy_logprobs=self.alters_logits,
             speculate=self.settings.speculation,
             weights=self.settings.sampling_weights,
+            routes=bool(self.routes),
             fetch=fetch,
             scope=self.topology.scope,
         )
@@ -142,7 +157,8 @@ class Sampler:
             lowered = self.engine.lower_ahead(params, self.plan.longest)
             if isinstance(self.policy, GrpoSettings):
                 names = {name: kind for name, kind in row_types(self.policy).items() if name not in SCORED}
-                fields = {name: ((self.settings.block_size,), np.dtype(kind)) for name, kind in names.items()}
+                block = self.settings.block_size
+                fields = {**{name: ((block,), np.dtype(kind)) for name, kind in names.items()}, **self.routes}
                 size, sharding = self.plan.passes.batch_size, self.topology.batch_sharding(1)
                 batch = abstract_batch(fields, self.micro, size // self.micro, sharding)
                 lowered.append(self._score.program.lower(params, batch))
@@ -181,7 +197,7 @@ class Sampler:
         results = self.drawn(chosen, ROLLOUT, number, n=size, logprobs=isinstance(policy, GrpoSettings))
         samples = [sample for result in results for sample in result.samples]
         self.compare(f"rollout {number}", samples)
-        rows = self.rows_of(results)
+        rows = self.rows_with_routes(results)
         clock.end("time/rollout_s")
         rewards: dict[str, np.ndarray] = {}
         if self.judges:
@@ -193,7 +209,7 @@ class Sampler:
             results, samples = [result for group in groups.results for result in group], groups.samples
             self.take(samples)
             rewards = {name: self.averaged(samples, values.ravel()) for name, values in groups.rewards.items()}
-            rows = self.rows_of(results)
+            rows = self.rows_with_routes(results)
         cut = np.array([sample.finish != "stop" for sample in samples])
         metrics = {
             "completion_len": float(np.mean([sample.length for sample in samples])),
@@ -218,6 +234,11 @@ class Sampler:
             }
             clock.end("time/score_s")
         return Rollout(number, rows, rewards, metrics | clock.seconds)
+
+    def rows_with_routes(self, results: Sequence[Result]) -> dict[str, np.ndarray]:
+        """Return the rows of a rollout, with the experts of their tokens where those are replayed."""
+        routes = [sample.routes for result in results for sample in result.samples]
+        return self.rows_of(results) | route_rows(routes, self.routes)
 
     def rewarded(self, chosen: Chosen, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
         """Return the rewards that a rollout is trained on, by name; "reward" is their weighted sum."""
@@ -341,7 +362,7 @@ class Sampler:
 
         logprob_gap compares the model's own log-probabilities; the weights compare with the distribution drawn from.
         """
-        scored, plain = self.score(rows)
+        scored, plain, routed = self._scored(rows)
         real = rows["target_ids"] >= 0
         model = spread([sample.logprobs for sample in samples], rows)
         drawn = spread([sample.policy_logprobs for sample in samples], rows) if self.alters_logits else model
@@ -350,15 +371,22 @@ class Sampler:
         given = self.settings.old_logprobs == "sampler"  # the ratio of the loss is to the sampler then: no weights
         kind = "none" if given else self.settings.importance
         weights, apart = importance_weights(scored, drawn, real, kind, self.settings.importance_cap)
-        return (drawn if given else scored), weights, measured | apart
+        return (drawn if given else scored), weights, measured | routed | apart
 
     def score(self, rows: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return log p of every target (N, T): of the policy at its temperature, and of the model (temperature 1)."""
+        return self._scored(rows)[:2]
+
+    def _scored(self, rows: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
+        """Return `score`, and the share of replayed choices that the training pass would have made otherwise."""
         inputs = {name: array for name, array in rows.items() if name not in SCORED}
         params = self.params()
         found = fetch([self._score(params, batch) for batch in self.batches(inputs)])
         policy, plain = (np.concatenate([_flat(part[which]) for part in found]) for which in (0, 1))
-        return policy, plain
+        if EXPERT_IDS not in rows:
+            return policy, plain, {}
+        apart = sum(float(part[2].sum()) for part in found)
+        return policy, plain, {APART: apart / max(1, int((rows[EXPERT_IDS][..., 0] >= 0).sum()))}
 
     @functools.cached_property
     def _score(self) -> CompiledTogether:
@@ -373,7 +401,7 @@ class Sampler:
         """Yield device batches of a step's size; the last is padded with blank rows, which weigh nothing."""
         size, sharding = self.plan.passes.batch_size, self.topology.batch_sharding(1)
         missing = -len(rows["input_ids"]) % size
-        rows = {name: np.pad(array, ((0, missing), (0, 0))) for name, array in rows.items()}
+        rows = {name: _padded(array, missing, -1 if name == EXPERT_IDS else 0) for name, array in rows.items()}
         for first in range(0, len(rows["input_ids"]), size):
 
             def read(begin: int, end: int, first: int = first) -> dict[str, np.ndarray]:
@@ -382,13 +410,26 @@ class Sampler:
             yield device_batch(read, fields_of(rows), self.micro, size // self.micro, sharding)
 
 
-def _scores(apply: Any, temperature: float, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-    def micro(_: None, rows: Any) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        policy = apply(params, rows, temperature, True, method="policy_scores")[0]
+def _scores(apply: Any, temperature: float, params: Any, batch: Any) -> tuple[jax.Array, ...]:
+    """Return log p of the policy and of the model, and where experts are replayed, how many choices differ."""
+
+    def micro(_: None, rows: Any) -> tuple[None, tuple[jax.Array, ...]]:
+        routed: tuple[jax.Array, ...] = ()
+        score = functools.partial(apply, params, rows, temperature, True, method="policy_scores")
+        if EXPERT_IDS in rows:
+            (policy, _), seen = score(mutable=[ROUTING])
+            routed = seen[ROUTING][APART]
+        else:
+            policy = score()[0]
         plain = policy if temperature == 1 else apply(params, rows, True, method="token_logprobs")
-        return None, (policy, plain)
+        return None, (policy, plain, *routed)
 
     return jax.lax.scan(micro, None, batch)[1]
+
+
+def _padded(array: np.ndarray, rows: int, value: int) -> np.ndarray:
+    """Return the array with `rows` more rows of `value`."""
+    return np.pad(array, ((0, rows), *[(0, 0)] * (array.ndim - 1)), constant_values=value)
 
 
 def _flat(array: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ import jax
 
 from bessemer.config import dotted
 from bessemer.data import Prefetcher
+from bessemer.data.rows.rows import Fields
 from bessemer.errors import InputError
 from bessemer.job import CheckpointManager, Snapshot
 from bessemer.objectives.grpo import TOKENS, GrpoSettings, SampledSettings
@@ -27,7 +28,7 @@ from bessemer.rl.episodes import EpisodeSampler, check_environment
 from bessemer.rl.prompts import PromptPlan, StoredPlan, build_prompts, build_stored
 from bessemer.rl.resample import check_resampling
 from bessemer.rl.rewards import Rewards, RewardSpec
-from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, row_types
+from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, route_rows, routes_fields, row_types
 from bessemer.rl.sampler import Sampler
 from bessemer.rl.shaping import check_penalty
 from bessemer.storage.artifacts import ROLLOUT
@@ -66,6 +67,15 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         check_penalty(self.policy, named, self.settings.environment is not None)
         check_entropy(self.policy, self.config)
         horizon = functools.partial(plan_horizon, self.context, self.model_parts)
+        if self.config.is_set("grpo/router_replay") and self.settings.router_replay and not self.added_fields:
+            self.say(
+                "note: grpo.router_replay has no effect: it is for models with experts that learn from rewards online"
+            )
+        if self.added_fields and self.settings.speculation is not None:
+            raise InputError(
+                "grpo.router_replay needs the experts of every sampled token, which a pass over a draft does not "
+                "record: set generate.speculate=none, or grpo.router_replay=false."
+            )
         if isinstance(self.policy, GrpoSettings) and self.policy.offline != "no":
             assert self.tokenizer is not None
             data, self.passes = build_stored(self.settings, self.policy, self.tokenizer, horizon, self.say)
@@ -75,6 +85,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         self.rollout_seconds = 0.0
         self.rewards = self.choose_rewards()
         data, self.passes = build_prompts(self.context, self.tokenizer, self.policy, horizon)
+        data = dataclasses.replace(data, fields={**data.fields, **self.added_fields})
         plan = cast(PromptPlan, data.plan)
         agree("the prompts", plan.identity)
         if self.rewards is not None:
@@ -143,6 +154,11 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
     @property
     def row_types(self) -> Mapping[str, Any]:
         return row_types(self.policy)
+
+    @property
+    def added_fields(self) -> Fields:
+        """Fields of a row that are not one number per token: the experts to replay."""
+        return routes_fields(self.settings, self.policy, self.model_parts.model)
 
     def choose_rewards(self) -> Rewards | None:
         """Return the configured rewards; by default exact match, and none with a teacher."""
@@ -291,4 +307,11 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         super().accept(tree, step, files)
         path = ROLLOUT.path(files.path(step))
         self.rollout = Rollout.load(path) if path.is_file() else None
+        self.add_missing_routes()
         agree("the rollout in use", "none" if self.rollout is None else f"rollout {self.rollout.number}")
+
+    def add_missing_routes(self) -> None:
+        """Let routers choose in a rollout that was saved without experts to replay."""
+        if self.rollout is not None and not self.offline and self.added_fields.keys() - self.rollout.rows.keys():
+            nothing = [None] * len(self.rollout.rows["input_ids"])
+            self.rollout.rows |= route_rows(nothing, self.added_fields)
