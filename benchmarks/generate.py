@@ -2,6 +2,7 @@
 
     python benchmarks/generate.py --depth 4 --vocab 4096 --batch 1,8 --prompt 128 --new 64
     python benchmarks/generate.py --depth 12 --vocab 32768 --batch 32,128 --prompt 1024 --new 256 --bandwidth 4.3
+    python benchmarks/generate.py --model models/llama --prompts text.txt --speculate none,ngram --weights auto,fp8
 
 Each case, a system and a batch, runs in a process of its own, one after the other, so that memories do not mix. Alike
 in both: depth, width, heads, vocabulary, full attention in every layer (--window gives ours another), greedy choice,
@@ -13,26 +14,37 @@ One JSON line a case: prefill and decode tokens/s; time to the first token (ours
 their tokens/s after it; all else is measured without readers, in whole rounds of --steps); and the share of the limit:
 what a step must read, the weights of its products and the keys and values so far, over the memory bandwidth, which is
 measured in the same process unless --bandwidth says it. (A toy that fits into a CPU's caches beats that limit.) Then a
-line a batch with the ratios of ours over transformers. On a CPU that others use too, pin the run to one core (taskset
--c 0) and read the processor times: of the prefill, and of a decode step.
+line a batch with the ratios of ours over transformers.
+
+--model times a run or a Hugging Face folder in place of random weights, without the peer. --speculate and --weights
+give ours further cases, and a line each with the ratios of the case over the first one. With drafts a step is a token
+of a row, however many a pass makes, and the limit is still a plain step's, so the share of it may exceed 1.
+tokens_per_pass depends on the text, so prompts should be real (--prompts), with a model that continues them.
+
+On a CPU that others use too, pin the run to one core (taskset -c 0) and read the processor times: of the prefill, and
+of a decode step.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
+import math
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from beside import PEER, add_shape, facts_of, fill_width, in_process, in_products, make_llama, missing
 
 OURS = "ours"
 SHAPE = ("depth", "width", "head_dim", "vocab", "batch", "prompt", "new")
+CASES = ("speculate", "weights")
 RATIOS = ("prefill_tokens_per_s", "decode_tokens_per_s", "first_token_ms", "prefill_processor_ms", "processor_ms")
 
 
@@ -42,7 +54,7 @@ class Pass(NamedTuple):
     first: float
     prefill: float
     decode: float
-    steps: int
+    steps: float  # tokens of a row
     prefill_processor: float  # processor time of the prefill and of those steps, all threads
     processor: float
 
@@ -61,11 +73,19 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=0, help="ours: context of the model; 0: prompt + new")
     parser.add_argument("--repeats", type=int, default=3, help="timed passes, after one that compiles")
     parser.add_argument("--bandwidth", type=float, default=0.0, help="TB/s of the memory; 0: measured")
+    parser.add_argument("--model", default="", help="ours: a run, or a Hugging Face folder; no peer then")
+    parser.add_argument("--prompts", default="", help="with --model: a text file; each prompt is a piece of it")
+    parser.add_argument("--speculate", default="none", help="ours: none, ngram, comma-separated: a case each")
+    parser.add_argument("--draft", type=int, default=4, help="ours: tokens of a draft")
+    parser.add_argument("--ngram", type=int, default=3, help="ours: the most tokens that a draft's place has in common")
+    parser.add_argument("--weights", default="auto", help="ours: auto, fp8, int8, comma-separated: a case each")
     parser.add_argument("--peer", default=PEER, choices=(PEER, "none"), help="what stands beside ours")
     parser.add_argument("--eager", action="store_true", help="transformers: no torch.compile")
     parser.add_argument("--alone", choices=(OURS, PEER), help=argparse.SUPPRESS)  # this process is that system
     args = parser.parse_args(given)
     fill_width(args)
+    if args.prompts and not args.model:
+        parser.error("--prompts needs --model, whose tokenizer reads them")
     return args
 
 
@@ -110,42 +130,105 @@ def line(args: argparse.Namespace, passes: Sequence[Pass], facts: dict[str, Any]
     }
 
 
-def ours(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine, with as many slots as rows."""
+def make_model(args: argparse.Namespace, capacity: int) -> tuple[Any, Any, Any]:
+    """(model, parameters, tokenizer or None): random, or those of --model."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
 
-    from bessemer.generate import Engine, Request
-    from bessemer.generate.engine import round_of
+    from bessemer.generate.load import abstract_params, load_model, tokenizer_in
+    from bessemer.interop.folder import Folder, is_folder
+    from bessemer.job import find_run
     from bessemer.models.gpt import GPT
+    from bessemer.storage.weights import place
     from bessemer.topology import unbox
 
-    batch, capacity = int(args.batch), args.prompt + args.new
-    args.steps = args.steps or round_of()
-    if args.new % args.steps or args.new < 2 * args.steps:
-        raise SystemExit(f"--new is a multiple of --steps ({args.steps}), and more than one of them")
+    if args.model:
+        path = Path(args.model)
+        if is_folder(path):
+            folder = Folder(path)
+            model = folder.model
+            params, tokenizer = place(folder, abstract_params(model), str(path)), tokenizer_in(path, model)
+        else:
+            loaded = load_model(find_run(args.model, "runs"))
+            model, params, tokenizer = loaded.model, loaded.params, loaded.tokenizer
+        sizes = model.sizes()
+        args.depth, args.width, args.head_dim, args.vocab = (
+            model.depth,
+            sizes["width"],
+            model.head_dim,
+            model.vocab_size,
+        )
+        if capacity > model.block_size:
+            raise SystemExit(f"--prompt and --new are {capacity} tokens; the context of {path} is {model.block_size}")
+        return model, params, tokenizer
     shape = {"depth": args.depth, "width": args.width, "head_dim": args.head_dim, "vocab_size": args.vocab}
     windows = {"window": args.window, "window_short": args.window_short}
     model = GPT(**shape, **windows, block_size=args.block or capacity)
     model.check()
     params = jax.jit(lambda key: unbox(model.init(key, jnp.zeros((1, 8), jnp.int32)))["params"])(jax.random.key(0))
-    engine = Engine(model, params, slots=batch, capacity=capacity, steps=args.steps)
-    prompts = np.random.default_rng(0).integers(0, args.vocab, (batch, args.prompt)).tolist()
+    return model, params, None
+
+
+def make_prompts(args: argparse.Namespace, tokenizer: Any) -> list[list[int]]:
+    """Prompts of exactly --prompt tokens: random ones, or pieces of the text --prompts, evenly spread."""
+    import numpy as np
+
+    batch = int(args.batch)
+    if not args.prompts:
+        return np.random.default_rng(0).integers(0, args.vocab, (batch, args.prompt)).tolist()
+    if tokenizer is None:
+        raise SystemExit(f"{args.model} has no tokenizer for --prompts")
+    ids = tokenizer.encode(Path(args.prompts).read_text(encoding="utf-8"))
+    room = len(ids) - args.prompt
+    if room < 0:
+        raise SystemExit(f"{args.prompts} has {len(ids)} tokens; a prompt has {args.prompt}")
+    return [ids[start : start + args.prompt] for start in (n * room // max(batch - 1, 1) for n in range(batch))]
+
+
+def ours(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine, with as many slots as rows."""
+    import jax
+    import jax.numpy as jnp
+
+    from bessemer.generate import Engine, Request, Speculation
+    from bessemer.generate.engine import round_of
+    from bessemer.generate.weights import Quantizer
+    from bessemer.kernels.quantized import Quantized, size_of
+
+    batch, capacity = int(args.batch), args.prompt + args.new
+    args.steps = args.steps or round_of()
+    if args.new % args.steps or args.new < 2 * args.steps:
+        raise SystemExit(f"--new is a multiple of --steps ({args.steps}), and more than one of them")
+    model, params, tokenizer = make_model(args, capacity)
+    drafts = Speculation.of(args.speculate, args.draft, args.ngram)
+    counts, width = model.count_parameters(), jnp.dtype(model.compute_dtype).itemsize
+    weight_bytes = (counts["matrix"] + counts["head"]) * width
+    if args.weights != "auto":
+        params = Quantizer(model, args.weights).release_each(params)
+        leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+        nodes = [leaf for leaf in leaves if isinstance(leaf, Quantized)]
+        weight_bytes += sum(size_of(node) - math.prod(node.shape) * width for node in nodes)
+    options: dict[str, Any] = {"slots": batch, "capacity": capacity, "steps": args.steps, "end_ids": ()}
+    engine = Engine(model, params, **options, speculate=drafts)
+    prompts = make_prompts(args, tokenizer)
     requests = [Request(prompt, args.new) for prompt in prompts]
 
     def once() -> Pass:
         marks = [(time.perf_counter(), time.process_time())]
-        handles = [engine.submit(request) for request in requests]
+        handles, before, made = [engine.submit(request) for request in requests], engine.tokens, []
         while not all(handle.done for handle in handles):
             engine.step()  # the first one prefills; each reads its tokens
             marks.append((time.perf_counter(), time.process_time()))
+            made.append(engine.tokens)
         rounds = len(marks) - 2
+        if not rounds:
+            raise SystemExit(f"all {args.new} tokens were made in one round: use a larger --new, or a smaller --steps")
         first, first_processor = (marks[1][i] - marks[0][i] for i in (0, 1))
         decode, processor = (marks[-1][i] - marks[1][i] for i in (0, 1))
         # the first round writes tokens too, in the time of any other
-        prefill, before = first - decode / rounds, first_processor - processor / rounds
-        return Pass(first, prefill, decode, rounds * args.steps, before, processor)
+        prefill, prefill_processor = first - decode / rounds, first_processor - processor / rounds
+        assert made[-1] - before == batch * args.new, "rows stopped early"
+        return Pass(first, prefill, decode, (made[-1] - made[0]) / batch, prefill_processor, processor)
 
     def read_along() -> tuple[float, float]:
         """Seconds to the first token of each row, and tokens/s after it, of requests that stream."""
@@ -165,13 +248,16 @@ def ours(args: argparse.Namespace) -> dict[str, Any]:
     data = jnp.ones((2**29 if jax.default_backend() == "gpu" else 2**25) // 4096 * 4096, jnp.float32)
     total = jax.jit(lambda x: jnp.sum(x.reshape(-1, 4096), axis=1))
     measured = best_bandwidth(lambda: total(data).block_until_ready(), data.nbytes)
-    counts, width = model.count_parameters(), jnp.dtype(model.compute_dtype).itemsize
     memory = jax.local_devices()[0].memory_stats()
     facts = {
-        "weight_bytes": (counts["matrix"] + counts["head"]) * width,
+        "weight_bytes": weight_bytes,
         "token_bytes": 2 * model.shape.kv_width * width,
         "windows": model.shape.windows,
-        "window": args.window,
+        "window": "" if args.model else args.window,
+        "model": Path(args.model).name,
+        "speculate": args.speculate,
+        "weights": args.weights,
+        "tokens_per_pass": None if engine.acceptance is None else engine.acceptance["tokens_per_pass"],
         "bandwidth": args.bandwidth * 1e12 or measured,
         "parameters": counts["total"],
         "precision": model.compute_dtype.__name__,
@@ -275,15 +361,27 @@ def main(given: Sequence[str] | None = None) -> int:
         print(json.dumps(alone(args)))
         return 0
     failed = False
+    peers = [] if args.peer == "none" or args.model else [PEER]
+    cases = list(itertools.product(args.speculate.split(","), args.weights.split(",")))
     for batch in args.batch.split(","):
-        rows = []
-        for system in (OURS, *([] if args.peer == "none" else [PEER])):
-            case = in_process(__file__, system, [*given, "--batch", batch], args.peer_path)
-            rows.append({"batch": int(batch), **case})
-            print(json.dumps(rows[-1]), flush=True)
-        failed |= any("failed" in row for row in rows)
-        if len(rows) == 2 and (compared := ratios(*rows)) is not None:
-            print(json.dumps(compared), flush=True)
+
+        def run(system: str, case: tuple[str, ...], batch: str = batch) -> dict[str, Any]:
+            words = [word for name, value in zip(CASES, case, strict=True) for word in (f"--{name}", value)]
+            row = {
+                "batch": int(batch),
+                **in_process(__file__, system, [*given, "--batch", batch, *words], args.peer_path),
+            }
+            print(json.dumps(row), flush=True)
+            return row
+
+        first, *others = [run(OURS, case) for case in cases]
+        compared = [*others, *(run(peer, cases[0]) for peer in peers)]
+        failed |= any("failed" in row for row in (first, *compared))
+        for row in compared:
+            pair = (first, row) if row["system"] == PEER else (row, first)
+            if (found := ratios(*pair)) is not None:
+                about = {} if row["system"] == PEER else {name: row[name] for name in CASES}
+                print(json.dumps(found | about), flush=True)
     return int(failed)
 
 

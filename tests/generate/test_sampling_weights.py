@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tests.tiny_run import make_run, random_params, tiny_model
 
-from bessemer.errors import InputError
+from bessemer.errors import InputError, TrainingError
 from bessemer.generate import Engine, Request, load_model, sample
 from bessemer.generate.weights import Quantizer
+from bessemer.job import RunDirectory
 from bessemer.kernels.quantized import SAMPLING_KINDS, Float8, Int8, Quantized, size_of
 from bessemer.models.gpt import GPT
 from bessemer.models.llama import Llama
 from bessemer.models.lora import Adapted
 from bessemer.models.protocol import LanguageModel
+from bessemer.storage.weights import flatten
 
 SHAPE: dict[str, Any] = {"depth": 1, "width": 128, "head_dim": 32, "vocab_size": 60, "block_size": 32}
 MODELS = {"gpt": GPT(**SHAPE, precision="float32"), "llama": Llama(**SHAPE, kv_heads=2, precision="float32")}
+SIZES = {"family": "gpt", "depth": 2, "width": 32, "head_dim": 16, "vocab_size": 300, "window": "L"}
 IDS = np.random.default_rng(0).integers(0, 60, (2, 24))
 
 
@@ -100,6 +106,26 @@ def test_a_loaded_model_is_quantized_in_place_of_its_matrices(tmp_path: Any) -> 
     assert all(isinstance(node, Float8) for node in nodes(loaded.params)) and nodes(loaded.params)
     rough = sample(loaded, ["The"], max_tokens=6)[0][0]
     assert rough.logprobs != plain.logprobs and np.isfinite(rough.logprobs).all()
+
+
+def test_files_are_quantized_as_they_are_read(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as from the whole tree, which is never in memory; damaged weights are still named."""
+    run, params = RunDirectory(tmp_path / "run").create(), random_params(tiny_model(), 3)
+    run.model.mkdir()
+    config = {"model": SIZES, "architecture": {"block_size": 32, "precision": "float32"}}
+    (run.model / "config.json").write_text(json.dumps(config))
+    write_weights(run.model / "model.safetensors", params)
+    monkeypatch.setattr(Quantizer, "release_each", None)
+    loaded = load_model(run, weights="fp8")
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, Quantizer(tiny_model(), "fp8")(params))
+    params["blocks_0"]["q"] = params["blocks_0"]["q"].at[3, 4].set(np.nan)
+    write_weights(run.model / "model.safetensors", params)
+    with pytest.raises(TrainingError, match="blocks_0/q/codes"):
+        load_model(run, weights="fp8")
+
+
+def write_weights(path: Path, params: Any) -> None:
+    save_file({name: np.asarray(leaf) for name, leaf in flatten(params).items()}, path, metadata={"step": "7"})
 
 
 def test_the_matrix_beneath_an_adapter_is_quantized_and_the_adapter_is_not() -> None:

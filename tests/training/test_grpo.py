@@ -17,6 +17,7 @@ from tests.tiny_run import tiny_tokenizer
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
 from bessemer.errors import InputError, Stopped, TrainingError
+from bessemer.generate.weights import Quantizer
 from bessemer.report.metrics import MetricsFile
 from bessemer.rl import sampler
 from bessemer.rl.prompts import end_ids
@@ -241,6 +242,45 @@ def test_old_logprobs_of_the_sampler_are_those_of_the_distribution_drawn_from(
     assert ratio[real].mean() < 0.9 and capped.metrics["ratio_p50"] < 0.95 and capped.metrics["logprob_gap_max"] < 1e-4
 
 
+def test_a_quantized_sampler_is_measured_and_corrected_as_what_it_is(whole: Any) -> None:
+    """With generate.weights=fp8 the recorded log-probabilities are those of the quantized weights, which drew the text;
+    the gap to the trainer and the importance weights follow from them. Drafts change nothing."""
+    made = whole.sampler
+    parts = {name: getattr(made, name) for name in made.__dataclass_fields__}
+
+    def rolled(**options: Any) -> Any:
+        sampled = sampler.Sampler(**parts | {"settings": replace(made.settings, **options)})
+        return sampled.rollout(9)
+
+    eight = {"sampling_weights": "fp8", "importance_cap": 1.0}
+    model = whole.model_parts.model
+    with whole.topology.scope():
+        given = rolled(**eight, old_logprobs="sampler", speculate="ngram", draft=2)
+        plain, capped = rolled(**eight, importance="none"), rolled(**eight)
+        trees = (Quantizer(model, "fp8")(whole.state.params), whole.state.params)
+        call = jax.jit(lambda params, ids: jax.nn.log_softmax(model.apply({"params": params}, ids)))
+        own, trained = (np.asarray(call(tree, given.rows["input_ids"]), np.float64) for tree in trees)
+    targets = given.rows["target_ids"]
+    real = targets >= 0
+    own, trained = (np.take_along_axis(x, targets[..., None], -1)[..., 0] * real for x in (own, trained))
+    np.testing.assert_allclose(given.rows["old_logprobs"], own, atol=1e-4)
+    np.testing.assert_allclose(plain.rows["old_logprobs"], trained, atol=1e-4)
+    for name in ("input_ids", "target_ids"):
+        np.testing.assert_array_equal(given.rows[name], plain.rows[name])
+    ratio = np.where(real, np.minimum(np.exp(trained - own), 1.0), 1.0)
+    np.testing.assert_allclose(capped.rows["advantages"], plain.rows["advantages"] * ratio, rtol=1e-3, atol=1e-6)
+    gap = np.abs(trained - own)[real]
+    assert capped.metrics["logprob_gap"] == pytest.approx(gap.mean(), abs=1e-4)
+    assert gap.mean() > 10 * whole.rollout.metrics["logprob_gap"]
+    assert given.metrics["tokens_per_pass"] >= 1 and "tokens_per_pass" not in plain.metrics
+
+
+@pytest.mark.parametrize("setting", ["generate.speculate=ngram", "generate.weights=fp8"])
+def test_resume_refuses_another_way_to_sample(setting: str, whole: Any) -> None:
+    with pytest.raises(InputError, match=rf"{setting.split('=')[0]} cannot be changed on resume.*add --change"):
+        launch.reopen(whole.run_directory.path, [setting])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [3, 5])
 def test_stopped_in_the_middle_of_a_rollout_and_resumed(
@@ -253,6 +293,24 @@ def test_stopped_in_the_middle_of_a_rollout_and_resumed(
     assert second.step == k and (second.rollout is not None) is (k % 4 != 0)
     second.run()
     assert_same(second, whole)
+
+
+@pytest.mark.slow
+def test_a_run_that_drafts_with_8_bit_weights_resumes_bit_for_bit(settings: dict[str, Any], tmp_path: Path) -> None:
+    given = settings | {"generate.speculate": "ngram", "generate.weights": "fp8", "generate.draft": 2}
+    given |= {"training.steps": 6, "grpo.sync_interval": 0}
+    given |= {"grpo.temperature": 0.05, "grpo.max_completion_length": 12}  # the second rollout repeats itself
+    one = launch.build_trainer(None, given, name="one", root=tmp_path)
+    one.run()
+    first = launch.build_trainer(None, given, name="part", root=tmp_path, callbacks=[StopAt(3)])
+    with pytest.raises(Stopped):
+        first.run()
+    second = launch.reopen(tmp_path / "part")
+    second.run()
+    assert_same(second, one)
+    logged = [row for row in rows(one.run_directory.path) if "tokens_per_pass" in row]
+    assert len(logged) == 6 and 1 < logged[-1]["tokens_per_pass"] <= 3
+    assert logged[-1]["logprob_gap"] > 1e-4, "a fresh model's blocks add nothing; those of the second rollout do"
 
 
 def test_what_cannot_work_is_said_before_anything_is_written(settings: dict[str, Any], tmp_path: Path) -> None:

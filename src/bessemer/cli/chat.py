@@ -6,7 +6,19 @@ from typing import Any
 
 import click
 
-from bessemer.cli.options import BASE, DECODING, RUN, RUNS, SAMPLING, STEP, TEMPLATE, open_model, print_notes, say
+from bessemer.cli.options import (
+    BASE,
+    DECODING,
+    RUN,
+    RUNS,
+    SAMPLING,
+    STEP,
+    TEMPLATE,
+    open_model,
+    print_notes,
+    say,
+    speculation,
+)
 
 
 @click.command("chat")
@@ -45,20 +57,21 @@ def command(
     import secrets
     import sys
 
-    from bessemer.generate import Engine, SamplingOptions, Speculation
+    from bessemer.generate import Engine, SamplingOptions
     from bessemer.job import find_run
     from bessemer.serve.chat import Chat, Repl, read_line
     from bessemer.serve.conversation import PREPARING, remark, template_of
 
     chosen = secrets.randbits(32) if seed is None else seed
     template = options.pop("template")
+    drafts = speculation(speculate, draft, ngram)
     sampling = SamplingOptions(seed=chosen, **options)
     found = find_run(run, root)
     loaded = open_model(found, step, base, weights)
     form = template_of(loaded, template)
     print_notes([remark(form, template)])
     say(f"{found.name}, step {loaded.step}, seed {chosen}. /help lists the commands.")
-    engine = Engine.of(loaded, slots=1, reuse=True, speculate=Speculation.of(speculate, draft, ngram))
+    engine = Engine.of(loaded, slots=1, reuse=True, speculate=drafts)
     chat = Chat(engine, form, sampling, chosen, max_tokens, system)
     if sys.stdin.isatty():  # compile before somebody waits for an answer; a pipe compiles only what it needs
         say(PREPARING)

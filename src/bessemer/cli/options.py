@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from bessemer.cli.candidates import complete_run, complete_settings, complete_words
 from bessemer.config import Schema, is_shipped_recipe
@@ -19,7 +20,7 @@ from bessemer.config.aliases import VALUE, answer
 from bessemer.errors import InputError
 
 if TYPE_CHECKING:
-    from bessemer.generate import LoadedModel
+    from bessemer.generate import LoadedModel, Speculation
     from bessemer.job import RunDirectory
 
 Decorator = Callable[[Any], Any]
@@ -124,10 +125,20 @@ def open_model(
     from bessemer.training.setup.compiled import keep_compiled_programs
 
     keep_compiled_programs(None)
-    loaded = load_model(run, step, base=base)
+    loaded = load_model(run, step, base=base, weights=weights)
     print_notes(loaded.notes)
-    loaded.quantize(weights)
     return loaded
+
+
+def speculation(speculate: str, draft: int, ngram: int) -> Speculation | None:
+    """Return what the options of `DECODING` ask for; None: plain decoding."""
+    from bessemer.generate import Speculation
+
+    context = click.get_current_context()
+    given = [name for name in ("draft", "ngram") if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if speculate == "none" and given:
+        raise InputError(f"--{given[0]} is of drafts, and there are none: add --speculate ngram, or leave it out.")
+    return Speculation.of(speculate, draft, ngram)
 
 
 # Flags of other programs

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from bessemer.cli.options import BASE, DECODING, JSON, RUN, RUNS, SAMPLING, STEP, open_model, print_notes
+from bessemer.cli.options import BASE, DECODING, JSON, RUN, RUNS, SAMPLING, STEP, open_model, print_notes, speculation
 from bessemer.errors import printable
 
 
@@ -50,13 +50,13 @@ def command(
       bessemer sample mine --prompt "Once" --step 512 --top-k 50 --seed 7 --json
       bessemer sample mine --prompt "Once" --speculate ngram --weights fp8
     """
-    from bessemer.generate import SamplingOptions, Speculation, sample
+    from bessemer.generate import SamplingOptions, sample
     from bessemer.job import find_run
 
+    drafts = speculation(speculate, draft, ngram)
     options = SamplingOptions(seed=seed, **sampling)
     found = find_run(run, root)
     loaded = open_model(found, step, base, weights)
-    drafts = Speculation.of(speculate, draft, ngram)
     (completion,), notices = sample(loaded, [prompt], max_tokens=max_tokens, sampling=options, speculate=drafts)
     print_notes(notices)
     if as_json:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from bessemer.cli.options import BASE, DECODING, RUN, RUNS, STEP, TEMPLATE, open_model, print_notes, say
+from bessemer.cli.options import BASE, DECODING, RUN, RUNS, STEP, TEMPLATE, open_model, print_notes, say, speculation
 from bessemer.errors import InputError
 
 
@@ -57,7 +57,7 @@ def command(
       bessemer serve base --adapter poems=runs/poems --adapter code=models/peft-code
       BESSEMER_API_TOKEN=… bessemer serve mine --host 0.0.0.0
     """
-    from bessemer.generate import LoadedModel, Speculation
+    from bessemer.generate import LoadedModel
     from bessemer.generate.adapters import Served, load_several
     from bessemer.job import find_run
     from bessemer.serve.app import ServerOptions, serve
@@ -66,7 +66,7 @@ def command(
     from bessemer.training.setup.compiled import keep_compiled_programs
 
     token = read_token(token_file, os.environ.get(TOKEN_VARIABLE))
-    drafts = Speculation.of(speculate, draft, ngram)
+    drafts = speculation(speculate, draft, ngram)
     server = ServerOptions(token=token, template=template, speculate=drafts, **options)
     found = find_run(run, root)
 

@@ -123,19 +123,21 @@ def load_model(
     *,
     topology: Topology | None = None,
     base: str | Path | None = None,
+    weights: str = "auto",
 ) -> LoadedModel:
     """The model of checkpoint `step` (a number, or a stage's name for its end), or of the newest valid one, or of
     RUN/model when there is none.
 
     Parameters go to the first device, or where `topology` rests them. base: where the base of a run with adapters lies,
-    in place of where the run says.
+    in place of where the run says. weights: fp8 or int8 keeps the matrices in 8 bits (`generate.weights`); those of
+    RUN/model are quantized as they are read, one at a time.
     """
     checkpoints = Checkpoints(run.checkpoints)
     step = run.step_of_stage(step) if isinstance(step, str) else step
     try:
         chosen, notes = choose(checkpoints, run, step)
         if chosen is None:
-            return _from_files(run, topology, base)
+            return _from_files(run, topology, base, weights)
         config = parse_saved(checkpoints.read(chosen, "config.yaml"), str(checkpoints.path(chosen)))
         model, unknown = build_model(config, str(checkpoints.path(chosen)))
         tokenizer = tokenizer_in(checkpoints.path(chosen), model)
@@ -146,7 +148,10 @@ def load_model(
         check_finite(params, str(checkpoints.path(chosen)), _other_steps(checkpoints, chosen))
     finally:
         checkpoints.close()
-    return LoadedModel(model, params, tokenizer, chosen, config, run, topology, [*notes, *unknown])
+    loaded = LoadedModel(model, params, tokenizer, chosen, config, run, topology, [*notes, *unknown])
+    del params  # `quantize` frees them one by one
+    loaded.quantize(weights)
+    return loaded
 
 
 def choose(checkpoints: Checkpoints, run: RunDirectory, step: int | None) -> tuple[int | None, list[str]]:
@@ -211,12 +216,21 @@ class ModelFiles:
         return int(self.weights.metadata.get("step", 0))
 
 
-def _from_files(run: RunDirectory, topology: Topology | None, base: str | Path | None) -> LoadedModel:
+def _from_files(
+    run: RunDirectory, topology: Topology | None, base: str | Path | None, weights: str = "auto"
+) -> LoadedModel:
     files = ModelFiles.of(run, base)
-    where = str(files.weights.path)
-    params = place(files.arrays, abstract_params(files.model, topology), where)
+    where, abstract = str(files.weights.path), abstract_params(files.model, topology)
+    at_once = weights != "auto" and topology is None
+    if at_once:
+        abstract = Quantizer(files.model, weights).unread(abstract)
+    params = place(files.arrays, abstract, where)
     check_finite(params, where, "Copy or download the model again, or retrain it.")
-    return LoadedModel(files.model, params, files.tokenizer, files.step, files.config, run, topology, files.notes)
+    about = (files.tokenizer, files.step, files.config, run, topology, files.notes)
+    loaded = LoadedModel(files.model, params, *about)
+    del params
+    loaded.quantize("auto" if at_once else weights)
+    return loaded
 
 
 def tokenizer_in(directory: Path, model: Any) -> Tokenizer | None:
@@ -442,7 +456,7 @@ def check_finite(params: Any, where: str, advice: str) -> None:
     floating = [(path, leaf) for path, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     fine = jax.device_get([_is_finite(leaf) for _, leaf in floating])
     bad = [
-        "/".join(str(getattr(key, "key", key)) for key in path)
+        jax.tree_util.keystr(path, simple=True, separator="/")
         for (path, _), good in zip(floating, fine, strict=True)
         if not good
     ]

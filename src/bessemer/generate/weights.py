@@ -51,6 +51,16 @@ class Quantizer:
         made = compiled_shapes(self._program.program, [_bare(leaves[n]) for n in places])
         return _filled(leaves, form, places, made)
 
+    def unread(self, params: Any) -> Any:
+        """Return abstract parameters, each on one device, with nodes that are quantized as they are read (`place`)."""
+        leaves, form, places = self._matrices(params)
+
+        def node(leaf: Any) -> Any:
+            made = jax.eval_shape(SAMPLING_KINDS[self.kind].of, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+            return jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=leaf.sharding), made)
+
+        return _filled(leaves, form, places, [node(leaves[n]) for n in places])
+
     def release_each(self, params: Any) -> Any:
         """Return the same, one matrix at a time, emptying the nested dicts of `params`: beside the result memory holds
         what is not quantized yet."""
