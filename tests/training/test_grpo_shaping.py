@@ -127,12 +127,13 @@ def test_the_bonus_is_the_same_on_a_mesh_and_in_other_micro_batches(
 ) -> None:
     """One device in one micro-batch, in four, and data 4 × fsdp 2: the same update; without the bonus another one."""
     given = settings | {"training.steps": 2, "optimization.name": "sgd", "optimization.lr": 0.1}
-    given |= {"grpo.rewards": [{"name": "length_penalty", "options": {"scale": 6}}]}
+    given |= {"grpo.rewards": [{"name": "length_penalty", "options": {"scale": 6}}], "training.max_grad_norm": 0}
+    given |= {"grpo.temperature": 0.2, "grpo.entropy_coef_max": 5}  # the entropy of a cold policy has a steep gradient
     made = {}
     for name, mesh, devices, micro, coef in (
-        ("one", {}, 1, 16, 0.1),
-        ("parts", {}, 1, 4, 0.1),
-        ("eight", {"data": 4, "fsdp": 2}, 8, 2, 0.1),
+        ("one", {}, 1, 16, 2.0),
+        ("parts", {}, 1, 4, 2.0),
+        ("eight", {"data": 4, "fsdp": 2}, 8, 2, 2.0),
         ("without", {}, 1, 16, 0.0),
     ):
         topology = make_topology(TopologySettings(**mesh), devices=jax.devices()[:devices])
@@ -147,7 +148,7 @@ def test_the_bonus_is_the_same_on_a_mesh_and_in_other_micro_batches(
         for left, right in zip(made["one"], made[name], strict=True):
             np.testing.assert_allclose(left, right, atol=1e-5)
     apart = max(np.abs(left - right).max() for left, right in zip(made["one"], made["without"], strict=True))
-    assert apart > 1e-4
+    assert apart > 1e-4  # 4.8e-4: the tolerance above is a fiftieth of it
 
 
 def test_what_has_no_effect_is_refused(settings: dict[str, Any], tmp_path: Path) -> None:
