@@ -38,6 +38,8 @@ MOST_LAYERS = 1024
 MOST_PARAMETERS = 2**44
 LONGEST_BLOCK = 2**22
 PRECISIONS = ("auto", "float32", "bf16", "fp8")
+FP8_IF_SUPPORTED = "fp8-if-supported"
+"""A choice that a run replaces by fp8 or auto before there is a model."""
 
 AttendAt = Callable[[int], Attend]  # layer → its attention to the cache
 
@@ -77,8 +79,9 @@ class Transformer(Model):
     precision: str = field(
         "architecture/precision",
         default="auto",
-        choices=PRECISIONS,
-        help="dtype of matmuls; auto = bf16 on accelerators, float32 on a CPU; fp8: training's, the rest as auto",
+        choices=(*PRECISIONS, FP8_IF_SUPPORTED),
+        help="dtype of matmuls; auto = bf16 on accelerators, float32 on a CPU; fp8: training's, the rest as auto; "
+        "fp8-if-supported: fp8 on a chip that has it, elsewhere auto",
     )
     attention: str = field(
         "architecture/attention",

@@ -20,7 +20,7 @@ from bessemer.config import field
 from bessemer.errors import InputError, did_you_mean
 from bessemer.optim.schedules import Schedule, StepFunction, as_float, check_steps, ramp_up
 from bessemer.optim.sharding import Spread
-from bessemer.optim.transform import Group, GroupOf, apply_rate, in_float32, kind_of, path_names
+from bessemer.optim.transform import CAUTIOUS_HELP, Group, GroupOf, apply_rate, in_float32, kind_of, path_names
 from bessemer.registry import optimizers, schedules
 from bessemer.topology.chips import backend
 
@@ -212,6 +212,7 @@ def decay_schedule(settings: MuonSettings, steps: int) -> StepFunction:
 
 
 REFERENCE_WIDTH = 768
+NORMALIZED = ("longer", "output", "none")
 
 
 def _given(value: float | None, otherwise: float) -> float:
@@ -262,13 +263,19 @@ class MuonSettings:
         help="multiplies every rate; the depth dial sets √(B/B_ref)",
     )
     weight_decay: float | None = field(
-        "optimization/weight_decay", default=None, minimum=0.0, help="cautious decay of matrices (none: by preset)"
+        "optimization/weight_decay", default=None, minimum=0.0, help="decay of matrices (none: by preset)"
     )
     weight_decay_schedule: str | None = field(
         "optimization/weight_decay_schedule",
         default=None,
         choices=("linear", "cosine"),
         help="how the weight decay falls to 0 (none: by preset)",
+    )
+    cautious: str = field(
+        "optimization/cautious",
+        default="matrices",
+        choices=("none", "matrices", "all"),
+        help=CAUTIOUS_HELP + "of matrices, of none, or in the AdamW groups as well",
     )
     momentum: float | None = field(
         "optimization/momentum", default=None, minimum=0.0, below=1.0, help="Muon's momentum (none: by preset)"
@@ -288,6 +295,12 @@ class MuonSettings:
     )
     muon_beta2: float = field(
         "optimization/muon_beta2", default=0.9, minimum=0.0, below=1.0, help="decay of Muon's second moment"
+    )
+    muon_normalize: str = field(
+        "optimization/muon_normalize",
+        default="longer",
+        choices=NORMALIZED,
+        help="NorMuon's second moment: one per index of the longer axis, one per output unit as in the paper, or none",
     )
     adam_beta1: float = field(
         "optimization/adam_beta1", default=0.8, minimum=0.0, below=1.0, help="β1 of AdamW groups without their own"
@@ -357,17 +370,19 @@ class MuonSettings:
 
 class MuonState(NamedTuple):
     momentum: Any  # like the parameters
-    second: Any  # like the parameters, with size one along the shorter axis
+    second: Any  # like the parameters, with size one along the axis that is averaged over
 
 
-def _short_axis(shape: tuple[int, ...]) -> int:
-    """Return the axis the second moment averages over; a square matrix keeps one value per output unit."""
-    return -2 if shape[-1] >= shape[-2] else -1
+def _averaged_axis(shape: tuple[int, ...], normalize: str) -> int:
+    """Return the axis the second moment averages over: the shorter one; fan_in of a square matrix and for `output`."""
+    return -2 if normalize == "output" or shape[-1] >= shape[-2] else -1
 
 
-def _second_like(p: jax.Array) -> jax.Array:
+def _second_like(p: jax.Array, normalize: str) -> jax.Array:
     shape = list(p.shape)
-    shape[_short_axis(p.shape)] = 1
+    shape[_averaged_axis(p.shape, normalize)] = 1
+    if normalize == "none":
+        shape[-2:] = [1, 1]
     return jnp.zeros(shape, jnp.float32)
 
 
@@ -412,11 +427,13 @@ def _orthogonalize_stacks(stacks: list[jax.Array], dtype: jnp.dtype, spread: Spr
     return [made[first : first + count] for first in range(0, len(joined), count)]
 
 
-def _normalize(g: jax.Array, second: jax.Array, beta2: float) -> tuple[jax.Array, jax.Array]:
+def _normalize(g: jax.Array, second: jax.Array, beta2: float, normalize: str) -> tuple[jax.Array, jax.Array]:
     """v ← lerp(v, mean g², 1-β2); g/√v, rescaled so that ‖g‖_F is kept. Returns (g, v). Of a stack: each matrix."""
+    if normalize == "none":
+        return g, second
     if g.ndim > 2:
-        return jax.vmap(lambda g, second: _normalize(g, second, beta2))(g, second)
-    axis = _short_axis(g.shape)
+        return jax.vmap(lambda g, second: _normalize(g, second, beta2, normalize))(g, second)
+    axis = _averaged_axis(g.shape, normalize)
     mean_square = jnp.mean(jnp.square(g), axis=axis, keepdims=True)
     second = second + (1.0 - beta2) * (mean_square - second)
     scale = jax.lax.rsqrt(jnp.maximum(second, 1e-10))
@@ -426,7 +443,12 @@ def _normalize(g: jax.Array, second: jax.Array, beta2: float) -> tuple[jax.Array
 
 
 def scale_by_muon(
-    momentum: StepFunction, beta2: float = 0.9, *, spread: Spread | None = None, compute_dtype: jnp.dtype | None = None
+    momentum: StepFunction,
+    beta2: float = 0.9,
+    *,
+    normalize: str = "longer",
+    spread: Spread | None = None,
+    compute_dtype: jnp.dtype | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """m ← lerp(m, g, 1-μ); Nesterov lerp(g, m, μ); orthogonalize; second moment. Every leaf is a matrix or a stack.
 
@@ -444,7 +466,7 @@ def scale_by_muon(
 
         jax.tree_util.tree_map_with_path(check, params)
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        return MuonState(zeros, jax.tree.map(_second_like, params))
+        return MuonState(zeros, jax.tree.map(lambda p: _second_like(p, normalize), params))
 
     def update(
         updates: Any, state: MuonState, params: Any = None, *, step: jax.typing.ArrayLike, **_: Any
@@ -453,15 +475,17 @@ def scale_by_muon(
         mean = jax.tree.map(lambda m, g: m + (1.0 - mu) * (g - m), state.momentum, updates)
         ahead, tree = jax.tree_util.tree_flatten(jax.tree.map(lambda g, m: g + mu * (m - g), updates, mean))
         polar = orthogonalize_stacked(ahead, dtype, spread)
-        pairs = [_normalize(g, v, beta2) for g, v in zip(polar, jax.tree.leaves(state.second), strict=True)]
+        pairs = [_normalize(g, v, beta2, normalize) for g, v in zip(polar, jax.tree.leaves(state.second), strict=True)]
         scaled = jax.tree_util.tree_unflatten(tree, [g for g, _ in pairs])
         return scaled, MuonState(mean, jax.tree_util.tree_unflatten(tree, [v for _, v in pairs]))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def apply_cautious_rate(rate: StepFunction, weight_decay: StepFunction) -> optax.GradientTransformationExtraArgs:
-    """u → -lr·√max(1, fan_out/fan_in)·u - lr·wd·p, the second only where u·p ≥ 0 (cautious decay)."""
+def apply_matrix_rate(
+    rate: StepFunction, weight_decay: StepFunction, cautious: bool = True
+) -> optax.GradientTransformationExtraArgs:
+    """u → -lr·√max(1, fan_out/fan_in)·u - lr·wd·p; the second only where u·p ≥ 0 if `cautious`."""
 
     def update(
         updates: Any, state: Any, params: Any = None, *, step: jax.typing.ArrayLike, **_: Any
@@ -470,7 +494,7 @@ def apply_cautious_rate(rate: StepFunction, weight_decay: StepFunction) -> optax
 
         def one(u: jax.Array, p: jax.Array) -> jax.Array:
             stretch = max(1.0, p.shape[-1] / p.shape[-2]) ** 0.5
-            return -lr * (stretch * u + jnp.where(u * p >= 0.0, wd * p, 0.0))
+            return -lr * (stretch * u + (jnp.where(u * p >= 0.0, wd * p, 0.0) if cautious else wd * p))
 
         return jax.tree.map(one, updates, params), state
 
@@ -500,17 +524,21 @@ def muon(
             scale_by_muon(
                 momentum_schedule(settings, schedule, steps),
                 settings.muon_beta2,
+                normalize=settings.muon_normalize,
                 spread=spread,
                 compute_dtype=compute_dtype,
             ),
-            apply_cautious_rate(groups["matrix"].rate(schedule), decay_schedule(settings, steps)),
+            apply_matrix_rate(
+                groups["matrix"].rate(schedule), decay_schedule(settings, steps), settings.cautious != "none"
+            ),
         )
     }
     for name, group in groups.items():
         if name != "matrix":
             beta1, beta2 = group.betas
             transforms[name] = optax.chain(
-                optax.scale_by_adam(beta1, beta2, settings.eps), apply_rate(group.rate(schedule), group.weight_decay)
+                optax.scale_by_adam(beta1, beta2, settings.eps),
+                apply_rate(group.rate(schedule), group.weight_decay, cautious=settings.cautious == "all"),
             )
 
     def labels(params: Any) -> Any:

@@ -11,7 +11,7 @@ import optax
 from bessemer.config import field
 from bessemer.optim.moments import STATE_DTYPE_HELP, STATE_DTYPES, store_moments
 from bessemer.optim.schedules import Schedule
-from bessemer.optim.transform import Group, GroupOf, apply_rate, in_float32, is_decayed
+from bessemer.optim.transform import CAUTIOUS_HELP, Group, GroupOf, apply_rate, in_float32, is_decayed
 from bessemer.registry import optimizers
 
 
@@ -21,6 +21,7 @@ class MatrixDecay:
     default_schedule: ClassVar[str] = "wsd"
     lr: float
     weight_decay: float
+    cautious: str
 
     def betas(self) -> tuple[float, ...]:
         return ()
@@ -36,7 +37,10 @@ class MatrixDecay:
     ) -> optax.GradientTransformationExtraArgs:
         """Return `parts`, then the scheduled rate and the decay, all in float32."""
         rate = apply_rate(
-            lambda step: self.lr * schedule(step), self.weight_decay, partial(is_decayed, group_of=group_of)
+            lambda step: self.lr * schedule(step),
+            self.weight_decay,
+            partial(is_decayed, group_of=group_of),
+            cautious=self.cautious == "matrices",
         )
         return in_float32(optax.chain(*parts, rate))
 
@@ -46,6 +50,12 @@ class AdamWSettings(MatrixDecay):
     lr: float = field("optimization/lr", default=3e-4, minimum=0.0, help="peak learning rate")
     weight_decay: float = field(
         "optimization/weight_decay", default=0.01, minimum=0.0, help="decoupled decay, on matrices only"
+    )
+    cautious: str = field(
+        "optimization/cautious",
+        default="none",
+        choices=("none", "matrices"),
+        help=CAUTIOUS_HELP + "of matrices or none",
     )
     beta1: float = field("optimization/beta1", default=0.9, minimum=0.0, below=1.0, help="decay of the mean")
     beta2: float = field("optimization/beta2", default=0.95, minimum=0.0, below=1.0, help="decay of the square")
@@ -73,6 +83,12 @@ class LionSettings(MatrixDecay):
     weight_decay: float = field(
         "optimization/weight_decay", default=0.1, minimum=0.0, help="decoupled decay, on matrices only"
     )
+    cautious: str = field(
+        "optimization/cautious",
+        default="none",
+        choices=("none", "matrices"),
+        help=CAUTIOUS_HELP + "of matrices or none",
+    )
     beta1: float = field("optimization/beta1", default=0.9, minimum=0.0, below=1.0, help="weight of the momentum")
     beta2: float = field("optimization/beta2", default=0.99, minimum=0.0, below=1.0, help="decay of the momentum")
     state_dtype: str = field("optimization/state_dtype", default="float32", choices=STATE_DTYPES, help=STATE_DTYPE_HELP)
@@ -95,6 +111,12 @@ class SgdSettings(MatrixDecay):
     lr: float = field("optimization/lr", default=0.1, minimum=0.0, help="peak learning rate")
     weight_decay: float = field(
         "optimization/weight_decay", default=0.0, minimum=0.0, help="decoupled decay, on matrices only"
+    )
+    cautious: str = field(
+        "optimization/cautious",
+        default="none",
+        choices=("none", "matrices"),
+        help=CAUTIOUS_HELP + "of matrices or none",
     )
     momentum: float = field("optimization/momentum", default=0.9, minimum=0.0, below=1.0, help="decay of the sum")
     nesterov: bool = field("optimization/nesterov", default=False, help="look one step ahead")
@@ -122,6 +144,12 @@ class AdafactorSettings(MatrixDecay):
     lr: float = field("optimization/lr", default=1e-2, minimum=0.0, help="peak learning rate, relative")
     weight_decay: float = field(
         "optimization/weight_decay", default=0.0, minimum=0.0, help="decoupled decay, on matrices only"
+    )
+    cautious: str = field(
+        "optimization/cautious",
+        default="none",
+        choices=("none", "matrices"),
+        help=CAUTIOUS_HELP + "of matrices or none",
     )
     decay_rate: float = field(
         "optimization/decay_rate", default=0.8, minimum=0.0, maximum=1.0, help="β2 at update t is 1 - t^-decay_rate"

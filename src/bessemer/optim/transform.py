@@ -100,14 +100,19 @@ def describe_groups(
     ]
 
 
+CAUTIOUS_HELP = "decay only the elements that the update moves towards 0 too (cautious decay): "
+
 Decays = Callable[[tuple[str, ...], jax.Array], bool]
 """(path, parameter) -> does weight decay touch it?"""
 
 
 def apply_rate(
-    rate: StepFunction, weight_decay: float = 0.0, decays: Decays | None = None
+    rate: StepFunction, weight_decay: float = 0.0, decays: Decays | None = None, cautious: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """u → -rate(step)·(u + wd·p), the decoupled decay only on the parameters `decays` names (None: all)."""
+    """u → -rate(step)·(u + wd·p), the decoupled decay only on the parameters `decays` names (None: all).
+
+    cautious: only on the elements with u·p ≥ 0, which the update moves towards 0 as the decay does.
+    """
 
     def update(
         updates: Any, state: Any, params: Any = None, *, step: jax.typing.ArrayLike, **_: Any
@@ -116,7 +121,10 @@ def apply_rate(
 
         def one(path: Any, u: jax.Array, p: jax.Array) -> jax.Array:
             decayed = weight_decay != 0.0 and (decays is None or decays(path_names(path), p))
-            return -lr * (u + weight_decay * p) if decayed else -lr * u
+            if not decayed:
+                return -lr * u
+            decay = weight_decay * p
+            return -lr * (u + (jnp.where(u * p >= 0.0, decay, 0.0) if cautious else decay))
 
         return jax.tree_util.tree_map_with_path(one, updates, params), state
 

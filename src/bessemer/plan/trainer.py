@@ -73,7 +73,10 @@ def planned_trainer(
 
 
 def close(config: Config) -> Config:
-    """Return the configuration without data if the recipe leaves it open; raise InputError for other open settings."""
+    """Return the configuration without data and without CORE's tasks if the recipe leaves them open; raise InputError
+    for other open settings."""
+    if config.get("eval/core_bundle") == OPEN:
+        config = config.replace({"eval/core_bundle": "", "eval/core_interval": 0}, "left open by the recipe")
     for key, value in config.values.items():
         if isinstance(value, str) and value == OPEN and key != "training/dataset":
             origin = config.provenance[key].detail
@@ -151,7 +154,8 @@ def planned_tokenizer(context: RunContext[Any]) -> Tokenizer | None:
     sized = config.get("model/vocab_size", -1) > 0 and not any(store_directory(s) for s in samplings)
     if not named and sized:  # a config.json without a tokenizer beside it; the size is all that a plan needs
         return None
-    if samplings or (named and not trains):
+    elsewhere = trains and any(must_download(sampling.name) for sampling in samplings)  # a plan fetches nothing
+    if (samplings or (named and not trains)) and not elsewhere:
         place = tokenizer_place(settings, samplings)
         if not trains or (place / FILE).is_file():
             return Tokenizer.load(place)

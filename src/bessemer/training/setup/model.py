@@ -24,7 +24,7 @@ from bessemer.models.lora import LoraSettings, Split, make_split
 from bessemer.models.moe import active_share
 from bessemer.models.protocol import Checked, HasPrecision, KernelChoice, group_of, new_parameters
 from bessemer.models.shape import explain_flops, round_up
-from bessemer.models.transformer import Transformer
+from bessemer.models.transformer import FP8_IF_SUPPORTED, Transformer
 from bessemer.registry import models
 from bessemer.storage.artifacts import ALLOCATION
 from bessemer.topology import Topology
@@ -32,6 +32,7 @@ from bessemer.training.context import RunContext
 from bessemer.training.setup.initial_weights import check_tokenizer
 
 REMAT, DOCUMENTS = "architecture/remat", "architecture/max_documents"
+PRECISION = "architecture/precision"
 MOST_ROWS = 64  # rows of a micro-batch whose documents are counted; further ones count as the last of these
 MOST_DOCUMENTS = 64  # cuDNN keeps a row of softmax statistics for each: above, the table of pairs costs less
 
@@ -77,6 +78,7 @@ def build_model(context: RunContext[Any], kind: type[Any] | None, tokenizer: Tok
     if model is None:
         fit_vocabulary(config, tokenizer)
         fit_attention(config, topology)
+        choose_float8(config, topology)
         model = config.make(kind or models.get(context.settings.family))
     if isinstance(model, Checked):
         model.check()
@@ -240,6 +242,16 @@ def make_apply(model: nn.Module) -> Callable[..., Any]:
 def precision_of(model: nn.Module) -> str:
     """Return the precision of a model; bf16 for one without the setting."""
     return model.precision if isinstance(model, HasPrecision) else "bf16"
+
+
+def choose_float8(config: Config, topology: Topology) -> None:
+    """Replace architecture.precision=fp8-if-supported by what the chip supports."""
+    if config.get(PRECISION) != FP8_IF_SUPPORTED:
+        return
+    if topology.float8:
+        config.set(PRECISION, "fp8", f"the {topology.device_kind} has float8 units")
+    else:
+        config.set(PRECISION, "auto", f"the {topology.device_kind} has no float8 units")
 
 
 def check_float8(context: RunContext[Any], model: Any) -> None:
