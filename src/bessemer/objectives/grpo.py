@@ -25,6 +25,7 @@ from jax import Array
 
 from bessemer.config import field
 from bessemer.errors import InputError
+from bessemer.losses.exact_scores import exact_scores, value_of
 from bessemer.objectives.base import Apply, Batch, Sums
 from bessemer.registry import objectives
 
@@ -89,6 +90,11 @@ class GrpoSettings(SampledSettings):
         choices=("no", "reference", "logprobs"),
         help="train on stored completions: ρ is to the reference, or to their stored log-probabilities",
     )
+    exact: bool = field(
+        "grpo/exact",
+        default=False,
+        help="sampler and trainer read whole rows, one at a time, and agree bit for bit on a CPU in float32; slower",
+    )
 
     @property
     def clip(self) -> tuple[float, float]:
@@ -114,15 +120,21 @@ def grpo(
         raise InputError("this objective trains on completions with advantages: add job=GRPOTrainer.")
 
     def scores(weights: Any) -> tuple[Array, Array]:
+        if settings.exact:
+            return exact_scores(apply, weights, batch, settings.temperature)[:2]
         return apply(weights, batch, settings.temperature, True, method="policy_scores")
 
     logprobs, entropy = scores(params)
+    if settings.exact:  # the value is that of the rows read one at a time, the gradient that of the batch
+        logprobs = value_of(logprobs, apply(params, batch, settings.temperature, True, method="policy_scores")[0])
     against = None if reference is None else jax.lax.stop_gradient(scores(reference)[0])
     old = batch.get("old_logprobs", against)
     if old is None:
         raise InputError("stored completions without log-probabilities need grpo.offline=reference.")
     mask = batch["loss_mask"].astype(jnp.float32)
     loss, weight, sums = policy_loss(logprobs, old, against, batch["advantages"], mask, settings)
+    if settings.exact:
+        sums["off_policy"] = jnp.sum(mask * (logprobs != old))
     return loss, weight, {**sums, "entropy": jnp.sum(mask * entropy)}
 
 

@@ -23,6 +23,7 @@ from bessemer.job import CheckpointManager, Snapshot
 from bessemer.objectives.grpo import TOKENS, GrpoSettings, SampledSettings
 from bessemer.registry import jobs, objectives
 from bessemer.rl.episodes import EpisodeSampler, check_environment
+from bessemer.rl.exact import check_exact
 from bessemer.rl.prompts import PromptPlan, StoredPlan, build_prompts, build_stored
 from bessemer.rl.rewards import Rewards, RewardSpec
 from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, row_types
@@ -37,7 +38,7 @@ from bessemer.training.setup.horizon import plan_horizon
 from bessemer.training.state import TrainState
 from bessemer.training.trainer import BaseTrainer, M
 
-PER_TOKEN = ("clip_frac", "kl", "entropy")
+PER_TOKEN = ("clip_frac", "kl", "entropy", "off_policy")
 
 
 @jobs.register("GRPOTrainer")
@@ -54,6 +55,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         if not entry.traits.get("rollouts"):
             family = [one.name for one in objectives if one.traits.get("rollouts")]
             raise InputError(f"GRPOTrainer trains objective={'|'.join(family)}, not {entry.name}.")
+        if isinstance(self.policy, GrpoSettings) and self.policy.exact:
+            check_exact(self.settings, self.policy, self.model_parts, self.topology)
         if self.settings.environment is not None:
             check_environment(self.settings.environment, self.policy)
         horizon = functools.partial(plan_horizon, self.context, self.model_parts)
