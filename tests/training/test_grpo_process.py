@@ -62,12 +62,12 @@ def test_killed_between_two_steps_of_a_rollout(settings: dict[str, object], tmp_
     assert_resumes(run, whole, home)
 
 
-@pytest.mark.parametrize("place", ["episode", "reward", "round"])
+@pytest.mark.parametrize("place", ["episode", "reward", "round", "exact"])
 def test_killed_inside_an_episode_or_a_reward_call(
     place: str, settings: dict[str, object], tmp_path: Path, home: Path
 ) -> None:
     """SIGKILL while a worker process is in a step of the second rollout, or the run itself in a reward: of the rollout,
-    or of the round that replaces its flat groups."""
+    also with grpo.exact, or of the round that replaces its flat groups."""
     rows = [json.dumps({"prompt": f"cats {n}", "number": n}) for n in range(40)]
     (tmp_path / "cats.jsonl").write_text("\n".join(rows) + "\n")
     given = settings | {"grpo.rewards": f"['{WORLDS}:held_reward']"}
@@ -75,6 +75,8 @@ def test_killed_inside_an_episode_or_a_reward_call(
         given = settings | {"grpo.environment": f"{WORLDS}:Held", "architecture.block_size": 64}
     if place == "round":
         given |= {"grpo.resample": 1, "grpo.rewards": f"['{WORLDS}:held_in_a_round']"}
+    if place == "exact":
+        given |= {"grpo.exact": "true", "grpo.temperature": 0.7}
     whole, run, folder = tmp_path / "runs" / "whole", tmp_path / "runs" / "killed", tmp_path / "hold"
     code, output = call(home, *train(given, whole))
     assert code == 0, output

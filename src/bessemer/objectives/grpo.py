@@ -26,6 +26,7 @@ from jax import Array
 
 from bessemer.config import field
 from bessemer.errors import InputError
+from bessemer.losses.exact_scores import exact_scores, value_of
 from bessemer.models.moe import EXPERT_IDS
 from bessemer.objectives.base import Apply, Batch, Sums
 from bessemer.registry import objectives
@@ -118,6 +119,11 @@ class GrpoSettings(SampledSettings):
         choices=("no", "reference", "logprobs"),
         help="train on stored completions: ρ is to the reference, or to their stored log-probabilities",
     )
+    exact: bool = field(
+        "grpo/exact",
+        default=False,
+        help="sampler and trainer read whole rows, one at a time, and agree bit for bit on a CPU in float32; slower",
+    )
 
     @property
     def buffer(self) -> int:
@@ -156,13 +162,22 @@ def grpo(
     if "advantages" not in batch:
         raise InputError("this objective trains on completions with advantages: add job=GRPOTrainer.")
 
-    def scores(weights: Any, rows: Batch, *entropy_gradient: bool) -> tuple[Array, Array]:
-        return apply(weights, rows, settings.temperature, True, *entropy_gradient, method="policy_scores")
-
     explores = settings.entropy_coef > 0 or entropy_offset is not None
-    logprobs, entropy = scores(params, batch, *([True] if explores else []))
+
+    def scores(weights: Any, rows: Batch) -> tuple[Array, Array]:
+        return apply(weights, rows, settings.temperature, True, method="policy_scores")
+
+    def exactly(weights: Any, rows: Batch) -> tuple[Array, Array]:
+        return exact_scores(apply, weights, rows, settings.temperature)[:2]
+
+    extra = [True] if explores else []  # the entropy has a gradient
+    logprobs, entropy = apply(params, batch, settings.temperature, True, *extra, method="policy_scores")
+    if settings.exact:  # the value is that of the rows read one at a time, the gradient that of the batch
+        exact = exactly(params, batch)
+        logprobs, entropy = value_of(exact[0], logprobs), value_of(exact[1], entropy)
     own = {name: value for name, value in batch.items() if name != EXPERT_IDS}  # a reference routes by itself
-    against = None if reference is None else jax.lax.stop_gradient(scores(reference, own)[0])
+    read = exactly if settings.exact else scores
+    against = None if reference is None else jax.lax.stop_gradient(read(reference, own)[0])
     old = batch.get("old_logprobs", against)
     if old is None:
         raise InputError("stored completions without log-probabilities need grpo.offline=reference.")
@@ -170,6 +185,8 @@ def grpo(
     coef = settings.entropy_coef if entropy_offset is None else settings.entropy_coef + entropy_offset
     bonus = coef * entropy if explores else None
     loss, weight, sums = policy_loss(logprobs, old, against, batch["advantages"], mask, settings, bonus)
+    if settings.exact:
+        sums["off_policy"] = jnp.sum(mask * (logprobs != old))
     return loss, weight, {**sums, "entropy": jnp.sum(mask * entropy)}
 
 

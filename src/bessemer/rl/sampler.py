@@ -27,10 +27,12 @@ from bessemer.generate import Engine, Request, Result, Sample, SamplingOptions
 from bessemer.generate.decoder import bucket, end_tokens
 from bessemer.generate.engine import round_of
 from bessemer.generate.sampling import Way, way_of
+from bessemer.losses.exact_scores import exact_scores
 from bessemer.models.moe import APART, EXPERT_IDS, ROUTING
 from bessemer.models.protocol import Decoding
 from bessemer.models.shape import round_up
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages, importance_weights
+from bessemer.rl.exact import ExactRollouts
 from bessemer.rl.prompts import Chosen, PromptPlan, end_ids
 from bessemer.rl.resample import Groups, replace_flat
 from bessemer.rl.rewards import Rewards
@@ -147,6 +149,27 @@ class Sampler:
             scope=self.topology.scope,
         )
 
+    @functools.cached_property
+    def exact(self) -> ExactRollouts | None:
+        """With grpo.exact, what draws every token again by the training pass."""
+        if not (isinstance(self.policy, GrpoSettings) and self.policy.exact):
+            return None
+        engine, tokenizer = self.engine, self.parts.tokenizer
+        assert tokenizer is not None
+        return ExactRollouts(
+            self.parts.apply,
+            self.policy.temperature,
+            self.sampling,
+            self.topology,
+            tokenizer,
+            self.micro,
+            self.settings.block_size,
+            self.policy.max_completion_length,
+            engine.capacity,
+            engine.pad_id,
+            engine.end_ids,
+        )
+
     def compile_ahead(self, params: Any) -> None:
         """Compile what the first rollout runs, from abstract parameters, into JAX's cache on disk.
 
@@ -218,6 +241,8 @@ class Sampler:
         }
         if self.settings.speculation is not None:
             metrics["tokens_per_pass"] = (self.engine.tokens - tokens) / max(self.engine.passes - passes, 1)
+        if self.exact is not None:
+            metrics |= self.exact.report()
         if isinstance(policy, GrpoSettings):
             if policy.overlong == "mask":
                 rows["loss_mask"][cut] = 0
@@ -295,7 +320,8 @@ class Sampler:
         """Return completions sampled as configured; each prompt has its own seed for the purpose."""
         seeds = [key_of(self.settings.seed, *purpose, row) % 2**32 for row in range(len(chosen))]
         what = {(ROLLOUT, 2): "rollout", (ROLLOUT, 4): "resampling"}.get((purpose[0], len(purpose)), "validation")
-        return self.complete(what, chosen, seeds, sampling=self.sampling, **options)
+        results = self.complete(what, chosen, seeds, sampling=self.sampling, **options)
+        return results if self.exact is None else self.exact.verified(self.params(), results)
 
     def rows_of(self, results: Sequence[Result]) -> dict[str, np.ndarray]:
         """Return one row per completion, every token of it trained."""
@@ -361,11 +387,14 @@ class Sampler:
         """Return log π_old (N, T), importance weights (N, T), and how far sampler and training pass are apart.
 
         logprob_gap compares the model's own log-probabilities; the weights compare with the distribution drawn from.
+        With grpo.exact and old_logprobs=sampler there is nothing to measure: the step itself reports `off_policy`.
         """
-        scored, plain, routed = self._scored(rows)
-        real = rows["target_ids"] >= 0
         model = spread([sample.logprobs for sample in samples], rows)
         drawn = spread([sample.policy_logprobs for sample in samples], rows) if self.alters_logits else model
+        if self.exact is not None and self.settings.old_logprobs == "sampler":
+            return drawn, np.ones(drawn.shape, np.float32), {}
+        scored, plain, routed = self._scored(rows)
+        real = rows["target_ids"] >= 0
         gap = np.abs(np.asarray(plain, np.float64) - model)[real]
         measured = {"logprob_gap": float(gap.mean()), "logprob_gap_max": float(gap.max())}
         given = self.settings.old_logprobs == "sampler"  # the ratio of the loss is to the sampler then: no weights
@@ -391,7 +420,9 @@ class Sampler:
     @functools.cached_property
     def _score(self) -> CompiledTogether:
         program = jax.jit(
-            functools.partial(_scores, self.parts.apply, self.policy.temperature),
+            functools.partial(
+                _scores if self.exact is None else _exact_scores, self.parts.apply, self.policy.temperature
+            ),
             out_shardings=self.topology.replicated,  # every process reads all of it
             compiler_options=self.topology.compiler_options,
         )
@@ -430,6 +461,15 @@ def _scores(apply: Any, temperature: float, params: Any, batch: Any) -> tuple[ja
 def _padded(array: np.ndarray, rows: int, value: int) -> np.ndarray:
     """Return the array with `rows` more rows of `value`."""
     return np.pad(array, ((0, rows), *[(0, 0)] * (array.ndim - 1)), constant_values=value)
+
+
+def _exact_scores(apply: Any, temperature: float, params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    """As `_scores`, with the bits of the sampler and of the training step."""
+
+    def micro(_: None, rows: Any) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        return None, exact_scores(apply, params, rows, temperature)[::2]
+
+    return jax.lax.scan(micro, None, batch)[1]
 
 
 def _flat(array: np.ndarray) -> np.ndarray:

@@ -25,6 +25,7 @@ from bessemer.objectives.grpo import TOKENS, GrpoSettings, SampledSettings
 from bessemer.registry import jobs, objectives
 from bessemer.rl.entropy import EntropyState, check_entropy, follow_target
 from bessemer.rl.episodes import EpisodeSampler, check_environment
+from bessemer.rl.exact import check_exact
 from bessemer.rl.prompts import PromptPlan, StoredPlan, build_prompts, build_stored
 from bessemer.rl.resample import check_resampling
 from bessemer.rl.rewards import Rewards, RewardSpec
@@ -42,7 +43,7 @@ from bessemer.training.setup.plan import StepHooks
 from bessemer.training.state import TrainState
 from bessemer.training.trainer import BaseTrainer, M
 
-PER_TOKEN = ("clip_frac", "kl", "entropy")
+PER_TOKEN = ("clip_frac", "kl", "entropy", "off_policy")
 
 
 @jobs.register("GRPOTrainer")
@@ -59,6 +60,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         if not entry.traits.get("rollouts"):
             family = [one.name for one in objectives if one.traits.get("rollouts")]
             raise InputError(f"GRPOTrainer trains objective={'|'.join(family)}, not {entry.name}.")
+        if isinstance(self.policy, GrpoSettings) and self.policy.exact:
+            check_exact(self.settings, self.policy, self.model_parts, self.topology)
         if self.settings.environment is not None:
             check_environment(self.settings.environment, self.policy)
         check_resampling(self.settings.resample, self.policy)
