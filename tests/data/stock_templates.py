@@ -32,6 +32,7 @@ class Family:
     rows: tuple[int, int] = (1, 1)
     system: bool = True
     thinks: bool = False
+    thinking: str = ""  # the key of reasoning, of a template that does not know its tags in a content
     calls: bool = False
 
     @property
@@ -80,6 +81,17 @@ LLAMA = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot
 LLAMA_END = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
 GEMMA = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
 GEMMA_END = {"bos_token": "<bos>", "eos_token": "<eos>"}
+HARMONY = (
+    "<|startoftext|>",
+    "<|endoftext|>",
+    "<|start|>",
+    "<|message|>",
+    "<|channel|>",
+    "<|end|>",
+    "<|return|>",
+    "<|call|>",
+)
+HARMONY_END = {"bos_token": "<|startoftext|>", "eos_token": "<|return|>"}
 V1 = ("<s>", "</s>")
 NEMO = (*V1, "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]")
 S_END = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -87,6 +99,11 @@ S_END = {"bos_token": "<s>", "eos_token": "</s>"}
 
 def _im_end(reasoning: str, content: str) -> str:
     return f"{content}<|im_end|>"
+
+
+def _return(reasoning: str, content: str) -> str:
+    thought = f"<|channel|>analysis<|message|>{reasoning}<|end|><|start|>assistant" if reasoning else ""
+    return f"{thought}<|channel|>final<|message|>{content}<|return|>"
 
 
 def _eot(reasoning: str, content: str) -> str:
@@ -127,6 +144,7 @@ FAMILIES = (
         ),
         thinks=True,
     ),
+    Family("ours/gpt_oss", HARMONY, HARMONY_END, _return, rows=(3, 3), thinks=True, thinking="thinking", calls=True),
     Family("trl/llama3", LLAMA, LLAMA_END, _eot),
     Family("trl/llama3_1", LLAMA, LLAMA_END, _eot, calls=True),
     Family("trl/llama3_2", LLAMA, LLAMA_END, _eot, calls=True),

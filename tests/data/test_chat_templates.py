@@ -58,7 +58,11 @@ def rendered(family: Family, messages: Messages, tools: Any = None) -> str:
     """The generation prompt, rendered here and not by the code under test."""
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-    environment.globals["strftime_now"] = lambda form: {"%d %b %Y": "26 Jul 2024", "%d %B %Y": "26 July 2024"}[form]
+    environment.globals["strftime_now"] = lambda form: {
+        "%d %b %Y": "26 Jul 2024",
+        "%d %B %Y": "26 July 2024",
+        "%Y-%m-%d": "2024-07-26",
+    }[form]
     source = (family.source or "").replace(" endgeneration %}", " endif %}").replace(" generation %}", " if true %}")
     values = {**family.tokens, "messages": messages, "tools": tools, "add_generation_prompt": True}
     return environment.from_string(source).render(**values)
@@ -112,6 +116,10 @@ def test_reasoning_is_trained_where_the_template_has_a_place_for_it(family: Fami
     ]
     if family.thinks:
         wanted = [family.written(m["reasoning_content"], m["content"]) for m in apart[1::2]]
+        if family.thinking:
+            theirs = [{**m, family.thinking: m.get("reasoning_content")} for m in apart]
+            assert check_turns(family, apart, wanted, given=theirs) == family.rows[0]
+            return
         assert check_turns(family, apart, wanted, given=inside) == family.rows[0]
         assert check_turns(family, inside, wanted) == family.rows[0]
         return
@@ -165,6 +173,7 @@ CALLS = {
     '{"city": "Bern"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>',
     "ours/mistral_nemo": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Bern"}, "id": "call00001"}]</s>',
     "ours/llama3_2": '{"name": "weather", "parameters": {"city": "Bern"}}<|eot_id|>',
+    "ours/gpt_oss": ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Bern"}<|call|>',
 }
 CALLS["qwen3_instruct_2507"] = CALLS["qwen2_5"]
 CALLS["trl/llama3_1"] = CALLS["trl/llama3_2"] = CALLS["ours/llama3_2"]

@@ -18,6 +18,7 @@ from bessemer.models.llama import Llama
 from bessemer.models.moe import (
     APART,
     BIAS,
+    CHOSEN,
     EXPERT_IDS,
     LOAD,
     ROUTING,
@@ -180,6 +181,51 @@ def test_replayed_experts_are_weighed_by_the_router_at_hand() -> None:
     assert got[0][1] == np.sum((replayed[..., 0] >= 0) & ~same.all(axis=-1)) > 20
 
 
+def plain_choice(ranked: np.ndarray, groups: int, groups_active: int, active: int, score: str) -> list[int]:
+    """The experts of one token in loops: the best groups, then the best experts in them; of equal ones the first."""
+    size = len(ranked) // groups
+    worth = [sum(sorted(ranked[g * size : (g + 1) * size])[-(2 if score == "top2" else 1) :]) for g in range(groups)]
+    best = sorted(range(groups), key=lambda g: (-worth[g], g))[:groups_active]
+    allowed = [e for e in range(len(ranked)) if e // size in best]
+    return sorted(allowed, key=lambda e: (-ranked[e], e))[:active]
+
+
+@pytest.mark.parametrize("groups", [(4, 2, "top2"), (4, 1, "max"), (2, 2, "top2"), (8, 3, "top2")])
+def test_experts_of_the_best_groups_are_chosen(groups: tuple[int, int, str]) -> None:
+    """Value and gradients of a loop over tokens, with a bias that decides."""
+    count, active, score = groups
+    routing = Routing(8, 2, "sigmoid", True, 0.0, 0.0, groups=count, groups_active=active, group_score=score)
+    params, h, upstream = layer_params(8, 12, 10, True), normal(5, 2, 9, 12), normal(6, 2, 9, 12)
+    params["router_bias"] = 0.3 * normal(7, 8)
+    ranked = np.asarray(jax.nn.sigmoid(h @ params["router"])) + params["router_bias"]
+    wanted = np.array([[plain_choice(token, count, active, 2, score) for token in row] for row in ranked])
+    ungrouped = np.array([[plain_choice(token, 1, 1, 2, score) for token in row] for row in ranked])
+    assert (wanted != ungrouped).any() == (active < count < 8)  # a group of one holds no weaker expert back
+
+    def value(routing: Routing, replayed: Any) -> Any:
+        def total(params: Any, h: Any) -> Any:
+            y, stats = routed_feed_forward(routing, params, h, Watch(replayed=replayed), jax.nn.silu, jnp.float32)
+            return jnp.sum(upstream * y), stats[CHOSEN]
+
+        return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True), compiler_options=QUICK)(params, h)
+
+    (got, chosen), gradients = value(routing, None)
+    np.testing.assert_array_equal(chosen, wanted)
+    (given, _), theirs = value(Routing(8, 2, "sigmoid", True, 0.0, 0.0), wanted)  # proven against a loop above
+    np.testing.assert_allclose(got, given, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * max(np.abs(b).max(), 1e-9))
+
+
+def test_of_equal_groups_the_first_are_chosen() -> None:
+    routing = Routing(8, 3, "softmax", True, 0.0, 0.0, groups=4, groups_active=2)
+    params = layer_params(8, 8, 6, True) | {"router": np.zeros((8, 8), np.float32)}
+    for bias, chosen in ((np.zeros(8), [0, 1, 2]), (np.array([0, 0, 1, 0, 0, 1, 0, 1.0]), [2, 5, 3])):
+        given = params | {"router_bias": bias.astype(np.float32)}
+        stats = routed_feed_forward(routing, given, normal(1, 2, 4, 8), Watch(), jax.nn.silu, jnp.float32)[1]
+        assert (np.asarray(stats[CHOSEN]) == chosen).all()
+
+
 def test_of_equal_experts_the_first_are_chosen() -> None:
     routing = Routing(5, 2, "softmax", True, 0.0, 0.0)
     params = layer_params(5, 8, 6, True) | {"router": np.zeros((8, 5), np.float32)}
@@ -274,7 +320,7 @@ def test_replayed_experts_on_a_mesh_are_those_of_one_device(family: str, axes: d
 
     def scores(params: Any, batch: Any) -> Any:
         (logprobs, _), seen = model.apply({"params": params}, batch, method="policy_scores", mutable=[ROUTING])
-        return jnp.sum(logprobs), seen[ROUTING][APART][0]
+        return jnp.mean(logprobs), seen[ROUTING][APART][0]
 
     step = jax.value_and_grad(scores, has_aux=True)
     expected = jax.device_get(jax.jit(step, compiler_options=QUICK)(params, rows))
@@ -370,6 +416,10 @@ def test_counts_and_flops(family: str) -> None:
         ({"experts_active": 7}, r"model\.experts_active is 7"),
         ({"experts_active": 1}, r"architecture\.experts\.normalize=false"),
         ({"mlp_bias": True}, r"architecture\.mlp_bias"),
+        ({"expert_groups": 4}, r"model\.expert_groups 4 does not divide"),
+        ({"expert_groups": 3, "expert_groups_active": 4}, r"model\.expert_groups_active is 4"),
+        ({"expert_groups": 6, "experts_active": 2}, "1 of 6 groups hold 1 experts"),
+        ({"expert_groups_active": 2}, "there are no groups"),
         ({"expert_score": "tanh"}, r"architecture\.experts\.score is 'tanh'"),
     ],
 )

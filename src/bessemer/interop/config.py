@@ -316,6 +316,7 @@ def _says(kind: str, model: Llama) -> dict[str, bool]:
         "architecture.rope.local_base": hf_types.get(kind).rotary is not None or not model.rope_local_base,
         "model.experts": bool(hf_types.get(kind).experts) == bool(model.experts),
         "model.experts_shared": not (model.experts and model.experts_shared),
+        "model.expert_groups": not (model.experts and model.expert_groups),
         "architecture.experts.score": not model.experts or model.expert_score == "softmax",
         "architecture.experts.balance": not model.experts or model.expert_balance != "bias",
     }

@@ -2,6 +2,7 @@
 
     s = softmax(W_r h) or sigmoid(W_r h)            scores of the experts, float32
     C = the experts_active largest of s + b          ties go to the expert with the lower number
+                                                     (with expert_groups: of the best groups only)
     y = Σ_{e in C} w_e · expert_e(h) + shared(h),    w_e = s_e, or s_e / Σ_C s with `normalize`
 
 No token is dropped and no expert has a capacity: tokens are sorted by expert, and the products are grouped
@@ -13,6 +14,10 @@ decides only who is chosen. `loss`: an auxiliary loss, E/k · Σ_e f_e · P_e, f
 and P_e the row's mean score (DeepSeek-V3's sequence-wise form). Means over a row, weighted by the row's targets, keep
 the sum over rows exact: the number of micro-batches and devices changes nothing. The z-loss is
 Σ w · logsumexp(W_r h)² (Zoph et al. 2022, ST-MoE). Both are means over the layers.
+
+Groups (DeepSeek-V3, arXiv 2412.19437): the experts are divided in order into `expert_groups` equal groups. A group's
+score is the sum of its two largest s + b (or the largest: DeepSeek-V2), and only experts of the
+`expert_groups_active` best groups can be chosen; of equal groups the first.
 
 Replay. Reinforcement learning can give the choices C that were made when a text was sampled (EXPERT_IDS of a batch):
 weights and gradients are still those of the router at hand, s_e for e in C (Ma et al. 2025, arXiv 2510.11370).
@@ -44,6 +49,7 @@ from bessemer.topology.rules import mesh_axes, rule_axes
 
 SCORES = ("softmax", "sigmoid")
 BALANCES = ("bias", "loss", "none")
+GROUP_SCORES = ("top2", "max")
 WIDTH_MULTIPLE = 16
 MOST_EXPERTS = 4096  # checked before a shape is derived: a configuration from elsewhere may name any number
 MEANS = ("loss", "entropy", "dropped")
@@ -96,6 +102,15 @@ class ExpertSettings(nn.Module):
     experts_shared: int = field(
         "model/experts_shared", default=0, minimum=0, help="experts that every token uses besides, as one dense layer"
     )
+    expert_groups: int = field(
+        "model/expert_groups",
+        default=0,
+        minimum=0,
+        help="equal groups of experts, of which the router first chooses the best; 0 = none",
+    )
+    expert_groups_active: int = field(
+        "model/expert_groups_active", default=1, minimum=1, help="groups whose experts a token may use"
+    )
     expert_width: int = field(
         "model/expert_width",
         default=-1,
@@ -105,6 +120,12 @@ class ExpertSettings(nn.Module):
     )
     expert_score: str = field(
         "architecture/experts/score", default="sigmoid", choices=SCORES, help="scores of experts from router logits"
+    )
+    expert_group_score: str = field(
+        "architecture/experts/group_score",
+        default="top2",
+        choices=GROUP_SCORES,
+        help="expert_groups: score of a group from its experts', the sum of the two largest or the largest",
     )
     expert_normalize: bool = field(
         "architecture/experts/normalize", default=True, help="weights of a token's experts sum to 1"
@@ -142,7 +163,15 @@ class ExpertSettings(nn.Module):
             return None
         aux = self.expert_aux_loss if self.expert_balance == "loss" else 0.0
         return Routing(
-            self.experts, self.experts_active, self.expert_score, self.expert_normalize, aux, self.expert_z_loss
+            self.experts,
+            self.experts_active,
+            self.expert_score,
+            self.expert_normalize,
+            aux,
+            self.expert_z_loss,
+            groups=self.expert_groups,
+            groups_active=self.expert_groups_active,
+            group_score=self.expert_group_score,
         )
 
     @property
@@ -160,13 +189,41 @@ class ExpertSettings(nn.Module):
             raise InputError(
                 f"model.experts_active is {self.experts_active}; a token uses 1 to {self.experts} (model.experts)."
             )
-        for name, value, known in (("score", self.expert_score, SCORES), ("balance", self.expert_balance, BALANCES)):
+        self._check_groups()
+        for name, value, known in (
+            ("score", self.expert_score, SCORES),
+            ("group_score", self.expert_group_score, GROUP_SCORES),
+            ("balance", self.expert_balance, BALANCES),
+        ):
             if value not in known:
                 raise InputError(f"architecture.experts.{name} is '{value}'; known: {', '.join(known)}.")
         if self.experts_active == 1 and self.expert_normalize and self.expert_balance != "none":
             raise InputError(
                 "model.experts_active=1 with architecture.experts.normalize=true weighs each chosen expert with 1, "
                 "so the router would never learn; set architecture.experts.normalize=false."
+            )
+
+    def _check_groups(self) -> None:
+        groups, active = self.expert_groups, self.expert_groups_active
+        if not groups:
+            if active != 1:
+                raise InputError(
+                    f"model.expert_groups_active is {active}, but there are no groups; set model.expert_groups."
+                )
+            return
+        if self.experts % groups:
+            raise InputError(
+                f"model.expert_groups {groups} does not divide model.experts {self.experts}; use a divisor of it."
+            )
+        if not 1 <= active <= groups:
+            raise InputError(
+                f"model.expert_groups_active is {active}; a token uses 1 to {groups} groups (model.expert_groups)."
+            )
+        if self.experts_active > active * self.experts // groups:
+            raise InputError(
+                f"model.experts_active is {self.experts_active}, but {active} of {groups} groups hold "
+                f"{active * self.experts // groups} experts; raise model.expert_groups_active or lower "
+                "model.expert_groups."
             )
 
 
@@ -214,6 +271,9 @@ class Routing:
     aux_loss: float
     z_loss: float
     combine: Callable[[Array, Array], Array] | None = None  # of gate and up; None: activation(gate) · up
+    groups: int = 0  # of experts; 0: none
+    groups_active: int = 1
+    group_score: str = "top2"
 
 
 def expert_sizes(shape: ExpertShape, width: int, gated: bool, joined: bool = False) -> dict[str, tuple[int, int, int]]:
@@ -316,6 +376,7 @@ def _specs(leaf: Any, axes: list[Any]) -> Any:
 def _choose(routing: Routing, ranked: Array, replayed: Array | None) -> tuple[Array, Array | None]:
     """Return the experts of each token, (B, T, k), and if any are replayed, whether the router would choose other ones,
     (B, T). ranked: (B, T, E); replayed: (B, T, k)."""
+    ranked = _of_best_groups(routing, ranked) if routing.groups else ranked
     _, chosen = jax.lax.top_k(ranked, routing.active)  # of equal ones the first
     if replayed is None:
         return chosen, None
@@ -323,6 +384,15 @@ def _choose(routing: Routing, ranked: Array, replayed: Array | None) -> tuple[Ar
     given = replayed[..., 0] >= 0
     apart = given & (jnp.sort(chosen, axis=-1) != jnp.sort(replayed, axis=-1)).any(axis=-1)
     return jnp.where(given[..., None], replayed, chosen), apart
+
+
+def _of_best_groups(routing: Routing, ranked: Array) -> Array:
+    """Return the scores with -inf for the experts of groups that cannot be chosen. ranked: (B, T, E)."""
+    groups = ranked.reshape(*ranked.shape[:-1], routing.groups, -1)
+    best = jax.lax.top_k(groups, min(2 if routing.group_score == "top2" else 1, groups.shape[-1]))[0]
+    _, kept = jax.lax.top_k(jnp.sum(best, axis=-1), routing.groups_active)  # of equal ones the first
+    member = jnp.any(kept[..., None] == jnp.arange(routing.groups), axis=-2)
+    return jnp.where(member[..., None], groups, -jnp.inf).reshape(ranked.shape)
 
 
 def _routed(routing: Routing, h: Array, scores: Array, chosen: Array, run: Callable[[Array, Array], Array]) -> Array:

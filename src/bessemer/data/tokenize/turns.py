@@ -38,6 +38,7 @@ from bessemer.errors import InputError
 PRIVATE = range(0xE000, 0xF8FF)  # characters that mean nothing, for marks in texts
 THINK, UNTHINK = "<think>", "</think>"
 NO_THOUGHTS = re.compile(rf"{THINK}\s*{UNTHINK}\s*\Z")  # what some templates write before an answer without thinking
+REASONING = ("reasoning_content", "thinking")  # keys under which templates read it; gpt-oss has the second
 CALL_ID = "call00001"  # nine letters and digits: Mistral's templates refuse others
 Row = tuple[list[int], list[int]]  # ids, mask
 Piece = tuple[str, int]  # text, whether it is learned
@@ -371,14 +372,14 @@ class Calls:
 @dataclass(frozen=True)
 class Form:
     """What a template does with a conversation. `end`: the token after an answer, "" if there is none; `calls`: None if
-    it does not write tool calls; `reads_reasoning`: it writes `reasoning_content`; `thinks`: that, or it knows the tags
-    of thinking in a content."""
+    it does not write tool calls; `reasoning`: the key under which it reads reasoning, "" if it does not; `thinks`: it
+    does, or it knows the tags of thinking in a content."""
 
     template: ChatTemplate
     with_tools: bool
     end: str
     calls: Calls | None
-    reads_reasoning: bool
+    reasoning: str
     thinks: bool
 
     def writes(self, role: str) -> bool:
@@ -394,7 +395,9 @@ class Form:
             calls = [_fitted_call(call, self.calls.text) for call in message["tool_calls"]]
             message = {**message, "tool_calls": calls, "content": message.get("content") or self.calls.empty}
         reasoning = message.get("reasoning_content")
-        if isinstance(reasoning, str) and reasoning and self.thinks and not self.reads_reasoning:
+        if isinstance(reasoning, str) and reasoning and self.reasoning:
+            message = {**message, self.reasoning: reasoning}
+        elif isinstance(reasoning, str) and reasoning and self.thinks:
             said = str(message.get("content") or "")
             message = {key: value for key, value in message.items() if key != "reasoning_content"}
             message["content"] = f"{THINK}\n{reasoning.strip()}\n{UNTHINK}\n\n{said}"
@@ -411,11 +414,11 @@ def form_of(template: ChatTemplate, special: re.Pattern[str], with_tools: bool) 
     answer = {"role": "assistant", "content": FIRST}
     tail = _trial(template, with_tools, [ASKED, answer]).partition(FIRST)[2]
     end = special.search(tail)
-    thought = _trial(template, with_tools, [ASKED, {**answer, "reasoning_content": SECOND}])
+    thoughts = (key for key in REASONING if SECOND in _trial(template, with_tools, [ASKED, {**answer, key: SECOND}]))
+    reads = next(thoughts, "")
     known = UNTHINK in template.source_for((ASKED,) if with_tools else ())
     calls = next((calls for calls in CALLS if _writes_calls(template, with_tools, calls)), None)
-    reads = SECOND in thought
-    return Form(template, with_tools, end.group() if end else "", calls, reads, reads or known)
+    return Form(template, with_tools, end.group() if end else "", calls, reads, bool(reads) or known)
 
 
 CALLS = tuple(Calls(empty, text) for empty in ("", None) for text in (False, True))
