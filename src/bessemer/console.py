@@ -53,8 +53,8 @@ def show(value: Any) -> str:
 
 
 def counted(count: int, word: str) -> str:
-    """1 row; 2,048 rows; 2 passes."""
-    ending = "" if count == 1 else "es" if word.endswith("s") else "s"
+    """1 row; 2,048 rows; 2 passes; 2 batches."""
+    ending = "" if count == 1 else "es" if word.endswith(("s", "ch")) else "s"
     return f"{count:,} {word}{ending}"
 
 

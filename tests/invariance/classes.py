@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-AXES = ("data", "fsdp", "expert", "tensor", "context")
+AXES = ("data", "pipeline", "fsdp", "expert", "tensor", "context")
 Settings = dict[str, Any]
 
 
@@ -148,11 +148,17 @@ CLASSES: dict[str, Class] = {
             "data 2 x tensor 2, S=4": mesh(data=2, tensor=2, per_device=1),
             "data 2 x fsdp 2 x tensor 2": mesh(data=2, fsdp=2, tensor=2),
             "fsdp 2 x tensor 2 x context 2": mesh(fsdp=2, tensor=2, context=2),
+            "pipeline 2": mesh(pipeline=2),
+            "data 2 x pipeline 2, S=2": mesh(data=2, pipeline=2, per_device=1),
         },
         ROUNDING,
         shared=SGD,
     ),
-    "mesh, muon": Class({"data 2 x fsdp 2 x tensor 2": mesh(data=2, fsdp=2, tensor=2)}, POLAR, shared=MUON),
+    "mesh, muon": Class(
+        {"data 2 x fsdp 2 x tensor 2": mesh(data=2, fsdp=2, tensor=2), "pipeline 2 x fsdp 2": mesh(pipeline=2, fsdp=2)},
+        POLAR,
+        shared=MUON,
+    ),
     # experts: choices are integers, so a sum in another order must never change one
     "experts": Class(
         {

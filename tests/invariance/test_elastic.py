@@ -26,6 +26,7 @@ CHAINS: dict[str, tuple[Member, list[Member]]] = {
     "8 -> 4 -> 1": (mesh(data=8), [mesh(data=4, quick=True), mesh()]),
     "fsdp -> tensor": (mesh(fsdp=4), [mesh(tensor=4)]),
     "1 -> fsdp x tensor x context": (mesh(), [mesh(fsdp=2, tensor=2, context=2)]),
+    "pipeline 2 -> 1 -> data 2 x pipeline 2": (mesh(pipeline=2), [mesh(), mesh(data=2, pipeline=2)]),
     "S=1 -> S=4 -> S=2": (mesh(), [accumulate(2), accumulate(4)]),
     "one process -> two -> one": (mesh(data=2), [mesh(data=2, processes=2), mesh()]),
 }
@@ -68,6 +69,7 @@ RESTORED: dict[str, tuple[Settings, Member]] = {
     "adamw, data 8": (WHOLE, mesh(data=8)),
     "adamw, fsdp 2 x tensor 2 x context 2": (WHOLE, mesh(fsdp=2, tensor=2, context=2)),
     "adamw, tensor 4": (WHOLE, mesh(tensor=4)),
+    "adamw, pipeline 2 x fsdp 2": (WHOLE, mesh(pipeline=2, fsdp=2)),
     "experts, fsdp 2 x expert 2 x tensor 2": ({**WHOLE, **EXPERTS}, mesh(fsdp=2, expert=2, tensor=2)),
     "muon, fsdp 4 x tensor 2": (MUON, mesh(fsdp=4, tensor=2)),
 }
@@ -112,6 +114,7 @@ REFUSED: dict[str, tuple[Member, list[str]]] = {
     "more devices than there are": (member(4, topology__data=8), ["4 device(s)", "topology.data=8"]),
     "a batch the mesh does not divide": (member(3, topology__data=3), ["training.batch_size=8", "multiple of 3"]),
     "micro-batches that do not fit": (mesh(per_device=3), ["training.per_device_batch_size", "1, 2, 4, 8"]),
+    "more stages than layers": (mesh(pipeline=4), ["topology.pipeline=4", "model.depth=3"]),
     "more tensor shards than heads": (mesh(tensor=8), ["topology.tensor=8", "4 heads"]),
     "a sequence the context does not divide": (mesh(context=3), ["topology.context=3", "block_size=32"]),
     "another batch size": (member(training__batch_size=4), ["training.batch_size", "init=RUN"]),

@@ -47,13 +47,37 @@ EXPERT_MESHES: dict[str, dict[str, int]] = {
     "data 2 x expert 2 x context 2": {"data": 2, "expert": 2, "context": 2},
 }
 """Of families with experts alone; their number, 6, is a multiple of the axis."""
+PIPELINE_MESHES: dict[str, dict[str, int]] = {
+    "pipeline 2": {"pipeline": 2},
+    "data 2 x pipeline 2": {"data": 2, "pipeline": 2},
+    "fsdp 2 x pipeline 2": {"fsdp": 2, "pipeline": 2},
+    "pipeline 2 x tensor 2": {"pipeline": 2, "tensor": 2},
+    "data 2 x pipeline 2 x fsdp 2": {"data": 2, "pipeline": 2, "fsdp": 2},
+    "pipeline 2 x fsdp 2 x tensor 2": {"pipeline": 2, "fsdp": 2, "tensor": 2},
+}
+"""A layer on each of two stages; deeper models are in test_pipeline.py."""
+EXPERT_STAGES = {"pipeline 2 x fsdp 2 x expert 2": {"pipeline": 2, "fsdp": 2, "expert": 2}}
+STAGES: dict[str, tuple[str, ...]] = {
+    "gpt": tuple(PIPELINE_MESHES),
+    "llama": ("data 2 x pipeline 2", "pipeline 2 x fsdp 2 x tensor 2"),
+    "lookup": ("data 2 x pipeline 2", "data 2 x pipeline 2 x fsdp 2"),
+    "gemma": ("data 2 x pipeline 2",),
+    "olmo": ("pipeline 2 x tensor 2",),
+    "olmoe": ("pipeline 2 x tensor 2",),
+    "gpt-experts": ("data 2 x pipeline 2",),
+    "llama-experts": ("data 2 x pipeline 2", *EXPERT_STAGES),
+}
+"""Stages of a family are one scan of the same layers: every family on some of the meshes, gpt on all of them."""
+ALL_MESHES = MESHES | EXPERT_MESHES | PIPELINE_MESHES | EXPERT_STAGES
 FAST = {("gpt", "fsdp 2 x tensor 2 x context 2"), ("gpt", "data 2 x fsdp 2 x tensor 2"), ("gpt", "context 4")}
 FAST |= {(family, "fsdp 2 x tensor 2 x context 2") for family in FAMILIES}
 FAST |= {(family, "fsdp 2 x expert 2 x tensor 2") for family in ("gpt-experts", "gptoss")}
 FAST |= {("llama-experts", "data 2 x expert 2 x context 2")}
+FAST |= {("gpt", "data 2 x pipeline 2 x fsdp 2"), ("llama-experts", "pipeline 2 x fsdp 2 x expert 2")}
 SLOW = {("gpt", name) for name in ("data 8", "fsdp 8", "tensor 8", "data 2 x fsdp 4", "fsdp 4 x tensor 2")}
 SLOW |= {(family, name) for family in FAMILIES for name in ("data 8", "data 2 x fsdp 2 x tensor 2")}
 SLOW |= {(family, "expert 2") for family, (_, settings) in FAMILIES.items() if "experts" in settings}
+SLOW |= {("gpt", "pipeline 2 x fsdp 2 x tensor 2"), ("llama", "data 2 x pipeline 2")}
 """The others are run by `make long`."""
 
 BOUNDS = {  # with AdamW's own epsilon, measured: largest 1.6e-7, 1.2e-5, 3.3e-2, 1.3e-5, 2.5e-5
@@ -77,8 +101,9 @@ MOVES = {
 
 def cases():
     for family in FAMILIES:
-        for mesh, axes in (MESHES | (EXPERT_MESHES if "experts" in FAMILIES[family][1] else {})).items():
-            if family == "gptoss" and "context" in axes:
+        experts = EXPERT_MESHES if "experts" in FAMILIES[family][1] else ()
+        for mesh in (*MESHES, *STAGES.get(family, ()), *experts):
+            if family == "gptoss" and "context" in ALL_MESHES[mesh]:
                 continue  # sinks need whole sequences: kernels/attention.py refuses
             marks = []
             if (family, mesh) not in FAST:
@@ -98,7 +123,7 @@ def test_every_family_of_the_package_is_on_the_meshes() -> None:
 
 @pytest.mark.parametrize(("family", "mesh"), list(cases()))
 def test_a_mesh_is_one_device(family: str, mesh: str, capfd: pytest.CaptureFixture[str]) -> None:
-    topology = mesh_of((MESHES | EXPERT_MESHES)[mesh])
+    topology = mesh_of(ALL_MESHES[mesh])
     with topology.scope():
         tiny = build(family, topology=topology)
     tiny.model.check()

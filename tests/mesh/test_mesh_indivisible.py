@@ -28,6 +28,12 @@ REFUSED: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
     ),
     "experts": ({"expert": 4}, {"experts": 6}, "'expert' has 6 entries.*topology.expert=4.*model.experts"),
     "no experts": ({"expert": 2}, {}, "topology.expert=2.*no experts.*model.experts"),
+    "layers": ({"pipeline": 4}, {"depth": 3}, "topology.pipeline=4.*model.depth=3"),
+    "width by stages": (
+        {"pipeline": 3},
+        {"depth": 3},
+        "'embed' has 64 entries, which topology.pipeline=3.*model.width",
+    ),
     "width": ({"fsdp": 3}, {}, "'embed' has 64 entries.*topology.fsdp=3.*model.width"),
 }
 

@@ -25,9 +25,10 @@ def bytes_of(rows: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_device_of_eight_holds_an_eighth(name: str) -> None:
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"fsdp": 2, "pipeline": 4}], ids=["fsdp", "fsdp x pipeline"])
+def test_a_device_of_eight_holds_an_eighth(name: str, axes: dict[str, int]) -> None:
     """Depth 12 with lookup layers, from shapes alone."""
-    topology = mesh_of({"fsdp": 8})
+    topology = mesh_of(axes)
     model = GPT(depth=12, vocab_size=32_768, block_size=2048, lookup_after_layers=[3, 8])
     boxed = jax.eval_shape(model.init, jax.random.key(0), jax.numpy.zeros((1, 8), int))["params"]
     params, places = unbox(boxed), shardings(boxed, topology.mesh)
@@ -67,7 +68,7 @@ def test_rows_of_the_table() -> None:
     up = rows["blocks_0/up"]
     assert (up["shape"], up["spec"], up["bytes"], up["bytes_per_device"]) == (
         [64, 256],
-        ["fsdp", "tensor"],
+        [["fsdp", "pipeline"], "tensor"],
         65_536,
         8192,
     )

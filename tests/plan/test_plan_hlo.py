@@ -102,3 +102,16 @@ def test_layout_names_axes() -> None:
     assert layout.members(("data", "tensor")).tolist() == [0, 1, 8, 9]
     assert layout.axes_of([1, 3, 5, 7]) == ("fsdp",) and layout.axes_of([0, 9]) == ("data", "tensor")
     assert layout.nodes(layout.members(("data",))) == 2
+
+
+def test_of_two_branches_the_one_that_sends_more_is_counted() -> None:
+    """A stage of a pipeline takes one of them."""
+    branches = "".join(
+        f"%{name} (p: f32[{size}]) -> f32[{size}] {{\n  ROOT %ar = f32[{size}]{{0}} all-reduce(%p), channel_id={size}, "
+        "replica_groups=[2,4]<=[8], to_apply=%add\n}\n\n"
+        for name, size in (("first", 8), ("second", 32))
+    )
+    for words in ("branch_computations={%first, %second}", "true_computation=%first, false_computation=%second"):
+        entry = f"ENTRY %main (p: f32[8]) -> f32[8] {{\n  ROOT %c = f32[8]{{0}} conditional(%i, %a, %b), {words}\n}}\n"
+        (found,) = collectives_of(branches + entry, LAYOUT)
+        assert (found.kind, found.axes, found.count, found.payload) == ("all-reduce", ("fsdp",), 1, 32 * 4)

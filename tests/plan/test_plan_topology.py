@@ -16,6 +16,7 @@ from bessemer.plan.compiled import Compiled, has_compiler
 from bessemer.plan.estimate import Choice, estimate, terms_of
 from bessemer.plan.show import render_absent
 from bessemer.plan.target import balanced, parse_target
+from bessemer.topology import AXES
 
 GIB = 2**30
 SCANNED = "architecture.scan_layers=true"  # traced in a fraction of the time
@@ -83,9 +84,7 @@ def test_bytes_sent_stay_flat_in_fsdp_and_data(deep: Any) -> None:
     """Per device and step at one pass a step: 64 times the devices change them by less than a fifth."""
 
     def sent(data: int, fsdp: int) -> float:
-        choice = Choice(
-            {"data": data, "fsdp": fsdp, "expert": 1, "tensor": 1, "context": 1}, 512 // (data * fsdp), ("none",)
-        )
+        choice = Choice(dict.fromkeys(AXES, 1) | {"data": data, "fsdp": fsdp}, 512 // (data * fsdp), ("none",))
         made = estimate(deep.facts, choice, deep.terms)
         assert made.accumulate == 1
         return sum(one.sent for one in made.collectives)
@@ -103,7 +102,7 @@ def test_what_the_torus_makes_of_the_mesh_is_a_note_of_the_plan(deep: Any) -> No
 
 def test_memory_follows_the_mesh(deep: Any) -> None:
     def memory(rows: int = 4, remat: str = "none", **axes: int) -> Any:
-        sizes = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1, "context": 1} | axes
+        sizes = dict.fromkeys(AXES, 1) | axes
         made = tried(deep.facts, Choice(sizes, rows, (remat,)), deep.terms)
         assert made is not None
         return made.memory
@@ -117,7 +116,7 @@ def test_memory_follows_the_mesh(deep: Any) -> None:
     assert one.activations / 2 < memory(tensor=2).activations < one.activations
     kept = [memory(remat=remat, fsdp=8).activations for remat in ("block", "none")]
     assert kept[0] < kept[1] / 4
-    wrong = Choice({"data": 1, "fsdp": 5, "expert": 1, "tensor": 1, "context": 1}, 1, ("none",))
+    wrong = Choice(dict.fromkeys(AXES, 1) | {"fsdp": 5}, 1, ("none",))
     assert tried(deep.facts, wrong, deep.terms) is None, "a width that 5 does not divide"
 
 

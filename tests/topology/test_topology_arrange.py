@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from bessemer.errors import InputError
-from bessemer.topology import arrange
-from bessemer.topology.mesh import AXES
+from bessemer.topology import AXES, arrange
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,8 @@ def torus(*sides: int, slices: int = 1, kind: str = "TPU v5") -> list[Device]:
     return [Device(n, tuple(coords), index, kind) for n, (index, *coords) in enumerate(places)]
 
 
-def sizes(**given: int) -> tuple[int, ...]:
-    """The size of every axis: those that are given, 1 for the others."""
-    return tuple(given.get(axis, 1) for axis in AXES)
+def mesh(**sizes: int) -> tuple[int, ...]:
+    return tuple((dict.fromkeys(AXES, 1) | sizes).values())
 
 
 def sides_of(group: np.ndarray) -> list[int]:
@@ -42,14 +40,14 @@ def sides_of(group: np.ndarray) -> list[int]:
 
 
 def test_an_axis_takes_whole_sides_of_the_torus() -> None:
-    placed, notes = arrange(sizes(data=8, fsdp=64), torus(8, 8, 8))
-    assert placed.shape == sizes(data=8, fsdp=64) and notes == ()
+    placed, notes = arrange(mesh(data=8, fsdp=64), torus(8, 8, 8))
+    assert placed.shape == mesh(data=8, fsdp=64) and notes == ()
     assert all(sides_of(placed[index]) == [1, 8, 8] for index in range(8))
 
 
 def test_axes_that_share_a_side_are_neighbors_all_the_same_and_the_notes_say_so() -> None:
     devices = torus(16, 16, 1, kind="TPU v6 lite")
-    placed, (note,) = arrange(sizes(data=8, fsdp=32), devices)
+    placed, (note,) = arrange(mesh(data=8, fsdp=32), devices)
     assert set(placed.flat) == set(devices)
     assert all(sides_of(placed[index]) == [1, 2, 16] for index in range(8))
     assert "data 8 × fsdp 32" in note and "16x16x1" in note and "share a side" in note
@@ -57,26 +55,26 @@ def test_axes_that_share_a_side_are_neighbors_all_the_same_and_the_notes_say_so(
 
 def test_devices_that_are_no_whole_torus_are_in_plain_order_and_the_notes_say_so() -> None:
     devices = torus(2, 2, 2)[:6]
-    placed, (note,) = arrange(sizes(data=3, fsdp=2), devices[::-1])
+    placed, (note,) = arrange(mesh(data=3, fsdp=2), devices[::-1])
     assert list(placed.flat) == devices and "plain order" in note
 
 
 def test_slices_are_on_the_outermost_axes() -> None:
     devices = torus(2, 2, 1, slices=4)
-    for given, far in (
-        (sizes(data=4, fsdp=4), []),
-        (sizes(data=2, fsdp=8), ["fsdp spans 2"]),
-        (sizes(fsdp=4, tensor=4), ["fsdp spans 4"]),
+    for sizes, far in (
+        (mesh(data=4, fsdp=4), []),
+        (mesh(data=2, fsdp=8), ["fsdp spans 2"]),
+        (mesh(fsdp=4, tensor=4), ["fsdp spans 4"]),
     ):
-        placed, notes = arrange(given, devices)
+        placed, notes = arrange(sizes, devices)
         assert [device.slice_index for device in placed.flat] == [n // 4 for n in range(16)]
         assert len(notes) == len(far) and all(words in note for words, note in zip(far, notes, strict=True))
     with pytest.raises(InputError, match="differ in size"):
-        arrange(sizes(data=15), devices[:15])
+        arrange(mesh(data=15), devices[:15])
 
 
 def test_gpus_of_several_nodes_are_neighbors_by_number() -> None:
     """Which `jax.make_mesh` refuses where the nodes tell their slices."""
     devices = [Device(n, (), n // 8, "NVIDIA H100", "gpu") for n in range(32)]
-    placed, notes = arrange(sizes(data=4, fsdp=4, tensor=2), devices[::-1])
+    placed, notes = arrange(mesh(data=4, fsdp=4, tensor=2), devices[::-1])
     assert list(placed.flat) == devices and notes == ()

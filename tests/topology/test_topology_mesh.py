@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from bessemer.errors import InputError
 from bessemer.topology import (
+    AXES,
     CHIPS,
     TopologySettings,
     check_rules,
@@ -69,7 +70,7 @@ def test_peaks_are_dense_and_plausible():
 
 def test_minus_one_fills_what_is_left():
     topology = make_topology(TopologySettings(fsdp=2, tensor=2))
-    assert dict(topology.mesh.shape) == {"data": 2, "fsdp": 2, "expert": 1, "tensor": 2, "context": 1}
+    assert dict(topology.mesh.shape) == dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 2, "tensor": 2}
     assert topology.data_parallel == 4 and topology.device_count == 8 and topology.is_process_zero
     filled = make_topology(TopologySettings(data=1, fsdp=-1))
     assert filled.mesh.shape["fsdp"] == 8
@@ -95,10 +96,10 @@ def test_bad_mesh_sizes_name_settings_and_device_count(settings, words):
 
 def test_batch_sharding_splits_rows_and_sequence():
     topology = make_topology(TopologySettings(fsdp=2, context=2))
-    assert topology.batch_sharding().spec == P(("data", "fsdp", "expert"), "context")
+    assert topology.batch_sharding().spec == P(("data", "fsdp", "expert", "pipeline"), "context")
     batch = jax.device_put(np.zeros((3, 8, 4)), topology.batch_sharding(1))
     assert batch.addressable_shards[0].data.shape == (3, 2, 2)
-    assert topology.describe()["axes"] == {"data": 2, "fsdp": 2, "expert": 1, "tensor": 1, "context": 2}
+    assert topology.describe()["axes"] == dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 2, "context": 2}
     assert topology.describe()["cpu_threads"] >= 8 and topology.compiler_options is None
 
 
@@ -106,7 +107,7 @@ def test_rest_and_compute_tables_make_fsdp():
     topology = make_topology(TopologySettings(data=1, fsdp=4, tensor=2))
     tree = {"w": box(("embed", "mlp"), (8, 6)), "layers": {"g": box(("layers", "gate"), (3, 5))}, "s": 1.0}
     rest = shardings(tree, topology.mesh)
-    assert rest["w"].spec == P("fsdp", "tensor") and rest["layers"]["g"].spec == P(None, None)
+    assert rest["w"].spec == P(("fsdp", "pipeline"), "tensor") and rest["layers"]["g"].spec == P(None, None)
     assert rest["s"].is_fully_replicated
     assert shardings(tree, topology.mesh, topology.compute_rules)["w"].spec == P(None, "tensor")
     specs = shardings({"x": P(("data", "fsdp"), None), "y": P("vocab")}, topology.mesh)
@@ -121,8 +122,8 @@ def test_what_flax_passes_silently_is_an_error():
         shardings({"w": box(("heads", "mlp"), (8, 8))}, topology.mesh)
     with pytest.raises(InputError, match="twice"):
         check_rules([("embed", "fsdp"), ("embed", None)], topology.mesh)
-    with pytest.raises(InputError, match="'pipeline'"):
-        check_rules([("embed", "pipeline")], topology.mesh)
+    with pytest.raises(InputError, match="'elsewhere'"):
+        check_rules([("embed", "elsewhere")], topology.mesh)
     with pytest.raises(InputError, match="name each axis"):
         shardings({"w": box(("embed",), (8, 8))}, topology.mesh)
 

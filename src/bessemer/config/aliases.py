@@ -394,7 +394,10 @@ _TABLE: list[Alias] = [
     Alias("tensor_parallel_degree tensor_parallel_size ici_tensor_parallelism model_axis_size", "topology.tensor"),
     Alias("context_parallel_degree ici_context_parallelism", "topology.context"),
     Alias("expert_parallel_degree expert_parallel_size ici_expert_parallelism", "topology.expert"),
-    Alias("pipeline_parallel_degree", note=f"There is no pipeline parallelism. {_MESH}"),
+    Alias(
+        "pipeline_parallel_degree pipeline_parallel_size pipeline_model_parallel_size ici_pipeline_parallelism",
+        "topology.pipeline",
+    ),
     Alias("device device_type", "topology.platform", values={"cuda": "gpu"}),
     # adapters
     Alias("r lora.r lora_r lora_rank", "lora.rank"),

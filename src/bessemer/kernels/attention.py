@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from bessemer.errors import InputError
 from bessemer.topology.chips import backend
-from bessemer.topology.rules import mesh_axes, rule_axes
+from bessemer.topology.rules import in_stage, mesh_axes, rule_axes
 
 # -- splash attention: JAX's own Pallas kernel for TPUs, which skips blocks of keys outside the causal window ----------
 
@@ -139,7 +139,7 @@ def on_devices(
 ) -> Array:
     """`kernel` on every device's share. whole: XLA can divide the kernel by itself where no sequence is split."""
     alone = not (layout.batch or layout.sequence or layout.heads)
-    if alone or (whole and layout.way == "none"):
+    if layout.way == "none" and (whole or (alone and not in_stage())):
         return kernel(q, k, v, segment_ids, segment_ids)
 
     def local(q: Array, k: Array, v: Array, ids: Array | None = None) -> Array:
@@ -242,7 +242,8 @@ def attention(
     addressed = q.size < 2**31  # offsets are int32
     if name == "cudnn" and segment_ids is not None and max_documents and window is None and alone and addressed:
         kernel = partial(_cudnn_packed, max_documents=max_documents)
-    return on_devices(kernel, layout, q, k, v, window, segment_ids, whole=name != "splash")
+    whole = name == "xla" or (name != "splash" and not in_stage())
+    return on_devices(kernel, layout, q, k, v, window, segment_ids, whole=whole)
 
 
 def choose_attention(

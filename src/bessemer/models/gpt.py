@@ -20,10 +20,11 @@ from bessemer.kernels.fp8 import SCALINGS
 from bessemer.kernels.norms import choose_kernels
 from bessemer.models.allocation import check_rows
 from bessemer.models.cache import Cache
-from bessemer.models.layers import AXES, BlockParameters, LayerOptions, Stream, declare, layer, ramp, run_layers
+from bessemer.models.layers import AXES, After, BlockParameters, LayerOptions, Step, Stream, declare, layer, ramp
 from bessemer.models.lookup import AXES as LOOKUP_AXES
 from bessemer.models.lookup import LookupOptions, LookupParameters, LookupSettings, lookup_layer, with_lookup
 from bessemer.models.moe import ExpertSettings, Stats, add_stats, no_stats
+from bessemer.models.pipeline import Rows, Stack, run_stack
 from bessemer.models.shape import Shape, layer_windows
 from bessemer.models.transformer import AttendAt, Tokens, Transformer, require
 from bessemer.registry import models
@@ -139,6 +140,7 @@ class GPT(Transformer, LookupSettings, ExpertSettings):
     # -- facts ---------------------------------------------------------------------------------------------------
 
     projected_groups: ClassVar[tuple[str, ...]] = ("matrix",)
+    has_stages: ClassVar[bool] = True
     cast_groups: ClassVar[tuple[str, ...]] = ("matrix", "embedding", "value_embedding", "head")
     silent_at_start: ClassVar[tuple[str, ...]] = ("rho", "xi", "backout_scale")
     """Parameters without a gradient in a fresh model. All output projections are 0, so the residual stream is a
@@ -244,23 +246,33 @@ class GPT(Transformer, LookupSettings, ExpertSettings):
         x = constrain(x, "batch", "sequence", "embed_act")
         if keys is not None:
             x = ops.dropout(x, self.dropout, ops.fold_in(keys, self.depth))
-        options = self._layer_options(self._fp8(training))
-        length = max(self.block_size, x.shape[1])
-        rotary = ops.rotary_table(positions, length, self.head_dim, self.rotary_base)
+        rows = Rows(ids, positions, documents, keys, *watch)
+        stack = Stack(
+            partial(self._block, self._layer_options(self._fp8(training)), max(self.block_size, x.shape[1])),
+            self.shape.windows,
+            self.scan_layers,
+            self.remat,
+            self._back_out,
+            mixes=self.residual_mix,
+            middle=self._backs_out,
+        )
+        shared = {"backout_scale": self.backout_scale} if self._backs_out else {}
+        stats = no_stats(self.routing(), self.depth, watch)
+        x, stats = run_stack(stack, self._layer_params(), shared, x, rows, stats)
+        return ops.rms_norm(x), stats
+
+    def _block(self, options: LayerOptions, length: int, rows: Rows) -> tuple[Step, After]:
+        """Return what a layer computes on `rows`, whose positions are below `length`, and what its lookups do."""
+        rotary = ops.rotary_table(rows.positions, length, self.head_dim, self.rotary_base)
 
         def step(window: int | None, params: dict[str, Array], index: Array, stream: Stream) -> Stream:
-            attend = self._attend(window, documents)
-            layer_keys = None if keys is None else ops.fold_in(keys, index)
-            x, x0, seen = layer(options, params, *stream[:2], ids, rotary, attend, layer_keys, watch.of_layer(index))
+            attend = self._attend(window, rows.documents)
+            keys = None if rows.keys is None else ops.fold_in(rows.keys, index)
+            watch = rows.watch.of_layer(index)
+            x, x0, seen = layer(options, params, *stream[:2], rows.ids, rotary, attend, keys, watch)
             return x, x0, add_stats(stream[2], seen, index)
 
-        params, windows = self._layer_params(), self.shape.windows
-        stats = no_stats(options.routing, self.depth, watch)
-        after = partial(self._look_up, ids, scaling=options.fp8)
-        x, middle, stats = run_layers(
-            step, after, params, windows, x, scan=self.scan_layers, remat=self.remat, stats=stats
-        )
-        return ops.rms_norm(self._back_out(x, middle)), stats
+        return step, partial(self._look_up, rows.ids, scaling=options.fp8)
 
     # -- decoding ------------------------------------------------------------------------------------------------
 
@@ -277,7 +289,8 @@ class GPT(Transformer, LookupSettings, ExpertSettings):
             self._record(seen)
             middle = x if index == self.depth // 2 else middle
             x = self._look_up(input_ids, params["lookup"], x) if "lookup" in params else x
-        return ops.rms_norm(self._back_out(x, middle)), embedded
+        shared = {"backout_scale": self.backout_scale} if self._backs_out else {}
+        return ops.rms_norm(self._back_out(shared, x, middle)), embedded
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
@@ -293,12 +306,17 @@ class GPT(Transformer, LookupSettings, ExpertSettings):
     def _head_fp8(self, training: bool) -> str | None:
         return self._fp8(training) if self.fp8_head else None
 
-    def _back_out(self, x: Array, middle: Array) -> Array:
-        """x − s·middle. Below three layers the middle is the last one: (1 − s)·x, which the norm makes x again for any
-        s below 1, 0 at 1 and −x above. Its gradient is rounding, which Adam walks across 1; so it is left out."""
-        if not self.backout or self.depth < 3:
+    @property
+    def _backs_out(self) -> bool:
+        """Below three layers the middle is the last one: (1 − s)·x, which the norm makes x again for any s below 1, 0
+        at 1 and −x above. Its gradient is rounding, which Adam walks across 1; so it is left out."""
+        return self.backout and self.depth >= 3
+
+    def _back_out(self, shared: dict[str, Array], x: Array, middle: Array | None) -> Array:
+        """x − s·middle."""
+        if middle is None or not self._backs_out:
             return x
-        return (x - self.backout_scale * middle).astype(x.dtype)
+        return (x - shared["backout_scale"] * middle).astype(x.dtype)
 
     def _layer_options(self, scaling: str | None = None) -> LayerOptions:
         kernels = choose_kernels(self.kernels, self.compute_dtype)

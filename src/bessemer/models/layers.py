@@ -300,9 +300,31 @@ def run_layers(
     kinds: the static part of each layer, such as its window; layers of one kind are one program.
     A layer whose parameters hold "lookup" is followed by `after` with those; its own output is the one before.
     """
-    depth = len(params)
+    start: Carry = ((x, x, stats or {}), x)
+    stream, middle = run_some(step, after, params, kinds, start, scan=scan, remat=remat, first=0, depth=len(params))
+    assert middle is not None
+    return stream[0], middle, stream[2]
+
+
+Carry = tuple[Stream, Array | None]
+"""The stream, and the output of the middle layer so far; None: it is not wanted."""
+
+
+def run_some(
+    step: Step,
+    after: After,
+    params: Sequence[dict[str, Any]],
+    kinds: Sequence[Hashable],
+    carry: Carry,
+    *,
+    scan: bool,
+    remat: Sequence[str],
+    first: int | Array,
+    depth: int,
+) -> Carry:
+    """Run some consecutive layers of a model with `depth` layers; `first` is the number of the first of them."""
     forms = tuple((kind, _form(p)) for kind, p in zip(kinds, params, strict=True))
-    segments = scan_segments(forms) if scan else [(layer, 1, 1) for layer in range(depth)]
+    segments = scan_segments(forms) if scan else [(layer, 1, 1) for layer in range(len(params))]
 
     @cache
     def layer(kind: Hashable) -> Callable[..., Stream]:
@@ -318,26 +340,28 @@ def run_layers(
             rematerialized(lambda p, x: after(p, named_input(x, remat)), remat)(p["lookup"], x) if "lookup" in p else x
         )
 
-    def group(start: int, carry: tuple[Stream, Array], xs: tuple[Any, Array]) -> tuple[tuple[Stream, Array], None]:
+    def group(start: int, carry: Carry, xs: tuple[Any, Array]) -> tuple[Carry, None]:
         stream, middle = carry
         for offset, p in enumerate(xs[0]):
             stream = layer(kinds[start + offset])(p, xs[1] + offset, stream)
-            middle = jnp.where(xs[1] + offset == depth // 2, stream[0], middle)
+            if middle is not None:
+                middle = jnp.where(xs[1] + offset == depth // 2, stream[0], middle)
             stream = (look_up(p, stream[0]), *stream[1:])
         return (stream, middle), None
 
-    carry: tuple[Stream, Array] = ((x, x, stats or {}), x)
     for start, period, repeats in segments:
         groups = [params[start + g * period : start + (g + 1) * period] for g in range(repeats)]
-        if repeats == 1:
-            stream = layer(kinds[start])(params[start], jnp.int32(start), carry[0])
-            middle = stream[0] if start == depth // 2 else carry[1]
+        if repeats == 1 and isinstance(first, int):
+            stream = layer(kinds[start])(params[start], jnp.int32(first + start), carry[0])
+            middle = stream[0] if carry[1] is not None and first + start == depth // 2 else carry[1]
             carry = ((look_up(params[start], stream[0]), *stream[1:]), middle)
+        elif repeats == 1:
+            carry, _ = group(start, carry, (groups[0], jnp.asarray(first + start)))
         else:
             stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *groups)
-            starts = jnp.arange(start, start + repeats * period, period)
+            starts = first + jnp.arange(start, start + repeats * period, period)
             carry, _ = jax.lax.scan(partial(group, start), carry, (stacked, starts))
-    return carry[0][0], carry[1], carry[0][2]
+    return carry
 
 
 def _form(params: dict[str, Any]) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ from bessemer.kernels.ops import rows_of_table
 from bessemer.models.cache import Cache
 from bessemer.models.hf_types import HFType
 from bessemer.models.layers import AXES as MATRIX_AXES
-from bessemer.models.layers import Attend, Stream, attend_heads, declare, declare_experts, run_layers
+from bessemer.models.layers import After, Attend, Step, Stream, attend_heads, declare, declare_experts
 from bessemer.models.lora import project, with_keys
 from bessemer.models.moe import (
     BIAS,
@@ -44,6 +44,7 @@ from bessemer.models.moe import (
     no_stats,
     routed_feed_forward,
 )
+from bessemer.models.pipeline import Rows, Stack, run_stack
 from bessemer.models.shape import Shape, round_up
 from bessemer.models.transformer import AttendAt, Tokens, Transformer, require
 from bessemer.registry import hf_types, models
@@ -328,6 +329,7 @@ class Llama(Transformer, ExpertSettings):
 
     projected_groups: ClassVar[tuple[str, ...]] = ("matrix",)
     remat_with_adapters: ClassVar[tuple[str, ...]] = ("mlp_hidden",)
+    has_stages: ClassVar[bool] = True
     cast_groups: ClassVar[tuple[str, ...]] = ("matrix", "embedding", "head")
     norm_offset: ClassVar[float] = 0.0  # a norm multiplies by this plus its weight
     expert_stacks: ClassVar[tuple[str, ...]] = STACKS
@@ -544,24 +546,29 @@ class Llama(Transformer, ExpertSettings):
         self.norm = declare(self, "norm", ones, (None,), (s.width,))
 
     def _layers(self, x: Array, tokens: Tokens) -> tuple[Array, Stats]:
-        _, positions, documents, keys, _, watch = tokens
+        ids, positions, documents, keys, _, watch = tokens
         x = constrain(x, "batch", "sequence", "embed_act")
-        rotary = self._tables(positions, max(self.block_size, x.shape[1]))
-        options = self._layer_options()
+        stack = Stack(
+            partial(self._block, max(self.block_size, x.shape[1])),
+            tuple(zip(self.shape.windows, self.ropes, strict=True)),
+            self.scan_layers,
+            self.remat,
+        )
+        rows, stats = Rows(ids, positions, documents, keys, *watch), no_stats(self.routing(), self.depth, watch)
+        x, stats = run_stack(stack, [block() for block in self.blocks], {}, x, rows, stats)
+        return norm(x, self.norm, self.norm_epsilon, self.norm_offset), stats
+
+    def _block(self, length: int, rows: Rows) -> tuple[Step, After]:
+        """Return what a layer computes on `rows`, whose positions are below `length`."""
+        rotary, options = self._tables(rows.positions, length), self._layer_options()
 
         def step(kind: tuple[int | None, Rope | None], params: Params, index: Array, stream: Stream) -> Stream:
-            attend = self._attend(kind[0], documents)
-            layer_keys = None if keys is None else ops.fold_in(keys, index)
-            x, seen = layer(options, params, stream[0], rotary[kind[1]], attend, layer_keys, watch.of_layer(index))
+            attend = self._attend(kind[0], rows.documents)
+            keys = None if rows.keys is None else ops.fold_in(rows.keys, index)
+            x, seen = layer(options, params, stream[0], rotary[kind[1]], attend, keys, rows.watch.of_layer(index))
             return x, stream[1], add_stats(stream[2], seen, index)
 
-        params = [block() for block in self.blocks]
-        kinds = list(zip(self.shape.windows, self.ropes, strict=True))
-        stats = no_stats(options.routing, self.depth, watch)
-        x, _, stats = run_layers(
-            step, lambda _, x: x, params, kinds, x, scan=self.scan_layers, remat=self.remat, stats=stats
-        )
-        return norm(x, self.norm, self.norm_epsilon, self.norm_offset), stats
+        return step, lambda _, x: x
 
     def _decode_layers(self, input_ids: Array, cache: Cache, positions: Array, attend: AttendAt) -> tuple[Array, Array]:
         embedded = x = self._embed(input_ids)

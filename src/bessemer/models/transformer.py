@@ -62,6 +62,7 @@ class Transformer(Model):
     """
 
     remat_with_adapters: ClassVar[tuple[str, ...]] = ()  # architecture/remat of a run with adapters, unless it is set
+    has_stages: ClassVar[bool] = False  # whether `_layers` runs its layers with pipeline.run_stack
 
     depth: int = field("model/depth", default=12, minimum=1, help="layers; the dial that derives the rest")
     aspect: int = field("model/aspect", default=64, minimum=1, help="width = depth × aspect, rounded up to head_dim")
@@ -242,6 +243,17 @@ class Transformer(Model):
             s.heads % shards("heads") == 0,
             f"topology.tensor={shards('heads')} does not divide the {s.heads} heads of the model, so attention would "
             "be computed whole on every device; use a divisor of model.heads.",
+        )
+        stages = shards("stage")
+        require(
+            stages == 1 or self.has_stages,
+            f"topology.pipeline={stages}, but {type(self).__name__} does not divide its layers into stages. Use "
+            "topology.fsdp for these devices, or let its `_layers` call models.pipeline.run_stack.",
+        )
+        require(
+            self.depth >= stages,
+            f"topology.pipeline={stages} is more than model.depth={self.depth}: every stage needs a layer of its own. "
+            "Use fewer stages, and topology.fsdp or topology.data for the other devices.",
         )
         require(
             self.precision in PRECISIONS,

@@ -15,8 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from bessemer.optim.moments import Packed
 
 # Axes that replicate the matrices, and axes that split them at rest. The first come first: a slice makes the stack
-# smaller before anything travels.
-REPEATING, SPLITTING = ("data", "context", "expert"), ("fsdp", "tensor")
+# smaller before anything travels, and of one dimension's axes (fsdp, pipeline) the last moves without the other.
+REPEATING, SPLITTING = ("data", "context", "expert"), ("pipeline", "fsdp", "tensor")
+ROW_AXES = ("fsdp", "pipeline")  # of a matrix whose rows are "embed", as rules.REST_RULES place it
 POLAR_COST = 4.0  # a polar step takes about as long as sending its matrix so many times
 
 
@@ -42,10 +43,11 @@ class Spread:
         """One layout for all square matrices on fsdp × tensor: some rest on (fsdp, tensor) and some on (tensor, fsdp),
         such as q and out, and the compiler would gather them whole to stack them."""
         rows, columns = matrix.shape
-        mixed = rows == columns and set(SPLITTING) <= set(self.axes)
-        if not mixed or any(rows % self.mesh.shape[axis] for axis in SPLITTING):
+        split = tuple(axis for axis in ROW_AXES if axis in self.axes)
+        mixed = rows == columns and split and "tensor" in self.axes
+        if not mixed or rows % self._devices(split, SPLITTING) or columns % self.mesh.shape["tensor"]:
             return matrix
-        return jax.lax.with_sharding_constraint(matrix, NamedSharding(self.mesh, PartitionSpec(*SPLITTING)))
+        return jax.lax.with_sharding_constraint(matrix, NamedSharding(self.mesh, PartitionSpec(split, "tensor")))
 
     def chosen(self, count: int) -> tuple[str, ...]:
         """Return the axes over which a stack of `count` matrices is split: those with the least to compute and to send.

@@ -9,7 +9,7 @@ from typing import Any
 
 from bessemer.config import dotted
 from bessemer.errors import InputError
-from bessemer.plan.build import plan_flops, plan_horizon, plan_model
+from bessemer.plan.build import plan_flops, plan_horizon, plan_model, plan_pipeline
 from bessemer.plan.collectives import Collective, describe
 from bessemer.plan.compiled import Compiled, Say, compile_step, require_compiler
 from bessemer.plan.estimate import (
@@ -152,6 +152,7 @@ def document(recipe: Any, planned: Planned, program: Compiled | None) -> dict[st
         "horizon": plan_horizon(plan, functions, planned.epochs),
         "flops": {**plan_flops(plan), "per_device_step": planned.estimate.flops},
         "devices": context.topology.describe(),
+        "pipeline": plan_pipeline(plan),
         "method": "analytic" if program is None else "compiled",
         "compile_seconds": None if program is None else round(program.seconds, 1),
         "memory": memory_of(planned, program),
@@ -258,7 +259,8 @@ def changes(before: Choice, after: Choice) -> list[str]:
 
 def choices(facts: Facts, remat: tuple[str, ...]) -> Iterator[Choice]:
     """Yield every mesh of the target's devices that can hold the batch, with every micro-batch. Context is tried only
-    if the rows do not suffice for all devices, since splitting sequences sends keys and values."""
+    if the rows do not suffice for all devices, since splitting sequences sends keys and values; experts and stages stay
+    at 1."""
     devices = facts.target.devices
     heads = facts.shape.heads if facts.shape else 1
     for tensor in (size for size in divisors(heads) if size <= MOST_TENSOR and devices % size == 0):
@@ -268,7 +270,8 @@ def choices(facts: Facts, remat: tuple[str, ...]) -> Iterator[Choice]:
             if facts.batch % parallel or facts.block % context:
                 continue
             for fsdp in divisors(parallel):
-                axes = {"data": parallel // fsdp, "fsdp": fsdp, "expert": 1, "tensor": tensor, "context": context}
+                split = {"fsdp": fsdp, "tensor": tensor, "context": context}
+                axes = dict.fromkeys(AXES, 1) | {"data": parallel // fsdp} | split
                 for rows in candidates(facts.batch, parallel):
                     yield Choice(axes, rows, remat)
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from bessemer.console import counted
 from bessemer.models.lookup import without_lookup
+from bessemer.models.pipeline import bubble, micro_batches
 from bessemer.models.protocol import Model
 from bessemer.models.transformer import Transformer
 from bessemer.plan.show import sample_curves
@@ -52,6 +53,7 @@ def make_plan(
             "groups": optimizer_groups(functions),
         },
         "devices": context.topology.describe(),
+        "pipeline": plan_pipeline(plan),
         "memory": memory,
         "time": predict(plan, functions, rate),
         "schedules": sample_curves(functions.optimizer, plan.data.steps),
@@ -86,6 +88,14 @@ def plan_horizon(plan: RunPlan, functions: Functions, epochs: float | None) -> d
         "per_device_batch_size": plan.context.config[microbatch.KEY],
         "accumulate_steps": functions.accumulate_steps,
     }
+
+
+def plan_pipeline(plan: RunPlan) -> dict[str, Any] | None:
+    """Return the stages of a pass, its micro-batches, and the share that a stage idles; None without stages."""
+    stages, rows = int(plan.context.topology.mesh.shape["pipeline"]), int(plan.context.config[microbatch.KEY])
+    if stages == 1:
+        return None
+    return {"stages": stages, "micro_batches": micro_batches(stages, rows), "bubble": bubble(stages, rows)}
 
 
 def plan_flops(plan: RunPlan) -> dict[str, Any]:
@@ -224,7 +234,9 @@ def predict(plan: RunPlan, functions: Functions, rate: Rate) -> dict[str, Any]:
     devices = jax.process_count() if topology.platform == "cpu" else topology.device_count
     update = functions.optimizer.update_flops(functions.abstract_state.params) * plan.data.steps
     share = 1.0 if rate.share is None else rate.share
-    seconds = (plan.flops + update) / (rate.matrix * share * devices)
+    pipeline = plan_pipeline(plan)
+    flops = plan.flops * (4 / 3) / (1 - pipeline["bubble"]) if pipeline else plan.flops  # layers are recomputed
+    seconds = (flops + update) / (rate.matrix * share * devices)
     speed = plan.tokens / seconds
     per_token = flops_share(topology, plan.model, causal=False)
     return {

@@ -112,11 +112,13 @@ class Layout:
 
 
 # --- collectives of a compiled program, read from its text ---
-# A loop's body counts once per iteration; the compiler's own cost analysis counts a scan over layers only once.
+# A loop's body counts once per iteration, and of the branches of a conditional the one that sends most; the compiler's
+# own cost analysis counts a scan over layers only once.
 HEAD = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
 NAMED = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = ")
 ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
-CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
+CALLED = re.compile(r"\b(?:calls|to_apply|body)=%?([\w.\-]+)")
+EITHER = re.compile(r"\b(?:true_computation|false_computation)=%?([\w.\-]+)")
 BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
 TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -136,24 +138,26 @@ WIDTHS = {"pred": 1, "bf16": 2, "token": 0, "opaque": 0}
 class Computation:
     collectives: list[tuple[str, str, str]] = field(default_factory=list)  # kind, type of the result, rest of the line
     calls: list[tuple[str, str, str | None]] = field(default_factory=list)  # callee, rest of the line, condition
+    choices: list[list[str]] = field(default_factory=list)  # of which one runs, such as the stages of a pipeline
     bounds: list[int] = field(default_factory=list)  # constants: a loop's bound is the largest of its condition
 
 
 def collectives_of(text: str, layout: Layout) -> list[Collective]:
     """Return the exchanges of one execution of the program `text` (HLO after partitioning), merged."""
     parts, entry = parse(text)
-    found: list[Collective] = []
 
-    def visit(name: str, times: int) -> None:
+    def visit(name: str, times: int) -> list[Collective]:
         part = parts.get(name)
         if part is None:
-            return
-        found.extend(_collective(*one, times, layout) for one in part.collectives)
+            return []
+        found = [_collective(*one, times, layout) for one in part.collectives]
         for callee, rest, condition in part.calls:
-            visit(callee, times * (1 if condition is None else _turns(rest, parts.get(condition))))
+            found += visit(callee, times * (1 if condition is None else _turns(rest, parts.get(condition))))
+        for branches in part.choices:
+            found += max((visit(branch, times) for branch in branches), key=lambda made: sum(one.sent for one in made))
+        return found
 
-    visit(entry, 1)
-    return merged(one for one in found if one.group > 1)
+    return merged(one for one in visit(entry, 1) if one.group > 1)
 
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
@@ -192,8 +196,10 @@ def _read(words: str, into: Computation, chains: set[tuple[str, ...]]) -> None:
     into.calls += [
         (name, rest, condition[1] if condition and opcode == "while" else None) for name in CALLED.findall(rest)
     ]
+    if either := EITHER.findall(rest):
+        into.choices.append(either)
     if branches := BRANCHES.search(rest):
-        into.calls += [(name.strip().lstrip("%"), rest, None) for name in branches[1].split(",")]
+        into.choices.append([name.strip().lstrip("%") for name in branches[1].split(",")])
 
 
 def _type_end(words: str) -> int:

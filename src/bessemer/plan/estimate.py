@@ -6,7 +6,7 @@
                    rollout   state + KV cache + matrices in compute precision      (runs that sample)
 
 G: float32 gradients as they rest. S: micro-batches of a step. With fsdp the largest parameter is also gathered,
-with its gradient.
+with its gradient. With stages, kept tensors are those of models/pipeline.py (`_stage_memory`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from bessemer.config.recipes import read_yaml
 from bessemer.errors import InputError, nearest
 from bessemer.models.gpt import GPT
 from bessemer.models.layers import remat_names
+from bessemer.models.pipeline import bubble, micro_batches
 from bessemer.models.shape import Shape
 from bessemer.models.transformer import Transformer
 from bessemer.plan.collectives import Collective, Layout, merged
@@ -32,6 +33,7 @@ from bessemer.plan.kept import Kept, kept_tensors
 from bessemer.plan.target import Target
 from bessemer.storage.files import home
 from bessemer.topology import AXES, CHIPS, placement, shardings, unbox
+from bessemer.topology.rules import BATCH_AXES
 from bessemer.training.setup.compiled import Functions
 from bessemer.training.setup.microbatch import SPARE, accumulation
 from bessemer.training.setup.model import precision_of
@@ -155,7 +157,7 @@ class Facts:
             dtype = model.compute_dtype
             cache = jax.eval_shape(lambda: model.init_cache(int(config[SLOTS]), self.block, dtype))
         held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-        split = axes["data"] * axes["fsdp"] * axes["expert"] * axes["tensor"]
+        split = math.prod(axes[axis] for axis in (*BATCH_AXES, "tensor"))
         wide = [leaf for leaf in self.leaves.elements() if leaf.part in ("parameters", "frozen")]
         name = jax.numpy.dtype(dtype).name
         cast = sum(leaf.held(axes, name) for leaf in wide if len(leaf.shape) > 1 and leaf.dtype != name)
@@ -290,7 +292,21 @@ class Choice:
 
     @property
     def parallel(self) -> int:
-        return self.axes["data"] * self.axes["fsdp"] * self.axes["expert"]
+        return math.prod(self.axes[axis] for axis in BATCH_AXES)
+
+    @property
+    def stages(self) -> int:
+        return self.axes["pipeline"]
+
+    @property
+    def ticks(self) -> int:
+        """Micro-batches that a device works on in one pass, idle ones included."""
+        return self.rows if self.stages == 1 else micro_batches(self.stages, self.rows) + self.stages - 1
+
+    @property
+    def bubble(self) -> float:
+        """The share of a pass that a stage idles."""
+        return bubble(self.stages, self.rows)
 
 
 @dataclass(frozen=True)
@@ -340,7 +356,10 @@ def peak_memory(facts: Facts, choice: Choice, steps: int) -> Memory:
     split = (axes["tensor"], axes["context"])
     held = state.parameters + state.optimizer + state.frozen + state.other
     recomputed = facts.one_layer(choice.remat) * choice.rows / axes["context"]
-    activations = kept.activations(choice.rows, *split, axes["fsdp"]) + recomputed
+    if choice.stages > 1:
+        activations = _stage_memory(facts, choice, kept, recomputed)
+    else:
+        activations = kept.activations(choice.rows, *split, axes["fsdp"]) + recomputed
     activations += _exchange_buffers(facts, choice)
     used = facts.compute_bytes / 4  # of a parameter's float32 bytes
     gathered = state.largest * (1 + 2 * used) if axes["fsdp"] > 1 else state.largest * used
@@ -365,6 +384,7 @@ def step_flops(facts: Facts, choice: Choice) -> tuple[float, float]:
     parts, axes = facts.step.plan.model, choice.axes
     devices = choice.parallel * axes["tensor"] * axes["context"]
     again = 4 / 3 if remat_names(choice.remat) == () else 1.0
+    again += 1 / 3 if choice.stages > 1 else 0.0  # a stage recomputes its layers
     passes = facts.batch * facts.block * again / devices
     total = parts.flops_per_token_causal * passes + facts.update_flops / choice.parallel
     return total, facts.float8_flops * passes
@@ -378,6 +398,28 @@ def _traffic(facts: Facts, choice: Choice, steps: int) -> float:
     weights = facts.parameters / choice.axes["tensor"] * (2 * (4 + facts.compute_bytes) + 4)
     update = 2 * (state.parameters + state.optimizer) + 3 * state.trained
     return steps * (between + weights + 2 * state.trained) + update
+
+
+def _layer_parameters(facts: Facts) -> float:
+    """Return the parameters of layers, which the pipeline axis divides among the stages."""
+    shape = facts.shape
+    return 0.0 if shape is None else max(0.0, facts.parameters - 2.0 * shape.padded_vocab * shape.width)
+
+
+def _streams(facts: Facts) -> int:
+    """Return the tensors (T, D) that a stage sends on: the residual stream, and what gpt's layers read beside it."""
+    shape = facts.shape
+    return 1 if shape is None else 1 + shape.residual_mix + (shape.backout and shape.depth > 2)
+
+
+def _stage_memory(facts: Facts, choice: Choice, kept: Kept, recomputed: float) -> float:
+    """Return the bytes of a pass through stages: a stage's weights whole and their gradients, in float32; its inputs of
+    all ticks; its layers for one micro-batch; and the sequences that wait, their results, and the gradients of both."""
+    axes, stages = choice.axes, choice.stages
+    one = facts.block / axes["context"] * (facts.shape.width if facts.shape else 0) * facts.compute_bytes
+    weights = _layer_parameters(facts) / stages / axes["fsdp"] / axes["tensor"] * 4
+    layers = kept.activations(1, axes["tensor"], axes["context"], axes["fsdp"]) / stages + recomputed / choice.rows
+    return 2 * weights + choice.ticks * _streams(facts) * one + layers + 4 * choice.rows * one
 
 
 def _stacks(facts: Facts) -> float:
@@ -414,14 +456,41 @@ def _collectives(facts: Facts, choice: Choice, steps: int, layout: Layout) -> li
             members = layout.members(along)
             found.append(Collective(kind, along, len(members), count, payload, layout.nodes(members)))
 
-    add("all-gather", ("fsdp",), 2 * steps, 2 * steps * weights * width)
-    add("reduce-scatter", ("fsdp",), steps, steps * weights * 4)
-    add("all-reduce", ("data", "expert", "context"), steps, steps * dense / axes["fsdp"] * 4)
-    add("all-reduce", ("data", "context"), steps, steps * stacks / axes["expert"] / axes["fsdp"] * 4)
-    add("all-gather", ("data",), 1, matrices / axes["fsdp"] * width)
-    add("all-to-all", ("fsdp",), 2, 2 * matrices / (axes["fsdp"] * axes["data"]) * width)
+    if choice.stages > 1:
+        _stage_collectives(facts, choice, steps, add)
+    else:
+        add("all-gather", ("fsdp",), 2 * steps, 2 * steps * weights * width)
+        add("reduce-scatter", ("fsdp",), steps, steps * weights * 4)
+        add("all-reduce", ("data", "expert", "context"), steps, steps * dense / axes["fsdp"] * 4)
+        add("all-reduce", ("data", "context"), steps, steps * stacks / axes["expert"] / axes["fsdp"] * 4)
+    split = axes["fsdp"] * axes["pipeline"]
+    add("all-gather", ("data",), 1, matrices / split * width)
+    add("all-to-all", ("pipeline", "fsdp"), 2, 2 * matrices / (split * axes["data"]) * width)
     _activation_collectives(facts, choice, steps, add)
     return found
+
+
+def _stage_collectives(facts: Facts, choice: Choice, steps: int, add: Any) -> None:
+    """Once per pass: layers to their stage and their gradients back, summed over replicas; tables gathered. Per tick:
+    weights that fsdp splits, and what goes to the next stage and back, with the sequences that wait."""
+    axes, width, shape = choice.axes, facts.compute_bytes, facts.shape
+    layers = _layer_parameters(facts) / axes["tensor"]
+    tables = facts.parameters / axes["tensor"] - layers
+    stacks = _stacks(facts) / axes["tensor"] / choice.stages
+    dense = layers / choice.stages - stacks
+    own = dense + stacks / axes["expert"]
+    turns = steps * choice.ticks
+    add("all-to-all", ("pipeline",), 2 * steps, 2 * steps * own / axes["fsdp"] * 4)
+    add("all-gather", ("fsdp",), 2 * turns, 2 * turns * own * width)
+    add("reduce-scatter", ("fsdp",), turns, turns * own * 4)
+    add("all-reduce", ("expert", "context"), turns, turns * dense / axes["fsdp"] * 4)
+    add("all-reduce", ("data",), steps, steps * own / axes["fsdp"] * 4)
+    add("all-gather", ("pipeline", "fsdp"), 2 * steps, 2 * steps * tables * width)
+    add("reduce-scatter", ("pipeline", "fsdp"), steps, steps * tables * 4)
+    add("all-reduce", ("data", "expert", "context"), steps, steps * tables / axes["fsdp"] / choice.stages * 4)
+    if shape is not None:
+        sent = 2 * turns * (_streams(facts) + 1)
+        add("collective-permute", ("pipeline",), sent, sent * facts.block / axes["context"] * shape.width * width)
 
 
 def _activation_collectives(facts: Facts, choice: Choice, steps: int, add: Any) -> None:
@@ -454,10 +523,11 @@ DAY = 86_400
 
 def step_time(target: Target, terms: Terms, made: Estimate, found: Sequence[Collective]) -> dict[str, Any]:
     """Return the seconds of one step by each roofline, which of them binds, and the likely time."""
-    chip = target.chip
+    chip, working = target.chip, 1 - made.choice.bubble
+    compute = (made.flops - made.float8_flops) / chip.bf16_flops + made.float8_flops / chip.peak_flops("fp8")
     seconds = {
-        "compute": (made.flops - made.float8_flops) / chip.bf16_flops + made.float8_flops / chip.peak_flops("fp8"),
-        "memory": made.traffic / chip.hbm_bytes_s,
+        "compute": compute / working,
+        "memory": made.traffic / chip.hbm_bytes_s / working,
         "network": sum(one.seconds(chip.link_bytes_s, terms.outside_gb_s * 1e9) for one in found),
     }
     busy = seconds["compute"] / MATRIX_SHARE + seconds["memory"] / BANDWIDTH_SHARE

@@ -89,7 +89,19 @@ def _head(plan: dict[str, Any]) -> str:
         _model(plan["model"], names),
         f"devices    {devices['devices']} × {devices['chip'] or devices['device_kind']}",
     ]
-    return "\n".join([*lines, *(f"note       {note}" for note in plan["notes"])])
+    return "\n".join([*lines, *_pipeline(plan), *(f"note       {note}" for note in plan["notes"])])
+
+
+def _pipeline(plan: dict[str, Any]) -> list[str]:
+    """Return the line of the stages, if there are several."""
+    found = plan["pipeline"]
+    if found is None:
+        return []
+    stages, count = found["stages"], found["micro_batches"]
+    return [
+        f"pipeline   {stages} stages, {counted(count, 'micro-batch')} per pass: a stage idles "
+        f"{found['bubble']:.1%} of it, (S − 1) / (M + S − 1)"
+    ]
 
 
 def _model(model: dict[str, Any], names: tuple[str, ...]) -> str:
@@ -217,7 +229,7 @@ def render_absent(plan: dict[str, Any], with_placement: bool = False) -> str:
         _absent_time(plan),
     ]
     if with_placement:
-        parts.append(_placement(plan["placement"]))
+        parts.append(_placement(plan["placement"], plan["devices"]["axes"]))
     if "sweep" in plan:
         parts += [_sweep(plan["sweep"]), f"best       {plan['command']}"]
     return "\n\n".join(part for part in parts if part)
@@ -239,7 +251,7 @@ def _absent_head(plan: dict[str, Any]) -> str:
         f"{counted(horizon['accumulate_steps'], 'pass')}; {horizon['steps']:,} steps, "
         f"{compact(horizon['tokens'])} tokens",
     ]
-    return "\n".join([*lines, *(f"note       {note}" for note in plan["notes"])])
+    return "\n".join([*lines, *_pipeline(plan), *(f"note       {note}" for note in plan["notes"])])
 
 
 def _absent_memory(plan: dict[str, Any]) -> str:
@@ -304,18 +316,25 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:,.3g} ms" if value < 1 else f"{value:,.3g} s"
 
 
-def _placement(rows: list[dict[str, Any]]) -> str:
+def _placement(rows: list[dict[str, Any]], sizes: dict[str, int]) -> str:
     """Alike parameters of all layers in one line."""
     lines: dict[tuple[str, ...], list[int]] = {}
     for row in rows:
         name = re.sub(r"\d+", "*", row["name"])
-        axes = ", ".join("+".join(a) if isinstance(a, list) else a or "-" for a in row["spec"])
+        axes = ", ".join(_split_over(axis, sizes) for axis in row["spec"])
         shape = " × ".join(map(str, row["shape"])) or "1"
         count = lines.setdefault((name, shape, axes), [0, 0])
         count[0] += 1
         count[1] += row["bytes_per_device"]
     cells = [(*key, f"{count:,}", gib(size)) for key, (count, size) in lines.items()]
     return table(("parameter", "shape", "split over", "arrays", "bytes per device"), cells)
+
+
+def _split_over(axes: Any, sizes: dict[str, int]) -> str:
+    """Return the mesh axes of one dimension; of several, those with more than one device."""
+    if isinstance(axes, list):
+        return "+".join([axis for axis in axes if sizes[axis] > 1] or axes[:1])
+    return axes or "-"
 
 
 def _sweep(sweep: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ from bessemer.training.setup.compiled import (
     Functions,
     abstract_state,
     check_sequence,
+    check_stages,
     make_optimizer,
     record_micro_batch,
 )
@@ -180,6 +181,7 @@ def absent_functions(plan: RunPlan, hooks: StepHooks) -> Functions:
     """Return what `build_functions` does, without a device and without jitted steps."""
     topology, batch_size = plan.context.topology, plan.data.batch_size
     check_sequence(plan.context.settings.block_size, topology.mesh.shape["context"])
+    check_stages(plan.model.model, topology.mesh.shape["pipeline"])
     optimizer = make_optimizer(plan, hooks)
     abstract, placed = abstract_state(plan, hooks, optimizer)
     per_device = fit_micro_batch(plan.context, batch_size)
@@ -200,8 +202,8 @@ def fit_micro_batch(context: RunContext[Any], batch: int) -> int:
     if batch % parallel:
         raise InputError(
             f"a step of {batch:,} sequences cannot be shared by {parallel:,} data-parallel devices "
-            f"(topology.data × topology.fsdp × topology.expert): make training.batch_size a multiple of {parallel:,}, "
-            "or use fewer and put the rest on topology.tensor or topology.context."
+            "(topology.data × topology.pipeline × topology.fsdp × topology.expert): make training.batch_size a "
+            f"multiple of {parallel:,}, or use fewer and put the rest on topology.tensor or topology.context."
         )
     size, why = batch // parallel, f"the largest that divides {batch // parallel} sequences a device"
     if asked != -1:

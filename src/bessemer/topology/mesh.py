@@ -22,7 +22,7 @@ from bessemer.topology.distributed import process_index
 from bessemer.topology.rules import BATCH_AXES, COMPUTE_RULES, REST_RULES, Rules, check_rules, shardings, unbox
 
 # Outermost first: neighbors in the device order share a tensor/context group, where links are fastest.
-AXES: tuple[str, ...] = ("data", "fsdp", "expert", "tensor", "context")
+AXES: tuple[str, ...] = ("data", "pipeline", "fsdp", "expert", "tensor", "context")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,13 @@ class TopologySettings:
     )
     data: int = field(
         "topology/data", default=-1, minimum=1, also=(-1,), help="replicas of the model; -1 fills what is left"
+    )
+    pipeline: int = field(
+        "topology/pipeline",
+        default=1,
+        minimum=1,
+        also=(-1,),
+        help="stages of consecutive layers, at most model.depth; a micro-batch is one sequence; -1 fills",
     )
     fsdp: int = field(
         "topology/fsdp", default=1, minimum=1, also=(-1,), help="shards of parameters and optimizer state; -1 fills"
@@ -114,7 +121,7 @@ class Topology:
 
     @property
     def data_parallel(self) -> int:
-        """The number of devices with different rows of the batch: data · fsdp · expert."""
+        """The number of devices with different rows of the batch: data · pipeline · fsdp · expert."""
         return int(math.prod(self.mesh.shape[axis] for axis in self.batch_axes))
 
     @property
@@ -132,7 +139,7 @@ class Topology:
     def batch_sharding(self, ndim_leading: int = 0) -> NamedSharding:
         """Return the sharding of (B, T), or (S, B, T) with `ndim_leading=1`.
 
-        B lies over data, fsdp and expert, T over context.
+        B lies over data, fsdp, expert and pipeline, T over context.
         """
         return NamedSharding(self.mesh, PartitionSpec(*[None] * ndim_leading, self.batch_axes, "context"))
 

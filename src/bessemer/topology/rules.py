@@ -12,14 +12,17 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from bessemer.errors import InputError, did_you_mean
 
 MeshAxes = str | tuple[str, ...] | None
 Rules = Sequence[tuple[str, MeshAxes]]
 
-BATCH_AXES = ("data", "fsdp", "expert")  # rows of the batch; the expert axis exchanges tokens only in expert layers
+# Rows of the batch. The expert axis exchanges tokens only in expert layers; the pipeline axis passes sequences on
+# between its stages only inside the stack of layers, so embedding, head and loss are shared out over all devices.
+BATCH_AXES = ("data", "fsdp", "expert", "pipeline")
+STAGE_BATCH_AXES = BATCH_AXES[:-1]  # rows of one micro-batch inside a stage
 
 _SHARED: tuple[tuple[str, MeshAxes], ...] = (
     ("vocab", "tensor"),
@@ -31,12 +34,14 @@ _SHARED: tuple[tuple[str, MeshAxes], ...] = (
     ("rows", None),
     ("gate", None),
     ("expert", "expert"),
+    ("stage", "pipeline"),
     ("embed_act", None),
     ("batch", BATCH_AXES),
     ("sequence", "context"),
 )
-# Where weights rest: split over fsdp as well. Where they compute: gathered over fsdp at the moment of use.
-REST_RULES: Rules = (("embed", "fsdp"), *_SHARED)
+# Where weights rest: split over fsdp and pipeline as well. Where they compute: gathered over fsdp at the moment of use,
+# and whole layers on their stage of the pipeline (models/pipeline.py).
+REST_RULES: Rules = (("embed", ("fsdp", "pipeline")), *_SHARED)
 COMPUTE_RULES: Rules = (("embed", None), *_SHARED)
 
 # What a user would change when a dimension does not divide.
@@ -157,6 +162,7 @@ def _check_divides(where: str, name: Any, size: int, axes: tuple[str, ...], mesh
     shards = math.prod(mesh.shape[axis] for axis in axes)
     if size % shards == 0:
         return
+    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
     settings = " x ".join(f"topology.{axis}={mesh.shape[axis]}" for axis in axes)
     sized_by = _SIZED_BY.get(str(name))
     remedy = f" or {sized_by}" if sized_by else ""
@@ -193,6 +199,14 @@ def shards(name: str | None) -> int:
     """Return the number of devices over which the logical axis `name` is split (1 without a mesh)."""
     mesh = jax.sharding.get_abstract_mesh()
     return math.prod(mesh.shape[axis] for axis in mesh_axes(name))
+
+
+def in_stage() -> bool:
+    """Return whether a stage of a pipeline is being traced, where `shard_map` has taken some of the mesh's axes.
+
+    A kernel must take the others too, even those of size 1: the compiler divides no kernel by itself there.
+    """
+    return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:

@@ -16,6 +16,7 @@ from bessemer.data import data_root
 from bessemer.errors import InputError, TrainingError
 from bessemer.models.lora import group_of_adapted
 from bessemer.models.moe import balancer
+from bessemer.models.pipeline import check_branches
 from bessemer.models.protocol import SilentAtStart, group_of
 from bessemer.models.transformer import Transformer
 from bessemer.optim import Optimizer, build_optimizer, mesh_spread, state_shardings
@@ -65,10 +66,20 @@ class Functions(NamedTuple):
         return self.micro * self.validation_batches
 
 
+def check_stages(model: Any, stages: int) -> None:
+    """Raise InputError if a model of another kind than the families' is to run in stages."""
+    if stages > 1 and not isinstance(model, Transformer):
+        raise InputError(
+            f"topology.pipeline={stages}, but {type(model).__name__} does not divide its layers into stages. Use "
+            "topology.fsdp for these devices."
+        )
+
+
 def build_functions(plan: RunPlan, hooks: StepHooks) -> Functions:
     """Make the optimizer, the state's shapes and shardings, and the jitted steps."""
     settings, topology, batch_size = plan.context.settings, plan.context.topology, plan.data.batch_size
     check_sequence(settings.block_size, topology.mesh.shape["context"])
+    check_stages(plan.model.model, topology.mesh.shape["pipeline"])
     optimizer = make_optimizer(plan, hooks)
     abstract, placed = abstract_state(plan, hooks, optimizer)
     per_device = derive_micro_batch(plan, hooks, abstract, placed)
@@ -404,6 +415,9 @@ def compile_steps(
         compiling = [pool.submit(program.compile) for program in lowered.values()]
         meanwhile()
         done = [program.result() for program in compiling]
+    if topology.mesh.shape["pipeline"] > 1:
+        for program in done:
+            check_branches(program.as_text())
     return functions._replace(**dict(zip(lowered, done, strict=True)), compiled=True)
 
 
