@@ -219,7 +219,8 @@ def exit_codes_page() -> str:
         table(("code", "Python", "meaning"), rows),
         "Python code that calls Bessemer gets the same classes, from `bessemer.errors`. An error's text says what "
         "happened, where, and what to do; it goes to stderr as one paragraph. "
-        "[Reliability](../reliability.md) lists every fault with its outcome.",
+        "[Troubleshooting](../troubleshooting.md) "
+        "has the usual causes, [reliability](../reliability.md) every fault with its outcome.",
     ]
     return page(text)
 
