@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,23 +56,24 @@ class Declaration(NamedTuple):
 
 def declarations() -> dict[str, list[Declaration]]:
     """Return dotted key → its declarations by the classes of the package, in alphabetical order."""
-    usual = {setting.owner for setting in schema_of({}).settings.values()}
-    reached: dict[type, dict[str, list[str]]] = {owner: {} for owner in usual}  # owner → selector → names
+    usual = schema_of({}).settings.values()
+    reached = {(one.owner, one.key): Declaration(one, {}) for one in usual}
     for selector, entries in registry.SELECTORS.items():
         for entry in entries:
-            for owner in {one.owner for cls in registry.settings_classes(entry) for one in declared(cls).values()}:
-                reached.setdefault(owner, {}).setdefault(selector, []).append(entry.name)
+            for one in (one for cls in registry.settings_classes(entry) for one in declared(cls).values()):
+                needs = reached.setdefault((one.owner, one.key), Declaration(one, {})).needs
+                needs.setdefault(dotted(selector), []).append(entry.name)
+    of_every_run = {one.owner for one in usual}
     found: dict[str, list[Declaration]] = {}
-    for owner, selectors in sorted(reached.items(), key=lambda item: item[0].__module__ + item[0].__qualname__):
-        needs = {
-            dotted(selector): names
-            for selector, names in selectors.items()
-            if names != registry.SELECTORS[selector].names()
-            and not (owner in usual and selector in ("job", "callbacks"))  # those of every run
-        }
-        for setting in declared(owner).values():
-            if setting.owner is owner:
-                found.setdefault(dotted(setting.key), []).append(Declaration(setting, needs))
+    for (owner, key), one in reached.items():
+        for selector, entries in registry.SELECTORS.items():
+            names = list(dict.fromkeys(one.needs.pop(dotted(selector), ())))
+            common = owner in of_every_run and selector in ("job", "callbacks")
+            if names and names != entries.names() and not common:
+                one.needs[dotted(selector)] = names
+        found.setdefault(dotted(key), []).append(one)
+    for declared_by in found.values():
+        declared_by.sort(key=lambda one: (one.setting.owner_name, str(one.needs)))  # variants share a name
     return dict(sorted(found.items()))
 
 
@@ -217,7 +219,8 @@ def exit_codes_page() -> str:
         table(("code", "Python", "meaning"), rows),
         "Python code that calls Bessemer gets the same classes, from `bessemer.errors`. An error's text says what "
         "happened, where, and what to do; it goes to stderr as one paragraph. "
-        "[Reliability](../reliability.md) lists every fault with its outcome.",
+        "[Troubleshooting](../troubleshooting.md) "
+        "has the usual causes, [reliability](../reliability.md) every fault with its outcome.",
     ]
     return page(text)
 
@@ -265,7 +268,18 @@ def first_line(cls: type) -> str:
     return (cls.__doc__ or "").strip().partition("\n")[0]
 
 
+def stale() -> list[str]:
+    """Return the generated files that are not what the code says."""
+    return [
+        path.relative_to(ROOT).as_posix()
+        for path, text in files().items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text
+    ]
+
+
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--check"]:
+        sys.exit(f"run `make reference`: {', '.join(found)}" if (found := stale()) else 0)
     for path, text in files().items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -38,10 +38,17 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def press_tab(place: Path) -> Iterator[Callable[[str], str]]:
     """Type a line and a tab in an interactive bash; return the line with all completions inserted."""
     variables = {**os.environ, "PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}", "TERM": "dumb", "COLUMNS": "9999"}
-    process, terminal = pty.fork()
-    if process == 0:
-        os.chdir(place)
-        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], variables)
+    terminal, theirs = pty.openpty()
+    bash = subprocess.Popen(
+        ["bash", "--norc", "--noprofile", "-i"],
+        cwd=place,
+        env=variables,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
 
     def type_in(text: str) -> str:
         """Return what is printed until the next prompt. What is typed is not echoed."""
@@ -59,8 +66,9 @@ def press_tab(place: Path) -> Iterator[Callable[[str], str]]:
     settings = "bind 'set enable-bracketed-paste off'; bind '\"\\t\": insert-completions'"
     type_in(f"stty -echo; source script.bash; {settings}; PS1='ready''> '\n")
     yield press
-    os.close(terminal)  # bash gets SIGHUP
-    os.waitpid(process, 0)
+    bash.kill()
+    bash.wait()
+    os.close(terminal)
 
 
 def test_bash_completes_commands(press_tab: Callable[[str], str]) -> None:
