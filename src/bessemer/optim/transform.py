@@ -100,7 +100,7 @@ def describe_groups(
     ]
 
 
-CAUTIOUS_HELP = "decay only the elements that the update moves towards 0 too (cautious decay): "
+CAUTIOUS_HELP = "decay only the elements that the update moves toward 0 too (cautious decay): "
 
 Decays = Callable[[tuple[str, ...], jax.Array], bool]
 """(path, parameter) -> does weight decay touch it?"""
@@ -111,7 +111,7 @@ def apply_rate(
 ) -> optax.GradientTransformationExtraArgs:
     """u → -rate(step)·(u + wd·p), the decoupled decay only on the parameters `decays` names (None: all).
 
-    cautious: only on the elements with u·p ≥ 0, which the update moves towards 0 as the decay does.
+    cautious: only on the elements with u·p ≥ 0, which the update moves toward 0 as the decay does.
     """
 
     def update(
