@@ -295,6 +295,18 @@ CASES: dict[str, Case] = {
         },
         devices=4,
     ),
+    "gpt-pipeline": Case(
+        "quickstart",
+        {
+            **GPT,
+            "optimization.name": "muon",
+            "optimization.cautious": "all",
+            "training.per_device_batch_size": 2,
+            "topology.data": 2,
+            "topology.pipeline": 2,
+        },
+        devices=4,
+    ),
     "olmoe": Case(
         "quickstart", {**LLAMA, **ADAMW, "model.family": "olmoe", "model.experts": 9, "model.expert_width": 8}
     ),
@@ -474,6 +486,35 @@ CASES: dict[str, Case] = {
         needs=("gpt", "sft"),
         interrupted=Interruption("SIGKILL", 3, -9),
         resumed=(Resume(),),
+    ),
+    "grpo-exact": Case(
+        "grpo",
+        {
+            **ONLINE,
+            "objective": "grpo",
+            "init": "runs/sft",
+            "grpo.rewards": REWARDS,
+            "grpo.exact": "true",
+            "grpo.temperature": 0.8,
+            "grpo.entropy_target": 2.0,
+            "grpo.resample": 1,
+            "grpo.overlong_penalty": 0.5,
+            "training.steps": 3,
+        },
+        needs=("gpt", "sft"),
+    ),
+    "grpo-drafts-in-8-bits": Case(
+        "grpo",
+        {
+            **ONLINE,
+            "objective": "grpo",
+            "init": "runs/sft",
+            "grpo.rewards": REWARDS,
+            "generate.speculate": "ngram",
+            "generate.weights": "fp8",
+            "training.steps": 3,
+        },
+        needs=("gpt", "sft"),
     ),
     "dapo-mesh": Case(
         "grpo",

@@ -55,7 +55,7 @@ def test_cases_use_several_meshes_processes_and_interruptions() -> None:
         return [case for case in CASES.values() if condition(case)]
 
     assert len(CASES) >= 16
-    for axis in ("data", "fsdp", "expert", "tensor", "context"):
+    for axis in ("data", "pipeline", "fsdp", "expert", "tensor", "context"):
         assert any(int(size) > 1 for size in values(f"topology.{axis}")), axis
     assert some(lambda case: case.processes > 1) and some(lambda case: len(case.resumed) > 0)
     assert {case.interrupted.signal for case in CASES.values() if case.interrupted} == {"SIGKILL", "SIGTERM"}
