@@ -21,7 +21,12 @@ TOOLS = list(Calculator.tools)
 BY_NAME = {family.name: family for family in FAMILIES}
 
 
-@pytest.fixture(params=[one for one in FAMILIES if not one.name.startswith("trl/")], ids=lambda family: family.name)
+CLOSED = "ours/gpt_oss"
+"""Harmony ends the last answer with <|return|> and earlier ones with <|end|>."""
+OPEN = [one for one in FAMILIES if not one.name.startswith("trl/") and one.name != CLOSED]
+
+
+@pytest.fixture(params=OPEN, ids=lambda family: family.name)
 def family(request: pytest.FixtureRequest) -> Family:
     return request.param
 
@@ -45,6 +50,13 @@ def test_the_next_turn_is_what_the_template_writes_after_an_answer(family: Famil
     # the content is text, whatever names of special tokens it holds
     ends = [place for place, token in enumerate(between) if token in stop_ids(tokenizer)]
     assert len(ends) <= 2
+
+
+def test_a_template_that_rewrites_the_end_of_an_answer_is_refused() -> None:
+    tokenizer = BY_NAME[CLOSED].tokenizer
+    first = render([USER], tokenizer)
+    with pytest.raises(InputError, match=r"ends an answer with <\|end\|> once others follow.*Environments"):
+        render_next([NEXT], tokenizer, before=[*first, stop_ids(tokenizer)[0]], ended=True)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "ours/llama3_2", "ours/mistral_nemo"])

@@ -226,7 +226,8 @@ def test_on_a_mesh_codes_are_split_and_the_same(kind: str) -> None:
     w, x = matrix(128, 96), jnp.asarray(np.random.default_rng(2).standard_normal((4, 3, 128)), jnp.float32)
     box = {"up": KINDS[kind].boxed(w.shape, AXES)}
     places = shardings(box, topology.mesh, topology.rest_rules)["up"]
-    assert tuple(places.codes.spec) == ("fsdp", "tensor") and tuple(places.scales.spec) == (None, "tensor")
+    assert tuple(places.codes.spec) == (("fsdp", "pipeline"), "tensor")
+    assert tuple(places.scales.spec) == (None, "tensor")
     abstract = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), unbox(box)["up"], places
     )

@@ -120,9 +120,15 @@ class Writer:
             (found for found in self.special.finditer(tail) if self.tokenizer.id_of(found.group()) in ends), None
         )
         if end is None:
+            other = self.special.search(tail)
+            how = (
+                "does not end the assistant's turn with a special token"
+                if other is None
+                else f"ends an answer with {other.group()} once others follow, which is not what the model writes"
+            )
             raise InputError(
-                f"the chat template of {self.template.origin} does not end the assistant's turn with a special token, "
-                "so nothing can follow it."
+                f"the chat template of {self.template.origin} {how}, so no turn can follow its own. Environments need "
+                "a template that leaves earlier answers as they were."
             )
         newest = list(before[-1:])
         parts = self._parts(tail[end.end() :], end.group()) if ended else self._parts(tail[end.start() :], "")
