@@ -69,7 +69,7 @@ def greedy(model: Any, params: Any, tokens: list[int]) -> list[int]:
     return tokens[PROMPT:]
 
 
-SLOW = ("llama-biased", "smollm", "olmo2")  # what they alone have: other sizes, linear scaling, all biases
+SLOW = ("llama-biased", "smollm", "olmo2", "gemma3", "mixtral", "gpt-oss")  # the longest, and what they alone have
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,9 @@ def saved_by(settings: Settings) -> Member:
     return mesh(data=8) if settings is WHOLE else Member()
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if "muon" in n else []) for n in RESTORED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if "muon" in n or "experts" in n else []) for n in RESTORED]
+)
 def test_every_array_comes_back_on_another_mesh(name: str, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Saved by one kind of mesh, restored onto another: every weight, average and moment has its bits, is spread
     over the devices, and the batches to come are those the first mesh was given."""

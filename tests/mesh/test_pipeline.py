@@ -82,6 +82,7 @@ def forward() -> Any:
     return tiny, jax.device_put(tiny.params, tiny.places), topology
 
 
+@pytest.mark.slow
 def test_rows_draw_their_own_dropout(forward: Any) -> None:
     """The same keys reach the same rows, whatever micro-batch they are in."""
     tiny, params, topology = forward

@@ -353,7 +353,9 @@ def test_micro_batches_add_up_to_the_batch(family: str) -> None:
     assert_same_step(got, expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=pytest.mark.slow) if one == "gpt" else one for one in FAMILIES]
+)
 def test_decoding_with_a_cache_gives_the_logits_of_the_whole_row(family: str) -> None:
     _, params, _ = single(family)
     model, ids = FAMILIES[family].clone(document_mask=False), batch_of(rows=2)["input_ids"]

@@ -159,7 +159,7 @@ CASES = {
 }
 
 
-QUICK = ("llama", "gpt, dora")
+QUICK = ("llama",)
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def test_inputs_of_blocks_in_host_memory_are_not_counted(models: Path) -> None:
     assert block - offload == pytest.approx(2 * 2 * 2048 * 64 * 2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_quantized_base_is_counted_in_its_bytes(models: Path) -> None:
     """The floor of 8B over NF4, one row with remat: at most 12 GiB."""
     words = ("lora.rank=16", "lora.quantize=nf4", "architecture.remat=block")

@@ -139,6 +139,7 @@ class Killed(StopAt):
         raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_other_data_keeps_the_runs_tokenizer_and_forgets_the_best(halfway: Path, tmp_path: Path) -> None:
     run = halfway
     other = tmp_path / "other.txt"

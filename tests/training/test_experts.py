@@ -94,6 +94,7 @@ def test_sft_of_all_parameters_is_exported_as_it_was_trained(folder: Path, tmp_p
     np.testing.assert_array_equal(exported_logits(tmp_path), logits(after.model, after.params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["none", pytest.param("nf4", marks=pytest.mark.slow)])
 def test_adapters_stand_beside_every_expert(quantize: str, folder: Path, tmp_path: Path) -> None:
     trainer = tuned(folder, tmp_path, **{"lora.rank": 2, "lora.quantize": quantize})

@@ -262,7 +262,7 @@ def test_a_base_that_moved_with_the_run_is_found(
 
 @pytest.mark.parametrize(
     ("checksums", "quantize"),
-    [(True, "none"), (False, "none"), (False, "nf4")],
+    [(True, "none"), (False, "none"), pytest.param(False, "nf4", marks=pytest.mark.slow)],
     ids=["with checksums", "without", "without, quantized"],
 )
 def test_a_base_changed_by_one_bit_is_refused(

@@ -88,6 +88,7 @@ def test_the_penalty_rises_over_the_buffer() -> None:
     assert GrpoSettings(max_completion_length=64).buffer == 13 and GrpoSettings(overlong_buffer=3).buffer == 3
 
 
+@pytest.mark.slow
 def test_the_penalty_is_a_reward_of_its_own(whole: Any) -> None:
     found = [row for row in rows(whole.run_directory.path) if "loss" in row]
     for row in found:
@@ -100,6 +101,7 @@ def test_the_penalty_is_a_reward_of_its_own(whole: Any) -> None:
     np.testing.assert_array_equal(held["rewards/reward"], shaped)
 
 
+@pytest.mark.slow
 def test_the_coefficient_follows_the_target_and_is_saved(whole: Any) -> None:
     found = [row for row in rows(whole.run_directory.path) if "loss" in row]
     coef = START

@@ -152,6 +152,7 @@ def test_groups_that_stay_flat_or_have_no_prompt_left_are_kept() -> None:
     assert made.metrics["resample/discarded"] == 4 and made.metrics["flat_groups"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_groups_that_differ_and_shows_the_cost(whole: Any, settings: dict[str, Any]) -> None:
     found = [row for row in rows(whole.run_directory.path) if "loss" in row]
     assert len(found) == 4

@@ -94,6 +94,7 @@ def test_eight_bit_moments_follow_the_losses_of_float32(run: Callable[..., Any])
     assert np.abs(found / exact - 1).max() < MOST_INT8
 
 
+@pytest.mark.slow
 def test_bf16_parameters_and_eight_bit_moments_follow_the_losses_of_float32(run: Callable[..., Any]) -> None:
     exact, found = losses(run()), losses(run(**NARROW))
     assert np.abs(found / exact - 1).max() < MOST_NARROW
@@ -145,6 +146,7 @@ def test_rounding_does_not_depend_on_the_accumulation(
     assert min(equal) > 0.98
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [{"fsdp": 2, "tensor": 2}, pytest.param({"data": 2, "fsdp": 2}, marks=pytest.mark.slow)]
 )
