@@ -85,7 +85,7 @@ def newer_loops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def optimised(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs as users get them, where something is learned in many steps: `make test` asks the compiler for less."""
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "0")
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "").replace(OLDER_LOOPS, ""))

@@ -46,7 +46,7 @@ def samples(process: Any, run: Path) -> Iterator[tuple[int, float, int, int]]:
         time.sleep(0.1)
 
 
-@pytest.mark.usefixtures("optimised")
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.slow
 def test_memory_files_and_threads_are_flat(settings: Settings, run: Path, home: Path, tmp_path: Path) -> None:
     """2,000 steps with 40 checkpoints, 20 validations, 20 previews: the last quarter needs what the second did.

@@ -164,7 +164,7 @@ def test_packed_rows_give_the_loss_of_the_answers_alone(parts: Any, name: str) -
 
 @pytest.mark.parametrize("name", ["sigmoid", "ipo", "kto", "orpo"])
 def test_parts_of_a_batch_sum_to_the_whole(bigrams: Any, name: str) -> None:
-    """Accumulation and devices cut between rows: what is optimised must not change."""
+    """Accumulation and devices cut between rows: what is optimized must not change."""
     apply, params, reference, batch = bigrams
     settings = DpoSettings(name, reference="live")
     whole = dpo(apply, params, batch, None, settings, reference=reference)

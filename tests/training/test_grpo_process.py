@@ -95,7 +95,7 @@ def test_killed_inside_an_episode_or_a_reward_call(
     assert_resumes(run, whole, home)
 
 
-@pytest.mark.usefixtures("optimised")
+@pytest.mark.usefixtures("optimized")
 def test_the_demonstration_learns(cli: Callable[..., Any], tmp_path: Path) -> None:
     """`bessemer train grpo`, with fewer steps: the model before it is trained first, and exact match rises."""
     shorter = ["training.steps=64", "logging.validation_interval=-1", "training.validation_steps=128"]

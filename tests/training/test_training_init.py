@@ -135,7 +135,7 @@ def test_data_of_ones_own_is_not_judged_by_the_demonstration(start: Path, capsys
     assert callback.tasks == [] and "exact:toy-reverse is left out" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("optimised")
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.slow
 def test_fine_tuning_learns_a_toy_task(tmp_path: Path) -> None:
     """The demonstration, shorter than `bessemer train sft`: reversed strings that it has never seen."""
