@@ -2,6 +2,7 @@
 
     python benchmarks/step.py --depth 4 --vocab 4096 --batch 16 --sequence 256
     python benchmarks/step.py --depth 12 --batch 32 --sequence 2048 --accumulation 4 --window L
+    python benchmarks/step.py --depth 12 --batch 32 --sequence 2048 --accumulation 4 --experts 0,32 --active 4
 
 Prints one JSON line per case: tokens/s, TFLOP/s, both MFU formulas (against the chip's peak, where it is known:
 that of float8 with --precision fp8), the share of the measured matrix rate (of the model's FLOPs alone, and with the
@@ -14,6 +15,7 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -33,7 +35,7 @@ from bessemer.training.setup.model import make_apply
 from bessemer.training.state import StepRules, create_state
 from bessemer.training.step import train_step
 
-SWEPT = ("depth", "batch", "sequence", "accumulation", "window", "window_short", "precision", "optimizer")
+SWEPT = ("depth", "batch", "sequence", "accumulation", "window", "window_short", "precision", "optimizer", "experts")
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -48,6 +50,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fp8_scaling", default="tensorwise", help="tensorwise, rowwise")
     parser.add_argument("--fp8_head", action="store_true", help="convert the head too")
     parser.add_argument("--optimizer", default="muon", help="a name from the optimizers registry")
+    parser.add_argument("--experts", default="0", help="as model.experts; 0: dense")
+    parser.add_argument("--active", type=int, default=4, help="as model.experts_active")
+    parser.add_argument("--expert_width", type=int, default=-1, help="-1: the dense layer's width / active")
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--width", type=int, default=-1, help="-1: depth × 64")
     parser.add_argument("--head_dim", type=int, default=128)
@@ -95,6 +100,9 @@ def build(case: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any, Any
         scan_layers=args.scan_layers,
         fp8_scaling=args.fp8_scaling if case["precision"] == "fp8" else "tensorwise",
         fp8_head=args.fp8_head and case["precision"] == "fp8",
+        experts=int(case.get("experts", 0)),
+        experts_active=args.active,
+        expert_width=args.expert_width,
     )
     model.check()
     apply = make_apply(model)
@@ -132,8 +140,8 @@ def polar_flops(model: GPT, params: Any) -> float:
     """Matrix FLOPs of Muon's polar steps, of all matrices."""
     total = 0.0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if model.group_of(tuple(part.key for part in path)) in ("matrix", "gate") and leaf.ndim == 2:
-            total += of_one(leaf.shape)
+        if model.group_of(tuple(part.key for part in path)) in ("matrix", "gate") and leaf.ndim in (2, 3):
+            total += of_one(leaf.shape[-2:]) * math.prod(leaf.shape[:-2])  # of a stack of experts each
     return total
 
 

@@ -40,7 +40,15 @@ from jax.sharding import PartitionSpec
 from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.kernels.exchange import exchange_sizes, give_back, send
-from bessemer.kernels.grouped import Order, collect, dispatch, grouped_linear, quantized_grouped_linear
+from bessemer.kernels.grouped import (
+    ALIGNMENT,
+    Order,
+    choose_padded,
+    collect,
+    dispatch,
+    grouped_linear,
+    quantized_grouped_linear,
+)
 from bessemer.kernels.ops import linear, relu_squared
 from bessemer.kernels.quantized import Quantized
 from bessemer.models.lora import Adapted
@@ -338,9 +346,15 @@ def _on_own_tokens(
         h: Array, scores: Array, ranked: Array, replayed: Array | None, stacks: dict[str, Any]
     ) -> tuple[Array, Array, Array | None]:
         parts = jax.lax.axis_size(split) if split else 1
-        run = partial(_experts, routing, stacks, activation, dtype, parts)
+        rows, own = h.shape[0] * h.shape[1] * routing.active, stacks["expert_down"].shape[0]
+        implementation = choose_padded(rows, own, dtype, *stacks["expert_down"].shape[1:])
+        run = partial(_experts, routing, stacks, activation, dtype, parts, implementation)
         chosen, apart = _choose(routing, ranked, replayed)
-        y = _routed(routing, h, scores, chosen, partial(_by_owner, owners[0], run) if owners else run)
+        multiple = ALIGNMENT.get(implementation, 1)
+        if owners:
+            y = _routed(routing, h, scores, chosen, partial(_by_owner, owners[0], multiple, run))
+        else:
+            y = _routed(routing, h, scores, chosen, run, multiple)
         y = jax.lax.psum(y, split) if split else y
         return y.astype(h.dtype), chosen, apart
 
@@ -395,15 +409,20 @@ def _of_best_groups(routing: Routing, ranked: Array) -> Array:
     return jnp.where(member[..., None], groups, -jnp.inf).reshape(ranked.shape)
 
 
-def _routed(routing: Routing, h: Array, scores: Array, chosen: Array, run: Callable[[Array, Array], Array]) -> Array:
-    """Return Σ w_e · expert_e(h) in float32. chosen: (B, T, k); run: (rows by expert, sizes) → rows."""
+def _routed(
+    routing: Routing, h: Array, scores: Array, chosen: Array, run: Callable[[Array, Array], Array], multiple: int = 1
+) -> Array:
+    """Return Σ w_e · expert_e(h) in float32. chosen: (B, T, k); run: (rows by expert, sizes) → rows.
+
+    multiple: what the rows of an expert are padded to a multiple of.
+    """
     batch, length, width = h.shape
     chosen = chosen.reshape(-1, routing.active)
     picked = chosen[..., None] == jnp.arange(routing.experts)  # (N, k, E)
     weights = jnp.sum(jnp.where(picked, scores.reshape(-1, 1, routing.experts), 0), axis=-1)  # (N, k)
     if routing.normalize:
         weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-20)
-    order = Order.of(chosen, routing.experts)
+    order = Order.of(chosen, routing.experts, multiple)
     rows = dispatch(h.reshape(-1, width), order.order, order.inverse)
     made = collect(run(rows, order.sizes), order.order, order.inverse)
     made = made.reshape(batch, length, routing.active, width).astype(jnp.float32)
@@ -416,6 +435,7 @@ def _experts(
     activation: Callable[[Array], Array],
     dtype: Any,
     parts: int,
+    implementation: str,
     rows: Array,
     sizes: Array,
 ) -> Array:
@@ -425,7 +445,7 @@ def _experts(
     """
 
     def product(name: str, x: Array) -> Array:
-        y = grouped_product(x, stacks[name], sizes, dtype)
+        y = grouped_product(x, stacks[name], sizes, dtype, implementation)
         bias = stacks.get(f"{name}_bias")
         if bias is None:
             return y
@@ -444,7 +464,7 @@ def _experts(
     return product("expert_down", hidden)
 
 
-def _by_owner(axis: str, run: Callable[[Array, Array], Array], rows: Array, sizes: Array) -> Array:
+def _by_owner(axis: str, multiple: int, run: Callable[[Array, Array], Array], rows: Array, sizes: Array) -> Array:
     """Return `run(rows, sizes)` where each device of the mesh axis holds an equal part of the experts, in order.
 
     Rows travel to the device of their expert and back. No token is dropped: the buffers have room for the case that
@@ -457,7 +477,7 @@ def _by_owner(axis: str, run: Callable[[Array, Array], Array], rows: Array, size
     capacity, own = rows.shape[0], counts.shape[1]
     place = jnp.arange(capacity)
     expert = jnp.sum(place[:, None] >= jnp.cumsum(counts, axis=1)[:, None], axis=2)  # (X, capacity); own: empty
-    order = Order.of(expert.reshape(-1, 1), own + 1)
+    order = Order.of(expert.reshape(-1, 1), own + 1, multiple)
     received = send(rows, exchange, axis, capacity)
     made = run(dispatch(received, order.order, order.inverse), order.sizes[:own])
     return give_back(collect(made, order.order, order.inverse), exchange, axis, capacity, capacity)
@@ -469,14 +489,16 @@ def _gated(routing: Routing, activation: Callable[[Array], Array], gate: Array, 
     return checkpoint_name(made, "mlp_hidden")
 
 
-def grouped_product(x: Array, w: Any, sizes: Array, dtype: Any) -> Array:
+def grouped_product(x: Array, w: Any, sizes: Array, dtype: Any, implementation: str = "auto") -> Array:
     """Return x W by group, with the products of the adapters if the stack has them. x: (N, m); w: (E, m, n)."""
     if isinstance(w, Adapted):
-        low = checkpoint_name(grouped_linear(x, w.a, sizes, dtype), "adapter")
-        return grouped_product(x, w.w, sizes, dtype) + grouped_linear(low, w.scale * w.b, sizes, dtype)
+        low = checkpoint_name(grouped_linear(x, w.a, sizes, dtype, implementation), "adapter")
+        return grouped_product(x, w.w, sizes, dtype, implementation) + grouped_linear(
+            low, w.scale * w.b, sizes, dtype, implementation
+        )
     if isinstance(w, Quantized):
-        return quantized_grouped_linear(x, w, sizes, dtype)
-    return grouped_linear(x, w, sizes, dtype)
+        return quantized_grouped_linear(x, w, sizes, dtype, implementation)
+    return grouped_linear(x, w, sizes, dtype, implementation)
 
 
 # -- what a training step measures -------------------------------------------------------------------------------------
