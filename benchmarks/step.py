@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bessemer.kernels.fp8 import GPU_OPTIONS
+from bessemer.models import moe
 from bessemer.models.gpt import GPT
 from bessemer.objectives.pretrain import PretrainSettings, pretrain
 from bessemer.optim import build_optimizer
@@ -53,6 +54,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--experts", default="0", help="as model.experts; 0: dense")
     parser.add_argument("--active", type=int, default=4, help="as model.experts_active")
     parser.add_argument("--expert_width", type=int, default=-1, help="-1: the dense layer's width / active")
+    parser.add_argument("--grouped", default="", help="implementation of the experts' products; none: as in training")
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--width", type=int, default=-1, help="-1: depth × 64")
     parser.add_argument("--head_dim", type=int, default=128)
@@ -86,6 +88,8 @@ def matrix_seconds(side: int, dtype: Any) -> Any:
 
 def build(case: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any, Any, GPT]:
     """(jitted step, state, batch, model) for one case."""
+    if args.grouped:
+        moe.choose_padded = lambda *_: args.grouped
     model = GPT(
         depth=int(case["depth"]),
         width=args.width,
