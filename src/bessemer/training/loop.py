@@ -25,8 +25,9 @@ from bessemer.training.outcome import doing, together
 from bessemer.training.persistence import frozen, reference, teacher
 from bessemer.training.persistence.checkpoints import Branch, rollback_target
 from bessemer.training.setup.compiled import Functions
-from bessemer.training.setup.plan import RunPlan, Stage
+from bessemer.training.setup.plan import RunPlan
 from bessemer.training.signals import stop_signals
+from bessemer.training.stages import Stage
 from bessemer.training.state import LoopState, RunState, TrainState, Unstable, final_problem
 from bessemer.training.step import Meta
 

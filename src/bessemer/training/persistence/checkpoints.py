@@ -48,8 +48,9 @@ from bessemer.training.setup.compiled import Functions
 from bessemer.training.setup.horizon import HORIZONS, REPORTS
 from bessemer.training.setup.initial_weights import adapter_arrays, read_weights
 from bessemer.training.setup.model import ModelParts
-from bessemer.training.setup.plan import RunPlan, Stage
+from bessemer.training.setup.plan import RunPlan
 from bessemer.training.setup.schema import PATHS
+from bessemer.training.stages import Stage
 from bessemer.training.state import LoopState, RunState, TrainState, added_fields
 
 RESUMABLE = ("logging/", "topology/", "eval/", "training/per_device_batch_size", "training/time_limit")
