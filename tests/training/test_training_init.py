@@ -21,7 +21,7 @@ from bessemer.plan.trainer import planned_trainer
 from bessemer.training import launch
 from bessemer.training.callbacks.evaluation import Evaluation
 from bessemer.training.setup.init_recipe import state_of
-from bessemer.training.setup.initial_weights import its_code
+from bessemer.training.setup.initial_weights import inherited_plugins
 from bessemer.training.setup.schema import schema_of
 from bessemer.training.trainer import BaseTrainer
 
@@ -184,8 +184,10 @@ def test_code_of_a_start_from_elsewhere_is_not_imported(start: Path) -> None:
         tree = saved_tree(config)
         config.write_text(changed)
     with pytest.raises(InputError, match=r"model\.family=evil:Model"):
-        its_code(start / "checkpoints/step_00000020", saved_tree(config), launch.resolve(schema_of, "quickstart"))
-    assert its_code(start, tree, launch.resolve(schema_of, "quickstart")) == {}
+        inherited_plugins(
+            start / "checkpoints/step_00000020", saved_tree(config), launch.resolve(schema_of, "quickstart")
+        )
+    assert inherited_plugins(start, tree, launch.resolve(schema_of, "quickstart")) == {}
 
 
 RECIPE = """\

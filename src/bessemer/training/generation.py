@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bessemer.data import Tokenizer
@@ -44,7 +45,7 @@ class GenerateFunction:
 class Generator:
     """Generates with one jitted program, compiled once per shape, number of tokens and kind of sampling."""
 
-    model: Any
+    model: nn.Module
     tokenizer: Tokenizer | None
     topology: Topology
 

@@ -25,7 +25,7 @@ from bessemer.storage.files import storage
 from bessemer.storage.weights import flatten_names, place
 from bessemer.topology import broadcast, unbox
 from bessemer.training.context import RunContext
-from bessemer.training.setup.initial_weights import taken_over, tree_in
+from bessemer.training.setup.initial_weights import loadable, tree_in
 from bessemer.training.setup.model import ModelParts
 from bessemer.training.state import RunState
 
@@ -79,7 +79,7 @@ def read_start(context: RunContext, parts: ModelParts, start: Path) -> tuple[Any
     record, copy = bases.read_record(directory), bases.own_copy(directory)
     where = copy if copy.is_dir() else start if record is None else locate(context, record)
     arrays = open_arrays(where)
-    wanted = taken_over(parts.model, boxed, arrays.signature())
+    wanted = loadable(parts.model, boxed, arrays.signature())
     verified = VerifiedArrays(arrays, flatten_names(unbox(wanted)), where, record, directory)
     params = place(verified, located(parts.split.stored(wanted), context.topology), str(where))
     hashes = {name: verified.hashes[name] for name in frozen_names(parts.split)}
