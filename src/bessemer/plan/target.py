@@ -205,7 +205,7 @@ def fit_micro_batch(context: RunContext[Any], batch: int) -> int:
             "(topology.data × topology.pipeline × topology.fsdp × topology.expert): make training.batch_size a "
             f"multiple of {parallel:,}, or use fewer and put the rest on topology.tensor or topology.context."
         )
-    size, why = batch // parallel, f"the largest that divides {batch // parallel} sequences a device"
+    size, why = batch // parallel, f"the largest that divides {batch // parallel} sequences per device"
     if asked != -1:
         size, why = microbatch.lowered(asked, batch, parallel)
     if size != asked:

@@ -1,4 +1,4 @@
-"""Text from a live model: its parameters are used in place on their mesh, never copied."""
+"""Generate text with the model in training; its parameters stay in place on their mesh."""
 
 from __future__ import annotations
 

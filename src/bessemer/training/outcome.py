@@ -88,7 +88,7 @@ class Owner:
 
     @contextlib.contextmanager
     def opened(self, mirror: Mirror | None, continues: bool, set_up: Callable[[], None]) -> Iterator[RunLock | None]:
-        """Hold the run directory; process 0 locks it, calls `set_up` to write the first files, and records the end."""
+        """Hold the run directory: process 0 locks it, calls `set_up` to write the first files, and records the end."""
         if not self.context.topology.is_process_zero:
             with self.explained(), leaving(self.leave), farewell(self.lose_peer):
                 yield None
@@ -231,7 +231,7 @@ def committed_steps(directory: RunDirectory) -> list[int]:
 
 
 def take_over(context: RunContext, run: RunState, manager: Checkpoints, continues: bool) -> None:
-    """With the lock held: remove what a killed save left, and set checkpoints beyond the restored one aside."""
+    """Remove what a killed save left, and set checkpoints beyond the restored one aside. The lock is held."""
     if context.topology.is_process_zero:
         remove_leftovers(context.directory.path)
     manager.clean()

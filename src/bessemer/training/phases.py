@@ -57,7 +57,7 @@ class PhasesConfig:
 
 @jobs.register("phases")
 class Phases(BasicJob):
-    """A job that runs the phases in order. It holds no state, so `load` reads nothing."""
+    """A job that runs its phases in order. It has no state of its own, so `load` reads nothing."""
 
     def __init__(self, spec: ExecutionSpec):
         super().__init__(spec)
@@ -179,7 +179,7 @@ class Phases(BasicJob):
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Own the directory; record in status.json how the job ended."""
+        """Own the run directory, and record in status.json how the job ended."""
         directory = self.run_directory
         if not self.output.enabled:
             yield

@@ -39,7 +39,7 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """The name of the checkpoint at its end."""
+        """Return the name of the checkpoint at its end."""
         return f"stage-{self.number}"
 
 

@@ -87,14 +87,14 @@ def read_start(context: RunContext, parts: ModelParts, start: Path) -> tuple[Any
 
 
 def locate(context: RunContext, record: BaseRecord) -> Path:
-    """Where the base of a continued run lies. `init` was allowed when the run was opened; what base.json names is
-    not looked at unless `init` is gone."""
+    """Return the path of a continued run's base: `init`, which was approved when the run was opened, or if that is
+    gone, the one in base.json."""
     init = context.settings.init
     return bases.locate(context.directory, record, init if init is not None and Path(init).is_dir() else None)
 
 
 def save_frozen(context: RunContext, run: RunState) -> None:
-    """Before the first step: write what names the frozen parameters, or a copy of them. Every process calls it."""
+    """Write a reference to the frozen parameters, or a copy, before the first step. Every process calls it."""
     frozen = run.state.frozen
     if frozen is None:
         return
