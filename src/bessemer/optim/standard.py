@@ -77,7 +77,7 @@ def adamw(
 
 @dataclass(frozen=True)
 class LionSettings(MatrixDecay):
-    """Every coordinate moves by the full rate: so a smaller rate than Adam's, and more decay."""
+    """Lion moves every coordinate by the full rate, so it needs a smaller rate than Adam, and more decay."""
 
     lr: float = field("optimization/lr", default=1e-4, minimum=0.0, help="peak learning rate")
     weight_decay: float = _decay(0.1)

@@ -180,7 +180,7 @@ def _tensors(program: Program, weights: set[tuple[int, ...]], rows: int) -> Iter
 
 
 def on_host(aval: Any) -> bool:
-    """Whether a result waits in host memory: architecture.remat=offload."""
+    """Return whether a result waits in host memory: architecture.remat=offload."""
     return getattr(aval, "memory_space", None) is jax.memory.Space.Host
 
 

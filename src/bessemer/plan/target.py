@@ -54,12 +54,12 @@ class Target:
 
     @property
     def devices(self) -> int:
-        """JAX devices of all slices."""
+        """Return the number of JAX devices of all slices."""
         return self.chips * (2 if self.chip.name in TWO_DEVICES else 1)
 
     @property
     def compiler_name(self) -> str:
-        """One slice, as libtpu calls it."""
+        """Return libtpu's name of one slice."""
         kind = self.chip.name.removeprefix("TPU ")
         return f"{'tpu7x' if kind == 'v7x' else kind}:{'x'.join(map(str, self.grid))}"
 
@@ -153,7 +153,7 @@ class AbsentTopology(Topology):
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Without a mesh: what is traced is the program of one device. compiled.py compiles all of it."""
+        """Set no mesh, so that the program of one device is traced. compiled.py compiles the whole."""
         with planned_for(self.platform), nn.logical_axis_rules(list(self.compute_rules)):
             yield
 

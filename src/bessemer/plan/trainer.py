@@ -88,14 +88,14 @@ def close(config: Config) -> Config:
 
 @runtime_checkable
 class MakesRows(Protocol):
-    """A trainer whose rows are its own, as RL's, and which knows what they hold."""
+    """A trainer that makes its own rows, as in RL, and knows their fields."""
 
     row_types: Mapping[str, Any]
     added_fields: Fields  # not one number per token
 
 
 class WithoutData(BaseTrainer):
-    """Mixed in before a trainer's class: the same build, but data that is not prepared is not opened."""
+    """Mixin before a trainer's class: builds the same run without opening data that is not prepared."""
 
     compiles = True
     epochs: float | None = None
@@ -109,7 +109,7 @@ class WithoutData(BaseTrainer):
         self.lines.append(text)
 
     def check_initial_weights(self) -> None:
-        """Shapes come from the configuration; weights are compared with it where there are some."""
+        """Compare weights with the configuration if there are any; shapes come from the configuration."""
         init = self.settings.init
         if init is None or has_weights(Path(init)):
             super().check_initial_weights()
