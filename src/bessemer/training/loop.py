@@ -21,7 +21,7 @@ from bessemer.topology import StepAgreement, broadcast
 from bessemer.training import stages
 from bessemer.training.callbacks.base import Callback, Callbacks
 from bessemer.training.metrics import StepClock, StepLog, Waits
-from bessemer.training.outcome import doing, together
+from bessemer.training.outcome import doing, wait_for_all
 from bessemer.training.persistence import frozen, reference, teacher
 from bessemer.training.persistence.checkpoints import Branch, rollback_target
 from bessemer.training.setup.compiled import Functions
@@ -129,7 +129,7 @@ class Loop(Generic[T]):
         try:
             with self.plan.context.topology.scope(), stop_signals(self.request_stop):
                 self.callbacks.fire("on_train_begin", self)
-                together("made its state")
+                wait_for_all("made its state")
                 while not self._train():
                     pass
         except BaseException as error:

@@ -30,7 +30,7 @@ from bessemer.topology import TopologySettings
 from bessemer.training.console.output import Output, closing_lines, write_config
 from bessemer.training.console.progress import StartUp
 from bessemer.training.setup.schema import schema_of
-from bessemer.training.signals import afterwards, setting_up
+from bessemer.training.signals import after_signal, signals_delayed
 
 PASSED = ("topology/", "data/root", "logging/progress", "plugins", "seed")
 """Settings of the whole that every phase gets."""
@@ -185,13 +185,13 @@ class Phases(BasicJob):
             yield
             return
         with contextlib.ExitStack() as stack:
-            with setting_up():
+            with signals_delayed():
                 directory.create(exist_ok=self.continues)
                 lock = stack.enter_context(RunLock(directory))
                 self.output.open_log()
                 write_config(directory, self.config, self.say)
                 directory.write_status(state="running", exit_code=None, step=0, message="")
-            stack.enter_context(afterwards(lambda code, words: self.left(code, words, lock)))
+            stack.enter_context(after_signal(lambda code, words: self.left(code, words, lock)))
             try:
                 yield
             except BaseException as error:

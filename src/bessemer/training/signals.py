@@ -138,25 +138,25 @@ def stop_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def setting_up() -> Iterator[None]:
+def signals_delayed() -> Iterator[None]:
     """Delay signals until the context ends, so that a run directory exists as a whole or not at all."""
     with _watch.set_up if _watch is not None else contextlib.nullcontext():
         yield
 
 
-def leaving(leave: Leave) -> contextlib.AbstractContextManager[None]:
+def handle_signals_with(leave: Leave) -> contextlib.AbstractContextManager[None]:
     """Set how signals outside the loop are handled from now on, if a command watches for them."""
     return _replaced("leave", leave)
 
 
-def afterwards(record: Callable[[int, str], str]) -> contextlib.AbstractContextManager[None]:
-    """Around several runs: `record(exit code, message)` is called after a signal ended one, and returns the message
-    to print."""
+def after_signal(record: Callable[[int, str], str]) -> contextlib.AbstractContextManager[None]:
+    """Call `record(exit code, message)` after a signal ended a run, and print the message that it returns."""
     return _replaced("afterwards", record)
 
 
-def before_a_run(reason: str) -> tuple[int, str]:
-    """Return the shell's exit code for a signal: without a run directory there is nothing to resume."""
+def stopped_before_run(reason: str) -> tuple[int, str]:
+    """Return exit code and message for a signal before there is a run directory: nothing can be resumed, so the code is
+    the shell's for that signal."""
     number = signal.Signals[reason.split()[-1]]
     return 128 + number, (
         f"{reason} before the run began: there is nothing to resume. Start it again with the same command; data "
@@ -164,8 +164,8 @@ def before_a_run(reason: str) -> tuple[int, str]:
     )
 
 
-def before_resuming(run: str, reason: str) -> tuple[int, str]:
-    """Nothing has changed in the run."""
+def stopped_before_resume(run: str, reason: str) -> tuple[int, str]:
+    """Return exit code and message for a signal before a run continues."""
     return (
         Stopped.exit_code,
         f"{reason} before the run continued; nothing has changed. Continue with: bessemer resume {shlex.quote(run)}",

@@ -802,7 +802,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             for line in header(self.plan, self.functions):
                 self.say(line)
             self.prepare_steps()
-            outcome.together("compiled")
+            outcome.wait_for_all("compiled")
             loop = Loop(self.plan, self.run_state, self, self.make_callbacks())
             self.show_progress = loop.show_progress
             loop.run()
