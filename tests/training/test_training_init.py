@@ -162,7 +162,7 @@ def test_a_run_whose_objective_chose_the_style_is_that_of_the_recipe(start: Path
     origin = Origin(OriginKind.RECIPE, "sft")
     own = trainer.config.replace({"training/dataset": [[Sampling("toy-reverse", style=DatasetStyle.PACKED)]]}, origin)
     trainer.run_directory.create().config.write_text(own.to_yaml())
-    assert state_of(trainer.run_directory, "sft") == "begun"
+    assert state_of(trainer.run_directory, "sft") == "started"
     other = trainer.config.replace({"training/dataset": [[Sampling("toy-sort", style=DatasetStyle.PACKED)]]}, origin)
     trainer.run_directory.config.write_text(other.to_yaml())
     with pytest.raises(InputError, match="is not what recipe sft would train"):
