@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.tiny_run import tiny_tokenizer
 from tests.training.test_training_resume import StopAt, assert_same, rows
-from tests.training.tiny_rl import grpo_settings
+from tests.training.tiny_rl import build, grpo_settings
 
 from bessemer.data import Sampling
 from bessemer.errors import InputError, Stopped
@@ -48,11 +48,6 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "logging.checkpoint_interval": 1,
     }
     return grpo_settings(tmp_path_factory.mktemp("prompts"), prompts, changes)
-
-
-def build(settings: dict[str, Any], root: Path, name: str = "run", **changes: Any) -> Any:
-    given = settings | {key.replace("__", "."): value for key, value in changes.items()}
-    return launch.build_trainer(None, given, name=name, root=root)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,8 @@ from typing import Any
 
 from tests.tiny_run import tiny_tokenizer
 
+from bessemer.training import launch
+
 
 def grpo_settings(folder: Path, rows: Iterable[Mapping[str, Any]], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Write `rows` and a tokenizer to `folder`; return the settings of a run over them, with `changes`."""
@@ -38,3 +40,9 @@ def grpo_settings(folder: Path, rows: Iterable[Mapping[str, Any]], changes: Mapp
         "logging.preview_interval": 0,
         **changes,
     }
+
+
+def build(settings: dict[str, Any], root: Path, name: str = "run", **changes: Any) -> Any:
+    """Return the trainer of `settings` with changes, whose names have `__` for a dot."""
+    given = settings | {key.replace("__", "."): value for key, value in changes.items()}
+    return launch.build_trainer(None, given, name=name, root=root)
