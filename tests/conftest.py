@@ -23,7 +23,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import jax
 
-from bessemer.topology import Topology
+from bessemer.topology import Topology, make_topology
 
 # By default an example that takes 200 ms is a failure, and so are examples that come slowly: a busy machine has both.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -94,6 +94,17 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     jax.config.update(name, False)
     yield
     jax.config.update(name, before)
+
+
+@pytest.fixture(scope="module")
+def on_one_device(home: Path) -> Iterator[None]:
+    """Trainers made in this process use one of the eight devices, also those of a module's own fixtures."""
+    from bessemer.training import launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BESSEMER_HOME", str(home))
+        patch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
+        yield
 
 
 @pytest.fixture(scope="session")

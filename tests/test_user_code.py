@@ -18,7 +18,7 @@ from bessemer.evaluate.evaluator import check_tasks, choose
 from bessemer.job import RunDirectory
 from bessemer.job.trust import check_trust, named_code
 from bessemer.rl.rewards import Rewards, RewardSpec
-from bessemer.training.setup.schema import pinned, schema_of
+from bessemer.training.setup.schema import schema_of, with_full_paths
 
 PARTS = """
 import dataclasses
@@ -116,7 +116,7 @@ def test_a_run_remembers_the_file(here: Path) -> None:
     given |= {"grpo.rewards": ["own_parts.py:longer", "exact_match"], "plugins": ["own_parts"]}  # type: ignore[dict-item]
     given |= {"eval.evaluations": ["own_parts:score", "core:bundle", "bpb"], "training.dataset": "own_parts:texts"}  # type: ignore[dict-item]
     given |= {"grpo.environment": {"name": "own_parts:World", "options": {"target": "own_parts.py:Maze", "x": "a: b"}}}  # type: ignore[dict-item]
-    config = pinned(resolve(schema_of, {}, given))
+    config = with_full_paths(resolve(schema_of, {}, given))
     file = str(here.resolve() / "own_parts.py")
     played = config["grpo.environment"]
     assert played.name == f"{file}:World" and played.options == {"target": f"{file}:Maze", "x": "a: b"}

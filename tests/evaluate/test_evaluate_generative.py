@@ -15,10 +15,9 @@ from tests.evaluate.bundles import write_rows
 from bessemer.data import Tokenizer
 from bessemer.errors import InputError
 from bessemer.evaluate import Evaluator
-from bessemer.evaluate.arithmetic import problems
 from bessemer.evaluate.evaluator import choose
 from bessemer.evaluate.generative import is_right, parse_answer, question_ids, write
-from bessemer.evaluate.gsm8k import gsm8k
+from bessemer.evaluate.word_problems import gsm8k, problems
 from bessemer.generate import LoadedModel
 from tiny_run import make_run, tiny_tokenizer
 

@@ -245,7 +245,7 @@ def test_commands_speculate_and_quantize(tmp_path: Any, monkeypatch: pytest.Monk
         return json.loads(shown.stdout)
 
     refused = CliRunner().invoke(cli, ["sample", run, "--prompt", "The", "--draft", "3"])
-    assert isinstance(refused.exception, InputError) and "--draft is of drafts" in str(refused.exception)
+    assert isinstance(refused.exception, InputError) and "--draft is for drafts" in str(refused.exception)
     plain, fast = sampled(), sampled("--speculate", "ngram", "--draft", "3", "--weights", "auto")
     assert plain["speculation"] is None and plain["tokens"] == fast["tokens"]
     saved = fast["speculation"]

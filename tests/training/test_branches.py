@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
+from tests.training.test_training_resume import StopAt, assert_same, rows
 
 from bessemer.checkpoint.manifest import read_manifest, write_manifest
 from bessemer.doctor import diagnose
@@ -17,10 +17,7 @@ from bessemer.job import RunDirectory
 from bessemer.training import api, launch
 from bessemer.training.persistence.checkpoints import read_branches
 
-
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +30,11 @@ Saved = tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")
-def runs(short: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
+def runs(short: dict[str, object], on_one_device: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Saved]:
     """A finished run of four steps, and one that was stopped after two. They are trained once."""
     root = tmp_path_factory.mktemp("branches")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BESSEMER_HOME", str(home))
-        patch.setattr(launch, "make_topology", lambda settings: one_device())
-        launch.build_trainer("quickstart", short, name="a", root=root / "done").run()
-        stopped({**short, "optimization.lr_multiplier": 1.0}, root / "halfway", 2)
+    launch.build_trainer("quickstart", short, name="a", root=root / "done").run()
+    stopped({**short, "optimization.lr_multiplier": 1.0}, root / "halfway", 2)
     names = ("done", "halfway")
     return {n: (root / n / "a", shutil.copytree(root / n / "a", root / n / "copy")) for n in names}
 

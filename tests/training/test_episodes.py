@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.tiny_run import tiny_tokenizer
-from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
+from tests.training.test_training_resume import StopAt, assert_same, rows
+from tests.training.tiny_rl import build, grpo_settings
 
 from bessemer.data.tokenize.chat import render
 from bessemer.errors import InputError, Stopped, TrainingError
@@ -22,61 +22,35 @@ from bessemer.training import launch
 WORLDS = Path(__file__).with_name("worlds.py")
 
 
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Episodes of three turns, four steps a rollout, in a model that says anything."""
-    folder = tmp_path_factory.mktemp("episodes")
-    tiny_tokenizer().save(folder)
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"number": n}) + "\n" for n in range(60)))
-    return {
-        "job": "GRPOTrainer",
-        "objective": "grpo",
-        "training.dataset": str(folder / "rows.jsonl"),
-        "training.batch_size": 8,
-        "training.per_device_batch_size": 4,
+    prompts = [{"number": n} for n in range(60)]
+    changes = {
+        "training.validation": True,
         "training.steps": 6,
         "training.validation_steps": 8,
-        "data.tokenizer": str(folder),
         "data.val_fraction": 0.2,
-        "model.depth": 1,
-        "model.width": 32,
-        "model.head_dim": 16,
         "model.window": "L",
         "architecture.block_size": 64,
         "grpo.environment": {"name": f"{WORLDS}:Relay"},
         "grpo.num_iterations": 2,
-        "grpo.mini_batches": 2,
         "grpo.max_completion_length": 5,
         "grpo.slots": 6,
-        "optimization.name": "adamw",
-        "optimization.lr": 0.03,
-        "logging.report_interval": 1,
         "logging.validation_interval": 4,
-        "logging.checkpoint_interval": 2,
-        "logging.keep_last": 20,
-        "logging.progress": "none",
         "logging.preview_interval": -1,
         "logging.preview_prompts": ["held-out"],
     }
-
-
-def build(settings: dict[str, Any], root: Path, name: str = "run", **changes: Any) -> Any:
-    given = settings | {key.replace("__", "."): value for key, value in changes.items()}
-    return launch.build_trainer(None, given, name=name, root=root)
+    return grpo_settings(tmp_path_factory.mktemp("episodes"), prompts, changes)
 
 
 @pytest.fixture(scope="module")
-def whole(settings: dict[str, Any], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BESSEMER_HOME", str(home))
-        patch.setattr(launch, "make_topology", lambda settings: one_device())
-        trainer = build(settings, tmp_path_factory.mktemp("runs"), "whole")
-        trainer.run()
+def whole(settings: dict[str, Any], on_one_device: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    trainer = build(settings, tmp_path_factory.mktemp("runs"), "whole")
+    trainer.run()
     return trainer
 
 

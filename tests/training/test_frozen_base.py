@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from tests import processes
 from tests.interop.tiny_hf import config_of_case, load_folder, make_folder
 from tests.training.test_training_imported import assert_equal, settings_of
-from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
+from tests.training.test_training_resume import StopAt, assert_same, rows
 from tests.trust.test_foreign_run import called
 
 from bessemer.checkpoint import Checkpoints
@@ -40,9 +40,7 @@ from bessemer.training import api, launch
 TALKS = [{"text": f"The number is {n}. " * 4} for n in range(40)]
 
 
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 @pytest.fixture(scope="module")
@@ -78,16 +76,13 @@ def trained(settings: dict[str, Any], root: Path, name: str = "run") -> Any:
 
 @pytest.fixture(scope="module")
 def finished_with(
-    original: Path, text: Path, home: Path, tmp_path_factory: pytest.TempPathFactory
+    original: Path, text: Path, on_one_device: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Any]:
     """lora.quantize → a finished run; one of each."""
 
     @functools.cache
     def finished(quantize: str) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("BESSEMER_HOME", str(home))
-            patch.setattr(launch, "make_topology", lambda settings: one_device())
-            return trained(adapters(original, text, lora__quantize=quantize), tmp_path_factory.mktemp("runs"))
+        return trained(adapters(original, text, lora__quantize=quantize), tmp_path_factory.mktemp("runs"))
 
     return finished
 

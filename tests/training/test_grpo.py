@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from tests.compilations import cache_at, counted_compilations
 from tests.tiny_run import tiny_tokenizer
-from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
+from tests.training.test_training_resume import StopAt, assert_same, rows
+from tests.training.tiny_rl import grpo_settings
 
 from bessemer.errors import InputError, Stopped, TrainingError
 from bessemer.generate.weights import Quantizer
@@ -38,59 +39,33 @@ def unlucky(prompts: Any, completions: Any, **columns: Any) -> list[float]:
     raise ValueError("no such key")
 
 
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Four steps a rollout (two passes of two parts), a reference renewed on the way, everything logged."""
-    folder = tmp_path_factory.mktemp("prompts")
-    tiny_tokenizer().save(folder)
-    data = folder / "cats.jsonl"
-    lines = [json.dumps({"prompt": f"cats and dogs {n}", "answer": n}) for n in range(60)]
-    data.write_text("\n".join(lines) + "\n")
-    return {
-        "job": "GRPOTrainer",
-        "objective": "grpo",
-        "training.dataset": str(data),
-        "training.batch_size": 8,
-        "training.per_device_batch_size": 4,
+    prompts = [{"prompt": f"cats and dogs {n}", "answer": n} for n in range(60)]
+    changes = {
+        "training.validation": True,
         "training.steps": 7,
         "training.validation_steps": 8,
-        "data.tokenizer": str(folder),
         "data.val_fraction": 0.2,
-        "model.depth": 1,
-        "model.width": 32,
-        "model.head_dim": 16,
         "model.window": "L",
-        "architecture.block_size": 32,
         "grpo.num_iterations": 2,
-        "grpo.mini_batches": 2,
-        "grpo.max_completion_length": 6,
         "grpo.sync_interval": 3,
         "grpo.rewards": [{"name": f"{HERE}:vowels"}, {"name": "length_penalty", "weight": 0.1}],
-        "optimization.name": "adamw",
-        "optimization.lr": 0.03,
-        "logging.report_interval": 1,
         "logging.validation_interval": 4,
-        "logging.checkpoint_interval": 2,
-        "logging.keep_last": 20,
-        "logging.progress": "none",
-        "logging.preview_interval": 0,
     }
+    return grpo_settings(tmp_path_factory.mktemp("prompts"), prompts, changes)
 
 
 @pytest.fixture(scope="module")
-def whole(settings: dict[str, Any], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BESSEMER_HOME", str(home))
-        patch.setattr(launch, "make_topology", lambda settings: one_device())
-        trainer = launch.build_trainer(None, settings, name="whole", root=tmp_path_factory.mktemp("runs"))
-        before = feed.calls
-        trainer.run()
-        trainer.fetched = feed.calls - before
+def whole(settings: dict[str, Any], on_one_device: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    trainer = launch.build_trainer(None, settings, name="whole", root=tmp_path_factory.mktemp("runs"))
+    before = feed.calls
+    trainer.run()
+    trainer.fetched = feed.calls - before
     return trainer
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tests.tiny_run import tiny_tokenizer
-from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
+from tests.training.test_training_resume import StopAt, assert_same, rows
+from tests.training.tiny_rl import grpo_settings
 
 from bessemer.errors import InputError, Stopped
 from bessemer.objectives.grpo import GrpoSettings
@@ -28,57 +27,32 @@ def letters(prompts: Any, completions: Any, **columns: Any) -> list[float]:
     return [sum(map(ord, text)) % 97 / 97 for text in completions]
 
 
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("prompts")
-    tiny_tokenizer().save(folder)
-    lines = [json.dumps({"prompt": f"cats and dogs {n}"}) for n in range(40)]
-    (folder / "cats.jsonl").write_text("\n".join(lines) + "\n")
-    return {
-        "job": "GRPOTrainer",
-        "objective": "grpo",
-        "training.dataset": str(folder / "cats.jsonl"),
+    prompts = [{"prompt": f"cats and dogs {n}"} for n in range(40)]
+    changes = {
         "training.batch_size": 16,
-        "training.per_device_batch_size": 4,
         "training.steps": 4,
-        "training.validation": False,
-        "data.tokenizer": str(folder),
-        "model.depth": 1,
-        "model.width": 32,
-        "model.head_dim": 16,
         "model.window": "L",
-        "architecture.block_size": 32,
         "architecture.precision": "float32",
-        "grpo.mini_batches": 2,
-        "grpo.max_completion_length": 6,
         "grpo.overlong_penalty": 0.5,
         "grpo.overlong_buffer": 4,
         "grpo.entropy_coef": START,
         "grpo.entropy_target": TARGET,
         "grpo.entropy_rate": RATE,
         "grpo.rewards": [f"{HERE}:letters"],
-        "optimization.name": "adamw",
-        "optimization.lr": 0.03,
-        "logging.report_interval": 1,
         "logging.checkpoint_interval": 1,
-        "logging.keep_last": 20,
-        "logging.progress": "none",
-        "logging.preview_interval": 0,
     }
+    return grpo_settings(tmp_path_factory.mktemp("prompts"), prompts, changes)
 
 
 @pytest.fixture(scope="module")
-def whole(settings: dict[str, Any], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BESSEMER_HOME", str(home))
-        patch.setattr(launch, "make_topology", lambda settings: one_device())
-        trainer = launch.build_trainer(None, settings, name="whole", root=tmp_path_factory.mktemp("runs"))
-        trainer.run()
+def whole(settings: dict[str, Any], on_one_device: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    trainer = launch.build_trainer(None, settings, name="whole", root=tmp_path_factory.mktemp("runs"))
+    trainer.run()
     return trainer
 
 

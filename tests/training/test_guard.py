@@ -27,9 +27,7 @@ from bessemer.training.state import SpikeRule, fresh_statistics, judge
 STEPS = 14
 
 
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 @pytest.fixture(autouse=True)

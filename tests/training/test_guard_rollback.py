@@ -9,21 +9,12 @@ import jax
 import numpy as np
 import pytest
 from tests.training.poison import INFINITE
-from tests.training.test_guard import (  # noqa: F401 -- fixtures
-    STEPS,
-    Record,
-    _no_report,
-    _one_device,
-    assert_same_run,
-    guarded,
-    quick,
-    rows,
-    run,
-    same_leaves,
-)
+from tests.training.test_guard import STEPS, Record, _no_report, assert_same_run, guarded, quick, rows, run, same_leaves  # noqa: F401 -- fixtures
 
 from bessemer.errors import InputError, Stopped, TrainingError
 from bessemer.training import launch
+
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from tests.tiny_run import make_run, tiny_params
-from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
+from tests.training.test_training_resume import StopAt, assert_same, rows
 
 from bessemer.errors import InputError, Stopped
 from bessemer.plan.trainer import planned_trainer
@@ -19,10 +19,7 @@ from bessemer.rl.rollout import TOKEN_FIELDS, Rollout
 from bessemer.storage.artifacts import ROLLOUT
 from bessemer.training import launch
 
-
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 @pytest.fixture

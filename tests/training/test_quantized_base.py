@@ -27,7 +27,8 @@ from bessemer.models.lora import Adapted, is_node
 from bessemer.storage import weights
 from bessemer.training import api, launch
 
-_one_device, original, text, finished_with = plain._one_device, plain.original, plain.text, plain.finished_with
+pytestmark = pytest.mark.usefixtures("on_one_device")
+original, text, finished_with = plain.original, plain.text, plain.finished_with
 
 
 @pytest.fixture(scope="module")

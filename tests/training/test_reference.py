@@ -9,16 +9,13 @@ import jax
 import numpy as np
 import pytest
 from tests.training import held  # noqa: F401 -- registers the objective
-from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
+from tests.training.test_training_resume import StopAt, assert_same, rows
 
 from bessemer.errors import Stopped, StorageError
 from bessemer.training import launch
 from bessemer.training.persistence import reference
 
-
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 @pytest.fixture

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.tiny_run import tiny_tokenizer
-from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
+from tests.training.test_training_resume import StopAt, assert_same, rows
+from tests.training.tiny_rl import build, grpo_settings
 
 from bessemer.data import Sampling
 from bessemer.errors import InputError, Stopped
@@ -31,58 +31,29 @@ def uneven(prompts: Any, completions: Any, answer: Any, **columns: Any) -> list[
     return [0.0 if n % 2 else sum(map(ord, text)) % 97 / 97 for text, n in zip(completions, answer, strict=True)]
 
 
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two steps a rollout, in which about half of the prompts give flat groups."""
-    folder = tmp_path_factory.mktemp("prompts")
-    tiny_tokenizer().save(folder)
-    lines = [json.dumps({"prompt": f"cats and dogs {n}", "answer": n, "number": n}) for n in range(PROMPTS)]
-    (folder / "cats.jsonl").write_text("\n".join(lines) + "\n")
-    return {
-        "job": "GRPOTrainer",
-        "objective": "grpo",
-        "training.dataset": str(folder / "cats.jsonl"),
+    prompts = [{"prompt": f"cats and dogs {n}", "answer": n, "number": n} for n in range(PROMPTS)]
+    changes = {
         "training.batch_size": 16,
         "training.per_device_batch_size": 8,
         "training.steps": 4,
-        "training.validation": False,
-        "data.tokenizer": str(folder),
-        "model.depth": 1,
-        "model.width": 32,
-        "model.head_dim": 16,
         "model.window": "L",
-        "architecture.block_size": 32,
-        "grpo.mini_batches": 2,
-        "grpo.max_completion_length": 6,
         "grpo.resample": 3,
         "grpo.rewards": [f"{HERE}:uneven"],
-        "optimization.name": "adamw",
-        "optimization.lr": 0.03,
-        "logging.report_interval": 1,
         "logging.checkpoint_interval": 1,
-        "logging.keep_last": 20,
-        "logging.progress": "none",
-        "logging.preview_interval": 0,
     }
-
-
-def build(settings: dict[str, Any], root: Path, name: str = "run", **changes: Any) -> Any:
-    given = settings | {key.replace("__", "."): value for key, value in changes.items()}
-    return launch.build_trainer(None, given, name=name, root=root)
+    return grpo_settings(tmp_path_factory.mktemp("prompts"), prompts, changes)
 
 
 @pytest.fixture(scope="module")
-def whole(settings: dict[str, Any], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BESSEMER_HOME", str(home))
-        patch.setattr(launch, "make_topology", lambda settings: one_device())
-        trainer = build(settings, tmp_path_factory.mktemp("runs"), "whole")
-        trainer.run()
+def whole(settings: dict[str, Any], on_one_device: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    trainer = build(settings, tmp_path_factory.mktemp("runs"), "whole")
+    trainer.run()
     return trainer
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 from tests.faults.harness import HOLDING, assert_resumes, call, finish, hold, steps_saved, train, until
-from tests.tiny_run import tiny_tokenizer
-from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
+from tests.training.test_training_resume import StopAt, assert_same, rows
+from tests.training.tiny_rl import grpo_settings
 
 from bessemer.errors import InputError, Stopped
 from bessemer.generate import Engine, Request, SamplingOptions
@@ -30,60 +29,36 @@ WORLDS = Path(__file__).with_name("worlds.py")
 LAYERS, ACTIVE = 2, 2
 
 
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Four steps a rollout, prompts of several lengths, a llama with experts in both layers."""
-    folder = tmp_path_factory.mktemp("prompts")
-    tiny_tokenizer().save(folder)
-    lines = [json.dumps({"prompt": "cats and dogs " * (n % 3) + str(n), "number": n}) for n in range(40)]
-    (folder / "cats.jsonl").write_text("\n".join(lines) + "\n")
-    return {
-        "job": "GRPOTrainer",
-        "objective": "grpo",
-        "training.dataset": str(folder / "cats.jsonl"),
-        "training.batch_size": 8,
-        "training.per_device_batch_size": 4,
+    prompts = [{"prompt": "cats and dogs " * (n % 3) + str(n), "number": n} for n in range(40)]
+    changes = {
         "training.steps": 6,
-        "training.validation": False,
-        "data.tokenizer": str(folder),
         "model.family": "llama",
         "model.depth": LAYERS,
-        "model.width": 32,
-        "model.head_dim": 16,
         "model.experts": 6,
         "model.experts_active": ACTIVE,
         "model.expert_width": 16,
         "architecture.block_size": 48,
         "grpo.num_iterations": 2,
-        "grpo.mini_batches": 2,
-        "grpo.max_completion_length": 6,
         "grpo.sync_interval": 3,
         "grpo.rewards": [
             {"name": "length_penalty", "options": {"scale": 6}},
             {"name": "regex", "options": {"pattern": ".*[a-m].*"}},
         ],
-        "optimization.name": "adamw",
         "optimization.lr": 0.02,
-        "logging.report_interval": 1,
-        "logging.checkpoint_interval": 2,
-        "logging.keep_last": 20,
-        "logging.progress": "none",
-        "logging.preview_interval": 0,
     }
+    return grpo_settings(tmp_path_factory.mktemp("prompts"), prompts, changes)
 
 
 @pytest.fixture(scope="module")
-def whole(settings: dict[str, Any], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BESSEMER_HOME", str(home))
-        patch.setattr(launch, "make_topology", lambda settings: one_device())
-        trainer = launch.build_trainer(None, settings, name="whole", root=tmp_path_factory.mktemp("runs"))
-        trainer.run()
+def whole(settings: dict[str, Any], on_one_device: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    trainer = launch.build_trainer(None, settings, name="whole", root=tmp_path_factory.mktemp("runs"))
+    trainer.run()
     return trainer
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tests.training.test_guard import Record, _no_report, _one_device, assert_same_run, quick, rows, same_leaves  # noqa: F401 -- fixtures
+from tests.training.test_guard import Record, _no_report, assert_same_run, quick, rows, same_leaves  # noqa: F401 -- fixtures
 
 import bessemer as bm
 from bessemer.checkpoint import Checkpoints
@@ -26,6 +26,8 @@ from bessemer.training import launch
 from bessemer.training.kl_trainer import KLDivergenceTrainer, KLDivergenceTrainerConfig
 from bessemer.training.persistence import reference
 from bessemer.training.stages import Stage, one_each, plan
+
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 FIRST, STEPS = 5, 9
 """Updates of the first stage, and of both."""

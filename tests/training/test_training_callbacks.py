@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -18,12 +17,7 @@ from bessemer.training import launch
 from bessemer.training.callbacks.base import Callback, Callbacks
 from bessemer.training.callbacks.watchers import Watchers, append_weights
 
-
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bessemer.topology import make_topology
-
-    monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:

@@ -12,17 +12,14 @@ import numpy as np
 import pytest
 from tests.processes import finish, start, wait_until
 from tests.tiny_run import make_run, tiny_params, tiny_tokenizer
-from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
+from tests.training.test_training_resume import StopAt, assert_same, rows
 
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.job import RunDirectory
 from bessemer.plan.trainer import planned_trainer
 from bessemer.training import launch
 
-
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 @pytest.fixture

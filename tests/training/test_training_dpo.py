@@ -10,20 +10,15 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
+from tests.training.test_training_resume import StopAt, assert_same, rows
 
 from bessemer.errors import InputError, Stopped, StorageError
 from bessemer.storage.weights import WeightFile
 from bessemer.training import launch
 from bessemer.training.persistence.reference import ReferencedRows
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("on_one_device")]
 FILE = "reference/logps-*.safetensors"
-
-
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +55,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(settings: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BESSEMER_HOME", str(home))
-        patch.setattr(launch, "make_topology", lambda settings: one_device())
-        trainer = launch.build_trainer("quickstart", settings, name="whole", root=tmp_path_factory.mktemp("runs"))
-        trainer.run()
+def undisturbed(settings: dict[str, object], on_one_device: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    trainer = launch.build_trainer("quickstart", settings, name="whole", root=tmp_path_factory.mktemp("runs"))
+    trainer.run()
     return trainer
 
 

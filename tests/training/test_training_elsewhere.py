@@ -14,14 +14,10 @@ from tests.training.stops import StopAt
 
 from bessemer.errors import InputError, Stopped
 from bessemer.evaluate import Evaluator
-from bessemer.topology import make_topology
 from bessemer.training import launch
 from bessemer.training.persistence.checkpoints import saved_tree
 
-
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 @pytest.fixture

@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from tests.training.test_guard import STEPS, Record, _no_report, _one_device, guarded, rows, run  # noqa: F401 -- fixtures
+from tests.training.test_guard import STEPS, Record, _no_report, guarded, rows, run  # noqa: F401 -- fixtures
 
 from bessemer.errors import InputError, Stopped, TrainingError
 from bessemer.registry import evaluations
 from bessemer.training import launch
 from bessemer.training.callbacks.base import Callback
+
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 hungry_at = -1
 

@@ -14,16 +14,13 @@ from safetensors.numpy import load_file
 
 from bessemer.errors import InputError, Stopped
 from bessemer.generate.load import load_model
-from bessemer.topology import CHIPS, Topology, make_topology
+from bessemer.topology import CHIPS, Topology
 from bessemer.training import launch
 from bessemer.training.callbacks.base import Callback
 from bessemer.training.persistence.checkpoints import saved_tree
 from bessemer.training.setup.model import compiler_options, flops_share, mfu_peak
 
-
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +31,9 @@ def settings(tiny: dict[str, object]) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def finished(settings: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BESSEMER_HOME", str(home))
-        patch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
-        trainer = launch.build_trainer("quickstart", settings, name="whole", root=tmp_path_factory.mktemp("fp8"))
-        trainer.run()
+def finished(settings: dict[str, object], on_one_device: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    trainer = launch.build_trainer("quickstart", settings, name="whole", root=tmp_path_factory.mktemp("fp8"))
+    trainer.run()
     return trainer
 
 

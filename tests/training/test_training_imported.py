@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from tests.interop.tiny_hf import chatty_folder, load_folder
-from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
+from tests.training.test_training_resume import StopAt, assert_same, rows
 
 from bessemer.console import no_progress
 from bessemer.errors import Stopped
@@ -31,9 +31,7 @@ def letters(prompts: Any, completions: Any, **columns: Any) -> list[float]:
     return [sum(map(ord, text)) % 97 / 97 for text in completions]
 
 
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from bessemer.plan.trainer import planned_trainer
 from bessemer.training import launch
 from bessemer.training.callbacks.evaluation import Evaluation
 from bessemer.training.setup.init_recipe import state_of
-from bessemer.training.setup.initial_weights import its_code
+from bessemer.training.setup.initial_weights import inherited_plugins
 from bessemer.training.setup.schema import schema_of
 from bessemer.training.trainer import BaseTrainer
 
@@ -162,7 +162,7 @@ def test_a_run_whose_objective_chose_the_style_is_that_of_the_recipe(start: Path
     origin = Origin(OriginKind.RECIPE, "sft")
     own = trainer.config.replace({"training/dataset": [[Sampling("toy-reverse", style=DatasetStyle.PACKED)]]}, origin)
     trainer.run_directory.create().config.write_text(own.to_yaml())
-    assert state_of(trainer.run_directory, "sft") == "begun"
+    assert state_of(trainer.run_directory, "sft") == "started"
     other = trainer.config.replace({"training/dataset": [[Sampling("toy-sort", style=DatasetStyle.PACKED)]]}, origin)
     trainer.run_directory.config.write_text(other.to_yaml())
     with pytest.raises(InputError, match="is not what recipe sft would train"):
@@ -184,8 +184,10 @@ def test_code_of_a_start_from_elsewhere_is_not_imported(start: Path) -> None:
         tree = saved_tree(config)
         config.write_text(changed)
     with pytest.raises(InputError, match=r"model\.family=evil:Model"):
-        its_code(start / "checkpoints/step_00000020", saved_tree(config), launch.resolve(schema_of, "quickstart"))
-    assert its_code(start, tree, launch.resolve(schema_of, "quickstart")) == {}
+        inherited_plugins(
+            start / "checkpoints/step_00000020", saved_tree(config), launch.resolve(schema_of, "quickstart")
+        )
+    assert inherited_plugins(start, tree, launch.resolve(schema_of, "quickstart")) == {}
 
 
 RECIPE = """\

@@ -26,10 +26,7 @@ from bessemer.training.console import output
 from bessemer.training.loop import Loop
 from bessemer.training.setup.horizon import report_interval
 
-
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 def metrics(path: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file
 from tests.tiny_run import make_run, tiny_params
 from tests.training import held  # noqa: F401 -- registers the objective
-from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
+from tests.training.test_training_resume import StopAt, assert_same, rows
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.config.resolve import Config
@@ -32,9 +32,7 @@ from bessemer.training.persistence import checkpoints
 Build = Callable[..., Any]
 
 
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +70,9 @@ def lora(start: dict[str, object]) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def adapted(lora: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BESSEMER_HOME", str(home))
-        patch.setattr(launch, "make_topology", lambda settings: one_device())
-        trainer = launch.build_trainer("quickstart", lora, name="lora", root=tmp_path_factory.mktemp("runs"))
-        trainer.run()
+def adapted(lora: dict[str, object], on_one_device: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    trainer = launch.build_trainer("quickstart", lora, name="lora", root=tmp_path_factory.mktemp("runs"))
+    trainer.run()
     return trainer
 
 

@@ -46,29 +46,24 @@ def settings(tiny: Settings) -> Settings:
 
 
 @pytest.fixture(scope="module")
-def run(settings: Settings, home: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def run(settings: Settings, on_one_device: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Return a finished run with these settings, trained once."""
     made: dict[str, Any] = {}
 
     def trained(**more: object) -> Any:
         name = json.dumps(more)
         if name not in made:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("BESSEMER_HOME", str(home))
-                patch.setattr(launch, "make_topology", lambda settings: one_device())
-                trainer = launch.build_trainer(
-                    "quickstart", {**settings, **more}, name="run", root=tmp_path_factory.mktemp("runs")
-                )
-                trainer.run()
+            trainer = launch.build_trainer(
+                "quickstart", {**settings, **more}, name="run", root=tmp_path_factory.mktemp("runs")
+            )
+            trainer.run()
             made[name] = trainer
         return made[name]
 
     return trained
 
 
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 def losses(trainer: Any) -> np.ndarray:

@@ -29,10 +29,7 @@ from bessemer.training.setup.horizon import derive, rate_for_weights, repeats, s
 from bessemer.training.setup.schema import schema_of, without_effect
 from bessemer.training.trainer import BaseTrainer
 
-
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: make_topology(devices=jax.devices()[:1]))
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 def without(settings: dict[str, object], *keys: str) -> dict[str, object]:

@@ -34,9 +34,7 @@ def tiny(tiny: dict[str, object]) -> dict[str, object]:
     return {**tiny, "logging.preview_interval": -1, "logging.preview_prompts": ["a"]}
 
 
-@pytest.fixture(autouse=True)
-def _one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "make_topology", lambda settings: one_device())
+pytestmark = pytest.mark.usefixtures("on_one_device")
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -46,13 +44,10 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tiny: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def undisturbed(tiny: dict[str, object], on_one_device: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("runs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BESSEMER_HOME", str(home))
-        patch.setattr(launch, "make_topology", lambda settings: one_device())
-        trainer = launch.build_trainer("quickstart", tiny, name="whole", root=root)
-        trainer.run()
+    trainer = launch.build_trainer("quickstart", tiny, name="whole", root=root)
+    trainer.run()
     return trainer
 
 
@@ -149,12 +144,11 @@ def staged(tiny: dict[str, object], corpus: Path) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed_stages(staged: dict[str, object], home: Path, tmp_path_factory: pytest.TempPathFactory) -> BaseTrainer:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("BESSEMER_HOME", str(home))
-        patch.setattr(launch, "make_topology", lambda settings: one_device())
-        trainer = launch.build_trainer("quickstart", staged, name="whole", root=tmp_path_factory.mktemp("runs"))
-        trainer.run()
+def undisturbed_stages(
+    staged: dict[str, object], on_one_device: None, tmp_path_factory: pytest.TempPathFactory
+) -> BaseTrainer:
+    trainer = launch.build_trainer("quickstart", staged, name="whole", root=tmp_path_factory.mktemp("runs"))
+    trainer.run()
     return trainer
 
 

@@ -258,7 +258,7 @@ class Checkpoints:
         return "save"
 
     def _finish(self, step: int, unfinished: Unfinished, beside: dict[str, bytes], tree: Signature) -> None:
-        """In the background: wait for Orbax on all processes, commit, delete old ones."""
+        """Wait for Orbax on all processes, commit, and delete old checkpoints; runs in a background thread."""
         try:
             self._writer.finish()
             broadcast(f"commit {self.root}", lambda: self._commit(step, unfinished, beside, tree), self.timeout)

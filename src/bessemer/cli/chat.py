@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from bessemer.cli.options import (
-    BASE,
-    DECODING,
-    RUN,
-    RUNS,
-    SAMPLING,
-    STEP,
-    TEMPLATE,
-    open_model,
-    print_notes,
-    say,
-    speculation,
-)
+from bessemer.cli.options import BASE, DECODING, RUN, RUNS, SAMPLING, STEP, TEMPLATE, open_model, print_notes, say
+
+if TYPE_CHECKING:
+    from bessemer.generate import Speculation
 
 
 @click.command("chat")
@@ -40,9 +31,7 @@ def command(
     seed: int | None,
     base: str | None,
     root: str,
-    speculate: str,
-    draft: int,
-    ngram: int,
+    drafts: Speculation | None,
     weights: str,
     **options: Any,
 ) -> None:
@@ -64,7 +53,6 @@ def command(
 
     chosen = secrets.randbits(32) if seed is None else seed
     template = options.pop("template")
-    drafts = speculation(speculate, draft, ngram)
     sampling = SamplingOptions(seed=chosen, **options)
     found = find_run(run, root)
     loaded = open_model(found, step, base, weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import glob
 import os
 import re
@@ -20,7 +21,7 @@ from bessemer.config.aliases import VALUE, answer
 from bessemer.errors import InputError
 
 if TYPE_CHECKING:
-    from bessemer.generate import LoadedModel, Speculation
+    from bessemer.generate import LoadedModel
     from bessemer.job import RunDirectory
 
 Decorator = Callable[[Any], Any]
@@ -48,6 +49,22 @@ def several(*options: Decorator) -> Decorator:
         return function
 
     return decorate
+
+
+def takes_drafts(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Pass `drafts`, a Speculation or None for plain decoding, in place of --speculate, --draft and --ngram."""
+
+    @functools.wraps(command)
+    def with_drafts(*args: Any, speculate: str, draft: int, ngram: int, **options: Any) -> Any:
+        from bessemer.generate import Speculation
+
+        source = click.get_current_context().get_parameter_source
+        for name in ("draft", "ngram"):
+            if speculate == "none" and source(name) is ParameterSource.COMMANDLINE:
+                raise InputError(f"--{name} is for drafts, and there are none: add --speculate ngram, or leave it out.")
+        return command(*args, drafts=Speculation.of(speculate, draft, ngram), **options)
+
+    return with_drafts
 
 
 RUNS = click.option("--runs", "root", default="runs", show_default=True, help="Directory that holds the runs.")
@@ -92,6 +109,7 @@ DECODING = several(
         show_default=True,
         help="Matrices in 8 bits: half the memory of bf16, slightly other text.",
     ),
+    takes_drafts,
 )
 TEMPLATE = click.option(
     "--template",
@@ -128,17 +146,6 @@ def open_model(
     loaded = load_model(run, step, base=base, weights=weights)
     print_notes(loaded.notes)
     return loaded
-
-
-def speculation(speculate: str, draft: int, ngram: int) -> Speculation | None:
-    """Return what the options of `DECODING` ask for; None: plain decoding."""
-    from bessemer.generate import Speculation
-
-    context = click.get_current_context()
-    given = [name for name in ("draft", "ngram") if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-    if speculate == "none" and given:
-        raise InputError(f"--{given[0]} is of drafts, and there are none: add --speculate ngram, or leave it out.")
-    return Speculation.of(speculate, draft, ngram)
 
 
 # Flags of other programs

@@ -39,9 +39,9 @@ def command(
       bessemer resume mine --step 512
       bessemer resume s3://bucket/runs/mine     # from its mirror (logging.mirror), on any machine
     """
-    from bessemer.training.signals import before_resuming, watched
+    from bessemer.training.signals import stopped_before_resume, watched
 
-    with watched(functools.partial(before_resuming, run)):
+    with watched(functools.partial(stopped_before_resume, run)):
         from bessemer.job import find_run
         from bessemer.job.trust import adopt
         from bessemer.training.launch import changes_finished, is_finished, point_to_base, reopen

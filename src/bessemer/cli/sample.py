@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from bessemer.cli.options import BASE, DECODING, JSON, RUN, RUNS, SAMPLING, STEP, open_model, print_notes, speculation
+from bessemer.cli.options import BASE, DECODING, JSON, RUN, RUNS, SAMPLING, STEP, open_model, print_notes
 from bessemer.errors import printable
+
+if TYPE_CHECKING:
+    from bessemer.generate import Speculation
 
 
 @click.command("sample")
@@ -32,9 +35,7 @@ def command(
     as_json: bool,
     base: str | None,
     root: str,
-    speculate: str,
-    draft: int,
-    ngram: int,
+    drafts: Speculation | None,
     weights: str,
     **sampling: Any,
 ) -> None:
@@ -53,7 +54,6 @@ def command(
     from bessemer.generate import SamplingOptions, sample
     from bessemer.job import find_run
 
-    drafts = speculation(speculate, draft, ngram)
     options = SamplingOptions(seed=seed, **sampling)
     found = find_run(run, root)
     loaded = open_model(found, step, base, weights)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from bessemer.cli.options import BASE, DECODING, RUN, RUNS, STEP, TEMPLATE, open_model, print_notes, say, speculation
+from bessemer.cli.options import BASE, DECODING, RUN, RUNS, STEP, TEMPLATE, open_model, print_notes, say
 from bessemer.errors import InputError
+
+if TYPE_CHECKING:
+    from bessemer.generate import Speculation
 
 
 @click.command("serve")
@@ -40,9 +43,7 @@ def command(
     adapters: tuple[str, ...],
     base: str | None,
     root: str,
-    speculate: str,
-    draft: int,
-    ngram: int,
+    drafts: Speculation | None,
     weights: str,
     **options: Any,
 ) -> None:
@@ -66,7 +67,6 @@ def command(
     from bessemer.training.setup.compiled import keep_compiled_programs
 
     token = read_token(token_file, os.environ.get(TOKEN_VARIABLE))
-    drafts = speculation(speculate, draft, ngram)
     server = ServerOptions(token=token, template=template, speculate=drafts, **options)
     found = find_run(run, root)
 

@@ -31,9 +31,9 @@ def command(words: tuple[str, ...], name: str | None, root: str) -> None:
       bessemer train sft init=runs/mine training.dataset=chats.jsonl
       bessemer train pretrain training.dataset=data/web model.depth=12      (a GPU; `bessemer plan` first)
     """
-    from bessemer.training.signals import before_a_run, watched
+    from bessemer.training.signals import stopped_before_run, watched
 
-    with watched(before_a_run):  # before jax is imported, which takes seconds
+    with watched(stopped_before_run):  # before jax is imported, which takes seconds
         from bessemer.training.launch import build_trainer
 
         recipe, overrides = split_words(words)

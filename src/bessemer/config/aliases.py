@@ -41,7 +41,7 @@ def current_value(key: str, value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Alias:
-    """What the foreign `names` (space-separated) are called here.
+    """Our settings for the foreign `names` (space-separated).
 
     `settings` are alternatives (space-separated): the first that the run has takes the value. `select` is added if the
     run has none of them, `with_` always. `values` maps values of the other system (lowercase; numbers in their shortest
@@ -94,7 +94,7 @@ def _number(value: str) -> float | None:
 
 
 def _listed(value: str) -> str | None:
-    """Only values that `values` lists have an answer."""
+    """Answer only for values that `values` lists."""
     return value if value == VALUE else None
 
 

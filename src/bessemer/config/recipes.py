@@ -71,17 +71,17 @@ class Origin:
 
     @property
     def is_caller(self) -> bool:
-        """Whether the value is from the command line or from Python."""
+        """Return whether the value is from the command line or from Python."""
         return self.kind in (OriginKind.COMMAND_LINE, OriginKind.PYTHON)
 
     @property
     def is_derived(self) -> bool:
-        """Whether the program chose the value."""
+        """Return whether the program chose the value."""
         return self.kind in _DERIVED
 
     @property
     def reason(self) -> str:
-        """The text without the word for a derived value."""
+        """Return the text without the word for a derived value."""
         return str(self).removeprefix(OriginKind.DERIVED.value)
 
 
@@ -359,7 +359,7 @@ def is_shipped_recipe(name: str) -> bool:
 
 @functools.cache
 def note_new_name(old: str, new: str) -> None:
-    """Say once per process, on stderr, that a recipe has another name now."""
+    """Print once per process, on stderr, that a recipe has another name now."""
     print(f"note: the recipe '{old}' is now called '{new}'; the old name still works.", file=sys.stderr)
 
 

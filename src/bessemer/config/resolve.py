@@ -53,12 +53,12 @@ class Config:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """A read-only view, by flat key."""
+        """Return a read-only view, by flat key."""
         return MappingProxyType(self._values)
 
     @property
     def provenance(self) -> Mapping[str, Origin]:
-        """The origin of each value, as a read-only view."""
+        """Return the origin of each value, as a read-only view."""
         return MappingProxyType(self._provenance)
 
     def __getitem__(self, key: str) -> Any:

@@ -1,4 +1,4 @@
-"""The settings data/*, and the paths that they name."""
+"""The data.* settings, and the paths that they name."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ Find = Callable[[str], str]
 
 
 def full_path(name: str) -> str:
-    """The full path of what is here under that name; any other word (s3://…, ~/x, a registered name) as it is."""
+    """Return the full path of a local file; anything else (s3://…, ~/x, a registered name) as it is."""
     if Path(name).is_absolute() or not is_there(name):
         return name
     here = str(Path.cwd())
@@ -111,7 +111,7 @@ def is_there(name: str) -> bool:
 
 
 def relocated(sampling: Sampling, find: Find) -> Sampling:
-    """The sampling with its name as `find` finds it. A registered name stays one, unless a store is called so."""
+    """Return the sampling with its name resolved by `find`. A registered name stays, unless a store has that name."""
     whole = sampling.name + sampling.suffix
     if sampling.name in datasets and not is_store(Path(whole)):
         return sampling

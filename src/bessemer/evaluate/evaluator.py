@@ -28,7 +28,7 @@ M = TypeVar("M")
 
 
 class LiveModel(Protocol):
-    """What can be evaluated while it trains: a trainer."""
+    """A model that can be evaluated while it trains: a trainer."""
 
     spec: ExecutionSpec
 

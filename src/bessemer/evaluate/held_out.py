@@ -118,7 +118,7 @@ class Measured(NamedTuple):
 
     @property
     def error(self) -> float | None:
-        """Standard error over documents."""
+        """Return the standard error over documents."""
         return _error(self.nats - self.bpb * math.log(2) * self.sizes, self.sizes)
 
     def above(self, other: Measured) -> tuple[float, float | None]:

@@ -202,7 +202,7 @@ def kinds() -> list[str]:
 
 
 def check_example(kind: str, example: Any) -> str | None:
-    """Say what is wrong with an example; None if nothing is."""
+    """Return what is wrong with an example; None if nothing is."""
     if not isinstance(example, dict):
         return "is not a JSON object"
     if kind == GENERATIVE:

@@ -180,7 +180,7 @@ class HFConfig:
         return list(ids)
 
     def _windows(self, depth: int) -> dict[str, Any]:
-        """Which layers slide, in the llama family."""
+        """Return which layers use sliding windows, in the llama family."""
         if self.kind == "smollm3":
             return self._smollm3_windows(depth)
         off = self.kind not in ("mistral", "qwen2", "qwen3")
@@ -213,7 +213,7 @@ class HFConfig:
         return found
 
     def _positionless(self, depth: int) -> dict[str, Any]:
-        """Which layers have rotary positions: no_rope_layers (1: they have), or every interval-th has none."""
+        """Return which layers have rotary positions: no_rope_layers (1: they have), or all but every interval-th."""
         if self.kind != "smollm3":
             return {"model/rotary_layers": "R"}
         interval = self.whole("no_rope_layer_interval", 4)
@@ -280,7 +280,7 @@ class HFConfig:
 
 
 def _shown(value: Any) -> str:
-    """A value of a file in an error: its beginning, so that a huge one stays one line."""
+    """Return the beginning of a file's value for an error, so that a huge one stays one line."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}…"
 
@@ -467,7 +467,7 @@ class Tensor:
 
 
 def tensors_of(shapes: Signature, model: Llama) -> dict[str, Tensor]:
-    """Every tensor by their name, in the order of the layers. `shapes`: of our parameters, by our name."""
+    """Return every tensor by their name, in the order of the layers. `shapes`: of our parameters, by our name."""
     kind = hf_types.get(type_of(model))
 
     def is_whole(name: str) -> bool:
@@ -482,7 +482,7 @@ def tensors_of(shapes: Signature, model: Llama) -> dict[str, Tensor]:
 
 
 def _order(tensor: Tensor) -> tuple[int, int, str, int]:
-    """The order of writing: by layer, and the experts of a stack one after the other."""
+    """Return the key to sort by when writing: by layer, and the experts of a stack one after the other."""
     if tensor.ours in TOP:
         return (0 if tensor.ours == "embedding" else 2, 0, tensor.theirs, 0)
     block = int(tensor.ours.split("/")[0].removeprefix("blocks_"))

@@ -215,7 +215,7 @@ class PeftFolder:
 
     @cached_property
     def whole(self) -> dict[str, str]:
-        """Our name → theirs, of what `modules_to_save` trained whole."""
+        """Return our name → theirs, for what `modules_to_save` trained whole."""
         saved = self.config.values.get("modules_to_save") or []
         known = {theirs: ours for ours, theirs in WHOLE.items()}
         if not isinstance(saved, list) or not all(isinstance(name, str) and name in known for name in saved):
@@ -226,7 +226,7 @@ class PeftFolder:
 
     @cached_property
     def parts(self) -> dict[str, _Part]:
-        """Our name → the tensor, of every adapter; names, dtypes and shapes are checked."""
+        """Return our name → the tensor of every adapter, after checking names, dtypes and shapes."""
         found: dict[str, _Part] = {}
         turned = {theirs: ours for ours, theirs in PARTS.items()}
         for theirs, entry in self.file.entries.items():

@@ -59,7 +59,7 @@ def new_run(recipe: Any, name: str | None, root: str | Path, resume: str = "bess
 
 
 def step_name(step: int) -> str:
-    """Directory of a step's checkpoint."""
+    """Return the directory name of a step's checkpoint."""
     return f"step_{step:08d}"
 
 
@@ -131,7 +131,7 @@ class RunDirectory:
 
     @property
     def word(self) -> str:
-        """The path quoted for a shell, for the commands that are printed."""
+        """Return the path quoted for a shell, for printed commands."""
         return shlex.quote(str(self.path))
 
     def given_parts(self) -> set[str]:

@@ -28,7 +28,7 @@ C = TypeVar("C")
 
 
 class CheckpointManager(Protocol):
-    """What a job needs of `bessemer.checkpoint.Checkpoints`."""
+    """The part of `bessemer.checkpoint.Checkpoints` that a job uses."""
 
     def save(
         self,
@@ -115,7 +115,7 @@ class RestoreableJob(CheckpointedJob, Generic[C]):
 
     @abstractmethod
     def abstract_state(self) -> Any:
-        """Shapes, dtypes and shardings of `snapshot().tree`."""
+        """Return the shapes, dtypes and shardings of `snapshot().tree`."""
 
     @abstractmethod
     def accept(self, tree: Any, step: int, files: CheckpointManager) -> None:
@@ -185,7 +185,7 @@ class RestoreableJob(CheckpointedJob, Generic[C]):
         return True
 
     def checkpoints(self) -> list[int]:
-        """Committed steps, oldest first."""
+        """Return the committed steps, oldest first."""
         return self.checkpoint_manager.committed()
 
     def latest(self) -> int | None:
@@ -282,7 +282,7 @@ class ExecutionSpec:
         project: str | None = None,
         group: str | None = None,
     ) -> ExecutionSpec:
-        """On this machine: makes a missing root, detects the topology, names the run run-YYYYmmdd-HHMMSS."""
+        """Return a spec for this machine. Creates a missing root, detects the topology, names the run by the time."""
         from bessemer.topology import make_topology
 
         with storage("cannot create the directory for runs"):

@@ -106,7 +106,7 @@ class RunLock:
 
     @staticmethod
     def owner(run: RunDirectory | str | Path) -> dict[str, Any] | None:
-        """Who works in the run now, or None: how `bessemer runs` tells a running run from a killed one."""
+        """Return the process that owns the run now, or None; tells a running run from a killed one."""
         path = run.lock if isinstance(run, RunDirectory) else Path(run) / "lock"
         try:
             handle = os.open(path, os.O_RDONLY)

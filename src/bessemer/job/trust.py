@@ -66,7 +66,7 @@ class Request(NamedTuple):
 
     @property
     def located(self) -> str:
-        """What is signed: a file by its full path, since another file of the same name is another request."""
+        """Return what is signed: a file by its full path, since another file of the same name is another request."""
         if self.kind in (FILE, RECIPE) or self.word.endswith(".py"):
             return str(_full(self.word.removeprefix("recipe:")))
         if _SCRIPT.fullmatch(self.word):  # file.py:attribute
@@ -233,7 +233,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _entries(root: Path) -> Iterator[tuple[Path, str]]:
-    """Links and special files below `root`, links not followed; plain files as ("", "file"), to be counted."""
+    """Yield links and special files below `root`, not following links; plain files as ("", "file"), to be counted."""
     waiting = [root]
     while waiting:
         folder = waiting.pop()

@@ -235,22 +235,15 @@ def codebook_values(code: Array) -> Array:
     return cast(Array, table[0])
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Int8(Quantized):
-    """codes: (…, m, n) int8; scales: (…, 1, n) float32, the largest |w| of a column over 127. 1 byte per weight."""
+class ScaledColumns(Quantized):
+    """One code per weight and one scale per column. codes: (…, m, n); scales: (…, 1, n) float32."""
 
     scales: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.codes.shape)
-
-    @classmethod
-    def of(cls, w: Array) -> Self:
-        wide = w.astype(jnp.float32)
-        scales = jnp.max(jnp.abs(wide), axis=-2, keepdims=True) / 127
-        return cls(jnp.round(wide / jnp.where(scales > 0, scales, 1)).astype(jnp.int8), scales)
 
     def dequantized(self, dtype: Any) -> Array:
         return (self.codes.astype(jnp.float32) * self.scales).astype(dtype)
@@ -265,18 +258,24 @@ class Int8(Quantized):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Float8(Quantized):
+class Int8(ScaledColumns):
+    """codes: (…, m, n) int8; scales: (…, 1, n) float32, the largest |w| of a column over 127. 1 byte per weight."""
+
+    @classmethod
+    def of(cls, w: Array) -> Self:
+        wide = w.astype(jnp.float32)
+        scales = jnp.max(jnp.abs(wide), axis=-2, keepdims=True) / 127
+        return cls(jnp.round(wide / jnp.where(scales > 0, scales, 1)).astype(jnp.int8), scales)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Float8(ScaledColumns):
     """codes: (…, m, n) float8_e4m3fn; scales: (…, 1, n) float32, the largest |w| of a column over 448.
 
     1 byte per weight; an error of at most 1/16 of the weight, or of 2^-10 scales where that is more. Every code is
     exact in bfloat16, so a product takes the codes as they are and scales its columns.
     """
-
-    scales: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.codes.shape)
 
     @classmethod
     def of(cls, w: Array) -> Self:
@@ -285,19 +284,9 @@ class Float8(Quantized):
         codes = jnp.clip(wide / jnp.where(scales > 0, scales, 1), -LARGEST_FLOAT8, LARGEST_FLOAT8)
         return cls(codes.astype(jnp.float8_e4m3fn), scales)
 
-    def dequantized(self, dtype: Any) -> Array:
-        return (self.codes.astype(jnp.float32) * self.scales).astype(dtype)
-
     def times(self, x: Array, axes: Axes, dtype: Any) -> Array:
         codes = constrain(self.codes.astype(dtype), *axes)
         return (jnp.matmul(x, codes, preferred_element_type=jnp.float32) * self.scales[0]).astype(dtype)
-
-    def __getitem__(self, rows: slice) -> Self:
-        return replace(self, codes=self.codes[rows])
-
-    def _axes(self, names: Names) -> Self:
-        *lead, _, last = names
-        return type(self)(tuple(names), (*lead, None, last))
 
 
 KINDS: dict[str, type[Quantized]] = {"nf4": NF4, "int8": Int8}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flax import linen as nn
 
 from bessemer.config.bounded import parse_json
 from bessemer.errors import InputError, StorageError
@@ -174,7 +175,7 @@ class Allocation:
             raise StorageError(f"{where} is damaged: its rows do not have the hash they were saved with.")
         return made
 
-    def check(self, model: Any, tokenizer: str | None, where: str) -> None:
+    def check(self, model: nn.Module, tokenizer: str | None, where: str) -> None:
         """InputError unless it was made for this vocabulary, number of rows and tokenizer."""
         if tokenizer is not None and self.tokenizer is not None and tokenizer != self.tokenizer:
             raise InputError(

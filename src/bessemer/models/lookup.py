@@ -92,7 +92,7 @@ def allocation_of(model: nn.Module) -> Allocation | None:
     return model.allocation if isinstance(model, LookupSettings) else None
 
 
-def without_lookup(model: Any) -> Any:
+def without_lookup(model: nn.Module) -> nn.Module:
     return model.clone(lookup_after_layers=()) if isinstance(model, LookupSettings) else model
 
 

@@ -58,7 +58,7 @@ class Spread:
         return min(some, key=lambda axes: self.cost(count, axes))
 
     def cost(self, count: int, axes: tuple[str, ...]) -> float:
-        """Time of one device in sendings of a whole matrix: its polar steps, and what it receives."""
+        """Return one device's time in units of sending a whole matrix: its polar steps, and what it receives."""
         repeats, parts = (self._devices(axes, kind) for kind in (REPEATING, SPLITTING))
         pieces = self._devices(self.axes, SPLITTING)
         own = -(-count // (repeats * parts))

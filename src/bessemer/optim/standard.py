@@ -15,13 +15,23 @@ from bessemer.optim.transform import CAUTIOUS_HELP, Group, GroupOf, apply_rate, 
 from bessemer.registry import optimizers
 
 
+def _decay(default: float) -> float:
+    return field("optimization/weight_decay", default=default, minimum=0.0, help="decoupled decay, on matrices only")
+
+
+@dataclass(frozen=True)
 class MatrixDecay:
-    """Groups of an optimizer with one rate for all parameters and decay on matrices only."""
+    """Settings of an optimizer with one rate for all parameters and decay on matrices only."""
 
     default_schedule: ClassVar[str] = "wsd"
-    lr: float
-    weight_decay: float
-    cautious: str
+    lr: float = field("optimization/lr", default=3e-4, minimum=0.0, help="peak learning rate")
+    weight_decay: float = _decay(0.01)
+    cautious: str = field(
+        "optimization/cautious",
+        default="none",
+        choices=("none", "matrices"),
+        help=CAUTIOUS_HELP + "of matrices or none",
+    )
 
     def betas(self) -> tuple[float, ...]:
         return ()
@@ -47,16 +57,6 @@ class MatrixDecay:
 
 @dataclass(frozen=True)
 class AdamWSettings(MatrixDecay):
-    lr: float = field("optimization/lr", default=3e-4, minimum=0.0, help="peak learning rate")
-    weight_decay: float = field(
-        "optimization/weight_decay", default=0.01, minimum=0.0, help="decoupled decay, on matrices only"
-    )
-    cautious: str = field(
-        "optimization/cautious",
-        default="none",
-        choices=("none", "matrices"),
-        help=CAUTIOUS_HELP + "of matrices or none",
-    )
     beta1: float = field("optimization/beta1", default=0.9, minimum=0.0, below=1.0, help="decay of the mean")
     beta2: float = field("optimization/beta2", default=0.95, minimum=0.0, below=1.0, help="decay of the square")
     eps: float = field("optimization/eps", default=1e-8, minimum=0.0, help="added to the root of the square")
@@ -77,18 +77,10 @@ def adamw(
 
 @dataclass(frozen=True)
 class LionSettings(MatrixDecay):
-    """Every coordinate moves by the full rate: so a smaller rate than Adam's, and more decay."""
+    """Lion moves every coordinate by the full rate, so it needs a smaller rate than Adam, and more decay."""
 
     lr: float = field("optimization/lr", default=1e-4, minimum=0.0, help="peak learning rate")
-    weight_decay: float = field(
-        "optimization/weight_decay", default=0.1, minimum=0.0, help="decoupled decay, on matrices only"
-    )
-    cautious: str = field(
-        "optimization/cautious",
-        default="none",
-        choices=("none", "matrices"),
-        help=CAUTIOUS_HELP + "of matrices or none",
-    )
+    weight_decay: float = _decay(0.1)
     beta1: float = field("optimization/beta1", default=0.9, minimum=0.0, below=1.0, help="weight of the momentum")
     beta2: float = field("optimization/beta2", default=0.99, minimum=0.0, below=1.0, help="decay of the momentum")
     state_dtype: str = field("optimization/state_dtype", default="float32", choices=STATE_DTYPES, help=STATE_DTYPE_HELP)
@@ -109,15 +101,7 @@ def lion(
 @dataclass(frozen=True)
 class SgdSettings(MatrixDecay):
     lr: float = field("optimization/lr", default=0.1, minimum=0.0, help="peak learning rate")
-    weight_decay: float = field(
-        "optimization/weight_decay", default=0.0, minimum=0.0, help="decoupled decay, on matrices only"
-    )
-    cautious: str = field(
-        "optimization/cautious",
-        default="none",
-        choices=("none", "matrices"),
-        help=CAUTIOUS_HELP + "of matrices or none",
-    )
+    weight_decay: float = _decay(0.0)
     momentum: float = field("optimization/momentum", default=0.9, minimum=0.0, below=1.0, help="decay of the sum")
     nesterov: bool = field("optimization/nesterov", default=False, help="look one step ahead")
     state_dtype: str = field("optimization/state_dtype", default="float32", choices=STATE_DTYPES, help=STATE_DTYPE_HELP)
@@ -142,15 +126,7 @@ class AdafactorSettings(MatrixDecay):
     """The update is scaled by each tensor's own root mean square, so the rate is a relative one."""
 
     lr: float = field("optimization/lr", default=1e-2, minimum=0.0, help="peak learning rate, relative")
-    weight_decay: float = field(
-        "optimization/weight_decay", default=0.0, minimum=0.0, help="decoupled decay, on matrices only"
-    )
-    cautious: str = field(
-        "optimization/cautious",
-        default="none",
-        choices=("none", "matrices"),
-        help=CAUTIOUS_HELP + "of matrices or none",
-    )
+    weight_decay: float = _decay(0.0)
     decay_rate: float = field(
         "optimization/decay_rate", default=0.8, minimum=0.0, maximum=1.0, help="β2 at update t is 1 - t^-decay_rate"
     )

@@ -55,7 +55,7 @@ class Planned:
 
     @property
     def limit(self) -> float:
-        """Bytes of a device."""
+        """Return the memory of a device in bytes."""
         return self.target.chip.memory_gib * 2**30
 
     def time(self, found: tuple[Collective, ...] | None = None) -> dict[str, Any]:
@@ -349,6 +349,6 @@ def ranked(base: Planned) -> tuple[list[tuple[Choice, dict[str, Any]]], int]:
 
 
 def _order(choice: Choice, row: dict[str, Any]) -> tuple[float, ...]:
-    """Faster first; among equals (to 1%) fewer ways of splitting and larger passes."""
+    """Return the sort key: faster first; among equals (to 1%) fewer ways of splitting and larger passes."""
     axes = choice.axes
     return (float(f"{row['step_seconds']:.2g}"), axes["context"], axes["tensor"], axes["fsdp"], -choice.rows)

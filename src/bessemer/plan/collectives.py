@@ -30,7 +30,7 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that leave one device, by rings and direct exchange: payload·(n−1)/n for gather, scatter and
+        """Return the bytes that leave one device, by rings and direct exchange: payload·(n−1)/n for gather, scatter and
         all-to-all among n devices, twice that for all-reduce, payload for permute."""
         if self.kind == "collective-permute":
             return self.payload

@@ -87,7 +87,7 @@ class Facts:
 
     @property
     def batch(self) -> int:
-        """Sequences of one step."""
+        """Return the sequences of one step."""
         return int(self.step.plan.data.batch_size)
 
     @property
@@ -96,7 +96,7 @@ class Facts:
 
     @property
     def compute_bytes(self) -> int:
-        """Bytes per number of the weights in compute precision."""
+        """Return the bytes per weight in compute precision."""
         model = self.step.model
         return int(jax.numpy.dtype(model.compute_dtype if isinstance(model, Transformer) else "float32").itemsize)
 
@@ -106,7 +106,7 @@ class Facts:
 
     @cached_property
     def float8_flops(self) -> float:
-        """FLOPs per token that run in float8: 6 × the matrices of blocks, and of the head with fp8_head."""
+        """Return the FLOPs per token that run in float8: 6 × the matrices of blocks, and of the head with fp8_head."""
         model, counts = self.step.model, self.step.plan.model.counts
         if self.precision != "fp8":
             return 0.0
@@ -119,7 +119,7 @@ class Facts:
 
     @cached_property
     def muon_parameters(self) -> int:
-        """Parameters that Muon updates with matrix products, spread over the mesh."""
+        """Return the parameters that Muon updates with matrix products, spread over the mesh."""
         functions = self.step.functions
         rows = functions.optimizer.describe(functions.abstract_state.params)
         name = self.step.plan.context.settings.optimizer or self.step.hooks.optimizer()
@@ -165,7 +165,7 @@ class Facts:
 
     @cached_property
     def leaves(self) -> Counter[Leaf]:
-        """Arrays of the state, equal ones of all layers counted together."""
+        """Return the arrays of the state, with equal ones of all layers counted together."""
         return Counter(state_leaves(self.step))
 
     def state(self, axes: Mapping[str, int]) -> StateBytes:
@@ -300,12 +300,12 @@ class Choice:
 
     @property
     def ticks(self) -> int:
-        """Micro-batches that a device works on in one pass, idle ones included."""
+        """Return the micro-batches that a device works on in one pass, idle ones included."""
         return self.rows if self.stages == 1 else micro_batches(self.stages, self.rows) + self.stages - 1
 
     @property
     def bubble(self) -> float:
-        """The share of a pass that a stage idles."""
+        """Return the share of a pass in which a stage is idle."""
         return bubble(self.stages, self.rows)
 
 

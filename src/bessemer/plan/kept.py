@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 from jax.extend.core import Literal, jaxprs_in_params
 
 from bessemer.data.rows.rows import Fields
@@ -134,7 +135,7 @@ class Kept:
         return 2.0 * max(self.tile, self.largest * rows / self.rows / context) / tensor
 
 
-def kept_tensors(state: TrainState, model: Any, fields: Fields, block: int, remat: tuple[str, ...]) -> Kept:
+def kept_tensors(state: TrainState, model: nn.Module, fields: Fields, block: int, remat: tuple[str, ...]) -> Kept:
     """Trace one micro-batch of rows with `fields` on one device; `remat` replaces the model's own setting."""
     sizes = model.shape if isinstance(model, Transformer) else None
     rows = _telling_rows(state.params, sizes, block)
@@ -179,7 +180,7 @@ def _tensors(program: Program, weights: set[tuple[int, ...]], rows: int) -> Iter
 
 
 def on_host(aval: Any) -> bool:
-    """Whether a result waits in host memory: architecture.remat=offload."""
+    """Return whether a result waits in host memory: architecture.remat=offload."""
     return getattr(aval, "memory_space", None) is jax.memory.Space.Host
 
 

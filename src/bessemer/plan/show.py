@@ -317,7 +317,7 @@ def seconds(value: float) -> str:
 
 
 def _placement(rows: list[dict[str, Any]], sizes: dict[str, int]) -> str:
-    """Alike parameters of all layers in one line."""
+    """Return the table of placements, with equal parameters of all layers in one line."""
     lines: dict[tuple[str, ...], list[int]] = {}
     for row in rows:
         name = re.sub(r"\d+", "*", row["name"])

@@ -54,12 +54,12 @@ class Target:
 
     @property
     def devices(self) -> int:
-        """JAX devices of all slices."""
+        """Return the number of JAX devices of all slices."""
         return self.chips * (2 if self.chip.name in TWO_DEVICES else 1)
 
     @property
     def compiler_name(self) -> str:
-        """One slice, as libtpu calls it."""
+        """Return libtpu's name of one slice."""
         kind = self.chip.name.removeprefix("TPU ")
         return f"{'tpu7x' if kind == 'v7x' else kind}:{'x'.join(map(str, self.grid))}"
 
@@ -153,7 +153,7 @@ class AbsentTopology(Topology):
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Without a mesh: what is traced is the program of one device. compiled.py compiles all of it."""
+        """Set no mesh, so that the program of one device is traced. compiled.py compiles the whole."""
         with planned_for(self.platform), nn.logical_axis_rules(list(self.compute_rules)):
             yield
 
@@ -205,7 +205,7 @@ def fit_micro_batch(context: RunContext[Any], batch: int) -> int:
             "(topology.data × topology.pipeline × topology.fsdp × topology.expert): make training.batch_size a "
             f"multiple of {parallel:,}, or use fewer and put the rest on topology.tensor or topology.context."
         )
-    size, why = batch // parallel, f"the largest that divides {batch // parallel} sequences a device"
+    size, why = batch // parallel, f"the largest that divides {batch // parallel} sequences per device"
     if asked != -1:
         size, why = microbatch.lowered(asked, batch, parallel)
     if size != asked:

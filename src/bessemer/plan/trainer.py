@@ -40,7 +40,7 @@ from bessemer.training.setup.compiled import Functions, build_functions, record_
 from bessemer.training.setup.data import DataParts, stage_boundaries, stage_count
 from bessemer.training.setup.horizon import plan_horizon, target_of
 from bessemer.training.setup.init_recipe import planned_from
-from bessemer.training.setup.initial_weights import begun_from, has_weights
+from bessemer.training.setup.initial_weights import has_weights, inherit_settings
 from bessemer.training.setup.model import ModelParts, build_model, with_allocation
 from bessemer.training.setup.schema import apply_objective_defaults, schema_of, usual_style
 from bessemer.training.trainer import BaseTrainer
@@ -63,7 +63,7 @@ def planned_trainer(
     config = resolved()
     if FAMILY not in config:
         raise InputError(f"'{recipe}' is a job of phases: plan the recipes of its phases, one at a time.")
-    config = close(begun_from(resolved, planned_from(resolved, config), "runs", needs_weights=False))
+    config = close(inherit_settings(resolved, planned_from(resolved, config), "runs", needs_weights=False))
     settings = config.make(TopologySettings)
     topology = make_topology(settings) if target is None else absent_topology(settings, target)
     base: type[BaseTrainer] = jobs.get(config["job"])
@@ -88,14 +88,14 @@ def close(config: Config) -> Config:
 
 @runtime_checkable
 class MakesRows(Protocol):
-    """A trainer whose rows are its own, as RL's, and which knows what they hold."""
+    """A trainer that makes its own rows, as in RL, and knows their fields."""
 
     row_types: Mapping[str, Any]
     added_fields: Fields  # not one number per token
 
 
 class WithoutData(BaseTrainer):
-    """Mixed in before a trainer's class: the same build, but data that is not prepared is not opened."""
+    """Mixin before a trainer's class: builds the same run without opening data that is not prepared."""
 
     compiles = True
     epochs: float | None = None
@@ -109,7 +109,7 @@ class WithoutData(BaseTrainer):
         self.lines.append(text)
 
     def check_initial_weights(self) -> None:
-        """Shapes come from the configuration; weights are compared with it where there are some."""
+        """Compare weights with the configuration if there are any; shapes come from the configuration."""
         init = self.settings.init
         if init is None or has_weights(Path(init)):
             super().check_initial_weights()

@@ -60,7 +60,7 @@ def arrow_source(name: str) -> Any:
 
 
 def find(name: str) -> list[Entry]:
-    """The files a name stands for, sorted: a file, all below a directory, or those of a pattern (*, ?, [ab], **)."""
+    """Return the files a name stands for, sorted: a file, all below a directory, or those matching (*, ?, [ab], **)."""
     from pyarrow.fs import FileSelector, FileType
 
     system, path = _system(name)
@@ -107,7 +107,7 @@ def read_bytes(name: str) -> bytes | None:
 
 
 def upload(path: Path, name: str) -> None:
-    """A local file to a store, where it appears as a whole."""
+    """Upload a local file; it appears in the store as a whole."""
     system, target = _system(name)
     with reaching(name), open(path, "rb") as source, system.open_output_stream(target, compression=None) as out:
         while block := source.read(BLOCK):
@@ -144,7 +144,7 @@ def remove(name: str) -> None:
 
 @contextmanager
 def reaching(name: str) -> Iterator[None]:
-    """What a store answers, as an error that says what to look at."""
+    """Turn an error of the object store into one that says what to check."""
     try:
         yield
     except OSError as error:

@@ -57,11 +57,11 @@ class Packed(ABC):
 
     @abstractmethod
     def source(self) -> jax.ShapeDtypeStruct:
-        """Of an abstract one: what to read, and on which devices."""
+        """Return what to read for an abstract array, and on which devices."""
 
     @abstractmethod
     def packed(self, array: jax.Array) -> Packed:
-        """Of an abstract one: the real one, from what was read."""
+        """Return the real array of an abstract one, made from what was read."""
 
 
 def _is_packed(leaf: Any) -> bool:
@@ -151,11 +151,11 @@ OURS, CHECKSUMS = "bessemer", "checksums"
 
 
 class DamagedFile(StorageError):
-    """A weight file that is not what was written, as against one that holds another model."""
+    """A weight file that differs from what was written, as opposed to one that holds another model."""
 
 
 class OtherModel(StorageError):
-    """Sound weights of another model than the one at hand. `problem` names the arrays that differ."""
+    """Intact weights of a different model. `problem` names the arrays that differ."""
 
     def __init__(self, where: str, problem: str):
         self.problem = problem
@@ -221,7 +221,7 @@ class WeightFile:
 
     @property
     def notes(self) -> list[str]:
-        """A line to show where a file of ours cannot be verified."""
+        """Return a line to show if a file of ours cannot be verified."""
         if self.checksums is not None or self.metadata.get("format") != OURS:
             return []
         return [f"{self.path} was written without checksums, by an older version: damage to it would not be noticed."]
@@ -460,5 +460,5 @@ def _turn(sharding: Any, dtype: Any) -> Callable[[jax.Array], jax.Array]:
 
 
 def total(entries: Iterable[tuple[str, tuple[int, ...]]]) -> int:
-    """Bytes of arrays of these dtypes and shapes."""
+    """Return the bytes of arrays with these dtypes and shapes."""
     return sum(math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in entries)

@@ -24,7 +24,7 @@ class Run:
 
     @property
     def path(self) -> Path:
-        """The run directory."""
+        """Return the run directory."""
         return self.directory.path
 
     @property
@@ -54,7 +54,7 @@ class Run:
     def evaluate(
         self, tasks: Sequence[str] = ("bpb",), *, step: int | str | None = None, **options: Any
     ) -> dict[str, dict[str, Any]]:
-        """Task → result of the named evaluations, also written to RUN/eval. Options: limit, batch_size."""
+        """Return task → result of the named evaluations, also written to RUN/eval. Options: limit, batch_size."""
         return Evaluator.from_run(self.directory, step, tasks=tasks, **options).run()
 
     def __repr__(self) -> str:

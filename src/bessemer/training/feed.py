@@ -18,7 +18,7 @@ ReadRows = Callable[[int, int], Rows]
 def device_batch(
     read: ReadRows, fields: Mapping[str, tuple[tuple[int, ...], Any]], micro: int, count: int, sharding: NamedSharding
 ) -> dict[str, jax.Array]:
-    """Global rows 0..count·micro as device arrays (count, micro, …); micro-batch s holds rows s·micro … (s+1)·micro.
+    """Return rows 0..count·micro as device arrays (count, micro, …); micro-batch s holds rows s·micro … (s+1)·micro.
 
     fields: name -> (shape of one row, dtype). Rows shared by several devices (tensor replicas) are read once.
     """
@@ -49,7 +49,7 @@ def place_rows(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
 def abstract_batch(
     fields: Mapping[str, tuple[tuple[int, ...], Any]], micro: int, count: int, sharding: NamedSharding
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a device batch, for compiling ahead of the first one."""
+    """Return the shapes of a device batch, to compile before the first one exists."""
 
     def one(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=field_sharding(sharding, shape))
@@ -58,8 +58,8 @@ def abstract_batch(
 
 
 def field_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """The sharding of a field of shape (count, micro, …): that of tokens, without axes that do not divide it, such as
-    a few numbers per row on more context devices."""
+    """Return the sharding of a field of shape (count, micro, …): that of tokens, without the axes that do not divide
+    it, such as a few numbers per row on more context devices."""
     names = tuple(sharding.spec)[: len(shape)]
     whole = [i for i in range(2, len(names)) if names[i] and shape[i] % sharding.mesh.shape[names[i]]]
     spec = (None if i in whole else name for i, name in enumerate(names))
@@ -67,12 +67,12 @@ def field_sharding(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedShar
 
 
 calls = 0
-"""How often `fetch` was called in this process; tests compare it with the number of reports."""
+"""Calls of `fetch` in this process; tests compare it with the number of reports."""
 
 
 def fetch(tree: Any) -> Any:
-    """Device arrays to NumPy, in one bulk read that blocks until the values exist. Nothing else in the package reads
-    device values during training."""
+    """Copy device arrays to NumPy in one bulk read, which blocks until the values exist. Nothing else in the package
+    reads device values during training."""
     global calls
     calls += 1
     return jax.device_get(tree)

@@ -1,4 +1,4 @@
-"""Text from a live model: its parameters are used in place on their mesh, never copied."""
+"""Generate text with the model in training; its parameters stay in place on their mesh."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import linen as nn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bessemer.data import Tokenizer
@@ -44,7 +45,7 @@ class GenerateFunction:
 class Generator:
     """Generates with one jitted program, compiled once per shape, number of tokens and kind of sampling."""
 
-    model: Any
+    model: nn.Module
     tokenizer: Tokenizer | None
     topology: Topology
 

@@ -42,7 +42,7 @@ EMBEDDED_TOKENIZER = "train:8192"
 
 @dataclass
 class KLDivergenceTrainerConfig(BaseTrainerConfig):
-    """By default two stages of the same data."""
+    """Settings of a run in stages; by default two stages of the same data."""
 
     job: str = field("job", default="KLDivergenceTrainer", help="trainer class")
     objective: str = field("objective", default="kl", help="which loss: a name from the objectives registry")
@@ -76,7 +76,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @jobs.register("KLDivergenceTrainer")
 class KLDivergenceTrainer(BaseTrainer[C, M], Generic[C, M]):
-    """A run whose later stages are penalized for moving away from the earlier ones."""
+    """Trains in stages; later ones are penalized for moving away from the model of earlier ones."""
 
     state_class = KLDivergenceTrainState
 
@@ -86,7 +86,7 @@ class KLDivergenceTrainer(BaseTrainer[C, M], Generic[C, M]):
 
     @classmethod
     def choose_defaults(cls, config: Config) -> None:
-        """Where nobody named data and the class's own is not prepared here: the corpora that come with Python."""
+        """Use the corpora that come with Python if no data is named and the default store is not prepared here."""
         mixtures = config["training/dataset"]
         if config.is_set("training/dataset") or mixtures != DEFAULT_DATA or store_directory(mixtures[0][0]):
             return

@@ -39,13 +39,13 @@ from bessemer.training.persistence.checkpoints import (
 )
 from bessemer.training.persistence.mirror import fetched
 from bessemer.training.setup.init_recipe import trained_first
-from bessemer.training.setup.initial_weights import INIT, begun_from, find_start
-from bessemer.training.setup.schema import DATASET, pinned, refound, schema_of, styled, usual_style
+from bessemer.training.setup.initial_weights import INIT, find_start, inherit_settings
+from bessemer.training.setup.schema import DATASET, schema_of, styled, usual_style, with_found_paths, with_full_paths
 from bessemer.training.trainer import BaseTrainer
 
 PERMISSION = "training/allow_data_change"
 DATA = (PERMISSION, "training/dataset", "data/")
-"""Settings that `resume` accepts with that permission; the run is then another one from there on."""
+"""Settings that `resume` accepts with PERMISSION; the run is then a different one from that step on."""
 
 
 def build_trainer(
@@ -57,7 +57,7 @@ def build_trainer(
     distributed: bool = False,
     **parts: Any,
 ) -> BaseTrainer:
-    """Resolve, check and build a new run. Everything that can be wrong is found before anything is written."""
+    """Return the trainer of a new run. Raise InputError for whatever is wrong with it, before anything is written."""
     if name is not None:
         check_run_name(name)
 
@@ -68,20 +68,20 @@ def build_trainer(
     check_trackers(config)
     topology_settings = _topology_settings(config, distributed)
     name = broadcast("run name", lambda: new_run(recipe, name, root).name)
-    begun = time.monotonic()
+    started = time.monotonic()
     config = trained_first(config, root, train_base)
-    elsewhere = time.monotonic() - begun
-    with configuration(pinned(begun_from(resolved, config, root))):
+    elsewhere = time.monotonic() - started
+    with configuration(with_full_paths(inherit_settings(resolved, config, root))):
         spec = ExecutionSpec.local(root, name, make_topology(topology_settings))
         trainer = jobs.get(config["job"])(spec, **parts)
     trainer.startup.elsewhere = elsewhere
     return trainer
 
 
-def train_base(recipe: str, directory: RunDirectory, passed: dict[str, Any], begun: bool) -> None:
-    """Train the run that `init=recipe:NAME` begins from, or continue it if it was begun before."""
+def train_base(recipe: str, directory: RunDirectory, passed: dict[str, Any], started: bool) -> None:
+    """Train the run that `init=recipe:NAME` starts from, or continue it if it was `started` before."""
     root = directory.path.parent
-    if begun:
+    if started:
         resumable = {key: value for key, value in passed.items() if key.startswith(RESUMABLE)}
         reopen(directory.path, resumable, root=root).run()
     else:
@@ -89,7 +89,7 @@ def train_base(recipe: str, directory: RunDirectory, passed: dict[str, Any], beg
 
 
 def check_trackers(config: Config) -> None:
-    """Before data is prepared and steps are compiled; whether a tracker starts is known only with the run."""
+    """Raise InputError if a tracker's package is missing, before data is prepared and steps are compiled."""
     for name in ("wandb", "tensorboard"):
         if config.get(f"logging/{name}") and importlib.util.find_spec(name) is None:
             raise InputError(
@@ -118,36 +118,36 @@ def reopen(
 ) -> BaseTrainer:
     """Return a trainer that continues `run` from its newest valid checkpoint (or `step`), or from the start if none.
 
-    change: the overrides may make it another run from there on, which is recorded as a branch point.
-    base: the weights that the run began from, in place of its own `init`.
+    change: accept overrides that change the result, and record a branch point.
+    base: the weights that the run started from, in place of its own `init`.
     """
     directory = find_run(fetched(run, root), root, trust=trust)
     if trust:
         adopt(directory)
     if not directory.config.is_file():
-        raise InputError(without_config(directory))
+        raise InputError(explain_missing_config(directory))
     RunLock.check_free(directory)  # before its checkpoints are read: the owner may be deleting old ones
-    given = [*given_keys(overrides), *([INIT] if base is not None else [])]
+    given = [*override_keys(overrides), *([INIT] if base is not None else [])]
     mirror = str(run).rstrip("/").rpartition("/")[0] if is_remote(run) else None
     check_trust(directory, trust, given=given, mirror=mirror)
     config, changes = overridden(directory.config, overrides, change=change)
-    if change:  # also values already in config.yaml: it may have been edited since the checkpoint
-        for key in given_keys(overrides):
+    if change:  # values that config.yaml has already count too: it may have been edited since the checkpoint
+        for key in override_keys(overrides):
             if key in config and not key.startswith(RESUMABLE):
                 same = {"from": plain(config[key]), "to": plain(config[key])}
                 changes.setdefault(dotted(key), same)
     if base is not None:
-        config.set(INIT, str(base_given(directory, base, root)), "given with --base")
+        config.set(INIT, str(base_weights(directory, base, root)), "given with --base")
     check_trackers(config)
     if change:
-        changes |= keep_tokenizer(directory, config, step)
+        changes |= pin_tokenizer(directory, config, step)
     trainer = rebuild(directory, config, distributed=distributed, **parts)
     if changes and not isinstance(trainer, BaseTrainer):
         raise InputError(
             f"{', '.join(changes)}: job={config['job']} has no checkpoints to branch off from. Resume one of its runs "
             f"with --change ({directory.path}/phases/NAME)."
         )
-    check_given(directory, trainer.derived.get(GIVEN, {}).get("value", []), trainer.say)
+    check_python_parts(directory, trainer.derived.get(GIVEN, {}).get("value", []), trainer.say)
     if isinstance(trainer, BaseTrainer):
         asked = changes if change or config.get(PERMISSION) else None
         trainer.lineage = replace(trainer.lineage, change=asked)
@@ -161,19 +161,20 @@ def reopen(
     return trainer
 
 
-def base_given(directory: RunDirectory, base: str, root: str | Path) -> Path:
-    """Return the weights that --base names; of adapters, those of the checkpoint that their base was."""
+def base_weights(directory: RunDirectory, base: str, root: str | Path) -> Path:
+    """Return the weights that --base names; for adapters, those of the checkpoint that was their base."""
     record = read_record(directory)
     return find_start(base, root, "--base")[0] if record is None else given_place(base, record, root)
 
 
 def point_to_base(run: str | Path, base: str, *, root: str | Path = "runs") -> list[str]:
-    """Record where the base of a finished run's adapters lies now, after every tensor was verified; lines to show."""
+    """Verify every tensor of the moved base of a finished run's adapters, and record its new place. Return lines to
+    show."""
     directory = find_run(run, root)
     if (record := read_record(directory)) is None:
         return []
     check_trust(directory, given=[INIT])
-    arrays = base_arrays(directory, record, base_given(directory, base, root))
+    arrays = base_arrays(directory, record, base_weights(directory, base, root))
     for name in arrays.names:
         arrays.read(name)
     config = overridden(directory.config)[0]
@@ -184,8 +185,9 @@ def point_to_base(run: str | Path, base: str, *, root: str | Path = "runs") -> l
     return [f"base       {arrays.where} is verified, and recorded"]
 
 
-def keep_tokenizer(directory: RunDirectory, config: Config, step: int | None) -> Changes:
-    """Name the run's own tokenizer where the configuration leaves it to the data, and the data now leads to another."""
+def pin_tokenizer(directory: RunDirectory, config: Config, step: int | None) -> Changes:
+    """Set data.tokenizer to the run's own tokenizer if it is derived from the data, and the changed data would give
+    another one. Return the change."""
     key, manager = "data/tokenizer", Checkpoints(directory.checkpoints)
     named = config.get(key)
     if named is None or not (named == "auto" or named.startswith("train:")):
@@ -213,9 +215,9 @@ def rebuild(directory: RunDirectory, config: Config, *, distributed: bool = Fals
     return trainer
 
 
-def check_given(directory: RunDirectory, given: Sequence[str], say: Callable[[str], None]) -> None:
-    """Raise InputError if parts that the run was started with from Python are not `given` again: without them it would
-    be another run."""
+def check_python_parts(directory: RunDirectory, given: Sequence[str], say: Callable[[str], None]) -> None:
+    """Raise InputError if the run was started from Python with parts that are not `given` again, since the result would
+    differ without them."""
     missing = directory.given_parts() - set(given)
     missing.discard("model_state")  # the checkpoint holds the weights
     if "callbacks" in missing:
@@ -235,29 +237,29 @@ def changes_finished(
     if not overrides:
         return False
     directory = find_run(run, root, trust=trust)
-    check_trust(directory, trust, given=given_keys(overrides))
+    check_trust(directory, trust, given=override_keys(overrides))
     return bool(overridden(directory.config, overrides, change=change)[1]) and change
 
 
-def given_keys(overrides: Overrides) -> list[str]:
+def override_keys(overrides: Overrides) -> list[str]:
     """Return the settings (a/b) that overrides replace."""
     words = overrides if isinstance(overrides, Mapping) else (word.partition("=")[0] for word in overrides)
     return [slashed(str(word).strip()) for word in words]
 
 
 def overridden(path: Path, overrides: Overrides = (), *, change: bool = False) -> tuple[Config, Changes]:
-    """The saved configuration with the overrides a resume may make, and those of them that make it another run from
-    there on, which need `change`."""
-    saved = pinned(load_saved(path, schema_of))
+    """Return the saved configuration with the overrides of a resume, and those overrides that change the result, which
+    need `change`."""
+    saved = with_full_paths(load_saved(path, schema_of))
     given = raw_values([override_layer(overrides, COMMAND_LINE)])
     check_changeable(key for key in SELECTORS if key in given and given[key] != saved.get(key))
-    config = pinned(load_saved(path, schema_of, overrides))
-    if DATASET in config:  # data that is given again without a style has the objective's, as it had at the start
+    config = with_full_paths(load_saved(path, schema_of, overrides))
+    if DATASET in config:  # a dataset without a style gets the objective's, as it did when the run was started
         saved, config = (
             one.replace({DATASET: styled(one[DATASET], usual_style(one["objective"]))}) for one in (saved, config)
         )
     changed = [key for key, value in config.values.items() if saved.get(key) != value]
-    other = {key: why for key in changed if (why := why_another(config, key)) is not None}
+    other = {key: why for key in changed if (why := reason_unchangeable(config, key)) is not None}
     if change:
         check_changeable(other)
         replace_horizon(config, list(other))
@@ -272,16 +274,16 @@ def overridden(path: Path, overrides: Overrides = (), *, change: bool = False) -
         for name, values in changes_between(saved, config).items()
         if slashed(name) in other or not slashed(name).startswith(RESUMABLE)
     }
-    # What the program chose for one mesh it chooses again for another; what was given now stays.
+    # The micro-batch was chosen for the old mesh, so choose it again, unless the override sets it.
     batch = config.provenance.get("training/per_device_batch_size")
     meshes = [f"topology/{axis}" for axis in ("platform", *AXES)]
     if batch is not None and batch.is_derived and any(key in meshes for key in changed):
         config.set("training/per_device_batch_size", -1, "the mesh changed")
-    return refound(config, changed), changes
+    return with_found_paths(config, changed), changes
 
 
-def why_another(config: Config, key: str) -> str | None:
-    """Why another value of that setting makes another run of it; None: it does not, or the data may change."""
+def reason_unchangeable(config: Config, key: str) -> str | None:
+    """Return why a resume cannot change the setting; None if it can, also because data may change."""
     if key == "logging/checkpoint_interval" and config.get("guard/spike_action") == "rollback":
         return (
             "with guard.spike_action=rollback it decides to which step a rollback goes back, so the result would be "
@@ -297,7 +299,7 @@ def why_another(config: Config, key: str) -> str | None:
     )
 
 
-def without_config(directory: RunDirectory) -> str:
+def explain_missing_config(directory: RunDirectory) -> str:
     saved = sorted(directory.checkpoints.glob("step_*/config.yaml"))
     if saved:
         return (
@@ -311,6 +313,6 @@ def without_config(directory: RunDirectory) -> str:
 
 
 def is_finished(run: str | Path, root: str | Path = "runs", *, trust: bool = False) -> bool:
-    """Ended, report and all: the state is "done" while the report is written, the exit code comes after it."""
+    """Return whether the run has ended and its report is written; the exit code is recorded after both."""
     status = find_run(run, root, trust=trust).read_status()
     return status.get("state") == "done" and status.get("exit_code") == 0

@@ -21,12 +21,13 @@ from bessemer.topology import StepAgreement, broadcast
 from bessemer.training import stages
 from bessemer.training.callbacks.base import Callback, Callbacks
 from bessemer.training.metrics import StepClock, StepLog, Waits
-from bessemer.training.outcome import doing, together
+from bessemer.training.outcome import doing, wait_for_all
 from bessemer.training.persistence import frozen, reference, teacher
 from bessemer.training.persistence.checkpoints import Branch, rollback_target
 from bessemer.training.setup.compiled import Functions
-from bessemer.training.setup.plan import RunPlan, Stage
+from bessemer.training.setup.plan import RunPlan
 from bessemer.training.signals import stop_signals
+from bessemer.training.stages import Stage
 from bessemer.training.state import LoopState, RunState, TrainState, Unstable, final_problem
 from bessemer.training.step import Meta
 
@@ -77,7 +78,7 @@ class Running(NamedTuple):
 
 
 class Loop(Generic[T]):
-    """One call of `run`. Callbacks get it: step, loop state, trainer, and the requests below."""
+    """One call of `run`, as callbacks see it: step, loop state, trainer, and the requests below."""
 
     def __init__(self, plan: RunPlan, run: RunState, hooks: T, callbacks: Iterable[Callback]):
         self.plan, self.run_state, self.trainer = plan, run, hooks
@@ -128,7 +129,7 @@ class Loop(Generic[T]):
         try:
             with self.plan.context.topology.scope(), stop_signals(self.request_stop):
                 self.callbacks.fire("on_train_begin", self)
-                together("made its state")
+                wait_for_all("made its state")
                 while not self._train():
                     pass
         except BaseException as error:
@@ -167,7 +168,7 @@ class Loop(Generic[T]):
             self._after_step()
 
     def _one_step(self) -> None:
-        """Next batch → step. What it computes is read later, in `drain`."""
+        """Dispatch the next step with the next batch. `drain` reads its results later."""
         run, trainer = self.run_state, self.trainer
         if stages.begins(self.plan.stages, run.step):
             with self.paused():
@@ -190,7 +191,7 @@ class Loop(Generic[T]):
         self._wait_for_steps(IN_FLIGHT)
 
     def _after_step(self) -> None:
-        """Metrics → validation → evaluations and previews (callbacks) → checkpoint."""
+        """Report metrics, validate, call callbacks (evaluations, previews), save a checkpoint: each if it is due."""
         logging, last = self.plan.context.logging, self.step == self.steps
         boundary = stages.begins(self.plan.stages, self.step)
         validate = self.trainer.validates and (boundary or self.due(logging.validation_interval)) and not last
@@ -213,7 +214,7 @@ class Loop(Generic[T]):
 
     # --- metrics ---
     def flush(self) -> None:
-        """Complete and read everything that is pending, so that the loop state is that of the current step."""
+        """Wait for and read all pending steps, so that the loop state is that of the current step."""
         self._wait_for_steps(0)
         self.drain()
 
@@ -250,14 +251,14 @@ class Loop(Generic[T]):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude what happens inside from the step time."""
+        """Exclude the time spent inside from the step time."""
         start = time.monotonic()
         yield
         self.clock.pause(time.monotonic() - start)
 
     # --- validation and checkpoint ---
     def validate(self) -> dict[str, Any] | None:
-        """Loss on the fixed held-out sequences; the row goes to on_validation."""
+        """Compute the loss on the fixed held-out sequences, and pass the row to on_validation."""
         if not self.trainer.validates:
             return None
         with self.paused(), doing(self.run_state, f"the validation at step {self.step}"):

@@ -13,10 +13,10 @@ from bessemer.training.settings import GuardSettings
 from bessemer.training.state import WEIGHTS_FINITE, LoopState, Unstable, described
 
 LAG = 2
-"""A report is read this many steps late, so that the device always has work queued while Python reads."""
+"""Steps by which a report is read late, so that the device has work queued while Python reads."""
 
 MOST_UNREAD = 32
-"""Completed steps after which they are read although no report is due, so that a bad run ends soon."""
+"""Completed steps after which values are read although no report is due, so that a bad run ends soon."""
 
 INTERNAL = ("finite", WEIGHTS_FINITE, "clipped", "target_tokens", "spike", "spike_limit")
 COUNTED = ("loss", *INTERNAL)
@@ -107,7 +107,7 @@ class StepLog:
 
 
 class Waits(NamedTuple):
-    """Seconds since the loop began in which no step could run: for data, and for rollouts (None: it has none)."""
+    """Seconds since the loop started spent waiting for data, and for rollouts (None: there are none)."""
 
     data: float
     rollouts: float | None
@@ -148,7 +148,7 @@ class StepClock:
         self.mark(step, waits)
 
     def pause(self, seconds: float) -> None:
-        """Leave validation, saving and evaluation out of the step time."""
+        """Exclude validation, saving and evaluation from the step time."""
         self._paused += seconds
 
     def mark(self, step: int, waits: Waits) -> None:

@@ -20,7 +20,7 @@ from bessemer.training.console.output import Output
 from bessemer.training.context import RunContext
 from bessemer.training.persistence import reference
 from bessemer.training.persistence.mirror import Mirror, mirrored
-from bessemer.training.signals import leaving, setting_up
+from bessemer.training.signals import handle_signals_with, signals_delayed
 from bessemer.training.state import Activity, RunState, Unstable
 
 # Goodput: the share of wall time, over all starts of a run, spent on steps that are part of its result.
@@ -33,8 +33,8 @@ from bessemer.training.state import Activity, RunState, Unstable
 
 
 def goodput_fields(directory: RunDirectory, continues: bool, age: float) -> dict[str, Any]:
-    """Return the fields of status.json: how often the run was started, when this time (`age` seconds ago), and the
-    seconds of the starts before."""
+    """Return fields of status.json: the number of starts, when this one began (`age` seconds ago), and the seconds of
+    earlier ones."""
     status = directory.read_status() if continues else {}
     last = max(0.0, status.get("heartbeat", 0.0) - status["began"]) if "began" in status else 0.0
     return {
@@ -44,7 +44,7 @@ def goodput_fields(directory: RunDirectory, continues: bool, age: float) -> dict
     }
 
 
-TOGETHER_SECONDS = 3600.0
+WAIT_SECONDS = 3600.0
 
 DISK_FAILURES = (
     errno.ENOSPC,
@@ -58,15 +58,15 @@ DISK_FAILURES = (
 )
 
 
-def together(done: str) -> None:
-    """Wait until every process comes here. Collectives wait for half a minute at most, and a process that compiles
-    is further than that behind one that found its programs in the cache."""
-    barrier(f"every process has {done}", TOGETHER_SECONDS)
+def wait_for_all(done: str) -> None:
+    """Wait until every process gets here. Collectives time out after half a minute, and a process that compiles lags
+    further than that behind one that found its programs in the cache."""
+    barrier(f"every process has {done}", WAIT_SECONDS)
 
 
 @contextlib.contextmanager
 def doing(run: RunState, what: str, change: str | None = None) -> Iterator[None]:
-    """Name something besides the steps that may run out of memory; an error leaves the name in place."""
+    """Name an activity besides the steps that may run out of memory. After an error the name stays, for the message."""
     before, run.activity = run.activity, Activity(what, change)
     yield
     run.activity = before
@@ -88,21 +88,21 @@ class Owner:
 
     @contextlib.contextmanager
     def opened(self, mirror: Mirror | None, continues: bool, set_up: Callable[[], None]) -> Iterator[RunLock | None]:
-        """Hold the run directory; process 0 locks it, calls `set_up` to write the first files, and records the end."""
+        """Hold the run directory: process 0 locks it, calls `set_up` to write the first files, and records the end."""
         if not self.context.topology.is_process_zero:
-            with self.explained(), leaving(self.leave), farewell(self.lose_peer):
+            with self.explained(), handle_signals_with(self.leave), farewell(self.lose_peer):
                 yield None
             return
         directory = self.context.directory
         with contextlib.ExitStack() as stack:
             stack.enter_context(mirrored(mirror, continues))
-            with setting_up():
+            with signals_delayed():
                 directory.create(exist_ok=continues)
                 lock = self.lock = stack.enter_context(RunLock(directory))
                 self.output.open_log()
                 if lock.message:
                     self.context.notes.say(lock.message)
-                stack.enter_context(leaving(self.leave))
+                stack.enter_context(handle_signals_with(self.leave))
                 stack.enter_context(farewell(self.lose_peer))
                 stack.enter_context(self.recorded())
                 set_up()
@@ -231,7 +231,7 @@ def committed_steps(directory: RunDirectory) -> list[int]:
 
 
 def take_over(context: RunContext, run: RunState, manager: Checkpoints, continues: bool) -> None:
-    """With the lock held: remove what a killed save left, and set checkpoints beyond the restored one aside."""
+    """Remove what a killed save left, and set checkpoints beyond the restored one aside. The lock is held."""
     if context.topology.is_process_zero:
         remove_leftovers(context.directory.path)
     manager.clean()

@@ -30,7 +30,7 @@ from bessemer.topology import TopologySettings
 from bessemer.training.console.output import Output, closing_lines, write_config
 from bessemer.training.console.progress import StartUp
 from bessemer.training.setup.schema import schema_of
-from bessemer.training.signals import afterwards, setting_up
+from bessemer.training.signals import after_signal, signals_delayed
 
 PASSED = ("topology/", "data/root", "logging/progress", "plugins", "seed")
 """Settings of the whole that every phase gets."""
@@ -57,7 +57,7 @@ class PhasesConfig:
 
 @jobs.register("phases")
 class Phases(BasicJob):
-    """A job that runs the phases in order. It holds no state, so `load` reads nothing."""
+    """A job that runs its phases in order. It has no state of its own, so `load` reads nothing."""
 
     def __init__(self, spec: ExecutionSpec):
         super().__init__(spec)
@@ -179,19 +179,19 @@ class Phases(BasicJob):
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Own the directory; record in status.json how the job ended."""
+        """Own the run directory, and record in status.json how the job ended."""
         directory = self.run_directory
         if not self.output.enabled:
             yield
             return
         with contextlib.ExitStack() as stack:
-            with setting_up():
+            with signals_delayed():
                 directory.create(exist_ok=self.continues)
                 lock = stack.enter_context(RunLock(directory))
                 self.output.open_log()
                 write_config(directory, self.config, self.say)
                 directory.write_status(state="running", exit_code=None, step=0, message="")
-            stack.enter_context(afterwards(lambda code, words: self.left(code, words, lock)))
+            stack.enter_context(after_signal(lambda code, words: self.left(code, words, lock)))
             try:
                 yield
             except BaseException as error:

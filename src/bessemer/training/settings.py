@@ -135,7 +135,7 @@ def seconds_of(time_limit: str | float | None) -> float | None:
 
 @dataclass
 class LoggingSettings:
-    """When things are written. All intervals are optimizer steps."""
+    """What is logged, saved and validated, and when. All intervals are optimizer steps."""
 
     report_interval: int | None = field(
         "logging/report_interval",
@@ -180,7 +180,7 @@ class LoggingSettings:
 
 @dataclass
 class GuardSettings:
-    """What happens when a step goes wrong."""
+    """What to do about non-finite steps and loss spikes."""
 
     max_bad_steps: int = field(
         "guard/max_bad_steps",

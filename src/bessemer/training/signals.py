@@ -22,10 +22,10 @@ from bessemer.errors import Stopped, runnable
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PATIENCE = 10.0
-"""Seconds that a signal waits for the run directory to be set up: half of it could not be resumed."""
+"""Seconds a signal waits while the run directory is set up, since half of one could not be resumed."""
 
 Leave = Callable[[str], tuple[int, str]]
-"""What a signal does outside the loop: (reason) -> exit code and last message."""
+"""Handles a signal outside the loop: (reason) -> exit code and last message."""
 
 
 class Watch:
@@ -132,31 +132,31 @@ def _replaced(attribute: str, value: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
-    """During the loop, signals ask it to stop."""
+    """Make signals ask the loop to stop, while the context is active."""
     with watched(None), _replaced("request_stop", request_stop):
         yield
 
 
 @contextlib.contextmanager
-def setting_up() -> Iterator[None]:
-    """A signal waits until this is over: a run directory is there as a whole or not at all."""
+def signals_delayed() -> Iterator[None]:
+    """Delay signals until the context ends, so that a run directory exists as a whole or not at all."""
     with _watch.set_up if _watch is not None else contextlib.nullcontext():
         yield
 
 
-def leaving(leave: Leave) -> contextlib.AbstractContextManager[None]:
-    """What a signal outside the loop does from here on, if a command watches for signals."""
+def handle_signals_with(leave: Leave) -> contextlib.AbstractContextManager[None]:
+    """Set how signals outside the loop are handled from now on, if a command watches for them."""
     return _replaced("leave", leave)
 
 
-def afterwards(record: Callable[[int, str], str]) -> contextlib.AbstractContextManager[None]:
-    """Around several runs: `record(exit code, message)` is called after a signal ended one, and returns the message
-    to print."""
+def after_signal(record: Callable[[int, str], str]) -> contextlib.AbstractContextManager[None]:
+    """Call `record(exit code, message)` after a signal ended a run, and print the message that it returns."""
     return _replaced("afterwards", record)
 
 
-def before_a_run(reason: str) -> tuple[int, str]:
-    """Without a run directory there is nothing to resume: use the shell's exit code for a signal."""
+def stopped_before_run(reason: str) -> tuple[int, str]:
+    """Return exit code and message for a signal before there is a run directory: nothing can be resumed, so the code is
+    the shell's for that signal."""
     number = signal.Signals[reason.split()[-1]]
     return 128 + number, (
         f"{reason} before the run began: there is nothing to resume. Start it again with the same command; data "
@@ -164,8 +164,8 @@ def before_a_run(reason: str) -> tuple[int, str]:
     )
 
 
-def before_resuming(run: str, reason: str) -> tuple[int, str]:
-    """Nothing has changed in the run."""
+def stopped_before_resume(run: str, reason: str) -> tuple[int, str]:
+    """Return exit code and message for a signal before a run continues."""
     return (
         Stopped.exit_code,
         f"{reason} before the run continued; nothing has changed. Continue with: bessemer resume {shlex.quote(run)}",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -21,10 +22,25 @@ import numpy as np
 
 from bessemer.errors import InputError
 from bessemer.job.directory import step_name
-from bessemer.training.setup.plan import Stage
 from bessemer.training.state import TrainState, added_fields
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Steps `start` to `end`. reference: the step whose parameters regularize it; None: no reference."""
+
+    number: int
+    start: int
+    end: int
+    beta: float = 0.0
+    reference: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the name of the checkpoint at its end."""
+        return f"stage-{self.number}"
 
 
 def plan(

@@ -60,7 +60,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @jobs.register("BaseTrainer")
 class BaseTrainer(RestoreableJob[C], Generic[C, M]):
-    """One training run as a job. Everything comes from the configuration in force; the keywords pass parts directly."""
+    """One training run as a job. Settings come from the current configuration; keywords pass parts directly."""
 
     default_callbacks: ClassVar[tuple[str, ...]] = (
         "checkpoint",
@@ -173,12 +173,12 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     # --- classes and names -------------------------------------------------------------------------------
     @classmethod
     def config_class(cls) -> type[Any]:
-        """C of `BaseTrainer[C, M]`, found from the class statement."""
+        """Return C of `BaseTrainer[C, M]`, from the class statement."""
         return schema.generic_argument(cls, BaseTrainer, 0) or BaseTrainerConfig
 
     @classmethod
     def model_class(cls) -> type[Any] | None:
-        """M of `BaseTrainer[C, M]`; None: the family named by model/family."""
+        """Return M of `BaseTrainer[C, M]`; None: the family named by model/family."""
         return schema.generic_argument(cls, BaseTrainer, 1)
 
     @classmethod
@@ -206,7 +206,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     # --- the three build steps ----------------------------------------------------------------------------
     def configure_model(self) -> ModelParts:
-        """Tokenizer, module and its counts. No arrays yet."""
+        """Return the tokenizer, the module and its counts; no arrays are created."""
         with self.configured():
             tokenizer = run_data.choose_tokenizer(self.context)
             self.context = schema.apply_objective_defaults(self.context)
@@ -232,13 +232,13 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             return built
 
     def configure_functions(self) -> Functions:
-        """Optimizer, state shardings and the jitted steps."""
+        """Return the optimizer, the state's shardings and the jitted steps."""
         with self.configured():
             return compiled.build_functions(self.plan, self.hooks)
 
     @property
     def hooks(self) -> StepHooks:
-        """The members of this class that the compiled side calls."""
+        """Return the members of this class that the compiled side calls."""
         return StepHooks(
             batch=self.batch,
             train_step=self.train_step,
@@ -297,7 +297,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     @property
     def step(self) -> int:
-        """Optimizer steps dispatched."""
+        """Return the number of optimizer steps dispatched."""
         return self.run_state.step
 
     @step.setter
@@ -310,7 +310,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     @property
     def data_offset(self) -> int:
-        """Number of the next batch, less `step`."""
+        """Return the number of the next batch, minus `step`."""
         return self.run_state.data_offset
 
     @property
@@ -320,12 +320,12 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     @property
     def dataset_train(self) -> Any:
-        """The training data given from Python; None when training.dataset names it. `data.plan` has the rows."""
+        """Return the training data passed from Python; None if training.dataset names it. `data.plan` has the rows."""
         return self.given.dataset_train
 
     @property
     def dataset_eval(self) -> Any:
-        """The held-out data given from Python, or None. `data.validation` has the rows."""
+        """Return the held-out data passed from Python, or None. `data.validation` has the rows."""
         return self.given.dataset_eval
 
     @property
@@ -346,7 +346,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     @property
     def model_state(self) -> Any:
-        """The parameters as they are now."""
+        """Return the current parameters, with frozen ones and adapters."""
         return self.full_params()
 
     def full_params(self, state: TrainState | None = None) -> Any:
@@ -370,7 +370,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     @property
     def evaluation_batch_size(self) -> int:
-        """Sequences in one forward pass of validation, all devices together."""
+        """Return the sequences in one forward pass of validation, over all devices."""
         return self.functions.micro
 
     @property
@@ -383,7 +383,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     @property
     def done(self) -> bool:
-        """All optimizer steps taken (or an early end decided by a callback)."""
+        """Return whether all optimizer steps are done, or a callback ended the run early."""
         return self.step >= self.steps or self.loop_state.finished is not None
 
     @property
@@ -395,12 +395,12 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         return sum(leaf.size for leaf in jax.tree.leaves(params))
 
     def calculate_number_total_flops(self, params: Any = None, is_training: bool = True) -> float:
-        """FLOPs of the whole horizon from the model's own formula; a forward pass alone is a third of training."""
+        """Return the FLOPs of the whole horizon by the model's formula; a forward pass alone is a third of training."""
         total = self.model_parts.flops_per_token * self.tokens_per_step * self.steps
         return total if is_training else total / 3
 
     def flops_share(self, causal: bool) -> float | None:
-        """Share of the devices' peak that one token per second uses; None on a chip without a known peak."""
+        """Return the share of the devices' peak that one token per second uses; None on a chip without a known peak."""
         return flops_share(self.topology, self.model_parts, causal)
 
     def wall_seconds(self) -> float:
@@ -419,7 +419,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     @property
     def derived(self) -> dict[str, Any]:
-        """Derived and chosen numbers, each with its reason; saved in derived.json."""
+        """Return the derived and chosen numbers, each with its reason, as saved in derived.json."""
         return self.notes.derived
 
     def note_derived(self, name: str, value: Any, reason: str) -> None:
@@ -443,7 +443,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             pbar.update(step, dict(metrics))
 
     def log_weight_distribution(self, state: TrainState, step: int) -> list[dict[str, Any]]:
-        """Histograms of every parameter, one row each, also appended to weights.jsonl."""
+        """Return a histogram of every parameter, one row each, and append them to weights.jsonl."""
         from bessemer.training.callbacks.watchers import append_weights
 
         path = self.run_directory.weights
@@ -451,7 +451,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     # --- batches and steps --------------------------------------------------------------------------------
     def batch(self, slice: str = "train", *, step: int | None = None, rows: slice | None = None) -> Mapping[str, Any]:
-        """Host arrays (B, T) of one batch: input_ids, target_ids, positions, segment_ids, loss_mask.
+        """Return host arrays (B, T) of one batch: input_ids, target_ids, positions, segment_ids, loss_mask.
 
         slice: "train" or "validation". step: the number of the batch; by default the one that the next update takes
         (of validation the first). It is a function of that number: calling it again returns the same batch, and
@@ -482,7 +482,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         return state, metrics
 
     def prefetcher(self, step: int) -> Prefetcher:
-        """Device batches from `step` on, made ahead of use by a background thread."""
+        """Return device batches from `step` on, prefetched by a background thread."""
 
         def make(position: int) -> dict[str, Any]:
             return compiled.step_batch(self.plan, self.batch, self.functions, position)
@@ -531,7 +531,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         self.use_stage(run_stages.current(self.stages, 0))
 
     def use_stage(self, stage: run_stages.Stage) -> None:
-        """Use the functions of `stage`: with a reference or without. What is compiled stays compiled."""
+        """Use the functions of `stage`, with or without a reference. Compiled functions are kept."""
         now, known, wanted = self.functions, self.functions_by_reference, stage.reference is not None
         known[now.abstract_state.reference is not None] = now
         if wanted not in known:
@@ -598,7 +598,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         reference.take(self.context, self.run_state, abstract, self.teacher, self.checkpoint_manager)
 
     def gather(self, params: Any) -> Any:
-        """Parameters whole on every device, for writing them out."""
+        """Return the parameters replicated on every device, to write them out."""
         return jax.jit(lambda tree: tree, out_shardings=self.topology.replicated)(params)
 
     # --- checkpoints ------------------------------------------------------------------------------------
@@ -626,7 +626,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     @property
     def branches(self) -> Sequence[Branch]:
-        """The branch points before the current step, oldest first."""
+        """Return the branch points before the current step, oldest first."""
         return self.lineage.branches
 
     def meta(self, step: int) -> dict[str, Any]:
@@ -780,7 +780,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     @property
     def data_collator(self) -> Callable[[list[Any]], Mapping[str, Any]]:
-        """The function given as data_collator, else the one of `create_collect_function`."""
+        """Return the function passed as data_collator, else that of `create_collect_function`."""
         if self.given.data_collator is not None:
             return self.given.data_collator
         return self.create_collect_function(self.settings.block_size, self.config["data/truncation"])
@@ -802,7 +802,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             for line in header(self.plan, self.functions):
                 self.say(line)
             self.prepare_steps()
-            outcome.together("compiled")
+            outcome.wait_for_all("compiled")
             loop = Loop(self.plan, self.run_state, self, self.make_callbacks())
             self.show_progress = loop.show_progress
             loop.run()

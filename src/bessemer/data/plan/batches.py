@@ -178,11 +178,11 @@ class BatchPlan(Protocol):
 
     @property
     def sources(self) -> Sequence[Rows]:
-        """The rows of every source."""
+        """Return the rows of every source."""
 
     @property
     def validation(self) -> Validation | None:
-        """The held-out rows; None if there are none, or if they are not evaluated as rows."""
+        """Return the held-out rows; None if there are none, or if they are not evaluated as rows."""
 
     def batch(self, step: int, rows: slice | None = None) -> Batch:
         """Return what a step is made from, one entry per row, or only `rows` of it; the same for the same step."""
@@ -196,7 +196,7 @@ class BatchPlan(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two plans whose batches are equal."""
+        """Return a hash that is equal for two plans with equal batches."""
 
 
 class DataPlan:
@@ -295,7 +295,7 @@ class DataPlan:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for two plans whose batches are equal."""
+        """Return a hash that is equal for two plans with equal batches."""
         facts = {key: value for key, value in self.description.items() if key != "names"}
         return json_digest(facts)
 

@@ -40,12 +40,12 @@ class Sampling:
 
     @property
     def identity(self) -> tuple[str, str, str]:
-        """What makes two samplings the same stream of rows, whatever their rates."""
+        """Return what identifies the stream of rows: equal for samplings that differ only in their rate."""
         return (self.name, self.row_style.name, self.suffix)
 
     @property
     def row_style(self) -> DatasetStyle:
-        """The style in force."""
+        """Return the row style, with the default applied."""
         return self.style or DatasetStyle.PMD
 
 
@@ -111,7 +111,7 @@ class Span:
                 self.sums.append(sums)
 
     def weight(self, source: int, step: int) -> int:
-        """Weight of the source at one step."""
+        """Return the weight of the source at one step."""
         if self.constant is not None:
             return self.constant[source]
         sums, at = self.sums[source], step - self.start
@@ -194,7 +194,7 @@ class Shares:
             return np.array(table.flat[at : at + self.sources], np.int64)
 
     def _period(self) -> int:
-        """Steps after which all ideal counts of the first span are whole numbers, so that the dealing repeats."""
+        """Return the steps after which all ideal counts of the first span are integers, so the dealing repeats."""
         assert self.spans[0].constant is not None
         gains = [self.batch * w for w in self.spans[0].constant]
         period = math.lcm(*(self.denominator // math.gcd(self.denominator, g) for g in gains))
@@ -235,7 +235,7 @@ class Shares:
 
 
 def _common(stages: Sequence[Sequence[float]]) -> tuple[list[list[int]], int]:
-    """Rates as integer weights over one denominator; `str` gives the decimal the user wrote, so 0.1 is 1/10."""
+    """Return the rates as integer weights over one denominator; via `str`, so 0.1 is 1/10."""
     exact = [[Fraction(str(float(rate))) for rate in stage] for stage in stages]
     normal = [[rate / sum(stage) for rate in stage] for stage in exact]
     total = math.lcm(*(rate.denominator for stage in normal for rate in stage))
@@ -264,7 +264,7 @@ FADES = ("none", "linear", "cosine", "sigmoid")
 
 
 def fade_at(shape: str, u: float) -> float:
-    """Weight of the later mixture at u in [0, 1] of the fade: 0 at its beginning, 1/2 in the middle, 1 at its end."""
+    """Return the weight of the later mixture at u in [0, 1] of the fade: 0 at 0, 1/2 in the middle, 1 at 1."""
     if shape == "linear":
         return u
     if shape == "cosine":

@@ -1,4 +1,4 @@
-"""Batches made ahead of use by a background thread; what the loop still waits for is counted."""
+"""Prefetch batches in a background thread, and measure how long the loop still waits."""
 
 from __future__ import annotations
 
@@ -93,5 +93,5 @@ class Prefetcher:
                     self._changed.notify_all()
 
     def _failed(self) -> bool:
-        """A failure ends the making until the caller has seen it."""
+        """Hold the failure for the caller; no batch is made until it is raised there."""
         return bool(self._ready) and self._ready[-1][2] is not None

@@ -61,7 +61,7 @@ def make_rows(
 
 
 def check_kind(store: Store, style: DatasetStyle) -> None:
-    """Pairs are rows of CONTRASTIVE and of nothing else."""
+    """Raise InputError unless preference pairs, and only they, are used with CONTRASTIVE."""
     pairs = store.info.get("kind") == PAIRS
     if pairs and style is not DatasetStyle.CONTRASTIVE:
         raise InputError(
@@ -76,7 +76,7 @@ def check_kind(store: Store, style: DatasetStyle) -> None:
 
 
 def store_of(items: Any, tokenizer: Tokenizer | None, text_key: str | None = None) -> ArrayStore:
-    """Documents from Python as a store in memory; texts get a bos, ids are taken as they are."""
+    """Return documents from Python as a store in memory. Texts get a bos token; ids are used as they are."""
     if tokenizer is None:
         raise InputError("documents given from Python need a tokenizer.")
     if not (hasattr(items, "__len__") and hasattr(items, "__getitem__")):
@@ -108,7 +108,7 @@ def store_of(items: Any, tokenizer: Tokenizer | None, text_key: str | None = Non
 
 
 def _packed(store: Store, block_size: int) -> Rows:
-    """Best fit. Of supervised data, pieces without a trained token are left out: a whole row of them has no loss."""
+    """Pack pieces by best fit. Supervised pieces without a trained token are dropped: a row of them has no loss."""
     plan = _kept_plan(store, f"packed-{block_size}", lambda: pack(store.offsets, block_size, store.mask))
     if store.mask is None:
         return PieceRows(store, block_size, plan, "PACKED", {})
@@ -121,7 +121,7 @@ def _packed(store: Store, block_size: int) -> Rows:
 
 
 def _padded(store: Store, block_size: int, truncation: str, on_empty: str) -> Rows:
-    """One document a row; of a longer one the last (keep_end) or first (keep_start) block_size + 1 tokens."""
+    """Put one document in each row, truncated to its last (keep_end) or first (keep_start) block_size + 1 tokens."""
     if truncation not in ("keep_end", "keep_start"):
         raise InputError(f"truncation is '{truncation}'; it must be keep_end or keep_start.")
     pairs = np.diff(store.offsets) - 1
@@ -146,7 +146,7 @@ def _padded(store: Store, block_size: int, truncation: str, on_empty: str) -> Ro
 
 
 def _kept_plan(store: Store, name: str, build: Callable[[], Plan]) -> Plan:
-    """The plan beside the store, built when missing; a store in memory or on a read-only disk builds it each time."""
+    """Return the plan saved beside the store, or build it: each time if the store is in memory or read-only."""
     if store.path is None:
         return build()
     folder = store.path / ".plans" / f"{name}-v{VERSION}-{store.fingerprint[:16]}"

@@ -149,7 +149,7 @@ class PieceRows:
 
     @property
     def pieces(self) -> np.ndarray:
-        """The number of pieces in each row."""
+        """Return the number of pieces in each row."""
         return np.diff(self.plan.first)
 
     def get(self, indices: np.ndarray) -> Batch:
@@ -179,7 +179,7 @@ class PieceRows:
 
 
 class CroppedRows(PieceRows):
-    """Full rows of block_size + 1 tokens; as in nanochat the next document's bos is a target too."""
+    """Full rows of block_size + 1 tokens. As in nanochat, the bos of the next document is a target too."""
 
     def __init__(self, store: Store, block_size: int, plan: Plan) -> None:
         total, kept = len(store.tokens), int(plan.lengths.sum(dtype=np.int64))

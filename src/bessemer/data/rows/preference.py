@@ -27,7 +27,7 @@ SMALLEST = 8
 
 
 def most_pairs(block_size: int) -> int:
-    """P: places for pairs in a row."""
+    """Return P, the slots for pairs in a row."""
     return max(1, block_size // SMALLEST)
 
 
@@ -37,7 +37,7 @@ def pair_fields(block_size: int) -> Fields:
 
 
 class Sides(NamedTuple):
-    """Where the sequences of each pair are in the store, (pairs, 2) each: chosen, rejected."""
+    """Positions of each pair's sequences in the store, (pairs, 2) each: chosen, rejected."""
 
     starts: np.ndarray
     lengths: np.ndarray

@@ -89,7 +89,7 @@ class PmdRows:
         return finish(windows, left, self._segments(starts), trained, pad)
 
     def _windows(self, values: np.ndarray, starts: np.ndarray, fill: int) -> np.ndarray:
-        """(n, T + 1) windows; whole-row copies, not one index a token."""
+        """Return (n, T + 1) windows, copied as whole rows rather than by one index per token."""
         width = self.block_size + 1
         size = values.itemsize
         if len(values) < width:
@@ -128,7 +128,7 @@ def fields_of(batch: Mapping[str, np.ndarray]) -> Fields:
 
 
 def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For counts (2, 0, 3): groups (0, 0, 2, 2, 2) and the number within each (0, 1, 0, 1, 2)."""
+    """Return each element's group and index in it: for counts (2, 0, 3), (0, 0, 2, 2, 2) and (0, 1, 0, 1, 2)."""
     groups = np.repeat(np.arange(len(counts)), counts)
     starts = np.cumsum(counts) - counts
     return groups, np.arange(len(groups)) - starts[groups]
@@ -193,7 +193,7 @@ def fingerprint_of(store: Store, *facts: Any) -> str:
 
 
 def check_length(store: Store, block_size: int) -> None:
-    """A training row must be fillable."""
+    """Raise InputError if the data cannot fill a training row."""
     if block_size < 1:
         raise InputError(f"architecture.block_size is {block_size}; it must be at least 1.")
     if len(store.tokens) < block_size + 1:

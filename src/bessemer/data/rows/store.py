@@ -36,7 +36,7 @@ SPLITS = ("train", "val")
 
 
 class Store(Protocol):
-    """What rows are made of; on disk (TokenStore) or in memory (ArrayStore)."""
+    """Tokens that rows are made of, on disk (TokenStore) or in memory (ArrayStore)."""
 
     tokens: np.ndarray  # (N,) ids
     offsets: np.ndarray  # (documents + 1,) int64
@@ -53,7 +53,7 @@ class Store(Protocol):
 
 
 class ArrayStore:
-    """A store held in memory, of documents given from Python."""
+    """A store in memory, of documents passed from Python."""
 
     def __init__(self, tokens: np.ndarray, offsets: np.ndarray, mask: np.ndarray | None, info: dict[str, Any]):
         self.tokens, self.offsets, self.mask, self.info = tokens, offsets, mask, info
@@ -65,7 +65,7 @@ class ArrayStore:
         return self.info["sha256"]
 
     def require(self, begins: np.ndarray, ends: np.ndarray) -> None:
-        """Memory needs no checksums."""
+        """Do nothing: memory needs no checksums."""
 
     @classmethod
     def of(cls, documents: Iterable[np.ndarray], masks: list[np.ndarray] | None, info: dict[str, Any]) -> ArrayStore:
@@ -117,7 +117,7 @@ class TokenStore:
         return bool(self.verified)
 
     def require(self, begins: np.ndarray, ends: np.ndarray) -> None:
-        """Verify the tokens [begins[i], ends[i]) that have not been. Raise StorageError if they are damaged."""
+        """Verify the tokens [begins[i], ends[i]), each chunk once. Raise StorageError if they are damaged."""
         if (file := self.verified.get("tokens.bin")) is not None:
             size = self.tokens.itemsize
             file.require(begins * size, np.minimum(ends, len(self.tokens)) * size)

@@ -32,7 +32,7 @@ RECORDS = (".parquet", ".jsonl", ".ndjson")
 
 @dataclass(frozen=True)
 class File:
-    """One source file. `kind` is how it is read, whatever it is called."""
+    """One source file. `kind` decides how it is read, regardless of its name."""
 
     path: str
     kind: str
@@ -63,7 +63,7 @@ class Files:
 
     @property
     def key(self) -> str:
-        """Changes whenever a file is added, removed, resized or touched."""
+        """Return a hash that changes whenever a file is added, removed, resized or touched."""
         return json_digest([[f.path, f.kind, f.size, f.modified] for f in self.files])
 
 

@@ -138,7 +138,7 @@ def must_download(name: str) -> bool:
 
 
 def resolve(wanted: HubName) -> Resolved:
-    """Ask the hub which commit and which files a name stands for."""
+    """Return the commit and the files that a name stands for, from the hub."""
     info = _info(wanted, wanted.revision)
     card = info.card_data.to_dict() if info.card_data else {}
     listed = [_file(sibling) for sibling in info.siblings or ()]
@@ -158,7 +158,7 @@ def resolve(wanted: HubName) -> Resolved:
 
 
 def _by_card(wanted: HubName, configs: Sequence[dict[str, Any]], files: Sequence[HubFile]) -> list[HubFile]:
-    """Files of a split as the dataset's card lists them."""
+    """Return the files of a split as the dataset card lists them."""
     names = [str(config.get("config_name", "default")) for config in configs]
     defaults = [name for name, config in zip(names, configs, strict=True) if config.get("default")]
     chosen = wanted.config or next(
@@ -184,7 +184,7 @@ def _by_card(wanted: HubName, configs: Sequence[dict[str, Any]], files: Sequence
 
 
 def _by_name(wanted: HubName, files: Sequence[HubFile]) -> list[HubFile]:
-    """Files of a split by their paths: the config is a directory, the split a word of the path."""
+    """Return the files of a split by their paths: the config is a directory, the split a word of the path."""
     if wanted.config:
         folders = sorted({file.path.split("/")[0] for file in files if "/" in file.path})
         files = [file for file in files if file.path.startswith(f"{wanted.config}/")]
@@ -297,7 +297,7 @@ def _info(wanted: HubName, revision: str | None) -> Any:
 
 
 def _download(wanted: HubName, chosen: Resolved) -> list[Path]:
-    """Local paths of the files. What comes from the network is verified before it is used."""
+    """Return local paths of the files. Downloads are verified before they are used."""
     hub = _client(wanted)
     fetch = partial(hub.hf_hub_download, wanted.repository, repo_type="dataset", revision=chosen.commit)
     paths, missing = {}, []

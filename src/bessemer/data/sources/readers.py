@@ -16,7 +16,7 @@ from bessemer.errors import InputError
 from bessemer.storage.remote import arrow_source, open_read
 
 LONGEST = 16 << 20
-"""Bytes of a line or a document of a file: encoding takes up to 140 bytes of memory for each (2.2 GB)."""
+"""Largest line or document in bytes: encoding takes up to 140 bytes of memory per byte (2.2 GB)."""
 DEEPEST = 64  # levels of lists and objects in a row
 TOO_LONG = f"longer than {LONGEST >> 20} MiB, the most one document may have: cut it into several"
 TOO_DEEP = f"nested deeper than {DEEPEST} levels"
@@ -167,7 +167,7 @@ def _line_of(piece: Piece, number: int, before: Callable[[], int] = lambda: 0) -
 
 
 def _count_lines(path: str, start: int) -> int:
-    """Lines that begin before byte `start`."""
+    """Return the number of lines that begin before byte `start`."""
     count, left = min(1, start), start - 1
     with open_read(path) as file:
         while left > 0 and (block := file.read(min(left, 1 << 20))):

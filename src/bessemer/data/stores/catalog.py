@@ -154,7 +154,7 @@ def store_directory(sampling: Sampling) -> Path | None:
 
 
 def find_source(name: str) -> Source:
-    """A registered dataset by its name, a dataset of the hub, else files. Another name says what these would be."""
+    """Return the source of a registered dataset, a hub dataset or files; else raise InputError with known names."""
     if is_hub_dataset(name):
         return hub_files(name)
     if name in datasets or is_code(name):

@@ -190,7 +190,7 @@ _load_tokenizer = functools.cache(Tokenizer.load)
 
 @contextmanager
 def cluster(workers: int) -> Iterator[Any]:
-    """The module `ray`, connected. A cluster that was started here is ended here."""
+    """Yield the connected module `ray`; shut down a cluster that was started here."""
     try:
         import ray
     except ImportError as error:

@@ -43,7 +43,7 @@ SHARD_DOCUMENTS = 4096  # documents of one shard when they come from Python
 
 @dataclass(frozen=True)
 class Options:
-    """What, beside the sources and the tokenizer, decides the content of a store."""
+    """Settings that decide the content of a store, besides the sources and the tokenizer."""
 
     val_fraction: float = 0.0
     on_error: str = "fail"
@@ -180,7 +180,7 @@ def _existing(target: Path, key: str) -> StoreInfo:
 
 
 class _Preparation:
-    """One preparation under way; the lock is held."""
+    """One preparation in progress, which holds the lock."""
 
     def __init__(
         self, target: Path, groups: dict[str, Source], tokenizer: Tokenizer, options: Options, key: str, engine: str

@@ -34,7 +34,7 @@ Report = Callable[[int, int], None]  # documents, tokens since the last call
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a preparation is. Counts are of this process; shards that were there already are only in `done`."""
+    """Progress of a preparation. Counts are of this process; existing shards count only toward `done`."""
 
     label: str
     documents: int = 0
@@ -85,7 +85,7 @@ class Tally:
 
 @dataclass
 class Counts:
-    """What happened in a shard; `where` quotes the first skipped lines."""
+    """Counts of one shard; `where` quotes the first skipped lines."""
 
     documents: int = 0
     tokens: int = 0
@@ -253,7 +253,8 @@ def choose_validation(hashes: np.ndarray, fraction: float) -> np.ndarray:
         copies = f" ({len(hashes)} copies of it)" if len(hashes) > 1 else ""
         raise InputError(
             f"all of the data is one document{copies}, so none can be set apart for validation: give more documents "
-            "(a .jsonl with one text a line); or train without, by data.val_fraction=0 training.validation=false; or "
+            "(a .jsonl with one text per line); train without validation (data.val_fraction=0 "
+            "training.validation=false); or "
             "name the held-out texts by `bessemer data prepare … --val FILE`."
         )
     chosen = hashed_below(hashes[:, 0], fraction)
@@ -319,7 +320,7 @@ def _per_shard(shards: Shards, keep: np.ndarray) -> list[np.ndarray]:
 
 
 def _kept(shard: Path, name: str, chosen: np.ndarray, tokenizer: Tokenizer) -> Iterator[bytes]:
-    """The bytes of the chosen documents in one shard file, in blocks of bounded size."""
+    """Yield the bytes of the chosen documents of a shard file, in blocks of bounded size."""
     lengths = np.load(shard / "sizes.npy")[:, 0]
     offsets = offsets_of(lengths)
     dtype = token_dtype(tokenizer.vocab_size) if name == "tokens.bin" else np.dtype(np.uint8)

@@ -1,4 +1,4 @@
-"""The tokenizer that the setting data/tokenizer means: one on disk, that of a store, or one trained on the data."""
+"""Find the tokenizer that data.tokenizer names: on disk, in a store, or trained on the data."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def tokenizer_on(items: Any, settings: DataSettings, root: str | Path | None = N
 
 
 def tokenizer_place(settings: DataSettings, samplings: Sequence[Sampling], root: str | Path | None = None) -> Path:
-    """Where the tokenizer of the setting is, or will be once it is trained."""
+    """Return where the tokenizer is, or will be once it is trained."""
     wanted = settings.tokenizer
     if wanted == "auto":
         return _store_with_tokenizer(samplings)
@@ -66,7 +66,7 @@ def tokenizer_place(settings: DataSettings, samplings: Sequence[Sampling], root:
 
 
 def _to_train_on(settings: DataSettings, samplings: Sequence[Sampling]) -> tuple[list[Source], int]:
-    """The sources of a `train:N`, and N."""
+    """Return the sources of a `train:N`, and N."""
     wanted = settings.tokenizer
     vocab_size = vocabulary_of(wanted)
     found = [find_source(s.name) for s in samplings if store_directory(s) is None]
@@ -79,7 +79,7 @@ def _to_train_on(settings: DataSettings, samplings: Sequence[Sampling]) -> tuple
 
 
 def vocabulary_of(wanted: str) -> int:
-    """N of `train:N`."""
+    """Return N of `train:N`."""
     try:
         return int(float(wanted.removeprefix("train:").replace("_", "")))
     except (ValueError, OverflowError):
@@ -175,7 +175,7 @@ def _texts(source: Source, text_key: str | None) -> Iterator[str | Bad]:
 
 
 def _sampled(source: Files) -> Iterator[Piece]:
-    """Pieces of the files in an order without a pattern, up to MOST_READ bytes in all."""
+    """Return pieces of the files in a pseudorandom order, up to MOST_READ bytes in total."""
     size = sum(file.size for file in source.files)
     shards = plan_shards(source, max(SAMPLE_SHARD, -(-size // MOST_SHARDS)))
     read = 0

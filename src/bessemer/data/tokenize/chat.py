@@ -308,7 +308,7 @@ def _listed(value: Any, column: str) -> list[Message]:
 
 
 def _turn(value: Any, role: str, column: str) -> list[Message]:
-    """A text is one message of the role; messages are themselves."""
+    """Return a text as one message of the role; messages as they are."""
     return [{"role": role, "content": value}] if isinstance(value, str) else _listed(value, column)
 
 

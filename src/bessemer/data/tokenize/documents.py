@@ -146,7 +146,7 @@ def _of_row(row: Raw | Bad, text_key: str | None, tokenizer: Tokenizer | None) -
 
 
 def encoding_threads() -> int:
-    """How many threads encode conversations: one for each core that this process may use."""
+    """Return the number of threads that encode conversations: one per core that this process may use."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MOST_THREADS)
 
@@ -201,7 +201,7 @@ def plan_document(value: Any, where: str, text_key: str | None = None, tokenizer
 
 
 def _conversation(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Planned | None:
-    """Ids and mask of a chat row, or its messages while there is no tokenizer; None: it is no chat row."""
+    """Return the ids and mask of a chat row, or its messages without a tokenizer; None for other rows."""
     try:
         messages = chat.conversation_of(row)
         if messages is None:
@@ -224,7 +224,7 @@ def _conversation(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | Non
 
 
 def _pair(row: Mapping[str, Any], where: str, tokenizer: Tokenizer | None) -> Planned:
-    """Ids and mask of a preference row, or the pair alone while there is no tokenizer."""
+    """Return the ids and mask of a preference row, or only the pair without a tokenizer."""
     pair = read_pair(row)
     if isinstance(pair, str):
         return Bad(where, pair)
@@ -251,7 +251,7 @@ def _refused(where: str, error: InputError) -> Bad:
 
 
 def _missing(text_key: str | None, columns: list[str]) -> str:
-    """Which columns a row has, and which would make it a document, a conversation or a pair."""
+    """Return which columns a row has, and which ones a document, a conversation or a pair needs."""
     there = ", ".join(map(str, columns)) or "nothing"
     name = "name the column with data.text_key (--text-key when preparing)"
     if text_key is not None:
@@ -340,7 +340,7 @@ def _messages(value: Any, role: str) -> Messages:
 
 
 def _conversations(chosen: Any, rejected: Any) -> Pair | str:
-    """Whole conversations: the prompt is their common beginning."""
+    """Return a pair of whole conversations, whose prompt is their common beginning."""
     if not (chat.is_messages(chosen) and chat.is_messages(rejected)):
         return "without 'prompt', 'chosen' and 'rejected' must be conversations (lists of messages)"
     shared = 0
@@ -380,7 +380,7 @@ def _unencoded_pair(pair: Pair, tokenizer: Tokenizer, tools: Sequence[Mapping[st
 
 
 def _joined(first: chat.Row, second: chat.Row) -> chat.Row:
-    """The document of two sequences."""
+    """Return the document of two sequences."""
     (chosen, chosen_mask), (rejected, rejected_mask) = first, second
     if not (chosen and rejected):
         raise InputError("'chosen' or 'rejected' is empty.")
@@ -388,12 +388,12 @@ def _joined(first: chat.Row, second: chat.Row) -> chat.Row:
 
 
 def pair_bytes(pair: Pair) -> int:
-    """Bytes of its text, the prompt once; 0 for ids."""
+    """Return the bytes of the text, with the prompt counted once; 0 for ids."""
     return sum(len(text.encode()) for text in texts_of(pair))
 
 
 def texts_of(pair: Pair) -> Iterator[str]:
-    """Its texts, prompt once; for training a tokenizer."""
+    """Return the texts, with the prompt once, to train a tokenizer on."""
     if pair.masks is None:
         yield chat.spoken(pair.chosen)
         yield chat.spoken(pair.rejected[pair.prompt :])

@@ -75,7 +75,7 @@ def environment() -> Any:
         raise TemplateError(message)
 
     def tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
-        """JSON without HTML's escapes. options: separators, sort_keys."""
+        """Return JSON without HTML escapes. options: separators, sort_keys."""
         separators = tuple(options.pop("separators", None) or ()) or None
         sort_keys = bool(options.pop("sort_keys", False))
         if options:
@@ -102,7 +102,7 @@ def needs_date(tree: Any) -> bool:
 
 
 class Renderer:
-    """Templates by their text, the last few of them compiled."""
+    """Renders templates, and keeps the last few compiled."""
 
     def __init__(self) -> None:
         self.environment = environment()

@@ -84,7 +84,7 @@ class ChatTemplate:
 
     @classmethod
     def beside(cls, tokenizer: Path) -> ChatTemplate | None:
-        """Return the template that lies beside a tokenizer.json; None where there is none."""
+        """Return the template beside a tokenizer.json; None if there is none."""
         config = read_config(tokenizer)
         alone, tool_use = tokenizer.with_name(ALONE), tokenizer.parent / FURTHER / f"{TOOL_USE}.jinja"
         with _readable(alone):
@@ -98,7 +98,7 @@ class ChatTemplate:
 
     @property
     def as_configured(self) -> str | list[dict[str, str]]:
-        """The value of `chat_template` in a tokenizer_config.json."""
+        """Return the value of `chat_template` in a tokenizer_config.json."""
         if self.tool_source is None:
             return self.source
         pairs = ((DEFAULT, self.source), (TOOL_USE, self.tool_source))
@@ -123,7 +123,7 @@ class ChatTemplate:
 
     @cached_property
     def _names(self) -> set[str]:
-        """Variables that the templates read."""
+        """Return the variables that the templates read."""
         sources = (source for source in (self.source, self.tool_source) if source is not None)
         return {name for source in sources for name in self._ask({"source": source, "wanted": "names"}, 1)[0]["names"]}
 

@@ -114,7 +114,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """From a `tokenizer.json`, or from a directory that holds one; with the chat template beside it."""
+        """Load a tokenizer.json, or a directory that holds one, with the chat template beside it."""
         refuse_remote(path, "a tokenizer is read from a local directory", "copy it here first")
         file = Path(path)
         file = file / FILE if file.is_dir() else file
@@ -132,7 +132,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Byte-level BPE of at most `vocab_size` tokens, specials included (fewer when the text has fewer pairs)."""
+        """Train byte-level BPE of at most `vocab_size` tokens with specials (fewer if the text has fewer pairs)."""
         from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
         from tokenizers import Tokenizer as Backend
 
@@ -210,7 +210,7 @@ class Tokenizer:
 
     @cached_property
     def beginning(self) -> tuple[int, ...]:
-        """The ids before a prompt: bos; for a published tokenizer what its post-processor puts there, if anything."""
+        """Return the ids before a prompt: bos, or whatever the post-processor of a published tokenizer puts there."""
         if not self.published or SPECIAL_TOKENS[0] in self.specials:  # ours, also in an export that came back
             return (self.bos_id,)
         alone = self._plain.encode("a", add_special_tokens=False).ids
@@ -233,7 +233,7 @@ class Tokenizer:
 
     @cached_property
     def special_names(self) -> re.Pattern[str]:
-        """Matches the name of any special token; the longest first, since one may begin another."""
+        """Return a pattern for the names of special tokens, longest first, since one may begin another."""
         named = {*self.specials, *(self.chat_template.tokens.values() if self.chat_template else ())}
         return re.compile("|".join(map(re.escape, sorted(named, key=len, reverse=True))) or r"(?!)")
 
@@ -257,7 +257,7 @@ class Tokenizer:
         return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids; special tokens appear by their names."""
+        """Return the text of the ids; special tokens appear by their names."""
         return self._plain.decode([int(i) for i in ids], skip_special_tokens=False)
 
     @cached_property
@@ -348,7 +348,7 @@ class Tokenizer:
 
 
 def _in_short_words(texts: Iterable[str]) -> Iterator[str]:
-    """The texts, cut within runs longer than `LONGEST`; all but such texts as they are."""
+    """Return the texts, with runs longer than `LONGEST` cut."""
     for text in texts:
         first = 0
         if max(map(len, text.split()), default=0) >= LONGEST or _SPACES.search(text):

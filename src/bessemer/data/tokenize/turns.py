@@ -55,7 +55,7 @@ class Answer:
 
     @cached_property
     def whole(self) -> str:
-        """The prompt and the answer."""
+        """Return the prompt and the answer."""
         return self.prompt + "".join(text for text, _ in self.pieces)
 
 
@@ -89,7 +89,7 @@ class Writer:
         return self.written(first).encode()
 
     def written(self, first: int = 0) -> Written:
-        """The rows as the template writes them, not encoded yet."""
+        """Return the rows as the template writes them, not encoded yet."""
         self._check()
         whole, taught = self._read([number for number in self._numbers if number >= first], False)
         earlier = [number for number in self._numbers if number < first]
@@ -106,7 +106,7 @@ class Writer:
         return Written(self, rows, before)
 
     def following(self, before: Sequence[int], called: bool, ended: bool) -> list[int]:
-        """The ids of these messages and the next answer's beginning, as they follow an answer (see `continuation`)."""
+        """Return the ids of these messages and the next answer's start, as they follow an answer (`continuation`)."""
         calls = self.form.calls if called else None
         answer: Message = {"role": "assistant", "content": self.place} if calls is None else _called(calls, self.place)
         said = [
@@ -329,11 +329,11 @@ class Written:
 
     @property
     def size(self) -> int:
-        """Characters."""
+        """Return the length in characters."""
         return sum(len(text) for text, _ in self.rows)
 
     def encode(self) -> list[Row]:
-        """Ids and masks. It asks no template, so any thread may call it."""
+        """Return ids and masks. No template is rendered, so any thread may call it."""
         return [self.writer.encoded(text, self.answers, learned) for text, learned in self.rows]
 
 
@@ -585,7 +585,7 @@ def _learned(text: str, start: int, marks: tuple[str, str, str] | None) -> tuple
 
 
 def _marked(value: Any, special: re.Pattern[str], mark: str, kept: Sequence[str] = ()) -> Any:
-    """The value with a mark inside every name of a special token, wherever text is, but for the names in `kept`."""
+    """Return the value with a mark inside each name of a special token in its texts, except for the names in `kept`."""
     if isinstance(value, str):
         return special.sub(
             lambda found: found.group() if found.group() in kept else found.group()[0] + mark + found.group()[1:], value

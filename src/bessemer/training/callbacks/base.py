@@ -29,7 +29,7 @@ class Callback:
 
     @property
     def finishing(self) -> str:
-        """What it still does after the last step, in a word; empty: nothing that takes time."""
+        """Return what it still does after the last step, in a word; empty: nothing that takes time."""
         return ""
 
     def on_check(self, trainer: BaseTrainer) -> None:

@@ -122,7 +122,7 @@ class StartUpCallback(Callback):
 
 @callbacks.register("validation")
 class Validation(Callback):
-    """One line per validation: loss or reward, bits per byte, pairs ranked right, and whether it is the best."""
+    """Prints a line per validation: loss or reward, bits per byte, pairs ranked right, and whether it is the best."""
 
     def on_validation(self, loop: Loop, row: dict[str, Any]) -> None:
         name = "val_loss" if "val_loss" in row else "val_reward"
@@ -262,7 +262,7 @@ class EarlyStopping(Callback):
 
 @callbacks.register("gradient_checkpointing")
 class GradientCheckpointing(Callback):
-    """The name it has elsewhere. Raises InputError without architecture.remat: no callback changes a compiled step."""
+    """Known from other libraries. Raises InputError without architecture.remat: no callback changes a compiled step."""
 
     def on_check(self, trainer: BaseTrainer) -> None:
         if trainer.config.get("architecture/remat") in (None, ["none"], "none"):

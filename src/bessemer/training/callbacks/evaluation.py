@@ -26,7 +26,7 @@ CORE = "core_metric"
 @callbacks.register("evaluation")
 @dataclass
 class Evaluation(Callback):
-    """Results go to RUN/eval and, as eval/TASK and core_metric, into the metrics.
+    """Runs evaluations; results go to RUN/eval and, as eval/TASK and core_metric, into the metrics.
 
     The final save comes before the last ones. What is compiled is kept from one evaluation to the next.
     """

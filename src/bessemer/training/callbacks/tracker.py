@@ -81,7 +81,7 @@ class WandbSink:
         self.run.log({"step": step, **histograms})
 
     def go_back(self, step: int) -> None:
-        """Rows of undone steps stay; later ones count `rollbacks`."""
+        """Keep the rows of undone steps; later rows count `rollbacks`."""
 
     def close(self, failed: bool = False) -> None:
         self.run.finish(exit_code=int(failed))

@@ -39,7 +39,7 @@ def by_path(params: Any) -> dict[str, jax.Array]:
 
 
 def matching(params: Any, pattern: str) -> dict[str, jax.Array]:
-    """Parameters whose path (joined by /) matches the regular expression from its start."""
+    """Return the parameters whose path (joined by /) matches the regular expression from its start."""
     named = by_path(params)
     try:
         found = {name: leaf for name, leaf in named.items() if re.match(pattern, name)}
@@ -96,7 +96,7 @@ BINS = 32
 
 @jax.jit
 def distribution(arrays: dict[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
-    """Per array: mean, standard deviation, smallest, largest, and a histogram between the last two."""
+    """Return per array the mean, standard deviation, minimum, maximum, and a histogram between the last two."""
 
     def one(array: jax.Array) -> dict[str, jax.Array]:
         values = array.astype(jnp.float32).ravel()

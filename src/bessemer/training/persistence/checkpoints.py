@@ -48,15 +48,16 @@ from bessemer.training.setup.compiled import Functions
 from bessemer.training.setup.horizon import HORIZONS, REPORTS
 from bessemer.training.setup.initial_weights import adapter_arrays, read_weights
 from bessemer.training.setup.model import ModelParts
-from bessemer.training.setup.plan import RunPlan, Stage
+from bessemer.training.setup.plan import RunPlan
 from bessemer.training.setup.schema import PATHS
+from bessemer.training.stages import Stage
 from bessemer.training.state import LoopState, RunState, TrainState, added_fields
 
 RESUMABLE = ("logging/", "topology/", "eval/", "training/per_device_batch_size", "training/time_limit")
 """Settings that cannot change the run, so `resume` accepts them."""
 
 SELECTORS = ("job", "objective", "model/family", "optimization/name")
-"""Of the settings below, those that decide which other settings there are."""
+"""Those of the settings below that decide which other settings exist."""
 
 FIXED = (
     *SELECTORS,
@@ -140,7 +141,7 @@ def edited_settings(saved: Mapping[str, Any], current: Mapping[str, Any]) -> Cha
 
 
 def recorded_changes(branches: Iterable[Branch], step: int) -> set[str]:
-    """Names of the settings that change at the branch points of `step`."""
+    """Return the names of settings that change at the branch points of `step`."""
     names = (name for branch in branches if branch.step == step for name in branch.changes)
     return {dotted(current_name(slashed(name))) for name in names}
 
@@ -156,7 +157,7 @@ def check_changeable(keys: Iterable[str]) -> None:
 
 
 def replace_horizon(config: Config, changed: Sequence[str]) -> None:
-    """Drop the horizon that the run had, where another kind of horizon is given now: a run has one."""
+    """Drop the run's previous horizon if `changed` sets another kind: a run has one."""
     given = [key for key in changed if key in HORIZONS and config[key] is not None]
     if not given:
         return
@@ -253,7 +254,7 @@ def protect_target(context: RunContext, manager: Checkpoints, step: int) -> None
 VERSIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 SAVED = ("step", "data_step", "params", "opt_state", "ema", "guard")
 META_KEYS = ("tokenizer_hash", "data_fingerprint", "versions", "topology")
-"""What `check_same_run` asks of meta.json."""
+"""Keys of meta.json that `check_same_run` compares."""
 
 
 def open_checkpoints(context: RunContext, mirror: Mirror | None, planned: Sequence[Stage]) -> Checkpoints:
@@ -318,13 +319,13 @@ def asset_files(parts: ModelParts) -> dict[str, str]:
 
 
 def snapshot(plan: RunPlan, run: RunState, about: dict[str, Any]) -> Snapshot:
-    """Everything a checkpoint of the current step holds; `about`: its meta.json."""
+    """Return everything that a checkpoint of the current step holds; `about`: its meta.json."""
     files = {"loop.json": run.loop_state.to_json(), "config.yaml": plan.context.config.to_yaml()}
     return Snapshot(run.step, saved_tree(run.state), files | asset_files(plan.model), about)
 
 
 def protect_best(context: RunContext, run: RunState, manager: Checkpoints) -> None:
-    """Before a save: exempt the best validated checkpoint, and the target of a rollback, from retention."""
+    """Exempt the best validated checkpoint, and the target of a rollback, from retention; called before a save."""
     if run.loop_state.best_step == run.step:
         run.loop_state.best_checkpoint = run.step
     manager.protect(run.loop_state.best_checkpoint)

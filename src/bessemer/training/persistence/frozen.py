@@ -25,7 +25,7 @@ from bessemer.storage.files import storage
 from bessemer.storage.weights import flatten_names, place
 from bessemer.topology import broadcast, unbox
 from bessemer.training.context import RunContext
-from bessemer.training.setup.initial_weights import taken_over, tree_in
+from bessemer.training.setup.initial_weights import loadable, tree_in
 from bessemer.training.setup.model import ModelParts
 from bessemer.training.state import RunState
 
@@ -79,7 +79,7 @@ def read_start(context: RunContext, parts: ModelParts, start: Path) -> tuple[Any
     record, copy = bases.read_record(directory), bases.own_copy(directory)
     where = copy if copy.is_dir() else start if record is None else locate(context, record)
     arrays = open_arrays(where)
-    wanted = taken_over(parts.model, boxed, arrays.signature())
+    wanted = loadable(parts.model, boxed, arrays.signature())
     verified = VerifiedArrays(arrays, flatten_names(unbox(wanted)), where, record, directory)
     params = place(verified, located(parts.split.stored(wanted), context.topology), str(where))
     hashes = {name: verified.hashes[name] for name in frozen_names(parts.split)}
@@ -87,14 +87,14 @@ def read_start(context: RunContext, parts: ModelParts, start: Path) -> tuple[Any
 
 
 def locate(context: RunContext, record: BaseRecord) -> Path:
-    """Where the base of a continued run lies. `init` was allowed when the run was opened; what base.json names is
-    not looked at unless `init` is gone."""
+    """Return the path of a continued run's base: `init`, which was approved when the run was opened, or if that is
+    gone, the one in base.json."""
     init = context.settings.init
     return bases.locate(context.directory, record, init if init is not None and Path(init).is_dir() else None)
 
 
 def save_frozen(context: RunContext, run: RunState) -> None:
-    """Before the first step: write what names the frozen parameters, or a copy of them. Every process calls it."""
+    """Write a reference to the frozen parameters, or a copy, before the first step. Every process calls it."""
     frozen = run.state.frozen
     if frozen is None:
         return

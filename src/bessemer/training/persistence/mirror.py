@@ -119,7 +119,7 @@ def make_mirror(context: RunContext) -> Mirror | None:
 
 @contextlib.contextmanager
 def mirrored(mirror: Mirror | None, continues: bool) -> Iterator[None]:
-    """Around the time in which the run is owned: send its last files afterwards, however it ended."""
+    """Send the run's last files when the context ends, however it ended."""
     if mirror is None:
         yield
         return

@@ -145,7 +145,7 @@ def logps_fields(block_size: int) -> Fields:
 
 @runtime_checkable
 class PairRows(Rows, Protocol):
-    """Rows of preference pairs, which are numbered across rows."""
+    """Rows of preference pairs. Pairs are numbered across rows."""
 
     pairs: int
 
@@ -185,7 +185,7 @@ def attach_logps(config: Config, rows: Any) -> Any:
 
 
 def ensure_logps(context: RunContext, run: RunState, plan: BatchPlan, apply: Any, micro: int) -> None:
-    """Before the first step: fill in the rows of `plan`, from the disk or by a pass over the data with `apply`."""
+    """Fill in the rows of `plan` before the first step, from disk or by a pass over the data with `apply`."""
     held_out = [] if plan.validation is None else plan.validation.rows
     logps = functools.partial(_logps, apply)
     program = CompiledTogether(jax.jit(logps, out_shardings=context.topology.replicated), "log-probabilities")

@@ -115,7 +115,7 @@ def recorded(directory: RunDirectory) -> str | None:
 
 
 def record(teacher: Teacher | None, directory: RunDirectory, process_zero: bool) -> None:
-    """Before the first step: write which weights a stored teacher has."""
+    """Record before the first step which weights a stored teacher has."""
     if teacher is None or teacher.live or recorded(directory) is not None:
         return
     facts = {"teacher": str(teacher.place), "sha256": identity(teacher, directory)}

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from flax import linen as nn
+
 from bessemer.config import Config, Origin, OriginKind, dotted
 from bessemer.config.aliases import RENAMED_RECIPES
 from bessemer.config.recipes import recipe_names
@@ -177,7 +179,7 @@ def derive(config: Config, parts: ModelParts, epoch_rows: int, own_rows: bool = 
     return Derived(config, tokens // block, steps.value, tuple(rows))
 
 
-def turn_dial(config: Config, model: Any, target: Target, sizes: Sizes, batch_tokens: int) -> tuple[Config, Dial]:
+def turn_dial(config: Config, model: nn.Module, target: Target, sizes: Sizes, batch_tokens: int) -> tuple[Config, Dial]:
     """Return (the configuration with what the depth dial derives, the dial). batch_tokens: -1 derives it too."""
     if not isinstance(model, Transformer):
         raise InputError("training.batch_tokens=-1 derives the batch from model.depth, which this model does not have.")

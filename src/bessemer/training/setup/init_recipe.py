@@ -18,19 +18,19 @@ from bessemer.generate.load import FAMILY, flat
 from bessemer.job import RunDirectory
 from bessemer.topology import broadcast, process_index
 from bessemer.training.setup.initial_weights import INIT, TEACHER, Resolve, inherited
-from bessemer.training.setup.schema import pinned, schema_of
+from bessemer.training.setup.schema import schema_of, with_full_paths
 
 PREFIX = "recipe:"
 PASSED = ("topology/", "data/root", "logging/progress", "plugins")  # passed on, since they do not change the weights
 
 
 TrainBase = Callable[[str, RunDirectory, dict[str, Any], bool], None]
-"""Trains a recipe in a run directory, with settings that are passed on; the bool: the run was begun before."""
+"""Trains a recipe in a run directory, with settings that are passed on; the bool: it was started before."""
 
 
 def trained_first(config: Config, root: str | Path, train: TrainBase) -> Config:
     """Return `config` with finished runs in place of the recipes that `init` and a teacher name."""
-    if FAMILY not in config:  # a job without a model hands it on to those that have one
+    if FAMILY not in config:  # a job of several phases passes `init` to those that have a model
         return config
     for key in (INIT, TEACHER):
         if str(config.get(key)).startswith(PREFIX):
@@ -48,11 +48,11 @@ def _train_first(config: Config, key: str, root: str | Path, train: TrainBase) -
     passed = {key: config[key] for key in config.given() if key.startswith(PASSED)}
     state = broadcast(f"the run of {init}", lambda: state_of(directory, recipe))
     if state != "done":
-        word = "continued" if state == "begun" else "trained"
+        word = "continued" if state == "started" else "trained"
         what = "teacher" if key == TEACHER else "init"
         say(f"{what:<10} {init} is {word} first, once: {directory.path}")
         try:
-            train(recipe, directory, passed, state == "begun")
+            train(recipe, directory, passed, state == "started")
         except Stopped as error:
             raise Stopped(
                 f"{error} Or run the same command again: it continues there, then with its own run."
@@ -62,7 +62,7 @@ def _train_first(config: Config, key: str, root: str | Path, train: TrainBase) -
 
 
 def check_circle(recipe: str, seen: tuple[str, ...] = ()) -> None:
-    """Raise InputError for a recipe that starts from itself or learns from itself, also by way of others."""
+    """Raise InputError for a recipe that starts from or learns from itself, directly or through other recipes."""
     if recipe in seen:
         way = " from ".join([*seen, recipe])
         raise InputError(f"recipes start from each other in a cycle: {way}. Change one `init`, or teacher.")
@@ -103,10 +103,10 @@ def planned_recipe(recipe: str) -> Config:
 
 
 def state_of(directory: RunDirectory, recipe: str) -> str:
-    """Return "new", "begun" or "done"; raise InputError if the run there is not of this recipe."""
+    """Return "new", "started" or "done"; raise InputError if the run there is not of this recipe."""
     if not directory.config.is_file():
         return "new"
-    wanted, tree = pinned(resolve(schema_of, recipe)), saved_tree(directory.config)
+    wanted, tree = with_full_paths(resolve(schema_of, recipe)), saved_tree(directory.config)
     origins, saved = tree.pop("provenance", {}), flat(tree)
     compared = [
         key
@@ -125,7 +125,7 @@ def state_of(directory: RunDirectory, recipe: str) -> str:
             f"trained again, or start from it as it is: init={directory.path}"
         )
     status = directory.read_status()
-    return "done" if status.get("state") == "done" and status.get("exit_code") == 0 else "begun"
+    return "done" if status.get("state") == "done" and status.get("exit_code") == 0 else "started"
 
 
 def _unstyled(saved: Any, wanted: Any) -> Any:

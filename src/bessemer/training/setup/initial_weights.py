@@ -1,6 +1,6 @@
-"""Where a run's first weights lie: a checkpoint, files (RUN/model, an export of ours), or a Hugging Face folder.
+"""The weights a run starts from: a checkpoint, files (RUN/model, an export of ours), or a Hugging Face folder.
 
-`init` names one, and so does `distill.teacher`. Everything is refused by names and shapes before an array is read.
+`init` and `distill.teacher` name them. Names and shapes are checked before any array is read.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from flax import linen as nn
 
 from bessemer.checkpoint import Checkpoints
 from bessemer.checkpoint.manifest import COMMIT
@@ -40,10 +41,10 @@ INIT = "init"
 
 
 def find_start(named: str, root: str | Path, setting: str = INIT) -> tuple[Path, list[str]]:
-    """The directory of the weights that are named, and lines to show.
+    """Return the directory of the weights that `named` refers to, and lines to show.
 
-    A run gives its newest valid checkpoint, or RUN/model when it has none (an imported one); a checkpoint directory
-    and a folder with config.json, Hugging Face's or ours, are themselves.
+    For a run: its newest valid checkpoint, or RUN/model if it has none (an imported run). A checkpoint directory, or a
+    folder with a config.json (Hugging Face's or ours), is returned as it is.
     """
     if is_hub(named):
         return fetched(named), []
@@ -73,14 +74,14 @@ def find_start(named: str, root: str | Path, setting: str = INIT) -> tuple[Path,
 
 
 def _unverified(folder: Path, setting: str) -> list[str]:
-    """A line for weights in our format that carry no checksums."""
+    """Return a line for weights in our format without checksums."""
     if is_folder(folder) or not (folder / WEIGHTS).is_file():
         return []
     return [f"{setting}: {note}" for note in WeightFile(folder / WEIGHTS).notes]
 
 
 def tree_in(start: Path, needs_weights: bool = True) -> dict[str, Any]:
-    """The configuration of what `find_start` found. needs_weights=False: a Hugging Face config.json alone will do."""
+    """Return the configuration beside the weights. needs_weights=False: accept a Hugging Face config.json alone."""
     if is_folder(start):
         return Folder(start, needs_weights).tree
     if not (start / CONFIG).is_file():
@@ -89,19 +90,19 @@ def tree_in(start: Path, needs_weights: bool = True) -> dict[str, Any]:
     if "model" not in tree or not (start / WEIGHTS).is_file():
         raise InputError(
             f"{start / CONFIG} has neither a 'model_type', as Hugging Face's have, nor a 'model' with {WEIGHTS} beside "
-            "it, as our exports have: these are no weights to start from."
+            "it, as our exports have: a run cannot start from it."
         )
     return tree
 
 
 def files_in(start: Path) -> Arrays | None:
-    """The weights of a start that is no checkpoint; adapters merged into their base."""
+    """Return the arrays of weight files, with adapters merged into their base; None for a checkpoint."""
     return open_arrays(start) if is_folder(start) or (start / WEIGHTS).is_file() else None
 
 
 def weights_digest(start: Path) -> str:
-    """Return the SHA-256 that names the weights: of a checkpoint's manifest, which lists its files' own, or of the
-    files with their configuration."""
+    """Return a SHA-256 that identifies the weights: of a checkpoint's manifest, which lists a hash per file, or of the
+    weight files and their configuration."""
     if (start / COMMIT).is_file():
         return hashlib.sha256((start / COMMIT).read_bytes()).hexdigest()
     files = {file.path for file in Folder(start).files.values()} if is_folder(start) else {start / WEIGHTS}
@@ -112,24 +113,24 @@ def weights_digest(start: Path) -> str:
     return digest.hexdigest()
 
 
-def check_weights(start: Path, checkpoints: Checkpoints, model: Any, boxed: Any) -> None:
-    """Raise the error that names what does not fit the model's parameters `boxed`; no array is read."""
+def check_weights(start: Path, checkpoints: Checkpoints, model: nn.Module, boxed: Any) -> None:
+    """Raise an error that names what does not fit the model's parameters `boxed`, without reading an array."""
     if (files := files_in(start)) is not None:
-        check_fits(files, unbox(taken_over(model, boxed, files.signature())), str(start))
+        check_fits(files, unbox(loadable(model, boxed, files.signature())), str(start))
         return
     manager, step = checkpoints.at(start.parent), step_of(start.name)
-    boxed = taken_over(model, boxed, _names(manager, step))
+    boxed = loadable(model, boxed, _names(manager, step))
     check_whole(manager, step, tree_in(start), boxed, model)
 
 
 def read_weights(
-    start: Path, checkpoints: Checkpoints, model: Any, boxed: Any, topology: Topology, split: Split | None = None
+    start: Path, checkpoints: Checkpoints, model: nn.Module, boxed: Any, topology: Topology, split: Split | None = None
 ) -> dict[str, Any]:
-    """Return the parameters that are there, where `topology` rests them; adapters merged. split: of the run that takes
-    them, in whose dtypes they come."""
+    """Return the saved parameters, sharded for `topology`, with adapters merged. split: that of the new run, which
+    decides the dtypes."""
     files, manager = files_in(start), checkpoints.at(start.parent)
     saved = _names(manager, step_of(start.name)) if files is None else files.signature()
-    boxed = taken_over(model, boxed, saved)
+    boxed = loadable(model, boxed, saved)
     wanted = located(boxed if split is None else split.stored(boxed), topology)
     if files is not None:
         return place(files, wanted, str(start))
@@ -138,11 +139,10 @@ def read_weights(
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), merge_adapters(whole), wanted)
 
 
-def taken_over(model: Any, params: Any, saved: Iterable[str]) -> Any:
-    """The parameters to take from weights with the arrays `saved`: all but those that the model declares as new
-    (`new_parameters`) and that are not there."""
-    there = {name.split("/")[0] for name in saved}
-    new = set(new_parameters(model)) - there
+def loadable(model: nn.Module, params: Any, saved: Iterable[str]) -> Any:
+    """Return the parameters to load from weights with the arrays `saved`: all of them, except parameters that the
+    model declares as new (`new_parameters`) and the weights lack."""
+    new = set(new_parameters(model)) - {name.split("/")[0] for name in saved}
     return {name: part for name, part in params.items() if name not in new}
 
 
@@ -150,7 +150,7 @@ def _names(manager: Checkpoints, step: int) -> Iterable[str]:
     return select(manager.leaves(step), "params")
 
 
-# --- what a run takes from the one it starts from (`init`): the tokenizer, and what decides the shapes of its weights
+# --- settings that a run inherits from its `init`: the tokenizer, and whatever decides the shapes of its weights
 #
 #     defaults < recipe < inherited < command line
 #
@@ -168,30 +168,30 @@ def is_own(key: str) -> bool:
     return any(key == own or (own.endswith("/") and key.startswith(own)) for own in OWN)
 
 
-def begun_from(resolve: Resolve, config: Config, root: str | Path, needs_weights: bool = True) -> Config:
-    """`config`, or the one that `resolve` gives with what is inherited from its `init`, pinned to a checkpoint. From a
-    teacher only the tokenizer is. needs_weights: see `tree_in`."""
-    if FAMILY not in config:  # a job without a model hands it on to those that have one
+def inherit_settings(resolve: Resolve, config: Config, root: str | Path, needs_weights: bool = True) -> Config:
+    """Return `config` with the settings inherited from its `init`, pinned to one checkpoint. Only the tokenizer
+    is inherited from a teacher. resolve: resolves the run again with further layers. needs_weights: see `tree_in`."""
+    if FAMILY not in config:  # a job of several phases passes `init` to those that have a model
         return config
     peft = peft_of(config)
-    named = [(key, str(config[key])) for key in (TEACHER, INIT) if config.get(key) is not None]
+    sources = {key: str(config[key]) for key in (TEACHER, INIT) if config.get(key) is not None}
     if peft is not None and not peft.is_over_given_base(config):
         remedy = f"Name the base yourself: init=BASE lora.adapters={peft.folder.path}"
-        named = [(key, given) for key, given in named if key != INIT] + [(INIT, peft.folder.find_base(remedy))]
+        sources[INIT] = peft.folder.find_base(remedy)
     layers: list[Layer] = []
     pinned: list[tuple[str, str, str | Origin]] = []
     notes: list[str] = []
-    for key, given in named:
-        if given.startswith("recipe:") and config.provenance[key].kind is OriginKind.UNTRAINED:
+    for key, source in sources.items():
+        if source.startswith("recipe:") and config.provenance[key].kind is OriginKind.UNTRAINED:
             continue
-        if given.startswith("recipe:"):
+        if source.startswith("recipe:"):
             raise InputError(
-                f"{dotted(key)}={given} is trained first by `bessemer train` and bm.train; here name a run."
+                f"{dotted(key)}={source} is trained first by `bessemer train` and bm.train; here name a run."
             )
-        start, said = find_start(given, root, dotted(key))
+        start, lines = find_start(source, root, dotted(key))
         tree = tree_in(start, needs_weights)
-        values = {**inherited(tree, config), **its_code(start, tree, config)} if key == INIT else {}
-        tokenizer = keep_tokenizer(start, config["data/root"])
+        values = {**inherited(tree, config), **inherited_plugins(start, tree, config)} if key == INIT else {}
+        tokenizer = copy_tokenizer(start, config["data/root"])
         if tokenizer is not None:
             values["data/tokenizer"] = tokenizer
         layers.append(override_layer(values, Origin(OriginKind.INHERITED, str(start))))
@@ -199,16 +199,16 @@ def begun_from(resolve: Resolve, config: Config, root: str | Path, needs_weights
             wanted = peft.folder.settings(base_model(tree, start, peft.folder.path))
             wanted[ADAPTERS] = str(peft.folder.path)
             layers.append(override_layer(wanted, Origin(OriginKind.INHERITED, str(peft.folder.path))))
-            own = keep_tokenizer(peft.folder.path, config["data/root"])  # it may have a chat template of its own
+            own = copy_tokenizer(peft.folder.path, config["data/root"])  # it may have a chat template of its own
             if own is not None:
                 layers.append(
                     override_layer({"data/tokenizer": own}, Origin(OriginKind.INHERITED, str(peft.folder.path)))
                 )
-        why: str | Origin = "as given" if Path(given) == start else f"the newest weights of {given}"
+        why: str | Origin = "as given" if Path(source) == start else f"the newest weights of {source}"
         if is_recipes_run(config, key):
             why = config.provenance[key]
         pinned.append((key, str(start), why))
-        notes += said
+        notes += lines
     if not pinned:
         return config
     found = resolve(tuple(layers))
@@ -222,13 +222,13 @@ def begun_from(resolve: Resolve, config: Config, root: str | Path, needs_weights
 
 
 class PeftStart(NamedTuple):
-    """Adapters of PEFT that a run continues, and the setting that names them: lora/adapters, or init."""
+    """Adapters saved by PEFT that a run continues, and the setting that names them: lora/adapters or init."""
 
     folder: PeftFolder
     key: str
 
     def is_over_given_base(self, config: Config) -> bool:
-        """Whether the base is named by `init`, not by the folder."""
+        """Return whether `init` names the base, rather than the folder itself."""
         return self.key == ADAPTERS and config.get(INIT) is not None
 
 
@@ -266,18 +266,18 @@ def adapter_arrays(config: Config, model: Any) -> PeftArrays | None:
 
 
 def is_recipes_run(config: Config, key: str) -> bool:
-    """True when `key` (init or a teacher) names the run of a recipe that was trained first."""
+    """Return whether `key` (init or a teacher) names the run of a recipe that was trained first."""
     return config.provenance[key].kind is OriginKind.BASE_RUN
 
 
-def is_begun(config: Config) -> bool:
-    """Whether what there is to inherit has been."""
+def has_inherited(config: Config) -> bool:
+    """Return whether the settings that `init` and a teacher provide are in `config` already."""
     named = [key for key in (INIT, TEACHER) if config.get(key) is not None]
     return all(config.provenance[key].is_derived for key in named)
 
 
 def inherited(tree: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """The settings of a configuration `tree` that a run which starts from it takes over."""
+    """Return the settings that a run inherits from the configuration `tree` of its initial weights."""
     known = flat({section: tree.get(section) or {} for section in SECTIONS})
     if FAMILY in known:
         known[FAMILY] = family_for(str(config[FAMILY]), str(known[FAMILY]))
@@ -289,9 +289,9 @@ def inherited(tree: Mapping[str, Any], config: Config) -> dict[str, Any]:
 
 
 def family_for(mine: str, theirs: str) -> str:
-    """The family of a run of `mine` that starts from weights of `theirs`: that one, or what extends it as asked. So
-    gpt-reward (a gpt and one head more) stays itself with a gpt's weights, and with a llama's becomes llama-reward.
-    Only registered ones are looked at: what a directory names is not imported."""
+    """Return the family of a run configured as `mine` that starts from weights of `theirs`: `theirs`, or the registered
+    extension of it that `mine` asks for. gpt-reward (a gpt with one more head) stays gpt-reward with weights of a gpt,
+    and becomes llama-reward with those of a llama."""
     kind = mine.partition("-")[2]
     wanted = f"{theirs}-{kind}" if kind else mine
     for name in (mine, wanted):
@@ -300,9 +300,9 @@ def family_for(mine: str, theirs: str) -> str:
     return theirs
 
 
-def its_code(start: Path, tree: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Where the model is code of the user's: its plugins, for a run that was started here. Otherwise it has to be named
-    again, since no code is imported on the word of a directory."""
+def inherited_plugins(start: Path, tree: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return the plugins that define the model, if a run started on this machine names them. Raise InputError for
+    another run's: a directory alone must not cause code to be imported."""
     family = str((tree.get("model") or {}).get("family", ""))
     if family in models or family == config[FAMILY]:
         return {}
@@ -315,8 +315,8 @@ def its_code(start: Path, tree: Mapping[str, Any], config: Config) -> dict[str, 
     )
 
 
-def keep_tokenizer(start: Path, root: str | None) -> str | None:
-    """A copy of the starting run's tokenizer under the data root: the new run needs it when that checkpoint is gone."""
+def copy_tokenizer(start: Path, root: str | None) -> str | None:
+    """Copy the tokenizer to the data root, in case the checkpoint is deleted later, and return the copy's directory."""
     if not (start / FILE).is_file():
         return None
     tokenizer = Tokenizer.load(start)
@@ -324,13 +324,13 @@ def keep_tokenizer(start: Path, root: str | None) -> str | None:
     if not (folder / FILE).is_file():
         with storage("cannot keep the tokenizer"):
             folder.mkdir(parents=True, exist_ok=True)
-        for name, text in reversed(tokenizer.files.items()):  # the one that is looked for comes last
+        for name, text in reversed(tokenizer.files.items()):  # tokenizer.json last: its presence marks a complete copy
             atomic_write(folder / name, text)
     return str(folder.absolute())
 
 
 def describe(config: Config) -> str | None:
-    """What was inherited, in one line; None for a run that starts afresh."""
+    """Return one line about the inherited settings; None if there are none."""
     keys = [key for key, origin in config.provenance.items() if origin.kind is OriginKind.INHERITED]
     if not keys:
         return None
@@ -344,7 +344,8 @@ def describe(config: Config) -> str | None:
 
 
 def check_tokenizer(init: str | None, adapters: str | None, tokenizer: Tokenizer | None) -> None:
-    """Refuse weights whose ids mean other words here: those of `adapters` if a tokenizer is beside them, or `init`."""
+    """Raise InputError if the weights were trained with another tokenizer than the run's: those of `adapters` if they
+    come with a tokenizer, else those of `init`."""
     places = {"lora.adapters": adapters, "init": init}
     files = {name: Path(place) / FILE for name, place in places.items() if place and (Path(place) / FILE).is_file()}
     if tokenizer is None or not files:
@@ -357,7 +358,7 @@ def check_tokenizer(init: str | None, adapters: str | None, tokenizer: Tokenizer
         )
 
 
-def check_start(config: Config, checkpoints: Callable[[], Checkpoints], model: Any, boxed: Any) -> None:
+def check_start(config: Config, checkpoints: Callable[[], Checkpoints], model: nn.Module, boxed: Any) -> None:
     """Raise InputError if the weights of `init` do not fit the model, before anything is written.
 
     A continued run holds its own weights: the checkpoint it once started from may be gone.
@@ -377,12 +378,12 @@ def check_start(config: Config, checkpoints: Callable[[], Checkpoints], model: A
 
 
 def has_weights(start: Path) -> bool:
-    """Whether what `find_start` found holds weights; a Hugging Face config.json alone does not."""
+    """Return whether the directory holds weights, and not just a Hugging Face config.json."""
     return not is_folder(start) or Folder(start).has_weights
 
 
 def differences(start: Path, config: Config) -> list[str]:
-    """Settings of the weights that are not as they were where the weights come from."""
+    """Return the model settings that differ from those the weights were trained with."""
     known = {key: plain(setting.default) for key, setting in config.schema.settings.items()}
     there = inherited(tree_in(start), config)
     return [

@@ -45,7 +45,7 @@ def candidates(batch_size: int, data_parallel: int) -> list[int]:
 def lowered(requested: int, batch_size: int, data_parallel: int) -> tuple[int, str]:
     """Return (the largest size that divides the batch and is at most `requested`, why)."""
     size = next((n for n in candidates(batch_size, data_parallel) if n <= requested), 1)
-    why = f"the largest that divides {batch_size // data_parallel} sequences a device"
+    why = f"the largest that divides {batch_size // data_parallel} sequences per device"
     return size, f"{why}, in place of {requested}"
 
 
@@ -74,7 +74,7 @@ def check_machine(state: int) -> None:
     if limit is not None and state > limit:
         raise InputError(
             f"the parameters and the optimizer's state take {state / 2**30:.1f} GiB, and this machine has "
-            f"{limit / 2**30:.1f} GiB for a device. Choose a smaller model (model.depth, model.width), train adapters "
+            f"{limit / 2**30:.1f} GiB per device. Choose a smaller model (model.depth, model.width), train adapters "
             "(lora.rank=8 with init=RUN), or use a machine with more; `bessemer plan` says what a recipe takes."
         )
 

@@ -9,23 +9,8 @@ from typing import Any
 from bessemer.training.context import RunContext
 from bessemer.training.setup.data import DataParts
 from bessemer.training.setup.model import ModelParts, Teacher
+from bessemer.training.stages import Stage
 from bessemer.training.state import TrainState
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Steps `start` to `end`. reference: the step whose parameters regularize it; None: no reference."""
-
-    number: int
-    start: int
-    end: int
-    beta: float = 0.0
-    reference: int | None = None
-
-    @property
-    def name(self) -> str:
-        """The name of the checkpoint at its end."""
-        return f"stage-{self.number}"
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from bessemer.topology import TopologySettings
 from bessemer.training.callbacks.base import Callback
 from bessemer.training.context import Notes, RunContext
 from bessemer.training.settings import GuardSettings, LoggingSettings
-from bessemer.training.setup.initial_weights import begun_from, is_begun
+from bessemer.training.setup.initial_weights import has_inherited, inherit_settings
 from bessemer.user_code import located
 
 DEFAULT_JOB = "BaseTrainer"
@@ -88,9 +88,10 @@ def optimizer_names(cls: TrainerClass, values: Mapping[str, Any]) -> tuple[str |
 
 
 def config_for(cls: TrainerClass, arguments: Mapping[str, Any] | None, root: str | Path = "runs") -> Config:
-    """Return the configuration in force, or the class's defaults; `arguments` override both. root: of `init`."""
+    """Return the current configuration, or the class's defaults; `arguments` override both. root: where `init` is
+    looked up."""
     ambient = current()
-    if ambient is not None and not arguments and is_begun(ambient):
+    if ambient is not None and not arguments and has_inherited(ambient):
         config = ambient.copy()
         record_class(config, cls)
         return config
@@ -103,7 +104,7 @@ def config_for(cls: TrainerClass, arguments: Mapping[str, Any] | None, root: str
         schema = functools.partial(trainer_schema, cls)
         return resolve(schema, recipe, given, source=PYTHON, between=between)
 
-    config = pinned(begun_from(resolved, resolved(), root))
+    config = with_full_paths(inherit_settings(resolved, resolved(), root))
     record_class(config, cls)
     return config
 
@@ -128,7 +129,7 @@ def record_class(config: Config, cls: TrainerClass) -> None:
 
 def saved_config(path: Path) -> Config:
     """Return a run's config.yaml, whatever trainer it names."""
-    return refound(load_saved(path, schema_of))
+    return with_found_paths(load_saved(path, schema_of))
 
 
 def make_callbacks(config: Config, names: Iterable[str]) -> list[Callback]:
@@ -216,7 +217,7 @@ def note_shares(notes: Notes, mixture: Sequence[Sampling]) -> None:
     notes.derive("training.dataset shares", value, f"rates {rates}")
 
 
-# --- settings that the caller set and that have no effect in this configuration ---
+# --- settings that have no effect in this configuration ---
 NEEDS = {  # prefix of settings -> the setting that must not be 0 or empty for them to have an effect
     "lora/": "lora/rank",
     "architecture/lookup/": "architecture/lookup/after_layers",
@@ -292,14 +293,14 @@ PATHS: dict[str, Callable[[Any, Find], Any]] = {
 CODE = ("plugins", *SELECTORS, "eval/evaluations", "grpo/rewards", "grpo/environment")
 
 
-def pinned(config: Config) -> Config:
+def with_full_paths(config: Config) -> Config:
     """Return the configuration with full paths. Origins stay: the values are the caller's."""
     return config.replace({key: find(config[key], full_path) for key, find in PATHS.items() if config.get(key)})
 
 
-def refound(config: Config, given: Collection[str] = ()) -> Config:
-    """Return a saved configuration in which paths that are gone are found again, each with a note. Paths that are
-    `given` now stay as they are, and code is never searched for."""
+def with_found_paths(config: Config, given: Collection[str] = ()) -> Config:
+    """Return a saved configuration with missing paths replaced by where the files are now, each with a note. Keys in
+    `given` keep their values, and code is never searched for."""
     found: dict[str, Any] = {}
     notes: list[str] = []
     for key, find in PATHS.items():
