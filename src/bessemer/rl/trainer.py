@@ -2,7 +2,8 @@
 
 Rewards judge the completions of a group (GRPO and its family), or a teacher's distributions do (on-policy
 distillation). The loop is BaseTrainer's. A step takes a part of the current rollout; after its last pass the next
-rollout is sampled, which is the only time the loop waits for the device. Checkpoints hold the rollout in use.
+rollout is sampled, which is the only time the loop waits for the device. Checkpoints hold the rollout in use, and with
+grpo.staleness (rl/ahead.py) the one that is sampled already.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from bessemer.errors import InputError
 from bessemer.job import CheckpointManager, Snapshot
 from bessemer.objectives.grpo import TOKENS, GrpoSettings, SampledSettings
 from bessemer.registry import jobs, objectives
+from bessemer.rl.ahead import AheadOfTraining, check_staleness
 from bessemer.rl.entropy import EntropyState, check_entropy, follow_target
 from bessemer.rl.episodes import EpisodeSampler, check_environment
 from bessemer.rl.exact import check_exact
@@ -65,6 +67,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         if self.settings.environment is not None:
             check_environment(self.settings.environment, self.policy)
         check_resampling(self.settings.resample, self.policy)
+        check_staleness(self.settings, self.policy)
         self.note_unused_decoding()
         named = [spec.label for spec in self.settings.rewards or []]
         check_penalty(self.policy, named, self.settings.environment is not None)
@@ -85,6 +88,11 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             return data
         if self.settings.old_logprobs == "sampler" and self.config.is_set("grpo/importance"):
             self.say("note: grpo.importance has no effect with grpo.old_logprobs=sampler: the ratio is to the sampler")
+        if self.settings.staleness and self.settings.importance == "none" and self.settings.old_logprobs == "forward":
+            self.say(
+                "note: grpo.importance=none leaves the difference between the weights that sampled and those that are "
+                "trained uncorrected (grpo.staleness=1); grpo.old_logprobs=sampler would leave it to the clip"
+            )
         self.rollout_seconds = 0.0
         self.rewards = self.choose_rewards()
         data, self.passes = build_prompts(self.context, self.tokenizer, self.policy, horizon)
@@ -135,6 +143,11 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         if self.settings.environment is None:
             return Sampler(**parts)
         return EpisodeSampler(**parts, plugins=list(self.config["plugins"]), say=self.say)
+
+    @functools.cached_property
+    def ahead(self) -> AheadOfTraining | None:
+        """With grpo.staleness, what samples one rollout ahead."""
+        return AheadOfTraining(lambda: self.sampler) if self.settings.staleness and not self.offline else None
 
     @property
     def hooks(self) -> StepHooks:
@@ -203,6 +216,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
     def start_over(self) -> None:
         super().start_over()
         self.rollout = None
+        self.__dict__.pop("ahead", None)  # created again at its next use; nobody waits for its thread
 
     def prefetcher(self, step: int) -> Prefetcher:
         """Online, batches are not made ahead of use: a rollout is sampled from the live parameters."""
@@ -226,7 +240,11 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
                     self._compiling.result()
                     self._compiling = None
                 jax.block_until_ready(self.state.step)  # the last step is not time of this rollout
-                self.rollout = self.sampler.rollout(number)
+                if self.ahead is None:
+                    self.rollout = self.sampler.rollout(number)
+                else:
+                    another = (number + 1) * self.passes.steps - self.data_offset < self.steps
+                    self.rollout = self.ahead.rollout(number, self.step, another)
             self.rollout_seconds = (self.rollout_seconds or 0.0) + time.monotonic() - begun
         return self.passes.take(self.rollout, within)
 
@@ -280,6 +298,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         """Return val_reward, the mean reward of greedy completions of held-out prompts; with a teacher val_loss, the
         mean divergence from it on the student's own completions."""
         row: dict[str, Any] = {}
+        if self.ahead is not None:
+            self.ahead.settle()  # rewards are user code: one call at a time
         with self.topology.scope():
             if self.sampler.judges:
                 row |= self.sampler.validate(self.step)
@@ -300,6 +320,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
 
     def snapshot(self) -> Snapshot:
         made = super().snapshot()
+        if self.ahead is not None:
+            made = dataclasses.replace(made, files={**made.files, **self.ahead.files()})
         number, within = self.passes.place(self.step + self.data_offset)
         if self.rollout is None or within == 0:
             return made
@@ -312,6 +334,9 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         self.rollout = Rollout.load(path) if path.is_file() else None
         self.add_missing_routes()
         agree("the rollout in use", "none" if self.rollout is None else f"rollout {self.rollout.number}")
+        if self.ahead is not None:
+            self.ahead.load(files.path(step))
+            agree("the rollout sampled ahead", self.ahead.waiting)
 
     def add_missing_routes(self) -> None:
         """Let routers choose in a rollout that was saved without experts to replay."""
