@@ -79,6 +79,11 @@ class GRPOTrainerConfig(EpisodeSettings, DecodingSettings, BaseTrainerConfig):
     sync_interval: int = field(
         "grpo/sync_interval", default=200, minimum=0, help="steps after which the reference is taken anew; 0 = never"
     )
+    sync_moments: bool = field(
+        "grpo/sync_moments",
+        default=False,
+        help="start the optimizer's moments anew when the reference is taken anew (ProRL)",
+    )
     max_prompt_length: int | None = field(
         "grpo/max_prompt_length",
         default=None,

@@ -42,6 +42,7 @@ from bessemer.training.outcome import doing
 from bessemer.training.setup.data import DataParts
 from bessemer.training.setup.horizon import plan_horizon
 from bessemer.training.setup.plan import StepHooks
+from bessemer.training.stages import with_fresh_moments
 from bessemer.training.state import TrainState
 from bessemer.training.trainer import BaseTrainer, M
 
@@ -72,6 +73,14 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         named = [spec.label for spec in self.settings.rewards or []]
         check_penalty(self.policy, named, self.settings.environment is not None)
         check_entropy(self.policy, self.config)
+        if (
+            self.settings.sync_moments
+            and self.reinforces
+            and not (self.wants_reference() and self.settings.sync_interval)
+        ):
+            self.say(
+                "note: grpo.sync_moments has no effect: no reference is taken anew (grpo.kl_coef, grpo.sync_interval)"
+            )
         horizon = functools.partial(plan_horizon, self.context, self.model_parts)
         if self.config.is_set("grpo/router_replay") and self.settings.router_replay and not self.added_fields:
             self.say(
@@ -183,7 +192,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             if named is None and self.settings.environment is not None:
                 return None  # the environment's own
             return Rewards([RewardSpec("exact_match")] if named is None else named, self.settings.reward_timeout)
-        for key in ("grpo/sync_interval", "grpo/old_logprobs", "grpo/importance", "grpo/importance_cap"):
+        unused = ("sync_interval", "sync_moments", "old_logprobs", "importance", "importance_cap")
+        for key in (f"grpo/{name}" for name in unused):
             if self.config.is_set(key):
                 self.say(f"note: {dotted(key)} has no effect with a teacher, which never changes")
         return Rewards(self.settings.rewards, self.settings.reward_timeout) if self.settings.rewards else None
@@ -280,7 +290,11 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         if state.reference is not None and interval and step % interval == 0 and step < self.steps:
             self.step, self.state = step, state.replace(reference=None)  # one copy at a time
             self.take_reference()
-            state = self.state
+            state, done = self.state, f"reference  taken anew from the policy after step {step:,}"
+            if self.settings.sync_moments:
+                state = with_fresh_moments(state, self.functions.state_shardings.opt_state)
+                done += "; the optimizer's moments are reset"
+            self.say(done)
         known: dict[str, Any] = {}
         if isinstance(self.data.plan, StoredPlan):
             known = self.data.plan.metrics(step - 1 + self.data_offset)
