@@ -62,13 +62,14 @@ def test_killed_between_two_steps_of_a_rollout(settings: dict[str, object], tmp_
     assert_resumes(run, whole, home)
 
 
-@pytest.mark.parametrize("place", ["episode", "reward", "round", "exact", "ahead", "reset"])
+@pytest.mark.parametrize("place", ["episode", "reward", "round", "exact", "ahead", "reset", "curriculum"])
 def test_killed_inside_an_episode_or_a_reward_call(
     place: str, settings: dict[str, object], tmp_path: Path, home: Path
 ) -> None:
     """SIGKILL while a worker process is in a step of the second rollout, or the run itself in a reward: of the rollout,
     also with grpo.exact, or of the round that replaces its flat groups; or a thread is in a reward of the third, which
-    is sampled ahead, while the steps of the second are taken; or after a reset of the reference and the moments."""
+    is sampled ahead, while the steps of the second are taken; or after a reset of the reference and the moments; or
+    where measured pass rates decide what is drawn."""
     rows = [json.dumps({"prompt": f"cats {n}", "number": n}) for n in range(40)]
     (tmp_path / "cats.jsonl").write_text("\n".join(rows) + "\n")
     given = settings | {"grpo.rewards": f"['{WORLDS}:held_reward']"}
@@ -82,6 +83,10 @@ def test_killed_inside_an_episode_or_a_reward_call(
         given |= {"grpo.staleness": 1, "logging.checkpoint_interval": 3, "grpo.rewards": f"['{WORLDS}:held_ahead']"}
     if place == "reset":
         given |= {"lora.rank": 2, "grpo.sync_moments": "true"}
+    if place == "curriculum":
+        given |= {"grpo.curriculum": "pass_rate", "grpo.pass_rate_high": 0.4, "training.steps": 14}
+        lines = (tmp_path / "cats.jsonl").read_text().splitlines()
+        (tmp_path / "cats.jsonl").write_text("\n".join(lines[:6]) + "\n")
     whole, run, folder = tmp_path / "runs" / "whole", tmp_path / "runs" / "killed", tmp_path / "hold"
     code, output = call(home, *train(given, whole))
     assert code == 0, output

@@ -25,6 +25,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bessemer.errors import InputError
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings
 from bessemer.rl.prompts import Chosen
@@ -121,6 +123,7 @@ class AheadOfTraining:
         follows = self.sample(number + 1, step) if another else None
         clock.end("time/rollout_s")
         took = self.settle(now)
+        self.sampler.measure(number, self.chosen(now.rollout), now.rollout.rewards["reward"])
         clock.end("time/reward_s")
         if follows is not None:
             self.begin(follows)
@@ -137,7 +140,14 @@ class AheadOfTraining:
         counted, chosen = sampler.counted, sampler.plan.prompts(number)
         _, samples, rows = sampler.first_draw(number, chosen)
         made = dataclasses.replace(sampler.unscored(number, samples, rows, counted), step=step)
+        made.drawn["source"] = np.array([source.number for source, _ in chosen])
+        made.drawn["prompt"] = np.array([place for _, place in chosen])
         return Sampled(made, chosen, samples)
+
+    def chosen(self, rollout: Rollout) -> Chosen:
+        """Return the prompts of a rollout sampled ahead."""
+        sources, pairs = self.sampler.plan.sources, (rollout.drawn[name].tolist() for name in ("source", "prompt"))
+        return [(sources[source], place) for source, place in zip(*pairs, strict=True)]
 
     def begin(self, one: Sampled) -> None:
         """Begin to compute the rewards, in a thread of process 0."""

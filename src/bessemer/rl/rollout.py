@@ -113,6 +113,37 @@ class GRPOTrainerConfig(EpisodeSettings, DecodingSettings, BaseTrainerConfig):
         minimum=0,
         help="rounds in which groups of equal rewards are replaced by groups of other prompts (DAPO); 0 = never",
     )
+    curriculum: str = field(
+        "grpo/curriculum",
+        default="none",
+        help="which prompts are drawn: none (all), pass_rate (those neither solved nor hopeless when last sampled), or "
+        "a column of numbers (the easiest first; smaller is easier)",
+    )
+    curriculum_start: float = field(
+        "grpo/curriculum_start",
+        default=0.25,
+        above=0,
+        maximum=1,
+        help="the easiest share of the prompts that a curriculum by a column begins with",
+    )
+    curriculum_steps: int | None = field(
+        "grpo/curriculum_steps",
+        default=None,
+        minimum=1,
+        help="steps until a curriculum by a column draws from all prompts; none: half of the run",
+    )
+    pass_rate_low: float = field(
+        "grpo/pass_rate_low", default=0.0, help="grpo.curriculum=pass_rate leaves out mean rewards up to it"
+    )
+    pass_rate_high: float = field(
+        "grpo/pass_rate_high", default=1.0, help="grpo.curriculum=pass_rate leaves out mean rewards from it on"
+    )
+    pass_rate_rest: int = field(
+        "grpo/pass_rate_rest",
+        default=50,
+        minimum=1,
+        help="rollouts after which a prompt that was left out may be drawn again",
+    )
     staleness: int = field(
         "grpo/staleness",
         default=0,
@@ -146,7 +177,8 @@ class Rollout:
     """`rows`: arrays (N, T), group by group. `rewards`: (N,) by name. `metrics`: what its steps report.
 
     Until a rollout is scored, `drawn` has the sampler's log-probabilities of the targets, (N, T): of the model itself
-    ("model") and of the distribution drawn from ("policy"). `step`: the optimizer step whose weights sampled it.
+    ("model") and of the distribution drawn from ("policy"); with grpo.staleness also "source" and "prompt" of each
+    group. `step`: the optimizer step whose weights sampled it.
     """
 
     number: int

@@ -32,6 +32,7 @@ from bessemer.models.moe import APART, EXPERT_IDS, ROUTING
 from bessemer.models.protocol import Decoding
 from bessemer.models.shape import round_up
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages, importance_weights
+from bessemer.rl.curriculum import ByPassRate
 from bessemer.rl.exact import ExactRollouts
 from bessemer.rl.prompts import Chosen, PromptPlan, end_ids
 from bessemer.rl.resample import Groups, replace_flat
@@ -220,7 +221,7 @@ class Sampler:
         clock.end("time/rollout_s")
         rewards: dict[str, np.ndarray] = {}
         if self.judges:
-            rewards = self.rewarded(chosen, samples)
+            rewards = self.rewarded(number, chosen, samples)
             clock.end("time/reward_s")
         resampled: dict[str, float] = {}
         if self.settings.resample:
@@ -255,6 +256,7 @@ class Sampler:
         metrics = {
             "completion_len": float(np.mean([sample.length for sample in samples])),
             "truncated": float(cut.mean()),
+            **self.plan.report,
         }
         if self.settings.speculation is not None:
             tokens, passes = (now - then for now, then in zip(self.counted, before, strict=True))
@@ -297,11 +299,18 @@ class Sampler:
         routes = [sample.routes for result in results for sample in result.samples]
         return self.rows_of(results) | route_rows(routes, self.routes)
 
-    def rewarded(self, chosen: Chosen, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
-        """Return the rewards that a rollout is trained on, by name; "reward" is their weighted sum."""
+    def rewarded(self, number: int, chosen: Chosen, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+        """Return the rewards that rollout `number` is trained on, by name; "reward" is their weighted sum."""
         self.show(f"rewards of {len(samples)} completions")
         total, each = self.judge(chosen, samples, self.settings.group_size)
-        return self.penalized(total, each, [sample.length for sample in samples])
+        rewards = self.penalized(total, each, [sample.length for sample in samples])
+        self.measure(number, chosen, rewards["reward"])
+        return rewards
+
+    def measure(self, number: int, chosen: Chosen, rewards: np.ndarray) -> None:
+        """Note how well the prompts are answered, for grpo.curriculum=pass_rate. rewards: (prompts · G,)."""
+        if isinstance(self.plan.curriculum, ByPassRate):
+            self.plan.curriculum.measure(number, chosen, rewards)
 
     def penalized(
         self, total: np.ndarray, each: dict[str, np.ndarray], lengths: Sequence[int]
@@ -331,7 +340,7 @@ class Sampler:
             samples = [sample for result in drawn for sample in result.samples]
             self.compare(f"rollout {number}, round {turn}", samples)
             clock.end("time/rollout_s")
-            rewards = self.rewarded(chosen, samples)
+            rewards = self.rewarded(number, chosen, samples)
             clock.end("time/reward_s")
             return groups(drawn, rewards)
 

@@ -25,6 +25,7 @@ from bessemer.job import CheckpointManager, Snapshot
 from bessemer.objectives.grpo import TOKENS, GrpoSettings, SampledSettings
 from bessemer.registry import jobs, objectives
 from bessemer.rl.ahead import AheadOfTraining, check_staleness
+from bessemer.rl.curriculum import PASS_RATE, ByColumn, ByPassRate
 from bessemer.rl.entropy import EntropyState, check_entropy, follow_target
 from bessemer.rl.episodes import EpisodeSampler, check_environment
 from bessemer.rl.exact import check_exact
@@ -34,7 +35,7 @@ from bessemer.rl.rewards import Rewards, RewardSpec
 from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, route_rows, routes_fields, row_types
 from bessemer.rl.sampler import Sampler
 from bessemer.rl.shaping import check_penalty
-from bessemer.storage.artifacts import ROLLOUT
+from bessemer.storage.artifacts import PASS_RATES, ROLLOUT
 from bessemer.topology import agree, process_count
 from bessemer.training import step
 from bessemer.training.feed import device_batch
@@ -92,6 +93,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
                 "record: set generate.speculate=none, or grpo.router_replay=false."
             )
         if isinstance(self.policy, GrpoSettings) and self.policy.offline != "no":
+            if self.settings.curriculum != "none":
+                raise InputError(f"grpo.curriculum is about prompts, and grpo.offline={self.policy.offline} has none.")
             assert self.tokenizer is not None
             data, self.passes = build_stored(self.settings, self.policy, self.tokenizer, horizon, self.say)
             return data
@@ -107,6 +110,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         data, self.passes = build_prompts(self.context, self.tokenizer, self.policy, horizon)
         data = dataclasses.replace(data, fields={**data.fields, **self.added_fields})
         plan = cast(PromptPlan, data.plan)
+        self.describe_curriculum(plan)
         agree("the prompts", plan.identity)
         if self.rewards is not None:
             self.rewards.check_columns([*plan.columns, "completion_tokens"], plan.partial_columns)
@@ -118,6 +122,29 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             f"{self.passes.rows} completions in groups of {self.passes.group_size}, {self.passes.steps} steps each",
         )
         return data
+
+    def describe_curriculum(self, plan: PromptPlan) -> None:
+        """Print what the curriculum derives, and a note for each of its settings that has no effect."""
+        kind = self.settings.curriculum
+        if isinstance(plan.curriculum, ByPassRate) and self.rewards is None and not self.settings.environment:
+            raise InputError("grpo.curriculum=pass_rate goes by rewards, and a teacher gives none: leave it out.")
+        if isinstance(plan.curriculum, ByColumn):
+            steps = round(plan.curriculum.rollouts * self.passes.steps)
+            given = self.config.is_set("grpo/curriculum_steps")
+            self.note_derived("grpo.curriculum_steps", steps, "given" if given else "half of the run")
+        for names, used, needs in (
+            (("curriculum_start", "curriculum_steps"), isinstance(plan.curriculum, ByColumn), "a column"),
+            (("pass_rate_low", "pass_rate_high", "pass_rate_rest"), kind == PASS_RATE, PASS_RATE),
+        ):
+            for name in names:
+                if not used and self.config.is_set(f"grpo/{name}"):
+                    self.say(f"note: grpo.{name} has no effect: it is for grpo.curriculum={needs}")
+
+    @property
+    def pass_rates(self) -> ByPassRate | None:
+        """What grpo.curriculum=pass_rate has measured."""
+        made = None if self.offline else self.prompts.curriculum
+        return made if isinstance(made, ByPassRate) else None
 
     def note_unused_decoding(self) -> None:
         """Print a note for each setting of the sampler that has no effect in this run."""
@@ -226,6 +253,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
     def start_over(self) -> None:
         super().start_over()
         self.rollout = None
+        if self.pass_rates is not None:
+            self.pass_rates.forget()
         self.__dict__.pop("ahead", None)  # created again at its next use; nobody waits for its thread
 
     def prefetcher(self, step: int) -> Prefetcher:
@@ -336,6 +365,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         made = super().snapshot()
         if self.ahead is not None:
             made = dataclasses.replace(made, files={**made.files, **self.ahead.files()})
+        if self.pass_rates is not None:
+            made = dataclasses.replace(made, files={**made.files, PASS_RATES.name: self.pass_rates.to_bytes()})
         number, within = self.passes.place(self.step + self.data_offset)
         if self.rollout is None or within == 0:
             return made
@@ -348,6 +379,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         self.rollout = Rollout.load(path) if path.is_file() else None
         self.add_missing_routes()
         agree("the rollout in use", "none" if self.rollout is None else f"rollout {self.rollout.number}")
+        if self.pass_rates is not None and not self.pass_rates.load(files.path(step)):
+            self.say(f"note: no pass rates of these prompts are in checkpoint {step}; they are measured from here on")
         if self.ahead is not None:
             self.ahead.load(files.path(step))
             agree("the rollout sampled ahead", self.ahead.waiting)
