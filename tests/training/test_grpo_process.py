@@ -62,12 +62,14 @@ def test_killed_between_two_steps_of_a_rollout(settings: dict[str, object], tmp_
     assert_resumes(run, whole, home)
 
 
-@pytest.mark.parametrize("place", ["episode", "reward", "round", "exact"])
+@pytest.mark.parametrize("place", ["episode", "reward", "round", "exact", "ahead", "reset", "curriculum"])
 def test_killed_inside_an_episode_or_a_reward_call(
     place: str, settings: dict[str, object], tmp_path: Path, home: Path
 ) -> None:
     """SIGKILL while a worker process is in a step of the second rollout, or the run itself in a reward: of the rollout,
-    also with grpo.exact, or of the round that replaces its flat groups."""
+    also with grpo.exact, or of the round that replaces its flat groups; or a thread is in a reward of the third, which
+    is sampled ahead, while the steps of the second are taken; or after a reset of the reference and the moments; or
+    where measured pass rates decide what is drawn."""
     rows = [json.dumps({"prompt": f"cats {n}", "number": n}) for n in range(40)]
     (tmp_path / "cats.jsonl").write_text("\n".join(rows) + "\n")
     given = settings | {"grpo.rewards": f"['{WORLDS}:held_reward']"}
@@ -77,13 +79,21 @@ def test_killed_inside_an_episode_or_a_reward_call(
         given |= {"grpo.resample": 1, "grpo.rewards": f"['{WORLDS}:held_in_a_round']"}
     if place == "exact":
         given |= {"grpo.exact": "true", "grpo.temperature": 0.7}
+    if place == "ahead":
+        given |= {"grpo.staleness": 1, "logging.checkpoint_interval": 3, "grpo.rewards": f"['{WORLDS}:held_ahead']"}
+    if place == "reset":
+        given |= {"lora.rank": 2, "grpo.sync_moments": "true"}
+    if place == "curriculum":
+        given |= {"grpo.curriculum": "pass_rate", "grpo.pass_rate_high": 0.4, "training.steps": 14}
+        lines = (tmp_path / "cats.jsonl").read_text().splitlines()
+        (tmp_path / "cats.jsonl").write_text("\n".join(lines[:6]) + "\n")
     whole, run, folder = tmp_path / "runs" / "whole", tmp_path / "runs" / "killed", tmp_path / "hold"
     code, output = call(home, *train(given, whole))
     assert code == 0, output
     folder.mkdir()
     process = start(home, *train(given, run), HOLD_CALL=str(folder))
     assert until(process, (folder / "here").exists, poll=0.01), finish(process)
-    assert until(process, lambda: steps_saved(run) >= 3)
+    assert until(process, lambda: steps_saved(run) >= (1 if place == "ahead" else 3))
     held = int((folder / "pid").read_text())
     process.kill()
     finish(process)

@@ -156,6 +156,31 @@ def test_two_processes_replace_the_same_flat_groups_as_one(pair: Pair, home: Pat
         assert b == pytest.approx(a, rel=1e-4, abs=1e-6) and b["resample/discarded"] > 0
 
 
+@pytest.mark.slow
+def test_two_processes_sample_ahead_as_one_and_go_on_from_a_rollout_sampled_ahead(pair: Pair, home: Path) -> None:
+    settings = pair.settings | {"grpo.staleness": 1, "grpo.num_iterations": 1, "training.validation": "false"}
+    for name, processes, devices in (("ahead-one", 1, "2"), ("ahead-two", 2, "1")):
+        run = pair.run.with_name(name)
+        codes, outputs = finish(start(home, processes, *train(settings, run), JAX_NUM_CPU_DEVICES=devices))
+        assert codes == [0] * processes, outputs
+    one, two = (pair.run.with_name(name) for name in ("ahead-one", "ahead-two"))
+    a, b = (load_file(run / "checkpoints/step_00000004/rollout-ahead.safetensors") for run in (one, two))
+    assert a.keys() == b.keys() and "rewards/of_process_0" in a
+    for name in a:
+        np.testing.assert_allclose(b[name], a[name], 0, 1e-5 if name.startswith("drawn/") else 0, err_msg=name)
+    for left, right in zip(metrics(one), metrics(two), strict=True):
+        assert right == pytest.approx(left, rel=1e-4, abs=1e-6)
+        assert left.get("staleness", 0) == (2 if left["step"] > 2 else 0)
+    again = two.with_name("ahead-again")
+    shutil.copytree(two, again)
+    for step in (4, 6):
+        shutil.rmtree(again / f"checkpoints/step_{step:08}")
+    (again / "status.json").unlink()
+    codes, outputs = finish(start(home, 2, "resume", str(again)))
+    assert codes == [0, 0], outputs
+    assert_same_run(again, two)
+
+
 @pytest.mark.long
 def test_two_processes_go_on_in_the_middle_of_a_rollout(pair: Pair, home: Path) -> None:
     again = pair.run.with_name("again")

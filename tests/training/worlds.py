@@ -109,6 +109,12 @@ def held_reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
     return [len(text) / 9 for text in completions]
 
 
+def held_ahead(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+    """Waits in the third rollout, if it is told to."""
+    hold(after=2)
+    return [len(text) / 9 for text in completions]
+
+
 def held_in_a_round(prompts: Any, completions: Any, number: Any, **columns: Any) -> list[float]:
     """Flat for odd rows. Waits in the second call for fewer completions than a rollout of 16 has, if it is told to."""
     if len(completions) < 16:

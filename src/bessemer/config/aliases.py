@@ -441,7 +441,7 @@ _TABLE: list[Alias] = [
     Alias("epsilon_high", "grpo.clip_eps_high"),
     Alias("clip_range cliprange", "grpo.clip_eps"),
     Alias("kl_coef", "grpo.kl_coef"),
-    Alias("ref_model_sync_steps", "grpo.sync_interval"),
+    Alias("ref_model_sync_steps reference_reset", "grpo.sync_interval"),
     Alias("reward_funcs", "grpo.rewards", convert=_as_list),
     Alias(
         "scale_rewards",

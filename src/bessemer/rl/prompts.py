@@ -35,6 +35,7 @@ from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate.text import prompt_ids, turn_ends
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages
+from bessemer.rl.curriculum import Curriculum, build_curriculum, replaced
 from bessemer.rl.rollout import FIELDS, TOKEN_FIELDS, GRPOTrainerConfig, Passes, completion_rows, row_types, spread
 from bessemer.rl.rows import Row, prompt_of, question_of
 from bessemer.training.context import RunContext
@@ -148,7 +149,8 @@ Chosen = list[tuple[PromptRows, int]]
 
 
 class PromptPlan(BatchPlan):
-    """The prompts of every rollout, a pure function of (data, seed, rollout number), and the held-out ones."""
+    """The prompts of every rollout, a pure function of (data, seed, rollout number), and the held-out ones. With a
+    curriculum (rl/curriculum.py) some are replaced."""
 
     validation = None  # prompts are held out, not rows of tokens
 
@@ -162,6 +164,8 @@ class PromptPlan(BatchPlan):
         self.passes, self.mixture = passes, list(mixture)
         self.inner = DataPlan([list(mixture)], passes.prompts, passes.seed)
         self._streams: dict[int, DataPlan] = {}  # of the rounds of grpo.resample
+        self.curriculum: Curriculum | None = None
+        self.report: dict[str, float] = {}  # of the curriculum, about the rollout drawn last
         kept = [(sampling, rows) for sampling, rows in held_out if len(rows)]
         self.held_out: Chosen = []
         if kept:
@@ -174,14 +178,25 @@ class PromptPlan(BatchPlan):
         return self.inner.batch(self.passes.place(step)[0], rows)
 
     def prompts(self, number: int) -> Chosen:
-        return self._chosen(self.inner.batch(number))
+        """Return the prompts of rollout `number`; with grpo.curriculum=pass_rate they depend on what is measured."""
+        chosen = self._chosen(self.inner.batch(number))
+        if self.curriculum is None:
+            return chosen
+        kept, count = replaced(self.curriculum, chosen, number, self.passes.seed)
+        share = np.concatenate([self.curriculum.allowed(source, number) for source in self.sources]).mean()
+        self.report = {"curriculum/replaced": float(count), "curriculum/share": float(share)}
+        return kept
 
     def others(self, number: int, turn: int) -> Chosen:
         """Return the prompts that round `turn` of resampling draws from, (prompts,); each round has its own order."""
         if turn not in self._streams:
             seed = key_of(self.passes.seed, "resample", turn)
             self._streams[turn] = DataPlan([self.mixture], self.passes.prompts, seed)
-        return self._chosen(self._streams[turn].batch(number))
+        chosen = self._chosen(self._streams[turn].batch(number))
+        if self.curriculum is None:
+            return chosen
+        allowed = {source.number: self.curriculum.allowed(source, number) for source in self.sources}
+        return [(source, place) for source, place in chosen if allowed[source.number][place]]
 
     def _chosen(self, batch: Batch) -> Chosen:
         pairs = zip(batch["source"].tolist(), batch["prompt"].tolist(), strict=True)
@@ -256,6 +271,7 @@ def build_prompts(
     check_groups(batch_size, settings.group_size, policy)
     passes = Passes(batch_size, settings.group_size, settings.mini_batches, settings.num_iterations, settings.seed)
     plan = PromptPlan(mixture, held_out, passes, settings.validation_steps)
+    plan.curriculum = build_curriculum(settings, plan.sources, steps, passes.steps)
     fields = {name: ((settings.block_size,), dtype) for name, dtype in row_types(policy).items()}
     return DataParts(plan, None, batch_size, steps, [0], 0, fields, len(plan.held_out)), passes
 

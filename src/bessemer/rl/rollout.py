@@ -79,6 +79,11 @@ class GRPOTrainerConfig(EpisodeSettings, DecodingSettings, BaseTrainerConfig):
     sync_interval: int = field(
         "grpo/sync_interval", default=200, minimum=0, help="steps after which the reference is taken anew; 0 = never"
     )
+    sync_moments: bool = field(
+        "grpo/sync_moments",
+        default=False,
+        help="start the optimizer's moments anew when the reference is taken anew (ProRL)",
+    )
     max_prompt_length: int | None = field(
         "grpo/max_prompt_length",
         default=None,
@@ -108,6 +113,45 @@ class GRPOTrainerConfig(EpisodeSettings, DecodingSettings, BaseTrainerConfig):
         minimum=0,
         help="rounds in which groups of equal rewards are replaced by groups of other prompts (DAPO); 0 = never",
     )
+    curriculum: str = field(
+        "grpo/curriculum",
+        default="none",
+        help="which prompts are drawn: none (all), pass_rate (those neither solved nor hopeless when last sampled), or "
+        "a column of numbers (the easiest first; smaller is easier)",
+    )
+    curriculum_start: float = field(
+        "grpo/curriculum_start",
+        default=0.25,
+        above=0,
+        maximum=1,
+        help="the easiest share of the prompts that a curriculum by a column begins with",
+    )
+    curriculum_steps: int | None = field(
+        "grpo/curriculum_steps",
+        default=None,
+        minimum=1,
+        help="steps until a curriculum by a column draws from all prompts; none: half of the run",
+    )
+    pass_rate_low: float = field(
+        "grpo/pass_rate_low", default=0.0, help="grpo.curriculum=pass_rate leaves out mean rewards up to it"
+    )
+    pass_rate_high: float = field(
+        "grpo/pass_rate_high", default=1.0, help="grpo.curriculum=pass_rate leaves out mean rewards from it on"
+    )
+    pass_rate_rest: int = field(
+        "grpo/pass_rate_rest",
+        default=50,
+        minimum=1,
+        help="rollouts after which a prompt that was left out may be drawn again",
+    )
+    staleness: int = field(
+        "grpo/staleness",
+        default=0,
+        minimum=0,
+        maximum=1,
+        help="1: a rollout is sampled one rollout ahead, and its rewards are computed while the device trains and "
+        "samples; 0: from the weights it is trained on first",
+    )
     rewards: list[RewardSpec] | None = field(
         "grpo/rewards",
         default=None,
@@ -130,30 +174,40 @@ class GRPOTrainerConfig(EpisodeSettings, DecodingSettings, BaseTrainerConfig):
 
 @dataclass
 class Rollout:
-    """`rows`: arrays (N, T), group by group. `rewards`: (N,) by name. `metrics`: what its steps report."""
+    """`rows`: arrays (N, T), group by group. `rewards`: (N,) by name. `metrics`: what its steps report.
+
+    Until a rollout is scored, `drawn` has the sampler's log-probabilities of the targets, (N, T): of the model itself
+    ("model") and of the distribution drawn from ("policy"); with grpo.staleness also "source" and "prompt" of each
+    group. `step`: the optimizer step whose weights sampled it.
+    """
 
     number: int
     rows: dict[str, np.ndarray]
     rewards: dict[str, np.ndarray] = plain_field(default_factory=dict)
     metrics: dict[str, float] = plain_field(default_factory=dict)
+    drawn: dict[str, np.ndarray] = plain_field(default_factory=dict)
+    step: int | None = None  # known with grpo.staleness only
 
     def to_bytes(self) -> bytes:
         """Return the rollout as safetensors."""
         arrays = {f"rows/{name}": array for name, array in self.rows.items()}
         arrays |= {f"rewards/{name}": array for name, array in self.rewards.items()}
+        arrays |= {f"drawn/{name}": array for name, array in self.drawn.items()}
         about = {"number": str(self.number), "metrics": json.dumps(self.metrics)}
+        about |= {} if self.step is None else {"step": str(self.step)}
         return to_bytes(arrays, about)
 
     @classmethod
     def load(cls, path: Any) -> Rollout:
         try:
             file = WeightFile(path)
-            parts: dict[str, dict[str, np.ndarray]] = {"rows": {}, "rewards": {}}
+            parts: dict[str, dict[str, np.ndarray]] = {"rows": {}, "rewards": {}, "drawn": {}}
             for name in file.entries:
                 part, _, rest = name.partition("/")
                 parts[part][rest] = file.read(name)
             about = file.metadata
-            return cls(int(about["number"]), parts["rows"], parts["rewards"], json.loads(about["metrics"]))
+            step = int(about["step"]) if "step" in about else None
+            return cls(int(about["number"]), metrics=json.loads(about["metrics"]), step=step, **parts)
         except (InputError, StorageError, ValueError, KeyError) as error:
             raise StorageError(f"the rollout {path} cannot be read ({error}).") from error
 

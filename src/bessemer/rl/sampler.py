@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +32,7 @@ from bessemer.models.moe import APART, EXPERT_IDS, ROUTING
 from bessemer.models.protocol import Decoding
 from bessemer.models.shape import round_up
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages, importance_weights
+from bessemer.rl.curriculum import ByPassRate
 from bessemer.rl.exact import ExactRollouts
 from bessemer.rl.prompts import Chosen, PromptPlan, end_ids
 from bessemer.rl.resample import Groups, replace_flat
@@ -54,6 +55,7 @@ from bessemer.training.validation import added
 REWARD_SECONDS = 4 * 3600.0  # how long the other processes wait for rewards; a lost process is noticed sooner
 ROLLOUT = "rollout"  # the purpose of its seeds
 SCORED = ("advantages", "old_logprobs")  # fields of a row that are made after scoring
+NOTHING: Mapping[str, float] = {}
 CAPACITY_STEP = 64  # a row of the sampler's cache has a multiple of it: the decode kernel's block
 
 
@@ -213,18 +215,13 @@ class Sampler:
     def rollout(self, number: int) -> Rollout:
         """Return rollout `number` of the run: prompts, completions, and for reinforcement rewards, advantages and old
         log-probabilities. Its metrics include the seconds of sampling, rewards and scoring."""
-        size, policy = self.settings.group_size, self.policy
-        clock = Laps()
-        tokens, passes = self.engine.tokens, self.engine.passes
+        clock, counted = Laps(), self.counted
         chosen = self.plan.prompts(number)
-        results = self.drawn(chosen, ROLLOUT, number, n=size, logprobs=isinstance(policy, GrpoSettings))
-        samples = [sample for result in results for sample in result.samples]
-        self.compare(f"rollout {number}", samples)
-        rows = self.rows_with_routes(results)
+        results, samples, rows = self.first_draw(number, chosen)
         clock.end("time/rollout_s")
         rewards: dict[str, np.ndarray] = {}
         if self.judges:
-            rewards = self.rewarded(chosen, samples)
+            rewards = self.rewarded(number, chosen, samples)
             clock.end("time/reward_s")
         resampled: dict[str, float] = {}
         if self.settings.resample:
@@ -233,45 +230,94 @@ class Sampler:
             self.take(samples)
             rewards = {name: self.averaged(samples, values.ravel()) for name, values in groups.rewards.items()}
             rows = self.rows_with_routes(results)
+        made = self.unscored(number, samples, rows, counted)
+        made.rewards = rewards
+        return self.scored(made, samples, clock, resampled)
+
+    def first_draw(self, number: int, chosen: Chosen) -> tuple[list[Result], list[Sample], dict[str, np.ndarray]]:
+        """Return completions of the prompts of rollout `number`: by prompt, one after the other, and as rows."""
+        logprobs = isinstance(self.policy, GrpoSettings)
+        results = self.drawn(chosen, ROLLOUT, number, n=self.settings.group_size, logprobs=logprobs)
+        samples = [sample for result in results for sample in result.samples]
+        self.compare(f"rollout {number}", samples)
+        return results, samples, self.rows_with_routes(results)
+
+    @property
+    def counted(self) -> tuple[int, int]:
+        """The tokens and passes of the engine so far."""
+        return self.engine.tokens, self.engine.passes
+
+    def unscored(
+        self, number: int, samples: Sequence[Sample], rows: dict[str, np.ndarray], before: tuple[int, int]
+    ) -> Rollout:
+        """Return a rollout without rewards and scores. before: `counted` when its sampling began."""
+        policy, drawn = self.policy, {}
         cut = np.array([sample.finish != "stop" for sample in samples])
         metrics = {
             "completion_len": float(np.mean([sample.length for sample in samples])),
             "truncated": float(cut.mean()),
-            **{name if name == "reward" else f"reward/{name}": float(each.mean()) for name, each in rewards.items()},
+            **self.plan.report,
         }
         if self.settings.speculation is not None:
-            metrics["tokens_per_pass"] = (self.engine.tokens - tokens) / max(self.engine.passes - passes, 1)
+            tokens, passes = (now - then for now, then in zip(self.counted, before, strict=True))
+            metrics["tokens_per_pass"] = tokens / max(passes, 1)
         if self.exact is not None:
             metrics |= self.exact.report()
         if isinstance(policy, GrpoSettings):
             if policy.overlong == "mask":
                 rows["loss_mask"][cut] = 0
-            grouped = rewards["reward"].reshape(-1, size)
+            drawn["model"] = drawn["policy"] = spread([sample.logprobs for sample in samples], rows)
+            if self.alters_logits:
+                drawn["policy"] = spread([sample.policy_logprobs for sample in samples], rows)
+        return Rollout(number, rows, {}, metrics, drawn)
+
+    def scored(
+        self, made: Rollout, samples: Sequence[Sample], clock: Laps, more: Mapping[str, float] = NOTHING
+    ) -> Rollout:
+        """Return the rollout `made`, which has its rewards, with advantages and old log-probabilities of the live
+        parameters. more: further metrics."""
+        rows, rewards = made.rows, made.rewards
+        named = {name if name == "reward" else f"reward/{name}": each for name, each in rewards.items()}
+        metrics = made.metrics | {name: float(each.mean()) for name, each in named.items()}
+        if isinstance(self.policy, GrpoSettings):
+            grouped = rewards["reward"].reshape(-1, self.settings.group_size)
             rows["advantages"][:] = self.advantages(samples, grouped).reshape(-1, 1)
-            self.show(f"log-probabilities of {len(samples)} completions")
-            rows["old_logprobs"], weights, gap = self.old_logprobs(rows, samples)
+            self.show(f"log-probabilities of {len(rows['input_ids'])} completions")
+            rows["old_logprobs"], weights, gap = self.old_logprobs(rows, made.drawn["model"], made.drawn["policy"])
             rows["advantages"] *= weights
             metrics |= {
                 "reward_std": float(grouped.std(axis=1).mean()),
                 "flat_groups": float((np.ptp(grouped, axis=1) == 0).mean()),
-                **resampled,
+                **more,
                 **gap,
             }
             clock.end("time/score_s")
-        return Rollout(number, rows, rewards, metrics | clock.seconds)
+        return Rollout(made.number, rows, rewards, metrics | clock.seconds)
 
     def rows_with_routes(self, results: Sequence[Result]) -> dict[str, np.ndarray]:
         """Return the rows of a rollout, with the experts of their tokens where those are replayed."""
         routes = [sample.routes for result in results for sample in result.samples]
         return self.rows_of(results) | route_rows(routes, self.routes)
 
-    def rewarded(self, chosen: Chosen, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
-        """Return the rewards that a rollout is trained on, by name; "reward" is their weighted sum."""
+    def rewarded(self, number: int, chosen: Chosen, samples: Sequence[Sample]) -> dict[str, np.ndarray]:
+        """Return the rewards that rollout `number` is trained on, by name; "reward" is their weighted sum."""
         self.show(f"rewards of {len(samples)} completions")
         total, each = self.judge(chosen, samples, self.settings.group_size)
+        rewards = self.penalized(total, each, [sample.length for sample in samples])
+        self.measure(number, chosen, rewards["reward"])
+        return rewards
+
+    def measure(self, number: int, chosen: Chosen, rewards: np.ndarray) -> None:
+        """Note how well the prompts are answered, for grpo.curriculum=pass_rate. rewards: (prompts · G,)."""
+        if isinstance(self.plan.curriculum, ByPassRate):
+            self.plan.curriculum.measure(number, chosen, rewards)
+
+    def penalized(
+        self, total: np.ndarray, each: dict[str, np.ndarray], lengths: Sequence[int]
+    ) -> dict[str, np.ndarray]:
+        """Return the rewards by name, with grpo.overlong_penalty for completions of these lengths."""
         policy = self.policy
         if isinstance(policy, GrpoSettings) and policy.overlong_penalty > 0:
-            lengths = [sample.length for sample in samples]
             each[OVERLONG] = overlong_penalty(lengths, policy.max_completion_length, policy.buffer)
             total = total + policy.overlong_penalty * each[OVERLONG]
         return {"reward": total, **each}
@@ -294,7 +340,7 @@ class Sampler:
             samples = [sample for result in drawn for sample in result.samples]
             self.compare(f"rollout {number}, round {turn}", samples)
             clock.end("time/rollout_s")
-            rewards = self.rewarded(chosen, samples)
+            rewards = self.rewarded(number, chosen, samples)
             clock.end("time/reward_s")
             return groups(drawn, rewards)
 
@@ -338,13 +384,9 @@ class Sampler:
 
     def judge(self, chosen: Chosen, samples: Sequence[Sample], copies: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Return Σ weight · reward and each reward of the samples, `copies` per prompt, as process 0 computes them."""
-        text = broadcast("rewards", lambda: self._rewards(chosen, samples, copies), REWARD_SECONDS)
-        agree("the rewards", hashlib.sha256(text.encode()).hexdigest()[:16])
-        forget("rewards")  # all have read them
-        total, each = json.loads(text)
-        return np.array(total), {name: np.array(values) for name, values in each.items()}
+        return told(lambda: self.rewards_text(chosen, samples, copies))
 
-    def _rewards(self, chosen: Chosen, samples: Sequence[Sample], copies: int) -> str:
+    def rewards_text(self, chosen: Chosen, samples: Sequence[Sample], copies: int) -> str:
         """Return the rewards as JSON, which keeps every bit of a float."""
         prompts = [source.prompts[place] for source, place in chosen for _ in range(copies)]
         columns = {
@@ -382,15 +424,14 @@ class Sampler:
     # --- log-probabilities ---
 
     def old_logprobs(
-        self, rows: dict[str, np.ndarray], samples: Sequence[Sample]
+        self, rows: dict[str, np.ndarray], model: np.ndarray, drawn: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
         """Return log π_old (N, T), importance weights (N, T), and how far sampler and training pass are apart.
 
+        model, drawn: the sampler's log-probabilities of the targets (N, T), see Rollout.drawn.
         logprob_gap compares the model's own log-probabilities; the weights compare with the distribution drawn from.
         With grpo.exact and old_logprobs=sampler there is nothing to measure: the step itself reports `off_policy`.
         """
-        model = spread([sample.logprobs for sample in samples], rows)
-        drawn = spread([sample.policy_logprobs for sample in samples], rows) if self.alters_logits else model
         if self.exact is not None and self.settings.old_logprobs == "sampler":
             return drawn, np.ones(drawn.shape, np.float32), {}
         scored, plain, routed = self._scored(rows)
@@ -439,6 +480,15 @@ class Sampler:
                 return {name: array[first + begin : first + end] for name, array in rows.items()}
 
             yield device_batch(read, fields_of(rows), self.micro, size // self.micro, sharding)
+
+
+def told(make: Callable[[], str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return Σ weight · reward and each reward, from the JSON that `make` returns on process 0 (`rewards_text`)."""
+    text = broadcast("rewards", make, REWARD_SECONDS)
+    agree("the rewards", hashlib.sha256(text.encode()).hexdigest()[:16])
+    forget("rewards")  # all have read them
+    total, each = json.loads(text)
+    return np.array(total), {name: np.array(values) for name, values in each.items()}
 
 
 def _scores(apply: Any, temperature: float, params: Any, batch: Any) -> tuple[jax.Array, ...]:

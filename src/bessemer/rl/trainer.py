@@ -2,7 +2,8 @@
 
 Rewards judge the completions of a group (GRPO and its family), or a teacher's distributions do (on-policy
 distillation). The loop is BaseTrainer's. A step takes a part of the current rollout; after its last pass the next
-rollout is sampled, which is the only time the loop waits for the device. Checkpoints hold the rollout in use.
+rollout is sampled, which is the only time the loop waits for the device. Checkpoints hold the rollout in use, and with
+grpo.staleness (rl/ahead.py) the one that is sampled already.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from bessemer.errors import InputError
 from bessemer.job import CheckpointManager, Snapshot
 from bessemer.objectives.grpo import TOKENS, GrpoSettings, SampledSettings
 from bessemer.registry import jobs, objectives
+from bessemer.rl.ahead import AheadOfTraining, check_staleness
+from bessemer.rl.curriculum import PASS_RATE, ByColumn, ByPassRate
 from bessemer.rl.entropy import EntropyState, check_entropy, follow_target
 from bessemer.rl.episodes import EpisodeSampler, check_environment
 from bessemer.rl.exact import check_exact
@@ -32,7 +35,7 @@ from bessemer.rl.rewards import Rewards, RewardSpec
 from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, route_rows, routes_fields, row_types
 from bessemer.rl.sampler import Sampler
 from bessemer.rl.shaping import check_penalty
-from bessemer.storage.artifacts import ROLLOUT
+from bessemer.storage.artifacts import PASS_RATES, ROLLOUT
 from bessemer.topology import agree, process_count
 from bessemer.training import step
 from bessemer.training.feed import device_batch
@@ -40,6 +43,7 @@ from bessemer.training.outcome import doing
 from bessemer.training.setup.data import DataParts
 from bessemer.training.setup.horizon import plan_horizon
 from bessemer.training.setup.plan import StepHooks
+from bessemer.training.stages import with_fresh_moments
 from bessemer.training.state import TrainState
 from bessemer.training.trainer import BaseTrainer, M
 
@@ -65,10 +69,19 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         if self.settings.environment is not None:
             check_environment(self.settings.environment, self.policy)
         check_resampling(self.settings.resample, self.policy)
+        check_staleness(self.settings, self.policy)
         self.note_unused_decoding()
         named = [spec.label for spec in self.settings.rewards or []]
         check_penalty(self.policy, named, self.settings.environment is not None)
         check_entropy(self.policy, self.config)
+        if (
+            self.settings.sync_moments
+            and self.reinforces
+            and not (self.wants_reference() and self.settings.sync_interval)
+        ):
+            self.say(
+                "note: grpo.sync_moments has no effect: no reference is taken anew (grpo.kl_coef, grpo.sync_interval)"
+            )
         horizon = functools.partial(plan_horizon, self.context, self.model_parts)
         if self.config.is_set("grpo/router_replay") and self.settings.router_replay and not self.added_fields:
             self.say(
@@ -80,16 +93,24 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
                 "record: set generate.speculate=none, or grpo.router_replay=false."
             )
         if isinstance(self.policy, GrpoSettings) and self.policy.offline != "no":
+            if self.settings.curriculum != "none":
+                raise InputError(f"grpo.curriculum is about prompts, and grpo.offline={self.policy.offline} has none.")
             assert self.tokenizer is not None
             data, self.passes = build_stored(self.settings, self.policy, self.tokenizer, horizon, self.say)
             return data
         if self.settings.old_logprobs == "sampler" and self.config.is_set("grpo/importance"):
             self.say("note: grpo.importance has no effect with grpo.old_logprobs=sampler: the ratio is to the sampler")
+        if self.settings.staleness and self.settings.importance == "none" and self.settings.old_logprobs == "forward":
+            self.say(
+                "note: grpo.importance=none leaves the difference between the weights that sampled and those that are "
+                "trained uncorrected (grpo.staleness=1); grpo.old_logprobs=sampler would leave it to the clip"
+            )
         self.rollout_seconds = 0.0
         self.rewards = self.choose_rewards()
         data, self.passes = build_prompts(self.context, self.tokenizer, self.policy, horizon)
         data = dataclasses.replace(data, fields={**data.fields, **self.added_fields})
         plan = cast(PromptPlan, data.plan)
+        self.describe_curriculum(plan)
         agree("the prompts", plan.identity)
         if self.rewards is not None:
             self.rewards.check_columns([*plan.columns, "completion_tokens"], plan.partial_columns)
@@ -101,6 +122,29 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             f"{self.passes.rows} completions in groups of {self.passes.group_size}, {self.passes.steps} steps each",
         )
         return data
+
+    def describe_curriculum(self, plan: PromptPlan) -> None:
+        """Print what the curriculum derives, and a note for each of its settings that has no effect."""
+        kind = self.settings.curriculum
+        if isinstance(plan.curriculum, ByPassRate) and self.rewards is None and not self.settings.environment:
+            raise InputError("grpo.curriculum=pass_rate goes by rewards, and a teacher gives none: leave it out.")
+        if isinstance(plan.curriculum, ByColumn):
+            steps = round(plan.curriculum.rollouts * self.passes.steps)
+            given = self.config.is_set("grpo/curriculum_steps")
+            self.note_derived("grpo.curriculum_steps", steps, "given" if given else "half of the run")
+        for names, used, needs in (
+            (("curriculum_start", "curriculum_steps"), isinstance(plan.curriculum, ByColumn), "a column"),
+            (("pass_rate_low", "pass_rate_high", "pass_rate_rest"), kind == PASS_RATE, PASS_RATE),
+        ):
+            for name in names:
+                if not used and self.config.is_set(f"grpo/{name}"):
+                    self.say(f"note: grpo.{name} has no effect: it is for grpo.curriculum={needs}")
+
+    @property
+    def pass_rates(self) -> ByPassRate | None:
+        """What grpo.curriculum=pass_rate has measured."""
+        made = None if self.offline else self.prompts.curriculum
+        return made if isinstance(made, ByPassRate) else None
 
     def note_unused_decoding(self) -> None:
         """Print a note for each setting of the sampler that has no effect in this run."""
@@ -136,6 +180,11 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             return Sampler(**parts)
         return EpisodeSampler(**parts, plugins=list(self.config["plugins"]), say=self.say)
 
+    @functools.cached_property
+    def ahead(self) -> AheadOfTraining | None:
+        """With grpo.staleness, what samples one rollout ahead."""
+        return AheadOfTraining(lambda: self.sampler) if self.settings.staleness and not self.offline else None
+
     @property
     def hooks(self) -> StepHooks:
         """As BaseTrainer's; with grpo.entropy_target the state and the step adapt the coefficient too."""
@@ -170,7 +219,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             if named is None and self.settings.environment is not None:
                 return None  # the environment's own
             return Rewards([RewardSpec("exact_match")] if named is None else named, self.settings.reward_timeout)
-        for key in ("grpo/sync_interval", "grpo/old_logprobs", "grpo/importance", "grpo/importance_cap"):
+        unused = ("sync_interval", "sync_moments", "old_logprobs", "importance", "importance_cap")
+        for key in (f"grpo/{name}" for name in unused):
             if self.config.is_set(key):
                 self.say(f"note: {dotted(key)} has no effect with a teacher, which never changes")
         return Rewards(self.settings.rewards, self.settings.reward_timeout) if self.settings.rewards else None
@@ -203,6 +253,9 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
     def start_over(self) -> None:
         super().start_over()
         self.rollout = None
+        if self.pass_rates is not None:
+            self.pass_rates.forget()
+        self.__dict__.pop("ahead", None)  # created again at its next use; nobody waits for its thread
 
     def prefetcher(self, step: int) -> Prefetcher:
         """Online, batches are not made ahead of use: a rollout is sampled from the live parameters."""
@@ -226,7 +279,11 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
                     self._compiling.result()
                     self._compiling = None
                 jax.block_until_ready(self.state.step)  # the last step is not time of this rollout
-                self.rollout = self.sampler.rollout(number)
+                if self.ahead is None:
+                    self.rollout = self.sampler.rollout(number)
+                else:
+                    another = (number + 1) * self.passes.steps - self.data_offset < self.steps
+                    self.rollout = self.ahead.rollout(number, self.step, another)
             self.rollout_seconds = (self.rollout_seconds or 0.0) + time.monotonic() - begun
         return self.passes.take(self.rollout, within)
 
@@ -262,7 +319,11 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         if state.reference is not None and interval and step % interval == 0 and step < self.steps:
             self.step, self.state = step, state.replace(reference=None)  # one copy at a time
             self.take_reference()
-            state = self.state
+            state, done = self.state, f"reference  taken anew from the policy after step {step:,}"
+            if self.settings.sync_moments:
+                state = with_fresh_moments(state, self.functions.state_shardings.opt_state)
+                done += "; the optimizer's moments are reset"
+            self.say(done)
         known: dict[str, Any] = {}
         if isinstance(self.data.plan, StoredPlan):
             known = self.data.plan.metrics(step - 1 + self.data_offset)
@@ -280,6 +341,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         """Return val_reward, the mean reward of greedy completions of held-out prompts; with a teacher val_loss, the
         mean divergence from it on the student's own completions."""
         row: dict[str, Any] = {}
+        if self.ahead is not None:
+            self.ahead.settle()  # rewards are user code: one call at a time
         with self.topology.scope():
             if self.sampler.judges:
                 row |= self.sampler.validate(self.step)
@@ -300,6 +363,10 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
 
     def snapshot(self) -> Snapshot:
         made = super().snapshot()
+        if self.ahead is not None:
+            made = dataclasses.replace(made, files={**made.files, **self.ahead.files()})
+        if self.pass_rates is not None:
+            made = dataclasses.replace(made, files={**made.files, PASS_RATES.name: self.pass_rates.to_bytes()})
         number, within = self.passes.place(self.step + self.data_offset)
         if self.rollout is None or within == 0:
             return made
@@ -312,6 +379,11 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         self.rollout = Rollout.load(path) if path.is_file() else None
         self.add_missing_routes()
         agree("the rollout in use", "none" if self.rollout is None else f"rollout {self.rollout.number}")
+        if self.pass_rates is not None and not self.pass_rates.load(files.path(step)):
+            self.say(f"note: no pass rates of these prompts are in checkpoint {step}; they are measured from here on")
+        if self.ahead is not None:
+            self.ahead.load(files.path(step))
+            agree("the rollout sampled ahead", self.ahead.waiting)
 
     def add_missing_routes(self) -> None:
         """Let routers choose in a rollout that was saved without experts to replay."""

@@ -41,6 +41,8 @@ class Artifact:
 
 ALLOCATION = Artifact("lookup.json", Lifetime.CHECKPOINT)
 ROLLOUT = Artifact("rollout.safetensors", Lifetime.CHECKPOINT)
+PASS_RATES = Artifact("pass-rates.safetensors", Lifetime.CHECKPOINT)
+ROLLOUT_AHEAD = Artifact("rollout-ahead.safetensors", Lifetime.CHECKPOINT)
 REFERENCE_WEIGHTS = Artifact("", Lifetime.RUN)  # step_N of each reference taken
 REFERENCE_LOGPS = Artifact("logps-*.safetensors", Lifetime.RUN)
 TEACHER_RECORD = Artifact("teacher.json", Lifetime.RUN)
