@@ -29,7 +29,7 @@ from bessemer.rl.exact import check_exact
 from bessemer.rl.prompts import PromptPlan, StoredPlan, build_prompts, build_stored
 from bessemer.rl.resample import check_resampling
 from bessemer.rl.rewards import Rewards, RewardSpec
-from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, route_rows, routes_fields, row_types
+from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, check_rollout, route_rows, routes_fields, row_types
 from bessemer.rl.sampler import Sampler
 from bessemer.rl.shaping import check_penalty
 from bessemer.storage.artifacts import ROLLOUT
@@ -85,6 +85,9 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             return data
         if self.settings.old_logprobs == "sampler" and self.config.is_set("grpo/importance"):
             self.say("note: grpo.importance has no effect with grpo.old_logprobs=sampler: the ratio is to the sampler")
+        unweighted = self.settings.old_logprobs == "sampler" or self.settings.importance == "none"
+        if unweighted and self.reinforces and self.config.is_set("grpo/importance_cap"):
+            self.say("note: grpo.importance_cap has no effect without importance weights")
         self.rollout_seconds = 0.0
         self.rewards = self.choose_rewards()
         data, self.passes = build_prompts(self.context, self.tokenizer, self.policy, horizon)
@@ -310,6 +313,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         super().accept(tree, step, files)
         path = ROLLOUT.path(files.path(step))
         self.rollout = Rollout.load(path) if path.is_file() else None
+        if self.rollout is not None and not self.offline:
+            check_rollout(self.rollout, path, self.passes.rows, self.data.fields, self.model_parts.model)
         self.add_missing_routes()
         agree("the rollout in use", "none" if self.rollout is None else f"rollout {self.rollout.number}")
 
