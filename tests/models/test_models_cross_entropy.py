@@ -202,7 +202,8 @@ def test_every_loss_is_right_with_a_large_softcap(data, softcap, level):
         hidden = np.concatenate([hidden, np.full((B, T, 1), down, np.float32)], axis=-1)
         head = np.concatenate([head, np.ones((1, V), np.float32)])
     expected = reference(hidden, head, targets, weights, softcap=softcap)[1]
-    close = 2e-5 if softcap < 1e3 else 1e-4  # float32 numbers near 1e4 are 1e-3 apart: 4.4e-5 on one CPU
+    # z itself is rounded: at the lower end of 1e4, float32 numbers are 1e-3 apart, and z alone decides the loss
+    close = 1e-4 if softcap == 1e4 and level == "at the lower end" else 2e-5
     for name, found in _sums_of_every_loss(hidden, head, targets, weights, softcap).items():
         np.testing.assert_allclose(found, expected, rtol=close, err_msg=name)
     for kernels in ("xla", "pallas"):

@@ -133,6 +133,11 @@ class Killed(StopAt):
         raise KeyboardInterrupt
 
 
+def test_what_has_a_state_of_its_own_is_not_switched_on_by_a_branch(halfway: Path) -> None:
+    with pytest.raises(InputError, match=r"training\.ema cannot be switched on by a resume.*init=RUN"):
+        launch.reopen(halfway, {"training.ema": 0.9}, change=True)
+
+
 @pytest.mark.slow
 def test_other_data_keeps_the_runs_tokenizer_and_forgets_the_best(halfway: Path, tmp_path: Path) -> None:
     run = halfway

@@ -87,6 +87,15 @@ def test_the_coefficient_follows_the_target_and_is_saved(whole: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_branch_changes_the_target_and_does_not_switch_it_off(whole: Any) -> None:
+    path, longer = whole.run_directory.path, {"training.steps": 6}
+    again = launch.reopen(path, {"grpo.entropy_target": 1.0, **longer}, change=True)
+    assert float(again.state.entropy_offset) == float(whole.state.entropy_offset)
+    with pytest.raises(InputError, match="entropy_target cannot be switched off"):
+        launch.reopen(path, {"grpo.entropy_target": None, **longer}, change=True)
+
+
+@pytest.mark.slow
 def test_stopped_and_resumed_the_coefficient_goes_on(settings: dict[str, Any], whole: Any, tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         launch.build_trainer(None, settings, name="part", root=tmp_path, callbacks=[StopAt(3)]).run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,9 +16,12 @@ from tests.tiny_run import tiny_tokenizer
 from bessemer.data import Sampling
 from bessemer.data.tokenize.chat import supervised
 from bessemer.errors import InputError, StorageError
+from bessemer.models.llama import Llama
+from bessemer.models.moe import EXPERT_IDS
 from bessemer.registry import datasets
 from bessemer.rl.prompts import PromptPlan, PromptRows, end_ids, prompt_of, read_rows, read_split
-from bessemer.rl.rollout import Passes, Rollout, completion_rows, spread
+from bessemer.rl.rollout import FIELDS, Passes, Rollout, check_rollout, completion_rows, spread
+from bessemer.storage.weights import to_bytes
 
 
 def chat_row(question: str, answer: str) -> dict:
@@ -87,6 +91,38 @@ def test_a_rollout_is_read_back_exactly_and_damage_is_named(tmp_path: Path):
             assert array.dtype == after[name].dtype
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(StorageError, match="cannot be read"):
+        Rollout.load(path)
+
+
+RUN: dict[str, Any] = {name: ((6,), np.dtype(dtype)) for name, dtype in FIELDS.items()}
+EXPERTS: dict[str, Any] = {EXPERT_IDS: ((6, 2, 1), np.dtype(np.int16))}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("input_ids", lambda rows: rows.pop("input_ids"), "missing"),
+        ("advantages", lambda rows: rows.update(advantages=rows["advantages"][:2]), r"float32 \(2, 6\)"),
+        ("loss_mask", lambda rows: rows.update(loss_mask=rows["loss_mask"].astype(np.int32)), "int32"),
+        ("input_ids", lambda rows: rows["input_ids"].fill(300), "from 300 to 300"),
+        ("target_ids", lambda rows: rows["target_ids"].fill(-2), "from -2 to -2"),
+        (EXPERT_IDS, lambda rows: rows.update({EXPERT_IDS: np.full((4, 6, 2, 1), 4, np.int16)}), "from 4 to 4"),
+    ],
+)
+def test_a_rollout_of_another_run_is_refused_by_name(name: str, change: Any, problem: str, tmp_path: Path) -> None:
+    """Whoever can write a checkpoint can write its checksums, too."""
+    model, made = Llama(vocab_size=300, block_size=6, experts=4, experts_active=1), rollout(False)
+    check_rollout(made, tmp_path, 4, RUN | EXPERTS, model)
+    change(made.rows)
+    with pytest.raises(StorageError, match=f"{tmp_path}: '{name}'.*{problem}"):
+        check_rollout(made, tmp_path, 4, RUN | EXPERTS, model)
+
+
+@pytest.mark.parametrize("about", ["[1]", "5", "[" * 100_000, '{"reward": []}', '{"reward": 1' + "0" * 400 + "}"])
+def test_metrics_of_a_rollout_that_are_no_numbers_are_refused(about: str, tmp_path: Path) -> None:
+    path = tmp_path / "rollout.safetensors"
+    path.write_bytes(to_bytes({"rows/input_ids": np.zeros((1, 1), np.int32)}, {"number": "0", "metrics": about}))
+    with pytest.raises(StorageError, match=f"the rollout {path}"):
         Rollout.load(path)
 
 

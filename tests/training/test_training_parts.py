@@ -91,6 +91,19 @@ def test_settings_that_do_nothing_as_the_others_are_get_a_line(tiny: dict[str, o
         "guard.spike_action has no effect, as guard.spike_sigma is 0.0",
         "lora.alpha has no effect, as lora.rank is 0",
     ]
+    unused = {"model.experts_active": 3, "model.expert_groups": 2, "architecture.experts.bias_rate": 0.5}
+    dense = launch.build_trainer("quickstart", {**tiny, **unused}, name="c", root=tmp_path)
+    assert sorted(without_effect(dense.config, 1)) == [
+        "architecture.experts.bias_rate has no effect, as model.experts is 0",
+        "model.expert_groups has no effect, as model.experts is 0",
+        "model.experts_active has no effect, as model.experts is 0",
+    ]
+    unused = {"model.experts": 4, "architecture.experts.aux_loss": 0.5, "architecture.experts.group_score": "max"}
+    sparse = launch.build_trainer("quickstart", {**tiny, **unused}, name="d", root=tmp_path)
+    assert sorted(without_effect(sparse.config, 1)) == [
+        "architecture.experts.aux_loss has no effect, as architecture.experts.balance is bias",
+        "architecture.experts.group_score has no effect, as model.expert_groups is 0",
+    ]
     working = {"guard.spike_sigma": 6, "guard.spike_action": "rollback", "lora.rank": 2, "lora.alpha": 32}
     other = launch.build_trainer("quickstart", {**tiny, **working}, name="b", root=tmp_path)
     assert not [*without_effect(other.config, len(other.stages))]

@@ -190,6 +190,35 @@ def test_nothing_is_sent_or_opened_outside(place: Path, section: dict[str, Any],
     check_trust(run)
 
 
+@pytest.mark.parametrize(
+    ("section", "word"),
+    [
+        ({"training": {"dataset": [[{"name": "hf:attacker/data"}]]}}, "hf:attacker/data"),
+        ({"training": {"dataset": [[{"name": "hf:me/private:main@v1/test:PMD"}]]}}, "hf:me/private"),
+        ({"training": {"dataset": "s3://mine/private.jsonl"}}, "s3://mine/private.jsonl"),
+        ({"training": {"validation": "gs://mine/private.jsonl"}}, "gs://mine/private.jsonl"),
+        ({"data": {"tokenizer": "hf:attacker/model"}}, "data.tokenizer"),
+        ({"init": "hf:attacker/model"}, "--base"),
+        ({"distill": {"teacher": "hf:attacker/model"}}, "distill.teacher"),
+        ({"lora": {"adapters": "hf:attacker/model"}}, "lora.adapters"),
+        ({"eval": {"evaluations": ["gsm8k:hf:attacker/data"]}}, "eval.evaluations"),
+        ({"job": "phases", "phases": {"a": {**TOY, "training.dataset": "hf:attacker/data"}}}, "phases.a"),
+    ],
+    ids=str,
+)
+def test_nothing_is_downloaded_for_a_run_from_elsewhere(place: Path, section: dict[str, Any], word: str) -> None:
+    """With this user's credentials it could read what is private; the owner and --trust need no flag."""
+    run = sent(place, {"job": "BaseTrainer", **section})
+    refused(place, run, word, "downloads")
+    adopt(run)
+    check_trust(run)
+
+
+def test_data_given_now_is_not_downloaded_for_a_run_from_elsewhere(place: Path) -> None:
+    run = sent(place, {"training": {"dataset": [[{"name": "hf:attacker/data"}]]}})
+    check_trust(run, given=["training/dataset"])
+
+
 def test_what_the_user_gives_now_is_the_users(place: Path) -> None:
     private = str(place.parent / "private.txt")
     tree = {"logging": {"mirror": "s3://mine/runs"}, "training": {"dataset": [[{"name": private}]]}}

@@ -3,6 +3,7 @@
 Without --trust a run from elsewhere may not
     run code      plugins, module:attribute, file.py, recipes that are files, tasks of lm-eval that are files
     upload        logging.mirror, logging.wandb
+    download      datasets and models of the hub (hf:…) and of buckets (s3://…, gs://…), with this user's credentials
     open a file   outside the working directory, the run itself, and the user's own cache
     follow a link that leaves its directory
 and never, with --trust or without, is a `${resolver:…}` of a saved configuration resolved (config/bounded.py).
@@ -36,8 +37,17 @@ from bessemer.registry import SELECTORS, evaluations
 from bessemer.storage.files import atomic_file, atomic_write, home, storage
 from bessemer.storage.remote import is_remote
 
-CODE, RECIPE, UPLOAD, FILE, LINK = "code", "recipe", "upload", "file", "link"
-VERBS = {CODE: "imports", RECIPE: "trains the recipe file", UPLOAD: "uploads to", FILE: "opens", LINK: "links to"}
+CODE, RECIPE, UPLOAD, DOWNLOAD, FILE, LINK = "code", "recipe", "upload", "download", "file", "link"
+VERBS = {
+    CODE: "imports",
+    RECIPE: "trains the recipe file",
+    UPLOAD: "uploads to",
+    DOWNLOAD: "downloads",
+    FILE: "opens",
+    LINK: "links to",
+}
+REMOTE = ("hf:", "s3:/", "gs:/")
+"""Beginnings of words that name data or a model elsewhere."""
 SECRET = "secret"
 BASE = ("init", "distill.teacher")
 """Settings that name a base model, for which `resume` has --base."""
@@ -120,6 +130,8 @@ def _requests_in(where: str, text: str) -> Iterator[Request]:
     for part in dict.fromkeys((text, source, *source.split(","))):
         if part.startswith(("/", "~")) or ".." in Path(part).parts:
             yield Request(FILE, where, part)
+        elif part.startswith(REMOTE) and setting != "logging.mirror":  # a mirror is an upload
+            yield Request(DOWNLOAD, where, part)
 
 
 def _is_data(word: str) -> bool:
@@ -167,7 +179,7 @@ def refused_requests(
     return [
         request
         for request in requests_of(tree)
-        if not (request.kind in (FILE, UPLOAD) and _setting_of(request.where) in replaced)
+        if not (request.kind in (FILE, UPLOAD, DOWNLOAD) and _setting_of(request.where) in replaced)
         and not (request.where == "logging.mirror" and request.word.rstrip("/") == mirror)
         and is_harmful(request, run)
         and not is_marked(run, request)

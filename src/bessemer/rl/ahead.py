@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from bessemer.errors import InputError
+from bessemer.errors import InputError, StorageError
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings
 from bessemer.rl.prompts import Chosen
 from bessemer.rl.rollout import GRPOTrainerConfig, Rollout
@@ -146,8 +146,12 @@ class AheadOfTraining:
 
     def chosen(self, rollout: Rollout) -> Chosen:
         """Return the prompts of a rollout sampled ahead."""
-        sources, pairs = self.sampler.plan.sources, (rollout.drawn[name].tolist() for name in ("source", "prompt"))
-        return [(sources[source], place) for source, place in zip(*pairs, strict=True)]
+        sources = self.sampler.plan.sources
+        try:
+            pairs = (rollout.drawn[name].tolist() for name in ("source", "prompt"))
+            return [(sources[source], place) for source, place in zip(*pairs, strict=True)]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise StorageError(f"the rollout sampled ahead names no prompts of this run ({error}).") from error
 
     def begin(self, one: Sampled) -> None:
         """Begin to compute the rewards, in a thread of process 0."""

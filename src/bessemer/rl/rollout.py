@@ -23,11 +23,12 @@ from typing import Any
 import numpy as np
 
 from bessemer.config import field
+from bessemer.config.bounded import parse_json
 from bessemer.data import key_of, permute
 from bessemer.data.rows.rows import Fields
 from bessemer.errors import InputError, StorageError, TrainingError
 from bessemer.generate.settings import DecodingSettings
-from bessemer.models.moe import EXPERT_IDS, recorded_shape
+from bessemer.models.moe import EXPERT_IDS, ExpertSettings, recorded_shape
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings
 from bessemer.rl.environments.base import EpisodeSettings
 from bessemer.rl.rewards import RewardSpec
@@ -207,9 +208,30 @@ class Rollout:
                 parts[part][rest] = file.read(name)
             about = file.metadata
             step = int(about["step"]) if "step" in about else None
-            return cls(int(about["number"]), metrics=json.loads(about["metrics"]), step=step, **parts)
-        except (InputError, StorageError, ValueError, KeyError) as error:
+            metrics = {str(name): float(value) for name, value in dict(parse_json(about["metrics"])).items()}
+            return cls(int(about["number"]), metrics=metrics, step=step, **parts)
+        except (InputError, StorageError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise StorageError(f"the rollout {path} cannot be read ({error}).") from error
+
+
+def check_rollout(rollout: Rollout, path: Any, count: int, fields: Fields, model: Any) -> None:
+    """Raise StorageError unless a rollout that was read has `count` rows with the fields of the run, and tokens and
+    experts that the model has. Experts to replay may be missing; other fields are not used."""
+    experts = model.experts if isinstance(model, ExpertSettings) else 0
+    ranges = {"input_ids": (0, model.vocab_size), "target_ids": (-1, model.vocab_size), EXPERT_IDS: (-1, experts)}
+    for name, (shape, dtype) in fields.items():
+        array = rollout.rows.get(name)
+        if array is None and name == EXPERT_IDS:
+            continue
+        if array is None or array.shape != (count, *shape) or array.dtype != dtype:
+            found = "missing" if array is None else f"{array.dtype} {array.shape}"
+            raise StorageError(f"the rollout {path}: '{name}' is {found}; this run has {dtype} {(count, *shape)}.")
+        least, end = ranges.get(name, (0, 0))
+        if name in ranges and array.size and (array.min() < least or array.max() >= end):
+            raise StorageError(
+                f"the rollout {path}: '{name}' has ids from {array.min()} to {array.max()}, and the model those below "
+                f"{end}."
+            )
 
 
 @dataclass(frozen=True)

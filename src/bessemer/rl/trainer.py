@@ -32,10 +32,10 @@ from bessemer.rl.exact import check_exact
 from bessemer.rl.prompts import PromptPlan, StoredPlan, build_prompts, build_stored
 from bessemer.rl.resample import check_resampling
 from bessemer.rl.rewards import Rewards, RewardSpec
-from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, route_rows, routes_fields, row_types
+from bessemer.rl.rollout import GRPOTrainerConfig, Rollout, check_rollout, route_rows, routes_fields, row_types
 from bessemer.rl.sampler import Sampler
 from bessemer.rl.shaping import check_penalty
-from bessemer.storage.artifacts import PASS_RATES, ROLLOUT
+from bessemer.storage.artifacts import PASS_RATES, ROLLOUT, ROLLOUT_AHEAD
 from bessemer.topology import agree, process_count
 from bessemer.training import step
 from bessemer.training.feed import device_batch
@@ -105,6 +105,9 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
                 "note: grpo.importance=none leaves the difference between the weights that sampled and those that are "
                 "trained uncorrected (grpo.staleness=1); grpo.old_logprobs=sampler would leave it to the clip"
             )
+        unweighted = self.settings.old_logprobs == "sampler" or self.settings.importance == "none"
+        if unweighted and self.reinforces and self.config.is_set("grpo/importance_cap"):
+            self.say("note: grpo.importance_cap has no effect without importance weights")
         self.rollout_seconds = 0.0
         self.rewards = self.choose_rewards()
         data, self.passes = build_prompts(self.context, self.tokenizer, self.policy, horizon)
@@ -377,12 +380,19 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         super().accept(tree, step, files)
         path = ROLLOUT.path(files.path(step))
         self.rollout = Rollout.load(path) if path.is_file() else None
+        if self.rollout is not None and not self.offline:
+            check_rollout(self.rollout, path, self.passes.rows, self.data.fields, self.model_parts.model)
         self.add_missing_routes()
         agree("the rollout in use", "none" if self.rollout is None else f"rollout {self.rollout.number}")
         if self.pass_rates is not None and not self.pass_rates.load(files.path(step)):
             self.say(f"note: no pass rates of these prompts are in checkpoint {step}; they are measured from here on")
         if self.ahead is not None:
             self.ahead.load(files.path(step))
+            if self.ahead.next is not None:
+                ahead, there = self.ahead.next.rollout, self.ahead.next.rollout.rows
+                fields = {name: field for name, field in self.data.fields.items() if name in there}  # not scored yet
+                model = self.model_parts.model
+                check_rollout(ahead, ROLLOUT_AHEAD.path(files.path(step)), self.passes.rows, fields, model)
             agree("the rollout sampled ahead", self.ahead.waiting)
 
     def add_missing_routes(self) -> None:

@@ -35,6 +35,7 @@ from bessemer.training.persistence.checkpoints import (
     branch_off,
     changes_between,
     check_changeable,
+    check_switches,
     replace_horizon,
 )
 from bessemer.training.persistence.mirror import fetched
@@ -262,6 +263,7 @@ def overridden(path: Path, overrides: Overrides = (), *, change: bool = False) -
     other = {key: why for key in changed if (why := reason_unchangeable(config, key)) is not None}
     if change:
         check_changeable(other)
+        check_switches(saved, config)
         replace_horizon(config, list(other))
     elif other:
         key, why = next(iter(other.items()))

@@ -79,6 +79,9 @@ FIXED = (
 )
 """Settings that the saved state, its token count or its rollout depend on: no branch can change them."""
 
+SWITCHES = ("training/ema", "grpo/entropy_target")
+"""Settings that add arrays to the saved state: a branch can change their value, not switch them on or off."""
+
 UNCHECKED = (*RESUMABLE, *PATHS, "architecture/attention", "provenance")
 """Settings in which config.yaml may differ from a checkpoint's copy: files that moved (what is trained on is compared
 by its fingerprint), and the attention kernel, which topology.deterministic chooses."""
@@ -153,6 +156,16 @@ def check_changeable(keys: Iterable[str]) -> None:
             raise InputError(
                 f"{dotted(key)} cannot be changed on resume, not even with --change: the saved state depends on it. "
                 "Start a new run with init=RUN."
+            )
+
+
+def check_switches(before: Config, after: Config) -> None:
+    """Raise InputError for a setting that adds arrays to the state on one side only."""
+    for key in SWITCHES:
+        if bool(after.get(key)) != bool(before.get(key)):
+            raise InputError(
+                f"{dotted(key)} cannot be switched {'on' if after.get(key) else 'off'} by a resume, not even with "
+                "--change: it is part of the saved state. Start a new run with init=RUN."
             )
 
 

@@ -223,13 +223,18 @@ NEEDS = {  # prefix of settings -> the setting that must not be 0 or empty for t
     "architecture/lookup/": "architecture/lookup/after_layers",
     "architecture/experts/": "model/experts",
     "model/experts_": "model/experts",
-    "model/expert_width": "model/experts",
+    "model/expert_": "model/experts",
+    "architecture/experts/group_score": "model/expert_groups",
     "guard/spike_": "guard/spike_sigma",
     "guard/max_rollbacks": "guard/spike_sigma",
     "eval/core_bundle": "eval/core_interval",
     "grpo/environment_": "grpo/environment",
     "grpo/on_environment_error": "grpo/environment",
     "grpo/max_turns": "grpo/environment",
+}
+OF_CHOICE = {  # setting -> the setting that must have this value for it to have an effect
+    "architecture/experts/bias_rate": ("architecture/experts/balance", "bias"),
+    "architecture/experts/aux_loss": ("architecture/experts/balance", "loss"),
 }
 OF_STAGES = ("data/crossfade", "optimization/stage_reset")
 
@@ -241,6 +246,9 @@ def without_effect(config: Config, stages: int) -> Iterator[str]:
         for beginning, needed in NEEDS.items():
             if key.startswith(beginning) and not config[needed]:
                 yield f"{dotted(key)} has no effect, as {dotted(needed)} is {config[needed]}"
+        choice, value = OF_CHOICE.get(key, ("", None))
+        if choice and config["model/experts"] and config[choice] != value:
+            yield f"{dotted(key)} has no effect, as {dotted(choice)} is {config[choice]}"
         if key.startswith(OF_STAGES) and stages < 2:
             yield f"{dotted(key)} has no effect, as the run has one stage"
 
