@@ -32,6 +32,7 @@ QUICKLY = {"xla_backend_optimization_level": 0}
 # A family is one line: the name in the registry, and its settings. Layer 0 has a window of 128, the last none.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt": ("gpt", {"window": "SL", "backout": False}),  # which at two layers is a factor before a norm
+    "gpt-frontier": ("gpt", {"window": "SL", "backout": False, "bigram_rows": 128}),
     "lookup": ("gpt", {**LOOKUP, "window": "L", "backout": False}),
     "llama": ("llama", {"mlp_width": 192, "sliding_window": 100, "sliding_layers": "SL"}),
     "olmo": ("olmo", {"mlp_width": 192, "sliding_window": 100, "sliding_layers": "SL"}),
@@ -41,6 +42,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {**EXPERTS, "mlp_width": 192}),
     "gptoss": ("gptoss", {**EXPERTS, "experts_shared": 0, "sliding_window": 100}),
 }
+
+
+FURTHER = {"gpt-frontier": (0.5, 0.25)}  # weights of the losses of further tokens
 
 
 def batch_of() -> dict[str, np.ndarray]:
@@ -61,10 +65,12 @@ class Tiny:
     params: Any
     tx: optax.GradientTransformationExtraArgs
     places: Any = None  # shardings of the parameters on a mesh
+    further: tuple[float, ...] = ()
 
     def step(self, params: Any, state: Any, batch: Any, number: Any) -> dict[str, Any]:
         def loss_of(params: Any) -> tuple[jax.Array, jax.Array]:
-            total, weight, metrics = self.model.apply({"params": params}, batch, method="loss")
+            more = {"further": jnp.asarray(self.further)} if self.further else {}
+            total, weight, metrics = self.model.apply({"params": params}, batch, **more, method="loss")
             return total / weight, metrics["nll"]
 
         (loss, nll), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
@@ -97,7 +103,7 @@ def build(
     options: dict[str, Any] = {"width": 64, "spread": spread, "silent": silent}
     tx = build_optimizer(optimizer, lambda cls: cls(), 10, model.group_of, **options).tx
     places = None if topology is None else shardings(boxed, topology.mesh, topology.rest_rules)
-    return Tiny(model, boxed, params, tx, places)
+    return Tiny(model, boxed, params, tx, places, FURTHER.get(family, ()))
 
 
 @functools.cache

@@ -49,6 +49,8 @@ def tokens(rows: int, length: int):
         {"smear": False, "backout": False},
         {"value_embeddings": False, "residual_mix": False, "qk_norm": False},
         {"scan_layers": True},
+        {"bigram_rows": 128},
+        {"bigram_rows": 64, "smear": False},
     ],
     ids=str,
 )
@@ -98,8 +100,9 @@ def test_a_window_keeps_only_its_own_keys_however_it_is_fed():
     assert cache.lengths.tolist() == at.tolist()
 
 
-def test_rows_of_different_lengths_padded_on_the_right():
-    model, params, decode = make()
+@pytest.mark.parametrize("settings", [{}, {"bigram_rows": 128}], ids=str)
+def test_rows_of_different_lengths_padded_on_the_right(settings):
+    model, params, decode = make(**settings)
     ids = tokens(3, 12)
     full = forward(model, params, ids)
     lengths = jnp.array([3, 7, 5])
@@ -113,8 +116,9 @@ def test_rows_of_different_lengths_padded_on_the_right():
         np.testing.assert_allclose(logits[:, 0], full[jnp.arange(3), at], atol=1e-5)
 
 
-def test_prefill_in_pieces_and_a_row_that_rests():
-    model, params, decode = make()
+@pytest.mark.parametrize("settings", [{}, {"bigram_rows": 128}], ids=str)
+def test_prefill_in_pieces_and_a_row_that_rests(settings):
+    model, params, decode = make(**settings)
     ids = tokens(2, 9)
     full = forward(model, params, ids)
     _, cache = decode(ids[:, :4], model.init_cache(2, LENGTH))

@@ -12,6 +12,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from bessemer.errors import InputError
+from bessemer.models.bigram import hash_pairs
 from bessemer.models.gpt import GPT
 from bessemer.models.shape import layer_windows, scan_segments
 from bessemer.registry import models
@@ -183,9 +184,12 @@ def test_scan_and_dropout_draw_the_same_masks():
     assert float(jnp.abs(run(model) - run(model, True)).max()) > 1e-3
 
 
-@pytest.mark.parametrize("smear", [True, False])
-def test_documents_do_not_see_each_other(smear):
-    model, params = make(document_mask=True, smear=smear)
+@pytest.mark.parametrize(("smear", "bigram_rows"), [(True, 0), (False, 0), (True, 128)])
+def test_documents_do_not_see_each_other(smear, bigram_rows):
+    model, params = make(document_mask=True, smear=smear, bigram_rows=bigram_rows)
+    if bigram_rows:  # a fresh table adds nothing
+        table = jax.random.normal(jax.random.key(2), params["bigram_table"].shape)
+        params = {**params, "bigram_table": table}
     run = jax.jit(lambda ids, segments: model.apply({"params": params}, ids, segment_ids=segments))
     ids = batch_of()["input_ids"]
     segments = jnp.asarray([[1] * 6 + [2] * 10] * 2)
@@ -210,6 +214,33 @@ def test_a_document_alone_equals_the_document_packed():
         segment_ids=jnp.asarray([[1] * 6 + [2] * 10] * 2),
     )
     np.testing.assert_allclose(packed[:, 6:], forward(model, params, ids[:, 6:]), atol=2e-5)
+
+
+def test_a_fresh_bigram_table_changes_nothing_and_learns_from_its_pairs():
+    model, params = make()
+    ids = batch_of()["input_ids"]
+    hashed = model.clone(bigram_rows=128)
+    fresh = nn.unbox(hashed.init(jax.random.key(0), ids))["params"]
+    assert not np.any(fresh["bigram_table"]) and hashed.group_of(("bigram_table",)) == "value_embedding"
+    with_table = {**params, "bigram_table": fresh["bigram_table"]}
+    assert_close(forward(model, params, ids), forward(hashed, with_table, ids))
+    more = {name: hashed.count_parameters()[name] - n for name, n in model.count_parameters().items()}
+    assert {name: n for name, n in more.items() if n} == dict.fromkeys(
+        ("value_embedding", "total"), fresh["bigram_table"].size
+    )
+    assert hashed.flops_per_token() == model.flops_per_token()
+    _, gradient = loss_and_gradient(hashed, with_table, batch_of())
+    rows = np.flatnonzero(np.abs(gradient["bigram_table"]).sum(-1))
+    pairs = np.asarray(hash_pairs(ids[:, :-1], ids[:, 1:], 128))
+    assert set(rows) == set(pairs.ravel())
+
+
+def test_pairs_of_tokens_spread_over_the_table_and_their_order_counts():
+    first, second = (x.ravel() for x in np.meshgrid(np.arange(200), np.arange(200)))
+    rows = np.asarray(hash_pairs(jnp.asarray(first), jnp.asarray(second), 4096))
+    counts = np.bincount(rows, minlength=4096)
+    assert rows.min() >= 0 and counts.std() < 1.2 * counts.mean() ** 0.5  # as at random
+    assert np.mean(rows == np.asarray(hash_pairs(jnp.asarray(second), jnp.asarray(first), 4096))) < 0.01
 
 
 @pytest.mark.parametrize(
@@ -250,6 +281,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_gradients():
         ({"remat": ["logits"]}, "architecture.remat"),
         ({"dropout": 1.0}, "architecture.dropout"),
         ({"loss_chunks": 0}, "architecture.loss_chunks"),
+        ({"bigram_rows": 100}, "architecture.bigram_rows"),
     ],
 )
 def test_contradictions_are_input_errors(settings, named):

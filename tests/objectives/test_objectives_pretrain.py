@@ -8,9 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bessemer.errors import InputError
+from bessemer.losses.further_tokens import PROGRESS
 from bessemer.models.gpt import GPT
+from bessemer.models.protocol import LanguageModel
 from bessemer.objectives.pretrain import PretrainSettings, pretrain
 from bessemer.registry import objectives
+from bessemer.training.setup.model import make_apply
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +53,53 @@ def test_equals_numpy(parts, epsilon, zeta, masked):
     loss, weight, metrics = pretrain(apply, params, batch, None, PretrainSettings(epsilon, zeta))
     want = by_hand(apply, params, batch, epsilon, zeta)
     np.testing.assert_allclose((loss, weight, metrics["nll"]), want, rtol=2e-6)
+
+
+def test_further_tokens_equal_numpy_and_stay_in_their_document(parts):
+    apply, params, batch = parts
+    still = GPT(depth=2, width=32, head_dim=16, vocab_size=30, block_size=12, loss_chunks=3)
+    apply = make_apply(still)  # without dropout, whose draws a comparison would have to repeat
+    segments = np.asarray([[1] * 12, [1] * 5 + [2] * 7, [1] * 3 + [2] * 3 + [3] * 4 + [0] * 2, [1] * 11 + [2]])
+    mask = np.random.default_rng(2).uniform(size=(4, 12)).astype(np.float32)
+    batch = {**batch, "segment_ids": segments, "loss_mask": mask, PROGRESS: jnp.asarray(0.25)}
+    settings = PretrainSettings(0.05, 1e-2, mtp=(0.6, 0.2), mtp_decay=0.5)  # half of the decay is over
+    loss, weight, metrics = pretrain(apply, params, batch, jax.random.key(0), settings)
+    plain, want_weight, _ = by_hand(apply, params, batch, 0.05, 1e-2)
+    logits = np.asarray(apply(params, batch["input_ids"]), np.float64)
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    nll = np.zeros(2)
+    for n in (1, 2):
+        for row in range(4):
+            for t in range(12 - n):
+                targets = batch["target_ids"][row, t : t + n + 1]
+                if segments[row, t] == segments[row, t + n] and (targets >= 0).all():
+                    nll[n - 1] -= mask[row, t + n] * logp[row, t, targets[-1]]
+    np.testing.assert_allclose(float(weight), want_weight, rtol=1e-6)
+    np.testing.assert_allclose(float(loss), plain + 0.3 * nll[0] + 0.1 * nll[1], rtol=1e-5)
+    np.testing.assert_allclose(float(metrics["further_nll"]), nll.mean(), rtol=1e-5)
+    over = pretrain(apply, params, {**batch, PROGRESS: jnp.asarray(0.5)}, jax.random.key(0), settings)[0]
+    judged = pretrain(apply, params, batch, None, settings)
+    np.testing.assert_allclose([float(over), float(judged[0])], plain, rtol=1e-5)
+    assert "further_nll" not in judged[2]
+    with pytest.raises(InputError, match="mtp_decay"):
+        PretrainSettings(mtp_decay=0.5)
+
+
+def test_further_tokens_of_a_model_of_ones_own(parts):
+    _, params, batch = parts
+    model = GPT(depth=2, width=32, head_dim=16, vocab_size=30, block_size=12)
+
+    class Own(LanguageModel):
+        vocab_size: int = 30
+        block_size: int = 12
+
+        def __call__(self, input_ids, positions=None, segment_ids=None, deterministic=True):
+            return model.apply({"params": params}, input_ids)
+
+    further = jnp.asarray([0.5, 0.25])
+    want = model.apply({"params": params}, batch, further=further, method="loss")
+    found = Own().apply({}, batch, further=further, method="loss")
+    np.testing.assert_allclose([found[0], found[2]["further_nll"]], [want[0], want[2]["further_nll"]], rtol=1e-5)
 
 
 def test_sums_over_pieces_of_a_batch_are_the_sum_of_the_batch(parts):

@@ -24,7 +24,7 @@ PLAIN, SMALL = optax.sgd(1.0), optax.adam(3e-6)
 
 
 @functools.cache
-def setup(ema: float = 0.0, limit: float = 1.0, precision: str = "auto", tx: Any = None):
+def setup(ema: float = 0.0, limit: float = 1.0, precision: str = "auto", tx: Any = None, mtp: tuple[float, ...] = ()):
     model = GPT(depth=2, width=32, head_dim=16, vocab_size=VOCAB, block_size=BLOCK, precision=precision)
     optimizer = build_optimizer("adamw", lambda cls: cls(), 100, model.group_of)
     if tx is not None:
@@ -32,8 +32,8 @@ def setup(ema: float = 0.0, limit: float = 1.0, precision: str = "auto", tx: Any
     params = unbox(model.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))["params"]
     # the head starts at almost nothing; give every parameter a gradient worth comparing
     params = {**params, "head": params["head"] * 300}
-    loss_fn = functools.partial(pretrain, settings=PretrainSettings())
-    rules = StepRules(max_grad_norm=limit, ema_decay=ema, rates=optimizer.rates)
+    loss_fn = functools.partial(pretrain, settings=PretrainSettings(mtp=mtp))
+    rules = StepRules(max_grad_norm=limit, ema_decay=ema, rates=optimizer.rates, steps=100 if mtp else 0)
     return create_state(make_apply(model), loss_fn, params, optimizer.tx, rules)
 
 
@@ -58,6 +58,20 @@ def split(batch: dict[str, np.ndarray], parts: int) -> dict[str, jax.Array]:
 @functools.cache
 def step_of(parts: int):
     return jax.jit(functools.partial(train_step, accumulate_steps=parts))
+
+
+def test_further_tokens_have_the_one_denominator_and_fade_with_the_step() -> None:
+    start, key = setup(mtp=(0.5, 0.25)), jax.random.key(1)
+    _, loss, meta = step_of(1)(start, split(rows(), 1), key)
+    _, in_parts, meta_parts = step_of(4)(start, split(rows(), 4), key)
+    np.testing.assert_allclose(in_parts, loss, rtol=1e-6)
+    np.testing.assert_allclose(meta_parts["grad_norm"], meta["grad_norm"], rtol=1e-5)
+    _, plain, _ = step_of(1)(setup(), split(rows(), 1), key)
+    extra = float(loss - plain)
+    assert extra > 0.5 and float(meta["nll"]) == pytest.approx(float(plain), rel=1e-6)
+    for step, share in ((60, 0.4), (100, 0.0)):
+        _, later, _ = step_of(1)(start.replace(step=jnp.int32(step)), split(rows(), 1), key)
+        assert float(later - plain) == pytest.approx(share * extra, abs=2e-6)
 
 
 @pytest.mark.parametrize("parts", [2, 4, 8])

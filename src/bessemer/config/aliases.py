@@ -283,6 +283,12 @@ _TABLE: list[Alias] = [
         values={"none": "0"},
     ),
     Alias("label_smoothing label_smoothing_factor", "training.label_smoothing"),
+    Alias(
+        "mtp_num_layers mtp_loss_scaling_factor num_nextn_predict_layers n_future_tokens",
+        note="Multi-token prediction has no layers of its own here: training.mtp=[0.3,0.1] weights the losses of the "
+        "second token ahead and the third",
+    ),
+    Alias("bigram_vocab_size", "architecture.bigram_rows", "A multiple of 64"),
     Alias("ema_decay", "training.ema"),
     # precision, memory, compilation
     _switch("fp8", "architecture.precision=fp8", "architecture.precision=auto"),

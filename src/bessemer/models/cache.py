@@ -16,6 +16,8 @@ from jax import Array
 
 from bessemer.topology.rules import constrain
 
+NONE = -1  # the predecessor of a token that has none
+
 
 @struct.dataclass
 class Cache:
@@ -28,6 +30,7 @@ class Cache:
     values: tuple[Array, ...]
     lengths: Array  # (B,) int32
     previous: Array  # (B, D): the last token's embedding, for smear
+    last: Array  # (B, 1) int32: the last token, for bigrams, NONE before the first; (B, 0) in a model without them
     empty: bool = struct.field(pytree_node=False, default=False)  # known while tracing: no row holds anything yet
 
     @property
@@ -37,7 +40,14 @@ class Cache:
 
 
 def empty_cache(
-    windows: Sequence[int | None], batch: int, length: int, kv_heads: int, head_dim: int, width: int, dtype: Any
+    windows: Sequence[int | None],
+    batch: int,
+    length: int,
+    kv_heads: int,
+    head_dim: int,
+    width: int,
+    dtype: Any,
+    bigrams: bool = False,
 ) -> Cache:
     def store(window: int | None) -> Array:
         shape = (batch, kv_heads, min(window or length, length), head_dim)
@@ -48,6 +58,7 @@ def empty_cache(
         values=tuple(store(window) for window in windows),
         lengths=jnp.zeros((batch,), jnp.int32),
         previous=constrain(jnp.zeros((batch, width), dtype), "batch", None),
+        last=constrain(jnp.full((batch, int(bigrams)), NONE, jnp.int32), "batch", None),
         empty=True,
     )
 

@@ -19,7 +19,8 @@ from bessemer.kernels.feed_forward import joins_on_chip
 from bessemer.kernels.fp8 import SCALINGS
 from bessemer.kernels.norms import choose_kernels
 from bessemer.models.allocation import check_rows
-from bessemer.models.cache import Cache
+from bessemer.models.bigram import ROWS_MULTIPLE, BigramSettings, add_bigrams
+from bessemer.models.cache import NONE, Cache
 from bessemer.models.layers import AXES, After, BlockParameters, LayerOptions, Step, Stream, declare, layer, ramp
 from bessemer.models.lookup import AXES as LOOKUP_AXES
 from bessemer.models.lookup import LookupOptions, LookupParameters, LookupSettings, lookup_layer, with_lookup
@@ -36,6 +37,7 @@ GROUPS = {
     "embedding": "embedding",
     "head": "head",
     "value_table": "value_embedding",
+    "bigram_table": "value_embedding",
     "lookup_keys": "value_embedding",
     "lookup_values": "value_embedding",
     "value_gate": "gate",
@@ -94,7 +96,7 @@ def plan_conversion(matrices: Iterable[tuple[tuple[str, ...], tuple[int, ...]]],
 
 
 @models.register("gpt")
-class GPT(Transformer, LookupSettings, ExpertSettings):
+class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
     """The family of the depth dial, `model.depth=N`. Every architectural feature can be turned off."""
 
     window: str = field("model/window", default="SSSL", help="S short, L full context; tiled, last layer L")
@@ -134,6 +136,7 @@ class GPT(Transformer, LookupSettings, ExpertSettings):
             smear=self.smear,
             residual_mix=self.residual_mix,
             backout=self.backout,
+            bigram_rows=self.bigram_rows,
         )
         return with_lookup(self, replace(shape, experts=self.expert_shape(shape.mlp_width)))
 
@@ -175,6 +178,10 @@ class GPT(Transformer, LookupSettings, ExpertSettings):
         require(
             self.precision != "fp8" or not self.experts,
             "architecture.precision=fp8 is for dense models; with model.experts set architecture.precision=bf16.",
+        )
+        require(
+            self.bigram_rows >= 0 and self.bigram_rows % ROWS_MULTIPLE == 0,
+            f"architecture.bigram_rows is {self.bigram_rows}; use a multiple of {ROWS_MULTIPLE}, or 0 for no table.",
         )
         require(self.softcap >= 0, f"architecture.softcap is {self.softcap}; 0 turns it off.")
         require(self.rotary_base > 1, f"architecture.rotary_base is {self.rotary_base}; it must be above 1.")
@@ -220,6 +227,9 @@ class GPT(Transformer, LookupSettings, ExpertSettings):
         table = (s.padded_vocab, s.width)
         self.embedding = declare(self, "embedding", normal(0.8), ("vocab", "embed"), table)
         self.head = declare(self, "head", normal(0.001), ("embed", "vocab"), table[::-1])
+        if self.bigram_rows:
+            size = (self.bigram_rows, s.width)
+            self.bigram_table = declare(self, "bigram_table", zeros, ("vocab", "embed"), size)
         self.blocks = [BlockParameters(s, s.has_value_embedding(layer)) for layer in range(s.depth)]
         if s.lookup is not None:
             self.lookups = {str(after): LookupParameters(s.lookup, s.width) for after in s.lookup.layers}
@@ -240,9 +250,14 @@ class GPT(Transformer, LookupSettings, ExpertSettings):
 
     def _layers(self, x: Array, tokens: Tokens) -> tuple[Array, Stats]:
         ids, positions, documents, keys, training, watch = tokens
+        same = None
+        if documents is not None and (self.smear or self.bigram_rows):
+            same = documents == ops.shift(documents, documents[:, :1])
         if self.smear:
-            same = None if documents is None else documents == ops.shift(documents, documents[:, :1])
             x = self._smear(x, ops.shift(x, jnp.zeros_like(x[:, :1])), same)
+        if self.bigram_rows:
+            previous = ops.shift(ids, jnp.full_like(ids[:, :1], NONE))
+            x = self._add_bigrams(x, previous if same is None else jnp.where(same, previous, NONE), ids)
         x = constrain(x, "batch", "sequence", "embed_act")
         if keys is not None:
             x = ops.dropout(x, self.dropout, ops.fold_in(keys, self.depth))
@@ -280,6 +295,8 @@ class GPT(Transformer, LookupSettings, ExpertSettings):
         embedded = x = self._embed(input_ids)
         if self.smear:
             x = self._smear(x, ops.shift(x, cache.previous[:, None].astype(x.dtype)), None)
+        if self.bigram_rows:
+            x = self._add_bigrams(x, ops.shift(input_ids, cache.last.astype(input_ids.dtype)), input_ids)
         # n more than the capacity: padding may lie beyond it, and its NaN would reach real rows as 0 · NaN
         length = cache.capacity + input_ids.shape[1]
         rotary = ops.rotary_table(positions, length, self.head_dim, self.rotary_base)
@@ -296,6 +313,9 @@ class GPT(Transformer, LookupSettings, ExpertSettings):
 
     def _smear(self, x: Array, previous: Array, same_document: Array | None) -> Array:
         return ops.smear(x, previous, self.smear_gate, self.smear_scale, same_document)
+
+    def _add_bigrams(self, x: Array, previous: Array, ids: Array) -> Array:
+        return add_bigrams(x, self.bigram_table, previous, ids)
 
     def _head(self) -> Array:
         return self.head

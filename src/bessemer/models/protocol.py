@@ -18,6 +18,7 @@ from jax import Array
 from bessemer.config import field
 from bessemer.errors import InputError
 from bessemer.losses.cross_entropy import Projection, logits_loss, target_weights
+from bessemer.losses.further_tokens import further_loss
 from bessemer.losses.token_scores import policy_scores, token_logprobs, token_scores
 from bessemer.topology import unbox
 
@@ -63,8 +64,13 @@ class Model(nn.Module, ABC):
         z_loss: float = 0.0,
         deterministic: bool = True,
         embedding_noise: float = 0.0,
+        further: Array | None = None,
     ) -> tuple[Array, Array, dict[str, Array]]:
-        """Return (Σ w·loss, Σ w, {"nll": Σ w·nll}). w is `loss_mask` (1 without one), 0 where the target is below 0."""
+        """Return (Σ w·loss, Σ w, {"nll": Σ w·nll}). w is `loss_mask` (1 without one), 0 where the target is below 0.
+
+        further: (n,), weights of the losses of n more tokens ahead (`losses.further_tokens`); their mean nll is
+        "further_nll".
+        """
 
     @abstractmethod
     def count_parameters(self) -> dict[str, int]:
@@ -228,6 +234,7 @@ class LanguageModel(Model):
         z_loss: float = 0.0,
         deterministic: bool = True,
         embedding_noise: float = 0.0,
+        further: Array | None = None,
     ) -> tuple[Array, Array, dict[str, Array]]:
         if embedding_noise:
             raise InputError(
@@ -236,7 +243,16 @@ class LanguageModel(Model):
             )
         weights, logits = target_weights(batch), self.projection(batch, deterministic).hidden
         loss, nll = logits_loss(logits, batch["target_ids"], label_smoothing, z_loss)
-        return jnp.sum(weights * loss), jnp.sum(weights), {"nll": jnp.sum(weights * nll)}
+        total, sums = jnp.sum(weights * loss), {"nll": jnp.sum(weights * nll)}
+        if further is not None:
+
+            def score(targets: Array, weights: Array) -> tuple[Array, Array]:
+                nll = jnp.sum(weights * logits_loss(logits, targets, 0.0, 0.0)[1])
+                return nll, nll
+
+            more, sums["further_nll"] = further_loss(score, batch, further)
+            total = total + more
+        return total, jnp.sum(weights), sums
 
     def count_parameters(self) -> dict[str, int]:
         counts = {"matrix": 0, "embedding": 0, "scalar": 0}

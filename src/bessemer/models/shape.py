@@ -68,6 +68,7 @@ class Shape:
     backout: bool = True
     lookup: LookupShape | None = None
     experts: ExpertShape | None = None
+    bigram_rows: int = 0
 
     mlp_matrices: ClassVar[int] = 2
 
@@ -91,6 +92,10 @@ class Shape:
     def remembered(self) -> int:
         """Channels of the last token's embedding that the KV cache stores, for smear."""
         return self.width
+
+    @property
+    def bigram_parameters(self) -> int:
+        return self.bigram_rows * self.width
 
     @property
     def smear_channels(self) -> int:
@@ -128,12 +133,13 @@ class Shape:
     def count_parameters(self) -> dict[str, int]:
         """Parameters by optimizer group, with `total` and `scaling` (matrices in blocks + head; of experts the active).
 
-        Lookup tables count with the value embeddings, whose optimizer group they share.
+        Lookup and bigram tables count with the value embeddings, whose optimizer group they share.
         """
         value_layers = sum(self.has_value_embedding(layer) for layer in range(self.depth))
         per_block = 2 * self.width * (self.query_width + self.kv_width) + self.feed_forward_parameters()
         router, router_bias = self.router_parameters()
         tables, dense = (self.lookup.tables(self.width), self.lookup.dense(self.width)) if self.lookup else (0, 0)
+        tables += self.bigram_parameters
         counts = {
             "matrix": self.depth * per_block + dense,
             "gate": value_layers * self.gate_channels * self.kv_heads + router,

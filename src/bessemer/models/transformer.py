@@ -24,6 +24,7 @@ from bessemer.kernels.attention import (
 from bessemer.kernels.decode import decode_attention, suits_decode
 from bessemer.kernels.norms import choose_kernels
 from bessemer.losses.cross_entropy import Projection, cross_entropy, soft_cap, target_weights
+from bessemer.losses.further_tokens import further_loss
 from bessemer.models.cache import Cache, begin, empty_cache, held_positions, unwrite, write
 from bessemer.models.layers import TENSOR_NAMES, Attend, remat_names
 from bessemer.models.lora import drops
@@ -354,24 +355,27 @@ class Transformer(Model):
         z_loss: float = 0.0,
         deterministic: bool = True,
         embedding_noise: float = 0.0,
+        further: Array | None = None,
     ) -> tuple[Array, Array, dict[str, Array]]:
         weights = target_weights(batch)
         hidden, stats = self._hidden_of(batch, deterministic, embedding_noise, None if deterministic else weights)
-        loss, nll = cross_entropy(
+        score = partial(
+            cross_entropy,
             hidden,
             self._head(),
-            batch["target_ids"],
-            weights,
             vocab_size=self.vocab_size,
             softcap=self._cap(),
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
             chunks=self.loss_chunks,
             kernels=choose_kernels(self.kernels, self.compute_dtype),
             fp8=self._head_fp8(not deterministic),
         )
+        loss, nll = score(batch["target_ids"], weights, label_smoothing=label_smoothing, z_loss=z_loss)
         loss = loss + stats["loss"] if "loss" in stats else loss
-        return loss, jnp.sum(weights), {"nll": nll, **router_sums(stats)}
+        sums = {"nll": nll, **router_sums(stats)}
+        if further is not None:
+            more, sums["further_nll"] = further_loss(score, batch, further)
+            loss = loss + more
+        return loss, jnp.sum(weights), sums
 
     def _hidden_of(
         self, batch: Batch, deterministic: bool, noise: float = 0.0, counted: Array | None = None
@@ -395,7 +399,8 @@ class Transformer(Model):
         """Return an empty cache for `batch` rows of up to `length` tokens; needs no parameters."""
         s = self.shape
         dtype = dtype or self.compute_dtype
-        return empty_cache(s.windows, batch, length, s.kv_heads, s.head_dim, s.remembered, dtype)
+        bigrams = s.bigram_rows > 0
+        return empty_cache(s.windows, batch, length, s.kv_heads, s.head_dim, s.remembered, dtype, bigrams)
 
     def decode(
         self, input_ids: Array, cache: Cache, lengths: Array | None = None, last_only: bool = False
@@ -423,6 +428,7 @@ class Transformer(Model):
             values=tuple(store[1] for store in stores),
             lengths=cache.lengths + added,
             previous=jnp.where(added[:, None] > 0, newest, cache.previous),
+            last=_last_token(input_ids, added, cache.last),
         )
 
     @property
@@ -455,6 +461,7 @@ class Transformer(Model):
             values=restored(cache.values, before.values),
             lengths=before.lengths + kept,
             previous=previous,
+            last=_last_token(input_ids, kept, before.last),
         )
 
     def _record(self, seen: Stats) -> None:
@@ -509,6 +516,14 @@ class Transformer(Model):
         if self._attention_cap() or self._has_sinks():  # the kernel has neither
             return False
         return chosen and alone and suits_decode(s.head_dim, s.heads // s.kv_heads)
+
+
+def _last_token(input_ids: Array, added: Array, before: Array) -> Array:
+    """Return the token that rows end with, (B, 1), after the first `added` (B,) of input_ids (B, n)."""
+    if not before.shape[-1]:
+        return before
+    newest = jnp.take_along_axis(input_ids, jnp.maximum(added - 1, 0)[:, None], axis=1).astype(before.dtype)
+    return jnp.where(added[:, None] > 0, newest, before)
 
 
 def require(holds: bool, message: str) -> None:

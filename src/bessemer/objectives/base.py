@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from jax import Array
 
@@ -14,6 +14,20 @@ from bessemer.models.protocol import Batch as Batch
 
 Apply = Callable[..., Any]
 Sums = tuple[Array, Array, dict[str, Array]]
+
+
+@runtime_checkable
+class FollowsProgress(Protocol):
+    """Settings of an objective that reads the share of the steps made so far: field PROGRESS of a training batch."""
+
+    follows_progress: bool
+
+
+@runtime_checkable
+class PredictsFurther(Protocol):
+    """Settings of an objective that computes the head's products for more tokens than the next one."""
+
+    further_tokens: int
 
 
 def run_model(apply: Apply, params: Any, batch: Batch, key: Array | None, method: str) -> Any:

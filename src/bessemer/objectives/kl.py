@@ -14,12 +14,12 @@ from bessemer.errors import InputError
 from bessemer.losses.cross_entropy import target_weights
 from bessemer.losses.divergence import ESTIMATORS, kl_regularized_loss
 from bessemer.objectives.base import Apply, Batch, Sums, run_model
-from bessemer.objectives.pretrain import PretrainSettings, pretrain
+from bessemer.objectives.pretrain import NextTokenSettings, next_token_loss
 from bessemer.registry import objectives
 
 
 @dataclass(frozen=True)
-class KLConfig(PretrainSettings):
+class KLConfig(NextTokenSettings):
     beta: tuple[float, ...] = field(
         "optimization/kl/beta",
         default=(0.1,),
@@ -65,13 +65,13 @@ def kl(
         reverse  Σ_v q (log q − log p)              KL(reference ‖ policy)
         nll      loss_t − stop_gradient(loss_t of the reference)
 
-    p is the policy's distribution at the token, q the reference's (without dropout), loss as in `pretrain`. The
-    gradient of `nll` is (1 + β)·∇loss, independent of the reference. Without a reference this is `pretrain`. β is the
-    stage's; None: the only one of the settings. kl (exact) and kl_nll are always logged.
+    p is the policy's distribution at the token, q the reference's (without dropout), loss as in `next_token_loss`. The
+    gradient of `nll` is (1 + β)·∇loss, independent of the reference. Without a reference this is
+    `next_token_loss`. β is the stage's; None: the only one of the settings. kl (exact) and kl_nll are always logged.
     Source: KL control, Jaques et al. 2017; exact sums instead of samples, as in distillation (Hinton et al. 2015).
     """
     if reference is None:
-        return pretrain(apply, params, batch, key, settings)
+        return next_token_loss(apply, params, batch, key, settings)
     weight = only_beta(settings) if beta is None else beta
     policy = run_model(apply, params, batch, key, "projection")
     frozen = apply(jax.lax.stop_gradient(reference), batch, True, method="projection")

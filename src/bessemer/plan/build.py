@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bessemer.console import counted
+from bessemer.losses.further_tokens import PROGRESS
 from bessemer.models.lookup import without_lookup
 from bessemer.models.pipeline import bubble, micro_batches
 from bessemer.models.protocol import Model
@@ -192,12 +193,14 @@ def model_pass(plan: RunPlan, functions: Functions, matrix: float) -> tuple[Call
     deep = isinstance(model, Transformer) and model.depth > LAYERS
     cut = without_lookup(model).clone(depth=LAYERS) if deep else model
     block = plan.context.settings.block_size
-    row_flops = cut.flops_per_token(block) * block
+    row_flops = (cut.flops_per_token(block) + 6 * plan.model.further) * block
     if row_flops / matrix > LONGEST:
         return None
     rows = int(min(plan.context.config[microbatch.KEY], max(1, PASS_SECONDS * matrix // row_flops)))
     batch = some_rows(plan, rows)
     apply, state = make_apply(cut), functions.abstract_state
+    if state.rules.steps:
+        batch[PROGRESS] = jnp.zeros(())
 
     def loss(params: Any, batch: Any, key: jax.Array) -> Any:
         against = {} if state.reference is None else {"reference": params}

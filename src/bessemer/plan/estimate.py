@@ -403,7 +403,11 @@ def _traffic(facts: Facts, choice: Choice, steps: int) -> float:
 def _layer_parameters(facts: Facts) -> float:
     """Return the parameters of layers, which the pipeline axis divides among the stages."""
     shape = facts.shape
-    return 0.0 if shape is None else max(0.0, facts.parameters - 2.0 * shape.padded_vocab * shape.width)
+    return (
+        0.0
+        if shape is None
+        else max(0.0, facts.parameters - 2.0 * shape.padded_vocab * shape.width - shape.bigram_parameters)
+    )
 
 
 def _streams(facts: Facts) -> int:

@@ -187,6 +187,7 @@ class StepRules:
     teacher: bool = False  # `reference` is another model's parameters
     rebalance: Callable[[Any, jax.Array], Any] | None = None  # (trained parameters, expert load) → parameters
     own_validation: bool = False  # held-out rows are measured by the objective, not by plain likelihood
+    steps: int = 0  # of the run, for an objective that follows its progress; 0: none does
 
     def complete(self, params: Any, frozen: Any) -> Any:
         """Return all parameters of the model, from the trained and the frozen ones."""

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from bessemer.kernels.ops import ROW_KEYS, row_keys
 from bessemer.losses.cross_entropy import target_weights
+from bessemer.losses.further_tokens import PROGRESS
 from bessemer.models.moe import LOAD, balance_metrics
 from bessemer.optim.rounding import apply_updates
 from bessemer.training.state import Statistics, TrainState, judge, widened
@@ -67,6 +68,8 @@ def _accumulate(state: TrainState, batch: Batch, key: jax.Array, accumulate_step
     def micro(params: Any, rows: Batch, index: jax.Array) -> tuple[Meta, Any]:
         count = len(next(iter(rows.values())))
         rows = {**rows, ROW_KEYS: row_keys(key, index * count + jnp.arange(count))}
+        if state.rules.steps:
+            rows[PROGRESS] = jnp.asarray(state.step / state.rules.steps, jnp.float32)
 
         def loss_of(p: Any) -> tuple[jax.Array, Meta]:
             loss, weight, metrics = state.objective(p, rows, jax.random.fold_in(key, index))

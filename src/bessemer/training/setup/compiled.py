@@ -19,6 +19,7 @@ from bessemer.models.moe import balancer
 from bessemer.models.pipeline import check_branches
 from bessemer.models.protocol import SilentAtStart, group_of
 from bessemer.models.transformer import Transformer
+from bessemer.objectives.base import FollowsProgress
 from bessemer.optim import Optimizer, build_optimizer, mesh_spread, state_shardings
 from bessemer.registry import objectives
 from bessemer.topology import broadcast, shardings, unbox, validate_divisible
@@ -28,7 +29,7 @@ from bessemer.training.feed import abstract_batch, device_batch
 from bessemer.training.setup import microbatch
 from bessemer.training.setup.data import batch_fields
 from bessemer.training.setup.microbatch import StepMemory
-from bessemer.training.setup.model import compiler_options, note_path, short_row
+from bessemer.training.setup.model import compiler_options, note_path, objective_settings, short_row
 from bessemer.training.setup.plan import RunPlan, StepHooks
 from bessemer.training.state import (
     WEIGHTS_FINITE,
@@ -286,6 +287,7 @@ def abstract_state(plan: RunPlan, hooks: StepHooks, optimizer: Optimizer) -> tup
         teacher=teacher is not None,
         rebalance=balancer(plan.model.model),
         own_validation=bool(objectives.entry(settings.objective).traits.get("own_validation")),
+        steps=plan.data.steps if follows_progress(plan) else 0,
     )
     loss_fn, kind = objective_function(plan, hooks.rolls_out), hooks.state_class
     create = functools.partial(create_state, plan.model.apply, loss_fn, tx=optimizer.tx, rules=rules, kind=kind)
@@ -313,16 +315,20 @@ def abstract_state(plan: RunPlan, hooks: StepHooks, optimizer: Optimizer) -> tup
     return located, placed
 
 
+def follows_progress(plan: RunPlan) -> bool:
+    """Return whether the objective reads the share of the steps made so far."""
+    settings = objective_settings(plan.context)
+    return isinstance(settings, FollowsProgress) and settings.follows_progress
+
+
 def objective_function(plan: RunPlan, rolls_out: bool) -> Callable[..., Any]:
     """Return (apply, params, batch, key) -> (loss sum, weight, metric sums), its settings bound."""
     entry = objectives.entry(plan.context.settings.objective)
-    if len(entry.settings) > 1:
-        raise InputError(f"objective '{entry.name}' registers several settings classes; merge them into one.")
     if entry.traits.get("rollouts") and not rolls_out:
         raise InputError(
             f"objective={entry.name} trains on completions that the model writes on the way: add job=GRPOTrainer."
         )
-    settings = plan.context.config.make(entry.settings[0]) if entry.settings else None
+    settings = objective_settings(plan.context)
     live = {"teacher": plan.teacher.apply} if plan.teacher is not None and plan.teacher.live else {}
     return functools.partial(entry.value, settings=settings, **live)
 
