@@ -107,7 +107,7 @@ def test_drafts_prefixes_stop_strings_and_8_bit_weights_work_with_adapters(place
     options: dict[str, Any] = {"slots": 4, "steps": 4, "capacity": 64, "whole": True}
     fast = Engine.of(loaded, **options, speculate=Speculation(3, 2), reuse=True)
     plain = Engine.of(loaded, **options)
-    texts, ended = dict.fromkeys((0, 1, 2), PROMPT * 3), set()
+    texts, ended = dict.fromkeys((0, 1, 2), PROMPT * 10), set()
     whole = {one: plain.generate([Request(text, 12, adapter=one)])[0].samples[0].text for one, text in texts.items()}
     stops = {one: (text[4:6],) for one, text in whole.items()}
     for turn in range(2):
@@ -118,7 +118,7 @@ def test_drafts_prefixes_stop_strings_and_8_bit_weights_work_with_adapters(place
             assert (one.ids, one.text, one.stop) == (other.ids, other.text, other.stop)
             ended.add(one.finish)
         texts = {one: [*text, *pairs[one][0].samples[0].ids, 44] for one, text in texts.items()}
-    assert "stop" in ended and fast.reused_tokens >= 3 * 12 and fast.acceptance is not None
+    assert "stop" in ended and fast.reused_tokens >= 40 and fast.acceptance is not None
     one, other = (engine.generate([Request(texts[1], 4, adapter=2)])[0].samples[0] for engine in (fast, plain))
     assert one.ids == other.ids, "what another adapter computed is not used"
 

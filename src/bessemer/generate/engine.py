@@ -113,7 +113,7 @@ class Row:
 
     def _whole_text(self) -> str:
         assert self.text is not None
-        return self.text.push(self.made if self.stop is None else self.made[:-1]) + self.text.finish()
+        return self.text.tokenizer.decode(self.made if self.stop is None else self.made[:-1])
 
     def sample(self, finish: str) -> Sample:
         text = "".join(self.pieces)
@@ -694,6 +694,7 @@ class Engine:
         check_scores(output.logprobs)  # 0 where no token is
         self.rounds += 1
         tokens, scores, counts, live = (array.T.tolist() for array in output[:4])
+        chances = None if output.policy_logprobs is None else output.policy_logprobs.T.tolist()
         for slot, column in zip(active, columns, strict=True):
             made, row = counts[column], self._rows[slot]
             self.tokens += made
@@ -701,7 +702,7 @@ class Engine:
                 self.passes += int(output.passes[column])
                 self.drafted += int(output.drafted[column])
             ranked = _rankings(output, column, made) if row.handle.request.top_logprobs else []
-            drawn = [] if output.policy_logprobs is None else output.policy_logprobs[:made, column].tolist()
+            drawn = [] if chances is None else chances[column][:made]
             routes = None if output.routes is None else output.routes[:made, column]
             event = row.take(tokens[column][:made], scores[column][:made], not live[column], ranked, drawn, routes)
             self._hand_out(slot, event)
