@@ -601,16 +601,19 @@ class Engine:
                 one.slots = [prefix.slot]
                 self._free.remove(prefix.slot)
             else:
-                one.slots = [self._take_free(origins) for _ in one.indices]
+                own = None if prefix is None else prefix.slot
+                one.slots = [self._take_free(origins, own) for _ in one.indices]
         taken = {slot: one for one in joining for slot in one.slots}
         for one in joining:
             if one.prefix is not None and taken.get(one.prefix.slot, one) is not one:
                 one.prefix = None  # another row overwrites it in this round
             self._enter(one)
 
-    def _take_free(self, origins: Collection[int]) -> int:
-        """Return the slot that is free the longest, of those that no prompt of this round begins with, if possible."""
-        slot = next((slot for slot in self._free if slot not in origins), self._free[0])
+    def _take_free(self, origins: Collection[int], own: int | None) -> int:
+        """Return the slot that is free the longest, of those that no prompt of this round begins with; without one,
+        slot `own`, whose beginning is used, if it is free."""
+        other = own if own is not None and own in self._free else self._free[0]
+        slot = next((slot for slot in self._free if slot not in origins), other)
         self._free.remove(slot)
         return slot
 
