@@ -37,7 +37,7 @@ def engine(shared):
     yield shared
     assert shared.active == 0 and shared.waiting == 0 and len(shared._free) == shared.slots
     shared.end_ids, shared.queue, shared.reuse = (), None, False
-    shared._held.clear()
+    shared._prefixes.clear()
 
 
 @pytest.fixture(scope="module")
@@ -435,14 +435,15 @@ def test_a_prompt_that_continues_a_finished_row_is_prefilled_from_there(engine, 
     engine.reuse = True
     (first,) = engine.generate([greedy(PROMPTS[2], 6)])
     prompt = [*PROMPTS[2], *first.samples[0].ids, 9, 2]
-    handle = engine.submit(greedy(prompt, 8, logprobs=True))
-    engine._drop_cancelled()
-    assert engine._slot_holding(tuple(prompt)) is not None
-    (sample,) = handle.result().samples
+    reused = engine.reused_tokens
+    (sample,) = engine.submit(greedy(prompt, 8, logprobs=True)).result().samples
+    assert engine.reused_tokens - reused == len(PROMPTS[2]) + 5, "the newest token of a row is not in its cache"
     scores = forward([*prompt, *sample.ids])[len(prompt) - 1 : -1]
     np.testing.assert_allclose(sample.logprobs, scores[np.arange(8), sample.ids], atol=1e-4)
     engine.update_params(engine.params)
-    assert engine._slot_holding((*prompt, *sample.ids, 1)) is None
+    reused = engine.reused_tokens
+    engine.generate([greedy([*prompt, *sample.ids, 1], 2)])
+    assert engine.reused_tokens == reused, "computed with the parameters before"
 
 
 def test_an_error_reaches_every_open_request_and_the_engine_goes_on(engine):

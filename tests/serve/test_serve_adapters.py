@@ -18,7 +18,7 @@ from tests.training.test_frozen_base import flip_a_bit, without_checksums
 
 from bessemer.cli.serve import named_adapters
 from bessemer.errors import InputError
-from bessemer.generate import Engine, EngineThread, Request, load_model
+from bessemer.generate import Engine, EngineThread, Request, Speculation, load_model
 from bessemer.generate.adapters import import_adapters, load_several
 from bessemer.interop.folder import Folder, import_folder
 from bessemer.job import RunDirectory
@@ -97,6 +97,30 @@ def test_rows_of_different_adapters_in_one_batch_answer_as_each_alone(several: A
         assert sample.ids == ids, name
         np.testing.assert_allclose(sample.logprobs, logprobs, atol=1e-4, err_msg=name)
     assert len({made[0].logprobs, made[1].logprobs, made[2].logprobs}) == 3
+
+
+@pytest.mark.slow
+def test_drafts_prefixes_stop_strings_and_8_bit_weights_work_with_adapters(place: Path) -> None:
+    """Two turns of each adapter: the text is that of an engine without drafts and prefixes, cut at the same string."""
+    loaded, _ = load_several(run(place, "ranks"), {"style": "peft-dora"}, root=place / "runs")
+    loaded.quantize("int8")
+    options: dict[str, Any] = {"slots": 4, "steps": 4, "capacity": 64, "whole": True}
+    fast = Engine.of(loaded, **options, speculate=Speculation(3, 2), reuse=True)
+    plain = Engine.of(loaded, **options)
+    texts, ended = dict.fromkeys((0, 1, 2), PROMPT * 10), set()
+    whole = {one: plain.generate([Request(text, 12, adapter=one)])[0].samples[0].text for one, text in texts.items()}
+    stops = {one: (text[4:6],) for one, text in whole.items()}
+    for turn in range(2):
+        asked = [Request(text, 12, adapter=one, stop_strings=stops[one], seed=turn) for one, text in texts.items()]
+        pairs = list(zip(fast.generate(asked), plain.generate(asked), strict=True))
+        for made, expected in pairs:
+            one, other = made.samples[0], expected.samples[0]
+            assert (one.ids, one.text, one.stop) == (other.ids, other.text, other.stop)
+            ended.add(one.finish)
+        texts = {one: [*text, *pairs[one][0].samples[0].ids, 44] for one, text in texts.items()}
+    assert "stop" in ended and fast.reused_tokens >= 40 and fast.acceptance is not None
+    one, other = (engine.generate([Request(texts[1], 4, adapter=2)])[0].samples[0] for engine in (fast, plain))
+    assert one.ids == other.ids, "what another adapter computed is not used"
 
 
 @pytest.mark.slow

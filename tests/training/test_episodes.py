@@ -147,6 +147,37 @@ def test_a_rollout_is_repeatable_whatever_the_workers_and_each_episode_has_its_s
     assert len({line["row"] for line in resets}) == 4
 
 
+def test_turns_prefill_what_is_new_and_are_those_of_whole_prefills(whole: Any) -> None:
+    """With a slot per episode, the second and third turn compute an observation and the newest sampled token."""
+    sampler, settings = whole.sampler, whole.sampler.settings
+    few, made = sampler.engine, []
+    sampler.settings = replace(settings, slots=16)
+    del sampler.engine
+    try:
+        for reuse in (True, False):
+            sampler.engine.reuse = reuse
+            engine, before = sampler.engine, (sampler.engine.prompt_tokens, sampler.engine.reused_tokens)
+            with whole.topology.scope():
+                made.append(sampler.rollout(9))
+            prompts, reused = engine.prompt_tokens - before[0], engine.reused_tokens - before[1]
+            lengths = [(sample.ids, np.diff(sample.mask, prepend=0)) for sample in sampler.played]
+            held = sum(int(np.flatnonzero(edges == -1)[turn]) - 1 for _, edges in lengths for turn in (0, 1))
+            starts = [len(row) for row in _prompts(made[-1], sampler)]
+            assert reused == (held + 2 * sum(starts) if reuse else 0) and prompts > reused
+    finally:
+        sampler.close()
+        sampler.settings, sampler.engine = settings, few
+    for name, array in made[0].rows.items():
+        np.testing.assert_allclose(array, made[1].rows[name], atol=2e-5, err_msg=name)
+
+
+def _prompts(made: Any, sampler: EpisodeSampler) -> list[list[int]]:
+    """Return the prompt of each episode."""
+    lengths = made.rows["segment_ids"].sum(axis=1) + 1
+    each = zip(made.rows["input_ids"], lengths, sampler.played, strict=True)
+    return [inputs[: length - len(episode.ids)].tolist() for inputs, length, episode in each]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "nan", "text", "short", "blank", "object", "hang", "die"])
 def test_a_failing_environment_ends_the_run_or_is_skipped_and_counted(

@@ -26,6 +26,7 @@ from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.errors import InputError
 from bessemer.generate.decoder import SMALLEST, bucket, check_tokens, end_tokens
 from bessemer.generate.load import LoadedModel, check_scores
+from bessemer.generate.prefix import Held, Prefix, PrefixCache, continued_width
 from bessemer.generate.request import TOP, Event, Handle, QueueFull, Ranking, Request, Result, Sample
 from bessemer.generate.rows import STOPS, Admission, Asked, Output, Slots, looks, stop_table
 from bessemer.generate.sampling import Filters, SamplingOptions, Way, way_of
@@ -65,10 +66,10 @@ class Row:
         """The number of tokens of prompt and continuation."""
         return len(self.handle.request.prompt_ids) + len(self.made)
 
-    @property
-    def held(self) -> tuple[int, ...]:
-        """The tokens in its cache: all but the newest."""
-        return (*self.handle.request.prompt_ids, *self.made)[:-1]
+    def held(self) -> Held:
+        """Return what its cache holds: all tokens but the newest."""
+        ids = np.fromiter((*self.handle.request.prompt_ids, *self.made), np.int32, self.length)[:-1]
+        return Held(ids, self.handle.request.adapter, np.concatenate(self.routes) if self.routes else None)
 
     def take(
         self,
@@ -85,7 +86,9 @@ class Row:
         if ended and ids and ids[-1] in self.stops:
             self.stop = ids[-1]
         text, taken = "", len(ids)
-        if self.text is not None:
+        if self.lazy:
+            text = self._whole_text() if ended else ""
+        elif self.text is not None:
             text, count = self.text.push_until_stop(ids if self.stop is None else ids[:-1])
             if self.text.stop is not None:
                 self.stop, taken, ended = self.text.stop, count, True
@@ -99,7 +102,18 @@ class Row:
         return self._event(text, ids[:taken], logprobs[:taken], finish, top[:taken])
 
     def cancel(self) -> Event:
+        if self.lazy:
+            return self._event(self._whole_text(), (), (), "cancelled")
         return self._event(self.text.finish() if self.text is not None else "", (), (), "cancelled")
+
+    @property
+    def lazy(self) -> bool:
+        """Whether the text is decoded at the end alone: in rounds, every token would be decoded about three times."""
+        return self.text is not None and not (self.handle.request.stream or self.text.detector.stops)
+
+    def _whole_text(self) -> str:
+        assert self.text is not None
+        return self.text.tokenizer.decode(self.made if self.stop is None else self.made[:-1])
 
     def sample(self, finish: str) -> Sample:
         text = "".join(self.pieces)
@@ -185,12 +199,12 @@ class Waiting:
 
 @dataclass
 class Joining:
-    """Samples `indices` of a request, their slots, and how much of the prompt the slot's cache already holds."""
+    """Samples `indices` of a request, their slots, and the beginning of the prompt that is in a slot already."""
 
     handle: Handle
     indices: range
     slots: list[int] = field(default_factory=list)
-    held: int = 0
+    prefix: Prefix | None = None
     limit: int = 0
 
     @property
@@ -200,6 +214,10 @@ class Joining:
     @property
     def length(self) -> int:
         return len(self.handle.request.prompt_ids)
+
+    @property
+    def held(self) -> int:
+        return 0 if self.prefix is None else self.prefix.length
 
 
 class Engine:
@@ -220,20 +238,19 @@ class Engine:
         end_ids: Sequence[int] | None = None,  # end every row; None: the tokenizer's document token
         steps: int | None = None,  # decode steps of a full round; None: see round_of
         queue: int | None = None,  # rows that may wait; None: any number
-        reuse: bool = False,  # a prompt that continues what a free slot holds is prefilled from there (chat)
+        reuse: bool = False,  # a prompt that begins as what a slot holds is prefilled from there on: conversations
         narrowest: int = SMALLEST,  # no prompt is padded to fewer tokens: fewer widths to compile
         whole: bool = False,  # a round computes all slots, however few are in use: one size to compile
         least: Way = Way.GREEDY,  # rounds choose tokens by this way or a later one: batches of all kinds share programs
         policy_logprobs: bool = False,  # samples also have log p of the distribution drawn from
         speculate: Speculation | None = None,  # drafts verified in one pass: the same text in fewer passes
         weights: str = "auto",  # fp8, int8: sample from a copy of the matrices in 8 bits, made at their first use
-        routes: bool = False,  # samples also have the experts of their tokens; not with `reuse`
+        routes: bool = False,  # samples also have the experts of their tokens
         fetch: Callable[[Any], Any] = jax.device_get,
         scope: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
         seed: int = 0,
     ):
         self.model, self.tokenizer, self.params = model, tokenizer, params
-        assert not (routes and reuse), "the experts of reused tokens are not recorded"
         self.capacity = capacity or int(model.block_size)
         if not 0 < self.capacity <= model.block_size:
             raise InputError(f"capacity is {capacity}; the model's context is {model.block_size} tokens.")
@@ -247,7 +264,8 @@ class Engine:
         self.fetch, self.scope = fetch, scope
         self.threaded = False  # an EngineThread runs the rounds
         self._several = holds_several(params)
-        self.rounds = self.tokens = self.prompt_tokens = 0
+        self.rounds = self.tokens = 0
+        self.prompt_tokens = self.reused_tokens = 0  # of prompts; of them, those that a slot held already
         self.passes = self.drafted = 0  # of rows, with speculation; a pass makes a token and what it accepts
         block = None
         if speculate is not None:
@@ -264,7 +282,7 @@ class Engine:
         self._rows: dict[int, Row] = {}  # by slot
         self._prefilled: list[tuple[Array | None, list[Joining]]] = []  # experts of the prompts of this round
         self._free = deque(range(self._slots.count))  # longest free first
-        self._held: dict[int, tuple[int, ...]] = {}  # tokens in the cache of a free slot, with `reuse`
+        self._prefixes = PrefixCache(model, routes)  # with `reuse`
         self._waiting: deque[Waiting] = deque()
         self._submitted = 0
         self._stepping = threading.RLock()  # held for a round
@@ -379,13 +397,13 @@ class Engine:
         Matrices in another dtype than the compute dtype are cast once, at their first use; nothing else is copied.
         """
         self.params, self._cast = params, None
-        self._held.clear()  # computed with the old ones
+        self._prefixes.clear()  # computed with the old ones
 
     def release(self) -> None:
         """Free the memory of the slots if no row is generating; the next request allocates it again."""
         with self._stepping:
             if not self._rows:
-                self._held.clear()
+                self._prefixes.clear()
                 self._slots.rows = None
 
     def wake(self) -> None:
@@ -413,8 +431,37 @@ class Engine:
                 for width in widths
                 for height in dict.fromkeys(self._slots.heights(width))
             ]
+            if self.reuse:  # of short continuations
+                width = continued_width(1, self.capacity)
+                heights = dict.fromkeys(self._slots.heights(width, reuse=True))
+                admissions += [(self._admission((), width, height, reuse=True), width) for height in heights]
             way = None if way_of([]) is None else self.least
             return self._slots.lower_ahead(params, admissions, way)
+
+    def prepare(self) -> None:
+        """Run every program of prefill, and those of decoding without top log-probabilities, on no rows, so that no
+        request waits for a compiler. Call it while nothing is generated."""
+        slots = self._slots
+        with self._stepping, self.scope():
+            if self._cast is None:
+                self._cast = slots.cast(self._read(self.params))
+            for reuse in (False, True) if self.reuse else (False,):
+                for width in self._widths(reuse):
+                    for height, size in slots.prefills(width, reuse):
+                        slots.admit(self._cast, self._admission((), width, height, reuse, size), width)
+            ways = (None,) if way_of([]) is None else [way for way in Way if way >= self.least]
+            for way in ways:
+                for rows, length in slots.blocks():
+                    slots.decode(self._cast, range(rows), length, way, slots.steps)
+            self._empty()
+
+    def _widths(self, reuse: bool) -> Iterator[int]:
+        """Yield the widths of prefill programs, ascending."""
+        width = 0
+        while width < self.capacity:
+            size = width + 1
+            width = continued_width(size, self.capacity) if reuse else self._width(size + 1)
+            yield width
 
     def _read(self, params: Any) -> Any:
         return params if self._quantizer is None else self._quantizer(params)
@@ -475,7 +522,7 @@ class Engine:
         return list(dict.fromkeys(handles))
 
     def _empty(self) -> None:
-        self._held.clear()
+        self._prefixes.clear()
         self._prefilled.clear()
         self._free = deque(range(self._slots.count))
         self._slots.rows = None
@@ -506,24 +553,28 @@ class Engine:
                 free -= count
                 if not item.rows:
                     self._waiting.popleft()
-        for one in joining:
-            self._place(one)
+        self._place(joining)
         for group, width, height in self._prefills(joining):
-            admission = self._admission(group, width, height)
-            routes = self._slots.admit(self._cast, admission, width, reuse=group[0].held > 0)
+            admission = self._admission(group, width, height, reuse=group[0].held > 0)
+            routes = self._slots.admit(self._cast, admission, width)
             self._prefilled.append((routes, group))
+        if self.reuse:
+            for one in joining:
+                for slot in one.slots:
+                    ids = np.asarray(one.handle.request.prompt_ids, np.int32)[:-1]
+                    self._prefixes.put(slot, Held(ids, one.handle.request.adapter))
 
     def _prefills(self, joining: Sequence[Joining]) -> Iterator[tuple[list[Joining], int, int]]:
         """Yield what each prefill program gets: requests, their width bucket, and the prompts it computes."""
         alike: dict[tuple[bool, int], list[Joining]] = {}
         for one in joining:
-            width = bucket(max(one.length - 1 - one.held, 1, self.narrowest), self.capacity)
+            width = self._width(one.length) if not one.held else self._width_after(one.length, one.held)
             alike.setdefault((one.held > 0, width), []).append(one)
         for (held, width), left in alike.items():
-            few, many = self._slots.heights(width)
+            few, many = self._slots.heights(width, held)
             while left:
                 # a program for many that is mostly padding takes longer than some for a few
-                height = few if held or len(left) <= few or 4 * len(left) <= many else many
+                height = few if len(left) <= few or 4 * len(left) <= many else many
                 taken = rows = 0
                 while taken < min(height, len(left)) and rows + left[taken].count <= self._slots.most:
                     rows += left[taken].count
@@ -531,39 +582,78 @@ class Engine:
                 yield left[:taken], width, height
                 left = left[taken:]
 
-    def _place(self, one: Joining) -> None:
-        """Assign slots, preferably one that holds the beginning of the prompt."""
-        request, prompt = one.handle.request, tuple(one.handle.request.prompt_ids)
-        slot = self._slot_holding(prompt) if one.count == 1 and not request.adapter else None
-        if slot is not None:
-            self._free.remove(slot)
-            one.held, one.slots = len(self._held[slot]), [slot]
-        else:
-            one.slots = [self._free.popleft() for _ in range(one.count)]
+    def _width(self, length: int) -> int:
+        """Return the width of the program that prefills a whole prompt."""
+        return bucket(max(length - 1, 1, self.narrowest), self.capacity)
+
+    def _width_after(self, length: int, held: int) -> int:
+        """Return the width of the program that prefills what follows the first `held` tokens."""
+        return continued_width(length - 1 - held, self.capacity)
+
+    def _place(self, joining: Sequence[Joining]) -> None:
+        """Assign slots: to a prompt that continues a free slot that slot, to others those free the longest."""
+        for one in joining:
+            one.prefix = self._prefix_of(one)
+        origins = {one.prefix.slot for one in joining if one.prefix is not None}
+        for one in sorted(joining, key=lambda one: one.prefix is None or not one.prefix.whole):
+            prefix = one.prefix
+            if prefix is not None and prefix.whole and prefix.slot in self._free:
+                one.slots = [prefix.slot]
+                self._free.remove(prefix.slot)
+            else:
+                own = None if prefix is None else prefix.slot
+                one.slots = [self._take_free(origins, own) for _ in one.indices]
+        taken = {slot: one for one in joining for slot in one.slots}
+        for one in joining:
+            if one.prefix is not None and taken.get(one.prefix.slot, one) is not one:
+                one.prefix = None  # another row overwrites it in this round
+            self._enter(one)
+
+    def _take_free(self, origins: Collection[int], own: int | None) -> int:
+        """Return the slot that is free the longest, of those that no prompt of this round begins with; without one,
+        slot `own`, whose beginning is used, if it is free."""
+        other = own if own is not None and own in self._free else self._free[0]
+        slot = next((slot for slot in self._free if slot not in origins), other)
+        self._free.remove(slot)
+        return slot
+
+    def _enter(self, one: Joining) -> None:
+        """Start the rows of a request in their slots."""
+        request, length = one.handle.request, one.length
         stops = frozenset((*self.end_ids, *request.stop_ids))
-        one.limit = self.capacity - len(prompt) + 1
+        one.limit = self.capacity - length + 1
         if request.max_tokens is not None:
             one.limit = min(one.limit, request.max_tokens)
         for slot, index in zip(one.slots, one.indices, strict=True):
-            self._held.pop(slot, None)
+            self._prefixes.drop(slot)
             text = TextStream(self.tokenizer, request.stop_strings) if self.tokenizer else None
-            self._rows[slot] = Row(one.handle, index, stops, one.limit, text)
-        self.prompt_tokens += len(prompt)
+            row = Row(one.handle, index, stops, one.limit, text)
+            if one.prefix is not None and one.prefix.routes is not None:
+                row.routes.append(one.prefix.routes)
+            self._rows[slot] = row
+        self.prompt_tokens += length
+        self.reused_tokens += one.held
 
-    def _slot_holding(self, prompt: tuple[int, ...]) -> int | None:
-        """Return the free slot that holds the longest beginning of the prompt, and nothing else."""
-        found = {
-            slot: len(held)
-            for slot, held in self._held.items()
-            if 0 < len(held) < len(prompt) and prompt[: len(held)] == held
-        }
-        return max(found, key=lambda slot: found[slot], default=None)
+    def _prefix_of(self, one: Joining) -> Prefix | None:
+        """Return the beginning of the prompt that is worth re-using: what it continues, or what saves computing."""
+        request = one.handle.request
+        if not self.reuse or request.fresh or one.count > 1 or not len(self._prefixes):
+            return None
+        lengths = {slot: row.length - 1 for slot, row in self._rows.items()}
+        found = self._prefixes.find(request.prompt_ids, request.adapter, lengths)
+        if found is None or found.whole:
+            return found
+        return found if self._width_after(one.length, found.length) < self._width(one.length) else None
 
-    def _admission(self, group: Sequence[Joining], width: int, height: int) -> Admission:
-        """Return the arrays of one prefill program, filled up to its buckets."""
-        slots, count, held_any = self._slots, sum(one.count for one in group), any(one.held for one in group)
-        size = height if held_any or count == 1 else slots.most
-        prompts = np.full((height, slots.capacity if held_any else width + 1), self.pad_id, np.int32)
+    def _admission(
+        self, group: Sequence[Joining], width: int, height: int, reuse: bool = False, size: int = 0
+    ) -> Admission:
+        """Return the arrays of one prefill program, filled up to its buckets: `height` prompts, and `size` slots if it
+        is given. `reuse`: prompts continue prefixes."""
+        slots, count = self._slots, sum(one.count for one in group)
+        size = size or (height if reuse or count == 1 else slots.most)
+        origins = np.full(height, slots.count, np.int32) if reuse else None
+        prompts = np.full((height, slots.capacity if reuse else width + 1), self.pad_id, np.int32)
         lengths, held = np.ones(height, np.int32), np.zeros(height, np.int32)
         sources = np.zeros(size, np.int32)
         places = np.arange(slots.count, slots.count + size, dtype=np.int32)
@@ -574,6 +664,8 @@ class Engine:
             request = one.handle.request
             prompts[number, : one.length] = request.prompt_ids
             lengths[number], held[number] = one.length, one.held
+            if origins is not None and one.prefix is not None:
+                origins[number] = one.prefix.slot
             for slot, index in zip(one.slots, one.indices, strict=True):
                 at = len(options)
                 sources[at], places[at], limit[at] = number, slot, one.limit
@@ -584,10 +676,11 @@ class Engine:
         filters = Filters.rows([*options, *[SamplingOptions()] * filler], self.vocab_size)
         asked = Asked(limit, streams, filters, stop_table([*stops, *[()] * filler]))
         if not self._several:
-            return Admission(prompts, lengths, held, sources, places, asked)
+            return Admission(prompts, lengths, held, sources, places, asked, origins=origins)
         adapters = np.zeros(height, np.int32)
         adapters[: len(group)] = [one.handle.request.adapter for one in group]
-        return Admission(prompts, lengths, held, sources, places, asked._replace(adapter=adapters[sources]), adapters)
+        asked = asked._replace(adapter=adapters[sources])
+        return Admission(prompts, lengths, held, sources, places, asked, adapters, origins)
 
     def _decode(self) -> None:
         active, rows, begun = sorted(self._rows), self._rows.values(), time.perf_counter()
@@ -604,6 +697,7 @@ class Engine:
         check_scores(output.logprobs)  # 0 where no token is
         self.rounds += 1
         tokens, scores, counts, live = (array.T.tolist() for array in output[:4])
+        chances = None if output.policy_logprobs is None else output.policy_logprobs.T.tolist()
         for slot, column in zip(active, columns, strict=True):
             made, row = counts[column], self._rows[slot]
             self.tokens += made
@@ -611,7 +705,7 @@ class Engine:
                 self.passes += int(output.passes[column])
                 self.drafted += int(output.drafted[column])
             ranked = _rankings(output, column, made) if row.handle.request.top_logprobs else []
-            drawn = [] if output.policy_logprobs is None else output.policy_logprobs[:made, column].tolist()
+            drawn = [] if chances is None else chances[column][:made]
             routes = None if output.routes is None else output.routes[:made, column]
             event = row.take(tokens[column][:made], scores[column][:made], not live[column], ranked, drawn, routes)
             self._hand_out(slot, event)
@@ -623,7 +717,7 @@ class Engine:
                 continue
             for number, one in enumerate(group):
                 for slot in one.slots:
-                    self._rows[slot].routes.append(found[number, : one.length - 1])
+                    self._rows[slot].routes.append(found[number, : one.length - 1 - one.held])
         self._prefilled.clear()
 
     def _hand_out(self, slot: int, event: Event) -> None:
@@ -632,8 +726,8 @@ class Engine:
         if event.finish is not None:
             del self._rows[slot]
             self._free.append(slot)
-            if self.reuse and row.made and not row.handle.request.adapter:
-                self._held[slot] = row.held
+            if self.reuse:
+                self._prefixes.put(slot, row.held())
         if event.ids or event.finish is not None:
             row.handle.put(event, None if event.finish is None else row.sample(event.finish))
 

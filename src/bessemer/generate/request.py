@@ -38,12 +38,14 @@ class Request:
     logprobs: bool = False  # log p(token) of the model itself, before penalties, temperature and filters
     top_logprobs: int = 0  # with `logprobs`: also this many of the most likely tokens, at most TOP
     stream: bool = False  # its events are read as they come: the same tokens, in short rounds
+    fresh: bool = False  # prefill the whole prompt, whatever slots hold: the same bits whatever was asked before
     adapter: int = 0  # of an engine with several over one base: which one; 0 is the base alone
 
 
 @dataclass(frozen=True)
 class Event:
-    """New tokens of one sample. `text` lags behind `ids` by what may be part of a character or a stop string."""
+    """New tokens of one sample. `text` lags behind `ids` by what may be part of a character or a stop string; without
+    `stream` and stop strings all of it comes with the last event."""
 
     index: int
     text: str

@@ -24,6 +24,7 @@ from bessemer.generate.sampling import Filters, SamplingOptions, Way, draw, poli
 from bessemer.kernels.quantized import Quantized
 from bessemer.models.lora import Adapted, for_rows, holds_several, is_node
 from bessemer.models.moe import ROUTING, recorded, recorded_shape
+from bessemer.models.protocol import Shortening
 from bessemer.models.shape import round_up
 from bessemer.models.transformer import Transformer
 from bessemer.topology import CompiledTogether
@@ -308,11 +309,12 @@ class Admission(NamedTuple):
 
     prompts: Any  # (R, width + 1) int32, right-padded; (R, capacity) if they continue what their slots hold
     lengths: Any  # (R,)
-    held: Any  # (R,) tokens of the prompt that its slot already holds
+    held: Any  # (R,) tokens of the prompt that slot `origins` already holds
     sources: Any  # (M,) which prompt
     slots: Any  # (M,) which slot
     asked: Asked  # of the M
     adapters: Any = None  # (R,), of several over one base
+    origins: Any = None  # (R,) slots whose beginnings the prompts continue; M = R then
 
 
 class Slots:
@@ -320,7 +322,8 @@ class Slots:
     `decode` runs a block of steps. Each is compiled once per bucket:
 
         prefill   by width (a power of two from the engine's narrowest, or the capacity): one prompt for one slot, one
-                  prompt for up to ROWS slots, and several prompts for up to ROWS slots (`heights`)
+                  prompt for up to ROWS slots, and several prompts for up to ROWS slots (`heights`); for prompts that
+                  continue a prefix, by `continued_width`: one prompt and several, for one slot each
         decode    by rows (`sizes`) and by the part of the capacity in use (`reach`)
 
     whole: every block computes all slots, so that there is one size; for batches whose rows end at about the same time.
@@ -371,11 +374,27 @@ class Slots:
         """The most samples of a request that enter together."""
         return min(ROWS, self.count)
 
-    def heights(self, width: int) -> tuple[int, int]:
-        """Return the numbers of prompts, a few and many, that programs of this width prefill."""
+    def heights(self, width: int, reuse: bool = False) -> tuple[int, int]:
+        """Return the numbers of prompts, a few and many, that programs of this width prefill.
+
+        `reuse`: they continue prefixes, of which a program holds copies: of a quarter of the slots at most.
+        """
         few = min(round_up(1, self.shards), self.count)
-        many = min(PROMPTS, max(1, TOKENS // width), self.count)
+        many = min(PROMPTS, max(1, TOKENS // width), max(1, self.count // 4) if reuse else self.count)
         return few, min(max(few, round_up(many, self.shards)), self.count)
+
+    def prefills(self, width: int, reuse: bool) -> list[tuple[int, int]]:
+        """Return (prompts, slots) of all prefill programs of a width."""
+        few, many = self.heights(width, reuse)
+        pairs = [(few, few), (many, many)] if reuse else [(few, few), (few, self.most), (many, self.most)]
+        return list(dict.fromkeys(pairs))
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """Return (rows, tokens of the longest) of all decoding programs."""
+        reaches = [self.capacity]
+        while (reach := self.reach(reaches[-1] // 2)) < reaches[-1]:
+            reaches.append(reach)
+        return [(size, reach) for size in self.sizes for reach in reaches]
 
     def cast(self, params: Any) -> Any:
         """Return the parameters as programs read them: matrices in the compute dtype. What has it already is not
@@ -389,13 +408,13 @@ class Slots:
             before[n] = leaf
         return jax.tree.unflatten(form, before)
 
-    def admit(self, params: Any, admission: Admission, width: int, reuse: bool) -> Array | None:
+    def admit(self, params: Any, admission: Admission, width: int) -> Array | None:
         """Prefill new rows into slots; `width` is the bucket of what their prompts add to the cache.
 
         With `routes` return the experts of each prompt's tokens but the last, (R, width, layers, k), right-padded.
         """
         self.rows = self._ready(params)
-        self.rows, routes = self._admit(params, self.rows, admission, width=width, reuse=reuse)
+        self.rows, routes = self._admit(params, self.rows, admission, width=width)
         return routes
 
     def reach(self, length: int) -> int:
@@ -445,7 +464,7 @@ class Slots:
         places = jax.tree.map(lambda leaf: leaf.sharding, rows) if meshed else None
         admit, decode = self._programs
         out = (places, None) if meshed else None
-        self._admit = _program(admit, "prefill", ("width", "reuse"), out)
+        self._admit = _program(admit, "prefill", ("width",), out)
         self._decode = _program(decode, "decoding", ("reach", "way", "top"), out)
 
     def lower_ahead(self, params: Any, admissions: Iterable[tuple[Admission, int]], way: Way | None) -> list[Any]:
@@ -457,10 +476,7 @@ class Slots:
         params = self._cast_abstract(params)
         rows = compiled_shapes(self._start.program, params)
         self._make_programs(rows)
-        found = [
-            self._admit.program.lower(params, rows, admission, width=width, reuse=False)
-            for admission, width in admissions
-        ]
+        found = [self._admit.program.lower(params, rows, admission, width=width) for admission, width in admissions]
         mask, bound = np.zeros(self.count, bool), np.int32(self.steps)
         decode = self._decode.program.lower(params, rows, mask, None, bound, reach=self.capacity, way=way, top=0)
         return [*found, decode]
@@ -533,20 +549,24 @@ def _by_rows(leaf: Array) -> Array:
 
 
 def _admit(
-    model: Any, params: Any, rows: Rows, new: Admission, *, width: int, reuse: bool, routes: bool = False
+    model: Any, params: Any, rows: Rows, new: Admission, *, width: int, routes: bool = False
 ) -> tuple[Rows, Array | None]:
-    """Prefill, and write each row to its slot. `reuse`: a prompt continues what its slot holds (M = R then).
+    """Prefill, and write each row to its slot. With `new.origins` a prompt continues what that slot holds.
 
     Returns the rows, and with `routes` the experts of the new tokens, (R, width, layers, k).
     """
-    prompts = new.prompts
-    if reuse:
-        cache = take_rows(rows.cache, new.slots)
+    prompts, adapted = new.prompts, for_rows(params, new.adapters)
+    if new.origins is not None:
+        cache = take_rows(rows.cache, new.origins)
+        shortens = isinstance(model, Shortening)
+        if shortens:
+            last = jnp.take_along_axis(prompts, jnp.maximum(new.held - 1, 0)[:, None], axis=1)[:, 0]
+            cache = model.apply({"params": adapted}, cache, last, new.held, method="shorten")
         at = new.held[:, None] + jnp.arange(width)
         ids = prompts.at[jnp.arange(prompts.shape[0])[:, None], at].get(mode="fill", fill_value=0)
     else:
         cache, ids = model.init_cache(prompts.shape[0], width), prompts[:, :width]
-    given = (model, for_rows(params, new.adapters), ids, cache, new.lengths - 1 - new.held)
+    given = (model, adapted, ids, cache, new.lengths - 1 - new.held)
     _, cache, *chosen = forward_routed(*given) if routes else forward(*given)
     ends = ends_of(model.vocab_size, prompts, new.lengths)
     cache, (token, seen) = take_rows((cache, ends), new.sources)

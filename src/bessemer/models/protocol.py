@@ -130,6 +130,16 @@ class Rewinding(Decoding, Protocol):
 
 
 @runtime_checkable
+class Shortening(Decoding, Protocol):
+    """Cuts the rows of a cache, which the engine needs to re-use part of what a row left behind."""
+
+    most_rewound: int  # rows of at most so many tokens can be cut
+
+    def shorten(self, cache: Any, last: Array, lengths: Array) -> Any:
+        """Return `cache` with only the first `lengths` (B,) tokens of every row; last: (B,), the last of them."""
+
+
+@runtime_checkable
 class Scoring(Protocol):
     """Scores given tokens, which multiple-choice evaluations need."""
 

@@ -464,6 +464,17 @@ class Transformer(Model):
             last=_last_token(input_ids, kept, before.last),
         )
 
+    def shorten(self, cache: Cache, last: Array, lengths: Array) -> Cache:
+        """Return `cache` with only the first `lengths` (B,) tokens of every row; last: (B,), the last of them.
+
+        A row that is cut has at most `most_rewound` tokens: a window that has gone round has lost earlier keys.
+        """
+        previous = cache.previous
+        if previous.shape[-1]:
+            newest = self._embed(last[:, None])[:, 0, : previous.shape[-1]].astype(previous.dtype)
+            previous = jnp.where((lengths < cache.lengths)[:, None], newest, previous)
+        return Cache(cache.keys, cache.values, lengths, previous)
+
     def _record(self, seen: Stats) -> None:
         """Note the experts that a layer chose, if the caller of `decode` makes ROUTING mutable."""
         if CHOSEN in seen:

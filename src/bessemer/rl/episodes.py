@@ -167,6 +167,10 @@ class EpisodeSampler(Sampler):
         return self.settings.block_size  # a later turn's prompt is the episode so far
 
     @property
+    def continues(self) -> bool:
+        return True  # the engine prefills what a turn adds, if the row of the turn before is still in its slot
+
+    @property
     def spec(self) -> EnvironmentSpec:
         assert self.settings.environment is not None
         return self.settings.environment

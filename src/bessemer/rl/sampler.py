@@ -101,6 +101,11 @@ class Sampler:
         """The tokens of the longest prompt."""
         return self.plan.longest
 
+    @property
+    def continues(self) -> bool:
+        """Whether prompts continue what was sampled before."""
+        return False
+
     def advantages(self, samples: Sequence[Sample], grouped: np.ndarray) -> np.ndarray:
         """Return the advantages (groups, G) of the samples. grouped: their rewards, (groups, G)."""
         assert isinstance(self.policy, GrpoSettings)
@@ -143,6 +148,7 @@ class Sampler:
             narrowest=bucket(longest, model.block_size) // 2,  # two widths for prompts of all lengths
             whole=jax.default_backend() != "cpu",  # see `row_sizes`: there, few rows take about as long as all
             least=way_of([self.sampling]) or Way.GREEDY,  # validation needs no program of its own
+            reuse=self.continues,
             policy_logprobs=self.alters_logits,
             speculate=self.settings.speculation,
             weights=self.settings.sampling_weights,

@@ -284,8 +284,9 @@ def make_server(service: Service, grace: int = GRACE) -> Server:
 
 
 def warm_up(engine: Engine) -> None:
-    """Compile the programs of a short prompt with the protocol's default sampling, to fail before the first client."""
+    """Compile what prompts of all lengths need, and answer one, to fail before the first client."""
     assert engine.tokenizer is not None
+    engine.prepare()
     engine.generate([Generation([engine.tokenizer.bos_id], 1, SamplingOptions(temperature=1.0))])
 
 
@@ -305,7 +306,7 @@ def serve(
         name = loaded.run.name if loaded.run else "model"
         others = entries_of(served, options.template)
         own = others.pop(name, Entry(template, loaded.step))
-        limits: dict[str, Any] = {"slots": options.slots, "queue": options.queue}
+        limits: dict[str, Any] = {"slots": options.slots, "queue": options.queue, "reuse": True}
         engine = Engine.of(loaded, **limits, speculate=options.speculate, seed=secrets.randbits(32))
         service = Service(
             engine,

@@ -287,6 +287,7 @@ class Ask:
                 logprobs=options.logprobs,
                 top_logprobs=options.top_logprobs,
                 stream=options.stream,
+                fresh=options.seed is not None,  # who asks for a seed wants the same text again
                 adapter=adapter,
             )
             for number, ids in enumerate(self.prompts)

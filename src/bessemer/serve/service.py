@@ -54,6 +54,8 @@ class Metrics:
         add("rows_waiting", "gauge", "Continuations in the queue.", [("", engine.waiting)])
         add("slots", "gauge", "Continuations that can generate at once.", [("", engine.slots)])
         add("prompt_tokens_total", "counter", "Prompt tokens processed.", [("", engine.prompt_tokens)])
+        reused = "Prompt tokens found in the prefix cache."
+        add("prompt_tokens_reused_total", "counter", reused, [("", engine.reused_tokens)])
         add("tokens_total", "counter", "Tokens generated.", [("", engine.tokens)])
         add("rounds_total", "counter", "Rounds of the engine.", [("", engine.rounds)])
         if (saved := engine.acceptance) is not None:
