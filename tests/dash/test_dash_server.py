@@ -48,6 +48,7 @@ def test_the_list_and_a_run_say_what_their_files_say(live: Live) -> None:
     run = live.get("/api/run?run=mine")
     assert run["config"]["optimization.lr"] == "0.02" and run["origins"]["training.steps"] == "command line"
     assert run["derived"] == [{"name": "training.batch_size", "value": "8", "reason": "fits in memory"}]
+    assert run["health"]["good"] and run["health"]["words"].startswith("Improving: bits per byte went from ")
     assert run["checkpoints"][0]["step"] == 500 and run["checkpoints"][0]["bytes"] == 5002
     assert run["evaluations"][0]["value"] == 1.2345 and run["problems"] == []
     assert [sample["step"] for sample in live.get("/api/samples?run=mine")["samples"]] == [100, 200, 300, 400, 500]
