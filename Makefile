@@ -20,7 +20,7 @@ train: $(VENV)/.base
 	@echo "source $(BIN)/activate brings the command bessemer into this shell"
 
 # Most of a test is compiling: these ask the compiler for less. What learns in many steps, and `make long`, runs as users do.
-# Hundreds of processes are started: each finds Python's compiled files of the one before it, whatever the shell says of them.
+# Hundreds of processes start; PYTHONDONTWRITEBYTECODE is cleared so that they share compiled bytecode.
 QUICK = PYTHONDONTWRITEBYTECODE= JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS="$$($(BIN)/python -m tests.quick)"
 
 test: $(VENV)/.test

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # what editors and type checkers see; at run time `_HOME` say
     from bessemer.training.state import TrainState
     from bessemer.training.trainer import BaseTrainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "train": "bessemer.training.api",

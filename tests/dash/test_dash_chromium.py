@@ -265,7 +265,7 @@ def test_of_many_charts_only_those_near_the_screen_are_painted(watched: Callable
     with serving(tmp_path / "runs") as live:
         page = watched().page
         page.goto(f"{live.address}/#/run/one")
-        page.locator("figure[data-title=m00] canvas").wait_for()
+        page.locator("details[data-section=Details] figure[data-title=m00] canvas").wait_for()
         values = page.locator("figure .legend .value").all_text_contents()
         assert values == [str(3 + n) for n in range(60)], "all are read, for those who listen"
         assert page.locator("figure canvas").count() < 20

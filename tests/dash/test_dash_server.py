@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from tests.dash.live import TOKEN, Live, histogram, make_run, row, serving, until
 
+import bessemer
 from bessemer.dash import metrics as growing
 from bessemer.dash import processes as actions_module
 from bessemer.dash.app import DashOptions, open_folder
@@ -48,6 +49,7 @@ def test_the_list_and_a_run_say_what_their_files_say(live: Live) -> None:
     run = live.get("/api/run?run=mine")
     assert run["config"]["optimization.lr"] == "0.02" and run["origins"]["training.steps"] == "command line"
     assert run["derived"] == [{"name": "training.batch_size", "value": "8", "reason": "fits in memory"}]
+    assert run["health"]["good"] and run["health"]["words"].startswith("Improving: bits per byte went from ")
     assert run["checkpoints"][0]["step"] == 500 and run["checkpoints"][0]["bytes"] == 5002
     assert run["evaluations"][0]["value"] == 1.2345 and run["problems"] == []
     assert [sample["step"] for sample in live.get("/api/samples?run=mine")["samples"]] == [100, 200, 300, 400, 500]
@@ -126,7 +128,7 @@ def test_with_a_closed_door_nothing_is_said_without_the_token(live: Live) -> Non
         paths = ("runs", "run?run=mine", "curves?run=mine&name=loss", "report?run=mine", "models", "diff?run=mine")
         for path in paths:
             assert shut.call("GET", f"/api/{path}")[0] == 401
-        assert shut.get("/api/session") == {"version": "0.1.0", "may_read": False, "may_act": False}
+        assert shut.get("/api/session") == {"version": bessemer.__version__, "may_read": False, "may_act": False}
         assert len(shut.get("/api/runs", token=TOKEN)["runs"]) == 2
         assert "Bessemer" in shut.get("/"), "the page itself holds nothing: it asks for the token"
     assert DashOptions(host="0.0.0.0").closed and DashOptions(private=True).closed and not DashOptions().closed

@@ -80,7 +80,7 @@ def test_a_small_text_alone_becomes_several_documents_and_many_texts_do_not(tmp_
     ("line", "reason"),
     [
         (b'{"text": "cut off', "not valid JSON"),
-        (b'{"title": "x"}', "no 'text' (it has title), nor 'chosen' and 'rejected'; 'messages'"),
+        (b'{"title": "x"}', "no 'text' (it has title), nor any of: 'chosen' and 'rejected'; 'messages'"),
         (b'{"text": "x', "(Invalid control character at column 12)"),
         (b'{"conversations": [{"from": "human"}]}', "a turn without 'from' and 'value'"),
         (b'{"text": 5}', "'text' is int"),

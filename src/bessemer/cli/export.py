@@ -41,8 +41,8 @@ def command(
 ) -> None:
     """Write a run's model to the new directory OUT.
 
-    A model of the llama family becomes a folder that transformers loads. A GPT has parts that transformers lacks, so it
-    is written in Bessemer's own format, and a line says so.
+    Open models become a folder that transformers loads. A GPT has parts that transformers lacks, so it is written in
+    Bessemer's own format.
 
     For GGUF, run llama.cpp's convert_hf_to_gguf.py on the folder of a llama.
 

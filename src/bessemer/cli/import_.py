@@ -18,7 +18,7 @@ from bessemer.errors import InputError
 @click.option("--base", metavar="PATH", help="Base model of adapters; default: the one that PEFT_DIR names.")
 @RUNS
 def command(source: str, out: str, context: int | None, base: str | None, root: str) -> None:
-    """Import a Hugging Face folder as the run OUT: llama, mistral, qwen, smollm, olmo, gemma; safetensors, no torch.
+    """Import a Hugging Face folder as the run OUT: llama, mistral, mixtral, qwen, smollm, olmo, gemma, gpt-oss.
 
     OUT works like any other run: sample, chat, serve, eval, export, and init=OUT in a recipe. init=HF_DIR also works,
     without an import. Of adapters that PEFT saved (LoRA, DoRA, rsLoRA) the run holds the adapters alone; their base

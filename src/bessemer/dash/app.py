@@ -16,7 +16,7 @@ import json
 import math
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,11 @@ from bessemer.dash.files import Folder, Gone, parsed
 from bessemer.dash.metrics import Index
 from bessemer.dash.processes import Actions, Models
 from bessemer.dash.runs import Runs, plain
-from bessemer.dash.series import AXES, MOST_POINTS, MOST_SMOOTHING, View, charts_of, curve
+from bessemer.dash.series import AXES, MOST_POINTS, MOST_SMOOTHING, View, charts_of, curve, points_of
 from bessemer.dash.weights import LONGEST_NAME, Distributions
 from bessemer.errors import BessemerError, InputError
 from bessemer.job import RunDirectory
+from bessemer.report.health import judge_health
 from bessemer.serve.net import (
     BACKLOG,
     ApiError,
@@ -142,6 +143,8 @@ class Dash:
         found = self.runs.detail(name)
         columns = self.index.columns(self.folder.run(name).metrics)
         found["problems"] += columns.notes
+        health = judge_health(partial(points_of, columns))
+        found["health"] = None if health is None else asdict(health)
         return {**found, "resumed": self.actions.known(name), "rows": columns.count}
 
     def charts(self, names: list[str]) -> dict[str, Any]:

@@ -26,43 +26,66 @@ class Group:
     log: bool = False
     smooth: bool = True  # whether the page's smoothing applies
     fold: bool = False  # for several runs: one chart with a choice of the metric, not one per metric
+    alike: bool = False  # curves of one shape: a choice of the metric for one run, too
 
-    def document(self, names: list[str]) -> dict[str, Any]:
-        return {**asdict(self), "names": names, "fold": self.fold and len(names) > 1}
+    def document(self, names: list[str], section: str = "Details") -> dict[str, Any]:
+        several = len(names) > 1
+        return {
+            **asdict(self),
+            "names": names,
+            "fold": self.fold and several,
+            "alike": self.alike and several,
+            "section": section,
+        }
 
 
-GROUPS = (
-    Group("Loss", ("loss", "loss_smooth", "val_loss"), "nats per token"),
-    Group("Bits per byte", ("val_bpb",), "held-out text", smooth=False),
-    Group("CORE", ("core_metric",), smooth=False),
-    Group("Reward", ("reward", "val_reward", "reward/*", "val_reward/*")),
-    Group("Reward spread", ("reward_std",), "standard deviation within a group"),
-    Group("Pairs ranked correctly", ("pref_acc", "val_pref_acc"), "share of pairs"),
-    Group("Margin", ("margin", "val_margin"), "chosen minus rejected"),
-    Group("KL to the reference", ("kl", "kl_nll", "val_kl"), "nats per token"),
-    Group("Clipped ratios", ("clip_frac",), "share of tokens"),
-    Group("Entropy", ("entropy",), "nats"),
-    Group("Completion length", ("completion_len", "val_completion_len"), "tokens"),
-    Group("Truncated completions", ("truncated",), "share of completions"),
-    Group("Groups without signal", ("flat_groups",), "share of groups whose rewards are all equal"),
-    Group("Learning rate", ("lr", "lr/*"), smooth=False, fold=True),
-    Group("Gradient norm", ("grad_norm",), "before clipping", log=True),
-    Group("Clipped gradients", ("clip_share",), "share of steps so far"),
-    Group("Throughput", ("time/tok_per_s",), "tokens per second"),
-    Group("MFU", ("time/mfu", "time/mfu_causal"), "share of the peak"),
-    Group("Memory", ("mem/peak_gib",), "peak GiB of a device", smooth=False),
-    Group("Step time", ("time/step_ms",), "milliseconds"),
-    Group("Parts of a step", ("time/rollout_s", "time/score_s", "time/reward_s", "time/train_s"), "seconds", fold=True),
-    Group("Waiting for data", ("time/data_wait_pct",), "% of the time"),
-    Group("Goodput", ("time/goodput",), "share of the wall clock spent training"),
-    Group("Log-probabilities", ("logps/*", "val_logps/*"), "nats per answer", fold=True),
-    Group("Sampler against trainer", ("logprob_gap", "logprob_gap_max"), "nats per token"),
-    Group("Experts replayed that the trainer would not choose", ("routed_apart",), "share of tokens and layers"),
-    Group("Importance ratios", ("ratio_p01", "ratio_p50", "ratio_p99"), "trainer's probability over the sampler's"),
-    Group("Effective sample size", ("ess", "importance_capped"), "share of tokens"),
-    Group("Token loss", ("nll",), "nats per token, auxiliary losses left out"),
-    Group("Skipped steps", ("skipped_steps",), smooth=False),
-)
+SECTIONS = ("Results", "Optimization", "Speed and memory", "Details")
+"""Headings of the page, in order. A chart that no group knows is a detail."""
+
+GROUPS = {
+    "Results": (
+        Group("Loss", ("loss", "loss_smooth", "val_loss"), "nats per token"),
+        Group("Bits per byte", ("val_bpb",), "held-out text", smooth=False),
+        Group("CORE", ("core_metric",), smooth=False),
+        Group("Reward", ("reward", "val_reward", "reward/*", "val_reward/*")),
+        Group("Pairs ranked correctly", ("pref_acc", "val_pref_acc"), "share of pairs"),
+        Group("Margin", ("margin", "val_margin"), "chosen minus rejected"),
+        Group("KL to the reference", ("kl", "kl_nll", "val_kl"), "nats per token"),
+        Group("Completion length", ("completion_len", "val_completion_len"), "tokens"),
+    ),
+    "Optimization": (
+        Group("Gradient norm", ("grad_norm",), "before clipping", log=True),
+        Group("Clipped gradients", ("clip_share",), "share of steps so far"),
+        Group("Entropy", ("entropy",), "nats"),
+        Group("Reward spread", ("reward_std",), "standard deviation within a group"),
+        Group("Groups without signal", ("flat_groups",), "share of groups whose rewards are all equal"),
+        Group("Truncated completions", ("truncated",), "share of completions"),
+        Group("Clipped ratios", ("clip_frac",), "share of tokens"),
+        Group("Skipped steps", ("skipped_steps",), smooth=False),
+        Group("Learning rate", ("lr", "lr/*"), smooth=False, fold=True, alike=True),
+    ),
+    "Speed and memory": (
+        Group("Throughput", ("time/tok_per_s",), "tokens per second"),
+        Group("MFU", ("time/mfu", "time/mfu_causal"), "share of the peak"),
+        Group("Memory", ("mem/peak_gib",), "peak GiB of a device", smooth=False),
+        Group("Step time", ("time/step_ms",), "milliseconds"),
+        Group(
+            "Parts of a step", ("time/rollout_s", "time/score_s", "time/reward_s", "time/train_s"), "seconds", fold=True
+        ),
+        Group("Waiting for data", ("time/data_wait_pct",), "% of the time"),
+        Group("Goodput", ("time/goodput",), "share of the wall clock spent training"),
+    ),
+    "Details": (
+        Group("Log-probabilities", ("logps/*", "val_logps/*"), "nats per answer", fold=True),
+        Group("Sampler against trainer", ("logprob_gap", "logprob_gap_max"), "nats per token"),
+        Group("Experts replayed that the trainer would not choose", ("routed_apart",), "share of tokens and layers"),
+        Group("Importance ratios", ("ratio_p01", "ratio_p50", "ratio_p99"), "trainer's probability over the sampler's"),
+        Group("Effective sample size", ("ess", "importance_capped"), "share of tokens"),
+        Group("Token loss", ("nll",), "nats per token, auxiliary losses left out"),
+    ),
+}
+"""Section → its charts."""
+
 HIDDEN = (
     "step",
     "tokens",
@@ -83,13 +106,14 @@ def charts_of(names: Iterable[str]) -> list[dict[str, Any]]:
     left = [name for name in sorted(set(names)) if name not in HIDDEN]
     charts = []
     of_pairs = not {"pref_acc", "reward"}.isdisjoint(left)  # then the loss is not per token
-    for group in GROUPS:
-        if of_pairs and group.title == "Loss":
-            group = replace(group, unit="of the objective")
-        own = [name for form in group.names for name in left if fnmatchcase(name, form)]
-        if own:
-            charts.append(group.document(own))
-            left = [name for name in left if name not in own]
+    for section in SECTIONS:
+        for group in GROUPS[section]:
+            if of_pairs and group.title == "Loss":
+                group = replace(group, unit="of the objective")
+            own = [name for form in group.names for name in left if fnmatchcase(name, form)]
+            if own:
+                charts.append(group.document(own, section))
+                left = [name for name in left if name not in own]
     return [*charts, *(Group(name, (name,)).document([name]) for name in left)]
 
 
@@ -123,6 +147,12 @@ def curve(columns: Columns, name: str, view: View) -> dict[str, Any] | None:
     if smooth is not None:
         found["smooth"] = _points(x[part], smooth[part], view.points)
     return found
+
+
+def points_of(columns: Columns, name: str) -> list[tuple[float, float]]:
+    """Return (step, value) of a metric, thinned; [] if the run does not have it."""
+    found = curve(columns, name, View())
+    return [] if found is None else list(zip(found["x"], found["y"], strict=True))
 
 
 def carried(x: np.ndarray) -> np.ndarray:

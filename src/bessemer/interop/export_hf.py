@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from bessemer.console import ShowBytes, no_progress
+from bessemer.console import size as byte_size
 from bessemer.data.tokenize.chat import TURN_TOKENS, can_chat, stop_ids
 from bessemer.data.tokenize.templates import CONFIG as TOKENIZER_CONFIG
 from bessemer.data.tokenize.templates import OUR_TEMPLATE
@@ -68,7 +69,7 @@ def export_folder(
         for name, text in texts.items():
             (out / name).write_text(text, encoding="utf-8")
     files = f"{len(parts)} files" if len(parts) > 1 else SINGLE
-    lines = [f"model      {config['model_type']}, {size / 2**30:.2f} GiB of {', '.join(kinds)} in {files}"]
+    lines = [f"model      {config['model_type']}, {byte_size(size)} of {', '.join(kinds)} in {files}"]
     return lines if tokenizer is not None else [*lines, "tokenizer  none: this run has none to export"]
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from bessemer.config import declared
 from bessemer.config.bounded import read_json
 from bessemer.console import Advance, ShowBytes, no_progress
+from bessemer.console import size as byte_size
 from bessemer.data.tokenize.tokenizer import FILE, Tokenizer
 from bessemer.errors import InputError, StorageError, to_install
 from bessemer.interop.bitsandbytes import STATE, QuantizedTensor, is_part
@@ -286,7 +287,7 @@ def facts(folder: Folder, tokenizer: Tokenizer | None, size: int) -> list[str]:
     model, counts = folder.model, folder.model.count_parameters()
     context, positions = folder.settings["architecture/block_size"], model.max_positions
     lines = [
-        f"model      {model.hf_type}, {counts['total']:,} parameters, {size / 2**30:.2f} GiB of {model.weights_dtype}",
+        f"model      {model.hf_type}, {counts['total']:,} parameters, {byte_size(size)} of {model.weights_dtype}",
         f"context    {context:,} of the model's {positions:,} tokens"
         + (" (--context gives more)" if context < positions else ""),
     ]

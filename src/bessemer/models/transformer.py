@@ -469,11 +469,13 @@ class Transformer(Model):
 
         A row that is cut has at most `most_rewound` tokens: a window that has gone round has lost earlier keys.
         """
-        previous = cache.previous
+        cut, previous, token = (lengths < cache.lengths)[:, None], cache.previous, cache.last
         if previous.shape[-1]:
             newest = self._embed(last[:, None])[:, 0, : previous.shape[-1]].astype(previous.dtype)
-            previous = jnp.where((lengths < cache.lengths)[:, None], newest, previous)
-        return Cache(cache.keys, cache.values, lengths, previous)
+            previous = jnp.where(cut, newest, previous)
+        if token.shape[-1]:
+            token = jnp.where(cut, last[:, None].astype(token.dtype), token)
+        return Cache(cache.keys, cache.values, lengths, previous, token)
 
     def _record(self, seen: Stats) -> None:
         """Note the experts that a layer chose, if the caller of `decode` makes ROUTING mutable."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bessemer.config.bounded import read_json
-from bessemer.console import compact, counted, duration, markdown_table, show, with_error
+from bessemer.console import compact, counted, duration, markdown_table, show, shown, with_error
 from bessemer.job import RunDirectory
+from bessemer.report.health import judge_health
 from bessemer.report.plots import write_plots
 from bessemer.report.summary import (
     PHASES,
@@ -50,10 +52,11 @@ def render(summary: Summary, plots: list[Path] | None) -> str:
     """Return the report of a run; None for `plots` that were not drawn."""
     parts = [
         _headline(summary),
-        _numbers(summary),
+        _use(summary),
         _curves(summary, plots),
         _samples(summary),
         _evaluations(summary),
+        _numbers(summary),
         _configuration(summary),
         _branches(summary),
         _decisions(summary),
@@ -95,7 +98,45 @@ def _headline(summary: Summary) -> list[str]:
     compressors = ", ".join(f"{name} {value:.4f}" for name, value in sorted(summary.baselines().items()))
     if compressors:
         lines.append(f"General compressors on the same text: {compressors} bits per byte.")
-    return [*lines, _state(summary)]
+    health = judge_health(lambda name: [(row.get("step", 0), row[name]) for row in summary.rows_with(name)])
+    trained = _trained(summary)
+    paragraphs = [*([trained] if trained else []), *lines[2:], *([health.words] if health else []), _state(summary)]
+    return [*lines[:2], *"\n\n".join(paragraphs).split("\n")]
+
+
+def _trained(summary: Summary) -> str:
+    """Return what was trained, on what: A gpt model of 2.69M parameters, trained on python-stdlib: 819k tokens."""
+    parameters, config = summary.facts.get("parameters"), summary.config
+    size = parameters.get("total") if isinstance(parameters, Mapping) else None
+    if not is_number(size):
+        return ""
+    family, start, adapters = config.get("model.family"), config.get("init"), summary.facts.get("trained_parameters")
+    words = f"A {family} model of {compact(size)} parameters" if family else f"A model of {compact(size)} parameters"
+    if start:
+        words += f", starting from {show(start)}"
+    if is_number(adapters) and adapters != size:
+        words += f", {compact(adapters)} of them trained"
+    data, tokens = summary.facts.get("data"), summary.last("tokens")
+    if isinstance(data, Mapping) and data and all(isinstance(value, Mapping) for value in data.values()):
+        words += f". Data: {', '.join(re.sub('/[A-Z]+$', '', str(name)) for name in data)}"
+    if is_number(tokens):
+        words += f" ({compact(tokens)} tokens)" if "Data:" in words else f", trained on {compact(tokens)} tokens"
+    objective = config.get("objective")
+    return f"{words}. Objective: {objective}." if objective else f"{words}."
+
+
+def _use(summary: Summary) -> list[str]:
+    """Return the commands that use the model of a run that is done."""
+    if summary.state != "done" or summary.config.get("objective") == "reward":
+        return []
+    run = shlex.quote(shown(summary.run.path))
+    rows = [
+        f'bessemer sample {run} --prompt "…"',
+        f"bessemer chat {run}",
+        f"bessemer serve {run}",
+        f"bessemer train sft init={run} training.dataset=chats.jsonl",
+    ]
+    return _section("Use it", "```bash", *rows, "```")
 
 
 def _state(summary: Summary) -> str:

@@ -142,8 +142,8 @@ class ShardWriter:
     def _bad(self, bad: Bad) -> None:
         if self.on_error == "fail":
             raise InputError(
-                f"{bad}. Mend or remove it, or skip and count such lines with data.on_error=skip (--on-error skip when "
-                "preparing)."
+                f"{bad}. Fix or remove the line, or skip and count such lines with data.on_error=skip "
+                "(--on-error skip when preparing)."
             )
         self.counts.skipped += 1
         if len(self.counts.where) < SHOWN:

@@ -258,7 +258,7 @@ def _missing(text_key: str | None, columns: list[str]) -> str:
         return f"no '{text_key}' (it has {there}); {name}"
     known = [("chosen", "rejected"), *CONVERSATIONS]
     others = "; ".join(" and ".join(f"'{column}'" for column in group) for group in known)
-    return f"no 'text' (it has {there}), nor {others}; {name}"
+    return f"no 'text' (it has {there}), nor any of: {others}. Rename the columns, or {name}"
 
 
 def _checked(text: str, where: str) -> Document | Bad:

@@ -11,6 +11,7 @@ const AXES = [
   ["time", "Training time"],
   ["flops", "FLOPs"],
 ];
+const SECTIONS = ["Results", "Optimization", "Speed and memory", "Details"];
 const MOST_NAMES = 100; // of one question: a run may watch every parameter
 const SMOOTHINGS = [0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999];
 
@@ -29,7 +30,8 @@ export class Curves {
     this.charts = new Map();
     this.chosen = new Map(); // of a folded chart: title → metric
     this.sync = `charts-${Math.random()}`;
-    this.grid = h("div", { class: "charts" });
+    this.sections = new Map(); // title → the grid of its charts
+    this.grid = h("div", { class: "sections" });
     this.element = h("section", { "aria-label": "Curves" }, this.controls(), this.grid);
     this.repaint = () => {
       this.key = null;
@@ -152,7 +154,7 @@ export class Curves {
     const same = asked.length === this.drawn?.length && asked.every((part, place) => part === this.drawn[place]);
     if (same && key === this.key) return;
     [this.drawn, this.key] = [asked, key];
-    this.shown = [this.runs.length > 1 ? apart(charts) : charts, asked.flatMap((part) => part.curves)];
+    this.shown = [this.runs.length > 1 ? apart(charts) : charts.map(folded), asked.flatMap((part) => part.curves)];
     this.draw(...this.shown);
   }
 
@@ -165,11 +167,16 @@ export class Curves {
         this.charts.delete(title);
       }
     }
+    for (const [title, grid] of this.sections) grid.parentNode.hidden = !charts.some((one) => one.section === title);
     if (!charts.length) {
+      this.sections.clear();
       fill(this.grid, empty("No metrics yet", "Curves appear here with the first report of the run."));
       return;
     }
-    if (!this.charts.size) this.grid.replaceChildren();
+    if (!this.charts.size) {
+      this.sections.clear();
+      this.grid.replaceChildren();
+    }
     const paint = colours().curves;
     for (const spec of charts) {
       const names = spec.choices ? [this.chosen.get(spec.title) ?? spec.choices[0]] : spec.names;
@@ -187,7 +194,7 @@ export class Curves {
           },
         );
         this.charts.set(spec.title, chart);
-        this.grid.append(chart.element);
+        this.section(spec.section).append(chart.element);
       }
       const chart = this.charts.get(spec.title);
       chart.element.hidden = !own.length && !spec.choices;
@@ -195,6 +202,24 @@ export class Curves {
       if (!chart.element.hidden)
         chart.show(own, { axis, logX, low, high, theme: document.documentElement.dataset.theme });
     }
+  }
+
+  // The grid of a section. One that appears later goes to its place: the order is that of `SECTIONS`.
+  section(title) {
+    if (!this.sections.has(title)) {
+      const grid = h("div", { class: "charts" });
+      const element = h(
+        "details",
+        { class: "section", open: true, data: { section: title } },
+        h("summary", {}, h("h2", {}, title)),
+        grid,
+      );
+      this.sections.set(title, grid);
+      const place = SECTIONS.indexOf(title);
+      const next = [...this.grid.children].find((other) => SECTIONS.indexOf(other.dataset.section) > place);
+      this.grid.insertBefore(element, next ?? null);
+    }
+    return this.sections.get(title);
   }
 
   line(curve, spec, paint) {
@@ -217,6 +242,11 @@ export class Curves {
     window.removeEventListener("repaint", this.repaint);
     for (const chart of this.charts.values()) chart.destroy();
   }
+}
+
+// Curves of one shape: the chart has a choice of them.
+function folded(chart) {
+  return chart.alike ? { ...chart, choices: chart.names } : chart;
 }
 
 // Of several runs, each metric has a chart of its own, or one chart has a choice of them.

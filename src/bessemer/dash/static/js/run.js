@@ -40,6 +40,7 @@ export class Run {
     this.buttons = h("div", { class: "row" });
     this.notes = h("div", { class: "notes" });
     this.steps = h("div", { class: "wide-steps" });
+    this.health = h("p", { class: "health", id: "health", role: "status" });
     this.panel = h("div", { role: "tabpanel", id: "panel", tabindex: "-1" });
     this.tabs = TABS.map(([name, title]) =>
       h(
@@ -59,6 +60,7 @@ export class Run {
       {},
       h("div", { class: "head" }, h("div", {}, h("h1", {}, id), this.state), this.buttons),
       this.notes,
+      this.health,
       this.steps,
       h(
         "dl",
@@ -130,6 +132,9 @@ export class Run {
           .join(" · "),
       ),
     );
+    this.health.hidden = !run.health;
+    this.health.classList.toggle("good", run.health?.good === true);
+    say(this.health, run.health?.words ?? "");
     fill(this.steps, progress(run.step, run.steps));
     const resumed =
       run.resumed && run.resumed.failed
