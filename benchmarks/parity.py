@@ -34,6 +34,7 @@ from stream import FACTS, Stream, batch_of, check, load_streams, windows
 from bessemer.config import Config, Schema, configuration, configure, gather, resolve
 from bessemer.errors import InputError
 from bessemer.models.gpt import GPT
+from bessemer.models.moe import balancer
 from bessemer.objectives.pretrain import PretrainSettings, pretrain
 from bessemer.optim import build_optimizer, settings_classes
 from bessemer.topology import TopologySettings, make_topology, unbox
@@ -156,10 +157,17 @@ def build(config: Config) -> Program:
             schedule=settings.schedule or "auto",
             width=model.shape.width,
         )
-        loss_fn = functools.partial(pretrain, settings=configure(PretrainSettings))
+        objective = configure(PretrainSettings)
+    loss_fn = functools.partial(pretrain, settings=objective)
     model.check()
     apply = make_apply(model)
-    rules = StepRules(settings.max_grad_norm, settings.ema, rates=optimizer.rates)
+    rules = StepRules(
+        settings.max_grad_norm,
+        settings.ema,
+        rates=optimizer.rates,
+        rebalance=balancer(model),
+        steps=(settings.steps or 1) if objective.follows_progress else 0,
+    )
 
     def create(key: jax.Array) -> TrainState:
         params = unbox(model.init(key, jnp.zeros((1, 8), jnp.int32)))["params"]

@@ -112,7 +112,7 @@ def build(case: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any, Any
     apply = make_apply(model)
     optimizer = build_optimizer(case["optimizer"], lambda cls: cls(), 1000, model.group_of, width=model.shape.width)
     loss_fn = functools.partial(pretrain, settings=PretrainSettings())
-    rules = StepRules(rates=optimizer.rates)
+    rules = StepRules(rates=optimizer.rates, rebalance=moe.balancer(model))
 
     def create(key: jax.Array) -> Any:
         params = unbox(model.init(key, jnp.zeros((1, 8), jnp.int32)))["params"]
