@@ -14,6 +14,7 @@ from tiny_run import random_params, tiny_model
 BLOCK = 128
 WHOLE = tiny_model().clone(block_size=BLOCK)
 WINDOWED = WHOLE.clone(window="SL", window_short=0.25)  # a ring of 32 keys
+BIGRAMS = WINDOWED.clone(bigram_rows=256)  # its cache also holds the last token
 SHAPE = {"depth": 2, "width": 32, "head_dim": 16, "vocab_size": 300, "block_size": BLOCK, "precision": "float32"}
 LLAMA = Llama(**SHAPE, kv_heads=1)
 
@@ -91,7 +92,7 @@ def test_a_beginning_in_common_is_copied_and_stays(pair):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [WINDOWED, LLAMA], ids=["windowed", "llama"])
+@pytest.mark.parametrize("model", [WINDOWED, BIGRAMS, LLAMA], ids=["windowed", "bigrams", "llama"])
 def test_rows_are_cut_where_texts_part_unless_a_window_lost_what_is_needed(model):
     cached, plain = engines_of(model, slots=4)
     short, long = tokens(20, 1), tokens(90, 2)
@@ -99,7 +100,7 @@ def test_rows_are_cut_where_texts_part_unless_a_window_lost_what_is_needed(model
     for text, parts in ((short, 18), (long, 70)):
         before = cached.reused_tokens
         list(same(cached, plain, [asked([*text[:parts], 1, 2], 3, 4)]))
-        fits = model is LLAMA or len(text) + 3 <= WINDOWED.most_rewound
+        fits = model is LLAMA or len(text) + 3 <= model.most_rewound
         assert cached.reused_tokens - before == (parts if fits else 0)
 
 
