@@ -134,10 +134,18 @@ class GRPOTrainerConfig(EpisodeSettings, DecodingSettings, BaseTrainerConfig):
         help="steps until a curriculum by a column draws from all prompts; none: half of the run",
     )
     pass_rate_low: float = field(
-        "grpo/pass_rate_low", default=0.0, help="grpo.curriculum=pass_rate leaves out mean rewards up to it"
+        "grpo/pass_rate_low",
+        default=0.0,
+        minimum=-1e6,
+        maximum=1e6,
+        help="grpo.curriculum=pass_rate leaves out mean rewards up to it",
     )
     pass_rate_high: float = field(
-        "grpo/pass_rate_high", default=1.0, help="grpo.curriculum=pass_rate leaves out mean rewards from it on"
+        "grpo/pass_rate_high",
+        default=1.0,
+        minimum=-1e6,
+        maximum=1e6,
+        help="grpo.curriculum=pass_rate leaves out mean rewards from it on",
     )
     pass_rate_rest: int = field(
         "grpo/pass_rate_rest",
