@@ -145,8 +145,9 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
 
     @property
     def pass_rates(self) -> ByPassRate | None:
-        """What grpo.curriculum=pass_rate has measured."""
-        made = None if self.offline else self.prompts.curriculum
+        """What grpo.curriculum=pass_rate has measured; None in a plan, which has no prompts."""
+        plan = self.data.plan
+        made = plan.curriculum if isinstance(plan, PromptPlan) else None
         return made if isinstance(made, ByPassRate) else None
 
     def note_unused_decoding(self) -> None:
