@@ -76,6 +76,7 @@ NOT_RUN = {
     r"bessemer export more-poems .*": "needs the line before it: tests/interop/test_peft.py",
     r"bessemer serve smol --adapter .*": "needs adapters of one base: tests/serve/test_serve_adapters.py",
     r"bessemer launch local (?!.*--processes ).*": "needs GPUs: tests/launch/test_launch_local.py has fake ones",
+    r"bessemer train .* topology\.pipeline=4 .*": "needs eight devices: tests/mesh/test_pipeline.py",
     r"bessemer train … topology\.coordinator=.*": "two processes at once: tests/training/test_training_processes.py",
     r"bessemer (train|resume) (demo|runs/road).*": "minutes, and killed: tests/training/test_training_phases.py",
     r"bessemer train (sft|dpo|reward|grpo|grpo-tools|grpo-multiturn|finetune-q?lora) --name \w+": "make prove",
