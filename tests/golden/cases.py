@@ -503,6 +503,19 @@ CASES: dict[str, Case] = {
         },
         needs=("gpt", "sft"),
     ),
+    "grpo-packed": Case(
+        "grpo",
+        {
+            **ONLINE,
+            "objective": "gspo",
+            "init": "runs/sft",
+            "grpo.rewards": REWARDS,
+            "grpo.pack": "true",
+            "training.per_device_batch_size": 2,
+            "training.steps": 3,
+        },
+        needs=("gpt", "sft"),
+    ),
     "grpo-drafts-in-8-bits": Case(
         "grpo",
         {

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ import numpy as np
 from jax import Array
 
 from bessemer.config import field
+from bessemer.data.rows.rows import COMPLETIONS
 from bessemer.errors import InputError
 from bessemer.losses.exact_scores import exact_scores, value_of
 from bessemer.models.moe import EXPERT_IDS
@@ -157,7 +158,7 @@ def grpo(
 
     batch, (B, T) each: input_ids, target_ids, loss_mask (1 on completion tokens and their end), advantages (those of
     the row, times `importance_weights`), old_logprobs (absent: those of the reference), expert_ids if experts are
-    replayed (models/moe.py).
+    replayed (models/moe.py). With `completions`, (B, 1), each segment of a row is a completion (rl/packing.py).
     """
     if "advantages" not in batch:
         raise InputError("this objective trains on completions with advantages: add job=GRPOTrainer.")
@@ -184,10 +185,27 @@ def grpo(
     mask = batch["loss_mask"].astype(jnp.float32)
     coef = settings.entropy_coef if entropy_offset is None else settings.entropy_coef + entropy_offset
     bonus = coef * entropy if explores else None
-    loss, weight, sums = policy_loss(logprobs, old, against, batch["advantages"], mask, settings, bonus)
+    packed = Segments(batch["segment_ids"], batch[COMPLETIONS]) if COMPLETIONS in batch else None
+    loss, weight, sums = policy_loss(logprobs, old, against, batch["advantages"], mask, settings, bonus, packed)
     if settings.exact:
         sums["off_policy"] = jnp.sum(mask * (logprobs != old))
     return loss, weight, {**sums, "entropy": jnp.sum(mask * entropy)}
+
+
+class Segments(NamedTuple):
+    """The completions of packed rows: their numbers (B, T), 0 in padding, and how many each row holds, (B, 1)."""
+
+    ids: Array
+    counts: Array
+
+    def sums(self, values: Array) -> Array:
+        """Return Σ of values (B, T) over each segment, (B, T + 1)."""
+        length = values.shape[1] + 1
+        return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, num_segments=length))(values, self.ids)
+
+    def totals(self, values: Array) -> Array:
+        """Return for each token the Σ of values (B, T) over its segment, (B, T)."""
+        return jnp.take_along_axis(self.sums(values), self.ids, axis=1)
 
 
 def policy_loss(
@@ -198,14 +216,19 @@ def policy_loss(
     mask: Array,
     settings: GrpoSettings,
     bonus: Array | None = None,
+    packed: Segments | None = None,
 ) -> Sums:
     """The loss from log-probabilities; all arrays (B, T), float32. Only `logprobs` is differentiated, and `bonus`: what
-    is taken off the loss of each token."""
-    lengths = jnp.sum(mask, axis=-1, keepdims=True)  # (B, 1)
+    is taken off the loss of each token. packed: the completions of rows that may hold several."""
+
+    def totals(values: Array) -> Array:  # over each token's completion: (B, 1), or (B, T)
+        return jnp.sum(values, axis=-1, keepdims=True) if packed is None else packed.totals(values)
+
+    lengths = totals(mask)
     shares = mask / jnp.maximum(lengths, 1.0)
     log_ratio = jnp.where(mask > 0, logprobs - old, 0.0)
     if settings.ratio == "sequence":
-        log_ratio = jnp.broadcast_to(jnp.sum(shares * log_ratio, axis=-1, keepdims=True), mask.shape)
+        log_ratio = jnp.broadcast_to(totals(shares * log_ratio), mask.shape)
     ratio = jnp.exp(log_ratio)
     low, high = settings.clip
     gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - low, 1 + high) * advantages)
@@ -218,10 +241,13 @@ def policy_loss(
     if bonus is not None:
         losses = losses - bonus
     if settings.normalization == "sequence":
-        return jnp.sum(shares * losses), jnp.sum(lengths > 0).astype(jnp.float32), sums
+        each = lengths if packed is None else packed.sums(mask)
+        return jnp.sum(shares * losses), jnp.sum(each > 0).astype(jnp.float32), sums
     total = jnp.sum(mask * losses)
     if settings.normalization == "token":
         return total, jnp.sum(mask), sums
+    if packed is not None:
+        return total, jnp.sum(packed.counts) * settings.max_completion_length, sums
     return total, jnp.float32(mask.shape[0] * settings.max_completion_length), sums
 
 

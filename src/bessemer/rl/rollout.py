@@ -178,6 +178,11 @@ class GRPOTrainerConfig(EpisodeSettings, DecodingSettings, BaseTrainerConfig):
         default=True,
         help="models with experts: train each token with the experts that the sampler chose for it",
     )
+    pack: bool = field(
+        "grpo/pack",
+        default=False,
+        help="score and train several completions per row, which pays where they are short for the block",
+    )
     slots: int = field("grpo/slots", default=64, minimum=1, help="completions written at the same time")
 
 

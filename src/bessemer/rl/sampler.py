@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from bessemer.data import key_of
-from bessemer.data.rows.rows import Fields, fields_of
+from bessemer.data.rows.rows import COMPLETIONS, Fields, fields_of
 from bessemer.errors import InputError
 from bessemer.generate import Engine, Request, Result, Sample, SamplingOptions
 from bessemer.generate.decoder import bucket, end_tokens
@@ -34,6 +35,7 @@ from bessemer.models.shape import round_up
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings, group_advantages, importance_weights
 from bessemer.rl.curriculum import ByPassRate
 from bessemer.rl.exact import ExactRollouts
+from bessemer.rl.packing import BLANK, pack_fields, pack_rows
 from bessemer.rl.prompts import Chosen, PromptPlan, end_ids
 from bessemer.rl.resample import Groups, replace_flat
 from bessemer.rl.rewards import Rewards
@@ -50,6 +52,7 @@ from bessemer.rl.shaping import OVERLONG, overlong_penalty
 from bessemer.topology import CompiledTogether, Topology, agree, broadcast, forget
 from bessemer.training.feed import abstract_batch, device_batch, fetch
 from bessemer.training.setup.model import ModelParts
+from bessemer.training.step import used_micro_batches
 from bessemer.training.validation import added
 
 REWARD_SECONDS = 4 * 3600.0  # how long the other processes wait for rewards; a lost process is noticed sooner
@@ -190,6 +193,7 @@ class Sampler:
                 names = {name: kind for name, kind in row_types(self.policy).items() if name not in SCORED}
                 block = self.settings.block_size
                 fields = {**{name: ((block,), np.dtype(kind)) for name, kind in names.items()}, **self.routes}
+                fields |= pack_fields(self.settings)
                 size, sharding = self.plan.passes.batch_size, self.topology.batch_sharding(1)
                 batch = abstract_batch(fields, self.micro, size // self.micro, sharding)
                 lowered.append(self._score.program.lower(params, batch))
@@ -456,9 +460,14 @@ class Sampler:
     def _scored(self, rows: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
         """Return `score`, and the share of replayed choices that the training pass would have made otherwise."""
         inputs = {name: array for name, array in rows.items() if name not in SCORED}
+        packed = pack_rows(inputs, rows["target_ids"] >= 0) if self.settings.pack else None
+        if packed is not None:
+            inputs = {name: array[: max(1, packed.used)] for name, array in packed.rows.items()}
         params = self.params()
         found = fetch([self._score(params, batch) for batch in self.batches(inputs)])
         policy, plain = (np.concatenate([_flat(part[which]) for part in found]) for which in (0, 1))
+        if packed is not None:
+            policy, plain = packed.unpacked(policy), packed.unpacked(plain)
         if EXPERT_IDS not in rows:
             return policy, plain, {}
         apart = sum(float(part[2].sum()) for part in found)
@@ -476,10 +485,10 @@ class Sampler:
         return CompiledTogether(program, "log-probabilities")
 
     def batches(self, rows: dict[str, np.ndarray]) -> Iterator[dict[str, Any]]:
-        """Yield device batches of a step's size; the last is padded with blank rows, which weigh nothing."""
+        """Yield device batches of a step's size; the last is padded with blank rows, which have no targets."""
         size, sharding = self.plan.passes.batch_size, self.topology.batch_sharding(1)
         missing = -len(rows["input_ids"]) % size
-        rows = {name: _padded(array, missing, -1 if name == EXPERT_IDS else 0) for name, array in rows.items()}
+        rows = {name: _padded(array, missing, BLANK.get(name, 0)) for name, array in rows.items()}
         for first in range(0, len(rows["input_ids"]), size):
 
             def read(begin: int, end: int, first: int = first) -> dict[str, np.ndarray]:
@@ -511,7 +520,18 @@ def _scores(apply: Any, temperature: float, params: Any, batch: Any) -> tuple[ja
         plain = policy if temperature == 1 else apply(params, rows, True, method="token_logprobs")
         return None, (policy, plain, *routed)
 
-    return jax.lax.scan(micro, None, batch)[1]
+    if COMPLETIONS not in batch:
+        return jax.lax.scan(micro, None, batch)[1]
+    first = jax.tree.map(lambda x: x[0], batch)
+    blank = jax.tree.map(
+        lambda one: jnp.zeros((len(batch[COMPLETIONS]), *one.shape), one.dtype), jax.eval_shape(micro, None, first)[1]
+    )
+
+    def turn(index: jax.Array, out: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        made = micro(None, jax.tree.map(lambda x: x[index], batch))[1]
+        return jax.tree.map(lambda whole, one: whole.at[index].set(one), out, made)
+
+    return jax.lax.fori_loop(0, used_micro_batches(batch), turn, blank)
 
 
 def _padded(array: np.ndarray, rows: int, value: int) -> np.ndarray:

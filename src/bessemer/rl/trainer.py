@@ -16,10 +16,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, cast
 
 import jax
+import jax.numpy as jnp
 
 from bessemer.config import dotted
 from bessemer.data import Prefetcher
-from bessemer.data.rows.rows import Fields
+from bessemer.data.rows.rows import COMPLETIONS, Fields
 from bessemer.errors import InputError
 from bessemer.job import CheckpointManager, Snapshot
 from bessemer.objectives.grpo import TOKENS, GrpoSettings, SampledSettings
@@ -29,6 +30,7 @@ from bessemer.rl.curriculum import PASS_RATE, ByColumn, ByPassRate
 from bessemer.rl.entropy import EntropyState, check_entropy, follow_target
 from bessemer.rl.episodes import EpisodeSampler, check_environment
 from bessemer.rl.exact import check_exact
+from bessemer.rl.packing import check_packing, pack_fields, pack_rows
 from bessemer.rl.prompts import PromptPlan, StoredPlan, build_prompts, build_stored
 from bessemer.rl.resample import check_resampling
 from bessemer.rl.rewards import Rewards, RewardSpec
@@ -58,6 +60,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
     rewards: Rewards | None
     rollout: Rollout | None
     _compiling: Future[None] | None = None  # of what the first rollout runs
+    _packed: tuple[int, dict[str, Any]] | None = None  # with grpo.pack, the rows of a step, by its position
 
     def configure_dataloaders(self) -> DataParts:
         entry = objectives.entry(self.settings.objective)
@@ -68,6 +71,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             check_exact(self.settings, self.policy, self.model_parts, self.topology)
         if self.settings.environment is not None:
             check_environment(self.settings.environment, self.policy)
+        check_packing(self.settings, self.policy, self.model_parts.model)
         check_resampling(self.settings.resample, self.policy)
         check_staleness(self.settings, self.policy)
         self.note_unused_decoding()
@@ -83,11 +87,11 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
                 "note: grpo.sync_moments has no effect: no reference is taken anew (grpo.kl_coef, grpo.sync_interval)"
             )
         horizon = functools.partial(plan_horizon, self.context, self.model_parts)
-        if self.config.is_set("grpo/router_replay") and self.settings.router_replay and not self.added_fields:
+        if self.config.is_set("grpo/router_replay") and self.settings.router_replay and not self.route_fields:
             self.say(
                 "note: grpo.router_replay has no effect: it is for models with experts that learn from rewards online"
             )
-        if self.added_fields and self.settings.speculation is not None:
+        if self.route_fields and self.settings.speculation is not None:
             raise InputError(
                 "grpo.router_replay needs the experts of every sampled token, which a pass over a draft does not "
                 "record: set generate.speculate=none, or grpo.router_replay=false."
@@ -213,8 +217,17 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
 
     @property
     def added_fields(self) -> Fields:
-        """Fields of a row that are not one number per token: the experts to replay."""
+        """Fields of a batch that are not one number per token: experts to replay, the completions of packed rows."""
+        return self.route_fields | pack_fields(self.settings)
+
+    @property
+    def route_fields(self) -> Fields:
         return routes_fields(self.settings, self.policy, self.model_parts.model)
+
+    @property
+    def saved_fields(self) -> Fields:
+        """Fields of the rows of a rollout, which is saved as it was sampled, one completion per row."""
+        return {name: field for name, field in self.data.fields.items() if name != COMPLETIONS}
 
     def choose_rewards(self) -> Rewards | None:
         """Return the configured rewards; by default exact match, and none with a teacher."""
@@ -256,7 +269,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
 
     def start_over(self) -> None:
         super().start_over()
-        self.rollout = None
+        self.rollout = self._packed = None
         if self.pass_rates is not None:
             self.pass_rates.forget()
         self.__dict__.pop("ahead", None)  # created again at its next use; nobody waits for its thread
@@ -276,7 +289,7 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         """Return the rows of one step, from the rollout in use or a new one."""
         number, within = self.passes.place(position)
         if self.rollout is None or self.rollout.number != number:
-            self.rollout = None  # released before the next one is made
+            self.rollout = self._packed = None  # released before the next one is made
             remedy, begun = "Lower grpo.slots, or grpo.mini_batches in a new run", time.monotonic()
             with doing(self.run_state, f"the sampling of rollout {number}", remedy):
                 if self._compiling is not None:
@@ -289,7 +302,12 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
                     another = (number + 1) * self.passes.steps - self.data_offset < self.steps
                     self.rollout = self.ahead.rollout(number, self.step, another)
             self.rollout_seconds = (self.rollout_seconds or 0.0) + time.monotonic() - begun
-        return self.passes.take(self.rollout, within)
+        if not self.settings.pack:
+            return self.passes.take(self.rollout, within)
+        if self._packed is None or self._packed[0] != position:  # a batch is read micro-batch by micro-batch
+            rows = self.passes.take(self.rollout, within)
+            self._packed = position, pack_rows(rows, rows["loss_mask"] > 0).rows
+        return self._packed[1]
 
     def needs_rollout(self, step: int) -> bool:
         if self.offline:
@@ -314,6 +332,8 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
     ) -> tuple[TrainState, jax.Array, step.Meta]:
         """As BaseTrainer's; metrics of tokens are means over tokens, whatever the loss is divided by."""
         state, loss, meta = super().train_step(state, batch, key, accumulate_steps)
+        if COMPLETIONS in batch:
+            meta["packed_rows"] = jnp.sum(batch[COMPLETIONS] > 0)
         share = meta.pop(TOKENS)
         return state, loss, meta | {name: meta[name] / share for name in PER_TOKEN if name in meta}
 
@@ -334,6 +354,10 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         elif self.rollout is not None:
             known = self.rollout.metrics
         return state, {**metrics, **known}
+
+    def flops_share(self, causal: bool) -> float | None:
+        """As BaseTrainer's; None with grpo.pack, where a step computes fewer rows than its tokens count."""
+        return None if self.settings.pack else super().flops_share(causal)
 
     # --- validation ---
 
@@ -379,10 +403,11 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
 
     def accept(self, tree: Any, step: int, files: CheckpointManager) -> None:
         super().accept(tree, step, files)
+        self._packed = None
         path = ROLLOUT.path(files.path(step))
         self.rollout = Rollout.load(path) if path.is_file() else None
         if self.rollout is not None and not self.offline:
-            check_rollout(self.rollout, path, self.passes.rows, self.data.fields, self.model_parts.model)
+            check_rollout(self.rollout, path, self.passes.rows, self.saved_fields, self.model_parts.model)
         self.add_missing_routes()
         agree("the rollout in use", "none" if self.rollout is None else f"rollout {self.rollout.number}")
         if self.pass_rates is not None and not self.pass_rates.load(files.path(step)):
@@ -391,13 +416,13 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
             self.ahead.load(files.path(step))
             if self.ahead.next is not None:
                 ahead, there = self.ahead.next.rollout, self.ahead.next.rollout.rows
-                fields = {name: field for name, field in self.data.fields.items() if name in there}  # not scored yet
+                fields = {name: field for name, field in self.saved_fields.items() if name in there}  # not scored yet
                 model = self.model_parts.model
                 check_rollout(ahead, ROLLOUT_AHEAD.path(files.path(step)), self.passes.rows, fields, model)
             agree("the rollout sampled ahead", self.ahead.waiting)
 
     def add_missing_routes(self) -> None:
         """Let routers choose in a rollout that was saved without experts to replay."""
-        if self.rollout is not None and not self.offline and self.added_fields.keys() - self.rollout.rows.keys():
+        if self.rollout is not None and not self.offline and self.route_fields.keys() - self.rollout.rows.keys():
             nothing = [None] * len(self.rollout.rows["input_ids"])
-            self.rollout.rows |= route_rows(nothing, self.added_fields)
+            self.rollout.rows |= route_rows(nothing, self.route_fields)

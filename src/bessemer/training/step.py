@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from bessemer.data.rows.rows import COMPLETIONS
 from bessemer.kernels.ops import ROW_KEYS, row_keys
 from bessemer.losses.cross_entropy import target_weights
 from bessemer.losses.further_tokens import PROGRESS
@@ -87,12 +88,22 @@ def _accumulate(state: TrainState, batch: Batch, key: jax.Array, accumulate_step
     def body(total: tuple[Meta, Any], xs: tuple[Batch, jax.Array]) -> tuple[tuple[Meta, Any], None]:
         return jax.tree.map(jnp.add, total, micro(state.params, *xs)), None
 
+    def turn(index: jax.Array, total: tuple[Meta, Any]) -> tuple[Meta, Any]:
+        return body(total, (jax.tree.map(lambda x: x[index], batch), index))[0]
+
     first = jax.tree.map(lambda x: x[0], batch)
     shapes = jax.eval_shape(micro, state.params, first, jnp.zeros((), jnp.int32))
     zero_sums, zero_grads = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     start = (zero_sums, state.rules.place_gradients(zero_grads))
+    if COMPLETIONS in batch:
+        return jax.lax.fori_loop(0, used_micro_batches(batch), turn, start)
     total, _ = jax.lax.scan(body, start, (batch, jnp.arange(accumulate_steps)))
     return total
+
+
+def used_micro_batches(batch: Batch) -> jax.Array:
+    """Return how many micro-batches of packed rows hold examples; the others come after them."""
+    return jnp.sum(jnp.any(batch[COMPLETIONS] > 0, axis=(1, 2)), dtype=jnp.int32)
 
 
 def _updated(

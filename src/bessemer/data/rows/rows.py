@@ -39,6 +39,11 @@ TEXT_TYPES = {
 }
 
 
+COMPLETIONS = "completions"
+"""Field (n, 1) of rows into which RL packs completions: how many each row holds. Rows without one come last, and whole
+micro-batches of them are not computed."""
+
+
 class DatasetStyle(Enum):
     """How documents become rows; docs/data.md compares them."""
 

@@ -168,6 +168,7 @@ def _words(value: Any) -> list[str]:
 # --- defaults that an objective's traits `style` and `document_mask` set ---
 MASK = "architecture/document_mask"
 DATASET = "training/dataset"
+PACK = "grpo/pack"
 
 
 def usual_style(objective: str) -> DatasetStyle:
@@ -198,6 +199,11 @@ def apply_objective_defaults(context: RunContext[Any]) -> RunContext[Any]:
         config.set(MASK, True, f"objective {entry.name}")
         why = f"objective {entry.name}: examples of one row do not see each other"
         notes.derive("architecture.document_mask", True, why)
+    if entry.traits.get("rollouts") and config.get(PACK) and MASK in config and not config.is_set(MASK):
+        config.set(MASK, True, dotted(PACK))
+        notes.derive(
+            "architecture.document_mask", True, f"{dotted(PACK)}: completions of one row do not see each other"
+        )
     if style is DatasetStyle.CONTRASTIVE and MASK in config and not config[MASK]:
         raise InputError(
             "architecture.document_mask=false would let the answers of a row see each other, and objective "
