@@ -66,6 +66,7 @@ STAGES: dict[str, tuple[str, ...]] = {
     "olmoe": ("pipeline 2 x tensor 2",),
     "gpt-experts": ("data 2 x pipeline 2",),
     "llama-experts": ("data 2 x pipeline 2", *EXPERT_STAGES),
+    "llama-experts-softmax": ("data 2 x pipeline 2",),
 }
 """Stages of a family are one scan of the same layers: every family on some of the meshes, gpt on all of them."""
 ALL_MESHES = MESHES | EXPERT_MESHES | PIPELINE_MESHES | EXPERT_STAGES

@@ -150,6 +150,36 @@ def test_the_layer_is_a_loop_over_experts(gated: bool, score: str, normalize: bo
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
 
 
+@pytest.mark.parametrize("replay", [False, True])
+def test_softmax_weights_of_the_chosen_leave_the_others_no_gradient(replay: bool) -> None:
+    """Exactly none: of rounding, 1e-12 where gradients are 1e-4, AdamW would make steps. Also with scores that
+    underflow, which a bias or a replay chooses all the same: their logits decide, not a quotient of zeros."""
+    routing = Routing(6, 2, "softmax", True, 0.0, 0.0)
+    params, h, upstream = layer_params(6, 12, 10, True), normal(5, 3, 11, 12), normal(6, 3, 11, 12)
+    h[..., 0] = 1.0
+    params["router"][0] = [-300.0, 0.0, -301.0, 0.0, 0.0, 0.0]
+    params["router_bias"] = np.zeros(6, np.float32) if replay else np.array([9, 0, 9, 0, 0, 0], np.float32)
+    watch = Watch(replayed=np.tile(np.array([2, 0], np.int16), (3, 11, 1)) if replay else None)
+
+    def ours(params: Any, h: Any) -> Any:
+        return jnp.sum(upstream * routed_feed_forward(routing, params, h, watch, jax.nn.silu, jnp.float32)[0])
+
+    def theirs(params: Any, h: Any) -> Any:
+        weights = jax.nn.softmax((h @ params["router"])[..., [0, 2]])
+        hidden = jax.nn.silu(jnp.einsum("btd,edf->btef", h, params["expert_gate"][jnp.array([0, 2])]))
+        hidden = hidden * jnp.einsum("btd,edf->btef", h, params["expert_up"][jnp.array([0, 2])])
+        made = jnp.einsum("btef,efd->bted", hidden, params["expert_down"][jnp.array([0, 2])])
+        return jnp.sum(upstream * jnp.einsum("bted,bte->btd", made, weights))
+
+    got, wanted = (jax.jit(jax.value_and_grad(f, (0, 1)), compiler_options=QUICK)(params, h) for f in (ours, theirs))
+    np.testing.assert_allclose(got[0], wanted[0], rtol=1e-5)
+    for name in ("router", "expert_gate", "expert_down"):
+        np.testing.assert_allclose(got[1][0][name], wanted[1][0][name], atol=1e-5 * np.abs(wanted[1][0][name]).max())
+    got_h, wanted_h = (np.asarray(made[1][1])[..., 1:] for made in (got, wanted))  # the first is of a sum that cancels
+    np.testing.assert_allclose(got_h, wanted_h, atol=1e-5 * np.abs(wanted_h).max())
+    assert not np.any(got[1][0]["router"][:, [1, 3, 4, 5]]) and np.any(got[1][0]["router"][:, [0, 2]])
+
+
 def test_replayed_experts_are_weighed_by_the_router_at_hand() -> None:
     """Choices that no router would make: value and gradients of a loop over them. -1 is the router's own choice."""
     routing = Routing(7, 3, "sigmoid", True, 0.0, 0.0)

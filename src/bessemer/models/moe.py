@@ -5,6 +5,10 @@
                                                      (with expert_groups: of the best groups only)
     y = Σ_{e in C} w_e · expert_e(h) + shared(h),    w_e = s_e, or s_e / Σ_C s with `normalize`
 
+Of softmax scores, normalized ones are computed as the softmax of the chosen logits: then experts outside C have no
+gradient. Through s_e / Σ_C s they would have what rounding leaves of a sum that is 0 (1e-12, where gradients are 1e-4),
+and Adam would make steps of it.
+
 No token is dropped and no expert has a capacity: tokens are sorted by expert, and the products are grouped
 (kernels/grouped.py). Experts are stored as stacks, expert_up (E, D, F), so an optimizer and an adapter see E matrices.
 
@@ -283,6 +287,11 @@ class Routing:
     groups_active: int = 1
     group_score: str = "top2"
 
+    @property
+    def softmax_of_chosen(self) -> bool:
+        """Whether the weights of a token's experts are the softmax of their logits."""
+        return self.normalize and self.score == "softmax"
+
 
 def expert_sizes(shape: ExpertShape, width: int, gated: bool, joined: bool = False) -> dict[str, tuple[int, int, int]]:
     """Return name → shape of the stacks of one layer. joined: gate and up are one stack."""
@@ -314,7 +323,8 @@ def routed_feed_forward(
     if BIAS in params:
         ranked = ranked + jax.lax.stop_gradient(params[BIAS])
     stacks = {name: _without_keys(params[name]) for name in (*AXES, *BIAS_AXES) if name in params}
-    y, chosen, apart = _on_own_tokens(routing, stacks, h, scores, ranked, watch.replayed, activation, dtype)
+    gates = logits if routing.softmax_of_chosen else scores
+    y, chosen, apart = _on_own_tokens(routing, stacks, h, gates, ranked, watch.replayed, activation, dtype)
     stats = {CHOSEN: chosen} if apart is None else {CHOSEN: chosen, APART: jnp.sum(apart, dtype=jnp.float32)}
     return y, stats if watch.counted is None else stats | _measure(routing, logits, scores, chosen, watch.counted)
 
@@ -323,7 +333,7 @@ def _on_own_tokens(
     routing: Routing,
     stacks: dict[str, Any],
     h: Array,
-    scores: Array,
+    gates: Array,
     ranked: Array,
     replayed: Array | None,
     activation: Callable[[Array], Array],
@@ -343,7 +353,7 @@ def _on_own_tokens(
         raise InputError("lora.quantize and generate.weights do not split experts over devices; set topology.expert=1.")
 
     def local(
-        h: Array, scores: Array, ranked: Array, replayed: Array | None, stacks: dict[str, Any]
+        h: Array, gates: Array, ranked: Array, replayed: Array | None, stacks: dict[str, Any]
     ) -> tuple[Array, Array, Array | None]:
         parts = jax.lax.axis_size(split) if split else 1
         rows, own = h.shape[0] * h.shape[1] * routing.active, stacks["expert_down"].shape[0]
@@ -352,21 +362,21 @@ def _on_own_tokens(
         chosen, apart = _choose(routing, ranked, replayed)
         multiple = ALIGNMENT.get(implementation, 1)
         if owners:
-            y = _routed(routing, h, scores, chosen, partial(_by_owner, owners[0], multiple, run))
+            y = _routed(routing, h, gates, chosen, partial(_by_owner, owners[0], multiple, run))
         else:
-            y = _routed(routing, h, scores, chosen, run, multiple)
+            y = _routed(routing, h, gates, chosen, run, multiple)
         y = jax.lax.psum(y, split) if split else y
         return y.astype(h.dtype), chosen, apart
 
     if jax.sharding.get_abstract_mesh().empty or not nn.get_logical_axis_rules():
-        return local(h, scores, ranked, replayed, stacks)
+        return local(h, gates, ranked, replayed, stacks)
     rows = PartitionSpec(rule_axes("batch", h.shape[0]), rule_axes("sequence", h.shape[1]))
     axes = {} if whole else {"mlp": rule_axes("mlp", width) or None, "expert": rule_axes("expert", routing.experts)}
     named = AXES | BIAS_AXES
     specs = {name: _specs(leaf, [axes.get(str(axis)) for axis in named[name]]) for name, leaf in stacks.items()}
     return jax.shard_map(
         local, in_specs=(rows, rows, rows, rows, specs), out_specs=(rows, rows, rows), check_vma=False
-    )(h, scores, ranked, replayed, stacks)
+    )(h, gates, ranked, replayed, stacks)
 
 
 def _without_keys(leaf: Any) -> Any:
@@ -410,17 +420,20 @@ def _of_best_groups(routing: Routing, ranked: Array) -> Array:
 
 
 def _routed(
-    routing: Routing, h: Array, scores: Array, chosen: Array, run: Callable[[Array, Array], Array], multiple: int = 1
+    routing: Routing, h: Array, gates: Array, chosen: Array, run: Callable[[Array, Array], Array], multiple: int = 1
 ) -> Array:
     """Return Σ w_e · expert_e(h) in float32. chosen: (B, T, k); run: (rows by expert, sizes) → rows.
 
+    gates: (B, T, E), the scores, or the logits if weights are the softmax of the chosen ones.
     multiple: what the rows of an expert are padded to a multiple of.
     """
     batch, length, width = h.shape
     chosen = chosen.reshape(-1, routing.active)
     picked = chosen[..., None] == jnp.arange(routing.experts)  # (N, k, E)
-    weights = jnp.sum(jnp.where(picked, scores.reshape(-1, 1, routing.experts), 0), axis=-1)  # (N, k)
-    if routing.normalize:
+    weights = jnp.sum(jnp.where(picked, gates.reshape(-1, 1, routing.experts), 0), axis=-1)  # (N, k)
+    if routing.softmax_of_chosen:
+        weights = jax.nn.softmax(weights)
+    elif routing.normalize:
         weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-20)
     order = Order.of(chosen, routing.experts, multiple)
     rows = dispatch(h.reshape(-1, width), order.order, order.inverse)
