@@ -72,7 +72,7 @@ class Conversion:
 
 
 def plan_conversion(matrices: Iterable[tuple[tuple[str, ...], tuple[int, ...]]], head: bool) -> Conversion:
-    """`matrices`: (path, shape) of every matrix that multiplies; `head`: whether the head is wanted."""
+    """`matrices`: (path, shape) of every matrix or stack that multiplies; `head`: whether the head is wanted."""
     converted, skipped = [], []
     for path, shape in matrices:
         in_block = path[0].startswith("blocks_") and path[-1] in AXES
@@ -80,7 +80,9 @@ def plan_conversion(matrices: Iterable[tuple[tuple[str, ...], tuple[int, ...]]],
         # W_mix reads W_up's output beside h, and may be used in these two parts
         sides = (shape[0] - shape[1], shape[1]) if of_lookup and path[-1] == "mix" else shape
         reason = None
-        if min(sides) < fp8.SMALLEST:
+        if len(shape) > 2:
+            reason = "a stack of experts, multiplied by group in the compute dtype"
+        elif min(sides) < fp8.SMALLEST:
             reason = f"a side below {fp8.SMALLEST}"
         elif not fp8.fits(sides):
             reason = f"a side not divisible by {fp8.MULTIPLE}"
@@ -176,10 +178,6 @@ class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
         )
         self.check_experts()
         require(
-            self.precision != "fp8" or not self.experts,
-            "architecture.precision=fp8 is for dense models; with model.experts set architecture.precision=bf16.",
-        )
-        require(
             self.bigram_rows >= 0 and self.bigram_rows % ROWS_MULTIPLE == 0,
             f"architecture.bigram_rows is {self.bigram_rows}; use a multiple of {ROWS_MULTIPLE}, or 0 for no table.",
         )
@@ -208,7 +206,7 @@ class GPT(Transformer, LookupSettings, ExpertSettings, BigramSettings):
         ids = jax.ShapeDtypeStruct((1, min(8, self.block_size)), jnp.int32)
         tree = unbox(jax.eval_shape(self.init, jax.random.key(0), ids)["params"])
         leaves = [(tuple(k.key for k in path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-        matrices = [(path, leaf.shape) for path, leaf in leaves if leaf.ndim == 2 and self.group_of(path) not in TABLES]
+        matrices = [(path, leaf.shape) for path, leaf in leaves if leaf.ndim > 1 and self.group_of(path) not in TABLES]
         return plan_conversion(matrices, self.fp8_head)
 
     def kernel_work(self, implementation: str) -> str:

@@ -106,11 +106,12 @@ class Facts:
 
     @cached_property
     def float8_flops(self) -> float:
-        """Return the FLOPs per token that run in float8: 6 × the matrices of blocks, and of the head with fp8_head."""
+        """Return the FLOPs per token that run in float8: 6 × the matrices of blocks, but not their stacks of experts,
+        and of the head with fp8_head."""
         model, counts = self.step.model, self.step.plan.model.counts
         if self.precision != "fp8":
             return 0.0
-        return 6.0 * (counts["matrix"] + counts["head"] * (isinstance(model, GPT) and model.fp8_head))
+        return 6.0 * (counts["matrix"] - _stacks(self) + counts["head"] * (isinstance(model, GPT) and model.fp8_head))
 
     @cached_property
     def update_flops(self) -> float:
