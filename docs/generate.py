@@ -1,21 +1,26 @@
 """Write the reference from the code: `make reference`. A test compares what is there with what this would write.
 
-docs/reference/*.md are the settings, the command line, the metrics, the exit codes and the run directory;
+docs/reference/*.md are the settings, the command line, Python, the metrics, the errors and the run directory;
 src/bessemer/cli/settings.json is what shell completion knows of the settings.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import yaml
 
+import bessemer
 from bessemer import errors, registry
 from bessemer.cli import COMMANDS, cli
 from bessemer.config import declared, dotted
@@ -39,6 +44,7 @@ def files() -> dict[Path, str]:
     return {
         PAGES / "settings.md": settings_page(found),
         PAGES / "command-line.md": command_line_page(),
+        PAGES / "python.md": python_page(),
         PAGES / "metrics.md": metrics_page(),
         PAGES / "exit-codes.md": exit_codes_page(),
         PAGES / "run-directory.md": run_directory_page(),
@@ -182,6 +188,118 @@ def commands(group: click.Group, names: list[str]) -> Iterator[tuple[list[str], 
             yield from commands(command, [*names, name])
 
 
+# --- Python ---
+NAMES = {
+    "Train and read runs": ("train", "resume", "Run"),
+    "Trainers": (
+        "BaseTrainer",
+        "BaseTrainerConfig",
+        "GRPOTrainer",
+        "GRPOTrainerConfig",
+        "KLDivergenceTrainer",
+        "KLDivergenceTrainerConfig",
+        "KLConfig",
+        "TrainState",
+        "KLDivergenceTrainState",
+    ),
+    "Parts of a run": ("LanguageModel", "Callback", "Evaluator", "Tokenizer", "Sampling", "DatasetStyle"),
+    "Jobs": ("ExecutionSpec", "BasicJob", "CheckpointedJob", "RestoreableJob"),
+    "Settings": ("field", "configure", "configuration"),
+}
+
+
+def python_page() -> str:
+    """The public names with their signatures and docstrings, and the registries."""
+    missing = {*bessemer.__all__, "__version__"} ^ {"__version__", *(name for row in NAMES.values() for name in row)}
+    assert not missing, f"NAMES and bessemer.__all__ differ: {missing}"
+    text = [
+        "# Python",
+        NOTE,
+        "Train, resume, sample and evaluate from Python, or override one method of a trainer:",
+        '```python\nimport bessemer as bm\n\nrun = bm.train("quickstart", **{"training.steps": 100})\n'
+        'print(run.sample("def main(", max_tokens=20))\nprint(run.evaluate(["bpb"]))\n```',
+        "These names stay as they are in a MINOR release ([compatibility](../compatibility.md)); import them from "
+        "`bessemer`. [Extending](../extending.md) has a runnable example of each part, and the "
+        "[error classes](exit-codes.md) are in `bessemer.errors`.",
+    ]
+    for title, names in NAMES.items():
+        text += [f"## {title}", *(part for name in names for part in described(name))]
+    text += [
+        "## Registries",
+        "In `bessemer.registry`. `register` is a decorator: "
+        '`@bessemer.registry.rewards.register("shorter")`; `plugins=[my_parts.py]` imports the file that uses it.',
+        table(
+            ("registry", "its names"),
+            [
+                (f"`{name}`", ", ".join(map(code, one.names())))
+                for name, one in vars(registry).items()
+                if isinstance(one, registry.Registry)
+            ],
+        ),
+    ]
+    return page(text)
+
+
+def described(name: str) -> Iterator[str]:
+    """Yield the heading, the signature, the docstring, and for a class a table of the members it adds."""
+    value = getattr(bessemer, name)
+    yield f"### {name}"
+    if not (inspect.isclass(value) and issubclass(value, Enum)):
+        yield f"```python\n{'class ' if inspect.isclass(value) else ''}{name}{arguments(value)}\n```"
+    yield documentation(value)
+    if not inspect.isclass(value):
+        return
+    if issubclass(value, Enum):
+        yield "Values: " + ", ".join(code(str(one.value)) for one in value) + "."
+    rows = [
+        (
+            code(member + ("" if isinstance(one, property | cached_property) else arguments(getattr(value, member)))),
+            about,
+        )
+        for member, one in sorted(vars(value).items(), key=lambda item: item[0])
+        if not member.startswith("_") and (about := about_member(value, member, one))
+    ]
+    if rows:
+        yield table(("member", "what it is or does"), rows)
+
+
+def about_member(owner: type, name: str, value: object) -> str | None:
+    """Return the docstring of a method or property that a class adds; None if a class above documents it."""
+    above = [cls for cls in owner.__mro__[1:] if cls.__module__.startswith("bessemer") and name in vars(cls)]
+    if not (callable(value) or isinstance(value, property | cached_property | classmethod | staticmethod)):
+        return None
+    if any(cls.__name__ in bessemer.__all__ for cls in above) or inspect.isclass(value):
+        return None
+    return documentation(getattr(value, "__func__", value))
+
+
+def documentation(value: object) -> str:
+    """Return the docstring; what it says of fields (`name: …` at the start of a line) as a list."""
+    return re.sub(r"^(\w+): +(?=\S)", r"- `\1`: ", inspect.getdoc(value) or "", flags=re.M)
+
+
+def arguments(value: Any) -> str:
+    """Return the arguments without their types, those of a dataclass of settings as `…`."""
+    if inspect.isclass(value) and is_dataclass(value) and declared(value):
+        return "(…)"
+    parameters = [
+        one.replace(annotation=one.empty, default=one.empty if one.default is one.empty else Shown(one.default))
+        for one in inspect.signature(value).parameters.values()
+        if one.name not in ("self", "cls")
+    ]
+    return str(inspect.Signature(parameters))
+
+
+class Shown(NamedTuple):
+    """A default as the page shows it, the same on every machine."""
+
+    value: object
+
+    def __repr__(self) -> str:
+        simple = self.value is None or isinstance(self.value, str | int | float | tuple)
+        return repr(self.value) if simple else "…"
+
+
 # --- metrics, exit codes, the run directory ---
 def metrics_page() -> str:
     groups = yaml.safe_load(METRICS.read_text(encoding="utf-8"))
@@ -200,27 +318,35 @@ def metrics_page() -> str:
 
 
 def exit_codes_page() -> str:
-    classes = [errors.BessemerError, *errors.BessemerError.__subclasses__()]
+    classes = [cls for cls in errors.BessemerError.__subclasses__() if cls.__module__ == errors.__name__]
     rows = [("0", "", "Done.")]
-    rows += [
-        (str(cls.exit_code), f"`{cls.__name__}`", first_line(cls)) for cls in classes if cls is not errors.BessemerError
-    ]
-    rows.insert(1, ("1", "any other exception", "A bug. The traceback is in the run's `log.txt`, or on the screen."))
+    rows.append(("1", "any other exception", "A bug. The traceback is in the run's `log.txt`, or on the screen."))
+    rows += [(str(cls.exit_code), f"`{cls.__name__}`", first_line(cls)) for cls in classes]
     rows += [
         ("130", "", "Interrupted (Ctrl-C) where there is no run to save yet."),
         ("128 + N", "", "Ended by signal N before the run directory was created, for example while data is prepared."),
     ]
     text = [
-        "# Exit codes",
+        "# Errors and exit codes",
         NOTE,
-        "Scripts and job files depend on these. A job file starts the same command again on 75.",
-        '```bash\nbessemer train quickstart training.time_limit=1s --name first || echo "exit code $?"\n'
+        "Find out how a command ended, from its exit code or from the exception in Python. A job file starts the same "
+        "command again on 75.",
+        "```bash\nbessemer train quickstart training.time_limit=1s --name first    # exit code 75\n"
         "bessemer resume first training.time_limit=1h\n```",
         table(("code", "Python", "meaning"), rows),
-        "Python code that calls Bessemer gets the same classes, from `bessemer.errors`. An error's text says what "
-        "happened, where, and what to do; it goes to stderr as one paragraph. "
-        "[Troubleshooting](../troubleshooting.md) "
-        "has the usual causes, [reliability](../reliability.md) every fault with its outcome.",
+        "## Reading an error",
+        "An error goes to stderr as one paragraph that says what happened, where, and what to do. Nothing is written "
+        "before a bad setting or file is reported:",
+        "```text\n$ bessemer train quickstart training.step=100\n"
+        "error: unknown setting 'training.step'; did you mean 'training.steps'?\n```",
+        "Python code gets the same text as an exception of `bessemer.errors`, all of them subclasses of "
+        "`BessemerError`:",
+        "```python\nimport bessemer as bm\nfrom bessemer.errors import BessemerError\n\ntry:\n"
+        '    bm.train("pretrain", **{"training.step": 100})\nexcept BessemerError as error:\n'
+        "    print(error.exit_code, error)  # 2 unknown setting 'training.step'; did you mean 'training.steps'?\n```",
+        "Full sampling queues raise `bessemer.generate.QueueFull`; `bessemer serve` answers them with 429. "
+        "[Troubleshooting](../troubleshooting.md) has the usual causes and remedies, "
+        "[reliability](../reliability.md) every fault with its outcome and its test.",
     ]
     return page(text)
 

@@ -17,7 +17,10 @@ from tests.data.stock_templates import FAMILIES
 from tests.processes import TIMEOUT
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *(page for place in ("docs", "docs/reference") for page in sorted((ROOT / place).glob("*.md"))),
+]
 
 # What makes a documented `bessemer train` quick. Sizes replace what the page says; the rest is added where the page
 # says nothing.
@@ -85,6 +88,7 @@ NOT_RUN = {
     r"bessemer train distill-online .*": "with a teacher and a student before it: make prove; test_on_policy.py",
     r"bessemer plan .*--topology (\d+x)?v\w+:[\dx]+( --quick)?": "needs libtpu: tests/plan/test_plan_topology.py",
     r"bessemer data prepare .* --engine ray": "needs the extra `ray`: tests/data/test_data_ray.py",
+    r"bessemer (train|resume) .*s3://bucket/.*": "needs a bucket: tests/training/test_mirror.py",
     r"bessemer serve .*": "it serves until it is stopped: tests/serve/test_serve_process.py",
     r"bessemer train .* logging\.(wandb|tensorboard)=true.*": "needs the extra `track`: test_trackers.py",
     r"bessemer dash.*": "it serves until it is stopped: tests/dash/test_dash_command.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import subprocess
@@ -78,3 +79,15 @@ def test_every_metric_of_a_run_is_in_the_reference(
 def test_the_citation_is_of_this_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == bessemer.__version__ and citation["license"] == "Apache-2.0"
+
+
+def test_every_public_name_and_hook_is_described() -> None:
+    """In docs/reference/python.md, whose texts are the docstrings."""
+    text = (PAGES / "python.md").read_text(encoding="utf-8")
+    for name in set(bessemer.__all__) - {"__version__"}:
+        assert f"\n### {name}\n" in text and inspect.getdoc(getattr(bessemer, name)), name
+    for owner in (bessemer.Callback, bessemer.Run, bessemer.BaseTrainer, bessemer.RestoreableJob):
+        for member, value in vars(owner).items():
+            if not member.startswith("_") and (callable(value) or isinstance(value, property)):
+                assert inspect.getdoc(getattr(owner, member)), f"{owner.__name__}.{member} has no docstring"
+                assert owner is not bessemer.Callback or f"| `{member}" in text, member

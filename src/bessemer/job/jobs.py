@@ -81,10 +81,12 @@ class BasicJob(ABC):
 
     @property
     @abstractmethod
-    def done(self) -> bool: ...
+    def done(self) -> bool:
+        """Whether nothing is left to run."""
 
     @abstractmethod
-    def run(self) -> Any: ...
+    def run(self) -> Any:
+        """Run to the end; return the result, if there is one."""
 
     def __call__(self) -> Any:
         return None if self.done else self.run()
@@ -95,11 +97,13 @@ class CheckpointedJob(BasicJob):
 
     @property
     def run_directory(self) -> RunDirectory:
+        """The directory root/name of the spec."""
         return self.spec.run_directory
 
     @property
     @abstractmethod
-    def checkpoint_manager(self) -> CheckpointManager: ...
+    def checkpoint_manager(self) -> CheckpointManager:
+        """The checkpoints in the run directory."""
 
 
 class RestoreableJob(CheckpointedJob, Generic[C]):
@@ -111,7 +115,8 @@ class RestoreableJob(CheckpointedJob, Generic[C]):
     job_key: ClassVar[str] = "job"
 
     @abstractmethod
-    def snapshot(self) -> Snapshot: ...
+    def snapshot(self) -> Snapshot:
+        """Return what a checkpoint of the current step holds."""
 
     @abstractmethod
     def abstract_state(self) -> Any:
@@ -189,6 +194,7 @@ class RestoreableJob(CheckpointedJob, Generic[C]):
         return self.checkpoint_manager.committed()
 
     def latest(self) -> int | None:
+        """Return the newest committed step, or None."""
         return self.checkpoint_manager.latest()
 
     @classmethod

@@ -20,6 +20,8 @@ from bessemer.registry import objectives
 
 @dataclass(frozen=True)
 class KLConfig(NextTokenSettings):
+    """Settings of objective `kl`: the penalty of each stage for moving away from the frozen reference."""
+
     beta: tuple[float, ...] = field(
         "optimization/kl/beta",
         default=(0.1,),

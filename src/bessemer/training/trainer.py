@@ -306,6 +306,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     @property
     def loop_state(self) -> LoopState:
+        """What the loop remembers beside the arrays: the best validation, counts, why it finished."""
         return self.run_state.loop_state
 
     @property
@@ -320,28 +321,35 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     @property
     def dataset_train(self) -> Any:
-        """Return the training data passed from Python; None if training.dataset names it. `data.plan` has the rows."""
+        """Return the training data passed from Python; None if training.dataset names it.
+
+        `trainer.data.plan` has the rows.
+        """
         return self.given.dataset_train
 
     @property
     def dataset_eval(self) -> Any:
-        """Return the held-out data passed from Python, or None. `data.validation` has the rows."""
+        """Return the held-out data passed from Python, or None. `trainer.data.validation` has the rows."""
         return self.given.dataset_eval
 
     @property
     def key(self) -> jax.Array:
+        """The random key of the run, from `seed`; a step folds its number into it."""
         return self.functions.key
 
     @property
     def mesh(self) -> Any:
+        """The mesh of devices."""
         return self.topology.mesh
 
     @property
     def model(self) -> M:
+        """The model as a module, without its parameters."""
         return cast(M, self.model_parts.model)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None if rows of ids were passed without one."""
         return self.model_parts.tokenizer
 
     @property
@@ -362,10 +370,12 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     # --- sizes ------------------------------------------------------------------------------------------
     @property
     def steps(self) -> int:
+        """Optimizer steps of the whole run."""
         return self.data.steps
 
     @property
     def training_batch_size(self) -> int:
+        """Sequences of one optimizer step, over all devices."""
         return self.data.batch_size
 
     @property
@@ -375,10 +385,12 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step, padding included."""
         return self.data.batch_size * self.settings.block_size
 
     @property
     def is_process_zero(self) -> bool:
+        """Whether this process writes the run directory."""
         return self.topology.is_process_zero
 
     @property
@@ -388,10 +400,12 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
 
     @property
     def validates(self) -> bool:
+        """Whether there are held-out rows."""
         return self.data.validation is not None
 
     # --- counting ---------------------------------------------------------------------------------------
     def count_model_parameters(self, params: Any) -> int:
+        """Return the number of elements of all arrays in `params`."""
         return sum(leaf.size for leaf in jax.tree.leaves(params))
 
     def calculate_number_total_flops(self, params: Any = None, is_training: bool = True) -> float:
@@ -432,6 +446,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         self.output.say(text)
 
     def create_progress_bar(self, total: int, desc: str = "", disabled: bool = False) -> ProgressBar:
+        """Return the progress display of `total` steps, as logging.progress says."""
         if disabled:
             return NoBar()
         return make_progress(self.logging.progress, self.output.console, self.output.say, total, desc)
@@ -475,6 +490,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         return step_functions.val_step(state, batch)
 
     def on_step_start(self, state: TrainState, step: int) -> TrainState:
+        """Called before each step; the state that is returned is the one that is trained."""
         return state
 
     def on_step_end(self, state: TrainState, metrics: Meta, step: int) -> tuple[TrainState, Meta]:
@@ -604,6 +620,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
     # --- checkpoints ------------------------------------------------------------------------------------
     @property
     def checkpoint_manager(self) -> Checkpoints:
+        """The run's checkpoints: list, read, save, verify."""
         if self._checkpoints is None:
             self._checkpoints = checkpoints.open_checkpoints(self.context, self.mirror, self.stages)
         return self._checkpoints
@@ -634,6 +651,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         return checkpoints.meta(self.plan, self.run_state, self.functions, self.branches, step)
 
     def snapshot(self) -> Snapshot:
+        """Return what a checkpoint of the current step holds."""
         return checkpoints.snapshot(self.plan, self.run_state, self.meta(self.step))
 
     def abstract_state(self) -> Any:
@@ -830,6 +848,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
         return output.run_facts(self.plan, self.functions, trained, flops, self.startup.facts())
 
     def write_facts(self) -> None:
+        """Write `facts()` to facts.json."""
         output.write_facts(self.run_directory, self.facts())
 
     def make_callbacks(self) -> list[Callback]:

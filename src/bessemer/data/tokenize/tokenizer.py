@@ -184,6 +184,7 @@ class Tokenizer:
         return {FILE: self._text, CONFIG: self.chat_template.to_json()}
 
     def to_json(self) -> str:
+        """Return the contents of tokenizer.json."""
         return self._text
 
     @cached_property
@@ -238,6 +239,7 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, sorted(named, key=len, reverse=True))) or r"(?!)")
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, without bos."""
         try:
             encoded = self._plain.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError:
