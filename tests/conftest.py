@@ -70,9 +70,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
-@pytest.fixture(autouse=True)
-def _private_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BESSEMER_HOME", str(home))
+@pytest.fixture(scope="session", autouse=True)
+def _private_home(home: Path) -> Iterator[None]:
+    """Also for what fixtures of a module make: runs are marked with the secret in there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BESSEMER_HOME", str(home))
+        yield
 
 
 @pytest.fixture

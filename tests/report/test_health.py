@@ -66,3 +66,13 @@ def test_a_report_opens_with_what_was_trained_how_good_it_is_and_how_to_use_it(t
     start = write_report(run, curves=False).read_text().split("## Curves")[0]
     assert "A gpt model of 1k parameters. Data: my (200 tokens). Objective: pretrain." in start
     assert "Improving: bits per byte went from 3 to 2" in start and "bessemer chat runs/mine" in start
+
+
+@pytest.mark.parametrize("step", [10**400, -(10**400), "x", None, True, [1]])
+@pytest.mark.parametrize("metric", ["val_loss", "loss_smooth", "val_reward"])
+def test_steps_that_are_no_numbers_are_left_out_of_the_report(step, metric, tmp_path):
+    run = RunDirectory(tmp_path / "runs" / "foreign").create()
+    run.config.write_text("objective: pretrain\n")
+    rows = [{"step": step, metric: value, "skipped_steps": step} for value in (4.0, 2.0, 3.0)]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert write_report(run, curves=False).is_file()

@@ -18,6 +18,7 @@ from bessemer.rl.curriculum import ByColumn, ByPassRate, build_curriculum
 from bessemer.rl.prompts import PromptPlan, PromptRows
 from bessemer.rl.rollout import Passes
 from bessemer.storage.artifacts import PASS_RATES
+from bessemer.storage.weights import to_bytes
 from bessemer.training import launch
 
 PROMPTS = 40
@@ -104,6 +105,24 @@ def test_measured_rates_are_read_back_exactly_and_damage_is_named(tmp_path: Path
     (tmp_path / PASS_RATES.name).write_bytes(one.to_bytes()[:40])
     with pytest.raises(StorageError, match=r"the pass rates .* cannot be read"):
         two.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("rates/0", np.zeros((PROMPTS, 2))),
+        ("rates/0", np.zeros(())),
+        ("rates/0", np.zeros(PROMPTS, np.int64)),
+        ("when/0", np.zeros(PROMPTS - 1, np.int64)),
+        ("when/0", np.zeros(PROMPTS, np.float32)),
+    ],
+)
+def test_pass_rates_of_another_form_are_refused(name: str, array: np.ndarray, tmp_path: Path) -> None:
+    """Whoever can write a checkpoint can write its checksums, too."""
+    good = {"rates/0": np.zeros(PROMPTS), "when/0": np.zeros(PROMPTS, np.int64)}
+    (tmp_path / PASS_RATES.name).write_bytes(to_bytes(good | {name: array}, {}))
+    with pytest.raises(StorageError, match=r"the pass rates .*pass-rates"):
+        ByPassRate(0, 1, 3, [source()]).load(tmp_path)
 
 
 def test_rows_without_a_difficulty_are_named() -> None:

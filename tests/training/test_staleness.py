@@ -3,9 +3,11 @@ run after a stop at any step."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,9 +16,11 @@ import pytest
 from tests.tiny_run import tiny_tokenizer
 from tests.training.test_training_resume import StopAt, assert_same, one_device, rows
 
-from bessemer.errors import InputError, Stopped, TrainingError
+from bessemer.errors import InputError, Stopped, StorageError, TrainingError
+from bessemer.models.llama import Llama
 from bessemer.report.metrics import MetricsFile
-from bessemer.rl.rollout import Rollout
+from bessemer.rl.ahead import AheadOfTraining, check_ahead
+from bessemer.rl.rollout import FIELDS, TOKEN_FIELDS, Rollout
 from bessemer.rl.sampler import Sampler
 from bessemer.storage.artifacts import ROLLOUT, ROLLOUT_AHEAD
 from bessemer.training import launch
@@ -153,6 +157,58 @@ def test_stopped_in_a_rollout_or_between_two_and_resumed(
     assert again.step == step and again.ahead.waiting == "rollout 2"
     again.run()
     assert_same(again, whole)
+
+
+def ahead(**changes: Any) -> Rollout:
+    """A rollout of four rows of six tokens, two per prompt, as it is saved before it is scored."""
+    rows = {name: np.zeros((4, 6), dtype) for name, dtype in TOKEN_FIELDS.items()}
+    drawn = {"model": np.zeros((4, 6), np.float32), "policy": np.zeros((4, 6), np.float32)}
+    drawn |= {"source": np.zeros(2, np.int64), "prompt": np.array([0, 3])}
+    made = Rollout(2, rows, {"reward": np.zeros(4), "vowels": np.zeros(4)}, {}, drawn, step=2)
+    for name, value in changes.items():
+        part, _, key = name.partition("_")
+        if not key:
+            setattr(made, part, value)
+        elif value is None:
+            del getattr(made, part)[key]
+        else:
+            getattr(made, part)[key] = value
+    return made
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"rewards": {}}, "'reward' is missing"),
+        ({"rewards_vowels": np.zeros(3)}, r"'vowels' is float64 \(3,\)"),
+        ({"rewards_reward": np.full(4, np.nan)}, "'reward' is"),
+        ({"drawn_model": None}, "'model' is missing"),
+        ({"drawn_policy": np.zeros((4, 5), np.float32)}, "'policy' is"),
+        ({"drawn_source": np.zeros(2)}, "'source' is float64"),
+        ({"drawn_prompt": np.zeros(4, np.int64)}, "'prompt' is"),
+        ({"rows_loss_mask": None}, "'loss_mask' is missing"),
+        ({"rows_input_ids": np.full((4, 6), 300, np.int32)}, "from 300 to 300"),
+        ({"step": None}, "which step"),
+    ],
+)
+def test_a_rollout_ahead_of_another_run_is_refused_by_name(changes: dict[str, Any], named: str, tmp_path: Path) -> None:
+    """Whoever can write a checkpoint can write its checksums, too."""
+    path, model = tmp_path / ROLLOUT_AHEAD.name, Llama(vocab_size=300, block_size=6)
+    fields: dict[str, Any] = {name: ((6,), np.dtype(dtype)) for name, dtype in FIELDS.items()}
+    for made, problem in ((ahead(), None), (ahead(**changes), named)):
+        path.write_bytes(made.to_bytes())
+        with contextlib.nullcontext() if problem is None else pytest.raises(StorageError, match=f"{path}.*{problem}"):
+            check_ahead(Rollout.load(path), path, 4, 2, fields, model)
+
+
+@pytest.mark.parametrize(("source", "prompt"), [(1, 0), (-1, 0), (0, 40), (0, -1)])
+def test_a_rollout_ahead_names_prompts_of_this_run(source: int, prompt: int) -> None:
+    sources = [range(40)]
+    waiting = AheadOfTraining(lambda: SimpleNamespace(plan=SimpleNamespace(sources=sources)))
+    assert waiting.chosen(ahead()) == [(sources[0], 0), (sources[0], 3)]
+    drawn = {"drawn_source": np.array([0, source]), "drawn_prompt": np.array([0, prompt])}
+    with pytest.raises(StorageError, match=f"names prompt {prompt} of source {source}"):
+        waiting.chosen(ahead(**drawn))
 
 
 @pytest.mark.slow

@@ -40,7 +40,10 @@ def make_hostile(sound: RunDirectory, place: Path, kind: str) -> RunDirectory:
     shutil.copytree(sound.path, run.path)
     shutil.copy(sound.path.parent.parent / "cats.jsonl", place / "cats.jsonl")
     for path in (run.config, run.checkpoints / "step_00000010" / "config.yaml"):
-        path.write_text(path.read_text().replace(str(sound.path.parent.parent), str(place)))
+        text = path.read_text().replace(
+            f"root: '{sound.path.parent.parent / 'store'}'", "root: null"
+        )  # refused by itself
+        path.write_text(text.replace(str(sound.path.parent.parent), str(place)))
     step = run.checkpoints / "step_00000010"
     tree = read_manifest(step).tree
     KINDS[kind](run, place)
@@ -79,6 +82,15 @@ def _paths(run: RunDirectory, place: Path) -> None:
     text = run.config.read_text().replace(str(place / "cats.jsonl"), str(private))
     for path in (run.config, run.checkpoints / "step_00000010" / "config.yaml"):
         path.write_text(text + f"init: '{place.parent}'\nlogging: {{mirror: 's3://attacker/runs', wandb: true}}\n")
+
+
+def _root(run: RunDirectory, place: Path) -> None:
+    """A folder of the sender's, in which JAX would find compiled programs."""
+    compiled = run.path / "cache" / "compiled"
+    compiled.mkdir(parents=True)
+    (compiled / "jit_step-0-cache").write_bytes(b"machine code")
+    for path in (run.config, run.checkpoints / "step_00000010" / "config.yaml"):
+        path.write_text(path.read_text().replace("root: null", f"root: '{run.path / 'cache'}'"))
 
 
 def _links(run: RunDirectory, place: Path) -> None:
@@ -171,6 +183,7 @@ KINDS: dict[str, Callable[[RunDirectory, Path], None]] = {
     "code": _code,
     "resolver": _resolver,
     "paths": _paths,
+    "root": _root,
     "links": _links,
     "pipe": _pipe,
     "escapes": _escapes,

@@ -9,13 +9,18 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import pytest
 import yaml
-from tests.tiny_run import make_run
+from tests.tiny_run import make_run, tiny_params, tiny_tokenizer
 
+from bessemer.checkpoint import Checkpoints
 from bessemer.cli import main
 from bessemer.config.recipes import saved_tree
 from bessemer.errors import InputError
+from bessemer.evaluate.core import core
+from bessemer.generate import LoadedModel
 from bessemer.job import RunDirectory, find_run
 from bessemer.job.trust import adopt, check_trust, mark_origin, requests_of
 from bessemer.report import write_report
@@ -212,6 +217,77 @@ def test_nothing_is_downloaded_for_a_run_from_elsewhere(place: Path, section: di
     refused(place, run, word, "downloads")
     adopt(run)
     check_trust(run)
+
+
+@pytest.mark.parametrize("root", ["{run}/cache", "{work}/cache", ".", "{beside}/not-there", "~/.cache/bessemer", "/"])
+def test_a_run_from_elsewhere_does_not_choose_where_programs_are_loaded_from(place: Path, root: str) -> None:
+    """JAX's cache of compiled programs is below data.root: machine code. And data would be written there."""
+    root = root.format(run=place / "runs" / "foreign", work=place, beside=place.parent)
+    run = make_run(place, "foreign", steps=(20,))
+    text = run.config.read_text().replace(f"root: '{place / 'store'}'", f"root: '{root}'")
+    run.config.write_text(text)
+    run.origin.unlink(missing_ok=True)
+    before = jax.config.jax_compilation_cache_dir
+    refused(place, run, "data.root")
+    result = called("doctor", str(run.path))
+    assert "data.root" in result.output and "--trust" in result.output, result.output
+    assert jax.config.jax_compilation_cache_dir == before and not (place.parent / "not-there").exists()
+    check_trust(run, given=["data/root"])
+    adopt(run)
+    check_trust(run)
+    phases = sent(place, {"job": "phases", "phases": {"a": {**TOY, "data.root": root}}}, "phases")
+    refused(place, phases, "phases.a.data.root")
+
+
+def test_a_data_root_marked_by_an_older_version_is_still_the_owners(place: Path) -> None:
+    run = sent(place, {"data": {"root": str(place / "store")}})
+    mark_origin(run, {"old": {"root": str(place / "store")}})  # as a file
+    check_trust(run)
+
+
+@pytest.mark.parametrize(
+    ("saved", "named"),
+    [
+        ({"training": {"dataset": [[{"name": "{private}", "style": "PMD"}]]}}, "private.txt"),
+        ({"training": {"dataset": [[{"name": "hf:me/private", "style": "PMD"}]]}}, "hf:me/private"),
+        ({"training": {"dataset": [[{"name": "s3://mine/private.txt", "style": "PMD"}]]}}, "s3://mine/private.txt"),
+        ({"data": {"root": "{outside}"}}, "data.root"),
+    ],
+    ids=["file", "hub", "bucket", "root"],
+)
+def test_an_evaluation_opens_no_data_that_a_run_from_elsewhere_names(
+    place: Path, home: Path, saved: dict[str, Any], named: str
+) -> None:
+    """`eval` and `compare --common` read the held-out text of the run's data; it is read from the checkpoint's copy."""
+    outside = place.parent / "outside"
+    run = make_run(place, "foreign", steps=())
+    text = yaml.safe_dump(saved).replace("{private}", str(place.parent / "private.txt"))
+    tree = yaml.safe_load(run.config.read_text())
+    tree["data"]["root"] = None
+    for section, values in yaml.safe_load(text.replace("{outside}", str(outside))).items():
+        tree[section] |= values
+    run.config.write_text(yaml.safe_dump(tree))
+    files = {"config.yaml": run.config.read_text(), "tokenizer.json": tiny_tokenizer().to_json()}
+    checkpoints = Checkpoints(run.checkpoints)
+    checkpoints.save(1, {"step": jnp.int32(1), "params": tiny_params()}, files=files, wait=True)
+    checkpoints.close()
+    run.origin.unlink(missing_ok=True)
+    before = sorted(home.rglob("stores/*"))
+    for words in (("eval", str(run.path), "--tasks", "bpb"), ("compare", str(run.path), str(run.path), "--common")):
+        result = called(*words)
+        assert result.exit_code == 2 and named in result.output and "--trust" in result.output, result.output
+        assert not outside.exists() and sorted(home.rglob("stores/*")) == before
+
+
+def test_a_bundle_of_core_that_a_run_from_elsewhere_names_is_not_opened(place: Path) -> None:
+    tree = {"eval": {"core_bundle": str(place.parent)}}
+    run = sent(place, tree)
+    loaded = LoadedModel(None, None, None, 1, tree, run)
+    with pytest.raises(InputError, match=r"eval\.core_bundle.*--trust"):
+        core(loaded)
+    adopt(run)
+    with pytest.raises(InputError, match="core"):  # opened now, and it is no bundle
+        core(loaded)
 
 
 def test_data_given_now_is_not_downloaded_for_a_run_from_elsewhere(place: Path) -> None:

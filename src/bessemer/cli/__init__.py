@@ -132,9 +132,10 @@ def _report_bug(error: Exception) -> None:
     """Print a bug. Its traceback is in the run's log if there is one, else on the screen."""
     log = getattr(error, "logged_in", None)
     if log is None:
-        traceback.print_exception(error)
+        print(printable("".join(traceback.format_exception(error))), file=sys.stderr, end="")
     where = f" The traceback is in {log}." if log else ""
-    print(f"error: a bug in bessemer: {type(error).__name__}: {error}.{where} Please report it.", file=sys.stderr)
+    text = printable(f"error: a bug in bessemer: {type(error).__name__}: {error}.{where} Please report it.")
+    print(text, file=sys.stderr)
 
 
 def _leave(code: int) -> None:

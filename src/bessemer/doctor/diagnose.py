@@ -25,7 +25,7 @@ from bessemer.job import RunDirectory, RunLock
 from bessemer.job.lock import STALE_SECONDS
 from bessemer.report.summary import Summary, has_phases, phases_of, summarize
 
-CONDITIONS = ("code", "data", "disk", "machine")
+CONDITIONS = ("code", "trust", "data", "disk", "machine")
 """Areas whose remedies are part of the verdict: without them resume refuses, or fails later."""
 
 

@@ -49,4 +49,5 @@ def _configured(loaded: LoadedModel) -> str:
         raise InputError(
             "CORE needs its tasks: write core:DIR with the directory of the bundle, or set eval.core_bundle in the run."
         )
+    loaded.check_opened({"eval": {"core_bundle": found}})
     return str(found)

@@ -46,13 +46,15 @@ def _opened(loaded: LoadedModel, limit: int | None) -> Validation:
             f"{where(loaded)} was trained on data given from Python, which is not in its configuration, so there are "
             "no held-out sequences to evaluate on. Evaluate while it trains (eval.evaluations with dataset_eval=…)."
         )
-    named = last_mixture(training.get("dataset"), where(loaded))
-    mixture = [relocated(sampling, found_again) for sampling in named]
-    for before, now in zip(named, mixture, strict=True):
+    saved = last_mixture(training.get("dataset"), where(loaded))
+    mixture = [relocated(sampling, found_again) for sampling in saved]
+    for before, now in zip(saved, mixture, strict=True):
         if before != now:
             loaded.notes.append(f"the data {before.name} is gone; held-out sequences are those of {now.name}")
     if loaded.tokenizer is None:
         raise InputError(f"{where(loaded)} has no tokenizer, so its data cannot be opened again.")
+    root = section(loaded.config, "data").get("root")
+    loaded.check_opened({"training": {"dataset": training.get("dataset")}, "data": {"root": root}})
     settings = data_settings(section(loaded.config, "data"), where(loaded))
     sources = [(sampling, _open(sampling, loaded.tokenizer, settings, loaded.model.block_size)) for sampling in mixture]
     return Validation(sources, count)

@@ -32,6 +32,7 @@ from bessemer.generate.weights import Quantizer
 from bessemer.interop.folder import Folder, is_folder
 from bessemer.job import RunDirectory
 from bessemer.job.jobs import step_of
+from bessemer.job.trust import check_opened
 from bessemer.models.allocation import Allocation
 from bessemer.models.llama import Llama
 from bessemer.models.lookup import has_lookup
@@ -78,6 +79,7 @@ class LoadedModel:
     notes: list[str] = dataclasses.field(default_factory=list)
     fetch: Callable[[Any], Any] = jax.device_get
     programs: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    live: bool = False  # of a trainer, which may open what its own configuration names
     held_out: Any = None  # rows of a live run whose data was given from Python; None: those its configuration names
 
     @property
@@ -103,6 +105,11 @@ class LoadedModel:
         if weights != "auto":
             with self.scope():
                 self.params = Quantizer(self.model, weights).release_each(self.params)
+
+    def check_opened(self, sections: Mapping[str, Any]) -> None:
+        """Raise InputError if files that these parts of the saved configuration name may not be opened for its run."""
+        if self.run is not None and not self.live:
+            check_opened(self.run, sections)
 
     def program(self, name: str, make: Callable[[], Any]) -> Any:
         """Return what `make` returned when `name` was first asked for."""

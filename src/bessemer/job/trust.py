@@ -5,6 +5,7 @@ Without --trust a run from elsewhere may not
     upload        logging.mirror, logging.wandb
     download      datasets and models of the hub (hf:…) and of buckets (s3://…, gs://…), with this user's credentials
     open a file   outside the working directory, the run itself, and the user's own cache
+    choose data.root: compiled programs are loaded from there and prepared data is written there
     follow a link that leaves its directory
 and never, with --trust or without, is a `${resolver:…}` of a saved configuration resolved (config/bounded.py).
 
@@ -37,21 +38,25 @@ from bessemer.registry import SELECTORS, evaluations
 from bessemer.storage.files import atomic_file, atomic_write, home, storage
 from bessemer.storage.remote import is_remote
 
-CODE, RECIPE, UPLOAD, DOWNLOAD, FILE, LINK = "code", "recipe", "upload", "download", "file", "link"
+CODE, RECIPE, UPLOAD, DOWNLOAD, FILE, FOLDER, LINK = "code", "recipe", "upload", "download", "file", "folder", "link"
 VERBS = {
     CODE: "imports",
     RECIPE: "trains the recipe file",
     UPLOAD: "uploads to",
     DOWNLOAD: "downloads",
     FILE: "opens",
+    FOLDER: "keeps compiled programs and data in",
     LINK: "links to",
 }
 REMOTE = ("hf:", "s3:/", "gs:/")
 """Beginnings of words that name data or a model elsewhere."""
 SECRET = "secret"
+WRITTEN = "data.root"
+"""The setting that names a folder to write to. JAX loads the compiled programs in it, which are machine code."""
 BASE = ("init", "distill.teacher")
 """Settings that name a base model, for which `resume` has --base."""
 MOST_ENTRIES = 200_000
+MOST_MARKS = 1000
 CODE_SETTINGS = (*(key.replace("/", ".") for key in SELECTORS), "training.dataset", "grpo.rewards", "grpo.environment")
 """Settings whose every word with a colon names code; elsewhere it must look like a module and an attribute."""
 _HUB_NAME = re.compile(
@@ -77,7 +82,7 @@ class Request(NamedTuple):
     @property
     def located(self) -> str:
         """Return what is signed: a file by its full path, since another file of the same name is another request."""
-        if self.kind in (FILE, RECIPE) or self.word.endswith(".py"):
+        if self.kind in (FILE, FOLDER, RECIPE) or self.word.endswith(".py"):
             return str(_full(self.word.removeprefix("recipe:")))
         if _SCRIPT.fullmatch(self.word):  # file.py:attribute
             file, _, attribute = self.word.rpartition(":")
@@ -108,6 +113,9 @@ def requests_of(tree: Mapping[str, Any]) -> list[Request]:
 
 def _requests_in(where: str, text: str) -> Iterator[Request]:
     setting = _PHASE.sub("", where)
+    if setting == WRITTEN:
+        yield Request(FOLDER, where, text)
+        return
     recipe = text.removeprefix("recipe:")
     if recipe != text or setting in ("recipe", "extends"):
         if not is_shipped_recipe(recipe):
@@ -162,12 +170,23 @@ def check_trust(
     if trust:
         return
     refused = refused_requests(run, saved_tree(config or run.config), given=given, mirror=mirror)
+    base = " (of a base model: --base PATH)" * any(request.where in BASE for request in refused)
+    _refuse(run, refused, f"add --trust (trust=True in Python), or give the setting yourself{base}.")
+
+
+def check_opened(run: RunDirectory, tree: Mapping[str, Any]) -> None:
+    """Raise InputError if files, folders or downloads that `tree`, a part of a run's configuration, names may not be
+    used by a run from elsewhere: for commands that only read a run, which never run code that it names."""
+    refused = [one for one in refused_requests(run, tree) if one.kind in (FILE, FOLDER, DOWNLOAD)]
+    _refuse(run, refused, f"trust the run from now on with: bessemer resume {run.word} --trust")
+
+
+def _refuse(run: RunDirectory, refused: list[Request], remedy: str) -> None:
     if refused:
         listed = "; ".join(map(str, refused[:10])) + (f"; and {len(refused) - 10} more" * (len(refused) > 10))
-        base = " (of a base model: --base PATH)" * any(request.where in BASE for request in refused)
         raise InputError(
             f"{run.path} was not started here, and its configuration {listed}. Look at each of these; if you trust "
-            f"them all, add --trust (trust=True in Python), or give the setting yourself{base}."
+            f"them all, {remedy}"
         )
 
 
@@ -179,7 +198,7 @@ def refused_requests(
     return [
         request
         for request in requests_of(tree)
-        if not (request.kind in (FILE, UPLOAD, DOWNLOAD) and _setting_of(request.where) in replaced)
+        if not (request.kind in (FILE, FOLDER, UPLOAD, DOWNLOAD) and _setting_of(request.where) in replaced)
         and not (request.where == "logging.mirror" and request.word.rstrip("/") == mirror)
         and is_harmful(request, run)
         and not is_marked(run, request)
@@ -284,8 +303,10 @@ def is_marked(run: RunDirectory, request: Request) -> bool:
     identity, marks = _read_mark(run)
     if identity is None or not marks:
         return False
-    secret = _secret(create=False)
-    return secret is not None and _mac(secret, identity, request) in marks
+    secret, known = _secret(create=False), [request]
+    if request.kind == FOLDER:  # up to version 0.2.0 a folder was marked as a file
+        known.append(request._replace(kind=FILE))
+    return secret is not None and any(_mac(secret, identity, one) in marks for one in known)
 
 
 def mark_origin(run: RunDirectory, tree: Mapping[str, Any]) -> str | None:
@@ -296,9 +317,11 @@ def mark_origin(run: RunDirectory, tree: Mapping[str, Any]) -> str | None:
             return None
         secret = _secret(create=True)
         assert secret is not None
-        identity = _read_mark(run)[0] or secrets.token_hex(16)
-        marks = sorted({_mac(secret, identity, request) for request in asked})
-        atomic_write(run.origin, json.dumps({"run": identity, "marks": marks}, indent=1) + "\n")
+        identity, before = _read_mark(run)
+        identity = identity or secrets.token_hex(16)
+        marks = {_mac(secret, identity, request) for request in asked}
+        marks |= before if len(before) < MOST_MARKS else set()  # checkpoints before a change still ask for those
+        atomic_write(run.origin, json.dumps({"run": identity, "marks": sorted(marks)}, indent=1) + "\n")
     except (InputError, StorageError) as error:
         return str(error)
     return None

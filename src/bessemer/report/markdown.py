@@ -98,7 +98,8 @@ def _headline(summary: Summary) -> list[str]:
     compressors = ", ".join(f"{name} {value:.4f}" for name, value in sorted(summary.baselines().items()))
     if compressors:
         lines.append(f"General compressors on the same text: {compressors} bits per byte.")
-    health = judge_health(lambda name: [(row.get("step", 0), row[name]) for row in summary.rows_with(name)])
+    numbered = summary.rows_with("step")
+    health = judge_health(lambda name: [(row["step"], row[name]) for row in numbered if is_number(row.get(name))])
     trained = _trained(summary)
     paragraphs = [*([trained] if trained else []), *lines[2:], *([health.words] if health else []), _state(summary)]
     return [*lines[:2], *"\n\n".join(paragraphs).split("\n")]

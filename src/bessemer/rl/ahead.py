@@ -27,15 +27,17 @@ from typing import Any
 
 import numpy as np
 
+from bessemer.data.rows.rows import Fields
 from bessemer.errors import InputError, StorageError
 from bessemer.objectives.grpo import GrpoSettings, SampledSettings
 from bessemer.rl.prompts import Chosen
-from bessemer.rl.rollout import GRPOTrainerConfig, Rollout
+from bessemer.rl.rollout import TOKEN_FIELDS, GRPOTrainerConfig, Rollout, check_rollout
 from bessemer.rl.sampler import Laps, Sampler, told
 from bessemer.storage.artifacts import ROLLOUT_AHEAD
 from bessemer.topology import process_index
 
 FILE = ROLLOUT_AHEAD.name
+PLACES = ("source", "prompt")
 
 
 def check_staleness(settings: GRPOTrainerConfig, policy: SampledSettings) -> None:
@@ -58,6 +60,23 @@ def check_staleness(settings: GRPOTrainerConfig, policy: SampledSettings) -> Non
     else:
         return
     raise InputError(f"grpo.staleness=1 {why}: {remedy}.")
+
+
+def check_ahead(rollout: Rollout, path: Path, count: int, group_size: int, fields: Fields, model: Any) -> None:
+    """Raise StorageError unless a rollout that was read has rows, rewards, log-probabilities and prompts for `count`
+    rows of this run."""
+    unscored = {name: field for name, field in fields.items() if name in rollout.rows or name in TOKEN_FIELDS}
+    check_rollout(rollout, path, count, unscored, model)
+    block = rollout.rows["target_ids"].shape
+    wanted = {name: (rollout.drawn.get(name), block, "f") for name in ("model", "policy")}
+    wanted |= {name: (rollout.drawn.get(name), (count // group_size,), "i") for name in PLACES}
+    wanted |= {name: (rollout.rewards.get(name), (count,), "fi") for name in {"reward", *rollout.rewards}}
+    for name, (array, shape, kind) in wanted.items():
+        if array is None or array.shape != shape or array.dtype.kind not in kind or not np.isfinite(array).all():
+            found = "missing" if array is None else f"{array.dtype} {array.shape}"
+            raise StorageError(f"the rollout {path}: '{name}' is {found}; this run has finite numbers {shape}.")
+    if rollout.step is None:
+        raise StorageError(f"the rollout {path} does not say which step sampled it.")
 
 
 class Background:
@@ -147,11 +166,11 @@ class AheadOfTraining:
     def chosen(self, rollout: Rollout) -> Chosen:
         """Return the prompts of a rollout sampled ahead."""
         sources = self.sampler.plan.sources
-        try:
-            pairs = (rollout.drawn[name].tolist() for name in ("source", "prompt"))
-            return [(sources[source], place) for source, place in zip(*pairs, strict=True)]
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise StorageError(f"the rollout sampled ahead names no prompts of this run ({error}).") from error
+        pairs = list(zip(*(rollout.drawn[name].tolist() for name in PLACES), strict=True))
+        for source, place in pairs:
+            if not (0 <= source < len(sources) and 0 <= place < len(sources[source])):
+                raise StorageError(f"the rollout sampled ahead names prompt {place} of source {source}: there is none.")
+        return [(sources[source], place) for source, place in pairs]
 
     def begin(self, one: Sampled) -> None:
         """Begin to compute the rewards, in a thread of process 0."""

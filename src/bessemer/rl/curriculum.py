@@ -108,6 +108,11 @@ class ByPassRate:
             when = {number: np.array(file.read(f"when/{number}")) for number in self.sizes}
         except (InputError, StorageError, ValueError, KeyError) as error:
             raise StorageError(f"the pass rates {path} cannot be read ({error}).") from error
+        for number, found in rates.items():
+            if found.dtype != np.float64 or when[number].dtype != np.int64 or found.ndim != 1:
+                raise StorageError(f"the pass rates {path} of source {number} are {found.dtype} {found.shape}.")
+            if when[number].shape != found.shape:
+                raise StorageError(f"the pass rates {path} name {when[number].shape} rollouts for {found.shape} rates.")
         if any(len(rates[number]) != size for number, size in self.sizes.items()):
             return False
         self.rates, self.when = rates, when

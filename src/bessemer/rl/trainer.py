@@ -25,7 +25,7 @@ from bessemer.errors import InputError
 from bessemer.job import CheckpointManager, Snapshot
 from bessemer.objectives.grpo import TOKENS, GrpoSettings, SampledSettings
 from bessemer.registry import jobs, objectives
-from bessemer.rl.ahead import AheadOfTraining, check_staleness
+from bessemer.rl.ahead import AheadOfTraining, check_ahead, check_staleness
 from bessemer.rl.curriculum import PASS_RATE, ByColumn, ByPassRate
 from bessemer.rl.entropy import EntropyState, check_entropy, follow_target
 from bessemer.rl.episodes import EpisodeSampler, check_environment
@@ -415,10 +415,9 @@ class GRPOTrainer(BaseTrainer[GRPOTrainerConfig, M], Generic[M]):
         if self.ahead is not None:
             self.ahead.load(files.path(step))
             if self.ahead.next is not None:
-                ahead, there = self.ahead.next.rollout, self.ahead.next.rollout.rows
-                fields = {name: field for name, field in self.saved_fields.items() if name in there}  # not scored yet
-                model = self.model_parts.model
-                check_rollout(ahead, ROLLOUT_AHEAD.path(files.path(step)), self.passes.rows, fields, model)
+                ahead, path = self.ahead.next.rollout, ROLLOUT_AHEAD.path(files.path(step))
+                size, model = self.settings.group_size, self.model_parts.model
+                check_ahead(ahead, path, self.passes.rows, size, self.saved_fields, model)
             agree("the rollout sampled ahead", self.ahead.waiting)
 
     def add_missing_routes(self) -> None:

@@ -715,6 +715,7 @@ class BaseTrainer(RestoreableJob[C], Generic[C, M]):
             self.topology,
             fetch=fetch,
             programs=programs,
+            live=True,
             held_out=None if self.dataset_train is None or own is None else own.rows.rows[0],
         )
 
