@@ -53,7 +53,9 @@ def test_a_fresh_machine_goes_on_bit_for_bit(
     old = next(entry.name for entry in find(f"{url}/checkpoints/step_00000007") if "/state/" in entry.name)
     second = tmp_path / "second"
     assert fetched(url, second) == second / "x" and fetched("plain", second) == "plain"
-    trainer = reopen(url, root=second)
+    with pytest.raises(InputError, match=r"downloads s3://steel/texts/\*\.jsonl \(training\.dataset"):
+        reopen(url, root=second)  # with this user's credentials: another home has not seen who asked for it
+    trainer = reopen(url, {"training.dataset": settings["training.dataset"]}, root=second)
     assert trainer.step == 7
     trainer.run()
     assert_same_run(second / "x", tmp_path / "whole" / "x")
