@@ -83,6 +83,7 @@ NOT_RUN = {
     r"bessemer train … topology\.coordinator=.*": "two processes at once: tests/training/test_training_processes.py",
     r"bessemer (train|resume) (demo|runs/road).*": "minutes, and killed: tests/training/test_training_phases.py",
     r"bessemer train (sft|dpo|reward|grpo|grpo-tools|grpo-multiturn|finetune-q?lora) --name \w+": "make prove",
+    r"bessemer (train speedrun-gpu|resume runs/problems).*": "needs a GPU and data: test_training_phases.py",
     r"bessemer train gpt2 .*": "hours of GPUs and the network: tests/training/test_recipe_gpt2.py",
     r"bessemer train distill .*": "trains a teacher too: tests/training/test_training_distill.py",
     r"bessemer train distill-online .*": "with a teacher and a student before it: make prove; test_on_policy.py",

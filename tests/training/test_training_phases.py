@@ -15,7 +15,7 @@ from tests.processes import TIMEOUT
 from tests.tiny_run import make_run
 
 from bessemer.doctor import examine
-from bessemer.errors import InputError
+from bessemer.errors import InputError, Stopped
 from bessemer.job import RunDirectory
 from bessemer.job.trust import named_code
 from bessemer.report import write_report
@@ -48,6 +48,7 @@ def test_phases_are_settings_and_can_be_left_out(tmp_path: Path) -> None:
         (["phases.sft=null", "phases.pretrain=null"], "has no phases"),
         (["eval.evaluations=[exct:toy-sort]"], "unknown evaluation"),
         (["training.steps=3"], "unknown setting 'training.steps'"),
+        (["phases.sft.training.dataset=???"], r"open: give phases\.sft\.training\.dataset="),
     ],
 )
 def test_a_mistake_in_the_last_phase_is_found_before_the_first(tmp_path: Path, words: list[str], problem: str) -> None:
@@ -134,3 +135,78 @@ def test_killed_in_every_phase_it_goes_on(tmp_path: Path, home: Path) -> None:
     assert {path.stem for path in (job / "eval").glob("*.json")} == {"pretrain", "sft"}
     assert (job / "model/model.safetensors").is_file() and "State: done." in (job / "report.md").read_text()
     assert examine(RunDirectory(job)).state == "done"
+
+
+def word_problems(folder: Path) -> list[str]:
+    """Write a text and word problems as GSM8K has them; return the words that shrink speedrun-gpu to them."""
+    rows = [
+        {
+            "question": f"Ann has {a} apples and buys {b} more. How many has she?",
+            "answer": f"She has {a}+{b} = <<{a}+{b}={a + b}>>{a + b} apples.\n#### {a + b}",
+        }
+        for a in range(2, 8)
+        for b in range(2, 8)
+    ]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (folder / "problems.jsonl").write_text("".join(lines[:30]))
+    (folder / "held.jsonl").write_text("".join(lines[30:]))
+    (folder / "text.txt").write_text("\n\n".join(f"{row['question']} {row['answer']}" for row in rows))
+    small = "training.validation_steps=4 data.val_fraction=0.2 architecture.block_size=128"
+    quick = "logging.preview_interval=0 logging.plots=false training.per_device_batch_size=4"
+    own = {
+        "pretrain": "model.depth=1 model.width=32 model.head_dim=16 training.tokens=3072 training.batch_size=8 "
+        f"data.tokenizer=train:300 training.dataset={folder / 'text.txt'}",
+        "sft": f"training.batch_size=4 training.steps=3 training.dataset={folder / 'problems.jsonl'}",
+        "grpo": "training.batch_size=8 training.steps=3 grpo.max_completion_length=8 "
+        f"training.dataset={folder / 'problems.jsonl'}",
+    }
+    phases = [f"phases.{name}.{word}" for name, words in own.items() for word in f"{small} {quick} {words}".split()]
+    return [*phases, f"eval.evaluations=[gsm8k:{folder / 'held.jsonl'}]", "eval.limit=4", "logging.progress=none"]
+
+
+def test_the_data_of_word_problems_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as refused:
+        launch.build_trainer("speedrun-gpu", [], name="job", root=tmp_path)
+    assert all(f"phases.{name}.training.dataset=…" in str(refused.value) for name in ("pretrain", "sft", "grpo"))
+    assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_one_device")
+def test_word_problems_stopped_between_phases_end_as_the_whole_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """speedrun-gpu, shrunk: text → worked problems → GRPO on the same problems, judged on others after every phase."""
+    words = word_problems(tmp_path)
+    whole = launch.build_trainer("speedrun-gpu", words, name="whole", root=tmp_path)
+    whole.run()
+    run_phase = Phases.run_phase
+    for stop in ("sft", "grpo"):
+
+        def until(self: Phases, name: str, before: RunDirectory | None, which: str, last: str = stop) -> None:
+            if name == last:
+                raise Stopped(f"Stopped before {name}.")
+            run_phase(self, name, before, which)
+
+        monkeypatch.setattr(Phases, "run_phase", until)
+        job = (
+            launch.build_trainer("speedrun-gpu", words, name="job", root=tmp_path)
+            if stop == "sft"
+            else launch.reopen(tmp_path / "job")
+        )
+        with pytest.raises(Stopped, match="Continue the whole job with: bessemer resume"):
+            job.run()
+        assert job.run_directory.read_status()["state"] == "stopped"
+        assert not (tmp_path / "job/phases" / stop).exists()
+    monkeypatch.setattr(Phases, "run_phase", run_phase)
+    launch.reopen(tmp_path / "job").run()
+
+    for name in ("pretrain", "sft", "grpo"):
+        one, two = (tmp_path / job / "phases" / name for job in ("whole", "job"))
+        assert (one / "model/model.safetensors").read_bytes() == (two / "model/model.safetensors").read_bytes()
+        judged = [json.loads((tmp_path / job / "eval" / f"{name}.json").read_text()) for job in ("whole", "job")]
+        assert judged[0][0]["task"] == judged[1][0]["task"] == "gsm8k" and judged[0][0]["examples"] == 4
+        assert judged[0][0]["value"] == judged[1][0]["value"]
+    rewards = [json.loads(line) for line in (tmp_path / "job/phases/grpo/metrics.jsonl").read_text().splitlines()]
+    assert any("reward/gsm8k" in row or "reward" in row for row in rewards)
+    assert (tmp_path / "job/model/model.safetensors").is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ def command(
 ) -> None:
     """Show what a recipe will take; nothing is trained, and no run is created.
 
+    A job of phases (demo, speedrun-gpu) has one plan per phase.
+
     For this machine: each derived number with its reason, parameters by group, learning rates, FLOPs, memory of the
     compiled step, time at the speed measured here, and the schedules. Data that is not prepared yet is not touched; the
     vocabulary size is then assumed, and the table says so.
@@ -67,15 +70,16 @@ def here(recipe: str, overrides: list[str], picture: Path | None, no_compile: bo
     from bessemer.plan import check_picture, make_plan, render, write_curves
 
     place = check_picture(picture or Path("plots") / f"plan-{Path(recipe).stem}.png")
-    plan = make_plan(recipe, overrides, compiles=not no_compile, say=say)
-    drawn = write_curves(plan["schedules"], place)
-    plan["plot"] = None if drawn is None else str(drawn)
-    if as_json:
-        click.echo(json.dumps(plan))
-        return
-    click.echo(render(plan))
-    if drawn is not None:
-        click.echo(f"\nschedules drawn in {drawn}")
+
+    def made(name: str, recipe: Any, overrides: list[str]) -> dict[str, Any]:
+        plan = make_plan(recipe, overrides, compiles=not no_compile, say=say)
+        drawn = write_curves(plan["schedules"], place.with_stem("-".join(filter(None, (place.stem, name)))))
+        return {**plan, "plot": None if drawn is None else str(drawn)}
+
+    def shown(plan: dict[str, Any]) -> str:
+        return render(plan) + (f"\n\nschedules drawn in {plan['plot']}" if plan["plot"] else "")
+
+    show(recipe, overrides, as_json, made, shown)
 
 
 def elsewhere(
@@ -90,5 +94,35 @@ def elsewhere(
     from bessemer.topology import keep_stdout_clean
 
     keep_stdout_clean()  # compilers print where they like
-    plan = (make_sweep if sweep else make_absent_plan)(recipe, overrides, say=say, **options)
-    click.echo(json.dumps(plan) if as_json else render_absent(plan, placement))
+    make = make_sweep if sweep else make_absent_plan
+
+    def made(name: str, recipe: Any, overrides: list[str]) -> dict[str, Any]:
+        return make(recipe, overrides, say=say, **options)
+
+    show(recipe, overrides, as_json, made, lambda plan: render_absent(plan, placement))
+
+
+def show(
+    recipe: str,
+    overrides: list[str],
+    as_json: bool,
+    make: Callable[[str, Any, list[str]], dict[str, Any]],
+    render: Callable[[dict[str, Any]], str],
+) -> None:
+    """Print the plan of a run, or of every phase of a job. make: (phase or "", recipe, overrides) -> plan."""
+    from bessemer.plan.phases import planned_phases
+
+    phases = planned_phases(recipe, overrides)
+    if not phases:
+        plan = make("", recipe, overrides)
+        click.echo(json.dumps(plan) if as_json else render(plan))
+        return
+    plans = {}
+    for number, phase in enumerate(phases, 1):
+        made = make(phase.name, phase.recipe, phase.overrides)
+        plans[phase.name] = {**made, "recipe": f"{recipe}, phase {phase.name}"}
+        if not as_json:
+            click.echo(("" if number == 1 else "\n") + f"phase {number} of {len(phases)}: {phase.name}\n")
+            click.echo(render(plans[phase.name]))
+    if as_json:
+        click.echo(json.dumps({"recipe": recipe, "phases": plans}))

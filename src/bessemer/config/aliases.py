@@ -20,8 +20,9 @@ RENAMED_VALUES = {"distill/tail": {"renormalise": "renormalize"}}
 """Values that had another name, by setting."""
 
 
-RENAMED_RECIPES = {"speedrun": "demo", "speedrun-gpu": "demo-gpu"}
-"""Shipped recipes that had another name. The old one is found wherever recipes are named, with a note."""
+RENAMED_RECIPES = {"speedrun": "demo"}
+"""Shipped recipes that had another name. The old one is found wherever recipes are named, with a note. (`speedrun-gpu`
+was what is now `demo-gpu`; it is another pipeline since.)"""
 
 
 def current_recipe(name: str) -> str:

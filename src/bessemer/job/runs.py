@@ -22,7 +22,7 @@ BESIDE = {
     "report.html": "The report in one file, by `bessemer report --html`.",
     "starts": "The addresses that the processes of `bessemer launch local` agreed on, per start.",
     "tensorboard": "Events of TensorBoard, with `logging.tensorboard=true`.",
-    PHASES: "The run of each phase, where the job has phases (`speedrun`).",
+    PHASES: "The run of each phase, where the job has phases (`demo`).",
 }
 """What runs write besides the paths of RunDirectory."""
 

@@ -62,7 +62,7 @@ def planned_trainer(
 
     config = resolved()
     if FAMILY not in config:
-        raise InputError(f"'{recipe}' is a job of phases: plan the recipes of its phases, one at a time.")
+        raise InputError(f"'{recipe}' is a job of several runs: plan each of them (plan.phases.planned_phases).")
     config = close(inherit_settings(resolved, planned_from(resolved, config), "runs", needs_weights=False))
     settings = config.make(TopologySettings)
     topology = make_topology(settings) if target is None else absent_topology(settings, target)

@@ -17,10 +17,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bessemer.config import Config, Schema, current, field, gather, resolve
+from bessemer.config import Config, Schema, current, dotted, field, gather, resolve
 from bessemer.console import shown
 from bessemer.errors import BessemerError, InputError, Stopped
 from bessemer.evaluate import Evaluator, check_tasks
+from bessemer.generate.load import flat
 from bessemer.job import BasicJob, ExecutionSpec, RunDirectory, RunLock
 from bessemer.registry import jobs
 from bessemer.report import write_report
@@ -32,6 +33,7 @@ from bessemer.training.console.progress import StartUp
 from bessemer.training.setup.schema import schema_of
 from bessemer.training.signals import after_signal, signals_delayed
 
+OPEN = "???"
 PASSED = ("topology/", "data/root", "logging/progress", "plugins", "seed")
 """Settings of the whole that every phase gets."""
 
@@ -87,6 +89,10 @@ class Phases(BasicJob):
         """Resolve every phase before the first one begins: an error in the last should not cost hours."""
         if not self.phases:
             raise InputError("the job has no phases: give phases.NAME.recipe=RECIPE for each, in order.")
+        left_open = [name for name, value in flat({"phases": self.phases}).items() if value == OPEN]
+        if left_open:
+            words = " ".join(f"{dotted(name)}=…" for name in left_open)
+            raise InputError(f"the recipe leaves settings of its phases open: give {words}")
         for name, phase in self.phases.items():
             if not isinstance(phase, Mapping) or not isinstance(phase.get("recipe"), str):
                 raise InputError(f"phases.{name} needs a recipe: phases.{name}.recipe=RECIPE.")
