@@ -241,7 +241,10 @@ def python_page() -> str:
 
 
 def described(name: str) -> Iterator[str]:
-    """Yield the heading, the signature, the docstring, and for a class a table of the members it adds."""
+    """Yield the heading, the signature, the docstring, and for a class a table of the members it adds.
+
+    What the trainers of objectives add to BaseTrainer is internal.
+    """
     value = getattr(bessemer, name)
     yield f"### {name}"
     if not (inspect.isclass(value) and issubclass(value, Enum)):
@@ -259,7 +262,7 @@ def described(name: str) -> Iterator[str]:
         for member, one in sorted(vars(value).items(), key=lambda item: item[0])
         if not member.startswith("_") and (about := about_member(value, member, one))
     ]
-    if rows:
+    if rows and not (value is not bessemer.BaseTrainer and issubclass(value, bessemer.BaseTrainer)):
         yield table(("member", "what it is or does"), rows)
 
 

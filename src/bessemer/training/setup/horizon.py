@@ -279,18 +279,21 @@ def sizes_for_own_data(config: Config, epoch_rows: int, own_rows: bool, parallel
     epochs = objectives.entry(config["objective"]).traits.get("own_epochs")
     if epochs is None or not starts_from_real_weights(config, own_rows):
         return []
-    rows, seen = [], None
+    asked = config["training/epochs"] if config.asked("training/epochs") else None
+    rows, seen = [], None if asked is None else asked * epoch_rows
     if not config.asked(*HORIZONS) and is_shipped(config, "training/steps"):
         rows += [Derivation(key, None, "your own data: training.epochs") for key in HORIZONS if config[key] is not None]
         rows.append(Derivation("training/epochs", epochs, "your own data: passes that rarely overfit"))
-        seen = epochs * epoch_rows
+        asked, seen = epochs, epochs * epoch_rows
     keys = ("training/batch_size", "training/batch_tokens")
     if not config.asked(*keys) and all(is_shipped(config, key) for key in keys):
         block = config["architecture/block_size"]
         most, why = OWN_TOKENS // block, f"about {OWN_TOKENS:,} tokens per step"
         if seen is not None and seen // OWN_STEPS < most:
-            most, why = seen // OWN_STEPS, f"so that {epochs} epochs make about {OWN_STEPS} steps or more"
-        batch = max(1, 2 ** int(math.log2(max(1, most // parallel)))) * parallel
+            most, why = seen // OWN_STEPS, f"so that {asked:g} epochs make about {OWN_STEPS} steps or more"
+        elif epoch_rows < most:
+            most, why = epoch_rows, "a step takes no row twice"
+        batch = max(1, 2 ** int(math.log2(max(1, int(most) // parallel)))) * parallel
         rows.append(Derivation("training/batch_size", batch, f"your own data: {why}"))
     return rows
 
