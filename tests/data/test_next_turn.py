@@ -10,7 +10,7 @@ import pytest
 from tests.data.stock_templates import FAMILIES, Family
 from tests.tiny_run import tiny_tokenizer
 
-from bessemer.data.tokenize.chat import render, render_next, stop_ids, supervised_rows
+from bessemer.data.tokenize.chat import render, render_next, stop_ids, supervised_rows, tools_of
 from bessemer.data.tokenize.tool_calls import CallParser, ToolCall
 from bessemer.errors import InputError
 from bessemer.rl.environments.calculator import Calculator
@@ -91,6 +91,18 @@ def test_calls_that_cannot_be_read_are_said_so() -> None:
     assert CallParser(BY_NAME["ours/smollm2"].tokenizer, ()).parse(two, None) == ()  # no tools, no calls
     with pytest.raises(InputError, match="does not write tool calls as JSON"):
         CallParser(BY_NAME["ours/smollm2"].tokenizer, TOOLS)
+
+
+def test_calls_and_tools_that_are_nested_without_end_are_refused() -> None:
+    """Both are data: a model writes the one, a dataset holds the other."""
+    parser = CallParser(BY_NAME["qwen2_5"].tokenizer, TOOLS)
+    for depth in (70, 500, 200_000):
+        nested = "[" * depth + "]" * depth
+        for arguments in (f'{{"x": {nested}}}', json.dumps(f'{{"x": {nested}}}')):
+            (call,) = parser.parse(f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>', None)
+            assert call.error and not call.arguments
+    with pytest.raises(InputError, match="not JSON"):
+        tools_of({"tools": "[" * 200_000})
 
 
 def test_with_our_tokens_a_result_is_written_into_the_open_turn() -> None:

@@ -15,6 +15,7 @@ from bessemer.evaluate import Evaluator
 from bessemer.evaluate.bundle import read_bundle
 from bessemer.evaluate.core import core
 from bessemer.generate import load_model
+from bessemer.job.trust import mark_origin
 from bessemer.topology import make_topology
 from bessemer.training import launch
 from bessemer.training.callbacks import evaluation
@@ -111,8 +112,16 @@ def test_the_bundle_can_stand_in_the_configuration(loaded, bundle):
 
     with pytest.raises(InputError, match="core:DIR"):
         core(loaded)
-    configured = dataclasses.replace(loaded, config={**loaded.config, "eval": {"core_bundle": str(bundle)}})
+    config = {**loaded.config, "eval": {"core_bundle": str(bundle)}}
+    mark_origin(loaded.run, config)  # as the run does when it starts
+    configured = dataclasses.replace(loaded, config=config)
     assert core(configured, limit=1, batch_size=16)["bundle"] == str(bundle)
+
+
+LISTED = "icl_tasks: [{label: a, icl_task_type: schema, "
+BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"{new}: &{new} [{','.join(['*' + old] * 9)}]\n" for old, new in zip("abcdefg", "bcdefgh", strict=True)
+)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +133,19 @@ def test_the_bundle_can_stand_in_the_configuration(loaded, bundle):
         ({"core.yaml": "icl_tasks: [3]"}, "not a mapping"),
         ({"tasks.json": '[{"task": "a", "kind": "schema", "file": "a.jsonl"}]'}, "how often guessing"),
         ({"tasks.json": '[{"task": "a", "kind": "schema", "random_baseline": 0}]'}, "none of them"),
+        ({"tasks.json": "[" * 200_000}, "nested too deeply"),
+        ({"core.yaml": "a: " + "[" * 5000}, "nested too deeply"),
+        ({"core.yaml": BOMB}, "too large"),
+        ({"core.yaml": LISTED + "num_fewshot: .inf, random_baseline: 0}]"}, "is not a number"),
+        ({"core.yaml": LISTED + "random_baseline: 0, dataset_uri: [a]}]"}, "not a name"),
+        ({"core.yaml": LISTED + f"random_baseline: 0, dataset_uri: {'a' * 5000}}}]"}, "not a name"),
+        ({"core.yaml": LISTED + "random_baseline: 0}]", "b.csv": "Eval Task\n" + "a" * 200_000}, "field larger"),
+        (
+            {"core.yaml": LISTED + "random_baseline: 0}]", "b.csv": "Eval Task,Random baseline\na,x"},
+            "could not convert",
+        ),
     ],
+    ids=range(14),
 )
 def test_bad_bundles_are_explained(files, problem, tmp_path):
     for name, text in files.items():

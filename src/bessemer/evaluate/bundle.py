@@ -12,12 +12,13 @@ directory or its eval_data. A task file has a header as its first line:
 from __future__ import annotations
 
 import csv
-import json
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bessemer.config.bounded import check_yaml, parse_json, read_text
 from bessemer.data.sources.files import file_of
 from bessemer.data.sources.readers import Raw, read_file_rows
 from bessemer.errors import InputError
@@ -33,6 +34,7 @@ NAMES = {
     "file": ("dataset_uri", "file"),
 }
 SUFFIXES = (".jsonl", ".jsonl.gz")
+LONGEST_NAME = 1000
 HEADER = {
     "task": str,
     "kind": str,
@@ -94,8 +96,10 @@ def _parse(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        text = read_text(path)
+        if path.suffix != ".json":
+            check_yaml(text)
+        found = parse_json(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise InputError(f"{path} cannot be read as a list of tasks ({error}).") from error
     if isinstance(found, list):
@@ -107,11 +111,11 @@ def _parse(path: Path) -> dict[str, Any]:
 
 def _listed(entry: Any, where: Path, baselines: Mapping[str, float], separator: str) -> Listed:
     if not isinstance(entry, dict):
-        raise InputError(f"{where}: a task is {entry!r}, not a mapping.")
+        raise InputError(f"{where}: a task is {entry!r:.200}, not a mapping.")
     values = {ours: next((entry[name] for name in names if name in entry), None) for ours, names in NAMES.items()}
     name = str(values["name"] or "")
     if not name or not values["kind"]:
-        raise InputError(f"{where}: a task has no label or no kind: {entry!r}.")
+        raise InputError(f"{where}: a task has no label or no kind: {entry!r:.200}.")
     fewshot = values["fewshot"]
     fewshot = fewshot[0] if isinstance(fewshot, list) and fewshot else fewshot or 0
     baseline = entry.get("random_baseline", baselines.get(name))
@@ -122,14 +126,17 @@ def _listed(entry: Any, where: Path, baselines: Mapping[str, float], separator: 
         )
     try:
         count, chance = int(fewshot), float(baseline)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"{where}: the few-shot count or baseline of '{name}' is not a number.") from error
     delimiter = " " if values["delimiter"] is None else str(values["delimiter"])
-    path = _find(where.parent, values["file"])
+    file = values["file"]
+    if file is not None and (not isinstance(file, str) or len(file) > LONGEST_NAME):
+        raise InputError(f"{where}: the file of '{name}' is {file!r:.200}, not a name.")
+    path = _find(where.parent, file)
     return Listed(name, str(values["kind"]), count, delimiter, chance, separator, path)
 
 
-def _find(directory: Path, named: Any) -> Path | None:
+def _find(directory: Path, named: str | None) -> Path | None:
     if not named:
         return None
     for place in (directory / named, directory / "eval_data" / named, directory / Path(named).name):
@@ -143,13 +150,12 @@ def _baselines(directory: Path) -> dict[str, float]:
     """Return task -> fraction, from every CSV with the two columns."""
     found: dict[str, float] = {}
     for path in sorted(directory.glob("*.csv")):
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            for row in csv.DictReader(file):
+        try:
+            for row in csv.DictReader(io.StringIO(read_text(path).removeprefix("\ufeff"), newline="")):
                 if row.get("Eval Task") and row.get("Random baseline"):
-                    try:
-                        found[row["Eval Task"].strip()] = float(row["Random baseline"]) / 100
-                    except ValueError as error:
-                        raise InputError(f"{path}: {error}.") from error
+                    found[row["Eval Task"].strip()] = float(row["Random baseline"]) / 100
+        except (OSError, ValueError, csv.Error) as error:
+            raise InputError(f"{path}: {error}.") from error
     return found
 
 

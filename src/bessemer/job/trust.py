@@ -178,7 +178,7 @@ def check_opened(run: RunDirectory, tree: Mapping[str, Any]) -> None:
     """Raise InputError if files, folders or downloads that `tree`, a part of a run's configuration, names may not be
     used by a run from elsewhere: for commands that only read a run, which never run code that it names."""
     refused = [one for one in refused_requests(run, tree) if one.kind in (FILE, FOLDER, DOWNLOAD)]
-    _refuse(run, refused, f"trust the run from now on with: bessemer resume {run.word} --trust")
+    _refuse(run, refused, f"mark the run as trusted with: bessemer resume {run.word} --trust")
 
 
 def _refuse(run: RunDirectory, refused: list[Request], remedy: str) -> None:

@@ -91,10 +91,10 @@ def parse_line(line: bytes) -> Any | Bad:
         return Bad("", f"not valid JSON ({error})")
     if isinstance(value, str):
         return Bad("", "expected a JSON object, not a string")
-    return Bad("", TOO_DEEP) if _deeper_than(value, DEEPEST) else value
+    return Bad("", TOO_DEEP) if deeper_than(value, DEEPEST) else value
 
 
-def _deeper_than(value: Any, limit: int) -> bool:
+def deeper_than(value: Any, limit: int) -> bool:
     """Return whether lists and objects are nested deeper than `limit`; without recursion."""
     level = [value] if isinstance(value, (dict, list)) else []
     while level and limit:

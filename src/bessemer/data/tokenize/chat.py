@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from bessemer.config.bounded import parse_json
 from bessemer.data.tokenize.templates import Message
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.data.tokenize.turns import CALL_ID, Row, Writer, continuation, end_ids
@@ -170,7 +171,7 @@ def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     value = row.get("tools")
     if isinstance(value, str) and value.strip():
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError:
             raise InputError(f"'tools' is a text that is not JSON: {value!r:.100}.") from None
     if not value:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from bessemer.data.sources.readers import DEEPEST, deeper_than
 from bessemer.data.tokenize.tokenizer import Tokenizer
 from bessemer.data.tokenize.turns import FIRST, rendered_call
 from bessemer.errors import InputError
@@ -78,11 +79,12 @@ def _opening(tokenizer: Tokenizer, tools: Tools) -> str:
 
 
 def _decoded(text: str) -> Any:
-    """Return the JSON value that a text begins with; None if it begins with none."""
+    """Return the JSON value that a text begins with; None if it begins with none, or with one nested too deeply."""
     try:
-        return json.JSONDecoder().raw_decode(text)[0]
+        value = json.JSONDecoder().raw_decode(text)[0]
     except (ValueError, RecursionError):
         return None
+    return None if deeper_than(value, DEEPEST) else value
 
 
 def _calls(text: str) -> Iterator[ToolCall]:
