@@ -17,6 +17,22 @@ pytestmark = pytest.mark.slow
 WORLDS = Path(__file__).with_name("worlds.py")
 
 
+PLACES = ["episode", "reward", "round", "exact", "ahead", "reset", "curriculum", "shaped", "shaped-episode"]
+SHAPED = {  # ratios and clips of sequences, an adapted entropy, resets, measured pass rates, packed rows, a cut sampler
+    "objective": "gspo",
+    "grpo.kl_coef": 0.01,
+    "grpo.entropy_target": 2.0,
+    "grpo.sync_moments": "true",
+    "grpo.curriculum": "pass_rate",
+    "grpo.resample": 1,
+    "grpo.pack": "true",
+    "training.per_device_batch_size": 2,
+    "grpo.temperature": 0.8,
+    "grpo.top_p": 0.9,
+    "grpo.importance": "sequence",
+}
+
+
 @pytest.fixture
 def settings(tmp_path: Path) -> dict[str, object]:
     """Four steps a rollout, a checkpoint after each step, a reward that any length has more or less of."""
@@ -62,20 +78,25 @@ def test_killed_between_two_steps_of_a_rollout(settings: dict[str, object], tmp_
     assert_resumes(run, whole, home)
 
 
-@pytest.mark.parametrize("place", ["episode", "reward", "round", "exact", "ahead", "reset", "curriculum"])
+@pytest.mark.parametrize("place", PLACES)
 def test_killed_inside_an_episode_or_a_reward_call(
     place: str, settings: dict[str, object], tmp_path: Path, home: Path
 ) -> None:
     """SIGKILL while a worker process is in a step of the second rollout, or the run itself in a reward: of the rollout,
     also with grpo.exact, or of the round that replaces its flat groups; or a thread is in a reward of the third, which
     is sampled ahead, while the steps of the second are taken; or after a reset of the reference and the moments; or
-    where measured pass rates decide what is drawn."""
+    where measured pass rates decide what is drawn; or with all that shapes a longer run, in a round that replaces flat
+    groups and in an episode."""
     rows = [json.dumps({"prompt": f"cats {n}", "number": n}) for n in range(40)]
     (tmp_path / "cats.jsonl").write_text("\n".join(rows) + "\n")
     given = settings | {"grpo.rewards": f"['{WORLDS}:held_reward']"}
-    if place == "episode":
+    if place.endswith("episode"):
         given = settings | {"grpo.environment": f"{WORLDS}:Held", "architecture.block_size": 64}
-    if place == "round":
+    if place.startswith("shaped"):
+        given |= SHAPED
+    if place == "shaped":
+        given |= {"grpo.overlong_penalty": 0.5, "grpo.overlong": "mask"}
+    if place in ("round", "shaped"):
         given |= {"grpo.resample": 1, "grpo.rewards": f"['{WORLDS}:held_in_a_round']"}
     if place == "exact":
         given |= {"grpo.exact": "true", "grpo.temperature": 0.7}
