@@ -211,6 +211,23 @@ def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 2 and "Did you mean 'train'" in capsys.readouterr().err
 
 
+def test_data_beside_a_recipe_without_the_name_of_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text("{}")
+    Path("sft").mkdir()  # a recipe's name stays one
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "sft", "chats.jsonl"])
+    assert caught.value.code == 2 and "write training.dataset=chats.jsonl" in capsys.readouterr().err
+
+
+def test_a_recipe_in_the_place_of_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["finetune-lora", "init=runs/mine"])
+    assert caught.value.code == 2 and "bessemer train finetune-lora" in capsys.readouterr().err
+
+
 def test_bad_run_name(tiny: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["train", "quickstart", *words(tiny), "--runs", str(tmp_path), "--name", "a/b"])

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -14,13 +15,13 @@ from tests.tiny_run import make_run, tiny_params
 
 from bessemer.config import Origin, OriginKind
 from bessemer.data import DatasetStyle, Sampling
-from bessemer.errors import InputError
+from bessemer.errors import InputError, Stopped
 from bessemer.job import RunDirectory
 from bessemer.job.trust import saved_tree
 from bessemer.plan.trainer import planned_trainer
 from bessemer.training import launch
 from bessemer.training.callbacks.evaluation import Evaluation
-from bessemer.training.setup.init_recipe import state_of
+from bessemer.training.setup.init_recipe import state_of, trained_first
 from bessemer.training.setup.initial_weights import inherited_plugins
 from bessemer.training.setup.schema import schema_of
 from bessemer.training.trainer import BaseTrainer
@@ -167,6 +168,23 @@ def test_a_run_whose_objective_chose_the_style_is_that_of_the_recipe(start: Path
     trainer.run_directory.config.write_text(other.to_yaml())
     with pytest.raises(InputError, match="is not what recipe sft would train"):
         state_of(trainer.run_directory, "sft")
+
+
+def test_what_stops_a_run_that_others_start_from_says_once_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """finetune-lora starts from toy-start, which starts from toy; data without `init` would train that tiny model."""
+
+    def train(recipe: str, directory: RunDirectory, passed: dict[str, Any], again: bool) -> None:
+        if recipe == "toy-start":
+            trained_first(launch.resolve(schema_of, recipe), tmp_path, train)
+        raise Stopped("stopped after step 46 of 400. Continue with: bessemer resume runs/toy-base")
+
+    config = launch.resolve(schema_of, "finetune-lora", {"training.dataset": "chats.jsonl"})
+    with pytest.raises(Stopped) as caught:
+        trained_first(config, tmp_path, train)
+    assert str(caught.value).count("or run the same command again") == 1
+    assert capsys.readouterr().out.count("no init is given") == 1
 
 
 def test_a_cycle_of_recipes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,7 +63,11 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
+            from bessemer.config import is_shipped_recipe
+
             hint = did_you_mean(args[0], list(COMMANDS))
+            if is_shipped_recipe(args[0]):
+                hint = f" It is a recipe: bessemer train {args[0]}."
             raise InputError(f"unknown command '{args[0]}'.{hint} `bessemer --help` lists them.")
         return super().resolve_command(ctx, args)
 

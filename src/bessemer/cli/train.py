@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 
 from bessemer.cli import BEGAN
 from bessemer.cli.options import FORWARD, RUNS, WORDS, refuse_flags
-from bessemer.config import Schema
+from bessemer.config import Schema, is_shipped_recipe
 from bessemer.errors import InputError
 
 DEFAULT = "quickstart"
@@ -55,6 +56,9 @@ def split_words(words: tuple[str, ...]) -> tuple[str, list[str]]:
     refuse_flags(words, schema)
     recipes, overrides = parted(words)
     if len(recipes) > 1:
+        for word in recipes:
+            if Path(word).exists() and Path(word).suffix not in (".yaml", ".yml") and not is_shipped_recipe(word):
+                raise InputError(f"'{word}' is not a recipe. To train on it, write training.dataset={word}")
         raise InputError(f"two recipes given ({', '.join(recipes)}); settings are written key=value.")
     return (recipes or [DEFAULT])[0], overrides
 

@@ -28,6 +28,10 @@ TrainBase = Callable[[str, RunDirectory, dict[str, Any], bool], None]
 """Trains a recipe in a run directory, with settings that are passed on; the bool: it was started before."""
 
 
+class StoppedFirst(Stopped):
+    """A run was stopped that another one starts from."""
+
+
 def trained_first(config: Config, root: str | Path, train: TrainBase) -> Config:
     """Return `config` with finished runs in place of the recipes that `init` and a teacher name."""
     if FAMILY not in config:  # a job of several phases passes `init` to those that have a model
@@ -51,11 +55,18 @@ def _train_first(config: Config, key: str, root: str | Path, train: TrainBase) -
         word = "continued" if state == "started" else "trained"
         what = "teacher" if key == TEACHER else "init"
         say(f"{what:<10} {init} is {word} first, once: {directory.path}")
+        if key == INIT and config.asked("training/dataset") and not config.asked(INIT):
+            say(
+                "warning    no init is given, so your data trains the tiny model of the recipe's demonstration; for "
+                "a model of your own add init=RUN, init=FOLDER or init=hf:OWNER/NAME"
+            )
         try:
             train(recipe, directory, passed, state == "started")
+        except StoppedFirst:
+            raise  # the run that this one starts from starts from another
         except Stopped as error:
-            raise Stopped(
-                f"{error} Or run the same command again: it continues there, then with its own run."
+            raise StoppedFirst(
+                f"{error}, or run the same command again: it continues there, then with its own run."
             ) from None
         say(f"{what:<10} {init} is done; now the run itself")
     return directory.path
