@@ -322,6 +322,21 @@ CASES: dict[str, Case] = {
             "model.sliding_window": 16,
         },
     ),
+    "qwennext": Case(
+        "quickstart",
+        {
+            **LLAMA,
+            **ADAMW,
+            "model.family": "qwennext",
+            "model.delta_layers": "DF",
+            "model.delta_key_heads": 1,
+            "model.delta_value_heads": 2,
+            "model.delta_key_dim": 8,
+            "model.delta_value_dim": 8,
+            "architecture.rotary_share": 0.5,
+            "architecture.document_mask": True,
+        },
+    ),
     # ---- processes, kills, stops, branches
     "two-processes": Case(
         "quickstart",
@@ -429,7 +444,7 @@ CASES: dict[str, Case] = {
             {**PAIRS, "objective": "reward", "init": f"runs/{family}", "model.family": f"{family}-reward"},
             needs=(family,),
         )
-        for family in ("olmo", "gemma", "olmoe", "gptoss")
+        for family in ("olmo", "gemma", "olmoe", "gptoss", "qwennext")
     },
     "distill": Case(
         "distill",

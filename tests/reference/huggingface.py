@@ -30,6 +30,13 @@ SIZES = {
 }
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+}
 CASES: dict[str, dict[str, Any]] = {
     "llama3": {
         "model_type": "llama",
@@ -161,6 +168,34 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_parameters": {**YARN, "truncate": False},
     },
 }
+CASES |= {
+    "qwen3.5": {  # three values to a key; a delta layer behind the full one; rotary on 6 of 20 dimensions
+        "model_type": "qwen3_5_text",
+        "hidden_size": 36,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 20,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        **DELTA,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.3},
+    },
+    "qwen3-next": {  # two experts' width in the shared one
+        "model_type": "qwen3_next",
+        "hidden_size": 36,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 16,
+        "full_attention_interval": 2,
+        **DELTA,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25},
+    },
+}
 # Compared only where transformers is installed.
 MORE: dict[str, dict[str, Any]] = {
     "llama-dynamic": {
@@ -236,6 +271,33 @@ MORE: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "norm_topk_prob": True,
         "tie_word_embeddings": True,
+    },
+    "qwen3.5-moe-tied": {  # one value to a key, every third layer full
+        "model_type": "qwen3_5_moe_text",
+        "num_hidden_layers": 3,
+        "full_attention_interval": 3,
+        **DELTA,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3,
+        "linear_conv_kernel_dim": 4,
+        "head_dim": 24,
+        "num_experts": 4,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 12,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-next-unnormalized": {
+        "model_type": "qwen3_next",
+        "full_attention_interval": 2,
+        **DELTA,
+        "head_dim": 16,
+        "num_experts": 3,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 12,
+        "norm_topk_prob": False,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 9000.0, "factor": 2.0, "partial_rotary_factor": 0.5},
     },
     "gpt-oss-default-rope": {  # YaRN with whole dimensions left alone, as config.json has it when it says nothing
         "model_type": "gpt_oss",

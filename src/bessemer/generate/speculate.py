@@ -64,6 +64,11 @@ class Speculation:
                 f"generate.speculate=ngram needs a model whose cache can take tokens back (`rewind`, "
                 f"docs/extending.md), and {type(model).__name__} has none. Set generate.speculate=none."
             )
+        if not model.most_rewound:
+            raise InputError(
+                f"generate.speculate=ngram needs a cache that can take tokens back, and {type(model).__name__} has "
+                "recurrent layers, whose state cannot. Set generate.speculate=none."
+            )
         if self.width > model.most_rewound:
             raise InputError(
                 f"generate.draft is {self.draft}, and the model's shortest attention window holds {model.most_rewound} "

@@ -14,7 +14,7 @@ from bessemer.config import declared, dotted
 from bessemer.errors import InputError
 from bessemer.interop.bitsandbytes import check_method
 from bessemer.interop.mxfp4 import is_mxfp4
-from bessemer.models.hf_types import HFType, layer_types
+from bessemer.models.hf_types import HFType, Layout, layer_types
 from bessemer.models.llama import ROPE_TYPES, Llama
 from bessemer.models.moe import AXES as STACKS
 from bessemer.models.moe import ROUTER
@@ -28,6 +28,8 @@ LONGEST_CONTEXT = 8192
 """An import's context: caches and tables are made for it. A longer one is asked for."""
 LARGEST = 2**31 - 1
 """Of any count in a config.json: sizes, positions, token ids."""
+OUTSIDE = ("tie_word_embeddings", "quantization_config", "torch_dtype", "dtype")
+"""Keys of a multi-modal config.json that hold for its text model."""
 _NEEDED: Any = object()
 ROPE_OF = {
     "linear": (),
@@ -46,8 +48,22 @@ class HFConfig:
 
     def __init__(self, values: Mapping[str, Any], where: str):
         self.where = where
+        values = self._text_of(values)
         kind = str(values.get("model_type"))
         self.values = {**hf_types.get(kind).defaults, **values} if kind in hf_types else values
+
+    def _text_of(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what a multi-modal configuration says of its text model."""
+        names = [
+            entry.name for entry in hf_types if entry.value.text_of and entry.value.text_of == values.get("model_type")
+        ]
+        if not names:
+            return values
+        text = values.get("text_config")
+        if not isinstance(text, Mapping):
+            raise InputError(f"{self.where}: model_type '{values['model_type']}' needs 'text_config', an object.")
+        outside = {key: values[key] for key in OUTSIDE if values.get(key) is not None}
+        return {**text, **outside, "model_type": names[0]}
 
     def refuse(self, key: str, problem: str) -> InputError:
         return InputError(f"{self.where}: {key} is {_shown(self._at(key))}; {problem}")
@@ -150,7 +166,8 @@ class HFConfig:
             **hf_types.get(self.kind).read(self, depth),
         }
 
-    def _check(self) -> None:
+    def known_kind(self) -> str:
+        """Return the model_type; InputError if it is not supported."""
         if self.kind not in hf_types:
             named = self.values.get("architectures")
             made = ", ".join(map(str, named)) if isinstance(named, list) else ""
@@ -158,6 +175,10 @@ class HFConfig:
                 f"{self.where}: model_type '{self.kind}' (architectures: {made or 'none listed'}) is not supported. "
                 f"Supported: {', '.join(hf_types.names())} (smollm and smollm2 are llama)."
             )
+        return self.kind
+
+    def _check(self) -> None:
+        self.known_kind()
         key, value = hf_types.get(self.kind).activation
         if self.text(key, value) != value:
             raise self.refuse(key, f"{self.kind} has {value}.")
@@ -258,7 +279,7 @@ class HFConfig:
                 f"{', '.join(ROPE_TYPES)}, one for all layers; another would turn queries and keys by wrong angles."
             )
         for key in ("partial_rotary_factor", f"{section}.partial_rotary_factor"):
-            if self.real(key, 1) != 1:
+            if self.real(key, 1) != 1 and not hf_types.get(self.kind).partial_rotary:
                 raise self.refuse(key, "only 1 is supported.")
         base = self.real(f"{section}.rope_theta", None) or base
         settings = {"architecture/rotary_base": base, "architecture/rope/type": kind}
@@ -422,6 +443,8 @@ def their_name(name: str, kind: HFType | None = None, expert: int | None = None)
         inner = f"{kind.norms[part]}.weight"
     elif kind is not None and part in kind.whole:
         inner = kind.whole[part]
+    elif kind is not None and part in kind.matrices:
+        inner = f"{kind.matrices[part]}.weight"
     elif kind is not None and part in kind.experts:
         inner = f"{kind.experts[part].format(expert)}.weight"
     return f"model.layers.{block.removeprefix('blocks_')}.{inner}"
@@ -437,6 +460,8 @@ class Tensor:
     vocab_size: int
     expert: int | None = None
     whole: bool = False  # files hold it in our layout (HFType.whole)
+    layout: Layout | None = None
+    matrix: bool = False  # one of HFType.matrices
 
     @property
     def turned(self) -> bool:
@@ -444,16 +469,20 @@ class Tensor:
 
     @property
     def _is_matrix(self) -> bool:
-        return self.ours == "head" or self.ours.rpartition("/")[2] in (*MATRICES, *EXPERTS)
+        return self.matrix or self.ours == "head" or self.ours.rpartition("/")[2] in (*MATRICES, *EXPERTS)
 
     @property
     def their_shape(self) -> tuple[int, ...]:
+        if self.layout is not None:
+            return self.layout.shape(self.shape)
         own = self.shape if self.expert is None else self.shape[1:]
         shape = own[::-1] if self.turned else own
         return (self.vocab_size, *shape[1:]) if self.ours in ("embedding", "head") else shape
 
     def to_ours(self, array: np.ndarray) -> np.ndarray:
         """Return the parameter, or the matrix of one expert, from their array."""
+        if self.layout is not None:
+            return self.layout.to_ours(array)
         if self.ours in ("embedding", "head"):
             rows = (self.shape[1] if self.turned else self.shape[0]) - self.vocab_size
             array = np.pad(array, ((0, rows), (0, 0))) if rows else array
@@ -461,6 +490,8 @@ class Tensor:
 
     def to_theirs(self, array: np.ndarray) -> np.ndarray:
         """Return their array from our parameter; of a stack, that of one expert."""
+        if self.layout is not None:
+            return self.layout.to_theirs(array)
         array = array if self.expert is None else array[self.expert]
         array = array.T if self.turned else array
         return array[: self.vocab_size] if self.ours in ("embedding", "head") else array
@@ -470,14 +501,13 @@ def tensors_of(shapes: Signature, model: Llama) -> dict[str, Tensor]:
     """Return every tensor by their name, in the order of the layers. `shapes`: of our parameters, by our name."""
     kind = hf_types.get(type_of(model))
 
-    def is_whole(name: str) -> bool:
-        return name.rpartition("/")[2] in kind.whole
-
-    found = [
-        Tensor(name, their_name(name, kind, expert), tuple(shape), model.vocab_size, expert, is_whole(name))
-        for name, (_, shape) in shapes.items()
-        for expert in (range(shape[0]) if len(shape) > 2 and not is_whole(name) else (None,))
-    ]
+    found = []
+    for name, (_, shape) in shapes.items():
+        part = name.rpartition("/")[2]
+        layout = (part in kind.whole, kind.layouts.get(part), part in kind.matrices)
+        for expert in range(shape[0]) if len(shape) > 2 and part not in kind.whole else (None,):
+            theirs = their_name(name, kind, expert)
+            found.append(Tensor(name, theirs, tuple(shape), model.vocab_size, expert, *layout))
     return {tensor.theirs: tensor for tensor in sorted(found, key=_order)}
 
 

@@ -28,9 +28,9 @@ from bessemer.interop.mxfp4 import BLOCKS, Mxfp4Tensor, is_mxfp4_part
 from bessemer.job import RunDirectory, check_run_name
 from bessemer.job.trust import check_folder
 from bessemer.models.llama import Llama
-from bessemer.registry import models
+from bessemer.registry import hf_types, models
 from bessemer.storage.files import atomic_directory, storage
-from bessemer.storage.weights import OURS, Signature, WeightFile, flatten, signature, total, write_file
+from bessemer.storage.weights import OURS, Entry, Signature, WeightFile, flatten, signature, total, write_file
 from bessemer.topology import unbox
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -67,6 +67,7 @@ class Folder:
     def __init__(self, path: Path, needs_weights: bool = True):
         check_folder(path)
         self.path, self.needs_weights = path, needs_weights
+        self.left_out: list[str] = []  # names of tensors that are not read, once `files` is known
 
     @property
     def has_weights(self) -> bool:
@@ -126,8 +127,7 @@ class Folder:
         if not index.is_file():
             if not (self.path / SINGLE).is_file():
                 raise self._without_weights()
-            file = WeightFile(self.path / SINGLE)
-            return dict.fromkeys(file.entries, file)
+            return self._of_text([WeightFile(self.path / SINGLE)])
         listed = read_object(index).get("weight_map")
         if not isinstance(listed, Mapping):
             raise InputError(f"{index} has no 'weight_map'.")
@@ -146,7 +146,31 @@ class Folder:
         unlisted = [name for file in opened.values() for name in file.entries if name not in listed]
         if unlisted:
             raise StorageError(f"{index} does not list '{unlisted[0]}', which its files hold.")
-        return {name: opened[part] for name, part in listed.items()}
+        return self._of_text(list(opened.values()))
+
+    def _of_text(self, files: list[WeightFile]) -> dict[str, WeightFile]:
+        """Return their name of every tensor of the text model → its file, whose entries are those from now on."""
+        kind = hf_types.get(HFConfig(read_object(self.path / CONFIG), str(self.path / CONFIG)).known_kind())
+        for file in files:
+            if file.checksums is not None or not kind.left_out:
+                continue  # written here, and so with the names of a text model
+            for name in list(file.entries):
+                entry = file.entries.pop(name)
+                if any(name.startswith(beginning) for beginning in kind.left_out):
+                    self.left_out.append(name)
+                else:
+                    file.entries |= text_entries(name, entry)
+        return {name: file for file in files for name in file.entries}
+
+    @property
+    def left_out_lines(self) -> list[str]:
+        """Return a line for each kind of tensors that were not read."""
+        _ = self.files
+        kind = hf_types.get(self.settings["model/hf_type"])
+        counts = {
+            what: sum(name.startswith(beginning) for name in self.left_out) for beginning, what in kind.left_out.items()
+        }
+        return [f"left out   {count} {what}: they have no place here" for what, count in counts.items() if count]
 
     @cached_property
     def quantization(self) -> str:
@@ -236,6 +260,33 @@ class Folder:
         return made[0] if self.tensors[name][0].expert is None else np.stack(made)
 
 
+TEXT = "model.language_model."
+"""What names of the text model begin with in a multi-modal checkpoint, in place of `model.`."""
+STACKS = re.compile(r"(?P<experts>.+\.mlp\.experts)\.(?P<part>gate_up_proj|down_proj)")
+
+
+def text_entries(name: str, entry: Entry) -> dict[str, Entry]:
+    """Return the entries, by the names that a text model's files have, of a tensor of a multi-modal one.
+
+    Stacks of experts become one tensor per expert: gate and up (E, 2F, D), one after the other, and down (E, D, F).
+    """
+    name = "model." + name.removeprefix(TEXT) if name.startswith(TEXT) else name
+    stack = STACKS.fullmatch(name)
+    if stack is None or len(entry.shape) != 3:
+        return {name: entry}
+    parts = ("gate_proj", "up_proj") if stack["part"] == "gate_up_proj" else ("down_proj",)
+    count, rows, columns = entry.shape
+    shape = (rows // len(parts), columns)
+    size = shape[0] * shape[1] * entry.dtype.itemsize
+    return {
+        f"{stack['experts']}.{expert}.{part}.weight": Entry(
+            entry.dtype, shape, entry.start + (expert * len(parts) + place) * size
+        )
+        for expert in range(count)
+        for place, part in enumerate(parts)
+    }
+
+
 @lru_cache(maxsize=4)
 def parameter_signature(model: Llama) -> Signature:
     """Name, dtype and shape of every parameter. A run asks before it starts and again when it reads the weights, and a
@@ -291,6 +342,7 @@ def facts(folder: Folder, tokenizer: Tokenizer | None, size: int) -> list[str]:
         f"context    {context:,} of the model's {positions:,} tokens"
         + (" (--context gives more)" if context < positions else ""),
     ]
+    lines += folder.left_out_lines
     if tokenizer is None:
         return [*lines, f"tokenizer  none: {folder.path} has no {FILE}, so this run takes token ids, not text"]
     if tokenizer.vocab_size > model.vocab_size:

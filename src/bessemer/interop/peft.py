@@ -18,13 +18,14 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from bessemer.errors import InputError, StorageError
-from bessemer.interop.config import MATRICES, HFConfig, Tensor, their_name
+from bessemer.interop.config import MATRICES, HFConfig, Tensor, their_name, type_of
 from bessemer.interop.export_hf import make_empty
 from bessemer.interop.folder import FLOATS, read_object
 from bessemer.job import RunDirectory
 from bessemer.job.trust import FILE, Request, check_folder, is_harmful
 from bessemer.models.llama import Llama
 from bessemer.models.lora import ALL_LINEAR, LoraSettings
+from bessemer.registry import hf_types
 from bessemer.storage.files import storage
 from bessemer.storage.weights import Arrays, Signature, WeightFile, write_file
 
@@ -43,6 +44,8 @@ def export_adapters(arrays: Arrays, lora: LoraSettings, model: Llama, out: Path,
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     whole: list[str] = []
+    kind = hf_types.get(type_of(model))
+    known = {**MATRICES, **kind.matrices}
     for name, (dtype, shape) in arrays.signature().items():
         matrix, _, part = name.rpartition("/")
         if name in WHOLE and not model.tied_head:
@@ -51,12 +54,12 @@ def export_adapters(arrays: Arrays, lora: LoraSettings, model: Llama, out: Path,
             entries[theirs], sources[theirs] = (dtype, tensor.their_shape), partial(_turned, arrays, name, tensor)
             whole.append(WHOLE[name])
             continue
-        if part not in PARTS or matrix.rpartition("/")[2] not in MATRICES:
+        if part not in PARTS or matrix.rpartition("/")[2] not in known:
             raise InputError(
                 f"'{name}' is trained but is not an adapter of an attention or feed-forward matrix, so PEFT's "
                 "layout has no place for it. Export the merged model instead, without --adapters."
             )
-        module = their_name(matrix).removesuffix(".weight")
+        module = their_name(matrix, kind).removesuffix(".weight")
         theirs = f"{ROOT}{module}.{PARTS[part]}"
         entries[theirs], sources[theirs] = (dtype, shape[::-1]), partial(_transposed, arrays, name)
         if part == "lora_a":

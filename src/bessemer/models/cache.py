@@ -1,7 +1,8 @@
 """The KV cache of incremental decoding: keys and values per layer, one length per row.
 
 A layer with window w stores w tokens: the token at position p lies at slot p mod S, S being the window or the capacity.
-What a slot holds therefore follows from the row's length alone.
+What a slot holds therefore follows from the row's length alone. A recurrent layer has no slots but a state, which
+cannot be taken back to an earlier length.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Cache:
     previous: Array  # (B, D): the last token's embedding, for smear
     last: Array  # (B, 1) int32: the last token, for bigrams, NONE before the first; (B, 0) in a model without them
     empty: bool = struct.field(pytree_node=False, default=False)  # known while tracing: no row holds anything yet
+    states: tuple[tuple[Array, ...], ...] = ()  # of recurrent layers, in order; a row's follow from all of its tokens
 
     @property
     def capacity(self) -> int:
@@ -50,7 +52,7 @@ def empty_cache(
     bigrams: bool = False,
 ) -> Cache:
     def store(window: int | None) -> Array:
-        shape = (batch, kv_heads, min(window or length, length), head_dim)
+        shape = (batch, kv_heads, length if window is None else min(window, length), head_dim)
         return constrain(jnp.zeros(shape, dtype), "batch", "kv", None, None)
 
     return Cache(  # a buffer of its own for each layer, so that the cache can be donated

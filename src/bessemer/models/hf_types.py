@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from bessemer.errors import InputError
 
 
@@ -45,6 +47,15 @@ BEFORE = {
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How files hold a parameter. shape: ours → theirs; to_ours, to_theirs: of arrays."""
+
+    shape: Callable[[tuple[int, ...]], tuple[int, ...]]
+    to_ours: Callable[[np.ndarray], np.ndarray]
+    to_theirs: Callable[[np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
 class HFType:
     """One model_type.
 
@@ -52,7 +63,10 @@ class HFType:
     feed-forward's activation and the one value it may have; norms: our name of a layer's norm → theirs; rotary: the
     default bases of full and of sliding layers, for a type whose sliding layers have a rotary table of their own;
     experts: our names of a layer's router and stacks → theirs, {} standing for the number of the expert; whole: our
-    names of parameters of a layer that files hold in our layout, stacks in one tensor → their full names.
+    names of parameters of a layer that files hold in our layout, stacks in one tensor → their full names; layouts:
+    those of them that files hold in a third one; matrices: our names of further matrices → theirs; partial_rotary:
+    positions may turn a part of each head; text_of: the multi-modal model_type that holds this one in `text_config`;
+    left_out: beginnings of the names of tensors that are not read → what they are.
     read: (config.json, layers) → settings beyond the common ones; write: model → keys beyond the common ones;
     says: model → setting → whether a config.json of this type can say it.
     """
@@ -65,6 +79,11 @@ class HFType:
     rotary: tuple[float, float] | None = None
     experts: Mapping[str, str] = field(default_factory=dict)
     whole: Mapping[str, str] = field(default_factory=dict)
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    matrices: Mapping[str, str] = field(default_factory=dict)
+    partial_rotary: bool = False
+    text_of: str = ""
+    left_out: Mapping[str, str] = field(default_factory=dict)
     read: Callable[[ConfigReader, int], dict[str, Any]] = nothing
     write: Callable[[Any], dict[str, Any]] = nothing
     says: Callable[[Any], dict[str, bool]] = nothing

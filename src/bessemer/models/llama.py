@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from bessemer.config import field
 from bessemer.kernels import ops
-from bessemer.kernels.ops import rows_of_table
+from bessemer.kernels.ops import Axes, rows_of_table
 from bessemer.models.cache import Cache
 from bessemer.models.hf_types import HFType
 from bessemer.models.layers import AXES as MATRIX_AXES
@@ -36,6 +36,7 @@ from bessemer.models.moe import (
     BIAS,
     NOTHING,
     ROUTER,
+    SHARED_GATE,
     ExpertSettings,
     Routing,
     Stats,
@@ -167,11 +168,10 @@ class LlamaShape(Shape):
         A tied table is the head.
         """
         table = self.padded_vocab * self.width
-        per_block = self.width * (2 * self.query_width + 2 * self.kv_width) + self.feed_forward_parameters()
         router, router_bias = self.router_parameters()
         counts = {
-            "matrix": self.depth * per_block,
-            "gate": router,
+            "matrix": self.mixing_parameters() + self.depth * self.feed_forward_parameters(),
+            "gate": router + self.gate_parameters(),
             "embedding": 0 if self.tied else table,
             "head": table,
             "rho": self.vectors,
@@ -179,6 +179,14 @@ class LlamaShape(Shape):
         }
         scaling = counts["matrix"] - self.idle_experts() + table
         return {**counts, "total": sum(counts.values()), "scaling": scaling}
+
+    def mixing_parameters(self) -> int:
+        """Parameters of the matrices by which tokens reach each other, all layers."""
+        return self.depth * self.width * (2 * self.query_width + 2 * self.kv_width)
+
+    def gate_parameters(self) -> int:
+        """Parameters of narrow matrices beside the routers, all layers."""
+        return 0
 
 
 AXES = {**MATRIX_AXES, "gate": MATRIX_AXES["up"]}
@@ -209,20 +217,16 @@ class LlamaBlock(nn.Module):
     stacks: tuple[str, ...] = STACKS
     vectors: tuple[Vector, ...] = ()
 
+    axes: ClassVar[dict[str, Axes]] = AXES
+
     @nn.compact
     def __call__(self) -> Params:
-        s = self.shape
-        sizes = {
-            "q": (s.width, s.query_width),
-            "k": (s.width, s.kv_width),
-            "v": (s.width, s.kv_width),
-            "out": (s.query_width, s.width),
-        }
+        s, sizes = self.shape, self.mixing_sizes()
         if s.dense_width:
             into, out = (s.width, s.dense_width), (s.dense_width, s.width)
             sizes |= {"gate": into, "up": into, "down": out}
         normal, zeros = nn.initializers.normal(INIT), nn.initializers.zeros
-        params = {name: declare(self, name, normal, AXES[name], size) for name, size in sizes.items()}
+        params = {name: declare(self, name, normal, self.axes[name], size) for name, size in sizes.items()}
         if s.experts is not None:
             params |= declare_experts(self, s.experts, s.width, dict.fromkeys(self.stacks, normal))
         for name, axes, size in self.vectors:
@@ -230,7 +234,34 @@ class LlamaBlock(nn.Module):
         for name in self.biased:
             params[f"{name}_bias"] = declare(self, f"{name}_bias", zeros, (None,), sizes[name][1:])
         ones = nn.initializers.constant(1.0 - self.norm_offset)
-        return params | {name: declare(self, name, ones, (None,), (size,)) for name, size in self.norms}
+        params |= {name: declare(self, name, ones, (None,), (size,)) for name, size in self.norms}
+        return params | self.further()
+
+    def mixing_sizes(self) -> dict[str, tuple[int, int]]:
+        """Return name → size of the matrices by which tokens reach each other."""
+        s = self.shape
+        return {
+            "q": (s.width, s.query_width),
+            "k": (s.width, s.kv_width),
+            "v": (s.width, s.kv_width),
+            "out": (s.query_width, s.width),
+        }
+
+    def further(self) -> Params:
+        """Declare what a related family has besides."""
+        return {}
+
+
+Rotary = tuple[Array, Array] | None  # cos and sin; None: a layer without positions
+Mixing = Callable[["LayerOptions", Params, Array, Rotary, Attend], Array]
+"""(options, parameters, normed stream (B, T, D), …) → what the layer adds before its feed-forward part."""
+
+
+class Kind(NamedTuple):
+    """The static part of a layer that differs between layers."""
+
+    window: int | None
+    rope: Rope | None
 
 
 @dataclass(frozen=True)
@@ -245,9 +276,7 @@ class LayerOptions:
     query_scale: float = 1.0
     activation: Callable[[Array], Array] = jax.nn.silu
     routing: Routing | None = None
-
-
-Rotary = tuple[Array, Array] | None  # cos and sin; None: a layer without positions
+    mix: Mixing | None = None  # in place of `self_attention`
 
 
 def layer(
@@ -261,63 +290,72 @@ def layer(
 ) -> tuple[Array, Stats]:
     """x: (B, T, D) → (B, T, D), and what the router measured."""
     first, second = (None, None) if keys is None else (ops.fold_in(keys, 0), ops.fold_in(keys, 1))
-    params = with_keys(params, keys)
-    h = _normed(options, params, "attention_norm", x)
-    y = _normed(options, params, "attention_post_norm", _attention(options, params, h, rotary, attend))
+    params, mix = with_keys(params, keys), options.mix or self_attention
+    h = normed(options, params, "attention_norm", x)
+    y = normed(options, params, "attention_post_norm", mix(options, params, h, rotary, attend))
     x = checkpoint_name(x + ops.dropout(y, options.dropout, first), "residual")
-    h = _normed(options, params, "mlp_norm", x)
+    h = normed(options, params, "mlp_norm", x)
     y, stats = _feed_forward(options, params, h, watch)
-    x = x + ops.dropout(_normed(options, params, "mlp_post_norm", y), options.dropout, second)
+    x = x + ops.dropout(normed(options, params, "mlp_post_norm", y), options.dropout, second)
     return constrain(x, "batch", "sequence", "embed_act"), stats
 
 
-def _normed(options: LayerOptions, params: Params, name: str, x: Array) -> Array:
+def normed(options: LayerOptions, params: Params, name: str, x: Array) -> Array:
     """Return norm(x), or x in a model that has no norm of this name."""
     weight = params.get(name)
     return x if weight is None else norm(x, weight, options.epsilon, options.norm_offset)
 
 
-def _attention(options: LayerOptions, params: Params, h: Array, rotary: Rotary, attend: Attend) -> Array:
-    q, k, v = (_heads(options, params, name, h) for name in ("q", "k", "v"))
-    q, k = _turned(q, rotary, options.query_scale), _turned(k, rotary)
+def self_attention(options: LayerOptions, params: Params, h: Array, rotary: Rotary, attend: Attend) -> Array:
+    q, k, v = (heads_of(options, params, name, h) for name in ("q", "k", "v"))
+    q, k = turned(q, rotary, options.query_scale), turned(k, rotary)
     if "sinks" in params:
         attend = partial(attend, sinks=params["sinks"])
-    return _linear(options, params, "out", attend_heads(attend, q, k, v))
+    return linear_of(options, params, "out", attend_heads(attend, q, k, v))
 
 
-def _turned(x: Array, rotary: Rotary, scale: float = 1.0) -> Array:
-    """Return scale · x with its positions; rounded once."""
-    y = x if rotary is None else ops.rotate(x, *rotary)
+def turned(x: Array, rotary: Rotary, scale: float = 1.0) -> Array:
+    """Return scale · x with its positions, on as many of the first dimensions as the table has; rounded once."""
+    if rotary is not None and (size := 2 * rotary[0].shape[-1]) < x.shape[-1]:
+        y = jnp.concatenate([ops.rotate(x[..., :size], *rotary), x[..., size:].astype(jnp.float32)], axis=-1)
+    else:
+        y = x if rotary is None else ops.rotate(x, *rotary)
     return (y if scale == 1 else scale * y.astype(jnp.float32)).astype(x.dtype)
 
 
-def _heads(options: LayerOptions, params: Params, name: str, h: Array) -> Array:
+def heads_of(options: LayerOptions, params: Params, name: str, h: Array) -> Array:
     """(B, T, D) → (B, T, heads, head_dim), normed where the model has a norm: of each head, or of all of them."""
-    y = checkpoint_name(_linear(options, params, name, h), name)
+    y = checkpoint_name(linear_of(options, params, name, h), name)
     weight = params.get(f"{name}_norm")
     of_heads = weight is None or weight.shape[-1] == options.head_dim
     if not of_heads:
-        y = _normed(options, params, f"{name}_norm", y)
+        y = normed(options, params, f"{name}_norm", y)
     y = y.reshape(*y.shape[:2], -1, options.head_dim)
-    return _normed(options, params, f"{name}_norm", y) if of_heads else y
+    return normed(options, params, f"{name}_norm", y) if of_heads else y
 
 
 def _feed_forward(options: LayerOptions, params: Params, h: Array, watch: Watch) -> tuple[Array, Stats]:
     if options.routing is None:
         return _dense_feed_forward(options, params, h), {}
     y, stats = routed_feed_forward(options.routing, params, h, watch, options.activation, options.dtype)
-    return (y + _dense_feed_forward(options, params, h) if "up" in params else y), stats
+    if "up" not in params:
+        return y, stats
+    shared = _dense_feed_forward(options, params, h)
+    if SHARED_GATE in params:
+        gate = jax.nn.sigmoid(h.astype(jnp.float32) @ params[SHARED_GATE])
+        shared = (gate * shared.astype(jnp.float32)).astype(shared.dtype)
+    return y + shared, stats
 
 
 def _dense_feed_forward(options: LayerOptions, params: Params, h: Array) -> Array:
     gate, up = (
-        constrain(checkpoint_name(_linear(options, params, name, h), name), "batch", "sequence", "mlp")
+        constrain(checkpoint_name(linear_of(options, params, name, h), name), "batch", "sequence", "mlp")
         for name in ("gate", "up")
     )
-    return _linear(options, params, "down", checkpoint_name(options.activation(gate) * up, "mlp_hidden"))
+    return linear_of(options, params, "down", checkpoint_name(options.activation(gate) * up, "mlp_hidden"))
 
 
-def _linear(options: LayerOptions, params: Params, name: str, x: Array) -> Array:
+def linear_of(options: LayerOptions, params: Params, name: str, x: Array) -> Array:
     y = project(x, params[name], AXES[name], options.dtype)
     bias = params.get(f"{name}_bias")
     return y if bias is None else y + bias.astype(y.dtype)
@@ -483,6 +521,11 @@ class Llama(Transformer, ExpertSettings):
         kinds = zip(self._tiled(self.rotary_layers), self.shape.windows, strict=True)
         return tuple(None if letter == "N" else self.rope if window is None else local for letter, window in kinds)
 
+    @property
+    def rotary_dim(self) -> int:
+        """Dimensions of a head that positions turn, the first ones."""
+        return self.head_dim
+
     def check(self) -> None:
         super().check()
         require(
@@ -537,23 +580,28 @@ class Llama(Transformer, ExpertSettings):
         if not self.tied_head:
             self.head = declare(self, "head", normal, ("embed", "vocab"), table[::-1])
         biased = (*BIASED[self.attention_bias], *(("gate", "up", "down") if self.mlp_bias else ()))
-        norms = tuple(self.norm_sizes().items())
-        self.blocks = [
-            LlamaBlock(s, biased, norms, self.norm_offset, self.expert_stacks, self.vector_sizes())
-            for _ in range(s.depth)
-        ]
+        self.blocks = [self._block_parameters(index, biased) for index in range(s.depth)]
         ones = nn.initializers.constant(1.0 - self.norm_offset)
         self.norm = declare(self, "norm", ones, (None,), (s.width,))
+
+    def _block_parameters(self, index: int, biased: tuple[str, ...]) -> LlamaBlock:
+        """Return the module that declares the parameters of layer `index`. biased: the matrices with a bias."""
+        norms = tuple(self.norm_sizes().items())
+        return LlamaBlock(self.shape, biased, norms, self.norm_offset, self.expert_stacks, self.vector_sizes())
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kind of each layer."""
+        return tuple(Kind(window, rope) for window, rope in zip(self.shape.windows, self.ropes, strict=True))
+
+    def _attend_kind(self, kind: Kind, documents: Array | None) -> Attend:
+        """Return how the tokens of whole rows reach each other in a layer."""
+        return self._attend(kind.window, documents)
 
     def _layers(self, x: Array, tokens: Tokens) -> tuple[Array, Stats]:
         ids, positions, documents, keys, _, watch = tokens
         x = constrain(x, "batch", "sequence", "embed_act")
-        stack = Stack(
-            partial(self._block, max(self.block_size, x.shape[1])),
-            tuple(zip(self.shape.windows, self.ropes, strict=True)),
-            self.scan_layers,
-            self.remat,
-        )
+        stack = Stack(partial(self._block, max(self.block_size, x.shape[1])), self.kinds, self.scan_layers, self.remat)
         rows, stats = Rows(ids, positions, documents, keys, *watch), no_stats(self.routing(), self.depth, watch)
         x, stats = run_stack(stack, [block() for block in self.blocks], {}, x, rows, stats)
         return norm(x, self.norm, self.norm_epsilon, self.norm_offset), stats
@@ -562,10 +610,10 @@ class Llama(Transformer, ExpertSettings):
         """Return what a layer computes on `rows`, whose positions are below `length`."""
         rotary, options = self._tables(rows.positions, length), self._layer_options()
 
-        def step(kind: tuple[int | None, Rope | None], params: Params, index: Array, stream: Stream) -> Stream:
-            attend = self._attend(kind[0], rows.documents)
+        def step(kind: Kind, params: Params, index: Array, stream: Stream) -> Stream:
+            attend = self._attend_kind(kind, rows.documents)
             keys = None if rows.keys is None else ops.fold_in(rows.keys, index)
-            x, seen = layer(options, params, stream[0], rotary[kind[1]], attend, keys, rows.watch.of_layer(index))
+            x, seen = layer(options, params, stream[0], rotary[kind.rope], attend, keys, rows.watch.of_layer(index))
             return x, stream[1], add_stats(stream[2], seen, index)
 
         return step, lambda _, x: x
@@ -583,7 +631,7 @@ class Llama(Transformer, ExpertSettings):
     def _tables(self, positions: Array, length: int) -> dict[Rope | None, Rotary]:
         """Return cos and sin of every kind of layer, for positions below `length`."""
         kinds = dict.fromkeys(self.ropes)
-        return {rope: None if rope is None else rope.table(positions, length, self.head_dim) for rope in kinds}
+        return {rope: None if rope is None else rope.table(positions, length, self.rotary_dim) for rope in kinds}
 
     def _embed(self, ids: Array) -> Array:
         return ops.lookup(self.embedding, ids, ("vocab", None), self.compute_dtype)

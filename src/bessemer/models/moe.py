@@ -73,6 +73,8 @@ ROUTING, CHOSEN, APART = "routing", "chosen", "routed_apart"
 """The collection that `decode` and scoring write to if it is mutable: the choices of each layer, (B, n, k); and the
 number of choices, over tokens and layers, that differ from the replayed ones."""
 ROUTER, BIAS = "router", "router_bias"
+SHARED_GATE = "shared_gate"
+"""(D, 1): the shared experts count σ(h·w) times (qwen3-next); without it once."""
 LOGIT_BIAS = "router_logit_bias"
 """A trained bias of the router's logits (gpt-oss); BIAS balances the load and has no gradient."""
 AXES: dict[str, tuple[str | None, ...]] = {

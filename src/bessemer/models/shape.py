@@ -53,7 +53,7 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class Shape:
-    """All derived sizes of one GPT. `windows[i]` is the number of keys layer i attends to, None = all."""
+    """All derived sizes of one GPT. `windows[i]`: keys that layer i attends to, None = all, 0 = a recurrent layer."""
 
     depth: int
     width: int
@@ -168,7 +168,12 @@ class Shape:
         """
         keys = sum(attended_keys(window, block_size, causal) for window in self.windows)
         looked_up = len(self.lookup.layers) * self.lookup.mean_k if self.lookup else 0
-        return 6 * self.matmul_parameters() + 12 * self.query_width * keys + 12 * self.width * looked_up
+        attention = 12 * self.query_width * keys + 12 * self.width * looked_up
+        return 6 * self.matmul_parameters() + attention + self.recurrent_flops()
+
+    def recurrent_flops(self) -> float:
+        """Training FLOPs per token of recurrent layers, besides their matrices."""
+        return 0
 
 
 def explain_flops(shape: Shape, block_size: int) -> str:
@@ -177,6 +182,8 @@ def explain_flops(shape: Shape, block_size: int) -> str:
     matmul, width = shape.matmul_parameters(), shape.query_width
     used = "active parameters" if shape.experts else "parameters"
     words = f"6 · {matmul:,} {used} in matmuls + 12 · {width:,} · {keys:,} keys of all layers"
+    if recurrent := shape.recurrent_flops():
+        words += f" + {recurrent:,.0f} of recurrent layers"
     if (lookup := shape.lookup) is None:
         return words
     return f"{words} + 12 · {shape.width:,} · {lookup.mean_k:,.4g} rows · {len(lookup.layers)} lookup layer(s)"
@@ -184,7 +191,7 @@ def explain_flops(shape: Shape, block_size: int) -> str:
 
 def attended_keys(window: int | None, block_size: int, causal: bool) -> float:
     """Keys counted per query: min(window, T), or with `causal` the mean over positions of min(window, t + 1)."""
-    width = min(window or block_size, block_size)
+    width = block_size if window is None else min(window, block_size)
     if not causal:
         return width
     return (width * (width + 1) / 2 + (block_size - width) * width) / block_size

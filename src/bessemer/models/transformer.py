@@ -415,8 +415,12 @@ class Transformer(Model):
         added = jnp.full(cache.lengths.shape, n, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
         positions = cache.lengths[:, None] + jnp.arange(n)
         stores: list[tuple[Array, Array]] = []
+        states: list[tuple[Array, ...]] = []
 
         def attend(index: int) -> Attend:
+            if self.shape.windows[index] == 0:
+                stores.append((cache.keys[index], cache.values[index]))  # no slots
+                return self._recur_cache(cache.states[len(states)], added, states)
             return partial(self._attend_cache, cache, index, positions, added, stores)
 
         x, embedded = self._decode_layers(input_ids, cache, positions, attend)
@@ -429,11 +433,20 @@ class Transformer(Model):
             lengths=cache.lengths + added,
             previous=jnp.where(added[:, None] > 0, newest, cache.previous),
             last=_last_token(input_ids, added, cache.last),
+            states=tuple(states),
         )
+
+    def _recur_cache(self, state: tuple[Array, ...], added: Array, states: list[tuple[Array, ...]]) -> Attend:
+        """Return how new tokens, `added` (B,) of them real, read the state of a recurrent layer; the next goes to
+        `states`."""
+        raise NotImplementedError(f"{type(self).__name__} has no recurrent layers")
 
     @property
     def most_rewound(self) -> int:
-        """The most tokens that one call of `decode` may append if `rewind` is to take some of them back."""
+        """The most tokens that one call of `decode` may append if `rewind` is to take some of them back.
+
+        0 with recurrent layers, whose state cannot go back.
+        """
         return min((window for window in self.shape.windows if window is not None), default=self.block_size)
 
     def rewind(self, cache: Cache, before: Cache, input_ids: Array, kept: Array) -> Cache:
@@ -475,7 +488,7 @@ class Transformer(Model):
             previous = jnp.where(cut, newest, previous)
         if token.shape[-1]:
             token = jnp.where(cut, last[:, None].astype(token.dtype), token)
-        return Cache(cache.keys, cache.values, lengths, previous, token)
+        return Cache(cache.keys, cache.values, lengths, previous, token, states=cache.states)
 
     def _record(self, seen: Stats) -> None:
         """Note the experts that a layer chose, if the caller of `decode` makes ROUTING mutable."""

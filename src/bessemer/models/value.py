@@ -16,6 +16,7 @@ from bessemer.models.layers import declare
 from bessemer.models.llama import Llama
 from bessemer.models.olmo import Olmo
 from bessemer.models.olmoe import Olmoe
+from bessemer.models.qwennext import QwenNext
 from bessemer.models.transformer import Transformer
 from bessemer.registry import models
 
@@ -77,3 +78,8 @@ class RewardGptOss(ValueHead, GptOss):
 @models.register("olmoe-reward")
 class RewardOlmoe(ValueHead, Olmoe):
     """Starts from the weights of an olmoe."""
+
+
+@models.register("qwennext-reward")
+class RewardQwenNext(ValueHead, QwenNext):
+    """Starts from the weights of a qwen3-next or qwen3.5."""
